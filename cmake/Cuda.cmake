@@ -1,0 +1,17 @@
+# Sets USBYTE_HAVE_CUDA and USBYTE_CUDA_BUILD, a line for `usbyte doctor` that says what was built and why.
+set(USBYTE_HAVE_CUDA OFF)
+if(USBYTE_CUDA STREQUAL "OFF")
+  set(USBYTE_CUDA_BUILD "off (USBYTE_CUDA=OFF)")
+else()
+  find_package(CUDAToolkit QUIET)
+  if(CUDAToolkit_FOUND AND TARGET CUDA::cudart_static)
+    set(USBYTE_HAVE_CUDA ON)
+    set(USBYTE_CUDA_BUILD "on (toolkit ${CUDAToolkit_VERSION})")
+  elseif(USBYTE_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "USBYTE_CUDA=ON, but no CUDA toolkit with nvcc and libcudart_static was found. "
+      "Install one, put nvcc on PATH, or build with USBYTE_CUDA=OFF.")
+  else()
+    set(USBYTE_CUDA_BUILD "off (USBYTE_CUDA=AUTO found no nvcc)")
+  endif()
+endif()
+message(STATUS "usbyte CUDA part: ${USBYTE_CUDA_BUILD}")

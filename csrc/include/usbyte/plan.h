@@ -1,0 +1,100 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "usbyte/tensor.h"
+
+namespace usbyte {
+
+/// Collective operations. A plan uses the first three; the others serve communicators and eager calls.
+enum class Collective : uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, barrier };
+
+std::string_view name(Collective kind);
+/// Inverse of `name`; throws PlanError on an unknown spelling.
+Collective collective_from_name(std::string_view name);
+
+/// Half-open range of arena elements. May begin and end inside a tensor and may span tensors of one dtype.
+struct Block {
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t numel() const { return end - begin; }
+  auto operator<=>(const Block&) const = default;
+};
+
+/// Part of `block` that `rank` of `size` owns between a reduce_scatter and its all_gather: consecutive ranges of
+/// ceil(numel / size) elements; the last ones may be shorter or empty, so nothing is padded.
+Block shard(Block block, int rank, int size);
+
+/// One collective on one or more blocks, and its admission: at most `window_bytes` are in flight together with
+/// it (an op larger than its window goes alone); with `fence`, every earlier op has completed first.
+struct Op {
+  Collective kind = Collective::all_reduce;
+  std::vector<Block> blocks;
+  int64_t window_bytes = 0;
+  bool fence = false;
+
+  bool operator==(const Op&) const = default;
+};
+
+/// What one iteration communicates, in launch order; byte-identical on every rank.
+///
+/// The *arena* is the line of all gradient elements, in the order of `tensors`. Runs of tensors of one dtype are
+/// segments; a block never crosses a segment's edge, and each segment starts on a 256-byte boundary of the buffer.
+class Plan {
+ public:
+  Plan() = default;
+  /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names; ops only of the first
+  /// three kinds with positive windows; every element covered exactly once by all_reduce, or exactly once by a
+  /// reduce_scatter and once by a later all_gather whose block is the very block that was scattered.
+  Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
+
+  const std::string& policy() const { return policy_; }
+  const std::vector<TensorSpec>& tensors() const { return tensors_; }
+  const std::vector<Op>& ops() const { return ops_; }
+
+  /// Elements of the arena.
+  int64_t numel() const { return tensors_.empty() ? 0 : tensors_.back().end(); }
+  /// Bytes of the buffer that holds the arena, padding between segments included.
+  int64_t arena_bytes() const;
+  /// Byte position of `element` in that buffer.
+  int64_t byte_offset(int64_t element) const;
+  /// Element type at `block`.
+  DType dtype(Block block) const;
+  /// Payload of `op` in bytes.
+  int64_t bytes(const Op& op) const;
+  /// Indices of the tensors that `op` touches, ascending.
+  std::vector<int> tensors_of(const Op& op) const;
+  /// "op 3 (all_reduce, 8.0 MB: conv1.weight, conv1.bias and 2 more)", for messages.
+  std::string describe(int op) const;
+
+  /// Canonical JSON: same plan, same text.
+  std::string to_json() const;
+  /// Throws PlanError on malformed JSON or an invalid plan.
+  static Plan from_json(std::string_view json);
+  /// FNV-1a over the canonical JSON; equal on every platform.
+  uint64_t hash() const;
+
+  bool operator==(const Plan&) const = default;
+
+ private:
+  struct Segment {
+    int64_t begin, end, byte_begin;
+    DType dtype;
+    bool operator==(const Segment&) const = default;
+  };
+
+  const Segment& segment(int64_t element) const;
+  void lay_out();
+  void validate() const;
+
+  std::string policy_;
+  std::vector<TensorSpec> tensors_;
+  std::vector<Op> ops_;
+  std::vector<Segment> segments_;
+};
+
+}  // namespace usbyte

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "usbyte/tensor.h"
+
+namespace usbyte {
+
+/// What the job was measured to do in one iteration without waiting for the network.
+///
+/// `tensors` are in forward order: index 0 is needed first by the forward pass. Times are seconds since the forward
+/// pass began: `need_s[i]` when the forward pass first uses parameter i, `ready_s[i]` when backward has produced its
+/// gradient. `step_s` is the whole iteration, from one forward pass to the next.
+struct Profile {
+  std::vector<TensorSpec> tensors;
+  std::vector<double> need_s;
+  std::vector<double> ready_s;
+  double step_s = 0;
+
+  /// Throws PlanError unless sizes agree, offsets are contiguous, and times are finite, non-negative and `need_s`
+  /// does not decrease.
+  void validate() const;
+  std::string to_json() const;
+  static Profile from_json(std::string_view json);
+};
+
+/// Tensor indices in the order in which backward produces them; ties go to the later layer first.
+std::vector<int> backward_order(const Profile& profile);
+
+}  // namespace usbyte

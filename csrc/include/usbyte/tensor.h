@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace usbyte {
+
+/// Element types that collectives carry.
+enum class DType : uint8_t { float32, float64, float16, bfloat16, int32, int64, int8, uint8 };
+
+/// Bytes of one element.
+int64_t itemsize(DType dtype);
+/// "float32", ... as numpy and torch spell it.
+std::string_view name(DType dtype);
+/// Inverse of `name`; throws UsageError on an unknown spelling.
+DType dtype_from_name(std::string_view name);
+
+/// One gradient on the line of bytes. `offset` and `numel` are elements of the arena; see Plan for the line.
+struct TensorSpec {
+  std::string name;
+  int64_t numel = 0;
+  DType dtype = DType::float32;
+  int64_t offset = 0;
+
+  int64_t end() const { return offset + numel; }
+  bool operator==(const TensorSpec&) const = default;
+};
+
+}  // namespace usbyte

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace usbyte {
+
+/// Seconds on the steady clock; the time base of every measurement.
+double now_s();
+
+/// What happened to one block or layer. An op is `queued` from the moment its gradients were ready until it was
+/// launched, then in `communication`; a `gate` is a forward pass waiting; an `update` is the deferred optimizer step.
+struct Event {
+  enum class Kind : uint8_t { queue, communication, gate, update };
+
+  Kind kind;
+  int64_t step;
+  double start_s;
+  double end_s;
+  std::string label;  ///< op and parameter names
+  int64_t bytes = 0;
+};
+
+/// Events of one run: measured by the engine or predicted by a simulator.
+using Timeline = std::vector<Event>;
+
+/// Half-open range of steps to record, written "A:B"; either side may be left out.
+struct StepRange {
+  int64_t begin = 0;
+  int64_t end = std::numeric_limits<int64_t>::max();
+
+  bool contains(int64_t step) const { return begin <= step && step < end; }
+  /// Throws UsageError unless the text is "A:B" with 0 <= A < B.
+  static StepRange parse(std::string_view text);
+};
+
+/// Writes events as a Chrome trace, which Perfetto opens. After each `write` the file is complete, valid JSON, so that a
+/// killed process leaves a readable trace. Time stamps are wall-clock, so traces of several ranks line up.
+/// Not thread-safe; the engine's thread owns it.
+class TimelineWriter {
+ public:
+  /// Creates or truncates `path`. Throws UsageError naming the path if that fails.
+  TimelineWriter(const std::string& path, int rank, StepRange steps);
+  ~TimelineWriter();
+  TimelineWriter(const TimelineWriter&) = delete;
+  TimelineWriter& operator=(const TimelineWriter&) = delete;
+
+  const StepRange& steps() const { return steps_; }
+  /// Appends the events whose step is in range. Throws UsageError if the disk refuses.
+  void write(const Timeline& events);
+
+ private:
+  void append(const std::string& text);
+
+  std::string path_;
+  int fd_ = -1;
+  int64_t tail_ = 0;  // file position of the closing bracket
+  int rank_;
+  StepRange steps_;
+  double to_wall_s_;  // wall clock minus steady clock
+};
+
+}  // namespace usbyte
