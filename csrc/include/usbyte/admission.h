@@ -6,12 +6,13 @@
 
 namespace usbyte {
 
-/// The credit window: decides whether the next op may start beside those in flight. Engine and simulator share it,
-/// so that a prediction means this plan under these rules. Not thread-safe; the owner guards it.
+/// The credit window: decides whether the next op may start beside those in flight. Engine and
+/// simulator share it, so that a prediction means this plan under these rules. Not thread-safe; the
+/// owner guards it.
 class Admission {
  public:
-  /// True if `op` of `bytes` may start now. An op larger than its window is admitted when nothing is in flight:
-  /// no op starves and credit never goes negative.
+  /// True if `op` of `bytes` may start now. An op larger than its window is admitted when nothing
+  /// is in flight: no op starves and credit never goes negative.
   bool admits(const Op& op, int64_t bytes) const {
     if (ops_ == 0) return true;
     return !op.fence && bytes_ + bytes <= op.window_bytes;

@@ -22,10 +22,12 @@ struct Span {
 ///
 /// `send` and `recv` may be the same memory. What each kind reads and writes:
 ///  - all_reduce: each span, reduced in place (`recv` only).
-///  - reduce_scatter: each span in place (`recv`); afterwards this rank's `shard` of it is reduced, the rest undefined.
+///  - reduce_scatter: each span in place (`recv`); afterwards this rank's `shard` of it is reduced,
+///  the rest undefined.
 ///  - all_gather: each span in place (`recv`); this rank's `shard` of it is sent to all.
 ///  - broadcast: each span (`recv`), from `root`.
-///  - all_to_all: one span each; `send` holds `size` equal chunks, chunk i goes to rank i; `recv` likewise.
+///  - all_to_all: one span each; `send` holds `size` equal chunks, chunk i goes to rank i; `recv`
+///  likewise.
 ///  - barrier: no spans.
 struct Request {
   Collective kind = Collective::barrier;
@@ -39,8 +41,9 @@ struct Request {
 /// Called exactly once for each launch, from any thread, with nullptr or the error.
 using Completion = std::function<void(std::exception_ptr)>;
 
-/// Starts collectives. Ranks must launch the same requests in the same order. Implementations: `LocalCommunicator`
-/// (ranks are threads of one process), `PythonCommunicator` (any torch.distributed backend).
+/// Starts collectives. Ranks must launch the same requests in the same order. Implementations:
+/// `LocalCommunicator` (ranks are threads of one process), `PythonCommunicator` (any
+/// torch.distributed backend).
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -48,8 +51,8 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  /// Starts `request` and returns; may call `done` before it returns. The memory must live until then.
-  /// Errors go to `done`; launch itself does not throw.
+  /// Starts `request` and returns; may call `done` before it returns. The memory must live until
+  /// then. Errors go to `done`; launch itself does not throw.
   virtual void launch(const Request& request, Completion done) = 0;
 
   /// Launches and waits; throws what `done` was given.

@@ -19,23 +19,23 @@ struct EngineOptions {
   double stall_limit_s = 300;
   /// Called on the engine's thread with a line worth logging.
   std::function<void(const std::string&)> on_warning;
-  /// Called on the engine's thread when communication failed, with what is known on this rank; the text returned is
-  /// what every wait throws. It may take time, to ask other ranks.
+  /// Called on the engine's thread when communication failed, with what is known on this rank; the
+  /// text returned is what every wait throws. It may take time, to ask other ranks.
   std::function<std::string(const std::string&)> on_fault;
 };
 
 /// Executes a plan, step after step, on one background thread.
 ///
-/// One step: `begin_step`, `ready` once for every tensor, `end_backward`; then `wait` for tensors in any order, or
-/// `drain`. Ops are launched strictly in plan order, each when all its bytes are ready and its window admits it; an
-/// all_gather also waits for the reduce_scatter of its blocks. No op of step k+1 is launched before every op of step k
-/// has completed.
+/// One step: `begin_step`, `ready` once for every tensor, `end_backward`; then `wait` for tensors
+/// in any order, or `drain`. Ops are launched strictly in plan order, each when all its bytes are
+/// ready and its window admits it; an all_gather also waits for the reduce_scatter of its blocks.
+/// No op of step k+1 is launched before every op of step k has completed.
 ///
 /// After a fault every call throws the same FaultError. All methods are thread-safe.
 class Engine {
  public:
-  /// Starts the thread; it runs when this returns. `arena` holds `plan.arena_bytes()` bytes and, like `communicator`,
-  /// outlives the engine.
+  /// Starts the thread; it runs when this returns. `arena` holds `plan.arena_bytes()` bytes and,
+  /// like `communicator`, outlives the engine.
   Engine(Plan plan, std::byte* arena, Communicator& communicator, EngineOptions options = {});
   /// Stops launching, waits for ops in flight (unless the engine has failed), joins the thread.
   ~Engine();
@@ -46,20 +46,21 @@ class Engine {
 
   /// Opens the next step. Throws UsageError unless the previous one is drained.
   void begin_step();
-  /// The gradient of `tensor` lies in the arena. Throws UsageError if it was already ready in this step.
+  /// The gradient of `tensor` lies in the arena. Throws UsageError if it was already ready in this
+  /// step.
   void ready(int tensor);
   /// Tensors that are not ready yet in this step.
   std::vector<int> unready() const;
-  /// Closes backward. Throws UsageError if a tensor is not ready: the caller marks unused ones as zeros first.
+  /// Closes backward. Throws UsageError if a tensor is not ready: the caller marks unused ones as
+  /// zeros first.
   void end_backward();
 
-  /// Waits until `tensor` has arrived in the step that was begun last (at once if there was none).
-  /// Returns false if `timeout_s` passed first.
-  bool wait_for(int tensor, double timeout_s);
-  void wait(int tensor);
+  /// Waits until `tensor` has arrived in the step that was begun last; at once if there was none.
+  /// `poll` is called about ten times a second meanwhile, without any lock; what it throws ends the
+  /// wait.
+  void wait(int tensor, const std::function<void()>& poll = {});
   /// Waits until every op of the current step has completed.
-  bool drain_for(double timeout_s);
-  void drain();
+  void drain(const std::function<void()>& poll = {});
 
   /// Ends the engine with this message, as a fault that another rank has found.
   void fail(const std::string& message);
@@ -68,9 +69,11 @@ class Engine {
 
   /// Steps begun so far.
   int64_t steps() const;
-  /// One line for other ranks: step, phase, ops launched and completed, tensors awaited.
+  /// For other ranks, as JSON: step, phase ("idle", "backward", "flight"), ops launched and
+  /// completed, and up to four tensors whose gradients are awaited.
   std::string status() const;
-  /// When each tensor became ready in the current step, seconds on the steady clock; 0 where it has not.
+  /// When each tensor became ready in the current step, seconds on the steady clock; 0 where it has
+  /// not.
   std::vector<double> ready_times() const;
   /// Payload and duration of every op completed in the current step.
   std::vector<Sample> samples() const;

@@ -18,21 +18,21 @@ struct EnvVariable {
 /// Every USBYTE_* variable, read once. Nothing else in the library calls getenv.
 /// Arguments given in code win over the environment.
 struct Env {
-  /// Throws EnvError, which names variable, value and what is accepted. Unknown USBYTE_* names are an error too,
-  /// since a misspelt knob would otherwise silently do nothing.
+  /// Throws EnvError, which names variable, value and what is accepted. Unknown USBYTE_* names are
+  /// an error too, since a misspelt knob would otherwise silently do nothing.
   static Env read();
 
-  std::string backend;             ///< USBYTE_BACKEND
-  std::string policy;              ///< USBYTE_POLICY, "" = chosen by overlap mode
-  int64_t partition_bytes;         ///< USBYTE_PARTITION_BYTES
-  int64_t credit_bytes;            ///< USBYTE_CREDIT_BYTES
-  int64_t bucket_bytes;            ///< USBYTE_BUCKET_BYTES
-  int64_t learning_steps;          ///< USBYTE_LEARNING_STEPS
-  double stall_warning_s;          ///< USBYTE_STALL_WARNING_S
-  double stall_limit_s;            ///< USBYTE_STALL_LIMIT_S
-  std::string timeline;            ///< USBYTE_TIMELINE
-  std::string timeline_steps;      ///< USBYTE_TIMELINE_STEPS
-  std::string log_level;           ///< USBYTE_LOG_LEVEL
+  std::string backend;         ///< USBYTE_BACKEND
+  std::string policy;          ///< USBYTE_POLICY, "" = chosen by overlap mode
+  int64_t partition_bytes;     ///< USBYTE_PARTITION_BYTES
+  int64_t credit_bytes;        ///< USBYTE_CREDIT_BYTES
+  int64_t bucket_bytes;        ///< USBYTE_BUCKET_BYTES
+  int64_t learning_steps;      ///< USBYTE_LEARNING_STEPS
+  double stall_warning_s;      ///< USBYTE_STALL_WARNING_S
+  double stall_limit_s;        ///< USBYTE_STALL_LIMIT_S
+  std::string timeline;        ///< USBYTE_TIMELINE
+  std::string timeline_steps;  ///< USBYTE_TIMELINE_STEPS
+  std::string log_level;       ///< USBYTE_LOG_LEVEL
 
   std::vector<EnvVariable> variables;
 };

@@ -5,8 +5,9 @@
 
 namespace usbyte {
 
-/// Root of every exception this library throws. Each class maps 1:1 to a Python class of the same name in
-/// `usbyte.errors`. A message names the culprit (rank, op, parameter, variable) and the remedy.
+/// Root of every exception this library throws. Each class maps 1:1 to a Python class of the same
+/// name in `usbyte.errors`. A message names the culprit (rank, op, parameter, variable) and the
+/// remedy.
 class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -26,8 +27,8 @@ class MismatchError : public Error {
   using Error::Error;
 };
 
-/// Communication failed for good: a peer is lost, an operation stalled, another rank reported a fault.
-/// After it the job cannot go on; restart it from the last checkpoint.
+/// Communication failed for good: a peer is lost, an operation stalled, another rank reported a
+/// fault. After it the job cannot go on; restart it from the last checkpoint.
 class FaultError : public Error {
   using Error::Error;
 };

@@ -10,7 +10,9 @@ struct AlphaBeta {
   double alpha_s = 0;
   double beta_s_per_byte = 0;
 
-  double time_s(int64_t bytes) const { return alpha_s + beta_s_per_byte * static_cast<double>(bytes); }
+  double time_s(int64_t bytes) const {
+    return alpha_s + beta_s_per_byte * static_cast<double>(bytes);
+  }
 };
 
 /// What the network costs `ranks` ranks, on the path that training uses.
@@ -25,8 +27,9 @@ struct Sample {
   double seconds;
 };
 
-/// Least-squares line through the samples with alpha >= 0 and beta >= 0. With a single size the slope cannot be told
-/// from the startup; then all of the time is counted as beta. Throws UsageError on no samples.
+/// Least-squares line through the samples with alpha >= 0 and beta >= 0. With a single size the
+/// slope cannot be told from the startup; then all of the time is counted as beta. Throws
+/// UsageError on no samples.
 AlphaBeta fit_alpha_beta(std::span<const Sample> samples);
 
 }  // namespace usbyte

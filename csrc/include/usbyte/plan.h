@@ -9,14 +9,23 @@
 
 namespace usbyte {
 
-/// Collective operations. A plan uses the first three; the others serve communicators and eager calls.
-enum class Collective : uint8_t { all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, barrier };
+/// Collective operations. A plan uses the first three; the others serve communicators and eager
+/// calls.
+enum class Collective : uint8_t {
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  all_to_all,
+  barrier
+};
 
 std::string_view name(Collective kind);
 /// Inverse of `name`; throws PlanError on an unknown spelling.
 Collective collective_from_name(std::string_view name);
 
-/// Half-open range of arena elements. May begin and end inside a tensor and may span tensors of one dtype.
+/// Half-open range of arena elements. May begin and end inside a tensor and may span tensors of one
+/// dtype.
 struct Block {
   int64_t begin = 0;
   int64_t end = 0;
@@ -25,12 +34,14 @@ struct Block {
   auto operator<=>(const Block&) const = default;
 };
 
-/// Part of `block` that `rank` of `size` owns between a reduce_scatter and its all_gather: consecutive ranges of
-/// ceil(numel / size) elements; the last ones may be shorter or empty, so nothing is padded.
+/// Part of `block` that `rank` of `size` owns between a reduce_scatter and its all_gather:
+/// consecutive ranges of ceil(numel / size) elements; the last ones may be shorter or empty, so
+/// nothing is padded.
 Block shard(Block block, int rank, int size);
 
-/// One collective on one or more blocks, and its admission: at most `window_bytes` are in flight together with
-/// it (an op larger than its window goes alone); with `fence`, every earlier op has completed first.
+/// One collective on one or more blocks, and its admission: at most `window_bytes` are in flight
+/// together with it (an op larger than its window goes alone); with `fence`, every earlier op has
+/// completed first.
 struct Op {
   Collective kind = Collective::all_reduce;
   std::vector<Block> blocks;
@@ -42,14 +53,16 @@ struct Op {
 
 /// What one iteration communicates, in launch order; byte-identical on every rank.
 ///
-/// The *arena* is the line of all gradient elements, in the order of `tensors`. Runs of tensors of one dtype are
-/// segments; a block never crosses a segment's edge, and each segment starts on a 256-byte boundary of the buffer.
+/// The *arena* is the line of all gradient elements, in the order of `tensors`. Runs of tensors of
+/// one dtype are segments; a block never crosses a segment's edge, and each segment starts on a
+/// 256-byte boundary of the buffer.
 class Plan {
  public:
   Plan() = default;
-  /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names; ops only of the first
-  /// three kinds with positive windows; every element covered exactly once by all_reduce, or exactly once by a
-  /// reduce_scatter and once by a later all_gather whose block is the very block that was scattered.
+  /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names; ops
+  /// only of the first three kinds with positive windows; every element covered exactly once by
+  /// all_reduce, or exactly once by a reduce_scatter and once by a later all_gather whose block is
+  /// the very block that was scattered.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
 
   const std::string& policy() const { return policy_; }

@@ -13,31 +13,33 @@ namespace usbyte {
 
 /// Sizes in bytes.
 struct PolicyOptions {
-  int64_t bucket_bytes = 25 << 20;        ///< ddp: bucket size
-  int64_t first_bucket_bytes = 1 << 20;   ///< ddp: size of the bucket that backward fills first
-  int64_t partition_bytes = 8 << 20;      ///< bytescheduler: tensors above this are split
-  int64_t credit_bytes = 16 << 20;        ///< bytescheduler: bytes in flight
+  int64_t bucket_bytes = 25 << 20;       ///< ddp: bucket size
+  int64_t first_bucket_bytes = 1 << 20;  ///< ddp: size of the bucket that backward fills first
+  int64_t partition_bytes = 8 << 20;     ///< bytescheduler: tensors above this are split
+  int64_t credit_bytes = 16 << 20;       ///< bytescheduler: bytes in flight
 };
 
 using Policy = Plan (*)(const Profile&, const NetworkModel&, const PolicyOptions&);
 
-/// Wait-free backpropagation: one all_reduce for each tensor, first ready first sent, one at a time.
-/// Zhang et al., "Poseidon", USENIX ATC 2017.
+/// Wait-free backpropagation: one all_reduce for each tensor, first ready first sent, one at a
+/// time. Zhang et al., "Poseidon", USENIX ATC 2017.
 Plan wfbp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// PyTorch DDP: neighbouring gradients in buckets, filled from the last layer on.
 /// Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 Plan ddp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
-/// ByteScheduler: tensors split into near-equal parts; among the ready parts the one nearest the input goes first,
-/// as long as credit lasts. Peng et al., SOSP 2019. All ranks must agree on the order, so the priority queue is
-/// played out here under the profile and the network model, and its trace becomes the plan.
+/// ByteScheduler: tensors split into near-equal parts; among the ready parts the one nearest the
+/// input goes first, as long as credit lasts. Peng et al., SOSP 2019. All ranks must agree on the
+/// order, so the priority queue is played out here under the profile and the network model, and its
+/// trace becomes the plan.
 Plan bytescheduler(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// Every policy by name.
 const std::map<std::string, Policy, std::less<>>& policies();
 
 /// Runs the policy of that name. Throws UsageError on an unknown name or unusable options.
-Plan make_plan(std::string_view policy, const Profile&, const NetworkModel&, const PolicyOptions& = {});
+Plan make_plan(std::string_view policy, const Profile&, const NetworkModel&,
+               const PolicyOptions& = {});
 
 }  // namespace usbyte

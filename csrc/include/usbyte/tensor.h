@@ -16,7 +16,8 @@ std::string_view name(DType dtype);
 /// Inverse of `name`; throws UsageError on an unknown spelling.
 DType dtype_from_name(std::string_view name);
 
-/// One gradient on the line of bytes. `offset` and `numel` are elements of the arena; see Plan for the line.
+/// One gradient on the line of bytes. `offset` and `numel` are elements of the arena; see Plan for
+/// the line.
 struct TensorSpec {
   std::string name;
   int64_t numel = 0;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -12,8 +13,9 @@ namespace usbyte {
 /// Seconds on the steady clock; the time base of every measurement.
 double now_s();
 
-/// What happened to one block or layer. An op is `queued` from the moment its gradients were ready until it was
-/// launched, then in `communication`; a `gate` is a forward pass waiting; an `update` is the deferred optimizer step.
+/// What happened to one block or layer. An op is `queued` from the moment its gradients were ready
+/// until it was launched, then in `communication`; a `gate` is a forward pass waiting; an `update`
+/// is the deferred optimizer step.
 struct Event {
   enum class Kind : uint8_t { queue, communication, gate, update };
 
@@ -38,9 +40,9 @@ struct StepRange {
   static StepRange parse(std::string_view text);
 };
 
-/// Writes events as a Chrome trace, which Perfetto opens. After each `write` the file is complete, valid JSON, so that a
-/// killed process leaves a readable trace. Time stamps are wall-clock, so traces of several ranks line up.
-/// Not thread-safe; the engine's thread owns it.
+/// Writes events as a Chrome trace, which Perfetto opens. After each `write` the file is complete,
+/// valid JSON, so that a killed process leaves a readable trace. Time stamps are wall-clock, so
+/// traces of several ranks line up. Not thread-safe; the engine's thread owns it.
 class TimelineWriter {
  public:
   /// Creates or truncates `path`. Throws UsageError naming the path if that fails.
@@ -62,6 +64,8 @@ class TimelineWriter {
   int rank_;
   StepRange steps_;
   double to_wall_s_;  // wall clock minus steady clock
+  // By kind, for each row (Chrome thread) of it in the trace: where its last event ends.
+  std::array<std::vector<int64_t>, 4> row_end_ns_;
 };
 
 }  // namespace usbyte

@@ -1,0 +1,243 @@
+#include "usbyte/plan.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "usbyte/error.h"
+
+namespace usbyte {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr int64_t kSegmentAlignment = 256;  // bytes; what CUDA allocations and NCCL like best
+
+constexpr std::array<std::string_view, 6> kCollectives = {
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier"};
+
+std::string text(Block b) {
+  return "[" + std::to_string(b.begin) + ", " + std::to_string(b.end) + ")";
+}
+
+// The ranges, sorted, must cover [0, numel) exactly once.
+void check_tiling(std::vector<Block> blocks, int64_t numel, const std::string& what) {
+  std::sort(blocks.begin(), blocks.end());
+  int64_t covered = 0;
+  for (Block b : blocks) {
+    if (b.begin > covered) {
+      throw PlanError("elements " + text({covered, b.begin}) + " are covered by no " + what);
+    }
+    if (b.begin < covered) {
+      throw PlanError("elements " + text({b.begin, std::min(b.end, covered)}) +
+                      " are covered twice by " + what);
+    }
+    covered = b.end;
+  }
+  if (covered != numel) {
+    throw PlanError("elements " + text({covered, numel}) + " are covered by no " + what);
+  }
+}
+
+}  // namespace
+
+std::string_view name(Collective kind) { return kCollectives.at(static_cast<size_t>(kind)); }
+
+Collective collective_from_name(std::string_view text) {
+  auto it = std::find(kCollectives.begin(), kCollectives.end(), text);
+  if (it == kCollectives.end()) {
+    throw PlanError("unknown collective '" + std::string(text) + "'");
+  }
+  return static_cast<Collective>(it - kCollectives.begin());
+}
+
+Block shard(Block block, int rank, int size) {
+  const int64_t chunk = (block.numel() + size - 1) / size;
+  const int64_t begin = std::min(block.begin + rank * chunk, block.end);
+  return {begin, std::min(begin + chunk, block.end)};
+}
+
+Plan::Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops)
+    : policy_(std::move(policy)), tensors_(std::move(tensors)), ops_(std::move(ops)) {
+  lay_out();
+  validate();
+}
+
+void Plan::lay_out() {
+  int64_t end = 0;
+  std::set<std::string_view> names;
+  for (const TensorSpec& t : tensors_) {
+    if (t.numel <= 0) throw PlanError("tensor '" + t.name + "' has no elements");
+    if (t.offset != end) {
+      throw PlanError("tensor '" + t.name + "' starts at element " + std::to_string(t.offset) +
+                      ", but the one before it ends at " + std::to_string(end));
+    }
+    if (!names.insert(t.name).second) throw PlanError("two tensors are named '" + t.name + "'");
+    end = t.end();
+    if (segments_.empty() || segments_.back().dtype != t.dtype) {
+      int64_t byte_begin = 0;
+      if (!segments_.empty()) {
+        const Segment& last = segments_.back();
+        byte_begin = last.byte_begin + (last.end - last.begin) * itemsize(last.dtype);
+        byte_begin = (byte_begin + kSegmentAlignment - 1) / kSegmentAlignment * kSegmentAlignment;
+      }
+      segments_.push_back({t.offset, end, byte_begin, t.dtype});
+    } else {
+      segments_.back().end = end;
+    }
+  }
+}
+
+void Plan::validate() const {
+  std::vector<Block> reduced,
+      scattered;                   // all_reduce and reduce_scatter must tile the arena together
+  std::map<Block, bool> gathered;  // scattered block -> has been gathered
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    const Op& op = ops_[i];
+    const std::string where = "op " + std::to_string(i) + ": ";
+    if (op.kind > Collective::all_gather) {
+      throw PlanError(where + "a plan cannot hold " + std::string(name(op.kind)));
+    }
+    if (op.blocks.empty()) throw PlanError(where + "no blocks");
+    if (op.window_bytes <= 0) throw PlanError(where + "window_bytes must be positive");
+    for (Block b : op.blocks) {
+      if (b.begin < 0 || b.begin >= b.end || b.end > numel()) {
+        throw PlanError(where + "block " + text(b) + " is empty or outside the arena " +
+                        text({0, numel()}));
+      }
+      if (b.end > segment(b.begin).end || dtype(b) != dtype(op.blocks.front())) {
+        throw PlanError(where + "block " + text(b) + " mixes dtypes");
+      }
+      if (op.kind == Collective::all_gather) {
+        auto it = gathered.find(b);
+        if (it == gathered.end()) {
+          throw PlanError(where + "block " + text(b) + " was not scattered by an earlier op");
+        }
+        if (it->second) throw PlanError(where + "block " + text(b) + " is gathered twice");
+        it->second = true;
+      } else {
+        if (op.kind == Collective::reduce_scatter) gathered[b] = false;
+        reduced.push_back(b);
+      }
+    }
+  }
+  check_tiling(std::move(reduced), numel(), "all_reduce or reduce_scatter");
+  for (const auto& [block, done] : gathered) {
+    if (!done) throw PlanError("block " + text(block) + " is scattered but never gathered");
+  }
+}
+
+const Plan::Segment& Plan::segment(int64_t element) const {
+  auto after = std::upper_bound(segments_.begin(), segments_.end(), element,
+                                [](int64_t e, const Segment& s) { return e < s.begin; });
+  return *(after - 1);
+}
+
+int64_t Plan::arena_bytes() const {
+  if (segments_.empty()) return 0;
+  const Segment& last = segments_.back();
+  return last.byte_begin + (last.end - last.begin) * itemsize(last.dtype);
+}
+
+int64_t Plan::byte_offset(int64_t element) const {
+  const Segment& s = segment(element);
+  return s.byte_begin + (element - s.begin) * itemsize(s.dtype);
+}
+
+DType Plan::dtype(Block block) const { return segment(block.begin).dtype; }
+
+int64_t Plan::bytes(const Op& op) const {
+  int64_t elements = 0;
+  for (Block b : op.blocks) elements += b.numel();
+  return elements * itemsize(dtype(op.blocks.front()));
+}
+
+std::vector<int> Plan::tensors_of(const Op& op) const {
+  std::set<int> touched;
+  for (Block b : op.blocks) {
+    auto it = std::upper_bound(tensors_.begin(), tensors_.end(), b.begin,
+                               [](int64_t e, const TensorSpec& t) { return e < t.end(); });
+    for (; it != tensors_.end() && it->offset < b.end; ++it) {
+      touched.insert(static_cast<int>(it - tensors_.begin()));
+    }
+  }
+  return {touched.begin(), touched.end()};
+}
+
+std::string Plan::describe(int index) const {
+  constexpr size_t kNamed = 4;
+  const Op& op = ops_.at(static_cast<size_t>(index));
+  char head[64];
+  std::snprintf(head, sizeof head, "op %d (%s, %.3g MB: ", index,
+                std::string(name(op.kind)).c_str(), static_cast<double>(bytes(op)) / 1e6);
+  std::string out = head;
+  const std::vector<int> touched = tensors_of(op);
+  for (size_t i = 0; i < std::min(touched.size(), kNamed); ++i) {
+    out += (i ? ", " : "") + tensors_[static_cast<size_t>(touched[i])].name;
+  }
+  if (touched.size() > kNamed) {
+    out += " and " + std::to_string(touched.size() - kNamed) + " more";
+  }
+  return out + ")";
+}
+
+std::string Plan::to_json() const {
+  ordered_json tensors = ordered_json::array(), ops = ordered_json::array();
+  for (const TensorSpec& t : tensors_) {
+    tensors.push_back({{"name", t.name}, {"numel", t.numel}, {"dtype", name(t.dtype)}});
+  }
+  for (const Op& op : ops_) {
+    ordered_json blocks = ordered_json::array();
+    for (Block b : op.blocks) blocks.push_back({b.begin, b.end});
+    ops.push_back({{"kind", name(op.kind)},
+                   {"blocks", std::move(blocks)},
+                   {"window_bytes", op.window_bytes},
+                   {"fence", op.fence}});
+  }
+  return ordered_json{{"format", "usbyte-plan-1"},
+                      {"policy", policy_},
+                      {"tensors", std::move(tensors)},
+                      {"ops", std::move(ops)}}
+      .dump();
+}
+
+Plan Plan::from_json(std::string_view json) {
+  try {
+    const ordered_json root = ordered_json::parse(json);
+    if (root.at("format") != "usbyte-plan-1") throw PlanError("plan: unknown format");
+    std::vector<TensorSpec> tensors;
+    int64_t offset = 0;
+    for (const auto& t : root.at("tensors")) {
+      tensors.push_back({t.at("name").get<std::string>(), t.at("numel").get<int64_t>(),
+                         dtype_from_name(t.at("dtype").get<std::string>()), offset});
+      offset = tensors.back().end();
+    }
+    std::vector<Op> ops;
+    for (const auto& o : root.at("ops")) {
+      Op op{collective_from_name(o.at("kind").get<std::string>()),
+            {},
+            o.at("window_bytes").get<int64_t>(),
+            o.at("fence").get<bool>()};
+      for (const auto& b : o.at("blocks")) {
+        op.blocks.push_back({b.at(0).get<int64_t>(), b.at(1).get<int64_t>()});
+      }
+      ops.push_back(std::move(op));
+    }
+    return Plan(root.at("policy").get<std::string>(), std::move(tensors), std::move(ops));
+  } catch (const ordered_json::exception& e) {
+    throw PlanError(std::string("plan: malformed JSON: ") + e.what());
+  } catch (const UsageError& e) {
+    throw PlanError(std::string("plan: ") + e.what());
+  }
+}
+
+uint64_t Plan::hash() const {
+  uint64_t h = 0xcbf29ce484222325;
+  for (unsigned char c : to_json()) h = (h ^ c) * 0x100000001b3;
+  return h;
+}
+
+}  // namespace usbyte

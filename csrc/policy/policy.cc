@@ -1,0 +1,29 @@
+#include "usbyte/policy.h"
+
+#include "usbyte/error.h"
+
+namespace usbyte {
+
+const std::map<std::string, Policy, std::less<>>& policies() {
+  static const std::map<std::string, Policy, std::less<>> all = {
+      {"bytescheduler", bytescheduler}, {"ddp", ddp}, {"wfbp", wfbp}};
+  return all;
+}
+
+Plan make_plan(std::string_view policy, const Profile& profile, const NetworkModel& network,
+               const PolicyOptions& options) {
+  auto it = policies().find(policy);
+  if (it == policies().end()) {
+    std::string known;
+    for (const auto& [key, unused] : policies()) known += (known.empty() ? "" : ", ") + key;
+    throw UsageError("unknown policy '" + std::string(policy) + "'; known are " + known);
+  }
+  for (int64_t bytes : {options.bucket_bytes, options.first_bucket_bytes, options.partition_bytes,
+                        options.credit_bytes}) {
+    if (bytes <= 0) throw UsageError("policy options: sizes must be positive bytes");
+  }
+  profile.validate();
+  return it->second(profile, network, options);
+}
+
+}  // namespace usbyte

@@ -1,0 +1,97 @@
+#include "usbyte/communicator.h"
+
+#include <pybind11/stl.h>
+
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+
+#include "bindings.h"
+#include "usbyte/error.h"
+#include "usbyte/local_communicator.h"
+
+namespace py = pybind11;
+
+namespace usbyte {
+namespace {
+
+/// Hands launches to a Python callable, which starts them on a torch.distributed backend and
+/// reports each one's end by `complete(ticket, error)`. The GIL is held only inside the callable.
+class PythonCommunicator : public Communicator {
+ public:
+  PythonCommunicator(int rank, int size, py::function launch)
+      : rank_(rank), size_(size), launch_(std::move(launch)) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  void launch(const Request& request, Completion done) override {
+    uint64_t ticket;
+    {
+      std::lock_guard lock(mutex_);
+      ticket = next_ticket_++;
+      pending_.emplace(ticket, std::move(done));
+    }
+    std::string error;
+    {
+      py::gil_scoped_acquire gil;
+      try {
+        py::list spans;
+        for (const Span& s : request.recv) {
+          spans.append(py::make_tuple(reinterpret_cast<uintptr_t>(s.data), s.count));
+        }
+        launch_(ticket, std::string(name(request.kind)), std::string(name(request.dtype)),
+                std::move(spans));
+        return;
+      } catch (py::error_already_set& e) {
+        error = e.what();
+      }
+    }
+    complete(ticket, error);
+  }
+
+  void complete(uint64_t ticket, const std::optional<std::string>& error) {
+    Completion done;
+    {
+      std::lock_guard lock(mutex_);
+      auto it = pending_.find(ticket);
+      if (it == pending_.end()) throw UsageError("complete: this ticket is not in flight");
+      done = std::move(it->second);
+      pending_.erase(it);
+    }
+    done(error ? std::make_exception_ptr(FaultError(*error)) : nullptr);
+  }
+
+ private:
+  const int rank_;
+  const int size_;
+  py::function launch_;
+  std::mutex mutex_;  // guards the two below
+  uint64_t next_ticket_ = 0;
+  std::unordered_map<uint64_t, Completion> pending_;
+};
+
+}  // namespace
+
+void register_communicator(py::module_& m) {
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size);
+  py::class_<PythonCommunicator, Communicator, std::shared_ptr<PythonCommunicator>>(
+      m, "PythonCommunicator",
+      "Calls launch(ticket, kind, dtype, [(address, count), ...]); report back with complete().")
+      .def(py::init<int, int, py::function>(), py::arg("rank"), py::arg("size"), py::arg("launch"))
+      .def("complete", &PythonCommunicator::complete, py::arg("ticket"),
+           py::arg("error") = std::nullopt);
+  m.def(
+      "make_local_communicators",
+      [](int size, AlphaBeta cost) {
+        std::vector<std::shared_ptr<Communicator>> out;
+        for (auto& c : make_local_communicators(size, cost)) out.push_back(std::move(c));
+        return out;
+      },
+      py::arg("size"), py::arg("cost") = AlphaBeta{},
+      "Ranks as threads of this process, for tests and benchmarks.");
+}
+
+}  // namespace usbyte

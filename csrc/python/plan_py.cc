@@ -1,0 +1,53 @@
+#include "usbyte/plan.h"
+
+#include <pybind11/stl.h>
+
+#include <limits>
+
+#include "bindings.h"
+
+namespace py = pybind11;
+
+namespace usbyte {
+
+void register_plan(py::module_& m) {
+  using Range = std::pair<int64_t, int64_t>;
+  py::class_<Op>(m, "Op", "One collective on blocks (ranges of arena elements).")
+      .def(py::init([](const std::string& kind, const std::vector<Range>& blocks,
+                       int64_t window_bytes, bool fence) {
+             Op op{collective_from_name(kind), {}, window_bytes, fence};
+             for (auto [begin, end] : blocks) op.blocks.push_back({begin, end});
+             return op;
+           }),
+           py::arg("kind"), py::arg("blocks"),
+           py::arg("window_bytes") = std::numeric_limits<int64_t>::max(), py::arg("fence") = false)
+      .def_property_readonly("kind", [](const Op& op) { return std::string(name(op.kind)); })
+      .def_property_readonly("blocks",
+                             [](const Op& op) {
+                               std::vector<Range> out;
+                               for (Block b : op.blocks) out.emplace_back(b.begin, b.end);
+                               return out;
+                             })
+      .def_readonly("window_bytes", &Op::window_bytes)
+      .def_readonly("fence", &Op::fence)
+      .def("__eq__", &Op::operator==);
+
+  py::class_<Plan>(m, "Plan", "What one iteration communicates, in launch order.")
+      .def(py::init<std::string, std::vector<TensorSpec>, std::vector<Op>>(), py::arg("policy"),
+           py::arg("tensors"), py::arg("ops"))
+      .def_property_readonly("policy", &Plan::policy)
+      .def_property_readonly("tensors", &Plan::tensors)
+      .def_property_readonly("ops", &Plan::ops)
+      .def_property_readonly("numel", &Plan::numel)
+      .def_property_readonly("arena_bytes", &Plan::arena_bytes)
+      .def("byte_offset", &Plan::byte_offset, py::arg("element"))
+      .def("bytes", &Plan::bytes, py::arg("op"))
+      .def("tensors_of", &Plan::tensors_of, py::arg("op"))
+      .def("describe", &Plan::describe, py::arg("op"))
+      .def("to_json", &Plan::to_json)
+      .def_static("from_json", &Plan::from_json, py::arg("json"))
+      .def("hash", &Plan::hash)
+      .def("__eq__", &Plan::operator==);
+}
+
+}  // namespace usbyte

@@ -1,0 +1,257 @@
+"""The cluster as the launcher's environment variables describe it.
+
+Nothing else in the Python package reads the environment; USBYTE_* knobs are read, parsed and
+documented by the C++ core's `Env`.
+"""
+
+import logging
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from usbyte import slurm
+
+_LOOPBACK = "127.0.0.1"
+_REMEDY = (
+    "Start the job with usbyterun, torchrun, srun or mpirun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+    "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; unset them all to run a single process."
+)
+_LAUNCHERS = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|NODE_RANK)$"
+    r"|(SLURM|OMPI|PMI|PMIX|MPI|PRTE|HYDRA|HYDI|TORCHELASTIC)_"
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """This process's place among the processes of the job.
+
+    Attributes:
+        rank: Number of this process in the job, from 0.
+        size: Processes in the job.
+        local_rank: Number of this process on its host, from 0.
+        local_size: Processes on this host.
+        master_addr: Host of rank 0.
+        master_port: Port for the rendezvous; 0 for a single process: any.
+        source: "torchrun" (RANK and WORLD_SIZE, whoever set them), "slurm", "openmpi", "pmi" or
+            "single".
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    master_addr: str
+    master_port: int
+    source: str
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Cluster:
+    """Reads the variables of the launcher that started this process.
+
+    MASTER_ADDR and MASTER_PORT win over what is derived from the launcher's other variables.
+
+    Args:
+        environ: Read instead of this process's environment.
+
+    Raises:
+        EnvError: Variables are missing, contradict each other or are no numbers.
+    """
+    env = _Environment(os.environ if environ is None else environ)
+    # mpirun under Slurm starts its daemons with srun: their SLURM_PROCID, inherited by every rank,
+    # counts hosts. The inner launcher is the one that knows.
+    for launcher in (_torchrun, _open_mpi, _pmi, _slurm):
+        place = launcher(env)
+        if place is not None:
+            return _cluster(env, place)
+    if env.text("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        raise env.error(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "set in part")
+    return Cluster(0, 1, 0, 1, _LOOPBACK, 0, "single")
+
+
+def environ_of(cluster: Cluster) -> dict[str, str]:
+    """The environment for a process that is started as `cluster`: this one's, with its place."""
+    inherited = {name: text for name, text in os.environ.items() if not _LAUNCHERS.match(name)}
+    return inherited | {
+        "RANK": str(cluster.rank),
+        "WORLD_SIZE": str(cluster.size),
+        "LOCAL_RANK": str(cluster.local_rank),
+        "LOCAL_WORLD_SIZE": str(cluster.local_size),
+        "MASTER_ADDR": cluster.master_addr,
+        "MASTER_PORT": str(cluster.master_port),
+    }
+
+
+def usbyte_variables() -> dict[str, str]:
+    """The USBYTE_* variables as they are set, unparsed."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.startswith("USBYTE_")}
+
+
+class _Environment:
+    """Reads variables; every complaint names them, their values and what to do."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        # Job scripts write NAME="${X:-}": empty means unset.
+        self._environ = {name: text for name, text in environ.items() if text}
+
+    def text(self, *names: str) -> str:
+        """The first that is set, or ""."""
+        return next((self._environ[name] for name in names if name in self._environ), "")
+
+    def integer(self, *names: str) -> int | None:
+        """The first that is set; None where none is."""
+        name = next((name for name in names if name in self._environ), None)
+        if name is None:
+            return None
+        if not re.fullmatch(r"-?[0-9]{1,18}", self._environ[name]):
+            raise self.error([name], "no whole number")
+        return int(self._environ[name])
+
+    def integers(self, *names: str) -> list[int] | None:
+        """All of them or, where none is set, None; some and not the others is an EnvError."""
+        values = [self.integer(name) for name in names]
+        numbers = [value for value in values if value is not None]
+        if numbers and len(numbers) < len(names):
+            raise self.error(names, "set in part")
+        return numbers or None
+
+    def error(self, names: Iterable[str], problem: str, remedy: str = _REMEDY) -> Exception:
+        # Imported late: it needs the extension, and `usbyte doctor` must run without.
+        from usbyte.errors import EnvError
+
+        found = ", ".join(f"{name}={self._environ.get(name, '(unset)')}" for name in names)
+        return EnvError(f"{found}: {problem}. {remedy}")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What one launcher tells, unchecked."""
+
+    source: str
+    names: tuple[str, ...]  # of the variables behind `job` and then `local`
+    job: list[int]  # rank, size
+    local: list[int] | None  # local rank, local size; None: not told
+    host: str = ""  # of rank 0, where told
+    job_id: str = ""
+
+
+def _cluster(env: _Environment, place: _Place) -> Cluster:
+    rank, size = place.job
+    if not 0 <= rank < size:
+        raise env.error(place.names[:2], "the rank must be from 0 to the size - 1")
+    one_host = size == 1 or (place.local is not None and place.local[1] == size)
+    address = env.text("MASTER_ADDR") or place.host or (_LOOPBACK if one_host else "")
+    if not address:
+        raise env.error(
+            ["MASTER_ADDR", *place.names],
+            f"MASTER_ADDR is needed, as the {size} processes are not all known to be on one host",
+            "Set it to the host of rank 0 on all of them, as in: mpirun -x MASTER_ADDR=HOST ...",
+        )
+    if place.local is None:
+        # As with one container for each rank; a loopback master says that all are on this host.
+        loopback = address in ("localhost", "::1") or address.startswith("127.")
+        local_rank, local_size = (rank, size) if loopback else (0, 1)
+    else:
+        local_rank, local_size = place.local
+    if not 0 <= local_rank < local_size <= size:
+        problem = "the local rank must be from 0 to the local size - 1, that at most the size"
+        raise env.error(place.names, problem)
+    port = _port(env, size, place.job_id)
+    return Cluster(rank, size, local_rank, local_size, address, port, place.source)
+
+
+def _port(env: _Environment, size: int, job_id: str) -> int:
+    port = env.integer("MASTER_PORT")
+    if port is not None:
+        if not 0 < port < 65536:
+            raise env.error(["MASTER_PORT"], "no port", "Set it to a free port from 1 to 65535.")
+        return port
+    if size == 1:
+        return 0
+    if not job_id:
+        # A fixed default would let two jobs on one host meet at one rendezvous.
+        raise env.error(
+            ["MASTER_PORT"],
+            f"needed by {size} processes, as no job id is set to derive it from",
+            "Set it on all of them to a port that is free on the host of rank 0.",
+        )
+    # Below 32768, where Linux's ephemeral ports begin.
+    return 12000 + zlib.crc32(job_id.encode()) % 20000
+
+
+def _torchrun(env: _Environment) -> _Place | None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    job = env.integers(*names[:2])
+    return _Place("torchrun", names, job, env.integers(*names[2:])) if job else None
+
+
+def _mpi_job_id(env: _Environment) -> str:
+    return env.text("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
+
+
+def _open_mpi(env: _Environment) -> _Place | None:
+    names = tuple(f"OMPI_COMM_WORLD_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    told = env.integers(*names)
+    if told is None:
+        return None
+    return _Place("openmpi", names, told[:2], told[2:], job_id=_mpi_job_id(env))
+
+
+def _pmi(env: _Environment) -> _Place | None:
+    """MPICH's and Intel MPI's launcher."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    local = env.integers(*names[2:])
+    # srun sets the first two as well, and tells more through its own variables.
+    if local is None and env.text("SLURM_PROCID"):
+        return None
+    job = env.integers(*names[:2])
+    return _Place("pmi", names, job, local, job_id=_mpi_job_id(env)) if job else None
+
+
+def _slurm(env: _Environment) -> _Place | None:
+    if not env.text("SLURM_PROCID"):
+        return None
+    step = env.text("SLURM_STEP_ID", "SLURM_STEPID")
+    total = "SLURM_STEP_NUM_TASKS" if env.text("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    names = ("SLURM_PROCID", total, "SLURM_LOCALID")
+    numbers = env.integers(*names) or []
+    rank, size, local_rank = numbers
+    # Only srun numbers its step. In the shell of an sbatch script SLURM_PROCID is 0 whatever the
+    # allocation, and waiting for SLURM_NTASKS processes that nobody started would hang.
+    if env.text("SLURM_TASK_PID") and not step:
+        if size > 1:
+            text = "in a Slurm job of %d tasks, but not started by srun: this is a single process"
+            logging.getLogger("usbyte").warning(text, size)
+        return None
+    tasks = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    try:
+        local_size = _local_size(env, tasks, rank, size, local_rank)
+        host = slurm.expand_hosts(env.text(*nodes))[0] if env.text(*nodes) else ""
+    except ValueError as error:
+        raise env.error((*names, *tasks, "SLURM_NODEID", *nodes), str(error)) from error
+    # Steps of one job may run side by side.
+    job_id = env.text("SLURM_JOB_ID", "SLURM_JOBID")
+    job_id = job_id and f"{job_id}.{step}"
+    return _Place("slurm", (*names, *tasks), [rank, size], [local_rank, local_size], host, job_id)
+
+
+def _local_size(
+    env: _Environment, variables: tuple[str, ...], rank: int, size: int, local_rank: int
+) -> int:
+    """Tasks on this Slurm node."""
+    if size == 1:
+        return 1
+    counts = slurm.expand_counts(env.text(*variables))
+    if len(set(counts)) == 1:
+        return counts[0]
+    node = env.integer("SLURM_NODEID")
+    if node is None:
+        # Slurm's default distribution fills one node after the other.
+        firsts = [sum(counts[:i]) for i in range(len(counts))]
+        node = firsts.index(rank - local_rank) if rank - local_rank in firsts else -1
+    if not 0 <= node < len(counts):
+        raise ValueError("the node of this task is not in the list of tasks for each node")
+    return counts[node]

@@ -1,0 +1,73 @@
+"""The compressed lists in Slurm's variables: hosts, and tasks for each node."""
+
+import itertools
+import re
+
+_BRACKET = re.compile(r"\[([^][]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Expands a host list such as `gpu[01-03,7],login2`.
+
+    Args:
+        text: Names separated by commas; brackets hold numbers and ranges, zero-padded as the
+            first of a range is. Several brackets in one name multiply.
+
+    Returns:
+        The hosts, in the list's order: `gpu[01-02,7]` is `gpu01`, `gpu02`, `gpu7`.
+
+    Raises:
+        ValueError: The text is no host list.
+    """
+    return [host for pattern in _split(text) for host in _expand_one(pattern)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Expands numbers for each node: `2(x3),1` is 2, 2, 2, 1.
+
+    Raises:
+        ValueError: The text is no such list.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise ValueError("no list of numbers for each node such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split(text: str) -> list[str]:
+    """Splits at the commas outside brackets."""
+    patterns, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            break
+        if char == "," and depth == 0:
+            patterns.append("")
+        else:
+            patterns[-1] += char
+    if depth != 0 or not all(patterns):
+        raise ValueError("no host list such as gpu[01-03,7],login2")
+    return patterns
+
+
+def _expand_one(pattern: str) -> list[str]:
+    # re.split with a group alternates: text, bracket, text, bracket, ..., text.
+    pieces = _BRACKET.split(pattern)
+    choices = [_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+def _numbers(ranges: str) -> list[str]:
+    numbers = []
+    for item in ranges.split(","):
+        match = _RANGE.fullmatch(item)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"[{ranges}] is no list of numbers and ranges such as [01-03,7]")
+        last = int(match[2] or match[1])
+        numbers += [f"{n:0{len(match[1])}d}" for n in range(int(match[1]), last + 1)]
+    return numbers

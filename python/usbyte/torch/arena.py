@@ -1,0 +1,83 @@
+"""The arena: one flat buffer that holds every gradient, in the plan's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from usbyte._core import Plan, TensorSpec
+from usbyte.errors import UsageError
+
+#: First tensor on the line: a flag for each parameter, set by the ranks that used it in this step. It stands beside the
+#: parameter that the forward pass needs first, whose gradient comes last, so that a bucket can take both.
+USED = "usbyte.used"
+
+_DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+def dtype_name(name: str, param: nn.Parameter) -> str:
+    """The core's name of a parameter's dtype; UsageError if gradients of that type cannot be sent."""
+    if param.device.type != "cpu":
+        raise UsageError(
+            f"parameter '{name}' is on {param.device}; this build of usbyte moves CPU gradients only"
+        )
+    try:
+        return _DTYPES[param.dtype]
+    except KeyError:
+        raise UsageError(
+            f"parameter '{name}' has dtype {param.dtype}; gradients can be "
+            + ", ".join(_DTYPES.values())
+        ) from None
+
+
+def line(names: Sequence[str], params: Sequence[nn.Parameter]) -> list[TensorSpec]:
+    """Tensors of the arena for parameters in this order, the used flags first.
+
+    Parameters of the same dtype must be neighbours for blocks to span them.
+    """
+    specs: list[TensorSpec] = []
+    offset = 0
+    rows = [(n, p.numel(), dtype_name(n, p)) for n, p in zip(names, params, strict=True)]
+    for name, numel, dtype in [(USED, len(rows), rows[0][2]), *rows]:
+        specs.append(TensorSpec(name, numel, dtype, offset))
+        offset += numel
+    return specs
+
+
+class Arena:
+    """Buffer and views for one plan.
+
+    Args:
+        plan: Its tensors are `USED` and then the parameters' gradients.
+        params: In the plan's order, without `USED`.
+
+    Attributes:
+        buffer: 1-d uint8.
+        used: 1-d flags, one for each parameter, in the plan's order.
+        grads: For each parameter its gradient's view, of the parameter's shape and strides. Each view has a version
+            counter of its own, so that a write to one gradient can be told from a write to another.
+    """
+
+    def __init__(self, plan: Plan, params: Sequence[nn.Parameter]) -> None:
+        self.buffer = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+        flags, *tensors = plan.tensors
+        self.used = self._flat(plan, flags)
+        self.grads = []
+        for spec, param in zip(tensors, params, strict=True):
+            flat = self._flat(plan, spec)
+            # empty_like keeps the strides of what has neither gaps nor overlaps.
+            dense = torch.empty_like(param, device="meta").stride() == param.stride()
+            view = flat.as_strided(param.shape, param.stride()) if dense else flat.view(param.shape)
+            self.grads.append(view.data)
+
+    def _flat(self, plan: Plan, spec: TensorSpec) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        begin = plan.byte_offset(spec.offset)
+        return self.buffer[begin : begin + spec.numel * dtype.itemsize].view(dtype)

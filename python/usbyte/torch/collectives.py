@@ -1,0 +1,128 @@
+"""Blocking ring collectives on ranges of one flat tensor, over any backend's point-to-point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from usbyte.errors import UsageError
+
+Bounds = Sequence[tuple[int, int]]
+
+# Pairs rather than a dict, since a ReduceOp equals its constant but does not hash like it.
+_ACCUMULATE: list[tuple[dist.ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]]] = [
+    (dist.ReduceOp.SUM, lambda into, part: into.add_(part)),
+    (dist.ReduceOp.PRODUCT, lambda into, part: into.mul_(part)),
+    (dist.ReduceOp.MIN, lambda into, part: torch.minimum(into, part, out=into)),
+    (dist.ReduceOp.MAX, lambda into, part: torch.maximum(into, part, out=into)),
+]
+
+
+def ring_reduce_scatter(
+    flat: torch.Tensor, bounds: Bounds, group: dist.ProcessGroup, op: dist.ReduceOp, tag: int
+) -> None:
+    """Reduces `flat` over the ranks; afterwards each rank holds the result in its own range.
+
+    The classic ring: each of the size - 1 steps sends one range to the next rank while the range before it comes in
+    from the previous rank and is accumulated. Range c is always accumulated in the order of ranks c + 1, c + 2, ..., c,
+    so that the result does not depend on timing. The other ranges are left with partial results.
+
+    Blocks without the GIL and cannot be interrupted meanwhile, so call it from a thread other than the main one.
+
+    Args:
+        flat: 1-d contiguous tensor, of the same length on every rank; changed in place.
+        bounds: For each rank, in elements, the half-open range it owns afterwards. Ranges may be empty or differ in
+            length, and must not overlap.
+        group: The ranks.
+        op: SUM, PRODUCT, MIN or MAX.
+        tag: At least 0; rings that are in flight at once on one group need different ones.
+
+    Raises:
+        UsageError: An argument breaks these rules.
+        RuntimeError: The backend's error, for example when a peer is lost.
+    """
+    rank, size = _check(flat, bounds, group)
+    accumulate = next((function for kind, function in _ACCUMULATE if op == kind), None)
+    if accumulate is None:
+        raise UsageError(f"ring_reduce_scatter cannot reduce with {op}: use SUM, PRODUCT, MIN or MAX")
+    longest = max(end - begin for begin, end in bounds)
+    incoming = flat.new_empty(longest if size > 1 else 0)
+    for step in range(size - 1):
+        begin, end = bounds[(rank - step - 2) % size]
+        received = incoming[: end - begin]
+        leaving = slice(*bounds[(rank - step - 1) % size])
+        _shift(flat[leaving], received, group, rank, size, tag)
+        if end > begin:
+            accumulate(flat[begin:end], received)
+
+
+def all_gather_ranges(
+    flat: torch.Tensor, bounds: Bounds, group: dist.ProcessGroup, tag: int
+) -> None:
+    """Fills `flat` on every rank with the range that each rank owns.
+
+    A ring that receives in place. Gloo's own all_gather copies its input and its output once more, which costs 115 ms
+    against 28 ms here for 64 MB on the loopback of one machine; and a ring with its tag can run beside others of the
+    same group in any order, which a collective cannot.
+
+    Blocks without the GIL and cannot be interrupted meanwhile, so call it from a thread other than the main one.
+
+    Args:
+        flat: 1-d contiguous tensor, of the same length on every rank; changed in place.
+        bounds: For each rank, in elements, the half-open range it contributes. Ranges may be empty or differ in length,
+            and must not overlap; what no range covers stays as it is.
+        group: The ranks.
+        tag: At least 0; rings that are in flight at once on one group need different ones.
+
+    Raises:
+        UsageError: An argument breaks these rules.
+        RuntimeError: The backend's error, for example when a peer is lost.
+    """
+    rank, size = _check(flat, bounds, group)
+    for step in range(size - 1):
+        leaving = slice(*bounds[(rank - step) % size])
+        coming = slice(*bounds[(rank - step - 1) % size])
+        _shift(flat[leaving], flat[coming], group, rank, size, tag)
+
+
+def _shift(
+    leaving: torch.Tensor,
+    coming: torch.Tensor,
+    group: dist.ProcessGroup,
+    rank: int,
+    size: int,
+    tag: int,
+) -> None:
+    """Sends to the next rank of the ring and receives from the previous one, both at once."""
+    transfers = []
+    if coming.numel():  # both ends know an empty range, so neither sends it
+        source = dist.get_global_rank(group, (rank - 1) % size)
+        transfers.append(dist.P2POp(dist.irecv, coming, source, group, tag))
+    if leaving.numel():
+        target = dist.get_global_rank(group, (rank + 1) % size)
+        transfers.append(dist.P2POp(dist.isend, leaving, target, group, tag))
+    if transfers:
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+
+
+def _check(flat: torch.Tensor, bounds: Bounds, group: dist.ProcessGroup) -> tuple[int, int]:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise UsageError(
+            f"a ring needs a 1-d contiguous tensor, not one of shape {list(flat.shape)} and "
+            f"stride {list(flat.stride())}: pass tensor.contiguous().view(-1)"
+        )
+    if len(bounds) != size:
+        raise UsageError(f"a ring over {size} ranks needs {size} ranges, not {len(bounds)}")
+    reached = 0
+    for begin, end in sorted((b, e) for b, e in bounds if b != e):
+        if begin < reached or end < begin or end > flat.numel():
+            raise UsageError(
+                f"range [{begin}, {end}) overlaps another range or leaves the tensor's "
+                f"{flat.numel()} elements"
+            )
+        reached = end
+    return rank, size

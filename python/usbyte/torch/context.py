@@ -1,0 +1,266 @@
+"""The process's place among the ranks: init, shutdown, and what they own."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import socket
+import sys
+import weakref
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch.distributed as dist
+
+from usbyte import _core
+from usbyte.env import Cluster, detect
+from usbyte.errors import FaultError, UsageError
+from usbyte.torch.eager import EagerQueue
+from usbyte.torch.fault import FaultBoard
+
+if TYPE_CHECKING:
+    from usbyte.torch.optimizer import DistributedOptimizer
+
+log = logging.getLogger("usbyte")
+
+# The backend's own timeout comes after the engine's stall limit, so that the error with names in it comes first.
+_BACKEND_GRACE_S = 30.0
+
+
+class _Excepthook(Protocol):
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /
+    ) -> Any: ...
+
+
+class Context:
+    """What `init` makes and `shutdown` ends.
+
+    Attributes:
+        rank: 0 <= rank < size.
+        size: Number of ranks.
+        local_rank: Position among the ranks on this host.
+        local_size: Ranks on this host.
+        env: The USBYTE_* knobs.
+        eager: Collectives outside the plan.
+    """
+
+    def __init__(self, cluster: Cluster, env: _core.Env) -> None:
+        self.env = env
+        self._timeout = timedelta(seconds=env.stall_limit_s + _BACKEND_GRACE_S)
+        self._owns_default_group = not dist.is_initialized()
+        if self._owns_default_group:
+            _init_default_group(cluster, env, self._timeout)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.local_rank, self.local_size = cluster.local_rank, cluster.local_size
+        self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+        self._labels = 0
+        self._writer: _core.TimelineWriter | None = None
+        self._faults: FaultBoard | None = None
+        store = _run_store()
+        group = self.new_group()
+        if self.size > 1:
+            self._faults = FaultBoard(store, self.rank, self.size, self._describe, self._on_fault)
+        self.eager = EagerQueue(
+            group,
+            dist.PrefixStore("eager", store),
+            self.rank,
+            self.size,
+            stall_limit_s=env.stall_limit_s,
+            stall_warning_s=env.stall_warning_s,
+            on_fault=self.report_fault,
+        )
+        if cluster.size != self.size:  # the default group was made without a launcher's variables
+            self.local_rank, self.local_size = self._count_local()
+        if env.timeline:
+            self.start_timeline(env.timeline, env.timeline_steps)
+        self._excepthook: _Excepthook = sys.excepthook
+        sys.excepthook = self._on_exception
+
+    def _count_local(self) -> tuple[int, int]:
+        hosts = self.eager.allgather_bytes("usbyte.hosts", socket.gethostname().encode())
+        mine = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
+        return mine.index(self.rank), len(mine)
+
+    def new_group(self) -> dist.ProcessGroup:
+        """A process group over all ranks that nothing else uses. Collective."""
+        group = dist.new_group(backend=self.env.backend or "gloo", timeout=self._timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def next_label(self) -> str:
+        """Name of the next optimizer; the same on all ranks, which construct them in one order."""
+        self._labels += 1
+        return f"optimizer.{self._labels}"
+
+    def add(self, optimizer: DistributedOptimizer) -> None:
+        """Lets the optimizer take part in timelines, faults and shutdown."""
+        self._optimizers.add(optimizer)
+        optimizer.set_timeline(self._writer)
+
+    def warn(self, text: str) -> None:
+        """Logs a warning of the engine."""
+        log.warning("rank %d: %s", self.rank, text)
+
+    def report_fault(self, noticed: str) -> str:
+        """Asks the other ranks what happened; returns what every rank is going to raise."""
+        return self._faults.report(noticed) if self._faults else noticed
+
+    def drain(self) -> None:
+        """Applies every pending update."""
+        for optimizer in list(self._optimizers):
+            optimizer.synchronize()
+
+    def start_timeline(self, path: str, steps: str = "0:") -> None:
+        """Records all optimizers' steps "A:B" into `path`, in which %r stands for the rank."""
+        self._writer = _core.TimelineWriter(path.replace("%r", str(self.rank)), self.rank, steps)
+        for optimizer in list(self._optimizers):
+            optimizer.set_timeline(self._writer)
+
+    def stop_timeline(self) -> None:
+        """Writes out what is complete and stops recording."""
+        self._writer = None
+        for optimizer in list(self._optimizers):
+            optimizer.set_timeline(None)
+
+    def close(self) -> None:
+        """Applies pending updates and ends every thread; after a fault only the latter."""
+        sys.excepthook = self._excepthook
+        try:
+            if self._faults is None or self._faults.verdict is None:
+                self.drain()
+        finally:
+            for optimizer in list(self._optimizers):
+                optimizer.close()
+            self.eager.close()
+            if self._faults is not None:
+                self._faults.close()
+            if self._owns_default_group and dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _describe(self) -> list[dict[str, Any]]:
+        optimizers = sorted(self._optimizers, key=lambda optimizer: optimizer.label)
+        return [status for optimizer in optimizers if (status := optimizer.status())]
+
+    def _on_fault(self, verdict: str) -> None:
+        for optimizer in list(self._optimizers):
+            optimizer.fail(verdict)
+        self.eager.fail(verdict)
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        # The others would wait for this rank until the stall limit.
+        if self._faults is not None and not issubclass(kind, FaultError | SystemExit):
+            self._faults.announce(f"rank {self.rank} ended with {kind.__name__}: {error}")
+        self._excepthook(kind, error, trace)
+
+
+def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> None:
+    backend = env.backend or "gloo"
+    if cluster.size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    dist.init_process_group(
+        backend,
+        # torchrun's agents may host the store; env:// knows.
+        init_method="env://"
+        if cluster.source == "torchrun"
+        else f"tcp://{cluster.master_addr}:{cluster.master_port}",
+        rank=cluster.rank,
+        world_size=cluster.size,
+        timeout=timeout,
+    )
+
+
+_runs = 0  # init() calls of this process, equal on all ranks
+
+
+def _run_store() -> dist.Store:
+    global _runs
+    _runs += 1
+    return dist.PrefixStore(f"usbyte/{_runs}", dist.distributed_c10d._get_default_store())
+
+
+_current: Context | None = None
+
+
+def init() -> None:
+    """Joins the other ranks. Collective; calling it again does nothing.
+
+    Uses the default process group of torch.distributed if there is one, and makes one otherwise, from RANK, WORLD_SIZE
+    and MASTER_*, from SLURM's, Open MPI's or PMI's variables, or for a single process if none is set. usbyte's own
+    traffic runs on groups of its own.
+
+    Raises:
+        EnvError: A variable has an unusable value; the message names it.
+    """
+    global _current
+    if _current is None:
+        env = _core.Env.read()
+        log.setLevel(env.log_level.upper())
+        _current = Context(detect(), env)
+
+
+def shutdown() -> None:
+    """Applies pending updates, ends usbyte's threads and leaves. Runs at interpreter exit by itself."""
+    global _current
+    if _current is not None:
+        context, _current = _current, None
+        context.close()
+
+
+atexit.register(shutdown)
+
+
+def is_initialized() -> bool:
+    """True between `init` and `shutdown`."""
+    return _current is not None
+
+
+def current() -> Context:
+    """The running context.
+
+    Raises:
+        UsageError: `init` has not been called.
+    """
+    if _current is None:
+        raise UsageError("usbyte is not initialised: call usbyte.torch.init() first")
+    return _current
+
+
+def rank() -> int:
+    """This process's rank, 0 <= rank < size()."""
+    return current().rank
+
+
+def size() -> int:
+    """Number of ranks."""
+    return current().size
+
+
+def local_rank() -> int:
+    """This process's position among the ranks of its host."""
+    return current().local_rank
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    return current().local_size
+
+
+def start_timeline(path: str, steps: str = "0:") -> None:
+    """Records from each optimizer's next step on.
+
+    Args:
+        path: File to write, a Chrome trace that Perfetto opens; %r stands for the rank.
+        steps: "A:B", half open, counted from the start of training.
+    """
+    current().start_timeline(path, steps)
+
+
+def stop_timeline() -> None:
+    """Writes out what is complete and stops recording."""
+    current().stop_timeline()
+

@@ -1,0 +1,271 @@
+"""Collectives that ranks may submit in any order: matched by name, run in one order everywhere.
+
+The planned path never negotiates; this is for everything else: metrics, broadcasts, the user's own collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from usbyte.errors import FaultError, MismatchError, UsageError
+from usbyte.torch import operations
+from usbyte.torch.handles import Handle, Request
+from usbyte.torch.matching import Verdict, match, name_ranks
+from usbyte.torch.negotiation import Negotiation
+from usbyte.torch.reduction import ReduceOp
+
+log = logging.getLogger("usbyte")
+
+
+class EagerQueue:
+    """Submits, matches and runs eager operations. Close it before the interpreter exits.
+
+    Args:
+        group: Process group with a CPU backend (Gloo), which nothing else uses. Its own timeout should be no shorter
+            than the stall limit.
+        store: Store of this run; the queue makes its own connections and keys.
+        rank: This rank in the group.
+        size: Number of ranks in the group.
+        stall_limit_s: Seconds after which an operation that does not proceed is a fault; 0 or less: never.
+        stall_warning_s: Seconds after which such an operation is logged, and again after as many; 0 or less: never.
+        on_fault: Told what this rank noticed; returns the text that every handle then fails with.
+
+    Raises:
+        UsageError: The group works on GPU tensors only, or the store is not served over TCP.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        stall_limit_s: float,
+        stall_warning_s: float,
+        on_fault: Callable[[str], str],
+    ) -> None:
+        self.peers = operations.Peers(group, rank, size)
+        self._limit_s = stall_limit_s if stall_limit_s > 0 else float("inf")
+        self._warning_s = stall_warning_s if stall_warning_s > 0 else float("inf")
+        self._on_fault = on_fault
+        self._counters: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+        self._lock = threading.Lock()  # guards everything below
+        self._pending: dict[str, Handle] = {}
+        self._failure: str | None = None
+        self._closed = False
+        self._running: Request | None = None
+        self._progressed = time.monotonic()  # when an operation last began or ended
+        self._negotiation: Negotiation | None = None
+        if size > 1:
+            if dist.get_backend(group) == "nccl":
+                raise UsageError(
+                    "eager operations need a process group with a CPU backend: make it with "
+                    'torch.distributed.new_group(backend="gloo")'
+                )
+            self._negotiation = Negotiation(store, rank, size)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._negotiation,), name="usbyte-eager", daemon=True
+            )
+            self._thread.start()
+
+    def auto_name(self, kind: str) -> str:
+        """A name for an unnamed operation: the n-th of its kind here meets the n-th elsewhere."""
+        return f"{kind}.noname.{next(self._counters[kind])}"
+
+    def submit(self, request: Request) -> Handle:
+        """Puts an operation in flight.
+
+        Raises:
+            ValueError: An operation of this name is in flight on this rank.
+            FaultError: The run has failed.
+            UsageError: The queue is closed.
+        """
+        handle = Handle(request, time.monotonic() + min(self._warning_s, self._limit_s))
+        with self._lock:
+            if self._failure is not None:
+                raise FaultError(self._failure)
+            if self._closed:
+                raise UsageError(f"{request}: usbyte is shut down: call usbyte.torch.init() first")
+            if request.name in self._pending:
+                raise ValueError(
+                    f"{request}: an operation of this name is still in flight on rank "
+                    f"{self.peers.rank}: synchronize it first, or use another name"
+                )
+            self._pending[request.name] = handle
+        if self._negotiation is None:
+            with torch.no_grad():
+                self._execute(match(request.name, [request.descriptor])[0])
+            return handle
+        try:
+            self._negotiation.announce(request)
+        except RuntimeError as error:
+            text = f"{request} could not be submitted, the job's store is lost: {error}"
+            raise FaultError(self._fault(text)) from error
+        return handle
+
+    def poll(self, handle: Handle) -> bool:
+        """Whether the operation has ended, so that `synchronize` will not wait."""
+        if not handle.done() and time.monotonic() >= handle.next_check:
+            self._check_stall(handle)
+        return handle.done()
+
+    def synchronize(self, handle: Handle) -> Any:
+        """Waits for an operation, interruptibly, and returns its result.
+
+        Raises:
+            MismatchError: The ranks did not mean the same operation; raised on every rank.
+            FaultError: The operation stalled, a peer is lost, or another rank reported a fault.
+        """
+        while not handle.wait_for_check():
+            self._check_stall(handle)
+        return handle.result()
+
+    def allreduce(self, name: str, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces a tensor in place, blocking."""
+        self._do(operations.allreduce(self.peers, name, [tensor], op, in_place=True))
+
+    def allgather_bytes(self, name: str, payload: bytes) -> list[bytes]:
+        """Gathers a byte string of any length from every rank, in rank order, blocking."""
+        gathered: list[bytes] = self._do(operations.allgather_bytes(self.peers, name, payload))
+        return gathered
+
+    def broadcast_bytes(self, name: str, payload: bytes, root: int) -> bytes:
+        """Gives every rank the root's byte string, blocking; the payloads of the others are ignored."""
+        received: bytes = self._do(operations.broadcast_bytes(self.peers, name, payload, root))
+        return received
+
+    def barrier(self, name: str) -> None:
+        """Blocks until every rank has come to the barrier of this name."""
+        self._do(operations.barrier(self.peers, name))
+
+    def fail(self, message: str) -> None:
+        """Ends every pending and later operation with FaultError(message); the first call counts.
+
+        A collective that runs at this moment may write to its tensors until the backend gives it up.
+        """
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = message
+            pending = list(self._pending.values())
+            self._pending.clear()
+        for handle in pending:
+            handle.settle(FaultError(message))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the thread; what is pending fails. May be called again, and when the store is gone.
+
+        Args:
+            timeout_s: How long to wait for a collective that is running; then it is left to the backend's own timeout.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            pending = list(self._pending.values())
+            self._pending.clear()
+        for handle in pending:
+            text = f"{handle.request} had not ended when usbyte was shut down on rank {self.peers.rank}"
+            handle.settle(FaultError(text))
+        if self._negotiation is None or self._thread is threading.current_thread():
+            return
+        self._negotiation.wake(timeout_s)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("%s is still running at shutdown and is left behind", self._running)
+
+    def _do(self, request: Request) -> Any:
+        return self.synchronize(self.submit(request))
+
+    def _run(self, negotiation: Negotiation) -> None:
+        try:
+            with torch.no_grad():
+                while verdict := negotiation.next():
+                    self._execute(verdict)
+                    negotiation.advance()
+        except RuntimeError as error:
+            self._lose_store(error)
+
+    def _execute(self, verdict: Verdict) -> None:
+        with self._lock:
+            handle = self._pending.get(verdict.name)
+            if handle is None:  # failed meanwhile
+                return
+            self._running = handle.request
+            self._progressed = time.monotonic()
+        outcome: Any
+        try:
+            if verdict.error is not None:
+                outcome = MismatchError(verdict.error)
+            else:
+                outcome = handle.request.execute(verdict)
+        except Exception as error:
+            self._fault(f"{handle.request} failed on rank {self.peers.rank}: {error}")
+            return
+        with self._lock:
+            self._running = None
+            self._progressed = time.monotonic()
+            self._pending.pop(verdict.name, None)
+        handle.settle(outcome)
+
+    def _lose_store(self, error: RuntimeError) -> None:
+        text = f"rank {self.peers.rank} lost the job's store: {error}"
+        with self._lock:
+            idle = not self._pending
+        if idle:  # as in an orderly end, when the rank that serves the store leaves first
+            log.info(text)
+            self.fail(text)
+        else:
+            self._fault(text)
+
+    def _fault(self, text: str) -> str:
+        """Fails everything with what `on_fault` makes of the text; returns the text that counts."""
+        if self._failure is None:
+            try:
+                text = self._on_fault(text)
+            except Exception:
+                log.exception("the handler of faults failed")
+            self.fail(text)
+        return self._failure or text
+
+    def _check_stall(self, handle: Handle) -> None:
+        text, since = self._diagnose(handle)
+        stalled = time.monotonic() - since
+        if stalled >= self._limit_s:
+            self._fault(f"{text} The stall limit is {self._limit_s:g} s.")
+            return
+        if stalled >= self._warning_s:
+            log.warning("%s It becomes a fault after %g s.", text, self._limit_s)
+        handle.next_check = min(time.monotonic() + self._warning_s, since + self._limit_s)
+
+    def _diagnose(self, handle: Handle) -> tuple[str, float]:
+        """Why an operation has not ended, and since when nothing proceeds (monotonic clock, seconds)."""
+        assert self._negotiation is not None
+        missing = self._negotiation.missing(handle.request.name)
+        with self._lock:
+            running, progressed = self._running, self._progressed
+        age = time.monotonic() - handle.submitted
+        waits = f"{handle.request} has waited {age:.0f} s on rank {self.peers.rank}"
+        if missing is None:
+            return f"{waits}, and the job's store does not answer.", handle.submitted
+        if missing:
+            return (
+                f"{waits} for {name_ranks(missing)}, which did not submit it: see that every rank "
+                "is alive and comes to this call, under the same name.",
+                handle.submitted,
+            )
+        blocker = f"{running} is running" if running else "its turn does not come"
+        return (
+            f"{waits}; every rank has submitted it, but {blocker} for "
+            f"{time.monotonic() - progressed:.0f} s: see the network and the other ranks' logs.",
+            max(handle.submitted, progressed),
+        )

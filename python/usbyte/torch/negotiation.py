@@ -1,0 +1,146 @@
+"""How ranks agree through a store on one order of operations that each submits in its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from usbyte.torch.handles import Request
+from usbyte.torch.matching import Descriptor, Verdict, match
+from usbyte.torch.store import clone_store, private_store, read_now
+
+_PATIENCE = timedelta(days=20)  # torch counts it in an int of milliseconds (24.8 days)
+_ANSWER_S = 5.0  # how long the store may take to answer before it counts as lost
+
+
+class Negotiation:
+    """The protocol, and nothing else.
+
+    1. A rank appends its descriptor to the key `op/<name>`, then adds 1 to `count/<name>`.
+    2. The rank whose addition completes the count reads all descriptors, deletes both keys, checks the descriptors
+       against each other, draws the operation's place in the global order from the counter `order`, and writes a
+       verdict to `inbox/<rank>/<place>` of every rank. Deleting comes first: whoever has seen a verdict may submit
+       the same name again.
+    3. One thread in each rank blocks on `inbox/<rank>/<next>` (the server answers when the key appears), runs the
+       operation, and deletes the key.
+
+    So all ranks run the same operations in the same order, and every key has one last reader, which deletes it.
+
+    Args:
+        store: Store of this run; connections and keys are made from it.
+        rank: This rank.
+        size: Number of ranks, at least 2.
+
+    Raises:
+        UsageError: The store is not served over TCP.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._store = private_store(store, "eager")
+        self._inbox = clone_store(self._store)  # a connection serves one thread, and this one blocks
+        self._inbox.set_timeout(_PATIENCE)
+        self._lock = threading.Lock()  # guards the two below
+        self._place = 0
+        self._woken = False
+
+    def announce(self, request: Request) -> None:
+        """Tells the other ranks of an operation; from any thread.
+
+        Raises:
+            RuntimeError: The store is lost.
+        """
+        store, descriptors = self._store, f"op/{request.name}"
+        count = f"count/{request.name}"
+        store.append(descriptors, request.descriptor.to_json() + "\n")
+        if store.add(count, 1) < self._size:
+            return
+        lines = store.get(descriptors).decode().splitlines()
+        store.delete_key(descriptors)
+        store.delete_key(count)
+        verdicts = match(request.name, [Descriptor.from_json(line) for line in lines])
+        place = store.add("order", 1) - 1
+        store.multi_set(
+            [_slot(rank, place) for rank in range(self._size)],
+            [verdict.to_json() for verdict in verdicts],
+        )
+
+    def next(self) -> Verdict | None:
+        """Waits for the next operation that all ranks have submitted; from one thread.
+
+        Returns:
+            Its verdict, or None after `wake`.
+
+        Raises:
+            RuntimeError: The store is lost.
+        """
+        slot = _slot(self._rank, self._place)
+        with self._lock:
+            woken = self._woken
+        text = b"" if woken else self._get(slot)
+        if self._woken:
+            with suppress(RuntimeError):
+                self._inbox.delete_key(slot)
+            return None
+        return Verdict.from_json(text.decode())
+
+    def advance(self) -> None:
+        """Ends the operation that `next` returned.
+
+        Raises:
+            RuntimeError: The store is lost.
+        """
+        done = _slot(self._rank, self._place)
+        with self._lock:
+            self._place += 1
+        self._inbox.delete_key(done)
+
+    def wake(self, timeout_s: float) -> None:
+        """Makes `next` return None, now and later; from any other thread, also when the store is lost."""
+        with self._lock:
+            self._woken = True
+            slot = _slot(self._rank, self._place)
+        within(timeout_s, lambda: self._store.set(slot, "wake"))
+
+    def missing(self, name: str) -> list[int] | None:
+        """Ranks that have not submitted this operation, which this rank has; None if the store does not answer."""
+        answers = within(_ANSWER_S, lambda: read_now(self._store, f"op/{name}"))
+        if not answers:
+            return None
+        if answers[0] is None:  # deleted by the rank that completed it
+            return []
+        here = {Descriptor.from_json(line).rank for line in answers[0].decode().splitlines()}
+        return [rank for rank in range(self._size) if rank not in here]
+
+    def _get(self, slot: str) -> bytes:
+        while True:
+            began = time.monotonic()
+            try:
+                return self._inbox.get(slot)
+            except RuntimeError:
+                if time.monotonic() - began < _PATIENCE.total_seconds() / 2:
+                    raise
+
+
+def within(seconds: float, call: Callable[[], Any]) -> list[Any]:
+    """[what `call` returned], or [] where it raised or took longer: a lost store may just stay silent."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answers.append(call())
+
+    thread = threading.Thread(target=ask, name="usbyte-ask", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers
+
+
+def _slot(rank: int, place: int) -> str:
+    return f"inbox/{rank}/{place}"

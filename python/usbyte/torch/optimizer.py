@@ -1,0 +1,427 @@
+"""DistributedOptimizer: any torch optimizer, on gradients summed over all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from usbyte import _core
+from usbyte.errors import Error, UsageError
+from usbyte.torch.context import current
+from usbyte.torch.gates import Gates
+from usbyte.torch.ops import Average, ReduceOp, Sum
+from usbyte.torch.planning import Planner, Policy
+from usbyte.torch.reducer import Reducer
+
+log = logging.getLogger("usbyte")
+
+Overlap = Literal["backward", "forward"]
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps `optimizer` so that `step()` applies gradients averaged over all ranks.
+
+    Nothing of the wrapped optimizer is re-implemented: state, param_groups and state_dict are its own, and every update
+    is its own `step`. Constructing it is collective.
+
+    Args:
+        optimizer: The optimizer to wrap. Do not call it directly afterwards.
+        named_parameters: `model.named_parameters()`, for names in messages and timelines. Names must be unique and
+            cover every parameter of `optimizer`.
+        overlap: "backward": gradients are final when `backward()` returns, as with DDP. "forward": `step()` returns at
+            once, and each layer of the next forward pass waits only for its own parameters; results are the same bit
+            for bit.
+        policy: "ddp", "wfbp", "bytescheduler", or a callable Profile x NetworkModel -> Plan. Default: bytescheduler with
+            overlap "forward", ddp otherwise.
+        op: `Average` or `Sum` over ranks.
+        model: The module that owns the parameters; found at the first forward pass if left out.
+        partition_bytes: bytescheduler: larger tensors are split.
+        credit_bytes: bytescheduler: bytes in flight.
+        bucket_bytes: ddp: bucket size.
+
+    Raises:
+        UsageError: Bad arguments, names missing or used twice.
+        MismatchError: Ranks have parameters of other names, shapes or dtypes; raised on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+        *,
+        overlap: Overlap = "backward",
+        policy: str | Policy | None = None,
+        op: ReduceOp = Average,
+        model: nn.Module | None = None,
+        partition_bytes: int | None = None,
+        credit_bytes: int | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
+        if overlap not in get_args(Overlap):
+            raise UsageError(f'overlap must be "backward" or "forward", not {overlap!r}')
+        if op not in (Average, Sum):
+            raise UsageError(f"op must be Average or Sum, not {op}")
+        self._context = context = current()
+        env = context.env
+        self._inner = optimizer
+        self._overlap = overlap
+        self._model = model
+        self._scale = 1.0 / context.size if op == Average else 1.0
+        self._policy = policy or env.policy or ("bytescheduler" if overlap == "forward" else "ddp")
+        self._options = {
+            "partition_bytes": partition_bytes or env.partition_bytes,
+            "credit_bytes": credit_bytes or env.credit_bytes,
+            "bucket_bytes": bucket_bytes or env.bucket_bytes,
+        }
+        self._given_names = _check_names(named_parameters)
+        self.label = context.next_label()
+        self._reducer: Reducer | None = None
+        self._gates: Gates | None = None
+        self._build()
+        context.add(self)
+
+    # -- what torch.optim.Optimizer promises, by delegation ------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self._inner.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self._inner.defaults
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's, up to date."""
+        self.synchronize()
+        return self._inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, up to date."""
+        self.synchronize()
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the wrapped optimizer."""
+        self.synchronize()
+        self._inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds to the wrapped optimizer and plans anew. Collective."""
+        self.synchronize()
+        self._inner.add_param_group(param_group)
+        self._build()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # not constructed yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._inner!r}, overlap={self._overlap!r})"
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "a DistributedOptimizer is bound to its ranks and cannot be pickled or copied; "
+            "save optimizer.state_dict() instead"
+        )
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Applies the gradients of the last backward pass, or has them applied by the next forward pass.
+
+        Raises:
+            Error: A gradient was changed while it was in flight.
+            FaultError: Communication failed, on any rank.
+        """
+        reducer = self._reducer
+        if reducer is None or not reducer.in_flight or self._runs_hooks():
+            self.synchronize()
+            result = self._step_now(closure)
+            if reducer is not None:
+                reducer.finish_step()
+                if not reducer.learning and not self._learned:
+                    self._finish_learning()
+            return result
+        if closure is not None:
+            raise UsageError(
+                'a closure needs its gradients at once: use overlap="backward" with this optimizer'
+            )
+        reducer.check_untouched()
+        reducer.in_flight = False
+        self._hyper = [_snapshot(group) for group in self._inner.param_groups]
+        self._pending = [True] * len(self._params)
+        self._pending_count = len(self._params)
+        self._zero_after.clear()
+        if self._ungated:
+            self._arrive(self._ungated)
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets gradients; those still in flight keep their values for the update that waits for them."""
+        if not self._pending_count:
+            if self._reducer is not None and self._reducer.in_flight:
+                self.synchronize()
+            self._inner.zero_grad(set_to_none)
+            return
+        for i, param in enumerate(self._params):
+            if set_to_none:
+                param.grad = None
+            elif self._pending[i]:
+                self._zero_after.add(i)
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def synchronize(self) -> None:
+        """Waits until gradients are final and applies pending updates.
+
+        Called between `backward()` and `step()`, it makes gradients safe to read and to change, for example to clip them.
+        """
+        if self._reducer is None:
+            return
+        self._arrive(range(len(self._params)))
+        if self._reducer.in_flight:
+            self._settle()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate gradients on this rank; the next one outside sends the sum."""
+        if self._reducer is None:
+            yield
+            return
+        self._arrive(range(len(self._params)))
+        self._reducer.set_sync(False)
+        try:
+            yield
+        finally:
+            self._reducer.set_sync(True)
+
+    @property
+    def plan(self) -> _core.Plan | None:
+        """The plan in force; None with a single rank."""
+        return self._reducer.plan if self._reducer is not None else None
+
+    # -- used by Context -----------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """How far this rank has come; see `Engine.status`. Empty if nothing is sent."""
+        return self._reducer.status() if self._reducer is not None else {}
+
+    def fail(self, message: str) -> None:
+        """Every wait from now on raises FaultError with this message."""
+        if self._reducer is not None:
+            self._reducer.fail(message)
+
+    def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
+        """Records from the next step on; None stops."""
+        if self._reducer is not None:
+            self._reducer.set_timeline(writer)
+
+    def close(self) -> None:
+        """Removes all hooks and ends the engine."""
+        if self._gates is not None:
+            self._gates.close()
+        if self._reducer is not None:
+            self._reducer.close()
+        self._gates = self._reducer = None
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        self.close()
+        self._params: list[nn.Parameter] = []
+        self._group_of: list[int] = []
+        for g, group in enumerate(self._inner.param_groups):
+            for param in group["params"]:
+                if param.requires_grad:
+                    self._params.append(param)
+                    self._group_of.append(g)
+        self._pending = [False] * len(self._params)
+        self._pending_count = 0
+        self._zero_after: set[int] = set()
+        self._ungated: list[int] = []
+        self._learned = False
+        self._hyper: list[dict[str, Any]] = []
+        if self._context.size == 1:
+            return  # nothing to send: the wrapped optimizer as it is
+        if not self._params:
+            raise UsageError("the optimizer has no parameter that requires a gradient")
+        names = self._names()
+        planner = Planner(
+            self._context, self.label, names, self._params, self._policy, self._options
+        )
+        self._gates = Gates(self._params, self._arrive, self.synchronize, self._model)
+        self._reducer = Reducer(
+            self._context,
+            names,
+            self._params,
+            planner,
+            self._gates,
+            self._scale,
+            self._before_first_gradient,
+            self._on_gradient,
+            self._on_backward_end,
+        )
+
+    def _names(self) -> list[str]:
+        if self._given_names is None:
+            return [f"group{g}.param{i}" for i, g in enumerate(self._group_of)]
+        missing = [p for p in self._params if p not in self._given_names]
+        if missing:
+            raise UsageError(
+                f"named_parameters lacks {len(missing)} of the optimizer's parameters, the first of "
+                f"shape {tuple(missing[0].shape)}; pass model.named_parameters()"
+            )
+        return [self._given_names[p] for p in self._params]
+
+    def _runs_hooks(self) -> bool:
+        """True if step hooks want to see this step as a whole."""
+        return bool(
+            self._inner._optimizer_step_pre_hooks
+            or self._inner._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        )
+
+    def _step_now(self, closure: Callable[[], float] | None) -> float | None:
+        if self._learned or self._overlap == "backward":
+            return self._inner.step() if closure is None else self._inner.step(closure)
+        before = [_snapshot(group) for group in self._inner.param_groups]
+        result = self._inner.step() if closure is None else self._inner.step(closure)
+        for old, group in zip(before, self._inner.param_groups, strict=True):
+            for key, value in old.items():
+                if not _same(group[key], value):
+                    raise UsageError(
+                        f"{type(self._inner).__name__}.step() changes its group's '{key}', so it cannot be "
+                        'applied layer by layer; use overlap="backward"'
+                    )
+        return result
+
+    def _finish_learning(self) -> None:
+        assert self._gates is not None
+        self._learned = True
+        self._ungated = sorted(self._gates.finish_learning())
+        if self._overlap == "forward":
+            log.info(
+                "%s: updates are deferred to the next forward pass, except of %d parameters that no module owns",
+                self.label, len(self._ungated),
+            )  # fmt: skip
+
+    def _before_first_gradient(self) -> None:
+        # Layers that the forward pass skipped have not asked for their updates.
+        self._arrive(range(len(self._params)))
+
+    def _on_gradient(self, i: int) -> None:
+        if self._pending[i]:
+            assert self._reducer is not None
+            raise Error(
+                f"parameter '{self._reducer.names[i]}' was used in the forward pass before its update had been "
+                "applied, in a way that was not seen in the first steps; use "
+                'overlap="backward", or call optimizer.synchronize() before the forward pass'
+            )
+
+    def _on_backward_end(self) -> None:
+        if self._overlap == "backward" or not self._learned:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Makes every gradient final."""
+        reducer = self._reducer
+        assert reducer is not None
+        reducer.drain()
+        for i, param in enumerate(self._params):
+            if param.grad is None:
+                param.grad = reducer.wait(i)
+        reducer.in_flight = False
+
+    def _arrive(self, indices: Sequence[int]) -> None:
+        """Applies the pending updates of these parameters, waiting for each gradient."""
+        if not self._pending_count:
+            return
+        reducer = self._reducer
+        assert reducer is not None
+        due = [i for i in indices if self._pending[i]]
+        if not due:
+            return
+        kept = [(i, self._params[i].grad) for i in due]
+        for i in due:
+            grad = reducer.wait(i)
+            if grad is not None:
+                self._params[i].grad = grad
+        start = _core.now_s()
+        groups: dict[int, list[nn.Parameter]] = {}
+        for i in due:
+            groups.setdefault(self._group_of[i], []).append(self._params[i])
+        everything = self._inner.param_groups
+        self._inner.param_groups = [{**self._hyper[g], "params": p} for g, p in groups.items()]
+        try:
+            self._inner.step()
+        finally:
+            self._inner.param_groups = everything
+        for i, grad in kept:
+            self._pending[i] = False
+            if i in self._zero_after:
+                self._params[i].grad.zero_()  # type: ignore[union-attr]
+            else:
+                self._params[i].grad = grad
+        self._pending_count -= len(due)
+        reducer.record_update(due, start, _core.now_s())
+
+
+for _name in (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+):
+    # Hooks registered on the wrapper are hooks of the wrapped optimizer.
+    setattr(
+        DistributedOptimizer, _name, property(lambda self, name=_name: getattr(self._inner, name))
+    )
+
+
+def _check_names(
+    named: Iterable[tuple[str, nn.Parameter]] | None,
+) -> dict[nn.Parameter, str] | None:
+    if named is None:
+        return None
+    names: dict[nn.Parameter, str] = {}
+    seen: dict[str, nn.Parameter] = {}
+    for row in named:
+        if not (isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str)):
+            raise UsageError(
+                "named_parameters must yield (name, parameter) pairs, as model.named_parameters() does"
+            )
+        name, param = row
+        if seen.setdefault(name, param) is not param:
+            raise UsageError(f"named_parameters has two parameters named '{name}'")
+        names.setdefault(param, name)  # a tied parameter keeps its first name
+    return names
+
+
+def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyper-parameters as they are now; schedulers change tensors in place."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)

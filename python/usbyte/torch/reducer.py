@@ -1,0 +1,262 @@
+"""Gradients on their way: hooks that fill the arena, the engine that sends it, and the plan they follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from usbyte import _core
+from usbyte.errors import Error, UsageError
+from usbyte.torch.arena import Arena
+from usbyte.torch.communicator import TorchCommunicator
+from usbyte.torch.context import Context
+from usbyte.torch.gates import Gates
+from usbyte.torch.planning import Planner
+
+
+class Reducer:
+    """Sums the scaled gradients of `params` over all ranks, step after step.
+
+    The first `learning_steps` steps follow DDP's plan over the order of registration; then all ranks agree on a plan
+    made from what they measured, and the arena is laid out anew.
+
+    Args:
+        context: The ranks.
+        names: Of the parameters, unique.
+        params: With gradients, on the CPU, of floating dtypes.
+        planner: Makes the plans.
+        gates: Knows when the forward pass needs each parameter.
+        scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
+        on_first_gradient: Called inside `backward()` before the first gradient of a step is taken.
+        on_gradient: Called inside `backward()` with the index of each parameter whose gradient is there.
+        on_backward_end: Called inside `backward()` when the last gradient is on its way.
+
+    Attributes:
+        in_flight: Gradients of the last backward have not been waited for.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        planner: Planner,
+        gates: Gates,
+        scale: float,
+        on_first_gradient: Callable[[], None],
+        on_gradient: Callable[[int], None],
+        on_backward_end: Callable[[], None],
+    ) -> None:
+        self._context, self.names, self.params = context, names, params
+        self._planner, self._gates = planner, gates
+        self._on_first_gradient, self._on_gradient = on_first_gradient, on_gradient
+        self._on_backward_end = on_backward_end
+        self._scale = scale
+        self._in_backward = False
+        self._sync = True
+        self._learned = 0
+        self._local_used = [False] * len(params)
+        self._versions = [0] * len(params)
+        self.in_flight = False
+        self._fresh = False  # a backward pass has ended since the last step
+        self._communicator = TorchCommunicator(context.new_group())
+        self._adopt(planner.first_plan())
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(params)
+        ]
+
+    @property
+    def learning(self) -> bool:
+        """True until the plan is made from measurements."""
+        return self._learned < self._planner.learning_steps
+
+    @property
+    def plan(self) -> _core.Plan:
+        """The plan in force."""
+        return self._engine.plan
+
+    def status(self) -> dict[str, Any]:
+        """How far this rank has come; see `Engine.status`."""
+        status: dict[str, Any] = json.loads(self._engine.status())
+        return status
+
+    def fail(self, message: str) -> None:
+        """Every wait from now on raises FaultError with this message."""
+        self._engine.fail(message)
+
+    def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
+        """Records from the next step on; None stops."""
+        self._writer = writer
+        self._engine.set_timeline(writer)
+
+    def set_sync(self, sync: bool) -> None:
+        """With False, backward only accumulates gradients locally."""
+        self._sync = sync
+
+    def close(self) -> None:
+        """Removes the hooks and ends the engine."""
+        for handle in self._handles:
+            handle.remove()
+        self._engine.close()
+        self._communicator.close()
+
+    def wait(self, i: int) -> torch.Tensor | None:
+        """The reduced gradient of parameter i, once it has arrived; None if no rank used the parameter.
+
+        Raises:
+            Error: Somebody wrote to it while it was in flight.
+        """
+        self._engine.wait(self._slot[i])
+        if self._grads[i]._version != self._versions[i]:
+            raise self._touched(i, "was modified")
+        if not self._local_used[i]:
+            self._engine.wait(0)
+            if not self._arena.used[self._slot[i] - 1]:
+                return None
+        return self._grads[i]
+
+    def drain(self) -> None:
+        """Waits for everything in flight."""
+        self._engine.drain()
+
+    def record_update(self, indices: Sequence[int], start_s: float, end_s: float) -> None:
+        """Adds the time an update took to the timeline."""
+        if self._writer is not None:
+            self._engine.record_update([self._slot[i] for i in indices], start_s, end_s)
+
+    def check_untouched(self) -> None:
+        """Raises Error if a gradient in flight was written to, replaced or removed since backward."""
+        for i, param in enumerate(self.params):
+            grad = param.grad
+            if grad is self._grads[i]:
+                if grad._version == self._versions[i]:
+                    continue
+                what = "was modified"
+            elif not self._local_used[i] and grad is None:
+                continue
+            else:
+                what = "was replaced or removed"
+            raise self._touched(i, what)
+
+    def _touched(self, i: int, what: str) -> Error:
+        return Error(
+            f"the gradient of '{self.names[i]}' {what} after backward() while it was on its way to the "
+            'other ranks. Use overlap="backward", or call optimizer.synchronize() before you touch '
+            "gradients."
+        )
+
+    def finish_step(self) -> None:
+        """Counts a completed step; after the last learning step, all ranks adopt the measured plan.
+
+        To be called when everything is drained and no update is pending.
+        """
+        if not self.learning or not self._fresh:
+            return
+        self._fresh = False
+        self._planner.learn(self._gates.need_s, self._engine_times(), self._engine.samples())
+        self._learned += 1
+        self._gates.begin_iteration()
+        if not self.learning:
+            self._adopt(self._planner.measured_plan())
+
+    def _engine_times(self) -> list[float]:
+        times = self._engine.ready_times()
+        return [times[slot] for slot in self._slot]
+
+    def _adopt(self, plan: _core.Plan) -> None:
+        """Lays the arena out for `plan` and starts an engine on it. Gradients keep their values."""
+        position = {t.name: k for k, t in enumerate(plan.tensors)}
+        self._slot = [position[name] for name in self.names]  # tensor index in the plan
+        old = getattr(self, "_grads", None)
+        writer = getattr(self, "_writer", None)
+        if old is not None:
+            self._engine.close()
+        by_slot = sorted(range(len(self.params)), key=self._slot.__getitem__)
+        self._arena = Arena(plan, [self.params[i] for i in by_slot])
+        self._grads = [self._arena.grads[slot - 1] for slot in self._slot]
+        for i, param in enumerate(self.params):
+            if old is not None and param.grad is old[i]:
+                self._grads[i].copy_(old[i])
+                param.grad = self._grads[i]
+        self._communicator.register(self._arena.buffer)
+        env = self._context.env
+        self._engine = _core.Engine(
+            plan,
+            self._arena.buffer.data_ptr(),
+            self._communicator.core,
+            stall_warning_s=env.stall_warning_s,
+            stall_limit_s=env.stall_limit_s,
+            on_warning=self._context.warn,
+            on_fault=self._context.report_fault,
+        )
+        self._writer = writer
+        if writer is not None:
+            self._engine.set_timeline(writer)
+
+    def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(param: torch.Tensor) -> None:
+            self._on_gradient(i)
+            if self._sync:
+                if not self._in_backward:
+                    self._begin()
+                self._collect(i, param)
+
+        return on_gradient
+
+    def _begin(self) -> None:
+        if self.in_flight:
+            raise UsageError(
+                "backward() ran again before step() while gradients were on their way. Accumulate under "
+                'optimizer.no_sync(), or use overlap="backward".'
+            )
+        self._on_first_gradient()
+        self._engine.drain()
+        self._engine.begin_step()
+        self._local_used = [False] * len(self.params)
+        self._in_backward = True
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _collect(self, i: int, param: torch.Tensor) -> None:
+        grad, view = param.grad, self._grads[i]
+        assert grad is not None
+        if grad is view:
+            view.mul_(self._scale)
+        elif grad.layout != torch.strided:
+            raise UsageError(
+                f"the gradient of '{self.names[i]}' is sparse, which usbyte cannot send; "
+                "build the layer with sparse=False"
+            )
+        else:
+            torch.mul(grad, self._scale, out=view)
+            param.grad = view
+        self._versions[i] = view._version
+        self._local_used[i] = True
+        self._engine.ready(self._slot[i])
+
+    def _end(self) -> None:
+        for i, param in enumerate(self.params):
+            if self._local_used[i]:
+                continue
+            view = self._grads[i]
+            if param.grad is None:
+                view.zero_()
+            else:  # kept from before; the average of what all ranks kept is added to the others' gradients
+                torch.mul(param.grad, self._scale, out=view)
+                param.grad = view
+            self._versions[i] = view._version
+            self._engine.ready(self._slot[i])
+        used = self._arena.used
+        used.zero_()
+        slots = [self._slot[i] - 1 for i, was_used in enumerate(self._local_used) if was_used]
+        used[slots] = 1
+        self._engine.ready(0)
+        self._engine.end_backward()
+        self._in_backward = False
+        self._fresh = True
+        self.in_flight = True
+        self._on_backward_end()

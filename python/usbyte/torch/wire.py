@@ -1,0 +1,77 @@
+"""Objects on the wire: JSON for structure, raw bytes for tensors, never pickle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from usbyte.errors import UsageError
+
+
+def encode(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Splits an object into its structure and its tensors.
+
+    Args:
+        obj: None, bool, int, float, str, list, tuple, dict, torch.Tensor, numpy arrays and scalars, nested at will.
+
+    Raises:
+        UsageError: Anything else; the message names its type and place.
+    """
+    tensors: list[torch.Tensor] = []
+    return json.dumps(_pack(obj, "object", tensors)).encode(), tensors
+
+
+def decode(structure: bytes) -> tuple[Any, list[torch.Tensor]]:
+    """Inverse of `encode`: the object, and its tensors, uninitialised, to be filled in place."""
+    tensors: list[torch.Tensor] = []
+    return _unpack(json.loads(structure), tensors), tensors
+
+
+def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+    if obj is None or isinstance(obj, bool | int | float | str):
+        return obj
+    if isinstance(obj, np.generic):
+        return obj.item()
+    if isinstance(obj, list | tuple):
+        kind = "list" if isinstance(obj, list) else "tuple"
+        return {kind: [_pack(v, f"{where}[{k}]", tensors) for k, v in enumerate(obj)]}
+    if isinstance(obj, dict):
+        rows = [
+            [_pack(k, f"a key of {where}", tensors), _pack(v, f"{where}[{k!r}]", tensors)]
+            for k, v in obj.items()
+        ]
+        return {"dict": rows}
+    if isinstance(obj, np.ndarray):
+        tensors.append(torch.from_numpy(np.ascontiguousarray(obj)))
+        return {"array": list(obj.shape), "dtype": _name(tensors[-1])}
+    if isinstance(obj, torch.Tensor):
+        tensors.append(obj.detach())
+        return {"tensor": list(obj.shape), "dtype": _name(obj), "device": str(obj.device)}
+    raise UsageError(
+        f"{where} is a {type(obj).__name__}, which cannot be sent; send numbers, strings, lists, "
+        "tuples, dicts, tensors and arrays"
+    )
+
+
+def _unpack(node: Any, tensors: list[torch.Tensor]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    if "list" in node:
+        return [_unpack(v, tensors) for v in node["list"]]
+    if "tuple" in node:
+        return tuple(_unpack(v, tensors) for v in node["tuple"])
+    if "dict" in node:
+        return {_unpack(k, tensors): _unpack(v, tensors) for k, v in node["dict"]}
+    dtype = getattr(torch, node["dtype"])
+    if "array" in node:
+        tensors.append(torch.empty(node["array"], dtype=dtype))
+        return tensors[-1].numpy()
+    tensors.append(torch.empty(node["tensor"], dtype=dtype, device=node["device"]))
+    return tensors[-1]
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,124 @@
+#include "usbyte/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "random_plan.h"
+#include "usbyte/error.h"
+
+namespace usbyte {
+namespace {
+
+const std::vector<TensorSpec> kTwo = {{"a", 10, DType::float32, 0}, {"b", 6, DType::float32, 10}};
+
+Op reduce(std::vector<Block> blocks) {
+  return {Collective::all_reduce, std::move(blocks), 1 << 20, false};
+}
+
+std::string error_of(std::vector<TensorSpec> tensors, std::vector<Op> ops) {
+  try {
+    Plan("test", std::move(tensors), std::move(ops));
+  } catch (const PlanError& e) {
+    return e.what();
+  }
+  return "";
+}
+
+TEST(Plan, AcceptsCutsInsideAndAcrossTensors) {
+  const Plan plan("test", kTwo, {reduce({{4, 13}}), reduce({{0, 4}, {13, 16}})});
+  EXPECT_EQ(plan.numel(), 16);
+  EXPECT_EQ(plan.arena_bytes(), 64);
+  EXPECT_EQ(plan.tensors_of(plan.ops()[0]), (std::vector<int>{0, 1}));
+  EXPECT_EQ(plan.bytes(plan.ops()[1]), 28);
+  EXPECT_EQ(plan.describe(0), "op 0 (all_reduce, 3.6e-05 MB: a, b)");
+}
+
+TEST(Plan, RejectsWhatDoesNotTile) {
+  EXPECT_NE(error_of(kTwo, {reduce({{0, 15}})}).find("[15, 16)"), std::string::npos);
+  EXPECT_NE(error_of(kTwo, {reduce({{1, 16}})}).find("[0, 1)"), std::string::npos);
+  EXPECT_NE(error_of(kTwo, {reduce({{0, 9}}), reduce({{8, 16}})}).find("twice"), std::string::npos);
+  EXPECT_NE(error_of(kTwo, {reduce({{0, 17}})}).find("outside"), std::string::npos);
+  EXPECT_NE(error_of(kTwo, {}).find("covered by no"), std::string::npos);
+}
+
+TEST(Plan, ScatterNeedsItsLaterGatherOfTheSameBlock) {
+  const Op scatter{Collective::reduce_scatter, {{0, 16}}, 100, false};
+  const Op gather{Collective::all_gather, {{0, 16}}, 100, false};
+  const Op half{Collective::all_gather, {{0, 8}}, 100, false};
+  EXPECT_EQ(error_of(kTwo, {scatter, gather}), "");
+  EXPECT_NE(error_of(kTwo, {scatter}).find("never gathered"), std::string::npos);
+  EXPECT_NE(error_of(kTwo, {gather, scatter}).find("not scattered"), std::string::npos);
+  EXPECT_NE(error_of(kTwo, {scatter, half}).find("not scattered"), std::string::npos);
+  EXPECT_NE(error_of(kTwo, {scatter, gather, gather}).find("twice"), std::string::npos);
+}
+
+TEST(Plan, RejectsBadTensorsAndOps) {
+  const std::vector<Op> whole = {reduce({{0, 16}})};
+  EXPECT_NE(error_of({{"a", 10, DType::float32, 0}, {"b", 6, DType::float32, 11}}, whole), "");
+  EXPECT_NE(error_of({{"a", 10, DType::float32, 0}, {"a", 6, DType::float32, 10}}, whole), "");
+  EXPECT_NE(error_of({{"a", 10, DType::float32, 0}, {"b", 6, DType::float64, 10}}, whole)
+                .find("mixes dtypes"),
+            std::string::npos);
+  EXPECT_NE(error_of(kTwo, {{Collective::all_reduce, {{0, 16}}, 0, false}}), "");
+  EXPECT_NE(error_of(kTwo, {{Collective::broadcast, {{0, 16}}, 1, false}}), "");
+  EXPECT_NE(error_of(kTwo, {reduce({{0, 16}}), reduce({})}), "");
+}
+
+TEST(Plan, SegmentsOfAnotherDtypeAreAligned) {
+  const Plan plan("test", {{"a", 3, DType::float32, 0}, {"b", 5, DType::float64, 3}},
+                  {reduce({{0, 3}}), reduce({{3, 8}})});
+  EXPECT_EQ(plan.byte_offset(2), 8);
+  EXPECT_EQ(plan.byte_offset(3), 256);
+  EXPECT_EQ(plan.byte_offset(7), 256 + 32);
+  EXPECT_EQ(plan.arena_bytes(), 256 + 40);
+}
+
+TEST(Plan, JsonRoundTripsAndHashesAreStable) {
+  std::mt19937 rng(1);
+  for (int i = 0; i < 200; ++i) {
+    const Plan plan = random_plan(rng);
+    const Plan again = Plan::from_json(plan.to_json());
+    EXPECT_EQ(again, plan);
+    EXPECT_EQ(again.hash(), plan.hash());
+  }
+  const Plan plan("test", kTwo, {reduce({{0, 16}})});
+  EXPECT_EQ(
+      plan.to_json(),
+      R"({"format":"usbyte-plan-1","policy":"test","tensors":[)"
+      R"({"name":"a","numel":10,"dtype":"float32"},{"name":"b","numel":6,"dtype":"float32"}],)"
+      R"("ops":[{"kind":"all_reduce","blocks":[[0,16]],"window_bytes":1048576,"fence":false}]})");
+  EXPECT_NE(plan.hash(), Plan("test", kTwo, {reduce({{0, 8}}), reduce({{8, 16}})}).hash());
+}
+
+TEST(Plan, BrokenJsonIsAPlanError) {
+  const std::string good = Plan("test", kTwo, {reduce({{0, 16}})}).to_json();
+  for (size_t cut = 0; cut < good.size(); ++cut) {
+    EXPECT_THROW(Plan::from_json(good.substr(0, cut)), PlanError);
+  }
+  for (const char* key : {"format", "policy", "tensors", "ops"}) {
+    auto json = nlohmann::json::parse(good);
+    json.erase(key);
+    EXPECT_THROW(Plan::from_json(json.dump()), PlanError) << key;
+    json[key] = nullptr;
+    EXPECT_THROW(Plan::from_json(json.dump()), PlanError) << key;
+  }
+}
+
+TEST(Shard, RangesTileTheBlockForAnySize) {
+  for (int64_t n : {0, 1, 2, 3, 7, 8, 100}) {
+    for (int size = 1; size <= 9; ++size) {
+      int64_t at = 5;
+      for (int rank = 0; rank < size; ++rank) {
+        const Block part = shard({5, 5 + n}, rank, size);
+        EXPECT_EQ(part.begin, at);
+        at = part.end;
+      }
+      EXPECT_EQ(at, 5 + n);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace usbyte

@@ -1,0 +1,145 @@
+#include "usbyte/policy.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "random_plan.h"
+#include "usbyte/error.h"
+
+namespace usbyte {
+namespace {
+
+constexpr int64_t kMB = 1 << 20;
+
+Profile profile_of(const std::vector<int64_t>& numels) {
+  Profile p;
+  int64_t offset = 0;
+  const double n = static_cast<double>(numels.size());
+  for (size_t i = 0; i < numels.size(); ++i) {
+    p.tensors.push_back({"t" + std::to_string(i), numels[i], DType::float32, offset});
+    offset += numels[i];
+    p.need_s.push_back(static_cast<double>(i));
+    p.ready_s.push_back(2 * n - static_cast<double>(i));
+  }
+  return p;
+}
+
+Profile random_profile(std::mt19937& rng) {
+  Profile p;
+  p.tensors = random_tensors(rng);
+  for (size_t i = 0; i < p.tensors.size(); ++i) {
+    p.need_s.push_back(static_cast<double>(uniform(rng, 0, 20)));
+    p.ready_s.push_back(static_cast<double>(uniform(rng, 0, 40)));
+  }
+  return p;
+}
+
+std::vector<Block> blocks_of(const Plan& plan) {
+  std::vector<Block> out;
+  for (const Op& op : plan.ops()) out.insert(out.end(), op.blocks.begin(), op.blocks.end());
+  return out;
+}
+
+TEST(Policies, EveryPolicyTilesEveryProfile) {  // Plan's constructor checks the tiling
+  std::mt19937 rng(3);
+  for (int i = 0; i < 300; ++i) {
+    const Profile p = random_profile(rng);
+    const NetworkModel network{4, {static_cast<double>(uniform(rng, 0, 3)), 0.01}};
+    PolicyOptions options;
+    options.bucket_bytes = uniform(rng, 1, 400);
+    options.first_bucket_bytes = uniform(rng, 1, 100);
+    options.partition_bytes = uniform(rng, 1, 100);
+    options.credit_bytes = uniform(rng, 1, 200);
+    for (const auto& [name, policy] : policies()) {
+      const Plan plan = make_plan(name, p, network, options);
+      EXPECT_EQ(plan.policy(), name);
+      EXPECT_EQ(plan.tensors(), p.tensors);
+    }
+  }
+}
+
+TEST(Policies, UnknownNamesAndBadSizesAreErrors) {
+  const Profile p = profile_of({1});
+  EXPECT_THROW(make_plan("best", p, {}), UsageError);
+  PolicyOptions zero;
+  zero.credit_bytes = 0;
+  EXPECT_THROW(make_plan("ddp", p, {}, zero), UsageError);
+}
+
+TEST(Wfbp, OneFencedOpForEachTensorInBackwardOrder) {
+  const Plan plan = make_plan("wfbp", profile_of({5, 6, 7}), {});
+  EXPECT_EQ(blocks_of(plan), (std::vector<Block>{{11, 18}, {5, 11}, {0, 5}}));
+  for (const Op& op : plan.ops()) EXPECT_TRUE(op.fence);
+}
+
+TEST(Ddp, SmallFirstBucketThenFullOnesFromTheEndOfTheLine) {
+  PolicyOptions options;
+  options.first_bucket_bytes = kMB;
+  options.bucket_bytes = 4 * kMB;
+  const int64_t m = kMB / 4;  // elements of 1 MiB
+  const Plan plan =
+      make_plan("ddp", profile_of({m, 2 * m, 3 * m, 3 * m, m / 2, m / 2}), {}, options);
+  // A bucket closes when it has reached its size, so it may exceed it by less than its last tensor.
+  EXPECT_EQ(blocks_of(plan), (std::vector<Block>{{9 * m, 10 * m}, {3 * m, 9 * m}, {0, 3 * m}}));
+}
+
+TEST(Ddp, BucketsAreLaunchedAsTheyFill) {
+  Profile p = profile_of({10, 10, 10});
+  p.ready_s = {1, 5, 3};
+  PolicyOptions options;
+  options.first_bucket_bytes = options.bucket_bytes = 1;
+  EXPECT_EQ(blocks_of(make_plan("ddp", p, {}, options)),
+            (std::vector<Block>{{0, 10}, {20, 30}, {10, 20}}));
+}
+
+TEST(ByteScheduler, PartsAreNearEqualAndNotLargerThanThePartition) {
+  PolicyOptions options;
+  options.partition_bytes = 40;
+  options.credit_bytes = 1;
+  const Plan plan = make_plan("bytescheduler", profile_of({25}), {1, {1, 1}}, options);
+  EXPECT_EQ(blocks_of(plan), (std::vector<Block>{{0, 8}, {8, 16}, {16, 25}}));
+}
+
+TEST(ByteScheduler, NearestInputOvertakesWhatStillWaits) {
+  // Tensor 1 (3 parts) is ready at 0 and its first part takes until 10; tensor 0 is ready at 5, so
+  // it goes next.
+  Profile p = profile_of({10, 30});
+  p.ready_s = {5, 0};
+  PolicyOptions options;
+  options.partition_bytes = options.credit_bytes = 40;
+  const Plan plan = make_plan("bytescheduler", p, {2, {0, 0.25}}, options);
+  EXPECT_EQ(blocks_of(plan), (std::vector<Block>{{10, 20}, {0, 10}, {20, 30}, {30, 40}}));
+  for (const Op& op : plan.ops()) EXPECT_EQ(op.window_bytes, 40);
+  // With credit for two parts, two are under way before tensor 0 is ready.
+  options.credit_bytes = 80;
+  EXPECT_EQ(blocks_of(make_plan("bytescheduler", p, {2, {0, 0.25}}, options)),
+            (std::vector<Block>{{10, 20}, {20, 30}, {0, 10}, {30, 40}}));
+}
+
+TEST(ByteScheduler, WithoutAProfileOfTimesItIsForwardOrder) {
+  Profile p = profile_of({10, 10, 10});
+  p.ready_s = {7, 7, 7};
+  EXPECT_EQ(blocks_of(make_plan("bytescheduler", p, {2, {1, 1}})),
+            (std::vector<Block>{{0, 10}, {10, 20}, {20, 30}}));
+}
+
+TEST(Profile, JsonRoundTripsAndBadProfilesAreErrors) {
+  std::mt19937 rng(5);
+  const Profile p = random_profile(rng);
+  const Profile again = Profile::from_json(p.to_json());
+  EXPECT_EQ(again.tensors, p.tensors);
+  EXPECT_EQ(again.need_s, p.need_s);
+  EXPECT_EQ(again.ready_s, p.ready_s);
+  Profile bad = p;
+  bad.ready_s[0] = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_THROW(bad.validate(), PlanError);
+  bad = p;
+  bad.need_s.pop_back();
+  EXPECT_THROW(bad.validate(), PlanError);
+  EXPECT_THROW(Profile::from_json("{}"), PlanError);
+}
+
+}  // namespace
+}  // namespace usbyte
