@@ -105,7 +105,7 @@ struct Engine::State {
                        std::to_string(plan.tensors().size()) + " tensors");
     }
   }
-  bool drained() const { return completed == ops.size() || record.step == 0; }
+  bool drained() const { return completed == ops.size(); }
   bool launchable() const {
     return fault.empty() && !raw_fault && !stopping && next < ops.size() && op_inputs[next] == 0 &&
            admission.admits(plan.ops()[next], ops[next].bytes);
@@ -172,6 +172,7 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
     ops.push_back(std::move(info));
   }
   tensor_pending.assign(tensors, 0);
+  record.step = options.steps_before;
   next = oldest = completed = ops.size();
 }
 

@@ -46,16 +46,17 @@ void register_engine(py::module_& m) {
   py::class_<PyEngine>(m, "Engine", "Executes a plan on one background thread; see engine.h.")
       .def(py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
                        double stall_warning_s, double stall_limit_s,
+                       int64_t steps_before,
                        std::function<void(const std::string&)> on_warning,
                        std::function<std::string(const std::string&)> on_fault) {
-             EngineOptions options{stall_warning_s, stall_limit_s, std::move(on_warning),
+             EngineOptions options{stall_warning_s, stall_limit_s, steps_before, std::move(on_warning),
                                    std::move(on_fault)};
              py::gil_scoped_release free;
              return std::make_unique<PyEngine>(std::move(plan), arena, std::move(communicator),
                                                std::move(options));
            }),
            py::arg("plan"), py::arg("arena"), py::arg("communicator"), py::kw_only(),
-           py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0,
+           py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0, py::arg("steps_before") = 0,
            py::arg("on_warning") = nullptr, py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get().plan(); })
       .def("begin_step", [](const PyEngine& e) { e.get().begin_step(); })

@@ -17,6 +17,8 @@ namespace usbyte {
 struct EngineOptions {
   double stall_warning_s = 60;
   double stall_limit_s = 300;
+  /// Steps that an engine before this one has done; numbering goes on from there.
+  int64_t steps_before = 0;
   /// Called on the engine's thread with a line worth logging.
   std::function<void(const std::string&)> on_warning;
   /// Called on the engine's thread when communication failed, with what is known on this rank; the

@@ -3,7 +3,7 @@
     import usbyte.torch as ub
 
     ub.init()
-    optimizer = ub.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), overlap="forward")
+    optimizer = ub.DistributedOptimizer(optimizer, model.named_parameters(), overlap="forward")
     ub.broadcast_parameters(model.state_dict(), root_rank=0)
     ub.broadcast_optimizer_state(optimizer, root_rank=0)
 """
@@ -24,4 +24,5 @@ from usbyte.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from usbyte.torch.ops import *  # noqa: F403
 from usbyte.torch.optimizer import DistributedOptimizer

@@ -25,16 +25,18 @@ def ring_reduce_scatter(
 ) -> None:
     """Reduces `flat` over the ranks; afterwards each rank holds the result in its own range.
 
-    The classic ring: each of the size - 1 steps sends one range to the next rank while the range before it comes in
-    from the previous rank and is accumulated. Range c is always accumulated in the order of ranks c + 1, c + 2, ..., c,
-    so that the result does not depend on timing. The other ranges are left with partial results.
+    The classic ring: each of the size - 1 steps sends one range to the next rank while the range
+    before it comes in from the previous rank and is accumulated. Range c is always accumulated in
+    the order of ranks c + 1, c + 2, ..., c, so that the result does not depend on timing. The other
+    ranges are left with partial results.
 
-    Blocks without the GIL and cannot be interrupted meanwhile, so call it from a thread other than the main one.
+    Blocks without the GIL and cannot be interrupted meanwhile, so call it from a thread other than
+    the main one.
 
     Args:
         flat: 1-d contiguous tensor, of the same length on every rank; changed in place.
-        bounds: For each rank, in elements, the half-open range it owns afterwards. Ranges may be empty or differ in
-            length, and must not overlap.
+        bounds: For each rank, in elements, the half-open range it owns afterwards. Ranges may be
+            empty or differ in length, and must not overlap.
         group: The ranks.
         op: SUM, PRODUCT, MIN or MAX.
         tag: At least 0; rings that are in flight at once on one group need different ones.
@@ -46,7 +48,9 @@ def ring_reduce_scatter(
     rank, size = _check(flat, bounds, group)
     accumulate = next((function for kind, function in _ACCUMULATE if op == kind), None)
     if accumulate is None:
-        raise UsageError(f"ring_reduce_scatter cannot reduce with {op}: use SUM, PRODUCT, MIN or MAX")
+        raise UsageError(
+            f"ring_reduce_scatter cannot reduce with {op}: use SUM, PRODUCT, MIN or MAX"
+        )
     longest = max(end - begin for begin, end in bounds)
     incoming = flat.new_empty(longest if size > 1 else 0)
     for step in range(size - 1):
@@ -63,16 +67,17 @@ def all_gather_ranges(
 ) -> None:
     """Fills `flat` on every rank with the range that each rank owns.
 
-    A ring that receives in place. Gloo's own all_gather copies its input and its output once more, which costs 115 ms
-    against 28 ms here for 64 MB on the loopback of one machine; and a ring with its tag can run beside others of the
-    same group in any order, which a collective cannot.
+    A ring that receives in place. Gloo's own all_gather copies its input and its output once more,
+    which costs 115 ms against 28 ms here for 64 MB on the loopback of one machine; and a ring with
+    its tag can run beside others of the same group in any order, which a collective cannot.
 
-    Blocks without the GIL and cannot be interrupted meanwhile, so call it from a thread other than the main one.
+    Blocks without the GIL and cannot be interrupted meanwhile, so call it from a thread other than
+    the main one.
 
     Args:
         flat: 1-d contiguous tensor, of the same length on every rank; changed in place.
-        bounds: For each rank, in elements, the half-open range it contributes. Ranges may be empty or differ in length,
-            and must not overlap; what no range covers stays as it is.
+        bounds: For each rank, in elements, the half-open range it contributes. Ranges may be empty
+            or differ in length, and must not overlap; what no range covers stays as it is.
         group: The ranks.
         tag: At least 0; rings that are in flight at once on one group need different ones.
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -12,14 +16,17 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.torch.collectives import all_gather_ranges, ring_reduce_scatter
 
-_RING_THREADS = 4  # rings in flight at once; a ring is a sequence of blocking steps
+_WAITERS = 4  # threads that wait for ops to end, and run rings
+_SLICE = timedelta(seconds=0.5)  # how often a waiter looks whether it should stop
 
 
 class TorchCommunicator:
     """Starts the engine's collectives on a process group.
 
-    The engine's thread calls `_launch` with the GIL held, in plan order, so every rank uses the group in one order.
-    All-reduces complete through the backend's own futures; reduce_scatter and all_gather run as rings on threads.
+    The engine's thread calls `_launch` with the GIL held, in plan order, so every rank uses the group in one order. The
+    waiters take what was launched in the same order, so the oldest op is always being looked after. Completion is not
+    taken from the backend's futures: their callbacks would run Python code on the backend's threads, which cannot be
+    joined before the interpreter ends.
 
     Args:
         group: A process group that nothing else uses.
@@ -30,7 +37,14 @@ class TorchCommunicator:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
-        self._rings: ThreadPoolExecutor | None = None
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._stopping = threading.Event()
+        self._waiters = [
+            threading.Thread(target=_serve, args=(self._tasks,), name="usbyte-waiter", daemon=True)
+            for _ in range(_WAITERS)
+        ]
+        for waiter in self._waiters:
+            waiter.start()
         # A plain bound method would be a reference cycle through C++, which Python's collector cannot see.
         launch = weakref.WeakMethod(self._launch)
 
@@ -48,9 +62,14 @@ class TorchCommunicator:
         self._views.clear()
 
     def close(self) -> None:
-        """Ends the ring threads."""
-        if self._rings is not None:
-            self._rings.shutdown(wait=False, cancel_futures=True)
+        """Ends the waiters. Ops that are still in flight, after a fault, are left to the backend."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        for _ in self._waiters:
+            self._tasks.put(None)
+        for waiter in self._waiters:
+            waiter.join()
 
     def _view(self, address: int, count: int, dtype: str) -> torch.Tensor:
         key = (address, count, dtype)
@@ -64,40 +83,42 @@ class TorchCommunicator:
 
     def _launch(self, ticket: int, kind: str, dtype: str, spans: list[tuple[int, int]]) -> None:
         views = [self._view(address, count, dtype) for address, count in spans]
-        if kind != "all_reduce":
-            if self._rings is None:
-                self._rings = ThreadPoolExecutor(_RING_THREADS, thread_name_prefix="usbyte-ring")
-            self._rings.submit(self._ring, ticket, kind, views)
-        elif len(views) == 1:
-            self._reduce(ticket, views[0])
+        if kind == "all_reduce":
+            tensor = views[0] if len(views) == 1 else torch.cat(views)
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            self._tasks.put(partial(self._finish, ticket, work, tensor, views))
         else:
-            staged = torch.cat(views)
-            self._reduce(ticket, staged, views)
+            self._tasks.put(partial(self._ring, ticket, kind, views))
 
-    def _reduce(
-        self, ticket: int, tensor: torch.Tensor, targets: list[torch.Tensor] | None = None
-    ) -> None:
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        work.get_future().add_done_callback(partial(self._done, ticket, tensor, targets))
-
-    def _done(
-        self,
-        ticket: int,
-        tensor: torch.Tensor,
-        targets: list[torch.Tensor] | None,
-        future: torch.futures.Future[list[torch.Tensor]],
+    def _finish(
+        self, ticket: int, work: dist.Work, tensor: torch.Tensor, views: list[torch.Tensor]
     ) -> None:
         error = None
         try:
-            future.value()
-            if targets is not None:
-                for target, part in zip(
-                    targets, tensor.split([t.numel() for t in targets]), strict=True
-                ):
-                    target.copy_(part)
+            if not self._wait(work):
+                return
+            if len(views) > 1:
+                parts = tensor.split([view.numel() for view in views])
+                for view, part in zip(views, parts, strict=True):
+                    view.copy_(part)
         except RuntimeError as e:
-            error = str(e)
+            error = _brief(e)
         self.core.complete(ticket, error)
+
+    def _wait(self, work: dist.Work) -> bool:
+        """Waits for an op; False if it has not ended when the communicator closes."""
+        while True:
+            try:
+                work.wait(_SLICE)
+                return True
+            except RuntimeError:
+                if work.is_completed():  # it failed, or it ended just after the slice
+                    work.wait()
+                    return True
+                if self._stopping.is_set():
+                    # Its thread may run on until the process has ended, and must not lose the group before.
+                    _core.keep_forever(self._group)
+                    return False
 
     def _ring(self, ticket: int, kind: str, views: list[torch.Tensor]) -> None:
         error = None
@@ -111,8 +132,20 @@ class TorchCommunicator:
                 else:
                     all_gather_ranges(view, bounds, self._group, tag)
         except Exception as e:
-            error = str(e)
+            error = _brief(e)
         self.core.complete(ticket, error)
+
+
+def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    with torch.no_grad():
+        while (task := tasks.get()) is not None:
+            task()
+
+
+def _brief(error: Exception) -> str:
+    """What the backend says went wrong, without the place in its source and its general advice."""
+    text = re.sub(r"^\[[^]]*\] ", "", str(error))
+    return text.split(" This is typically", 1)[0].removesuffix(".")
 
 
 def shards(numel: int, size: int) -> list[tuple[int, int]]:

@@ -136,7 +136,9 @@ class Context:
             self.eager.close()
             if self._faults is not None:
                 self._faults.close()
-            if self._owns_default_group and dist.is_initialized():
+            failed = self._faults is not None and self._faults.verdict is not None
+            # With operations in flight that no peer will ever answer, the groups only end with the process.
+            if self._owns_default_group and dist.is_initialized() and not failed:
                 dist.destroy_process_group()
 
     def _describe(self) -> list[dict[str, Any]]:

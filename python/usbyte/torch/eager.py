@@ -1,6 +1,7 @@
 """Collectives that ranks may submit in any order: matched by name, run in one order everywhere.
 
-The planned path never negotiates; this is for everything else: metrics, broadcasts, the user's own collectives.
+The planned path never negotiates; this is for everything else: metrics, broadcasts, the user's own
+collectives.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ class EagerQueue:
     """Submits, matches and runs eager operations. Close it before the interpreter exits.
 
     Args:
-        group: Process group with a CPU backend (Gloo), which nothing else uses. Its own timeout should be no shorter
-            than the stall limit.
+        group: Process group with a CPU backend (Gloo), which nothing else uses. Its own timeout
+            should be no shorter than the stall limit.
         store: Store of this run; the queue makes its own connections and keys.
         rank: This rank in the group.
         size: Number of ranks in the group.
-        stall_limit_s: Seconds after which an operation that does not proceed is a fault; 0 or less: never.
-        stall_warning_s: Seconds after which such an operation is logged, and again after as many; 0 or less: never.
+        stall_limit_s: Seconds after which an operation that does not proceed is a fault; 0 or less:
+            never.
+        stall_warning_s: Seconds after which such an operation is logged, and again after as many; 0
+            or less: never.
         on_fault: Told what this rank noticed; returns the text that every handle then fails with.
 
     Raises:
@@ -85,9 +88,8 @@ class EagerQueue:
         """Puts an operation in flight.
 
         Raises:
-            ValueError: An operation of this name is in flight on this rank.
+            UsageError: An operation of this name is in flight on this rank, or the queue is closed.
             FaultError: The run has failed.
-            UsageError: The queue is closed.
         """
         handle = Handle(request, time.monotonic() + min(self._warning_s, self._limit_s))
         with self._lock:
@@ -96,7 +98,7 @@ class EagerQueue:
             if self._closed:
                 raise UsageError(f"{request}: usbyte is shut down: call usbyte.torch.init() first")
             if request.name in self._pending:
-                raise ValueError(
+                raise UsageError(
                     f"{request}: an operation of this name is still in flight on rank "
                     f"{self.peers.rank}: synchronize it first, or use another name"
                 )
@@ -139,7 +141,7 @@ class EagerQueue:
         return gathered
 
     def broadcast_bytes(self, name: str, payload: bytes, root: int) -> bytes:
-        """Gives every rank the root's byte string, blocking; the payloads of the others are ignored."""
+        """Gives every rank the root's byte string, blocking; other payloads are ignored."""
         received: bytes = self._do(operations.broadcast_bytes(self.peers, name, payload, root))
         return received
 
@@ -150,7 +152,8 @@ class EagerQueue:
     def fail(self, message: str) -> None:
         """Ends every pending and later operation with FaultError(message); the first call counts.
 
-        A collective that runs at this moment may write to its tensors until the backend gives it up.
+        A collective that runs at this moment may write to its tensors until the backend gives it
+        up.
         """
         with self._lock:
             if self._failure is not None:
@@ -165,7 +168,8 @@ class EagerQueue:
         """Ends the thread; what is pending fails. May be called again, and when the store is gone.
 
         Args:
-            timeout_s: How long to wait for a collective that is running; then it is left to the backend's own timeout.
+            timeout_s: How long to wait for a collective that is running; then it is left to the
+                backend's own timeout.
         """
         with self._lock:
             if self._closed:
@@ -174,8 +178,8 @@ class EagerQueue:
             pending = list(self._pending.values())
             self._pending.clear()
         for handle in pending:
-            text = f"{handle.request} had not ended when usbyte was shut down on rank {self.peers.rank}"
-            handle.settle(FaultError(text))
+            where = f"usbyte was shut down on rank {self.peers.rank}"
+            handle.settle(FaultError(f"{handle.request} had not ended when {where}"))
         if self._negotiation is None or self._thread is threading.current_thread():
             return
         self._negotiation.wake(timeout_s)
@@ -191,9 +195,14 @@ class EagerQueue:
             with torch.no_grad():
                 while verdict := negotiation.next():
                     self._execute(verdict)
+                    if self._failure is not None:
+                        break
                     negotiation.advance()
         except RuntimeError as error:
             self._lose_store(error)
+        if self._failure is not None:
+            # Its connections close, and so end what other ranks still wait for in the backend.
+            self.peers.leave()
 
     def _execute(self, verdict: Verdict) -> None:
         with self._lock:
@@ -231,7 +240,8 @@ class EagerQueue:
         """Fails everything with what `on_fault` makes of the text; returns the text that counts."""
         if self._failure is None:
             try:
-                text = self._on_fault(text)
+                if not self._closed:  # what fails after that is nobody's concern
+                    text = self._on_fault(text)
             except Exception:
                 log.exception("the handler of faults failed")
             self.fail(text)
@@ -241,14 +251,14 @@ class EagerQueue:
         text, since = self._diagnose(handle)
         stalled = time.monotonic() - since
         if stalled >= self._limit_s:
-            self._fault(f"{text} The stall limit is {self._limit_s:g} s.")
+            self._fault(f"{text} (the stall limit is {self._limit_s:g} s)")
             return
         if stalled >= self._warning_s:
-            log.warning("%s It becomes a fault after %g s.", text, self._limit_s)
+            log.warning("%s (it is a fault after %g s)", text, self._limit_s)
         handle.next_check = min(time.monotonic() + self._warning_s, since + self._limit_s)
 
     def _diagnose(self, handle: Handle) -> tuple[str, float]:
-        """Why an operation has not ended, and since when nothing proceeds (monotonic clock, seconds)."""
+        """Why an operation has not ended, and since when nothing proceeds (monotonic, seconds)."""
         assert self._negotiation is not None
         missing = self._negotiation.missing(handle.request.name)
         with self._lock:
@@ -256,16 +266,17 @@ class EagerQueue:
         age = time.monotonic() - handle.submitted
         waits = f"{handle.request} has waited {age:.0f} s on rank {self.peers.rank}"
         if missing is None:
-            return f"{waits}, and the job's store does not answer.", handle.submitted
+            return f"{waits}, and the job's store does not answer", handle.submitted
         if missing:
             return (
                 f"{waits} for {name_ranks(missing)}, which did not submit it: see that every rank "
-                "is alive and comes to this call, under the same name.",
+                "is alive and comes to this call, under the same name",
                 handle.submitted,
             )
-        blocker = f"{running} is running" if running else "its turn does not come"
+        since = max(handle.submitted, progressed)
+        blocker = f"{running} does not end" if running else "its turn does not come"
         return (
-            f"{waits}; every rank has submitted it, but {blocker} for "
-            f"{time.monotonic() - progressed:.0f} s: see the network and the other ranks' logs.",
-            max(handle.submitted, progressed),
+            f"{waits}; every rank has submitted it, but for {time.monotonic() - since:.0f} s "
+            f"{blocker}: see the network and the logs of the other ranks",
+            since,
         )

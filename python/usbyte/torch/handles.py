@@ -19,7 +19,8 @@ class Request:
         name: What the ranks match it by; unique among the operations in flight.
         descriptor: What the ranks compare.
         execute: Runs the collective, on the queue's thread, without gradients.
-        finish: Turns what `execute` returned into the user's result, on the thread that asks for it.
+        finish: Turns what `execute` returned into the user's result, on the thread that asks for
+            it.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Handle:
         return self._done.is_set()
 
     def wait_for_check(self) -> bool:
-        """Waits, interruptibly, until the end or until `next_check`; returns whether it is the end."""
+        """Waits, interruptibly, for the end or `next_check`; returns whether it is the end."""
         left = self.next_check - time.monotonic()
         return self._done.wait(max(0.0, min(left, threading.TIMEOUT_MAX)))
 
@@ -73,7 +74,8 @@ class Handle:
         """
         with self._lock:
             if isinstance(self._outcome, Exception):
-                # A fresh exception each time: several threads may raise it, each with its own traceback.
+                # A fresh exception each time: several threads may raise it, each with its own
+                # traceback.
                 raise type(self._outcome)(*self._outcome.args)
             if not self._finished:
                 self._outcome = self.request.finish(self._outcome)

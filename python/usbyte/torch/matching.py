@@ -16,8 +16,8 @@ class Descriptor:
 
     Attributes:
         rank: The rank that submitted it.
-        kind: "allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "barrier", or "broadcast_bytes", for
-            which only the root's shape counts.
+        kind: "allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "barrier", or
+            "broadcast_bytes", for which only the root's shape counts.
         dtypes: Of each tensor, without "torch.".
         shapes: Of each tensor.
         op: Name of the reduction; "" where nothing is reduced.
@@ -52,8 +52,8 @@ class Verdict:
     Attributes:
         name: Of the operation.
         error: Why it cannot run, or None.
-        sizes: For allgather the rows that each rank contributes, for alltoall the rows that come from each rank, for
-            broadcast_bytes the root's bytes; else empty.
+        sizes: For allgather the rows that each rank contributes, for alltoall the rows that come
+            from each rank, for broadcast_bytes the root's bytes; else empty.
     """
 
     name: str

@@ -23,14 +23,15 @@ class Negotiation:
     """The protocol, and nothing else.
 
     1. A rank appends its descriptor to the key `op/<name>`, then adds 1 to `count/<name>`.
-    2. The rank whose addition completes the count reads all descriptors, deletes both keys, checks the descriptors
-       against each other, draws the operation's place in the global order from the counter `order`, and writes a
-       verdict to `inbox/<rank>/<place>` of every rank. Deleting comes first: whoever has seen a verdict may submit
-       the same name again.
-    3. One thread in each rank blocks on `inbox/<rank>/<next>` (the server answers when the key appears), runs the
-       operation, and deletes the key.
+    2. The rank whose addition completes the count reads all descriptors, deletes both keys, checks
+       the descriptors against each other, draws the operation's place in the global order from the
+       counter `order`, and writes a verdict to `inbox/<rank>/<place>` of every rank. Deleting comes
+       first: whoever has seen a verdict may submit the same name again.
+    3. One thread in each rank blocks on `inbox/<rank>/<next>` (the server answers when the key
+       appears), runs the operation, and deletes the key.
 
-    So all ranks run the same operations in the same order, and every key has one last reader, which deletes it.
+    So all ranks run the same operations in the same order, and every key has one last reader, which
+    deletes it.
 
     Args:
         store: Store of this run; connections and keys are made from it.
@@ -44,7 +45,8 @@ class Negotiation:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._store = private_store(store, "eager")
-        self._inbox = clone_store(self._store)  # a connection serves one thread, and this one blocks
+        # A connection serves one thread at a time, and the one that waits is always in use.
+        self._inbox = clone_store(self._store)
         self._inbox.set_timeout(_PATIENCE)
         self._lock = threading.Lock()  # guards the two below
         self._place = 0
@@ -102,14 +104,14 @@ class Negotiation:
         self._inbox.delete_key(done)
 
     def wake(self, timeout_s: float) -> None:
-        """Makes `next` return None, now and later; from any other thread, also when the store is lost."""
+        """Makes `next` return None from now on; from any other thread, also without a store."""
         with self._lock:
             self._woken = True
             slot = _slot(self._rank, self._place)
         within(timeout_s, lambda: self._store.set(slot, "wake"))
 
     def missing(self, name: str) -> list[int] | None:
-        """Ranks that have not submitted this operation, which this rank has; None if the store does not answer."""
+        """Ranks that have not submitted what this rank has; None if the store does not answer."""
         answers = within(_ANSWER_S, lambda: read_now(self._store, f"op/{name}"))
         if not answers:
             return None
@@ -129,7 +131,7 @@ class Negotiation:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> list[Any]:
-    """[what `call` returned], or [] where it raised or took longer: a lost store may just stay silent."""
+    """[what `call` returned], or [] if it raised or took longer: a lost store may be silent."""
     answers: list[Any] = []
 
     def ask() -> None:

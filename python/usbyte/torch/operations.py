@@ -1,13 +1,15 @@
 """Eager operations on tensors: what each tells the other ranks, and what it runs.
 
-Every function returns a `Request`. Inputs are read when the operation runs, so they must not be changed before it has
-been synchronized. Tensors that are not contiguous or not on the CPU are staged through a copy.
+Every function returns a `Request`. Inputs are read when the operation runs, so they must not be
+changed before it has been synchronized. Tensors that are not contiguous or not on the CPU are
+staged through a copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -26,7 +28,7 @@ _TAG = 0  # of rings; the queue runs one operation at a time
 Factors = tuple[float, float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peers:
     """The ranks of an operation.
 
@@ -36,9 +38,15 @@ class Peers:
         size: Number of ranks.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     rank: int
     size: int
+
+    def leave(self) -> None:
+        """Gives up the group."""
+        group, self.group = self.group, None
+        with suppress(RuntimeError, ValueError, AssertionError):  # destroyed by the user meanwhile
+            dist.destroy_process_group(group)
 
 
 def allreduce(
@@ -49,7 +57,7 @@ def allreduce(
     factors: Factors = (1.0, 1.0),
     in_place: bool = False,
 ) -> Request:
-    """Reduces tensors elementwise; those of one dtype travel together. The result is a list of tensors."""
+    """Reduces tensors elementwise, those of one dtype together. The result is a list of tensors."""
     what = f"allreduce '{name}'"
     for tensor in tensors:
         check_reducible(what, tensor.dtype, op)
@@ -66,9 +74,9 @@ def allreduce(
         for dtype in dict.fromkeys(t.dtype for t in staged):
             alike = [t for t in staged if t.dtype == dtype]
             if len(alike) == 1:
-                reduce(alike[0].view(-1))
+                reduce(_flat(alike[0]))
                 continue
-            flat = torch.cat([t.view(-1) for t in alike])
+            flat = torch.cat([_flat(t) for t in alike])
             reduce(flat)
             for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
@@ -84,18 +92,23 @@ def allreduce(
 
 
 def allgather(peers: Peers, name: str, tensor: torch.Tensor) -> Request:
-    """Concatenates the ranks' tensors along the first dimension, whose length may differ by rank."""
+    """Concatenates along the first dimension, whose length may differ by rank.
+
+    A scalar counts as one row. The result is a pair: the rows of all ranks, and a list of how many
+    each rank gave.
+    """
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
     staged = _staged(f"allgather '{name}'", rows, copy=False)
 
-    def execute(verdict: Verdict) -> torch.Tensor:
+    def execute(verdict: Verdict) -> tuple[torch.Tensor, list[int]]:
         out = staged.new_empty(sum(verdict.sizes), *rows.shape[1:])
         gather_bytes(peers, _bytes(staged), _bytes(out), _row_bytes(rows), verdict.sizes)
-        return out
+        return out, list(verdict.sizes)
 
-    return Request(
-        name, _describe(peers, "allgather", [rows]), execute, lambda out: out.to(tensor.device)
-    )
+    def finish(value: tuple[torch.Tensor, list[int]]) -> tuple[torch.Tensor, list[int]]:
+        return value[0].to(tensor.device), value[1]
+
+    return Request(name, _describe(peers, "allgather", [rows]), execute, finish)
 
 
 def broadcast(
@@ -123,7 +136,7 @@ def reducescatter(
     op: ReduceOp,
     factors: Factors = (1.0, 1.0),
 ) -> Request:
-    """Reduces elementwise; each rank keeps its share of the first dimension, earlier ranks one row more."""
+    """Reduces elementwise; each rank keeps its `shares` of the first dimension."""
     what = f"reducescatter '{name}'"
     check_reducible(what, tensor.dtype, op)
     if tensor.dim() == 0:
@@ -138,7 +151,7 @@ def reducescatter(
                 bounds = [(begin * row, end * row) for begin, end in rows]
                 ring_reduce_scatter(numbers, bounds, peers.group, kind, _TAG)
 
-        reduce_flat(staged.view(-1), op, factors, peers.size, collective)
+        reduce_flat(_flat(staged), op, factors, peers.size, collective)
         return staged[slice(*rows[peers.rank])].clone()
 
     return Request(
@@ -152,7 +165,10 @@ def reducescatter(
 def alltoall(
     peers: Peers, name: str, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None
 ) -> Request:
-    """Sends the r-th run of rows to rank r. The result is a pair: rows received, and how many from each rank."""
+    """Sends the r-th run of rows to rank r.
+
+    The result is a pair: the rows received, and how many came from each rank.
+    """
     what = f"alltoall '{name}'"
     sent = _checked_splits(what, tensor, splits, peers.size)
     staged = _staged(what, tensor, copy=False)
@@ -185,7 +201,8 @@ def barrier(peers: Peers, name: str) -> Request:
     """Ends when every rank has come to it."""
 
     def execute(_: Verdict) -> None:
-        # Not for the verdict's sake: a rank that leaves after it may take the store with it, so all must have read it.
+        # Not for the verdict's sake: a rank that leaves after it may take the store with it, so all
+        # must have read it.
         if peers.size > 1:
             dist.all_reduce(torch.zeros(1), group=peers.group)
 
@@ -218,7 +235,7 @@ def broadcast_bytes(peers: Peers, name: str, payload: bytes, root: int) -> Reque
 
 
 def shares(rows: int, size: int) -> list[tuple[int, int]]:
-    """Half-open ranges that split `rows` over the ranks, the first rows % size ranks with one row more."""
+    """Half-open ranges that split `rows` over ranks, the first rows % size with one row more."""
     base, more = divmod(rows, size)
     return list(pairwise(accumulate((base + (r < more) for r in range(size)), initial=0)))
 
@@ -239,15 +256,13 @@ def broadcast_flat(peers: Peers, flat: torch.Tensor, root: int) -> None:
         dist.broadcast(flat, dist.get_global_rank(peers.group, root), group=peers.group)
 
 
-def _describe(
-    peers: Peers, kind: str, tensors: Sequence[torch.Tensor], **more: Any
-) -> Descriptor:
+def _describe(peers: Peers, kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Descriptor:
     dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors]
     return Descriptor(peers.rank, kind, dtypes, [list(t.shape) for t in tensors], **more)
 
 
 def _staged(what: str, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """The values as a contiguous CPU tensor outside autograd; the same memory where possible and not `copy`."""
+    """The values as a contiguous CPU tensor without autograd; the same memory unless `copy`."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise UsageError(
             f"{what} needs a dense tensor with data, not one of layout {tensor.layout} on "
@@ -269,8 +284,14 @@ def _delivered(staged: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as 1-d uint8: every backend can move it, whatever the dtype."""
-    return tensor.view(-1).view(torch.uint8)
+    """The memory of a contiguous tensor as 1-d uint8, which moves whatever the dtype."""
+    return _flat(tensor).view(torch.uint8)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in one dimension, over the same memory."""
+    # view(-1) keeps odd strides of tensors with one element, which view(dtype) then refuses.
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
@@ -296,12 +317,14 @@ def _checked_splits(
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:
-            raise UsageError(f"{what}: {rows} rows do not split evenly over {size} ranks: pass splits")
+            raise UsageError(
+                f"{what}: {rows} rows do not split evenly over {size} ranks: pass splits"
+            )
         return [rows // size] * size
     counts = [int(n) for n in splits]
     if len(counts) != size or sum(counts) != rows or min(counts) < 0:
         raise UsageError(
-            f"{what}: splits {counts} must be {size} numbers, one for each rank, that add up to the "
-            f"tensor's {rows} rows"
+            f"{what}: splits {counts} must be {size} numbers, one for each rank, that add up to "
+            f"the tensor's {rows} rows"
         )
     return counts

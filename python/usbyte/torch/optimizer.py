@@ -71,11 +71,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"op must be Average or Sum, not {op}")
         self._context = context = current()
         env = context.env
+        policy = policy or env.policy or ("bytescheduler" if overlap == "forward" else "ddp")
+        if isinstance(policy, str) and policy not in _core.policies():
+            raise UsageError(f"unknown policy '{policy}'; known are {', '.join(_core.policies())}")
         self._inner = optimizer
         self._overlap = overlap
         self._model = model
         self._scale = 1.0 / context.size if op == Average else 1.0
-        self._policy = policy or env.policy or ("bytescheduler" if overlap == "forward" else "ddp")
+        self._policy = policy
         self._options = {
             "partition_bytes": partition_bytes or env.partition_bytes,
             "credit_bytes": credit_bytes or env.credit_bytes,
@@ -253,11 +256,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._ungated: list[int] = []
         self._learned = False
         self._hyper: list[dict[str, Any]] = []
-        if self._context.size == 1:
-            return  # nothing to send: the wrapped optimizer as it is
+        names = self._names()
         if not self._params:
             raise UsageError("the optimizer has no parameter that requires a gradient")
-        names = self._names()
+        if self._context.size == 1:
+            return  # nothing to send: the wrapped optimizer as it is
         planner = Planner(
             self._context, self.label, names, self._params, self._policy, self._options
         )
@@ -371,10 +374,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._inner.param_groups = everything
         for i, grad in kept:
             self._pending[i] = False
-            if i in self._zero_after:
-                self._params[i].grad.zero_()  # type: ignore[union-attr]
-            else:
+            if i not in self._zero_after:
                 self._params[i].grad = grad
+            elif (current_grad := self._params[i].grad) is not None:
+                current_grad.zero_()
         self._pending_count -= len(due)
         reducer.record_update(due, start, _core.now_s())
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import MismatchError, UsageError
+from usbyte.errors import MismatchError
 from usbyte.torch.arena import dtype_name, line
 from usbyte.torch.context import Context
 from usbyte.torch.ops import Max, allreduce
@@ -59,10 +59,6 @@ class Planner:
         self._check_alike()
 
     def _named(self, policy: str) -> Policy:
-        if policy not in _core.policies():
-            raise UsageError(
-                f"unknown policy '{policy}'; known are {', '.join(_core.policies())}"
-            )
         return lambda profile, network: _core.make_plan(policy, profile, network, self._options)
 
     def first_plan(self) -> _core.Plan:

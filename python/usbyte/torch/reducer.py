@@ -174,7 +174,9 @@ class Reducer:
         self._slot = [position[name] for name in self.names]  # tensor index in the plan
         old = getattr(self, "_grads", None)
         writer = getattr(self, "_writer", None)
+        steps = 0
         if old is not None:
+            steps = self._engine.steps
             self._engine.close()
         by_slot = sorted(range(len(self.params)), key=self._slot.__getitem__)
         self._arena = Arena(plan, [self.params[i] for i in by_slot])
@@ -191,6 +193,7 @@ class Reducer:
             self._communicator.core,
             stall_warning_s=env.stall_warning_s,
             stall_limit_s=env.stall_limit_s,
+            steps_before=steps,
             on_warning=self._context.warn,
             on_fault=self._context.report_fault,
         )

@@ -23,7 +23,8 @@ _REDUCIBLE = frozenset(
 class ReduceOp(enum.Enum):
     """How values of different ranks become one.
 
-    Averages of integers are truncated toward zero. Of bool, SUM and MAX are "any", MIN and PRODUCT are "all".
+    Averages of integers are truncated toward zero. Of bool, SUM and MAX are "any", MIN and PRODUCT
+    are "all".
     """
 
     AVERAGE = "average"
@@ -88,8 +89,8 @@ def reduce_flat(
         op: The reduction.
         factors: Multiplied before and after the reduction.
         size: Number of ranks, for AVERAGE.
-        collective: Reduces the buffer it is given, which has flat's storage but maybe another dtype (and length, for
-            complex numbers: twice as long).
+        collective: Reduces the buffer it is given, which has flat's storage but maybe another dtype
+            (and length, for complex numbers: twice as long).
     """
     before, after = factors
     _scale(flat, before)

@@ -35,8 +35,8 @@ def private_store(store: dist.Store, name: str) -> dist.Store:
     if _clones(store):
         return dist.PrefixStore(name, store.clone())
     server = _server_of(store)
-    # Before torch 2.8 neither the prefixes of `store` can be read nor the store be cloned, so the ranks agree through
-    # it on a fresh prefix of the server's own keys.
+    # Before torch 2.8 neither the prefixes of `store` can be read nor the store be cloned, so the
+    # ranks agree through it on a fresh prefix of the server's own keys.
     namespace = store.compare_set(f"{name}/namespace", "", uuid.uuid4().hex)
     return _PrivateStore(f"{namespace.decode()}/{name}", server)
 
@@ -64,7 +64,8 @@ def clone_store(store: dist.Store) -> dist.Store:
 
 def read_now(store: dist.Store, key: str) -> bytes | None:
     """The value of `key`, or None where it is absent; never waits, unlike `get`."""
-    # With an expected value that no key has, compare_set only reads, and echoes it for a missing key.
+    # With an expected value that no key has, compare_set only reads, and echoes it for a missing
+    # key.
     value = store.compare_set(key, _ABSENT.decode(), _ABSENT.decode())
     return None if value == _ABSENT else value
 

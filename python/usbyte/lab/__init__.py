@@ -1,0 +1,1 @@
+"""An emulated cluster on one machine (`netns.sh`) and benchmarks that run on it."""

@@ -1,0 +1,148 @@
+"""Autograd through eager collectives, with the gradients that Horovod gives them.
+
+Horovod's convention: the loss is the mean of the ranks' losses, and an averaging collective hands
+its gradient back averaged, a summing one summed. Every rank must run backward through the
+collective, and through several in one order, since each blocks. The backward collective bears the
+forward one's name, for the messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from usbyte.errors import UsageError
+from usbyte.torch import operations
+from usbyte.torch.eager import EagerQueue
+from usbyte.torch.operations import Factors
+from usbyte.torch.reduction import ReduceOp
+
+Grad = torch.Tensor | None
+
+
+class Allreduce(torch.autograd.Function):
+    """Gradient of each input: the same reduction of the outputs' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queue: EagerQueue,
+        name: str,
+        op: ReduceOp,
+        factors: Factors,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Reduces a group of tensors."""
+        ctx.call = queue, _backward_name(name), op, factors
+        request = operations.allreduce(queue.peers, name, tensors, op, factors)
+        return tuple(queue.synchronize(queue.submit(request)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
+        """Reduces the gradients."""
+        queue, name, op, factors = ctx.call
+        _check_differentiable(name, op)
+        return (None, None, None, None, *Allreduce.apply(queue, name, op, factors, *grads))
+
+
+class Allgather(torch.autograd.Function):
+    """Gradient of the input: this rank's rows of the average of the output's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, queue: EagerQueue, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Gathers a tensor."""
+        request = operations.allgather(queue.peers, name, tensor)
+        out: torch.Tensor
+        out, rows = queue.synchronize(queue.submit(request))
+        ctx.call = queue, _backward_name(name)
+        ctx.offset, ctx.rows = sum(rows[: queue.peers.rank]), rows[queue.peers.rank]
+        ctx.shape = tensor.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
+        """Averages the gradient and cuts out this rank's rows."""
+        mean = _averaged(*ctx.call, grads[0])
+        return None, None, mean.narrow(0, ctx.offset, ctx.rows).reshape(ctx.shape)
+
+
+class Broadcast(torch.autograd.Function):
+    """Gradient of the input: on the root the average of the outputs' gradients, elsewhere zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queue: EagerQueue, name: str, root: int, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Broadcasts a tensor."""
+        ctx.call = queue, _backward_name(name)
+        ctx.is_root = queue.peers.rank == root
+        request = operations.broadcast(queue.peers, name, tensor, root)
+        out: torch.Tensor = queue.synchronize(queue.submit(request))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
+        """Averages the gradient."""
+        mean = _averaged(*ctx.call, grads[0])
+        return None, None, None, mean if ctx.is_root else torch.zeros_like(mean)
+
+
+class Reducescatter(torch.autograd.Function):
+    """Gradient of the input: the gathered gradients of the outputs; for Sum times the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queue: EagerQueue, name: str, op: ReduceOp, factors: Factors, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Reduces and scatters a tensor."""
+        ctx.call = queue, _backward_name(name), op
+        ctx.scale = factors[0] * factors[1] * (queue.peers.size if op is ReduceOp.SUM else 1)
+        request = operations.reducescatter(queue.peers, name, tensor, op, factors)
+        out: torch.Tensor = queue.synchronize(queue.submit(request))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
+        """Gathers the gradient."""
+        queue, name, op = ctx.call
+        _check_differentiable(name, op)
+        return None, None, None, None, Allgather.apply(queue, name, grads[0] * ctx.scale)
+
+
+class Alltoall(torch.autograd.Function):
+    """Gradient of the input: every row's gradient, sent back to where the row came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queue: EagerQueue, name: str, splits: Any, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchanges the rows of a tensor."""
+        request = operations.alltoall(queue.peers, name, tensor, splits)
+        out, received = queue.synchronize(queue.submit(request))
+        ctx.call = queue, _backward_name(name), received
+        ctx.mark_non_differentiable(received)
+        return out, received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
+        """Exchanges the gradient's rows in the other direction."""
+        queue, name, received = ctx.call
+        return None, None, None, Alltoall.apply(queue, name, received, grads[0])[0]
+
+
+def _backward_name(name: str) -> str:
+    return f"{name}.backward"
+
+
+def _averaged(queue: EagerQueue, name: str, grad: torch.Tensor) -> torch.Tensor:
+    mean: torch.Tensor = Allreduce.apply(queue, name, ReduceOp.AVERAGE, (1.0, 1.0), grad)[0]
+    return mean
+
+
+def _check_differentiable(name: str, op: ReduceOp) -> None:
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise UsageError(
+            f"'{name}': a reduction with {op} has no gradient here: use Sum or Average, or "
+            "detach the tensor before"
+        )

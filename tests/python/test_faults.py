@@ -1,0 +1,187 @@
+"""What every rank says, and how it ends, when one of them fails. Real processes, short limits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import usbyte.torch as ub
+
+what, overlap = sys.argv[1:]
+ub.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64 + (what == "shape" and ub.rank() == 2 and i == 1))
+                              for i in range(2)))
+opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+                              overlap=overlap)
+
+def die(grad):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+print("started", flush=True)
+for step in range(1000000):
+    if ub.rank() == 1 and step == 6:
+        if what == "kill":
+            model[0].weight.register_hook(die)  # in the middle of backward
+        elif what == "sleep":
+            time.sleep(1000)
+        elif what == "raise":
+            raise ZeroDivisionError("a bug in the user's code")
+        elif what == "leave":
+            break
+    opt.zero_grad()
+    model(torch.ones(8, 64)).sum().mul(1e-9).backward()
+    opt.step()
+    time.sleep(0.01)
+"""
+
+
+PARAMETER = re.compile(r"\b[01]\.(weight|bias)\b")
+
+
+class Job:
+    """Ranks started by hand, without a launcher that would end the others."""
+
+    def __init__(self, tmp_path: Path, what: str, overlap: str, size: int = 3) -> None:
+        script = tmp_path / "job.py"
+        script.write_text(SCRIPT)
+        env = {
+            **os.environ,
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+            "USBYTE_STALL_WARNING_S": "1.5",
+            "USBYTE_STALL_LIMIT_S": "3",
+        }
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), what, overlap],
+                env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for r in range(size)
+        ]  # fmt: skip
+
+    def finish(self, seconds: float, ignore: tuple[int, ...] = ()) -> list[tuple[int, str]]:
+        """Exit code and stderr of each rank; kills what is left at the end."""
+        deadline = time.monotonic() + seconds
+        try:
+            return [
+                (-99, "") if r in ignore else self._end(p, deadline) for r, p in enumerate(self.ranks)
+            ]
+        finally:
+            for p in self.ranks:
+                p.kill()
+                p.communicate()
+
+    @staticmethod
+    def _end(process: subprocess.Popen[str], deadline: float) -> tuple[int, str]:
+        _, err = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+        return process.returncode, err
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def last_line(text: str) -> str:
+    # torch prefixes the lines of an uncaught exception with the rank.
+    bare = [line.split("]: ", 1)[-1] for line in text.splitlines()]
+    lines = [line for line in bare if line.startswith("usbyte.errors")]
+    assert len(lines) == 1, text  # one clear error
+    return lines[0]
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_killed_rank_is_named_by_all_others(tmp_path, overlap):
+    ends = Job(tmp_path, "kill", overlap).finish(60)
+    assert ends[1][0] == -signal.SIGKILL
+    for code, err in (ends[0], ends[2]):
+        line = last_line(err)
+        assert code == 1
+        assert "FaultError: rank 1 (host " in line
+        assert "does not answer" in line
+        assert "all_reduce" in line
+        assert PARAMETER.search(line)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_rank_that_never_calls_backward_is_named(tmp_path, overlap):
+    ends = Job(tmp_path, "sleep", overlap).finish(60, ignore=(1,))
+    for code, err in (ends[0], ends[2]):
+        line = last_line(err)
+        assert code == 1
+        assert "rank 1 has not begun backward of step 7" in line
+        assert "stall limit" in line
+        assert PARAMETER.search(line)
+    assert any("a rank may be slow, stuck or lost" in err for _, err in ends)
+
+
+def test_an_exception_on_one_rank_reaches_all(tmp_path):
+    ends = Job(tmp_path, "raise", "forward").finish(60)
+    assert "ZeroDivisionError: a bug" in ends[1][1].splitlines()[-1]
+    for code, err in ends:
+        assert code == 1
+        assert "a bug in the user's code" in err
+    for _, err in (ends[0], ends[2]):
+        assert "rank 1 ended with ZeroDivisionError" in last_line(err)
+
+
+def test_a_rank_that_leaves_early_is_named(tmp_path):
+    ends = Job(tmp_path, "leave", "forward").finish(60)
+    assert ends[1][0] == 0
+    for code, err in (ends[0], ends[2]):
+        assert code == 1
+        assert "rank 1" in last_line(err)
+        assert "shut down" in last_line(err)
+
+
+def test_shapes_that_differ_end_every_rank_with_one_error(tmp_path):
+    ends = Job(tmp_path, "shape", "forward").finish(60)
+    for code, err in ends:
+        assert code == 1
+        line = last_line(err)
+        assert "MismatchError" in line
+        assert "'1.weight' has shape [64, 64] on rank 0 but [65, 64] on rank 2" in line
+
+
+def test_ctrl_c_interrupts_a_waiting_rank(tmp_path):
+    job = Job(tmp_path, "sleep", "forward")
+    for p in job.ranks:
+        assert p.stdout is not None
+        assert p.stdout.readline() == "started\n"
+    time.sleep(1.5)  # steps 0-6; the others now wait for rank 1
+    for p in job.ranks:
+        p.send_signal(signal.SIGINT)
+    for code, err in job.finish(30):
+        assert code != 0
+        assert "KeyboardInterrupt" in err or "FaultError" in err
+
+
+@pytest.mark.parametrize("what", ["kill", "sleep", "raise"])
+def test_under_the_launcher_nothing_is_left(tmp_path, what):
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "USBYTE_STALL_LIMIT_S": "3", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "usbyte.run", "-np", "3", sys.executable, str(script), what, "forward"],
+        env=env, capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert run.returncode != 0
+    assert "rank 1" in run.stdout + run.stderr
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]
+    assert not left

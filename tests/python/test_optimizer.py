@@ -1,0 +1,314 @@
+"""DistributedOptimizer against DDP and the bare optimizer: the same numbers, whatever is deferred."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from _models import OPTIMIZERS, Awkward, difference, train
+from _ranks import run_ranks
+from torch import nn
+
+import usbyte.torch as ub
+from usbyte import _core
+from usbyte.errors import Error, MismatchError, UsageError
+
+
+def equals_ddp(rank, size, optimizers, tolerance, double):
+    ub.init()
+    for optimizer in optimizers:
+        expected = train("ddp", optimizer, rank, size, double=double)
+        for mode, policy in [("backward", None), ("forward", None), ("forward", "wfbp")]:
+            got = train(
+                mode, optimizer, rank, size, policy=policy, partition_bytes=2048, double=double
+            )
+            worst = difference(got, expected)
+            assert worst <= tolerance, (optimizer, mode, policy, worst)
+
+
+def test_two_ranks_equal_ddp_bit_for_bit():
+    run_ranks(2, equals_ddp, list(OPTIMIZERS), 0.0, False, timeout=120)
+
+
+def test_four_ranks_equal_ddp_closely():
+    # Four ranks sum in another order. Adam divides noise by noise where a gradient is zero but for rounding (the bias of
+    # attention's keys), so that its runs can only be compared where rounding stays far below its epsilon.
+    run_ranks(4, equals_ddp, ["sgd", "nesterov"], 1e-6, False, timeout=120)
+    run_ranks(4, equals_ddp, ["adam", "adamw"], 1e-6, True, timeout=120)
+
+
+def equals_ddp_variants(rank, size):
+    ub.init()
+    for variant in [
+        {"set_to_none": False},
+        {"accumulate": 3},
+        {"accumulate": 2, "set_to_none": False},
+        {"mixed": True},
+    ]:
+        expected = train("ddp", "adamw", rank, size, 12, **variant)
+        for mode in ("backward", "forward"):
+            worst = difference(train(mode, "adamw", rank, size, 12, **variant), expected)
+            assert worst == 0, (variant, mode, worst)
+
+
+def test_zero_grad_accumulation_and_mixed_dtypes_equal_ddp():
+    run_ranks(2, equals_ddp_variants, timeout=120)
+
+
+def reads_outside(rank, size):
+    ub.init()
+    expected, states = [], []
+
+    def read_ddp(step, model, opt):
+        expected.append(({k: v.clone() for k, v in model.state_dict().items()},
+                         copy.deepcopy(opt.state_dict())))  # fmt: skip
+
+    def read_forward(step, model, opt):
+        # Alternate which of the two is asked first: each must drain by itself.
+        first = [model.state_dict, opt.state_dict][step % 2]()
+        pair = (model.state_dict(), opt.state_dict())
+        assert set(first) == set(pair[step % 2])
+        states.append(({k: v.clone() for k, v in pair[0].items()}, copy.deepcopy(pair[1])))
+
+    train("ddp", "adam", rank, size, 10, on_step=read_ddp)
+    train("forward", "adam", rank, size, 10, on_step=read_forward)
+    for (model_a, opt_a), (model_b, opt_b) in zip(expected, states, strict=True):
+        assert difference(model_b, model_a) == 0
+        assert opt_a["param_groups"] == opt_b["param_groups"]
+        assert opt_a["state"].keys() == opt_b["state"].keys()
+        for key, entry in opt_a["state"].items():
+            for field, value in entry.items():
+                assert torch.equal(value, opt_b["state"][key][field])
+
+
+def test_state_dicts_are_up_to_date_in_every_step():
+    run_ranks(2, reads_outside, timeout=90)
+
+
+def evaluates(rank, size):
+    ub.init()
+    outputs = {"ddp": [], "forward": []}
+    for mode, rows in outputs.items():
+
+        def look(step, model, opt, rows=rows):
+            model.eval()
+            with torch.no_grad():
+                rows.append(model(torch.arange(6)[None]).clone())
+            model.train()
+
+        train(mode, "sgd", rank, size, 8, on_step=look)
+    for a, b in zip(*outputs.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_evaluation_between_steps_sees_updated_parameters():
+    run_ranks(2, evaluates, timeout=90)
+
+
+def exits(rank, size, path):
+    ub.init()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), overlap="forward")
+    for _ in range(6):
+        opt.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        opt.step()
+    before = model.weight.detach().clone()
+    ub.shutdown()
+    assert torch.equal(model.weight, before - 1)  # the last update was pending and is applied
+
+
+def test_shutdown_applies_the_last_update(tmp_path):
+    run_ranks(2, exits, str(tmp_path), timeout=60)
+
+
+def _warmed(overlap="forward", steps=5, model=None, **options):
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap=overlap, **options
+    )  # fmt: skip
+    for _ in range(steps):
+        opt.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        opt.step()
+    return model, opt
+
+
+def misuse(rank, size):
+    ub.init()
+    # A gradient changed in flight, in three ways.
+    for change in (
+        lambda p: p.grad.mul_(2),
+        lambda p: setattr(p, "grad", p.grad * 2),
+        lambda p: setattr(p, "grad", None),
+    ):
+        model, opt = _warmed()
+        opt.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        change(model[1].weight)
+        with pytest.raises(Error, match=r"gradient of '1\.weight' was .* after backward"):
+            opt.step()
+    # Zeroed in flight behind the optimizer's back.
+    model, opt = _warmed()
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(Error, match=r"gradient of '0\.(weight|bias)' was modified"):
+        model(torch.ones(1, 4))
+    # After synchronize() it may be changed.
+    model, opt = _warmed()
+    opt.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    opt.synchronize()
+    before = model[0].weight.detach().clone()
+    model[0].weight.grad.zero_()
+    opt.step()
+    assert torch.equal(model[0].weight, before)
+    # Backward again before step().
+    model, opt = _warmed()
+    opt.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(UsageError, match="before step"):
+        model(torch.ones(1, 4)).sum().backward()
+    # A parameter read before its update in a way the first steps did not show.
+    model, opt = _warmed()
+    out = torch.nn.functional.linear(torch.ones(1, 4), model[0].weight)
+    with pytest.raises(Error, match=r"'0\.weight' was used in the forward pass before"):
+        out.sum().backward()
+
+
+def test_what_would_be_silently_wrong_is_an_error():
+    run_ranks(2, misuse, timeout=90)
+
+
+def two_optimizers(rank, size):
+    ub.init()
+    torch.manual_seed(1)
+    results = []
+    for overlap in ("backward", "forward"):
+        torch.manual_seed(1)
+        a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+        opts = [
+            ub.DistributedOptimizer(torch.optim.Adam(m.parameters()), overlap=overlap)
+            for m in (a, b)
+        ]
+        for step in range(8):
+            x = torch.full((2, 4), float(rank + step))
+            for opt in opts:
+                opt.zero_grad()
+            b(a(x)).pow(2).sum().backward()
+            for opt in opts:
+                opt.step()
+        opts[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        results.append([p.detach().clone() for p in itertools.chain(a.parameters(), b.parameters())])
+        opts[0].synchronize()
+        opts[1].synchronize()
+        results[-1] = [p.detach().clone() for p in itertools.chain(a.parameters(), b.parameters())]
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_two_optimizers_in_one_process():
+    run_ranks(2, two_optimizers, timeout=60)
+
+
+def broadcasts(rank, size):
+    ub.init()
+    torch.manual_seed(rank)
+    model = Awkward()
+    opt = torch.optim.Adam(model.parameters())
+    if rank == 1:  # only the root has a state, as after loading a checkpoint
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        opt.step()
+        opt.param_groups[0]["lr"] = 0.5
+    ub.broadcast_parameters(model.state_dict(), root_rank=1)
+    ub.broadcast_optimizer_state(opt, root_rank=1)
+    assert opt.param_groups[0]["lr"] == 0.5
+    assert opt.param_groups[0]["betas"] == (0.9, 0.999)
+    assert isinstance(opt.param_groups[0]["betas"], tuple)
+    check = [*model.parameters(), *(s["exp_avg"] for s in opt.state.values())]
+    assert len(check) == 2 * len(list(model.parameters()))
+    total = torch.stack([t.detach().double().sum() for t in check])
+    assert torch.equal(ub.allreduce(total, op=ub.Max), ub.allreduce(total, op=ub.Min))
+    thing = {"a": [1, (2.5, None)], 3: torch.arange(4), "s": "text", "nan": float("inf")}
+    got = ub.broadcast_object(thing if rank == 0 else None)
+    assert got["a"] == [1, (2.5, None)]
+    assert torch.equal(got[3], torch.arange(4))
+    with pytest.raises(UsageError, match=r"object\['f'\] is a function"):
+        ub.broadcast_object({"f": broadcasts}, root_rank=rank)
+
+
+def test_broadcast_of_parameters_state_and_objects():
+    run_ranks(2, broadcasts, timeout=60)
+
+
+def differs(rank, size):
+    ub.init()
+    for model, text in [
+        (nn.Linear(4, 4 + rank), r"'weight' has shape \[4, 4\] on rank 0 but \[5, 4\] on rank 1"),
+        (nn.Linear(4, 4, bias=rank == 0), "only rank 0 has 'bias'"),
+        (nn.Linear(4, 4, dtype=torch.float64 if rank else None), "'weight' has dtype float32"),
+    ]:
+        with pytest.raises(MismatchError, match=text):
+            ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), model.named_parameters())
+
+
+
+
+def test_parameters_that_differ_are_the_same_error_on_every_rank():
+    run_ranks(2, differs, timeout=60)
+
+
+@pytest.fixture
+def single():
+    ub.init()
+    yield
+    ub.shutdown()
+
+
+def test_bad_arguments(single):
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=1)
+    with pytest.raises(UsageError, match="named_parameters lacks 1"):
+        run = [("weight", model.weight)]
+        ub.DistributedOptimizer(opt, run)
+    with pytest.raises(UsageError, match="two parameters named 'w'"):
+        ub.DistributedOptimizer(opt, [("w", model.weight), ("w", model.bias)])
+    with pytest.raises(UsageError, match="pairs"):
+        ub.DistributedOptimizer(opt, model.parameters())
+    with pytest.raises(UsageError, match="overlap"):
+        ub.DistributedOptimizer(opt, overlap="sideways")
+    with pytest.raises(UsageError, match=r"unknown policy 'fast'.*bytescheduler"):
+        ub.DistributedOptimizer(opt, policy="fast")
+
+
+def test_one_process_is_the_bare_optimizer(single):
+    def run(wrap):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if wrap:
+            opt = ub.DistributedOptimizer(opt, model.named_parameters(), overlap="forward")
+            assert isinstance(opt, torch.optim.Optimizer)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10)
+        for _ in range(10):
+            opt.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            opt.step()
+            scheduler.step()
+        return model.weight.detach()
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_calls_before_init_say_so():
+    assert not ub.is_initialized()
+    with pytest.raises(UsageError, match="init"):
+        ub.rank()
+    with pytest.raises(UsageError, match="init"):
+        ub.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1))
+
+
+def test_policies_are_what_the_core_has():
+    assert {"bytescheduler", "ddp", "wfbp"} <= set(_core.policies())
