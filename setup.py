@@ -27,8 +27,8 @@ class CMakeBuild(build_ext):
             f"-DUSBYTE_CUDA={os.environ.get('USBYTE_CUDA', 'AUTO')}",
         ]  # fmt: skip
         # A build folder of another environment points to tools that may be gone.
-        subprocess.run([*configure, "--fresh"] if (build / "CMakeCache.txt").exists() else configure,
-                       check=True)  # fmt: skip
+        fresh = ["--fresh"] if (build / "CMakeCache.txt").exists() else []
+        subprocess.run([*configure, *fresh], check=True)
         subprocess.run(["cmake", "--build", str(build)], check=True)
         subprocess.run(
             ["cmake", "--install", str(build), "--component", "python", "--strip",

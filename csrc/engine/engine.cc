@@ -126,6 +126,7 @@ struct Engine::State {
   }
 
   void run(const std::shared_ptr<State>& self);
+  void warn(const std::string& text) const;
   void launch_next(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self);
   void complete(size_t op, const std::exception_ptr& error);
   void watch_stall(double now, std::unique_lock<std::mutex>& lock);
@@ -227,15 +228,28 @@ void Engine::State::watch_stall(double now, std::unique_lock<std::mutex>& lock) 
   } else if (waited >= options.stall_warning_s && !warned) {
     warned = true;
     lock.unlock();
-    if (options.on_warning) options.on_warning(text + "; a rank may be slow, stuck or lost");
+    warn(text + "; a rank may be slow, stuck or lost");
     lock.lock();
+  }
+}
+
+void Engine::State::warn(const std::string& text) const {
+  try {
+    if (options.on_warning) options.on_warning(text);
+  } catch (const std::exception&) {
+    // A log that cannot be written must not end the training.
   }
 }
 
 void Engine::State::report_fault(std::unique_lock<std::mutex>& lock) {
   const std::string raw = *raw_fault;
   lock.unlock();
-  const std::string message = options.on_fault ? options.on_fault(raw) : raw;
+  std::string message = raw;
+  try {
+    if (options.on_fault) message = options.on_fault(raw);
+  } catch (const std::exception& e) {
+    message += std::string("; the cause could not be found out: ") + e.what();
+  }
   lock.lock();
   raw_fault.reset();
   set_fault(message);
@@ -278,7 +292,7 @@ void Engine::State::write_outbox(std::unique_lock<std::mutex>& lock) {
   } catch (const Error& e) {
     problem = e.what();
   }
-  if (!problem.empty() && options.on_warning) options.on_warning("timeline stopped: " + problem);
+  if (!problem.empty()) warn("timeline stopped: " + problem);
   lock.lock();
   if (!problem.empty() && writer == target) writer.reset();
   writing = false;

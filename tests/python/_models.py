@@ -1,4 +1,4 @@
-"""Small models and training loops that the tests of the optimizer share. No torch.distributed state is kept here."""
+"""A small model and a training loop that the tests of the optimizer share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Awkward(nn.Module):
     """Everything a real model does to a data-parallel library.
 
-    Tied weights, a frozen layer, a layer that nobody uses, one that only some ranks use in some steps, parameters read
-    without their module being called (attention's out_proj, a bare scale), mixed dtypes on request.
+    Tied weights, a frozen layer, a layer that nobody uses, one that only some ranks use in some
+    steps, parameters read without their module being called (attention's out_proj, a bare scale),
+    mixed dtypes on request.
     """
 
     def __init__(self, mixed: bool = False) -> None:
@@ -99,7 +100,9 @@ def train(
             used = step % 3 == 0 or (step % 3 == 1 and rank == 0)
             held = net.no_sync() if mode == "ddp" else opt.no_sync()
             if k == accumulate - 1:
-                loss = nn.functional.cross_entropy(net(tokens, used).flatten(0, 1), tokens.flatten())
+                loss = nn.functional.cross_entropy(
+                    net(tokens, used).flatten(0, 1), tokens.flatten()
+                )
                 loss.backward()
             else:
                 with held:

@@ -22,7 +22,8 @@ import usbyte.torch as ub
 what, overlap = sys.argv[1:]
 ub.init()
 torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(64, 64 + (what == "shape" and ub.rank() == 2 and i == 1))
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64 + (what == "shape" and ub.rank() == 2 and i ==
+1))
                               for i in range(2)))
 opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
                               overlap=overlap)
@@ -69,17 +70,21 @@ class Job:
         self.ranks = [
             subprocess.Popen(
                 [sys.executable, str(script), what, overlap],
-                env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**env, "RANK": str(r)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for r in range(size)
-        ]  # fmt: skip
+        ]
 
     def finish(self, seconds: float, ignore: tuple[int, ...] = ()) -> list[tuple[int, str]]:
         """Exit code and stderr of each rank; kills what is left at the end."""
         deadline = time.monotonic() + seconds
         try:
             return [
-                (-99, "") if r in ignore else self._end(p, deadline) for r, p in enumerate(self.ranks)
+                (-99, "") if r in ignore else self._end(p, deadline)
+                for r, p in enumerate(self.ranks)
             ]
         finally:
             for p in self.ranks:
@@ -177,10 +182,9 @@ def test_under_the_launcher_nothing_is_left(tmp_path, what):
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "USBYTE_STALL_LIMIT_S": "3", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "usbyte.run", "-np", "3", sys.executable, str(script), what, "forward"],
-        env=env, capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
+    launcher = [sys.executable, "-m", "usbyte.run", "-np", "3"]
+    worker = [sys.executable, str(script), what, "forward"]
+    run = subprocess.run(launcher + worker, env=env, capture_output=True, text=True, timeout=90)
     assert run.returncode != 0
     assert "rank 1" in run.stdout + run.stderr
     left = [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]

@@ -1,4 +1,4 @@
-"""DistributedOptimizer against DDP and the bare optimizer: the same numbers, whatever is deferred."""
+"""DistributedOptimizer against DDP and the bare optimizer: the same numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 import torch
-from _models import OPTIMIZERS, Awkward, difference, train
-from _ranks import run_ranks
 from torch import nn
 
 import usbyte.torch as ub
+from _models import OPTIMIZERS, Awkward, difference, train
+from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
 
@@ -33,8 +33,9 @@ def test_two_ranks_equal_ddp_bit_for_bit():
 
 
 def test_four_ranks_equal_ddp_closely():
-    # Four ranks sum in another order. Adam divides noise by noise where a gradient is zero but for rounding (the bias of
-    # attention's keys), so that its runs can only be compared where rounding stays far below its epsilon.
+    # Four ranks sum in another order. Adam divides noise by noise where a gradient is zero but for
+    # rounding (the bias of attention's keys), so that its runs can only be compared where rounding
+    # stays far below its epsilon.
     run_ranks(4, equals_ddp, ["sgd", "nesterov"], 1e-6, False, timeout=120)
     run_ranks(4, equals_ddp, ["adam", "adamw"], 1e-6, True, timeout=120)
 
@@ -128,8 +129,11 @@ def test_shutdown_applies_the_last_update(tmp_path):
 def _warmed(overlap="forward", steps=5, model=None, **options):
     model = model or nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     opt = ub.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap=overlap, **options
-    )  # fmt: skip
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        overlap=overlap,
+        **options,
+    )
     for _ in range(steps):
         opt.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
@@ -201,7 +205,9 @@ def two_optimizers(rank, size):
             for opt in opts:
                 opt.step()
         opts[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-        results.append([p.detach().clone() for p in itertools.chain(a.parameters(), b.parameters())])
+        results.append(
+            [p.detach().clone() for p in itertools.chain(a.parameters(), b.parameters())]
+        )
         opts[0].synchronize()
         opts[1].synchronize()
         results[-1] = [p.detach().clone() for p in itertools.chain(a.parameters(), b.parameters())]
@@ -251,9 +257,9 @@ def differs(rank, size):
         (nn.Linear(4, 4, dtype=torch.float64 if rank else None), "'weight' has dtype float32"),
     ]:
         with pytest.raises(MismatchError, match=text):
-            ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), model.named_parameters())
-
-
+            ub.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=1), model.named_parameters()
+            )
 
 
 def test_parameters_that_differ_are_the_same_error_on_every_rank():
@@ -271,8 +277,7 @@ def test_bad_arguments(single):
     model = nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters(), lr=1)
     with pytest.raises(UsageError, match="named_parameters lacks 1"):
-        run = [("weight", model.weight)]
-        ub.DistributedOptimizer(opt, run)
+        ub.DistributedOptimizer(opt, [("weight", model.weight)])
     with pytest.raises(UsageError, match="two parameters named 'w'"):
         ub.DistributedOptimizer(opt, [("w", model.weight), ("w", model.bias)])
     with pytest.raises(UsageError, match="pairs"):

@@ -1,7 +1,8 @@
-"""Plans against a brute-force reading of the rule: every element exactly once, or scattered and then gathered."""
+"""Plans against a brute-force reading of the rule that they tile the line."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -35,7 +36,7 @@ def tilings(draw, specs):
         change = spec is specs[-1] or specs[specs.index(spec) + 1].dtype != spec.dtype
         edges += sorted(cuts | ({spec.end} if change else set()))
     ops = []
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         if draw(st.booleans()):
             ops.append(("all_reduce", [(begin, end)]))
         else:

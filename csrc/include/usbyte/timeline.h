@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -42,7 +43,7 @@ struct StepRange {
 
 /// Writes events as a Chrome trace, which Perfetto opens. After each `write` the file is complete,
 /// valid JSON, so that a killed process leaves a readable trace. Time stamps are wall-clock, so
-/// traces of several ranks line up. Not thread-safe; the engine's thread owns it.
+/// traces of several ranks line up. The engines of one process may share it.
 class TimelineWriter {
  public:
   /// Creates or truncates `path`. Throws UsageError naming the path if that fails.
@@ -58,6 +59,7 @@ class TimelineWriter {
  private:
   void append(const std::string& text);
 
+  std::mutex mutex_;  // guards the file's end and the rows
   std::string path_;
   int fd_ = -1;
   int64_t tail_ = 0;  // file position of the closing bracket

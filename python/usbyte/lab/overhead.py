@@ -1,6 +1,6 @@
 """What usbyte costs where it cannot help: `ready()` from Python, and a job of a single process.
 
-    python -m usbyte.lab.overhead
+python -m usbyte.lab.overhead
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from usbyte import _core
 
 
 def ready_us(tensors: int, steps: int) -> list[float]:
-    """Microseconds of one `ready()` call from Python, for each step; the engine runs on one local rank."""
+    """Microseconds of a `ready()` call from Python, for each step, on one local rank."""
     specs = [_core.TensorSpec(f"t{i}", 16, "float32", 16 * i) for i in range(tensors)]
     profile = _core.Profile(
         specs, [float(i) for i in range(tensors)], [float(2 * tensors - i) for i in range(tensors)]
@@ -90,7 +90,9 @@ def main(tensors: int, steps: int, step_ms: float, rounds: int) -> None:
 
     def row(what: str, values: list[float], unit: str) -> None:
         cuts = statistics.quantiles(values, n=10)
-        table.add_row(what, *(f"{v:.3f}" for v in (statistics.median(values), cuts[0], cuts[-1])), unit)
+        table.add_row(
+            what, *(f"{v:.3f}" for v in (statistics.median(values), cuts[0], cuts[-1])), unit
+        )
 
     row(f"ready() from Python, {tensors} tensors", ready_us(tensors, steps), "us")
     bare, wrapped = single_process(step_ms, rounds)

@@ -1,8 +1,9 @@
 """Step times of a model whose layers sleep, under DDP and usbyte, interleaved in one run.
 
-The model has the sixteen layers of VGG-16 (Simonyan & Zisserman, 2015) at half width, about 120 MB of fp32 gradients.
-Each layer sleeps in forward and twice as long in backward, in proportion to its multiply-adds, so that compute takes a
-known time and no core; the gradients are real and are checked.
+The model has the sixteen layers of VGG-16 (Simonyan & Zisserman, 2015) at half width, about 120 MB
+of fp32 gradients. Each layer sleeps in forward and twice as long in backward, in proportion to its
+multiply-adds, so that compute takes a known time and no core; the gradients are real and are
+checked.
 
 Run it on every rank, for example on four hosts of an emulated cluster at 1 Gbit/s:
 
@@ -38,7 +39,7 @@ class _Sleep(torch.autograd.Function):
     """Identity on x that takes a while and gives its parameters a gradient."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, layer: SleepyLayer, *params: torch.Tensor
     ) -> torch.Tensor:
         ctx.layer = layer
@@ -46,7 +47,7 @@ class _Sleep(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layer: SleepyLayer = ctx.layer
         time.sleep(2 * layer.forward_s)
         return grad, None, *(torch.full_like(p, layer.gradient) for p in layer.parameters())
@@ -120,7 +121,8 @@ def _trainer(mode: str, compute_s: float) -> Iterator[Callable[[], None]]:
 
 
 def _check(model: nn.Module, mode: str, rank: int, size: int) -> None:
-    # Each rank's gradient is rank + 1 everywhere, so after k steps at lr 1 every parameter is -k times the mean.
+    # Each rank's gradient is rank + 1 everywhere, so after k steps at lr 1 every parameter is -k
+    # times the mean.
     mean = SleepyLayer.gradient if mode == "alone" else (size + 1) / 2
     for name, p in model.named_parameters():
         steps = -p.detach().flatten()[0].item() / mean
@@ -129,7 +131,9 @@ def _check(model: nn.Module, mode: str, rank: int, size: int) -> None:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--modes", default="alone,ddp,backward:ddp,forward:bytescheduler", help="What to run, in turn.")
+@click.option(
+    "--modes", default="alone,ddp,backward:ddp,forward:bytescheduler", help="What to run, in turn."
+)
 @click.option("--rounds", default=3, help="How often to go through the modes.")
 @click.option("--steps", default=6, help="Measured steps of each mode in each round.")
 @click.option("--warmup", default=5, help="Steps before, which include usbyte's learning steps.")
@@ -162,7 +166,8 @@ def main(
 def _report(times: dict[str, list[float]], compute_s: float, json_path: Path | None) -> None:
     megabytes = sum(p.numel() for p in build_model(0).parameters()) * 4 / 1e6
     table = Table(
-        title=f"{ub.size()} ranks, {megabytes:.1f} MB of gradients, {compute_s} s of sleep, torch {torch.__version__}"
+        title=f"{ub.size()} ranks, {megabytes:.1f} MB of gradients, {compute_s} s of sleep, "
+        f"torch {torch.__version__}"
     )
     for column in ("mode", "median s", "min", "max", "vs ddp"):
         table.add_column(column, justify="left" if column == "mode" else "right")

@@ -10,8 +10,9 @@ from torch import nn
 from usbyte._core import Plan, TensorSpec
 from usbyte.errors import UsageError
 
-#: First tensor on the line: a flag for each parameter, set by the ranks that used it in this step. It stands beside the
-#: parameter that the forward pass needs first, whose gradient comes last, so that a bucket can take both.
+#: First tensor on the line: a flag for each parameter, set by the ranks that used it in this step.
+#: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
+#: that a bucket can take both.
 USED = "usbyte.used"
 
 _DTYPES = {
@@ -23,10 +24,11 @@ _DTYPES = {
 
 
 def dtype_name(name: str, param: nn.Parameter) -> str:
-    """The core's name of a parameter's dtype; UsageError if gradients of that type cannot be sent."""
+    """The core's name of a parameter's dtype; UsageError if its gradients cannot be sent."""
     if param.device.type != "cpu":
         raise UsageError(
-            f"parameter '{name}' is on {param.device}; this build of usbyte moves CPU gradients only"
+            f"parameter '{name}' is on {param.device}; this version of usbyte moves CPU gradients, "
+            "so move the model there with model.cpu()"
         )
     try:
         return _DTYPES[param.dtype]
@@ -61,8 +63,9 @@ class Arena:
     Attributes:
         buffer: 1-d uint8.
         used: 1-d flags, one for each parameter, in the plan's order.
-        grads: For each parameter its gradient's view, of the parameter's shape and strides. Each view has a version
-            counter of its own, so that a write to one gradient can be told from a write to another.
+        grads: For each parameter its gradient's view, of the parameter's shape and strides. Each
+            view has a version counter of its own, so that a write to one gradient can be told from
+            a write to another.
     """
 
     def __init__(self, plan: Plan, params: Sequence[nn.Parameter]) -> None:

@@ -12,7 +12,9 @@ from usbyte.errors import UsageError
 Bounds = Sequence[tuple[int, int]]
 
 # Pairs rather than a dict, since a ReduceOp equals its constant but does not hash like it.
-_ACCUMULATE: list[tuple[dist.ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]]] = [
+_ACCUMULATE: list[
+    tuple[dist.ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], object]]
+] = [
     (dist.ReduceOp.SUM, lambda into, part: into.add_(part)),
     (dist.ReduceOp.PRODUCT, lambda into, part: into.mul_(part)),
     (dist.ReduceOp.MIN, lambda into, part: torch.minimum(into, part, out=into)),
@@ -21,7 +23,11 @@ _ACCUMULATE: list[tuple[dist.ReduceOp, Callable[[torch.Tensor, torch.Tensor], ob
 
 
 def ring_reduce_scatter(
-    flat: torch.Tensor, bounds: Bounds, group: dist.ProcessGroup, op: dist.ReduceOp, tag: int
+    flat: torch.Tensor,
+    bounds: Bounds,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType,
+    tag: int,
 ) -> None:
     """Reduces `flat` over the ranks; afterwards each rank holds the result in its own range.
 

@@ -23,10 +23,11 @@ _SLICE = timedelta(seconds=0.5)  # how often a waiter looks whether it should st
 class TorchCommunicator:
     """Starts the engine's collectives on a process group.
 
-    The engine's thread calls `_launch` with the GIL held, in plan order, so every rank uses the group in one order. The
-    waiters take what was launched in the same order, so the oldest op is always being looked after. Completion is not
-    taken from the backend's futures: their callbacks would run Python code on the backend's threads, which cannot be
-    joined before the interpreter ends.
+    The engine's thread calls `_launch` with the GIL held, in plan order, so every rank uses the
+    group in one order. The waiters take what was launched in the same order, so the oldest op is
+    always being looked after. Completion is not taken from the backend's futures: their callbacks
+    would run Python code on the backend's threads, which cannot be joined before the interpreter
+    ends.
 
     Args:
         group: A process group that nothing else uses.
@@ -45,7 +46,8 @@ class TorchCommunicator:
         ]
         for waiter in self._waiters:
             waiter.start()
-        # A plain bound method would be a reference cycle through C++, which Python's collector cannot see.
+        # A plain bound method would be a reference cycle through C++, which Python's collector
+        # cannot see.
         launch = weakref.WeakMethod(self._launch)
 
         def call(ticket: int, kind: str, dtype: str, spans: list[tuple[int, int]]) -> None:
@@ -62,7 +64,7 @@ class TorchCommunicator:
         self._views.clear()
 
     def close(self) -> None:
-        """Ends the waiters. Ops that are still in flight, after a fault, are left to the backend."""
+        """Ends the waiters. What is still in flight, after a fault, is left to the backend."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -116,7 +118,8 @@ class TorchCommunicator:
                     work.wait()
                     return True
                 if self._stopping.is_set():
-                    # Its thread may run on until the process has ended, and must not lose the group before.
+                    # Its thread may run on until the process has ended, and must not lose the group
+                    # before.
                     _core.keep_forever(self._group)
                     return False
 
@@ -151,7 +154,8 @@ def _brief(error: Exception) -> str:
 def shards(numel: int, size: int) -> list[tuple[int, int]]:
     """Ranges of elements that the ranks own between a reduce_scatter and its all_gather.
 
-    The same rule as `usbyte::shard`: ceil(numel / size) elements each, the last ones shorter or empty.
+    The same rule as `usbyte::shard`: ceil(numel / size) elements each, the last ones shorter or
+    empty.
     """
     chunk = -(-numel // size)
     return [(min(r * chunk, numel), min((r + 1) * chunk, numel)) for r in range(size)]

@@ -22,9 +22,22 @@ from usbyte.torch.fault import FaultBoard
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
 
+__all__ = [
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
 log = logging.getLogger("usbyte")
 
-# The backend's own timeout comes after the engine's stall limit, so that the error with names in it comes first.
+# The backend's own timeout comes after the engine's stall limit, so that the error with names in it
+# comes first.
 _BACKEND_GRACE_S = 30.0
 
 
@@ -126,7 +139,8 @@ class Context:
 
     def close(self) -> None:
         """Applies pending updates and ends every thread; after a fault only the latter."""
-        sys.excepthook = self._excepthook
+        if sys.excepthook == self._on_exception:  # nobody has put another one on top
+            sys.excepthook = self._excepthook
         try:
             if self._faults is None or self._faults.verdict is None:
                 self.drain()
@@ -137,7 +151,8 @@ class Context:
             if self._faults is not None:
                 self._faults.close()
             failed = self._faults is not None and self._faults.verdict is not None
-            # With operations in flight that no peer will ever answer, the groups only end with the process.
+            # With operations in flight that no peer will ever answer, the groups only end with the
+            # process.
             if self._owns_default_group and dist.is_initialized() and not failed:
                 dist.destroy_process_group()
 
@@ -191,9 +206,9 @@ _current: Context | None = None
 def init() -> None:
     """Joins the other ranks. Collective; calling it again does nothing.
 
-    Uses the default process group of torch.distributed if there is one, and makes one otherwise, from RANK, WORLD_SIZE
-    and MASTER_*, from SLURM's, Open MPI's or PMI's variables, or for a single process if none is set. usbyte's own
-    traffic runs on groups of its own.
+    Uses the default process group of torch.distributed if there is one, and makes one otherwise,
+    from RANK, WORLD_SIZE and MASTER_*, from SLURM's, Open MPI's or PMI's variables, or for a single
+    process if none is set. usbyte's own traffic runs on groups of its own.
 
     Raises:
         EnvError: A variable has an unusable value; the message names it.
@@ -206,7 +221,7 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Applies pending updates, ends usbyte's threads and leaves. Runs at interpreter exit by itself."""
+    """Applies pending updates and ends usbyte's threads. Interpreter exit calls it by itself."""
     global _current
     if _current is not None:
         context, _current = _current, None
@@ -265,4 +280,3 @@ def start_timeline(path: str, steps: str = "0:") -> None:
 def stop_timeline() -> None:
     """Writes out what is complete and stops recording."""
     current().stop_timeline()
-

@@ -20,7 +20,8 @@ log = logging.getLogger("usbyte")
 
 _ANSWER_S = 2.0  # how long a rank has to answer the question how far it has come
 _VERDICT_S = _ANSWER_S + 3.0  # how long the others wait for the rank that asks
-# torch logs a warning when a wait times out, so it never does; torch counts it in an int of milliseconds (24.8 days).
+# torch logs a warning when a wait times out, so it never does; torch counts it in an int of
+# milliseconds (24.8 days).
 _FOREVER = timedelta(days=20)
 _REMEDY = "Restart the job from its last checkpoint."
 
@@ -28,9 +29,10 @@ _REMEDY = "Restart the job from its last checkpoint."
 class FaultBoard:
     """Turns what one rank noticed into one message that every rank raises.
 
-    Each rank has a mailbox key in the store, on which a thread blocks (the store pushes; nothing polls while all is
-    well). The first rank to notice a fault writes to all mailboxes; every rank that lives answers with its state, and
-    from the answers, or their absence, the first one writes the verdict.
+    Each rank has a mailbox key in the store, on which a thread blocks (the store pushes; nothing
+    polls while all is well). The first rank to notice a fault writes to all mailboxes; every rank
+    that lives answers with its state, and from the answers, or their absence, the first one writes
+    the verdict.
 
     Args:
         store: Store of this run; the board makes its own connections.
@@ -157,8 +159,8 @@ class FaultBoard:
             if self._mail.get(f"mail/{self._rank}") == b"bye":
                 return
         except RuntimeError:
-            # The store's server ended, as it does first in an orderly end. If it was no orderly end, the next collective
-            # fails and asks.
+            # The store's server ended, as it does first in an orderly end. If it was no orderly
+            # end, the next collective fails and asks.
             return
         try:
             self._mail.set(f"answer/{self._rank}", json.dumps(self._describe()))
@@ -193,6 +195,7 @@ def behind(states: dict[int, list[dict[str, Any]]]) -> list[str]:
             elif left and s["phase"] == "backward":
                 names = ", ".join(s["awaited"])
                 found.append(
-                    f"rank {rank} is still in backward of step {latest}, without the gradients of {names}"
+                    f"rank {rank} is still in backward of step {latest}, without the gradients of "
+                    f"{names}"
                 )
     return found

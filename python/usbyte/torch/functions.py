@@ -12,6 +12,12 @@ from usbyte.torch import wire
 from usbyte.torch.context import current
 from usbyte.torch.ops import broadcast_async_, synchronize
 
+__all__ = [
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0
@@ -37,7 +43,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """Overwrites state and hyper-parameters of `optimizer` with the root rank's.
 
     Args:
-        optimizer: The same kind of optimizer over the same parameters on all ranks; the state of the others may be empty.
+        optimizer: The same kind of optimizer over the same parameters on all ranks; the state of
+            the others may be empty.
         root_rank: The rank whose state is sent.
     """
     context = current()
@@ -51,7 +58,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     """The root rank's object, on every rank. Travels as JSON and raw tensors, never as pickle.
 
     Args:
-        obj: Numbers, strings, None, lists, tuples, dicts, tensors and arrays, nested at will; ignored on other ranks.
+        obj: Numbers, strings, None, lists, tuples, dicts, tensors and arrays, nested at will;
+            ignored on other ranks.
         root_rank: The rank whose object is sent.
         name: Tells this object from others that are sent at the same time.
 

@@ -1,8 +1,9 @@
 """Gates: what makes a layer's forward wait until its own parameters are updated.
 
-The modules that own the parameters are found at the first forward pass (or in `model`, if the user passes it). Each
-gets a forward pre-hook. During the learning steps a torch function mode watches which parameters are read before the
-gate of their owner has been passed (functional use); those are waited for at the gate of the outermost module.
+The modules that own the parameters are found at the first forward pass (or in `model`, if the user
+passes it). Each gets a forward pre-hook. During the learning steps a torch function mode watches
+which parameters are read before the gate of their owner has been passed (functional use); those are
+waited for at the gate of the outermost module.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Gates:
         self._at_root: set[int] = set()  # waited for at the outermost module's gate
         self._learning = True
         self._reads: _Reads | None = None
-        self.need_s = [float("inf")] * len(params)  # first use in the current iteration, steady clock
+        self.need_s = [float("inf")] * len(
+            params
+        )  # first use in the current iteration, steady clock
         self._finder: RemovableHandle | None = None
         if model is None:
             self._finder = register_module_forward_pre_hook(self._find)
@@ -154,9 +157,21 @@ class _Reads(TorchFunctionMode):
 
 
 _METADATA_METHODS = frozenset(
-    "dim size numel nelement stride element_size is_floating_point is_contiguous data_ptr".split()
+    [
+        "dim",
+        "size",
+        "numel",
+        "nelement",
+        "stride",
+        "element_size",
+        "is_floating_point",
+        "is_contiguous",
+        "data_ptr",
+    ]
 )
-_ALIASES = frozenset("T mT H mH data real imag".split())  # attributes that give access to the values
+_ALIASES = frozenset(
+    ["T", "mT", "H", "mH", "data", "real", "imag"]
+)  # attributes that give access to the values
 
 
 def _is_metadata(func: Any) -> bool:

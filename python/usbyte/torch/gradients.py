@@ -63,7 +63,8 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
         """Averages the gradient and cuts out this rank's rows."""
-        mean = _averaged(*ctx.call, grads[0])
+        queue, name = ctx.call
+        mean = _averaged(queue, name, grads[0])
         return None, None, mean.narrow(0, ctx.offset, ctx.rows).reshape(ctx.shape)
 
 
@@ -84,7 +85,8 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
         """Averages the gradient."""
-        mean = _averaged(*ctx.call, grads[0])
+        queue, name = ctx.call
+        mean = _averaged(queue, name, grads[0])
         return None, None, None, mean if ctx.is_root else torch.zeros_like(mean)
 
 

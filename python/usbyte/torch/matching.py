@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,39 +106,35 @@ def _sizes(ordered: Sequence[Descriptor], rank: int) -> list[int]:
 
 
 def _disagreement(name: str, ordered: Sequence[Descriptor]) -> str | None:
-    for label, read in _checks(ordered[0]):
+    for label, values in _compared(ordered):
         holders: dict[str, list[int]] = {}
-        for d in ordered:
-            holders.setdefault(str(read(d)), []).append(d.rank)
+        for rank, value in enumerate(values):
+            holders.setdefault(str(value), []).append(rank)
         if len(holders) > 1:
-            values = "; ".join(f"{value} on {name_ranks(r)}" for value, r in holders.items())
+            found = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
             return (
-                f"{ordered[0].kind} '{name}': the ranks disagree about the {label}: {values}. "
+                f"{ordered[0].kind} '{name}': the ranks disagree about the {label}: {found}. "
                 "Make it equal on every rank, or give different operations different names."
             )
     return None
 
 
-def _checks(first: Descriptor) -> list[tuple[str, Callable[[Descriptor], Any]]]:
-    """Label and value of everything that must be equal, the most telling first."""
-    checks: list[tuple[str, Callable[[Descriptor], Any]]] = [
-        ("kind of operation", lambda d: d.kind),
-        ("number of tensors", lambda d: len(d.shapes)),
-    ]
-    grouped = len(first.shapes) > 1
-    for i in range(len(first.shapes)):
-        of_which = f" of tensor {i}" if grouped else ""
-        checks.append((f"dtype{of_which}", lambda d, i=i: d.dtypes[i]))
-        if first.kind in ("allgather", "alltoall"):
-            label = "number of dimensions"
-            checks.append((label, lambda d, i=i: len(d.shapes[i])))
-            label = "shape beyond the first dimension"
-            checks.append((label, lambda d, i=i: list(d.shapes[i][1:])))
-        elif first.kind != "broadcast_bytes":
-            checks.append((f"shape{of_which}", lambda d, i=i: list(d.shapes[i])))
-    return [
-        *checks,
-        ("reduction", lambda d: d.op),
-        ("root rank", lambda d: d.root),
-        ("prescale and postscale factors", lambda d: list(d.factors)),
-    ]
+def _compared(ordered: Sequence[Descriptor]) -> Iterator[tuple[str, list[Any]]]:
+    """Everything that must be equal, the most telling first: what it is, and each rank's value.
+
+    Each pair presumes that the ones before it were equal.
+    """
+    kind, count = ordered[0].kind, len(ordered[0].shapes)
+    yield "kind of operation", [d.kind for d in ordered]
+    yield "number of tensors", [len(d.shapes) for d in ordered]
+    for i in range(count):
+        of_which = f" of tensor {i}" if count > 1 else ""
+        yield f"dtype{of_which}", [d.dtypes[i] for d in ordered]
+        if kind in ("allgather", "alltoall"):
+            yield "number of dimensions", [len(d.shapes[i]) for d in ordered]
+            yield "shape beyond the first dimension", [list(d.shapes[i][1:]) for d in ordered]
+        elif kind != "broadcast_bytes":
+            yield f"shape{of_which}", [list(d.shapes[i]) for d in ordered]
+    yield "reduction", [d.op for d in ordered]
+    yield "root rank", [d.root for d in ordered]
+    yield "prescale and postscale factors", [list(d.factors) for d in ordered]

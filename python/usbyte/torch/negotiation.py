@@ -44,7 +44,7 @@ class Negotiation:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._store = private_store(store, "eager")
+        self._store: Any = private_store(store, "eager")  # torch's stubs lack half of its methods
         # A connection serves one thread at a time, and the one that waits is always in use.
         self._inbox = clone_store(self._store)
         self._inbox.set_timeout(_PATIENCE)

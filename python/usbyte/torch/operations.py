@@ -38,13 +38,14 @@ class Peers:
         size: Number of ranks.
     """
 
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
     rank: int
     size: int
 
     def leave(self) -> None:
-        """Gives up the group."""
-        group, self.group = self.group, None
+        """Gives up the group; its connections close, since nothing else refers to it."""
+        group = self.group
+        del self.group
         with suppress(RuntimeError, ValueError, AssertionError):  # destroyed by the user meanwhile
             dist.destroy_process_group(group)
 
@@ -64,7 +65,7 @@ def allreduce(
     staged = [_staged(what, t, copy=not in_place) for t in tensors]
 
     def reduce(flat: torch.Tensor) -> None:
-        def collective(numbers: torch.Tensor, kind: dist.ReduceOp) -> None:
+        def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
             if peers.size > 1 and numbers.numel():
                 dist.all_reduce(numbers, kind, group=peers.group)
 
@@ -145,7 +146,7 @@ def reducescatter(
     rows = shares(tensor.shape[0], peers.size)
 
     def execute(_: Verdict) -> torch.Tensor:
-        def collective(numbers: torch.Tensor, kind: dist.ReduceOp) -> None:
+        def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
             row = numbers.numel() // max(tensor.shape[0], 1)
             if peers.size > 1:
                 bounds = [(begin * row, end * row) for begin, end in rows]

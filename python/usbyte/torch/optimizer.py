@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +20,10 @@ from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.planning import Planner, Policy
 from usbyte.torch.reducer import Reducer
 
+__all__ = [
+    "DistributedOptimizer",
+]
+
 log = logging.getLogger("usbyte")
 
 Overlap = Literal["backward", "forward"]
@@ -27,18 +32,18 @@ Overlap = Literal["backward", "forward"]
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps `optimizer` so that `step()` applies gradients averaged over all ranks.
 
-    Nothing of the wrapped optimizer is re-implemented: state, param_groups and state_dict are its own, and every update
-    is its own `step`. Constructing it is collective.
+    Nothing of the wrapped optimizer is re-implemented: state, param_groups and state_dict are its
+    own, and every update is its own `step`. Constructing it is collective.
 
     Args:
         optimizer: The optimizer to wrap. Do not call it directly afterwards.
-        named_parameters: `model.named_parameters()`, for names in messages and timelines. Names must be unique and
-            cover every parameter of `optimizer`.
-        overlap: "backward": gradients are final when `backward()` returns, as with DDP. "forward": `step()` returns at
-            once, and each layer of the next forward pass waits only for its own parameters; results are the same bit
-            for bit.
-        policy: "ddp", "wfbp", "bytescheduler", or a callable Profile x NetworkModel -> Plan. Default: bytescheduler with
-            overlap "forward", ddp otherwise.
+        named_parameters: `model.named_parameters()`, for names in messages and timelines. Names
+            must be unique and cover every parameter of `optimizer`.
+        overlap: "backward": gradients are final when `backward()` returns, as with DDP. "forward":
+            `step()` returns at once, and each layer of the next forward pass waits only for its own
+            parameters; results are the same bit for bit.
+        policy: "ddp", "wfbp", "bytescheduler", or a callable Profile x NetworkModel -> Plan.
+            Default: bytescheduler with overlap "forward", ddp otherwise.
         op: `Average` or `Sum` over ranks.
         model: The module that owns the parameters; found at the first forward pass if left out.
         partition_bytes: bytescheduler: larger tensors are split.
@@ -88,10 +93,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.label = context.next_label()
         self._reducer: Reducer | None = None
         self._gates: Gates | None = None
+        self._learned = False  # updates may be deferred
+        self._hyper: list[dict[str, Any]] = []  # hyper-parameters of the pending updates, by group
         self._build()
         context.add(self)
 
-    # -- what torch.optim.Optimizer promises, by delegation ------------------------------------------------------------
+    # What torch.optim.Optimizer promises, by delegation.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -104,7 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._inner.defaults
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's, up to date."""
         self.synchronize()
         return self._inner.state
@@ -139,10 +146,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "save optimizer.state_dict() instead"
         )
 
-    # -- training ------------------------------------------------------------------------------------------------------
+    # Training.
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Applies the gradients of the last backward pass, or has them applied by the next forward pass.
+        """Applies the last gradients, or has the next forward pass apply them.
 
         Raises:
             Error: A gradient was changed while it was in flight.
@@ -172,7 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets gradients; those still in flight keep their values for the update that waits for them."""
+        """Resets gradients; those in flight keep their values for the update that awaits them."""
         if not self._pending_count:
             if self._reducer is not None and self._reducer.in_flight:
                 self.synchronize()
@@ -189,7 +196,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until gradients are final and applies pending updates.
 
-        Called between `backward()` and `step()`, it makes gradients safe to read and to change, for example to clip them.
+        Called between `backward()` and `step()`, it makes gradients safe to read and to change, for
+        example to clip them.
         """
         if self._reducer is None:
             return
@@ -199,7 +207,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate gradients on this rank; the next one outside sends the sum."""
+        """Backward passes inside accumulate on this rank; the next one outside sends the sum."""
         if self._reducer is None:
             yield
             return
@@ -215,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The plan in force; None with a single rank."""
         return self._reducer.plan if self._reducer is not None else None
 
-    # -- used by Context -----------------------------------------------------------------------------------------------
+    # Used by Context.
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`. Empty if nothing is sent."""
@@ -239,7 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._reducer.close()
         self._gates = self._reducer = None
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # Inside.
 
     def _build(self) -> None:
         self.close()
@@ -255,7 +263,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._zero_after: set[int] = set()
         self._ungated: list[int] = []
         self._learned = False
-        self._hyper: list[dict[str, Any]] = []
         names = self._names()
         if not self._params:
             raise UsageError("the optimizer has no parameter that requires a gradient")
@@ -283,8 +290,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         missing = [p for p in self._params if p not in self._given_names]
         if missing:
             raise UsageError(
-                f"named_parameters lacks {len(missing)} of the optimizer's parameters, the first of "
-                f"shape {tuple(missing[0].shape)}; pass model.named_parameters()"
+                f"named_parameters lacks {len(missing)} of the optimizer's parameters, the first "
+                f"of shape {tuple(missing[0].shape)}; pass model.named_parameters()"
             )
         return [self._given_names[p] for p in self._params]
 
@@ -306,8 +313,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for key, value in old.items():
                 if not _same(group[key], value):
                     raise UsageError(
-                        f"{type(self._inner).__name__}.step() changes its group's '{key}', so it cannot be "
-                        'applied layer by layer; use overlap="backward"'
+                        f"{type(self._inner).__name__}.step() changes its group's '{key}', so it "
+                        'cannot be applied layer by layer; use overlap="backward"'
                     )
         return result
 
@@ -317,9 +324,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._ungated = sorted(self._gates.finish_learning())
         if self._overlap == "forward":
             log.info(
-                "%s: updates are deferred to the next forward pass, except of %d parameters that no module owns",
-                self.label, len(self._ungated),
-            )  # fmt: skip
+                "%s: updates wait for the next forward pass, except %d without a module",
+                self.label,
+                len(self._ungated),
+            )
 
     def _before_first_gradient(self) -> None:
         # Layers that the forward pass skipped have not asked for their updates.
@@ -329,8 +337,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._pending[i]:
             assert self._reducer is not None
             raise Error(
-                f"parameter '{self._reducer.names[i]}' was used in the forward pass before its update had been "
-                "applied, in a way that was not seen in the first steps; use "
+                f"parameter '{self._reducer.names[i]}' was used in the forward pass before its "
+                "update had been applied, in a way that the first steps did not show; use "
                 'overlap="backward", or call optimizer.synchronize() before the forward pass'
             )
 
@@ -391,9 +399,7 @@ for _name in (
     "_optimizer_load_state_dict_post_hooks",
 ):
     # Hooks registered on the wrapper are hooks of the wrapped optimizer.
-    setattr(
-        DistributedOptimizer, _name, property(lambda self, name=_name: getattr(self._inner, name))
-    )
+    setattr(DistributedOptimizer, _name, property(attrgetter(f"_inner.{_name}")))
 
 
 def _check_names(
@@ -406,7 +412,8 @@ def _check_names(
     for row in named:
         if not (isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str)):
             raise UsageError(
-                "named_parameters must yield (name, parameter) pairs, as model.named_parameters() does"
+                "named_parameters must yield (name, parameter) pairs, "
+                "as model.named_parameters() does"
             )
         name, param = row
         if seen.setdefault(name, param) is not param:

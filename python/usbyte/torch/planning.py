@@ -62,7 +62,7 @@ class Planner:
         return lambda profile, network: _core.make_plan(policy, profile, network, self._options)
 
     def first_plan(self) -> _core.Plan:
-        """DDP's buckets over the order of registration, one at a time, so that each op's time is its own."""
+        """DDP's buckets in order of registration, one at a time: each op's time is its own."""
         n = len(self._names)
         need = [float(i) for i in range(n)]
         ready = [float(2 * n - i) for i in range(n)]
@@ -78,7 +78,7 @@ class Planner:
         ready_s: Sequence[float],
         samples: Sequence[tuple[int, float]],
     ) -> None:
-        """Takes the times of one iteration, seconds on the steady clock; inf where a parameter was not needed."""
+        """Takes the times of one iteration, steady clock seconds; inf where nothing was needed."""
         known = [t for t in need_s if t != float("inf")]
         start = min(known, default=min(ready_s))
         # What the forward pass was not seen to use has no gate: it is needed at once.
@@ -87,7 +87,7 @@ class Planner:
         self._samples.extend(samples)
 
     def measured_plan(self) -> _core.Plan:
-        """Combines the ranks' measurements (max), plans on rank 0, and gives every rank the same plan."""
+        """Combines the ranks' measurements (max), plans on rank 0, gives every rank the plan."""
         # The first step pays for allocations and warm-up.
         rows = [(_medians(t[1:] or t)) for t in (self._need, self._ready)]
         times = torch.tensor(rows, dtype=torch.float64)
@@ -104,9 +104,7 @@ class Planner:
                 self._label, plan.policy, len(plan.ops), len(self._names), network.all_reduce,
             )  # fmt: skip
             payload = json.dumps({"hash": plan.hash(), "plan": plan.to_json()}).encode()
-        message = json.loads(
-            self._context.eager.broadcast_bytes(f"{self._label}.plan", payload, 0)
-        )
+        message = json.loads(self._context.eager.broadcast_bytes(f"{self._label}.plan", payload, 0))
         plan = _core.Plan.from_json(message["plan"])
         if plan.hash() != message["hash"]:
             raise MismatchError(
@@ -121,7 +119,8 @@ class Planner:
         for dtype, param in zip(self._dtypes, self._params, strict=True):
             volume[dtype] = volume.get(dtype, 0) + param.numel()
         order = sorted(
-            range(len(self._names)), key=lambda i: (-volume[self._dtypes[i]], self._dtypes[i], need[i])
+            range(len(self._names)),
+            key=lambda i: (-volume[self._dtypes[i]], self._dtypes[i], need[i]),
         )
         tensors = line([self._names[i] for i in order], [self._params[i] for i in order])
         # The flags are complete when backward is, and the first update may need them.
@@ -141,7 +140,9 @@ class Planner:
         if len(set(digests)) == 1:
             return
         specs = [json.loads(s) for s in eager.allgather_bytes(label, text)]
-        raise MismatchError(f"{self._label}: {_difference(specs)}. Build the same model on all ranks.")
+        raise MismatchError(
+            f"{self._label}: {_difference(specs)}. Build the same model on all ranks."
+        )
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -158,7 +159,9 @@ def _difference(specs: Sequence[Sequence[list[object]]]) -> str:
                 if x != y:
                     return f"parameter '{a[0]}' has {what} {x} on rank 0 but {y} on rank {rank}"
         if len(first) != len(spec):
-            more, extra = (0, first[len(spec)]) if len(first) > len(spec) else (rank, spec[len(first)])
+            more, extra = (
+                (0, first[len(spec)]) if len(first) > len(spec) else (rank, spec[len(first)])
+            )
             return (
                 f"rank 0 has {len(first)} parameters and rank {rank} has {len(spec)}; "
                 f"only rank {more} has '{extra[0]}'"

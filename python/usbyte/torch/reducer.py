@@ -1,4 +1,4 @@
-"""Gradients on their way: hooks that fill the arena, the engine that sends it, and the plan they follow."""
+"""Gradients on their way: hooks that fill the arena, the engine that sends it, the plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from usbyte.torch.planning import Planner
 class Reducer:
     """Sums the scaled gradients of `params` over all ranks, step after step.
 
-    The first `learning_steps` steps follow DDP's plan over the order of registration; then all ranks agree on a plan
-    made from what they measured, and the arena is laid out anew.
+    The first `learning_steps` steps follow DDP's plan over the order of registration; then all
+    ranks agree on a plan made from what they measured, and the arena is laid out anew.
 
     Args:
         context: The ranks.
@@ -33,7 +33,8 @@ class Reducer:
         gates: Knows when the forward pass needs each parameter.
         scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
         on_first_gradient: Called inside `backward()` before the first gradient of a step is taken.
-        on_gradient: Called inside `backward()` with the index of each parameter whose gradient is there.
+        on_gradient: Called inside `backward()` with the index of each parameter whose gradient is
+            there.
         on_backward_end: Called inside `backward()` when the last gradient is on its way.
 
     Attributes:
@@ -64,8 +65,11 @@ class Reducer:
         self._versions = [0] * len(params)
         self.in_flight = False
         self._fresh = False  # a backward pass has ended since the last step
+        self._writer: _core.TimelineWriter | None = None
         self._communicator = TorchCommunicator(context.new_group())
-        self._adopt(planner.first_plan())
+        plan = planner.first_plan()
+        self._lay_out(plan)
+        self._engine = self._start_engine(plan, steps_before=0)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(params)
         ]
@@ -106,7 +110,7 @@ class Reducer:
         self._communicator.close()
 
     def wait(self, i: int) -> torch.Tensor | None:
-        """The reduced gradient of parameter i, once it has arrived; None if no rank used the parameter.
+        """The reduced gradient of parameter i, once it has arrived; None if no rank used it.
 
         Raises:
             Error: Somebody wrote to it while it was in flight.
@@ -130,7 +134,7 @@ class Reducer:
             self._engine.record_update([self._slot[i] for i in indices], start_s, end_s)
 
     def check_untouched(self) -> None:
-        """Raises Error if a gradient in flight was written to, replaced or removed since backward."""
+        """Raises Error if a gradient in flight was changed, replaced or removed since backward."""
         for i, param in enumerate(self.params):
             grad = param.grad
             if grad is self._grads[i]:
@@ -145,9 +149,9 @@ class Reducer:
 
     def _touched(self, i: int, what: str) -> Error:
         return Error(
-            f"the gradient of '{self.names[i]}' {what} after backward() while it was on its way to the "
-            'other ranks. Use overlap="backward", or call optimizer.synchronize() before you touch '
-            "gradients."
+            f"the gradient of '{self.names[i]}' {what} after backward() while it was on its way to "
+            'the other ranks. Use overlap="backward", or call optimizer.synchronize() before you '
+            "touch gradients."
         )
 
     def finish_step(self) -> None:
@@ -162,44 +166,45 @@ class Reducer:
         self._learned += 1
         self._gates.begin_iteration()
         if not self.learning:
-            self._adopt(self._planner.measured_plan())
+            self._replan(self._planner.measured_plan())
 
     def _engine_times(self) -> list[float]:
         times = self._engine.ready_times()
         return [times[slot] for slot in self._slot]
 
-    def _adopt(self, plan: _core.Plan) -> None:
-        """Lays the arena out for `plan` and starts an engine on it. Gradients keep their values."""
+    def _replan(self, plan: _core.Plan) -> None:
+        """Goes on with another plan; everything is drained. Gradients keep their values."""
+        steps, old = self._engine.steps, self._grads
+        self._engine.close()
+        self._lay_out(plan)
+        for i, param in enumerate(self.params):
+            if param.grad is old[i]:
+                self._grads[i].copy_(old[i])
+                param.grad = self._grads[i]
+        self._engine = self._start_engine(plan, steps)
+        if self._writer is not None:
+            self._engine.set_timeline(self._writer)
+
+    def _lay_out(self, plan: _core.Plan) -> None:
         position = {t.name: k for k, t in enumerate(plan.tensors)}
         self._slot = [position[name] for name in self.names]  # tensor index in the plan
-        old = getattr(self, "_grads", None)
-        writer = getattr(self, "_writer", None)
-        steps = 0
-        if old is not None:
-            steps = self._engine.steps
-            self._engine.close()
         by_slot = sorted(range(len(self.params)), key=self._slot.__getitem__)
         self._arena = Arena(plan, [self.params[i] for i in by_slot])
         self._grads = [self._arena.grads[slot - 1] for slot in self._slot]
-        for i, param in enumerate(self.params):
-            if old is not None and param.grad is old[i]:
-                self._grads[i].copy_(old[i])
-                param.grad = self._grads[i]
         self._communicator.register(self._arena.buffer)
+
+    def _start_engine(self, plan: _core.Plan, steps_before: int) -> _core.Engine:
         env = self._context.env
-        self._engine = _core.Engine(
+        return _core.Engine(
             plan,
             self._arena.buffer.data_ptr(),
             self._communicator.core,
             stall_warning_s=env.stall_warning_s,
             stall_limit_s=env.stall_limit_s,
-            steps_before=steps,
+            steps_before=steps_before,
             on_warning=self._context.warn,
             on_fault=self._context.report_fault,
         )
-        self._writer = writer
-        if writer is not None:
-            self._engine.set_timeline(writer)
 
     def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(param: torch.Tensor) -> None:
@@ -214,8 +219,8 @@ class Reducer:
     def _begin(self) -> None:
         if self.in_flight:
             raise UsageError(
-                "backward() ran again before step() while gradients were on their way. Accumulate under "
-                'optimizer.no_sync(), or use overlap="backward".'
+                "backward() ran again before step() while gradients were on their way. Accumulate "
+                'under optimizer.no_sync(), or use overlap="backward".'
             )
         self._on_first_gradient()
         self._engine.drain()
@@ -248,7 +253,7 @@ class Reducer:
             view = self._grads[i]
             if param.grad is None:
                 view.zero_()
-            else:  # kept from before; the average of what all ranks kept is added to the others' gradients
+            else:  # kept from before: it counts, as in DDP
                 torch.mul(param.grad, self._scale, out=view)
                 param.grad = view
             self._versions[i] = view._version

@@ -80,7 +80,7 @@ def reduce_flat(
     op: ReduceOp,
     factors: tuple[float, float],
     size: int,
-    collective: Callable[[torch.Tensor, dist.ReduceOp], None],
+    collective: Callable[[torch.Tensor, dist.ReduceOp.RedOpType], None],
 ) -> None:
     """Reduces a buffer in place: scale, collective, scale.
 

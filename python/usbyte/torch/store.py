@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,8 +35,9 @@ def private_store(store: dist.Store, name: str) -> dist.Store:
     Raises:
         UsageError: The store is not served over TCP.
     """
-    if _clones(store):
-        return dist.PrefixStore(name, store.clone())
+    clone = _own_clone(store)
+    if clone is not None:
+        return dist.PrefixStore(name, clone)
     server = _server_of(store)
     # Before torch 2.8 neither the prefixes of `store` can be read nor the store be cloned, so the
     # ranks agree through it on a fresh prefix of the server's own keys.
@@ -50,8 +54,9 @@ def clone_store(store: dist.Store) -> dist.Store:
     Raises:
         UsageError: This torch cannot clone this kind of store.
     """
-    if _clones(store):
-        return store.clone()
+    clone = _own_clone(store)
+    if clone is not None:
+        return clone
     if isinstance(store, _PrivateStore):
         return _PrivateStore(store.prefix, store.server)
     if isinstance(store, dist.TCPStore):
@@ -70,8 +75,10 @@ def read_now(store: dist.Store, key: str) -> bytes | None:
     return None if value == _ABSENT else value
 
 
-def _clones(store: dist.Store) -> bool:
-    return hasattr(store, "clone")
+def _own_clone(store: dist.Store) -> dist.Store | None:
+    """What torch 2.8 and later make of it; None before."""
+    clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
+    return clone() if clone else None
 
 
 def _server_of(store: dist.Store) -> dist.TCPStore:
@@ -86,7 +93,8 @@ def _server_of(store: dist.Store) -> dist.TCPStore:
     return inner
 
 
-def _connect(server: dist.TCPStore) -> dist.TCPStore:
+def _connect(server: Any) -> dist.TCPStore:
+    timeout: timedelta = server.timeout
     return dist.TCPStore(
-        server.host, server.port, is_master=False, timeout=server.timeout, wait_for_workers=False
+        server.host, server.port, is_master=False, timeout=timeout, wait_for_workers=False
     )

@@ -15,7 +15,8 @@ def encode(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Splits an object into its structure and its tensors.
 
     Args:
-        obj: None, bool, int, float, str, list, tuple, dict, torch.Tensor, numpy arrays and scalars, nested at will.
+        obj: None, bool, int, float, str, list, tuple, dict, torch.Tensor, numpy arrays and scalars,
+            nested at will.
 
     Raises:
         UsageError: Anything else; the message names its type and place.

@@ -1,0 +1,97 @@
+"""The trace of real ranks: valid JSON at any moment, with names."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import usbyte.torch as ub
+from _ranks import run_ranks
+from usbyte.errors import UsageError
+
+
+def trace(rank, size, steps, kill_at):
+    ub.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap="forward",
+        partition_bytes=100_000,
+    )  # fmt: skip
+    for step in range(steps):
+        opt.zero_grad()
+        model(torch.ones(2, 256)).sum().mul(1e-6).backward()
+        opt.step()
+        if step == kill_at and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_range_of_steps_with_names(tmp_path):
+    env = {"USBYTE_TIMELINE": f"{tmp_path}/trace.%r.json", "USBYTE_TIMELINE_STEPS": "6:9"}
+    run_ranks(2, trace, 12, None, env=env, timeout=60)
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace.{rank}.json").read_text())
+        spans = [e for e in events if e["ph"] == "X"]
+        assert {e["args"]["step"] for e in spans} == {6, 7, 8}
+        assert {e["pid"] for e in spans} == {rank}
+        assert all(e["dur"] >= 0 for e in spans)
+        kinds = {e["cat"] for e in spans}
+        assert (
+            {"queue", "communication", "update"}
+            <= kinds
+            <= {"queue", "communication", "gate", "update"}
+        )
+        communication = [e for e in spans if e["cat"] == "communication"]
+        # Each weight of 262,144 bytes goes in three parts, in each of three steps.
+        assert sum("0.weight" in e["name"] for e in communication) == 9
+        assert sum(e["args"]["bytes"] for e in communication) >= 3 * 4 * 256 * 256 * 4
+        assert any("3.bias" in e["name"] for e in spans if e["cat"] == "update")
+    # The two ranks' clocks are comparable: the collectives of one step overlap.
+    both = [json.loads((tmp_path / f"trace.{r}.json").read_text()) for r in range(2)]
+    starts = [min(e["ts"] for e in events if e["ph"] == "X") for events in both]
+    assert abs(starts[0] - starts[1]) < 10e6  # microseconds
+
+
+def test_a_killed_rank_leaves_valid_json(tmp_path):
+    env = {"USBYTE_TIMELINE": f"{tmp_path}/%r.json", "USBYTE_STALL_LIMIT_S": "3"}
+    with pytest.raises(AssertionError, match="rank 0"):
+        run_ranks(2, trace, 12, 8, env=env, timeout=60)
+    events = json.loads((tmp_path / "1.json").read_text())
+    assert {e["args"]["step"] for e in events if e["ph"] == "X"} >= {1, 2, 5}
+
+
+def starts_and_stops(rank, size, folder):
+    ub.init()
+    path = Path(folder) / "run.%r.json"
+    model = nn.Linear(64, 64)
+    opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step():
+        opt.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        opt.step()
+
+    for _ in range(5):
+        step()
+    ub.start_timeline(str(path), "0:")
+    step()
+    step()
+    ub.stop_timeline()
+    step()
+    written = Path(str(path).replace("%r", str(rank)))
+    events = json.loads(written.read_text())
+    assert {e["args"]["step"] for e in events if e["ph"] == "X"} == {6, 7}
+    with pytest.raises(UsageError, match="no/such"):
+        ub.start_timeline(f"{folder}/no/such/file.json")
+    with pytest.raises(UsageError, match="9:3"):
+        ub.start_timeline(str(path), "9:3")
+
+
+def test_start_and_stop(tmp_path):
+    run_ranks(2, starts_and_stops, str(tmp_path), timeout=60)
