@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,26 +27,37 @@ _TAG = 0  # of rings; the queue runs one operation at a time
 Factors = tuple[float, float]
 
 
-@dataclass
 class Peers:
     """The ranks of an operation.
 
-    Attributes:
+    Args:
         group: Process group with a CPU backend; unused where `size` is 1.
         rank: This rank in the group.
         size: Number of ranks.
     """
 
-    group: dist.ProcessGroup
-    rank: int
-    size: int
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+        self._work: Any = None
+
+    def wait(self, work: Any) -> None:
+        """Waits for a collective of the group, without the GIL."""
+        self._work = work
+        work.wait()
 
     def leave(self) -> None:
-        """Gives up the group; its connections close, since nothing else refers to it."""
+        """Gives up the group; its connections close, since nothing else refers to it.
+
+        Its destructor joins Gloo's threads, in older torch with the GIL held. A thread that just
+        then drops the last reference to a tensor of its collective would need the GIL, so the last
+        collective is kept until the group is gone.
+        """
         group = self.group
         del self.group
         with suppress(RuntimeError, ValueError, AssertionError):  # destroyed by the user meanwhile
             dist.destroy_process_group(group)
+        del group
+        self._work = None
 
 
 def allreduce(
@@ -67,7 +77,7 @@ def allreduce(
     def reduce(flat: torch.Tensor) -> None:
         def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
             if peers.size > 1 and numbers.numel():
-                dist.all_reduce(numbers, kind, group=peers.group)
+                peers.wait(dist.all_reduce(numbers, kind, group=peers.group, async_op=True))
 
         reduce_flat(flat, op, factors, peers.size, collective)
 
@@ -178,13 +188,15 @@ def alltoall(
         out = staged.new_empty(sum(verdict.sizes), *tensor.shape[1:])
         row = _row_bytes(tensor)
         if peers.size > 1:
-            dist.all_to_all_single(
+            work = dist.all_to_all_single(
                 _bytes(out),
                 _bytes(staged),
                 [n * row for n in verdict.sizes],
                 [n * row for n in sent],
                 group=peers.group,
+                async_op=True,
             )
+            peers.wait(work)
         else:
             out.copy_(staged)
         return out, torch.tensor(verdict.sizes, dtype=torch.int32)
@@ -205,7 +217,7 @@ def barrier(peers: Peers, name: str) -> Request:
         # Not for the verdict's sake: a rank that leaves after it may take the store with it, so all
         # must have read it.
         if peers.size > 1:
-            dist.all_reduce(torch.zeros(1), group=peers.group)
+            peers.wait(dist.all_reduce(torch.zeros(1), group=peers.group, async_op=True))
 
     return Request(name, Descriptor(peers.rank, "barrier"), execute)
 
@@ -254,7 +266,8 @@ def gather_bytes(
 def broadcast_flat(peers: Peers, flat: torch.Tensor, root: int) -> None:
     """Overwrites `flat` (1-d uint8) with the root's."""
     if peers.size > 1 and flat.numel():
-        dist.broadcast(flat, dist.get_global_rank(peers.group, root), group=peers.group)
+        source = dist.get_global_rank(peers.group, root)
+        peers.wait(dist.broadcast(flat, source, group=peers.group, async_op=True))
 
 
 def _describe(peers: Peers, kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Descriptor:

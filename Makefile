@@ -1,0 +1,110 @@
+# `make train` and `make test` do all the set-up themselves; `make help` lists the rest.
+# Variables: PYTHON (3.10 or newer), TORCH (what pip installs as torch), CXX, USBYTE_CUDA.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+SHELL := bash
+MAKEFLAGS += --no-print-directory
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+# Tools that only the environment has, such as cmake and ninja from the package index.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+VENV_STAMP := $(VENV)/.stamp-venv
+SYSTEM_STAMP := $(VENV)/.stamp-system
+TORCH_STAMP := $(VENV)/.stamp-torch-$(firstword $(shell echo '$(TORCH)' | cksum))
+PACKAGE_STAMP := $(VENV)/.stamp-package
+LINT_STAMP := $(VENV)/.stamp-lint
+
+# Folders are listed too: their time changes when a file is removed.
+SOURCES := $(shell find csrc python cmake \( -name __pycache__ -o -name '*.egg-info' \) -prune \
+  -o -print) CMakeLists.txt setup.py pyproject.toml
+CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu')
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 10
+
+train: $(PACKAGE_STAMP) ## train examples/digits.py on 2 workers
+	$(BIN)/usbyterun -np 2 $(BIN)/python examples/digits.py --overlap forward
+
+test: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## build and run the C++ tests, then pytest
+	@status=0; \
+	$(MAKE) ctest PRESET=release || status=1; \
+	$(BIN)/python -m pytest -m 'not soak' || status=1; \
+	exit $$status
+
+soak: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## run the long tests
+	$(BIN)/python -m pytest -m soak
+
+asan: ## run the C++ tests under the address and undefined-behaviour sanitizers
+	@$(MAKE) ctest PRESET=asan
+
+# ThreadSanitizer cannot place its shadow memory where the kernel randomizes too much; the test
+# binary runs during the build as well, to list its tests.
+tsan: ## run the C++ tests under the thread sanitizer
+	@if setarch -R true 2>/dev/null; then setarch -R $(MAKE) ctest PRESET=tsan; \
+	else $(MAKE) ctest PRESET=tsan; fi
+
+PRESET ?= release
+ctest: cpp
+	ctest --preset $(PRESET)
+
+cpp: $(SYSTEM_STAMP)
+	cmake --preset $(PRESET) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/$(PRESET).log 2>&1 \
+	  || { cat build/$(PRESET).log; exit 1; }
+	cmake --build --preset $(PRESET)
+
+bench: cpp ## run the C++ benchmarks
+	@set -e; for bench in build/$(PRESET)/csrc/bench/usbyte_bench_*; do \
+	  if [ -x $$bench -a -f $$bench ]; then echo "# $${bench##*/}"; $$bench; fi; done
+
+lint: $(LINT_STAMP) ## check style and types
+	@status=0; \
+	$(BIN)/ruff check || status=1; \
+	$(BIN)/ruff format --check || status=1; \
+	$(BIN)/mypy || status=1; \
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) || status=1; \
+	exit $$status
+
+format: $(LINT_STAMP) ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean: ## remove what was built, the environment too
+	rm -rf build dist python/*.egg-info $(VENV)
+
+$(VENV_STAMP): tools/bootstrap.sh
+	tools/bootstrap.sh $(PYTHON) $(VENV) train
+	@touch $@
+
+# cmake, ninja and the JSON headers of the C++ tests; the package's build gets its own from pip.
+$(SYSTEM_STAMP): $(VENV_STAMP)
+	tools/bootstrap.sh $(PYTHON) $(VENV) test
+	@mkdir -p build
+	cmake --version 2>/dev/null | grep -qE 'version (3\.(2[2-9]|[3-9])|[4-9])' || $(PIP) cmake
+	ninja --version >/dev/null 2>&1 || $(PIP) ninja
+	$(PIP) 'nlohmann-json>=3.11'
+	@touch $@
+
+# Before the package, so that its requirement of any torch pulls no other build.
+$(TORCH_STAMP): $(VENV_STAMP)
+	$(PIP) $(TORCH)
+	@rm -f $(VENV)/.stamp-torch-* && touch $@
+
+# What setuptools left in build/lib would go into the wheel again, removed modules included.
+$(PACKAGE_STAMP): $(TORCH_STAMP) $(SOURCES)
+	rm -rf build/lib* build/bdist*
+	$(PIP) '.[test,examples]'
+	@touch $@
+
+# Without the package: checking needs no build.
+$(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
+	$(PIP) $$($(BIN)/python tools/requirements.py lint)
+	@touch $@
+
+.PHONY: help train test soak asan tsan ctest cpp bench lint format clean

@@ -1,0 +1,290 @@
+// Time, bandwidth and correctness of every collective of a communicator.
+
+#include <algorithm>
+#include <barrier>
+#include <cstring>
+#include <exception>
+#include <thread>
+
+#include "bench.h"
+#include "usbyte/error.h"
+#include "usbyte/local_communicator.h"
+#include "usbyte/timeline.h"
+
+namespace {
+
+using namespace usbyte;
+using bench::fixed;
+
+constexpr const char* kAbout =
+    "Runs collectives of growing size among ranks and checks every result.\n\n"
+    "  size     bytes S of one rank's buffer: what it reduces, or receives in all\n"
+    "  count    elements of that buffer\n"
+    "  time     mean of --iters blocking calls, one after the other, over all ranks\n"
+    "  algbw    S / time\n"
+    "  busbw    algbw times a factor that makes it comparable with the speed of the links,\n"
+    "           whatever the number n of ranks; as in nccl-tests, doc/PERFORMANCE.md:\n"
+    "             all_reduce                              2 (n - 1) / n\n"
+    "             reduce_scatter, all_gather, all_to_all  (n - 1) / n\n"
+    "             broadcast                               1\n"
+    "  #wrong   elements that differ from the exact result, over all ranks\n\n"
+    "Exit code: 0, 1 if any element is wrong, 2 on an error. 1 GB = 10^9 bytes.";
+
+struct Job {
+  Collective kind;
+  DType dtype;
+  ReduceOp reduce;
+  int ranks;
+  int64_t count;
+};
+
+struct Result {
+  double seconds = 0;
+  int64_t wrong = 0;
+};
+
+bool reduces(Collective kind) {
+  return kind == Collective::all_reduce || kind == Collective::reduce_scatter;
+}
+
+double bus_factor(Collective kind, int n) {
+  const double share = static_cast<double>(n - 1) / n;
+  if (kind == Collective::broadcast) return 1;
+  return kind == Collective::all_reduce ? 2 * share : share;
+}
+
+ReduceOp reduction(const std::string& text) {
+  constexpr const char* kNames[] = {"sum", "min", "max", "product"};
+  for (uint8_t i = 0; i < 4; ++i) {
+    if (text == kNames[i]) return static_cast<ReduceOp>(i);
+  }
+  throw UsageError("--redop '" + text + "' must be sum, min, max or product");
+}
+
+// Small whole numbers, so that every reduction is exact in every type and any order.
+int64_t value(const Job& job, int rank, int64_t i) {
+  const uint64_t mixed =
+      static_cast<uint64_t>(i) * 2654435761U + static_cast<uint64_t>(rank) * 40503U;
+  return 1 + static_cast<int64_t>((mixed >> 8) % (job.reduce == ReduceOp::product ? 2 : 97));
+}
+
+int64_t reduced(const Job& job, int64_t i) {
+  int64_t all = value(job, 0, i);
+  for (int r = 1; r < job.ranks; ++r) {
+    const int64_t v = value(job, r, i);
+    switch (job.reduce) {
+      case ReduceOp::sum:
+        all += v;
+        break;
+      case ReduceOp::product:
+        all *= v;
+        break;
+      case ReduceOp::min:
+        all = std::min(all, v);
+        break;
+      case ReduceOp::max:
+        all = std::max(all, v);
+        break;
+    }
+  }
+  return all;
+}
+
+// What `rank` must find at element `i`.
+int64_t expected(const Job& job, int rank, int64_t i) {
+  const int64_t chunk = (job.count + job.ranks - 1) / job.ranks;
+  switch (job.kind) {
+    case Collective::all_gather:
+      return value(job, static_cast<int>(i / chunk), i);
+    case Collective::all_to_all:
+      return value(job, static_cast<int>(i / chunk), rank * chunk + i % chunk);
+    case Collective::broadcast:
+      return value(job, 0, i);
+    default:
+      return reduced(job, i);
+  }
+}
+
+// One rank's memory.
+template <typename T>
+class Buffer {
+ public:
+  Buffer(const Job& job, int rank)
+      : job_(job),
+        rank_(rank),
+        recv_(static_cast<size_t>(job.count)),
+        send_(job.kind == Collective::all_to_all ? recv_.size() : 0) {}
+
+  Request request() {
+    Request out{job_.kind, job_.dtype, job_.reduce, 0, {}, {{recv_.data(), job_.count}}};
+    if (!send_.empty()) out.send = {{send_.data(), job_.count}};
+    return out;
+  }
+  void fill() {
+    std::vector<T>& input = send_.empty() ? recv_ : send_;
+    for (size_t i = 0; i < input.size(); ++i) {
+      input[i] = static_cast<T>(value(job_, rank_, static_cast<int64_t>(i)));
+    }
+  }
+  int64_t wrong() const {
+    Block defined{0, job_.count};
+    if (job_.kind == Collective::reduce_scatter) defined = shard(defined, rank_, job_.ranks);
+    int64_t out = 0;
+    for (int64_t i = defined.begin; i < defined.end; ++i) {
+      const T want = static_cast<T>(expected(job_, rank_, i));
+      out += std::memcmp(&recv_[static_cast<size_t>(i)], &want, sizeof want) ? 1 : 0;
+    }
+    return out;
+  }
+
+ private:
+  const Job& job_;
+  int rank_;
+  std::vector<T> recv_, send_;
+};
+
+// Buffers start as zeros, which no number of reductions makes overflow; the checked call comes
+// last.
+template <typename T>
+Result measure(const Job& job, Communicator& communicator, std::barrier<>& start, int64_t warmup,
+               int64_t iters) {
+  Buffer<T> buffer(job, communicator.rank());
+  const Request request = buffer.request();
+  for (int64_t i = 0; i < warmup; ++i) communicator.run(request);
+  start.arrive_and_wait();
+  const double begin = now_s();
+  for (int64_t i = 0; i < iters; ++i) communicator.run(request);
+  Result result{(now_s() - begin) / static_cast<double>(iters), 0};
+  buffer.fill();
+  communicator.run(request);
+  result.wrong = buffer.wrong();
+  return result;
+}
+
+Result measure(const Job& job, Communicator& communicator, std::barrier<>& start, int64_t warmup,
+               int64_t iters) {
+  switch (job.dtype) {
+    case DType::float32:
+      return measure<float>(job, communicator, start, warmup, iters);
+    case DType::float64:
+      return measure<double>(job, communicator, start, warmup, iters);
+    case DType::int32:
+      return measure<int32_t>(job, communicator, start, warmup, iters);
+    case DType::int64:
+      return measure<int64_t>(job, communicator, start, warmup, iters);
+    default:
+      throw UsageError("--dtype must be float32, float64, int32 or int64");
+  }
+}
+
+// All ranks, each on a thread: the slowest rank's time, the sum of what is wrong.
+Result measure(const Job& job, std::vector<std::unique_ptr<Communicator>>& communicators,
+               int64_t warmup, int64_t iters) {
+  std::barrier start(job.ranks);
+  std::vector<Result> results(communicators.size());
+  std::vector<std::exception_ptr> errors(communicators.size());
+  std::vector<std::thread> threads;
+  for (size_t r = 0; r < communicators.size(); ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        results[r] = measure(job, *communicators[r], start, warmup, iters);
+      } catch (...) {
+        errors[r] = std::current_exception();
+        start.arrive_and_drop();
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  Result all;
+  for (size_t r = 0; r < results.size(); ++r) {
+    if (errors[r]) std::rethrow_exception(errors[r]);
+    all.seconds = std::max(all.seconds, results[r].seconds);
+    all.wrong += results[r].wrong;
+  }
+  return all;
+}
+
+std::vector<Collective> chosen(const std::string& op) {
+  const std::vector<Collective> all = {Collective::all_reduce, Collective::reduce_scatter,
+                                       Collective::all_gather, Collective::broadcast,
+                                       Collective::all_to_all};
+  if (op == "all") return all;
+  for (Collective kind : all) {
+    if (name(kind) == op) return {kind};
+  }
+  throw UsageError(
+      "--op '" + op +
+      "' must be all_reduce, reduce_scatter, all_gather, broadcast, all_to_all or all");
+}
+
+int bench_collective(const bench::Options& options) {
+  const int ranks = static_cast<int>(options.integer("ranks", 1));
+  const DType dtype = dtype_from_name(options.text("dtype"));
+  const ReduceOp reduce = reduction(options.text("redop"));
+  const int64_t low = std::max(options.integer("min-bytes"), itemsize(dtype)),
+                high = options.integer("max-bytes", low);
+  const int64_t factor = options.integer("factor", 2);
+  if (options.text("backend") != "local") {
+    throw UsageError("--backend '" + options.text("backend") + "' is unknown; there is local");
+  }
+  auto communicators =
+      make_local_communicators(ranks, {options.real("alpha"), options.real("beta")});
+
+  std::vector<std::vector<std::string>> table = {{"op", "size(B)", "count", "type", "redop",
+                                                  "time(us)", "algbw(GB/s)", "busbw(GB/s)",
+                                                  "#wrong"}};
+  auto rows = nlohmann::ordered_json::array();
+  int64_t wrong = 0;
+  for (Collective kind : chosen(options.text("op"))) {
+    for (int64_t bytes = low; bytes <= high;
+         bytes = bytes > high / factor ? high + 1 : bytes * factor) {
+      Job job{kind, dtype, reduce, ranks, bytes / itemsize(dtype)};
+      if (kind == Collective::all_to_all)
+        job.count = std::max<int64_t>(job.count / ranks, 1) * ranks;
+      const Result r =
+          measure(job, communicators, options.integer("warmup"), options.integer("iters", 1));
+      const int64_t size = job.count * itemsize(dtype);
+      const double algbw = static_cast<double>(size) / r.seconds * 1e-9;
+      const double busbw = algbw * bus_factor(kind, ranks);
+      const std::string redop = reduces(kind) ? options.text("redop") : "none";
+      wrong += r.wrong;
+      table.push_back({std::string(name(kind)), std::to_string(size), std::to_string(job.count),
+                       std::string(name(dtype)), redop, fixed(r.seconds * 1e6, 2), fixed(algbw, 3),
+                       fixed(busbw, 3), std::to_string(r.wrong)});
+      rows.push_back({{"op", name(kind)},
+                      {"size_bytes", size},
+                      {"count", job.count},
+                      {"dtype", name(dtype)},
+                      {"redop", redop},
+                      {"time_s", r.seconds},
+                      {"algbw_bytes_per_s", algbw * 1e9},
+                      {"busbw_bytes_per_s", busbw * 1e9},
+                      {"wrong", r.wrong}});
+    }
+  }
+  bench::print_table(options.table(), table);
+  std::fprintf(options.table(), "# %d ranks, %s backend; wrong elements: %lld %s\n", ranks,
+               options.text("backend").c_str(), static_cast<long long>(wrong),
+               wrong ? "FAILED" : "OK");
+  options.write({{"benchmark", "collective"}, {"wrong", wrong}, {"rows", std::move(rows)}});
+  return wrong ? 1 : 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  bench::Options options(kAbout);
+  options.flag("backend", "local", "communicator: local (ranks are threads of this process)")
+      .flag("ranks", "4", "number of ranks")
+      .flag("op", "all", "all_reduce, reduce_scatter, all_gather, broadcast, all_to_all or all")
+      .flag("min-bytes", "1K", "smallest size; K, M and G are 2^10, 2^20 and 2^30")
+      .flag("max-bytes", "16M", "largest size")
+      .flag("factor", "4", "each size is this many times the one before")
+      .flag("iters", "20", "timed calls for each size")
+      .flag("warmup", "5", "calls before them")
+      .flag("dtype", "float32", "float32, float64, int32 or int64")
+      .flag("redop", "sum", "sum, min, max or product")
+      .flag("alpha", "0", "emulated startup of a call, seconds")
+      .flag("beta", "0", "emulated transfer time, seconds per byte");
+  return bench::run(std::move(options), argc, argv, bench_collective);
+}

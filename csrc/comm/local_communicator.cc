@@ -1,0 +1,254 @@
+#include "usbyte/local_communicator.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "cpu_collective.h"
+#include "usbyte/error.h"
+#include "usbyte/timeline.h"
+
+namespace usbyte {
+namespace {
+
+// How a call ended. Each rank gets an exception object of its own: ranks are threads, and one that
+// reads the message must not share it with one that frees it.
+struct Outcome {
+  enum class Kind { done, usage, mismatch, fault } kind = Kind::done;
+  std::string message;
+
+  std::exception_ptr error() const {
+    switch (kind) {
+      case Kind::done:
+        return nullptr;
+      case Kind::usage:
+        return std::make_exception_ptr(UsageError(message));
+      case Kind::mismatch:
+        return std::make_exception_ptr(MismatchError(message));
+      case Kind::fault:
+        break;
+    }
+    return std::make_exception_ptr(FaultError(message));
+  }
+};
+
+Outcome attempt(const std::string& call, const std::vector<const Request*>& ranks) {
+  for (size_t r = 1; r < ranks.size(); ++r) {
+    const std::string what = difference(*ranks[r], *ranks[0]);
+    if (what.empty()) continue;
+    return {Outcome::Kind::mismatch,
+            "ranks disagree about " + call + ": rank " + std::to_string(r) +
+                " differs from rank 0 in " + what +
+                "; every rank must launch the same collectives in the same order"};
+  }
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const std::string what = problem(*ranks[r], static_cast<int>(ranks.size()));
+    if (!what.empty()) return {Outcome::Kind::usage, "rank " + std::to_string(r) + ": " + what};
+  }
+  try {
+    carry_out(ranks);
+  } catch (const std::exception& e) {
+    return {Outcome::Kind::fault, call + " failed: " + e.what()};
+  }
+  return {};
+}
+
+// Where the ranks meet. `mutex_` guards every field below it and is never held while a completion
+// runs. A call belongs to `open_` until all ranks have posted it or one of them has left; from then
+// on the hub's thread alone owns it.
+class Hub {
+ public:
+  Hub(int size, AlphaBeta cost) : size_(size), cost_(cost), next_(ranks()), outstanding_(ranks()) {}
+
+  // The thread shares ownership, because the last communicator may be destroyed by a completion.
+  static std::shared_ptr<Hub> start(int size, AlphaBeta cost) {
+    auto hub = std::make_shared<Hub>(size, cost);
+    hub->thread_ = std::thread([hub] { hub->run(); });
+    return hub;
+  }
+
+  int size() const { return size_; }
+
+  void post(int rank, const Request& request, Completion done) {
+    const size_t r = static_cast<size_t>(rank);
+    Posted mine{request, std::move(done)};
+    std::unique_lock lock(mutex_);
+    if (left_ >= 0) {
+      const Outcome outcome = abandoned(next_[r]++, request.kind);
+      lock.unlock();
+      return mine.done(outcome.error());
+    }
+    const size_t index = static_cast<size_t>(next_[r]++ - first_);
+    if (index == open_.size()) open_.push_back({std::vector<Posted>(ranks())});
+    Call& call = open_[index];
+    call.posted[r] = std::move(mine);
+    ++outstanding_[r];
+    if (++call.count == size_) {
+      call.posted_s = now_s();
+      work_.notify_one();
+    }
+  }
+
+  // After this, nothing of `rank` is touched or called, unless a completion called it: then what is
+  // outstanding fails right after that completion.
+  void leave(int rank) {
+    std::unique_lock lock(mutex_);
+    const bool from_completion = std::this_thread::get_id() == thread_.get_id();
+    if (left_ < 0) left_ = rank;
+    const bool last = --members_ == 0;
+    work_.notify_one();
+    if (from_completion) {
+      if (last) thread_.detach();
+      return;
+    }
+    idle_.wait(lock, [&] { return outstanding_[static_cast<size_t>(rank)] == 0; });
+    lock.unlock();
+    if (last) thread_.join();
+  }
+
+ private:
+  struct Posted {
+    Request request;
+    Completion done;  // empty: this rank has not posted
+  };
+  struct Call {
+    std::vector<Posted> posted;  // by rank
+    int count = 0;
+    double posted_s = 0;  // when the last rank posted
+  };
+
+  size_t ranks() const { return static_cast<size_t>(size_); }
+
+  static std::string describe(int64_t sequence, Collective kind) {
+    return "call " + std::to_string(sequence) + " (" + std::string(name(kind)) + ")";
+  }
+
+  Outcome abandoned(int64_t sequence, Collective kind) const {
+    return {Outcome::Kind::fault, describe(sequence, kind) + " cannot complete: rank " +
+                                      std::to_string(left_) +
+                                      " has destroyed its local communicator; keep every rank's "
+                                      "until the calls of all ranks have completed"};
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      work_.wait(lock, [&] {
+        return open_.empty() ? members_ == 0 : left_ >= 0 || open_.front().count == size_;
+      });
+      if (open_.empty()) return;
+      Call call = std::move(open_.front());
+      open_.pop_front();
+      const int64_t sequence = first_++;
+      finish(lock, sequence, call);
+    }
+  }
+
+  void finish(std::unique_lock<std::mutex>& lock, int64_t sequence, Call& call) {
+    std::vector<const Request*> requests;
+    std::vector<size_t> posted;  // ranks
+    for (size_t r = 0; r < ranks(); ++r) {
+      if (!call.posted[r].done) continue;
+      requests.push_back(&call.posted[r].request);
+      posted.push_back(r);
+    }
+    const Request& first = *requests.front();
+    Outcome outcome;
+    if (left_ < 0) {
+      lock.unlock();
+      outcome = attempt(describe(sequence, first.kind), requests);
+      lock.lock();
+      if (outcome.kind == Outcome::Kind::done) await_network(lock, call.posted_s, first);
+      // The data has moved, but the emulated transfer was cut off.
+      if (left_ >= 0 && now_s() < channel_free_s_) outcome = abandoned(sequence, first.kind);
+    } else {
+      outcome = abandoned(sequence, first.kind);
+    }
+    lock.unlock();
+    // What a completion holds is released here too: it may be a communicator, which then leaves.
+    for (size_t r : posted) std::exchange(call.posted[r].done, nullptr)(outcome.error());
+    lock.lock();
+    for (size_t r : posted) --outstanding_[r];
+    idle_.notify_all();
+  }
+
+  // Startups run side by side, transfers take turns.
+  void await_network(std::unique_lock<std::mutex>& lock, double posted_s, const Request& request) {
+    if (cost_.alpha_s == 0 && cost_.beta_s_per_byte == 0) return;
+    channel_free_s_ = std::max(channel_free_s_, posted_s + cost_.alpha_s) +
+                      cost_.beta_s_per_byte * static_cast<double>(payload_bytes(request));
+    const std::chrono::duration<double> until(channel_free_s_);
+    const auto deadline = std::chrono::steady_clock::time_point(
+        std::chrono::ceil<std::chrono::steady_clock::duration>(until));
+    work_.wait_until(lock, deadline, [&] { return left_ >= 0; });
+  }
+
+  const int size_;
+  const AlphaBeta cost_;
+  std::thread thread_;  // written before any rank exists, then only by the last to leave
+
+  std::mutex mutex_;
+  std::condition_variable work_;  // for the hub's thread: a call is complete, or a rank left
+  std::condition_variable idle_;  // for leave: a call has completed
+  int members_ = size_;           // communicators alive
+  int left_ = -1;                 // first rank that left; its absence is final
+  std::deque<Call> open_;
+  int64_t first_ = 0;             // sequence number of open_.front()
+  std::vector<int64_t> next_;     // by rank: sequence number of its next call
+  std::vector<int> outstanding_;  // by rank: calls posted whose completion has not returned
+  double channel_free_s_ = 0;     // when the emulated network ends its last transfer
+};
+
+class LocalCommunicator final : public Communicator {
+ public:
+  LocalCommunicator(int rank, std::shared_ptr<Hub> hub) : rank_(rank), hub_(std::move(hub)) {}
+  ~LocalCommunicator() override { hub_->leave(rank_); }
+
+  int rank() const override { return rank_; }
+  int size() const override { return hub_->size(); }
+  void launch(const Request& request, Completion done) override {
+    hub_->post(rank_, request, std::move(done));
+  }
+
+ private:
+  const int rank_;
+  const std::shared_ptr<Hub> hub_;
+};
+
+// A single rank needs nobody: calls complete in launch.
+class SoloCommunicator final : public Communicator {
+ public:
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  void launch(const Request& request, Completion done) override {
+    done(attempt(std::string(name(request.kind)), {&request}).error());
+  }
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, AlphaBeta cost) {
+  if (size < 1) {
+    throw UsageError("make_local_communicators: size " + std::to_string(size) +
+                     " must be at least 1");
+  }
+  if (!(cost.alpha_s >= 0) || !(cost.beta_s_per_byte >= 0) || !std::isfinite(cost.time_s(1))) {
+    throw UsageError("make_local_communicators: alpha and beta must be finite and not negative");
+  }
+  std::vector<std::unique_ptr<Communicator>> out;
+  if (size == 1) {
+    out.push_back(std::make_unique<SoloCommunicator>());
+    return out;
+  }
+  const std::shared_ptr<Hub> hub = Hub::start(size, cost);
+  for (int r = 0; r < size; ++r) out.push_back(std::make_unique<LocalCommunicator>(r, hub));
+  return out;
+}
+
+}  // namespace usbyte

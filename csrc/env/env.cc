@@ -1,0 +1,199 @@
+#include "usbyte/env.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+#include "usbyte/error.h"
+#include "usbyte/timeline.h"
+
+namespace usbyte {
+namespace {
+
+/// What a variable is parsed into. `monostate`: read by the build or by the NCCL loader, listed so
+/// that it is known.
+using Field = std::variant<std::monostate, std::string Env::*, int64_t Env::*, double Env::*>;
+
+/// Returns whether a text is acceptable.
+using Check = bool (*)(std::string_view);
+
+struct Knob {
+  std::string_view name;
+  Field field;
+  std::string_view fallback;
+  std::string_view unit;
+  std::string_view accepted;  // completes "accepted: "
+  std::string_view description;
+  Check check = nullptr;
+};
+
+bool is_log_level(std::string_view text) {
+  constexpr std::array<std::string_view, 4> levels = {"debug", "info", "warning", "error"};
+  return std::find(levels.begin(), levels.end(), text) != levels.end();
+}
+
+/// The whole of `text` as a number, or nothing.
+template <typename Number>
+std::optional<Number> number(std::string_view text) {
+  Number value{};
+  const char* const end = text.data() + text.size();
+  const auto [stop, failure] = std::from_chars(text.data(), end, value);
+  if (failure != std::errc{} || stop != end) return std::nullopt;
+  return value;
+}
+
+bool is_step_range(std::string_view text) {
+  try {
+    StepRange::parse(text);
+    return true;
+  } catch (const UsageError&) {
+    return false;
+  }
+}
+
+constexpr std::string_view kBytesAccepted =
+    "a whole number of bytes >= 1, also with k, M or G (powers of 1024), such as 8388608, 8M or "
+    "8MiB";
+constexpr std::string_view kSecondsAccepted = "a finite number of seconds > 0, such as 60 or 1.5";
+
+// clang-format off
+constexpr std::array kKnobs = {
+    Knob{"USBYTE_BACKEND", &Env::backend, "", "", "a torch.distributed backend",
+         "Backend of the default process group; empty: chosen by device (gloo on CPU)"},
+    Knob{"USBYTE_POLICY", &Env::policy, "", "", "a policy",
+         "Policy that plans the communication; empty: chosen by overlap mode"},
+    Knob{"USBYTE_PARTITION_BYTES", &Env::partition_bytes, "8M", "bytes", kBytesAccepted,
+         "Largest block of policies that partition"},
+    Knob{"USBYTE_CREDIT_BYTES", &Env::credit_bytes, "16M", "bytes", kBytesAccepted,
+         "Bytes in flight at a time, for policies with a constant window"},
+    Knob{"USBYTE_BUCKET_BYTES", &Env::bucket_bytes, "25M", "bytes", kBytesAccepted,
+         "Bucket of the ddp policy"},
+    Knob{"USBYTE_LEARNING_STEPS", &Env::learning_steps, "3", "", "a whole number >= 1",
+         "Steps that are measured before the plan is made"},
+    Knob{"USBYTE_STALL_WARNING_S", &Env::stall_warning_s, "60", "s", kSecondsAccepted,
+         "An operation in flight for longer is logged with the parameters in it"},
+    Knob{"USBYTE_STALL_LIMIT_S", &Env::stall_limit_s, "300", "s", kSecondsAccepted,
+         "An operation in flight for longer is a fault: every rank raises FaultError"},
+    Knob{"USBYTE_TIMELINE", &Env::timeline, "", "", "a path",
+         "File that the measured timeline is written to, %r for the rank; empty: none"},
+    Knob{"USBYTE_TIMELINE_STEPS", &Env::timeline_steps, "0:", "",
+         "FIRST:LAST, either may be missing, LAST is excluded, such as 0: or 100:110",
+         "Steps that the timeline records", is_step_range},
+    Knob{"USBYTE_LOG_LEVEL", &Env::log_level, "warning", "", "debug, info, warning or error",
+         "Least severity that is logged", is_log_level},
+    Knob{"USBYTE_NCCL_LIB", {}, "", "", "a path",
+         "NCCL library to open; empty: torch's, else the wheel's, else the system's"},
+    Knob{"USBYTE_CUDA", {}, "AUTO", "", "AUTO, ON or OFF",
+         "Whether an installation from source builds the CUDA part; no effect at run time"},
+};
+// clang-format on
+
+[[noreturn]] void reject(const Knob& knob, const std::string& text) {
+  throw EnvError(std::string(knob.name) + "=\"" + text +
+                 "\" cannot be used; accepted: " + std::string(knob.accepted) +
+                 ". Correct it or unset it (default: \"" + std::string(knob.fallback) + "\").");
+}
+
+std::optional<int64_t> bytes(std::string_view text) {
+  const size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
+  const auto count = number<int64_t>(text.substr(0, digits));
+  std::string_view suffix = text.substr(digits);
+  if (suffix.size() == 3 && suffix.ends_with("iB")) suffix.remove_suffix(2);
+  constexpr std::string_view suffixes = "kKmMgG";
+  if (!count || suffix.size() > 1 || suffixes.find(suffix) == suffixes.npos) return std::nullopt;
+  const size_t power = suffix.empty() ? 0 : 1 + suffixes.find(suffix) / 2;
+  const int64_t unit = int64_t{1} << (10 * power);
+  if (*count < 1 || *count > std::numeric_limits<int64_t>::max() / unit) return std::nullopt;
+  return *count * unit;
+}
+
+std::optional<double> seconds(std::string_view text) {
+  const auto value = number<double>(text);
+  if (!value || !std::isfinite(*value) || *value <= 0) return std::nullopt;
+  return value;
+}
+
+/// Sets the field of `knob` and returns the value in force as text.
+struct Assign {
+  Env& env;
+  const Knob& knob;
+  const std::string& text;
+
+  std::string operator()(std::monostate) const { return text; }
+  std::string operator()(std::string Env::* field) const {
+    if (knob.check != nullptr && !knob.check(text)) reject(knob, text);
+    return env.*field = text;
+  }
+  std::string operator()(int64_t Env::* field) const {
+    const auto value = knob.unit == "bytes" ? bytes(text) : number<int64_t>(text);
+    if (!value || *value < 1) reject(knob, text);
+    return std::to_string(env.*field = *value);
+  }
+  std::string operator()(double Env::* field) const {
+    const auto value = seconds(text);
+    if (!value) reject(knob, text);
+    env.*field = *value;
+    return text;
+  }
+};
+
+/// Levenshtein's distance from `a` to `b`; 0 where `a` is a beginning of `b`.
+size_t distance(std::string_view a, std::string_view b) {
+  if (b.starts_with(a)) return 0;
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i + 1);
+    for (size_t j = 0; j < b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({replaced, diagonal + 1, row[j] + 1});
+    }
+  }
+  return row.back();
+}
+
+void reject_unknown() {
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    std::string_view name(*entry);
+    name = name.substr(0, name.find('='));
+    const auto is_it = [name](const Knob& knob) { return knob.name == name; };
+    if (!name.starts_with("USBYTE_") || std::any_of(kKnobs.begin(), kKnobs.end(), is_it)) continue;
+    const auto nearest =
+        std::min_element(kKnobs.begin(), kKnobs.end(), [name](const Knob& a, const Knob& b) {
+          return distance(name, a.name) < distance(name, b.name);
+        });
+    throw EnvError("unknown variable " + std::string(name) + ": did you mean " +
+                   std::string(nearest->name) +
+                   "? Rename or unset it; `usbyte doctor` lists the variables that exist.");
+  }
+}
+
+}  // namespace
+
+Env Env::read() {
+  reject_unknown();
+  Env env{};
+  for (const Knob& knob : kKnobs) {
+    const char* const found = std::getenv(knob.name.data());
+    // Job scripts write NAME="${X:-}": empty means the default, as unset does.
+    const bool set = found != nullptr && *found != '\0';
+    const std::string text = set ? found : std::string(knob.fallback);
+    std::string value = std::visit(Assign{env, knob, text}, knob.field);
+    env.variables.push_back({std::string(knob.name), std::move(value), std::string(knob.unit),
+                             std::string(knob.description), set});
+  }
+  return env;
+}
+
+}  // namespace usbyte

@@ -1,0 +1,5 @@
+"""`python -m usbyte.run` is `usbyterun`."""
+
+from usbyte.run import main
+
+main()

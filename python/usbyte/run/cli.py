@@ -1,0 +1,227 @@
+"""The command line of usbyterun."""
+
+import os
+import shlex
+import signal
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+from usbyte.run import hosts, processes
+from usbyte.run.job import Job, Ssh
+from usbyte.run.launcher import Launcher
+from usbyte.run.output import Output
+
+_EXAMPLES = """\b
+Examples:
+  usbyterun -np 4 python train.py --lr 0.1
+  usbyterun -np 4 -H a:2,b:2 --network-interface eth0 python train.py
+"""
+
+
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        try:
+            click.echo(f"usbyterun {metadata.version('usbyte')}")
+        except metadata.PackageNotFoundError:
+            click.echo("usbyterun (not installed)")
+        context.exit()
+
+
+def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) -> dict[str, str]:
+    env = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{item!r} is not of the form NAME=VALUE")
+        env[name] = value
+    return env
+
+
+@click.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+        "max_content_width": 100,
+    },
+    epilog=_EXAMPLES,
+)
+@click.option(
+    "-np",
+    "--num-proc",
+    "ranks",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks to start.  [default: as many as the hosts have slots]",
+)
+@click.option(
+    "-H",
+    "--hosts",
+    "host_list",
+    metavar="HOST:SLOTS,...",
+    help="Hosts and how many ranks each may run; slots are filled in this order. Hosts other than "
+    "this one are reached over ssh.  [default: this host]",
+)
+@click.option(
+    "-hostfile",
+    "--hostfile",
+    "hostfile",
+    type=click.Path(path_type=Path),
+    help="File with a line 'HOST slots=N' or 'HOST:N' for each host, in place of -H.",
+)
+@click.option(
+    "-p",
+    "--ssh-port",
+    type=click.IntRange(1, 65535),
+    help="Port of the hosts' sshd.  [default: ssh's own]",
+)
+@click.option(
+    "-i",
+    "--ssh-identity-file",
+    "identity",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Private key for ssh.  [default: ssh's own]",
+)
+@click.option(
+    "--ssh-options",
+    default="",
+    show_default=False,
+    metavar="TEXT",
+    help="More options for ssh, as in a shell; they win over usbyterun's.",
+)
+@click.option(
+    "--remote-python",
+    default=sys.executable,
+    metavar="PATH",
+    show_default="the one that runs usbyterun",
+    help="Python on the other hosts; usbyte must be installed for it.",
+)
+@click.option(
+    "--network-interface",
+    "interface",
+    metavar="IF",
+    help="Network interface that connects the hosts; sets GLOO_SOCKET_IFNAME and "
+    "NCCL_SOCKET_IFNAME.  [default: loopback for one host, else the backends' own choice]",
+)
+@click.option(
+    "--output-filename",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Also write each rank's output to DIR/rank.N/stdout and DIR/rank.N/stderr.",
+)
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    metavar="S",
+    help="Seconds until all hosts must be ready.",
+)
+@click.option(
+    "--timeline", metavar="FILE", help="Have usbyte write a timeline; sets USBYTE_TIMELINE."
+)
+@click.option(
+    "--env",
+    multiple=True,
+    callback=_parse_env,
+    metavar="NAME=VALUE",
+    help="Set a variable for every rank. May be repeated.",
+)
+@click.option("--verbose", is_flag=True, help="Show which ranks run where and the ssh commands.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def main(
+    ranks: int | None,
+    host_list: str | None,
+    hostfile: Path | None,
+    ssh_port: int | None,
+    identity: str | None,
+    ssh_options: str,
+    remote_python: str,
+    interface: str | None,
+    directory: Path | None,
+    start_timeout: float,
+    timeline: str | None,
+    env: dict[str, str],
+    verbose: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Start COMMAND as the ranks of one distributed job, here and on other hosts.
+
+    Each line that a rank prints is shown with the rank in front. The first rank that fails ends
+    all others; usbyterun exits with its code, or with 128 + n if signal n killed it.
+
+    Ranks find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as
+    under torchrun, and the current directory. Ranks on other hosts also get this shell's USBYTE_*,
+    NCCL_*, GLOO_*, OMP_NUM_THREADS and PYTHONPATH.
+    """
+    job = Job(
+        placements=_place(ranks, host_list, hostfile),
+        command=list(command),
+        env={**({"USBYTE_TIMELINE": timeline} if timeline else {}), **env},
+        cwd=_current_directory(),
+        interface=interface,
+        start_timeout=start_timeout,
+        ssh=Ssh(ssh_port, identity, _split(ssh_options)),
+        remote_python=remote_python,
+    )
+    processes.adopt_orphans()
+    wake = processes.SignalWake(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    try:
+        output = Output(job.size, wake.fd, directory)
+    except OSError as error:
+        raise click.ClickException(f"--output-filename: {error}") from error
+    sys.exit(Launcher(job, output, wake, verbose).run())
+
+
+def _place(
+    ranks: int | None, host_list: str | None, hostfile: Path | None
+) -> list[hosts.Placement]:
+    if host_list and hostfile:
+        raise click.UsageError("-H and --hostfile exclude each other; give one of them")
+    try:
+        if host_list:
+            given = hosts.parse_hosts(host_list)
+        elif hostfile:
+            given = hosts.parse_hostfile(hostfile)
+        elif ranks:
+            given = hosts.this_host(ranks)
+        else:
+            raise click.UsageError("say how many ranks to start (-np) or on which hosts (-H)")
+        return hosts.place(given, ranks or sum(host.slots for host in given))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _split(ssh_options: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(ssh_options))
+    except ValueError as error:
+        raise click.UsageError(f"--ssh-options: {error}") from error
+
+
+def _current_directory() -> str:
+    """The current directory by the name that the user knows it by.
+
+    Behind an automounter or a symbolic link, only that name may exist on the other hosts.
+    """
+    name = os.environ.get("PWD", "")
+    with suppress(OSError):
+        if name and os.path.samefile(name, "."):
+            return name
+    try:
+        return os.getcwd()
+    except OSError as error:
+        message = f"the current directory cannot be used: {error.strerror}; change to another"
+        raise click.UsageError(message) from error

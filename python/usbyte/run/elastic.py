@@ -1,0 +1,139 @@
+"""The ranks of one host, started by torch's elastic agent: what usbyte.run needs of torch.
+
+`launch_agent` of torch.distributed.launcher is not enough here: its agent asks every 0.1 s who
+has ended, so that of two ranks that fail together the wrong one may be blamed; it waits 30 s for
+ranks that ignore SIGTERM (a constant before torch 2.7), and gives up its store, which remote
+ranks may still use, 300 s after its own ranks. So the elastic agent meets the others, numbers the
+ranks and starts them, and `watch` takes over from there. Only what torch 2.4 has is used.
+"""
+
+import fcntl
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from usbyte.run.wire import STDERR, STDOUT, AgentSpec
+
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+
+
+def serve_store(timeout: float) -> TCPStore:
+    """Opens the job's store on a port that is free; it lives as long as the returned object.
+
+    The elastic agent of this process finds it by its port (multi-tenancy) instead of opening
+    another, so that no other program can take the port in between.
+    """
+    return TCPStore(
+        "localhost",
+        0,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of the first of the comma-separated interfaces.
+
+    Raises:
+        ValueError: One of them does not exist on this host, or the first has no address.
+    """
+    names = interface.split(",")
+    present = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        if name not in present:
+            raise ValueError(f"no network interface {name!r}; there are {', '.join(present)}")
+    request = struct.pack("256s", names[0].encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            raise ValueError(f"network interface {names[0]!r} has no IPv4 address") from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+class Pipes(LogsSpecs):
+    """Gives every rank a pipe for stdout and one for stderr, in place of torch's log files.
+
+    Attributes:
+        ends: Read end, STDOUT or STDERR, and global rank of each pipe.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[tuple[int, int, int]] = []
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Opens the pipes; torch's name for "say where the output of these ranks goes"."""
+        paths: dict[int, dict[int, str]] = {STDOUT: {}, STDERR: {}}
+        for local_rank, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = ""
+            for kind in (STDOUT, STDERR):
+                end, write_end = os.pipe()
+                self.ends.append((end, kind, int(env["RANK"])))
+                paths[kind][local_rank] = f"/proc/self/fd/{write_end}"
+        no_files = dict.fromkeys(envs, os.devnull)
+        return LogsDest(stdouts=paths[STDOUT], stderrs=paths[STDERR], error_files=no_files)
+
+    @property
+    def root_log_dir(self) -> str:
+        """No files are written."""
+        return os.devnull
+
+
+class ElasticAgent(LocalElasticAgent):
+    """Starts the ranks of this host and leaves them to `watch`.
+
+    Args:
+        spec: The part of the job that runs here.
+        master: Address and port of the store.
+        pipes: Where the ranks' output goes.
+        watch: Called once they run, with the global rank of each process id; does not return.
+    """
+
+    def __init__(
+        self,
+        spec: AgentSpec,
+        master: tuple[str, int],
+        pipes: Pipes,
+        watch: Callable[[dict[int, int]], NoReturn],
+    ) -> None:
+        self._watch = watch
+        rendezvous = StaticTCPRendezvous(
+            master_addr=master[0],
+            master_port=master[1],
+            rank=spec.node,
+            world_size=spec.nodes,
+            run_id=spec.run_id,
+            timeout=max(1, round(spec.start_timeout)),
+        )
+        worker = Path(__file__).with_name("worker.py")
+        arguments = ["-I", "-S", str(worker), str(os.getpid()), *spec.command]
+        workers = WorkerSpec(
+            role="default",
+            local_world_size=spec.ranks,
+            entrypoint=sys.executable,
+            # torch expands ${local_rank} and halves $$ in arguments.
+            args=tuple(argument.replace("$", "$$") for argument in arguments),
+            rdzv_handler=rendezvous,
+            max_restarts=0,
+            monitor_interval=0.01,
+            master_addr=master[0],
+            master_port=master[1],
+        )
+        super().__init__(workers, logs_specs=pipes)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._watch({worker.id: worker.global_rank for worker in worker_group.workers})

@@ -1,0 +1,146 @@
+"""Hosts, their slots, and which ranks run where."""
+
+import functools
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+_ITEM = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.@%-]+)(?::(\d+))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine that ranks may run on.
+
+    Attributes:
+        name: As the user wrote it, without brackets; for ssh it may hold `user@`.
+        slots: Ranks it may run.
+        local: Its ranks are started without ssh.
+    """
+
+    name: str
+    slots: int
+    local: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks `first_rank` .. `first_rank + count - 1` on one host."""
+
+    host: Host
+    first_rank: int
+    count: int
+
+    def __str__(self) -> str:
+        last = self.first_rank + self.count - 1
+        ranks = f"rank {last}" if self.count == 1 else f"ranks {self.first_rank}-{last}"
+        return f"{self.host.name} ({'this host' if self.host.local else 'ssh'}): {ranks}"
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Reads `-H`: `host:slots,host:slots,...`; a host without slots has one.
+
+    Raises:
+        ValueError: An item is no host with slots.
+    """
+    return _merge(_parse_item(item.strip(), "-H") for item in text.split(","))
+
+
+def parse_hostfile(path: Path) -> list[Host]:
+    """Reads a host file: `host slots=2` or `host:2` on each line; `#` begins a comment.
+
+    Raises:
+        ValueError: The file cannot be read, names no host, or a line is in neither form.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the host file {path}: {error}") from error
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if words:
+            hosts.append(_parse_line(words, f"{path}, line {number}"))
+    if not hosts:
+        raise ValueError(f"the host file {path} names no host; write lines such as 'node1 slots=2'")
+    return _merge(hosts)
+
+
+def this_host(slots: int) -> list[Host]:
+    """The hosts of a job for which none are given."""
+    return [Host("localhost", slots, local=True)]
+
+
+def place(hosts: list[Host], ranks: int) -> list[Placement]:
+    """Fills the slots in the order of the hosts; hosts that get no rank are left out.
+
+    Raises:
+        ValueError: There are fewer slots than ranks.
+    """
+    slots = sum(host.slots for host in hosts)
+    if slots < ranks:
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise ValueError(
+            f"-np {ranks} asks for more ranks than the {slots} slots of {listed}; "
+            "lower -np or give the hosts more slots"
+        )
+    placements = []
+    first = 0
+    for host in hosts:
+        count = min(host.slots, ranks - first)
+        if count:
+            placements.append(Placement(host, first, count))
+            first += count
+    return placements
+
+
+def _parse_line(words: list[str], where: str) -> Host:
+    host = _parse_item(words[0], where)
+    for word in words[1:]:
+        key, _, value = word.partition("=")
+        if key.replace("-", "_") not in ("slots", "max_slots") or not value.isdecimal():
+            raise ValueError(f"{where}: {word!r} is not understood; write 'host slots=N'")
+        if key == "slots":
+            host = replace(host, slots=_slots(value, where))
+    return host
+
+
+def _parse_item(text: str, where: str) -> Host:
+    match = _ITEM.fullmatch(text)
+    # A leading dash would be read as an option by ssh.
+    if match is None or text.startswith("-"):
+        raise ValueError(f"{where}: {text!r} is no host; write 'host' or 'host:slots'")
+    name = match[1].strip("[]")
+    return Host(name, _slots(match[2] or "1", where), _is_local(name))
+
+
+def _slots(text: str, where: str) -> int:
+    if int(text) < 1:
+        raise ValueError(f"{where}: a host needs at least one slot")
+    return int(text)
+
+
+def _is_local(name: str) -> bool:
+    return name.lower() in _own_names()
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    own = socket.gethostname()
+    names = ("localhost", "127.0.0.1", own, own.partition(".")[0], socket.getfqdn())
+    return frozenset(name.lower() for name in names)
+
+
+def _merge(hosts: Iterable[Host]) -> list[Host]:
+    """Adds the slots of a host that is listed twice, as Open MPI does.
+
+    Two agents on one machine would hand out the same local ranks, and so the same GPUs.
+    """
+    merged: dict[str, Host] = {}
+    for host in hosts:
+        key = "localhost" if host.local else host.name
+        known = merged.get(key, replace(host, slots=0))
+        merged[key] = replace(known, slots=known.slots + host.slots)
+    return list(merged.values())

@@ -1,0 +1,144 @@
+"""What the launcher was asked to run, and how it starts an agent on each host."""
+
+import math
+import os
+import shlex
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from usbyte.run.hosts import Host, Placement
+from usbyte.run.wire import AgentSpec
+
+_FORWARDED_PREFIXES = ("USBYTE_", "NCCL_", "GLOO_")
+_FORWARDED = ("OMP_NUM_THREADS", "PYTHONPATH")
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """How to reach remote hosts.
+
+    Attributes:
+        port: Port of their sshd; None for ssh's own default.
+        identity: Private key file; None for ssh's own default.
+        options: Options that take precedence over the launcher's.
+    """
+
+    port: int | None = None
+    identity: str | None = None
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of `command` on all ranks.
+
+    Attributes:
+        placements: Which ranks run where, in the order of ranks.
+        command: The program and its arguments.
+        env: Variables for every rank, on top of what it inherits.
+        cwd: Directory that the ranks start in, on every host.
+        interface: Network interfaces, separated by commas; None for any.
+        start_timeout: Seconds until the agents of all hosts must have met.
+        ssh: How to reach remote hosts.
+        remote_python: Python that runs the agents on remote hosts.
+        run_id: Name of this run.
+    """
+
+    placements: list[Placement]
+    command: list[str]
+    env: dict[str, str]
+    cwd: str
+    interface: str | None = None
+    start_timeout: float = 30.0
+    ssh: Ssh = field(default_factory=Ssh)
+    remote_python: str = sys.executable
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+        return sum(placement.count for placement in self.placements)
+
+    def agent_spec(self, node: int) -> AgentSpec:
+        """What the agent of the host `node` is told."""
+        placement = self.placements[node]
+        env = {} if placement.host.local else forwarded(os.environ)
+        sockets = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if self.interface:
+            env.update(dict.fromkeys(sockets, self.interface))
+        elif len(self.placements) == 1:
+            env.update({name: os.environ.get(name, "lo") for name in sockets})
+        if "PYTHONPATH" in os.environ:
+            env["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        return AgentSpec(
+            host=placement.host.name,
+            remote=not placement.host.local,
+            node=node,
+            nodes=len(self.placements),
+            ranks=placement.count,
+            command=self.command,
+            env={**env, "PYTHONUNBUFFERED": "1", **self.env},
+            cwd=self.cwd,
+            interface=self.interface,
+            run_id=self.run_id,
+            start_timeout=self.start_timeout,
+        )
+
+    def agent_command(self, host: Host) -> list[str]:
+        """The command that starts the agent of `host`.
+
+        The ranks' own command is not in it: it travels as JSON, so that no shell sees it.
+        """
+        module = ["-m", "usbyte.run.agent"]
+        if host.local:
+            return [sys.executable, *module]
+        path = agent_env().get("PYTHONPATH")
+        python = ["env", f"PYTHONPATH={path}"] if path else []
+        remote = shlex.join([*python, self.remote_python, *module])
+        return ["ssh", *self._ssh_options(), "--", host.name, f"cd / && exec {remote}"]
+
+    def _ssh_options(self) -> list[str]:
+        options = {
+            "BatchMode": "yes",
+            "ConnectTimeout": str(math.ceil(self.start_timeout)),
+            "StrictHostKeyChecking": "accept-new",
+            # Notices within a minute that a host is gone.
+            "ServerAliveInterval": "15",
+            "ServerAliveCountMax": "4",
+            # A connection of its own: one that stays open for others would outlive the job.
+            "ControlMaster": "no",
+            "ClearAllForwardings": "yes",
+            "LogLevel": "ERROR",
+        }
+        words = ["-T", "-x", *self.ssh.options]  # ssh takes the first value it is given
+        if self.ssh.port is not None:
+            words += ["-p", str(self.ssh.port)]
+        if self.ssh.identity is not None:
+            words += ["-i", self.ssh.identity]
+        for name, value in options.items():
+            words += ["-o", f"{name}={value}"]
+        return words
+
+
+def agent_env() -> dict[str, str]:
+    """The environment in which local agents start.
+
+    Agents start in `/`: python -m puts the current directory first on its path, and a file of the
+    user's there must not hide a module. Relative entries of PYTHONPATH are made to fit.
+    """
+    env = dict(os.environ)
+    if env.get("PYTHONPATH"):
+        entries = env["PYTHONPATH"].split(os.pathsep)
+        env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in entries)
+    return env
+
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this shell that remote ranks get too."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_FORWARDED_PREFIXES) or name in _FORWARDED
+    }

@@ -1,0 +1,250 @@
+"""Runs a job: brings the agents together, passes on their output, ends them all."""
+
+import json
+import selectors
+import shlex
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from usbyte.run import processes
+from usbyte.run.agent import GRACE_SECONDS
+from usbyte.run.job import Job, agent_env
+from usbyte.run.link import AgentLink
+from usbyte.run.output import Output
+from usbyte.run.wire import EVENT, Frame
+
+# After the grace: to kill, to pass on the last output, and for slow networks.
+_END_SECONDS = GRACE_SECONDS + 10.0
+_HURRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the job ends.
+
+    Attributes:
+        code: Exit code of the launcher.
+        message: The last line on stderr; None for none.
+    """
+
+    code: int
+    message: str | None = None
+
+
+class Launcher:
+    """One run of a job.
+
+    Args:
+        job: What to run.
+        output: Where its output goes.
+        wake: Signals that end it.
+        verbose: Shows the plan and the commands that start the agents.
+    """
+
+    def __init__(
+        self, job: Job, output: Output, wake: processes.SignalWake, verbose: bool = False
+    ) -> None:
+        self._job = job
+        self._output = output
+        self._wake = wake
+        self._verbose = verbose
+        self._selector = selectors.DefaultSelector()
+        self._links: list[AgentLink] = []
+        self._running = set(range(job.size))
+        self._verdict: Verdict | None = None
+        self._master: tuple[str, int] | None = None
+        self._deadline: float | None = time.monotonic() + job.start_timeout
+
+    def run(self) -> int:
+        """Runs the job to its end; nothing of it is left when this returns.
+
+        Returns:
+            0; or the exit code of the first rank that failed, 128 + n if signal n ended it or the
+            launcher; or 1 if the job could not be started or a host was lost.
+        """
+        earlier = frozenset(processes.descendants())
+        self._selector.register(self._wake.fd, selectors.EVENT_READ, self._on_signal)
+        try:
+            self._start_agents()
+            while not all(link.gone for link in self._links):
+                self._step()
+        finally:
+            for link in self._links:
+                link.kill()
+            # Only an agent that was killed itself leaves anything.
+            processes.end_descendants(0, spare=earlier)
+        self._output.finish()
+        verdict = self._verdict or Verdict(1, "no agent was started")
+        if verdict.message is not None:
+            self._output.note(verdict.message)
+        return verdict.code
+
+    def _start_agents(self) -> None:
+        env = agent_env()
+        for node, placement in enumerate(self._job.placements):
+            command = self._job.agent_command(placement.host)
+            if self._verbose:
+                self._output.note(str(placement))
+                self._output.note(shlex.join(command))
+            spec = self._job.agent_spec(node).encode()
+            try:
+                link = AgentLink(
+                    placement, command, env, spec, self._selector, self._on_frame, self._on_text
+                )
+            except OSError as error:
+                self._conclude(1, f"cannot run {command[0]}: {error.strerror}; is it installed?")
+                return
+            self._links.append(link)
+
+    def _step(self) -> None:
+        timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
+            # What an earlier one did may have closed this one.
+            if key.fd in self._selector.get_map():
+                key.data()
+        for link in self._links:
+            if link.gone and not link.ended:
+                self._conclude(1, _describe_loss(link))
+        if self._output.stdout.broken:
+            self._conclude(128 + signal.SIGPIPE)
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._on_deadline()
+
+    def _on_frame(self, link: AgentLink, frame: Frame) -> None:
+        if frame.kind != EVENT:
+            try:
+                self._output.rank(frame.kind, frame.rank, frame.payload)
+            except OSError as error:
+                self._conclude(1, f"cannot write --output-filename: {error}")
+            return
+        event = json.loads(frame.payload)
+        match event["event"]:
+            case "ready":
+                link.ready = event
+                if all(other.ready for other in self._links) and self._verdict is None:
+                    self._go()
+            case "started":
+                link.started = True
+                if all(other.started for other in self._links) and self._verdict is None:
+                    self._deadline = None
+            case "exit":
+                self._on_exit(link, event["rank"], event["code"])
+            case "error":
+                self._conclude(1, f"host {link.name}: {event['message']}")
+            case "end":
+                link.ended = True
+                if event["left"]:
+                    pids = ", ".join(map(str, event["left"]))
+                    self._output.note(f"host {link.name}: SIGKILL did not end process {pids}")
+
+    def _on_exit(self, link: AgentLink, rank: int, code: int) -> None:
+        where = f"rank {rank} on host {link.name}"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
+            self._conclude(128 - code, f"{where} was killed by signal {-code} ({name})")
+        elif code > 0:
+            self._conclude(code, f"{where} exited with code {code}")
+        self._running.discard(rank)
+        if not self._running:
+            self._conclude(0)
+
+    def _on_text(self, link: AgentLink, line: bytes) -> None:
+        # Before the agent runs, it is what ssh says; the verdict then repeats it.
+        if link.greeted or self._verbose:
+            self._output.host(link.name, line)
+
+    def _on_signal(self) -> None:
+        for number in self._wake.take():
+            if self._verdict is None:
+                self._conclude(128 + number, f"ended by {number.name}")
+            else:
+                self._tell_all("kill")
+                self._deadline = time.monotonic() + _HURRY_SECONDS
+
+    def _on_deadline(self) -> None:
+        if self._verdict is None:
+            self._conclude(1, _describe_delay(self._links, self._job, self._master))
+            return
+        for link in self._links:
+            if not link.gone:
+                self._output.note(f"host {link.name} did not confirm that its ranks have ended")
+                link.kill()
+
+    def _go(self) -> None:
+        self._master = _master(self._links)
+        if self._verbose:
+            self._output.note(
+                f"{self._job.size} ranks meet at {self._master[0]}, port {self._master[1]}"
+            )
+        self._tell_all("go", address=self._master[0], port=self._master[1])
+
+    def _conclude(self, code: int, message: str | None = None) -> None:
+        """Ends the job; the first verdict stands."""
+        if self._verdict is not None:
+            return
+        self._verdict = Verdict(code, message)
+        self._deadline = time.monotonic() + _END_SECONDS
+        self._output.hurry()
+        for link in self._links:
+            if link.greeted:
+                link.send("stop")
+            else:
+                link.kill()
+
+    def _tell_all(self, command: str, **fields: Any) -> None:
+        for link in self._links:
+            link.send(command, **fields)
+
+
+def _master(links: list[AgentLink]) -> tuple[str, int]:
+    """Address and port at which all agents can reach the first one's store.
+
+    What ssh's connections tell (client address and port, server address and port) needs no name
+    service and holds for names that only ssh's configuration knows.
+    """
+    answers = [link.ready or {} for link in links]
+    connections = [answer["ssh"].split() if answer["ssh"] else None for answer in answers]
+    first = links[0].placement.host
+    address = answers[0]["address"]
+    if address is None and len(links) == 1:
+        address = "127.0.0.1"
+    elif address is None and first.local:
+        seen_from_others = (connection[0] for connection in connections if connection)
+        address = next(seen_from_others, socket.gethostname())
+    elif address is None:
+        address = connections[0][2] if connections[0] else first.name.rpartition("@")[2]
+    return address, answers[0]["port"]
+
+
+def _describe_loss(link: AgentLink) -> str:
+    """Why an agent is gone that should not be."""
+    said = f": {link.complaint}" if link.complaint else ""
+    if link.started:
+        return f"lost host {link.name}{said}"
+    if not link.greeted and not link.placement.host.local and link.code == 255:
+        return f"cannot reach host {link.name} (ssh failed){said}"
+    hint = "; is usbyte installed there, for the python of --remote-python?"
+    hint = "" if link.greeted or link.placement.host.local else hint
+    return f"cannot start the agent on host {link.name} (exit code {link.code}){said}{hint}"
+
+
+def _describe_delay(links: list[AgentLink], job: Job, master: tuple[str, int] | None) -> str:
+    """Why the agents have not met in time."""
+    late = [link for link in links if not link.started]
+    if master is not None:
+        problem = f"could not join the others at {master[0]}, port {master[1]}"
+        remedy = "name an interface that connects the hosts with --network-interface"
+    else:
+        late = [link for link in late if link.ready is None]
+        problem = "did not answer"
+        remedy = "check that ssh gets there without a password"
+        if all(link.greeted for link in late):
+            problem = "did not get ready (importing torch takes long?)"
+            remedy = "check that host"
+    names = ", ".join(link.name for link in late)
+    who = f"host {names}" if len(late) == 1 else f"hosts {names}"
+    return f"{who} {problem} within {job.start_timeout:g} s; {remedy} or raise --start-timeout"

@@ -1,0 +1,168 @@
+"""The launcher's end of the line to one agent."""
+
+import os
+import selectors
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from usbyte.run.hosts import Placement
+from usbyte.run.output import LineCutter
+from usbyte.run.wire import Frame, FrameReader, encode_message
+
+_CHUNK_BYTES = 1 << 16
+_EXIT_SECONDS = 1.0
+
+
+class AgentLink:
+    """An agent, or the ssh that leads to it, and what is known of it.
+
+    Nothing here blocks: the launcher must stay able to hear the other hosts.
+
+    Args:
+        placement: Host and ranks.
+        command: Starts the agent.
+        env: The environment it starts in.
+        spec: The first line to send.
+        selector: The link registers its descriptors there; their data is what to call when they
+            are ready.
+        on_frame: Gets what the agent sends.
+        on_text: Gets lines that the agent or ssh writes to stderr.
+
+    Attributes:
+        ready: The agent's "ready" event, once it is there.
+        started: Its ranks run.
+        ended: It has said that nothing of the job is left on its host.
+        gone: The line is closed.
+        code: Exit code of the agent or ssh, once it is gone; negative for a signal.
+
+    Raises:
+        OSError: The command cannot be started.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        command: list[str],
+        env: dict[str, str],
+        spec: bytes,
+        selector: selectors.BaseSelector,
+        on_frame: "Callable[[AgentLink, Frame], None]",
+        on_text: "Callable[[AgentLink, bytes], None]",
+    ) -> None:
+        self.placement = placement
+        self.ready: dict[str, Any] | None = None
+        self.started = self.ended = self.gone = False
+        self._complaints: deque[bytes] = deque(maxlen=20)
+        self.code: int | None = None
+        self._reader = FrameReader()
+        self._cutter = LineCutter()
+        self._unsent = b""
+        self._selector = selector
+        self._on_frame = on_frame
+        self._on_text = on_text
+        # Its own session: Ctrl-C in the terminal reaches the launcher only, which then ends all.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            cwd="/" if placement.host.local else None,
+            env=env,
+        )
+        pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
+        self._in, self._out, self._err = (pipe.fileno() for pipe in pipes if pipe is not None)
+        for fd in (self._in, self._out, self._err):
+            os.set_blocking(fd, False)
+        selector.register(self._out, selectors.EVENT_READ, self._read_frames)
+        selector.register(self._err, selectors.EVENT_READ, self._read_text)
+        self._send(spec)
+
+    @property
+    def name(self) -> str:
+        """The host's name."""
+        return self.placement.host.name
+
+    @property
+    def greeted(self) -> bool:
+        """The agent runs."""
+        return self._reader.greeted
+
+    @property
+    def complaint(self) -> str:
+        """What came over the line in place of an agent; empty once there is one."""
+        lines = [*self._complaints, *self._reader.noise.splitlines()]
+        text = " / ".join(line.decode(errors="replace").strip() for line in lines)
+        return "" if self.greeted else text
+
+    def send(self, command: str, **fields: Any) -> None:
+        """Sends the agent a command."""
+        if not self.gone:
+            self._send(encode_message({"command": command, **fields}))
+
+    def kill(self) -> None:
+        """Ends the agent, or the ssh to it, at once; a remote agent notices and ends its ranks."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        self._close()
+
+    def _send(self, data: bytes) -> None:
+        self._unsent += data
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._in, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # it is gone; the end of its stdout tells the rest
+            self._unsent = b""
+        registered = self._in in self._selector.get_map()
+        if self._unsent and not registered:
+            self._selector.register(self._in, selectors.EVENT_WRITE, self._flush)
+        elif registered and not self._unsent:
+            self._selector.unregister(self._in)
+
+    def _read_frames(self) -> None:
+        data = os.read(self._out, _CHUNK_BYTES)
+        if not data:
+            self._close()
+            return
+        try:
+            for frame in self._reader.feed(data):
+                self._on_frame(self, frame)
+        except ValueError as error:
+            self._complaints.append(str(error).encode())
+            self.kill()
+
+    def _read_text(self) -> None:
+        data = os.read(self._err, _CHUNK_BYTES)
+        if not data:
+            self._selector.unregister(self._err)
+        for line in self._cutter.feed(data) if data else self._cutter.finish():
+            self._complaints.append(line)
+            self._on_text(self, line)
+
+    def _close(self) -> None:
+        if self.gone:
+            return
+        self.gone = True
+        try:
+            self.code = self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self.code = self._process.wait()
+        with suppress(BlockingIOError):  # a process that ssh left behind may keep stderr open
+            while self._err in self._selector.get_map():
+                self._read_text()
+        for fd in (self._in, self._out, self._err):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,138 @@
+"""What the ranks print: whole lines on the terminal, each with its rank, and files."""
+
+import os
+import select
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from usbyte.run.wire import STDERR, STDOUT
+
+_MAX_LINE_BYTES = 1 << 20
+_STUCK_SECONDS = 1.0
+_FILE_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+
+
+class LineCutter:
+    r"""Cuts a stream of bytes into lines; `\r` ends one too, as progress bars use it."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes, with their ends."""
+        lines = (self._rest + data).splitlines(keepends=True)
+        # A \r at the very end may be the first half of \r\n.
+        complete = not lines or lines[-1].endswith(b"\n") or len(lines[-1]) > _MAX_LINE_BYTES
+        self._rest = b"" if complete else lines.pop()
+        return lines
+
+    def finish(self) -> list[bytes]:
+        """What came after the last line end."""
+        rest, self._rest = self._rest, b""
+        return [rest] if rest else []
+
+
+class Sink:
+    """A descriptor that may be a pipe or a terminal on which nobody reads for a while.
+
+    Args:
+        fd: Where to write.
+        wake: Readable when the launcher has something more urgent to do than to write.
+
+    Attributes:
+        broken: The reader is gone.
+    """
+
+    def __init__(self, fd: int, wake: int) -> None:
+        self._fd = fd
+        self._wake = wake
+        self._patient = True
+        self.broken = False
+
+    def hurry(self) -> None:
+        """From now on, gives up if nobody reads for a second."""
+        self._patient = False
+
+    def write(self, data: bytes) -> None:
+        """Writes everything, unless the reader is gone or `wake` ends the wait for it."""
+        view = memoryview(data)
+        while view and not self.broken and self._wait():
+            try:
+                # That many bytes do not block once a pipe is ready for any.
+                view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                self.broken = True
+
+    def _wait(self) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        if self._patient:
+            poll.register(self._wake, select.POLLIN)
+        ready = dict(poll.poll(None if self._patient else _STUCK_SECONDS * 1000))
+        if not ready:
+            self.broken = True
+        return self._fd in ready
+
+
+class Output:
+    """The launcher's stdout and stderr, and the ranks' files.
+
+    Args:
+        size: Ranks of the job.
+        wake: See `Sink`.
+        directory: Where `rank.N/stdout` and `rank.N/stderr` are written; None for nowhere. As with
+            Horovod, N has as many digits as the highest rank.
+
+    Raises:
+        OSError: The directory or a file in it cannot be written.
+    """
+
+    def __init__(self, size: int, wake: int, directory: Path | None = None) -> None:
+        self.stdout = Sink(1, wake)
+        self.stderr = Sink(2, wake)
+        self._cutters: dict[tuple[int, int], LineCutter] = {}
+        self._files: dict[tuple[int, int], BinaryIO] = {}
+        for rank in range(size if directory is not None else 0):
+            folder = Path(directory or "", f"rank.{rank:0{len(str(size - 1))}d}")
+            folder.mkdir(parents=True, exist_ok=True)
+            for kind, name in _FILE_NAMES.items():
+                self._files[kind, rank] = (folder / name).open("wb", buffering=0)
+
+    def rank(self, kind: int, rank: int, data: bytes) -> None:
+        """Takes what a rank has printed; kind is STDOUT or STDERR."""
+        if (kind, rank) in self._files:
+            self._files[kind, rank].write(data)
+        self._show(kind, rank, self._cutters.setdefault((kind, rank), LineCutter()).feed(data))
+
+    def note(self, text: str) -> None:
+        """Shows a message of the launcher's own."""
+        self.stderr.write(f"usbyterun: {text}\n".encode(errors="surrogateescape"))
+
+    def host(self, host: str, line: bytes) -> None:
+        """Shows what a host's agent, or ssh, has printed."""
+        self.stderr.write(f"[{host}] ".encode() + line.rstrip() + b"\n")
+
+    def finish(self) -> None:
+        """Shows lines that have no end and closes the files."""
+        for (kind, rank), cutter in sorted(self._cutters.items()):
+            self._show(kind, rank, cutter.finish())
+        for file in self._files.values():
+            file.close()
+
+    def hurry(self) -> None:
+        """From now on, gives up if nobody reads for a second."""
+        self.stdout.hurry()
+        self.stderr.hurry()
+
+    def _show(self, kind: int, rank: int, lines: list[bytes]) -> None:
+        def marked() -> Iterator[bytes]:
+            for line in lines:
+                yield b"[%d] " % rank
+                yield line
+                if not line.endswith((b"\n", b"\r")):
+                    yield b"\n"
+
+        (self.stdout if kind == STDOUT else self.stderr).write(b"".join(marked()))

@@ -1,0 +1,131 @@
+"""What the launcher and its agents say to each other.
+
+Launcher to agent: lines of JSON, the `AgentSpec` first. The end of that stream tells the agent
+that the launcher is gone. Agent to launcher: a greeting, then frames, which carry the output of
+the ranks byte for byte and, in between, events as JSON.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+STDOUT, STDERR, EVENT = 1, 2, 3
+
+# Login shells may print something before the agent does, so that its stream needs a beginning;
+# the number changes with anything else in this file.
+GREETING = b"usbyte-agent 1\n"
+_ANY_GREETING = re.compile(rb"usbyte-agent (\d+)\n")
+_MAX_NOISE_BYTES = 4096
+_HEADER = struct.Struct("!BII")  # kind, rank, payload bytes
+
+
+class Frame(NamedTuple):
+    """One piece of an agent's stream.
+
+    Attributes:
+        kind: STDOUT, STDERR or EVENT.
+        rank: Global rank whose output this is; 0 for an event.
+        payload: Output as it came, not cut at line ends, or an event's JSON.
+    """
+
+    kind: int
+    rank: int
+    payload: bytes
+
+    def encode(self) -> bytes:
+        """The frame as it travels."""
+        return _HEADER.pack(self.kind, self.rank, len(self.payload)) + self.payload
+
+
+class FrameReader:
+    """Cuts an agent's stream into frames.
+
+    Attributes:
+        greeted: The greeting has been read.
+    """
+
+    def __init__(self) -> None:
+        self.greeted = False
+        self._buffer = bytearray()
+
+    @property
+    def noise(self) -> bytes:
+        """What has come in place of a greeting."""
+        return b"" if self.greeted else bytes(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yields the frames that `data` completes.
+
+        Raises:
+            ValueError: The agent speaks another version of this protocol.
+        """
+        self._buffer += data
+        if not self.greeted and not self._read_greeting():
+            return
+        while len(self._buffer) >= _HEADER.size:
+            kind, rank, size = _HEADER.unpack_from(self._buffer)
+            end = _HEADER.size + size
+            if len(self._buffer) < end:
+                return
+            payload = bytes(self._buffer[_HEADER.size : end])
+            del self._buffer[:end]
+            yield Frame(kind, rank, payload)
+
+    def _read_greeting(self) -> bool:
+        match = _ANY_GREETING.search(self._buffer)
+        if match is None:
+            del self._buffer[:-_MAX_NOISE_BYTES]
+            return False
+        if match[0] != GREETING:
+            raise ValueError("another version of usbyte is installed there")
+        del self._buffer[: match.end()]
+        self.greeted = True
+        return True
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """What one agent has to do.
+
+    Attributes:
+        host: The host's name, for messages.
+        remote: It was started over ssh.
+        node: Its number among the agents, from 0.
+        nodes: Agents in the job.
+        ranks: Ranks that it starts.
+        command: What each of them runs.
+        env: Variables set on top of the agent's environment.
+        cwd: Directory that the ranks start in.
+        interface: Network interface, or several separated by commas; None for any.
+        run_id: Name of this run, for the rendezvous.
+        start_timeout: Seconds until all agents must have met.
+    """
+
+    host: str
+    remote: bool
+    node: int
+    nodes: int
+    ranks: int
+    command: list[str]
+    env: dict[str, str]
+    cwd: str
+    interface: str | None
+    run_id: str
+    start_timeout: float
+
+    def encode(self) -> bytes:
+        """The spec as the first line for an agent."""
+        return encode_message(asdict(self))
+
+    @classmethod
+    def decode(cls, line: bytes) -> "AgentSpec":
+        """Reads what `encode` wrote."""
+        return cls(**json.loads(line))
+
+
+def encode_message(message: dict[str, Any]) -> bytes:
+    """One line of JSON; its escapes carry bytes that are no UTF-8 as Python's surrogates."""
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,629 @@
+"""Eager collectives with real processes: values, order, errors, faults."""
+
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from _ranks import run_ranks
+from usbyte.errors import FaultError, MismatchError, UsageError
+from usbyte.torch import context, operations, ops, store
+from usbyte.torch.eager import EagerQueue
+from usbyte.torch.matching import Descriptor, match, name_ranks
+from usbyte.torch.reduction import ReduceOp
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int32, torch.int64]
+COMPLEX = [torch.complex64, torch.complex128]
+SHAPES = [(), (0,), (5,), (3, 4), (2, 0, 3)]
+
+
+@contextmanager
+def eager(rank, size, limit_s=60.0, warning_s=0.0, on_fault=lambda text: text):
+    """A queue over a fresh job, and the public functions on top of it."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    shared = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    queue = EagerQueue(
+        dist.new_group(timeout=timedelta(seconds=60)),
+        shared, rank, size, limit_s, warning_s, on_fault,
+    )  # fmt: skip
+    context.current = lambda: SimpleNamespace(rank=rank, size=size, eager=queue)
+    dist.barrier()  # the store may go when rank 0 does
+    try:
+        yield queue
+    finally:
+        queue.close()
+
+
+def leave_last(rank, others, word):
+    """Rank 0 waits until the others have come here, so that they need not do without the store."""
+    shared = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        shared.wait([f"{word}/{r}" for r in others])
+    else:
+        shared.set(f"{word}/{rank}", "1")
+
+
+def everyones(size, shape, dtype, seed=0):
+    """Each rank's tensor, known to all; small numbers, so that sums and products are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 3, (size, *shape), generator=generator)
+    return list((raw > 0) if dtype == torch.bool else raw.to(dtype))
+
+
+def same(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.cpu(), expected), (actual, expected)
+
+
+# ---- values ----------------------------------------------------------------------------------
+
+
+def _reduced(inputs, op):
+    stacked = torch.stack(inputs)
+    if stacked.dtype == torch.bool:
+        return stacked.any(0) if op in (ops.Sum, ops.Max) else stacked.all(0)
+    if op == ops.Sum:
+        return stacked.sum(0, dtype=stacked.dtype)
+    if op == ops.Average:
+        total = stacked.sum(0, dtype=stacked.dtype)
+        exact = stacked.is_floating_point() or stacked.is_complex()
+        return total / len(inputs) if exact else total // len(inputs)
+    if op == ops.Product:
+        return stacked.prod(0, dtype=stacked.dtype)
+    return stacked.amin(0) if op == ops.Min else stacked.amax(0)
+
+
+def _all_reductions(rank, size, device):
+    every = [ops.Average, ops.Sum, ops.Min, ops.Max, ops.Product]
+    allowed = {t: every for t in FLOATS + INTEGERS}
+    allowed |= {t: [ops.Average, ops.Sum] for t in COMPLEX} | {torch.bool: every[1:]}
+    for (dtype, kinds), shape in itertools.product(allowed.items(), SHAPES):
+        for op in kinds if shape == (3, 4) else kinds[:1]:
+            inputs = everyones(size, shape, dtype)
+            mine = inputs[rank].to(device)
+            expected = _reduced(inputs, op)
+            same(ops.allreduce(mine, op=op), expected)
+            same(mine, inputs[rank])
+            if shape:
+                share = slice(*operations.shares(shape[0], size)[rank])
+                same(ops.reducescatter(mine, op=op), expected[share])
+            assert ops.allreduce_(mine, op=op) is mine
+            same(mine, expected)
+
+
+def _scaled_and_grouped(rank, size, device):
+    mine = torch.full((4,), float(rank + 1), device=device)
+    total = size * (size + 1) / 2
+    scaled = ops.allreduce(mine, op=ops.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    same(scaled, torch.full((4,), total * 1.5))
+    ints = ops.allreduce(torch.full((2,), 3, device=device), op=ops.Sum, prescale_factor=0.5)
+    same(ints, torch.full((2,), size))  # 1.5 is truncated before the sum
+    same(ops.allreduce(mine), torch.full((4,), total / size))
+    with pytest.warns(FutureWarning, match="op=Sum"):
+        same(ops.allreduce(mine, average=False), torch.full((4,), total))
+
+    mixed = [mine, torch.ones(2, 2, dtype=torch.int64, device=device), mine.double(), mine * 2]
+    expected = [mine.cpu() * 0 + total, torch.full((2, 2), size), total + torch.zeros(4).double()]
+    expected.append(mine.cpu() * 0 + total * 2)
+    for actual, wanted in zip(ops.grouped_allreduce(mixed, op=ops.Sum), expected, strict=True):
+        same(actual, wanted)
+    transposed = torch.arange(6.0, device=device).view(2, 3).t()
+    group = [transposed, mine.clone()]
+    results = ops.grouped_allreduce_(group, op=ops.Sum)
+    assert all(a is b for a, b in zip(results, group, strict=True))
+    same(transposed, torch.arange(6.0).view(2, 3).t() * size)
+    same(group[1], expected[0])
+    handle = ops.grouped_allreduce_async([mine, mine], op=ops.Max)
+    same(ops.synchronize(handle)[1], torch.full((4,), float(size)))
+
+    class Halves:
+        def compress(self, tensor):
+            return tensor.half(), tensor.dtype
+
+        def decompress(self, tensor, ctx):
+            return tensor.to(ctx)
+
+    same(ops.allreduce(mine, compression=Halves(), op=ops.Sum), expected[0])
+
+
+def _moves(rank, size, device):
+    every = [*FLOATS, *INTEGERS, *COMPLEX, torch.bool, torch.int16, torch.float8_e5m2]
+    for dtype, shape in itertools.product(every, SHAPES):
+        inputs = everyones(size, shape, dtype)
+        mine = inputs[rank].to(device)
+        bytewise = dtype == torch.float8_e5m2  # which torch.equal does not know
+
+        def agree(actual, expected, bytewise=bytewise):
+            if bytewise:
+                assert actual.shape == expected.shape
+                actual, expected = (t.contiguous().view(torch.uint8) for t in (actual, expected))
+            same(actual, expected)
+
+        for root in range(size):
+            agree(ops.broadcast(mine, root), inputs[root])
+        target = mine.clone()
+        assert ops.broadcast_(target, size - 1) is target
+        agree(target, inputs[-1])
+
+        rows = [t.reshape(1) if t.dim() == 0 else t for t in inputs]
+        agree(ops.allgather(mine), torch.cat(rows))
+        if shape:  # each rank another number of rows, rank 0 none
+            uneven = [t[:1].expand(r if shape[0] else 0, *shape[1:]) for r, t in enumerate(inputs)]
+            agree(ops.allgather(uneven[rank].to(device)), torch.cat(uneven))
+
+
+def _exchanges(rank, size, device):
+    for dtype in [torch.float32, torch.bool, torch.int16]:
+        # Row j of rank r's block for rank d is (r, d, j).
+        def block(r, d, n, dtype=dtype):
+            return torch.tensor([[r, d, j] for j in range(n)]).reshape(n, 3).to(dtype)
+
+        sent = torch.cat([block(rank, d, 2) for d in range(size)]).to(device)
+        received = torch.cat([block(r, rank, 2) for r in range(size)])
+        same(ops.alltoall(sent), received)
+
+        count = [[(r * d) % 3 for d in range(size)] for r in range(size)]
+        sent = torch.cat([block(rank, d, count[rank][d]) for d in range(size)]).to(device)
+        rows, counts = ops.alltoall(sent, splits=torch.tensor(count[rank]))
+        same(rows, torch.cat([block(r, rank, count[r][rank]) for r in range(size)]))
+        same(counts, torch.tensor([count[r][rank] for r in range(size)]))
+        rows, counts = ops.synchronize(ops.alltoall_async(torch.empty(0, 3), [0] * size))
+        assert rows.shape == (0, 3)
+        assert counts.tolist() == [0] * size
+
+
+def _gradients(rank, size, device):
+    weight = torch.arange(4.0, device=device) + rank
+    mean = torch.arange(4.0) + (size - 1) / 2
+
+    def gradient(function, tensor, weights=None):
+        leaf = tensor.clone().to(device).requires_grad_()
+        out = function(leaf)
+        (out * (weight if weights is None else weights)).sum().backward()
+        return leaf.grad
+
+    ones = torch.ones(4)
+    same(gradient(ops.allreduce, ones), mean)
+    same(gradient(lambda t: ops.allreduce(t, op=ops.Sum), ones), mean * size)
+    scaled = gradient(lambda t: ops.allreduce(t, op=ops.Sum, postscale_factor=2.0), ones)
+    same(scaled, mean * size * 2)
+    same(gradient(lambda t: ops.grouped_allreduce([t, t * 2])[1], ones), mean * 2)
+    zero = torch.zeros(4)
+    same(gradient(lambda t: ops.broadcast(t, 1), ones), mean if rank == 1 else zero)
+
+    rows = torch.ones(rank + 1, 2)  # uneven
+    total = size * (size + 1) // 2
+    weights = torch.arange(total * 2.0, device=device).view(total, 2) * (rank + 1)
+    begin = rank * (rank + 1) // 2
+    expected = (weights.cpu() / (rank + 1))[begin : begin + rank + 1] * (size + 1) / 2
+    same(gradient(ops.allgather, rows, weights), expected)
+
+    rows = torch.ones(size + 1, 2)
+    weights = torch.full((2 if rank == 0 else 1, 2), float(rank + 1), device=device)
+    owners = torch.tensor([1.0, *range(1, size + 1)])[:, None].expand(-1, 2)
+    same(gradient(ops.reducescatter, rows, weights), owners.contiguous())
+    summed = gradient(lambda t: ops.reducescatter(t, op=ops.Sum), rows, weights)
+    same(summed, owners * size)
+
+    splits = [r + 1 for r in range(size)]
+    rows = torch.ones(sum(splits))
+    weights = torch.full((size * (rank + 1),), float(rank + 1), device=device)
+    expected = torch.tensor([r + 1.0 for r in range(size) for _ in range(r + 1)])
+    same(gradient(lambda t: ops.alltoall(t, splits)[0], rows, weights), expected)
+
+    with pytest.raises(UsageError, match=r"'top\.backward': .* Max has no gradient"):
+        gradient(lambda t: ops.allreduce(t, op=ops.Max, name="top"), ones)
+
+
+def _values(rank, size, device):
+    with eager(rank, size):
+        _all_reductions(rank, size, device)
+        _scaled_and_grouped(rank, size, device)
+        _moves(rank, size, device)
+        _exchanges(rank, size, device)
+        _gradients(rank, size, device)
+        ops.barrier()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_and_gradients_equal_the_references(size, device):
+    run_ranks(size, _values, device, timeout=120)
+
+
+# ---- order, names, mismatches ----------------------------------------------------------------
+
+
+def _other_order(rank, size):
+    n = 40
+    handles = {}
+    order = list(range(n))
+    if rank == 1:
+        order.reverse()
+    if rank == 2:
+        order = order[::2] + order[1::2]
+    for k in order:
+        if k % 3 == 0:
+            handles[k] = ops.allreduce_async(torch.tensor([rank + k]), name=f"op.{k}", op=ops.Sum)
+        elif k % 3 == 1:
+            handles[k] = ops.allgather_async(torch.tensor([rank + k]), name=f"op.{k}")
+        else:
+            handles[k] = ops.broadcast_async(torch.tensor([rank + k]), k % size, name=f"op.{k}")
+    for k in range(n):
+        values = [r + k for r in range(size)]
+        expected = [[sum(values)], values, [values[k % size]]][k % 3]
+        assert ops.synchronize(handles[k]).tolist() == expected
+        assert ops.poll(handles[k])
+        assert ops.synchronize(handles[k]).tolist() == expected
+
+
+def _from_threads(rank, size, queue):
+    results = [None] * 4
+
+    def work(k):
+        for _ in range(5):
+            results[k] = queue.allgather_bytes(f"thread.{k}", bytes([rank, k]) * k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[bytes([r, k]) * k for r in range(size)] for k in range(4)]
+
+
+def _bytes(rank, size, queue):
+    payloads = [b"", b"x", b"\0" * 10_000]
+    assert queue.allgather_bytes("gather", payloads[rank]) == payloads[:size]
+    for payload in payloads:
+        mine = payload if rank == 1 else b"ignored"
+        assert queue.broadcast_bytes("broadcast", mine, root=1) == payload
+    with pytest.raises(UsageError, match="root rank 7 is not one of the 3 ranks"):
+        queue.broadcast_bytes("broadcast", b"", root=7)
+
+
+def _mismatches(rank, size):
+    odd = rank == 2
+    ones = torch.ones(3, 4)
+    cases = {
+        "shape: [3, 4] on ranks 0, 1; [4, 3] on rank 2": lambda name: ops.allreduce(
+            ones.t() if odd else ones, name=name
+        ),
+        "dtype: float32 on ranks 0, 1; float64 on rank 2": lambda name: ops.allreduce(
+            ones.double() if odd else ones, name=name
+        ),
+        "reduction: sum on ranks 0, 1; max on rank 2": lambda name: ops.reducescatter(
+            ones, op=ops.Max if odd else ops.Sum, name=name
+        ),
+        "root rank: 0 on rank 0; 1 on rank 1; 2 on rank 2": lambda name: ops.broadcast_(
+            ones, rank, name=name
+        ),
+        "kind of operation: allreduce on ranks 0, 1; allgather on rank 2": lambda name: (
+            ops.allgather(ones, name=name) if odd else ops.allreduce(ones, name=name)
+        ),
+        "shape beyond the first dimension: [4] on ranks 0, 1; [5] on rank 2": lambda name: (
+            ops.allgather(torch.ones(3, 5) if odd else ones, name=name)
+        ),
+        "number of dimensions: 2 on ranks 0, 1; 1 on rank 2": lambda name: ops.alltoall(
+            torch.ones(3) if odd else ones, name=name
+        ),
+        "number of tensors: 1 on ranks 0, 1; 2 on rank 2": lambda name: ops.grouped_allreduce(
+            [ones] * (1 + odd), name=name
+        ),
+        "shape of tensor 1: [3, 4] on ranks 0, 1; [4, 3] on rank 2": lambda name: (
+            ops.grouped_allreduce([ones, ones.t() if odd else ones], name=name)
+        ),
+        "prescale and postscale factors: [1.0, 1.0] on ranks 0, 1; [2.0, 1.0] on rank 2": (
+            lambda name: ops.allreduce(ones, name=name, prescale_factor=1.0 + odd)
+        ),
+    }
+    for text, call in cases.items():
+        with pytest.raises(MismatchError) as error:
+            call("the one")
+        assert f"'the one': the ranks disagree about the {text}." in str(error.value)
+    assert torch.equal(ones, torch.ones(3, 4))
+    same(ops.allreduce(ones, name="the one"), ones)
+
+
+def _refused(rank, size):
+    for call, message in [
+        (lambda: ops.allreduce(torch.ones(1, dtype=torch.int16)), "cannot reduce torch.int16"),
+        (lambda: ops.allreduce(torch.ones(1) > 0), "cannot average torch.bool"),
+        (lambda: ops.allreduce(torch.ones(1) * 1j, op=ops.Max), "needs Sum or Average"),
+        (lambda: ops.allreduce(torch.ones(1), op="sum"), "op must be Average"),
+        (lambda: ops.allreduce(torch.ones(1), average=True, op=ops.Sum), "both given"),
+        (lambda: ops.allgather(torch.ones(2, 2).to_sparse()), "dense"),
+        (lambda: ops.reducescatter(torch.tensor(1.0)), "needs a first dimension"),
+        (lambda: ops.alltoall(torch.tensor(1.0)), "needs a first dimension"),
+        (lambda: ops.alltoall(torch.ones(4)), "4 rows do not split evenly over 3 ranks"),
+        (lambda: ops.alltoall(torch.ones(4), [1, 1, 1]), "add up to the tensor's 4 rows"),
+        (lambda: ops.broadcast(torch.ones(1), 3), "root rank 3 is not one of the 3"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            call()
+
+
+def _same_name(rank, size):
+    handle = None
+    if rank == 0:  # while the others have not submitted it, it cannot end
+        handle = ops.allreduce_async(torch.ones(1), name="twice")
+        with pytest.raises(ValueError, match="'twice': an operation of this name is still in"):
+            ops.allgather_async(torch.ones(1), name="twice")
+        assert not ops.poll(handle)
+    dist.barrier()
+    handle = handle or ops.allreduce_async(torch.ones(1), name="twice")
+    same(ops.synchronize(handle), torch.ones(1))
+
+
+def _no_key_stays(rank, size):
+    shared = dist.distributed_c10d._get_default_store()
+    ops.barrier()
+    dist.barrier()
+    keys = shared.num_keys()
+    dist.barrier()
+    handles = [ops.allreduce_async(torch.ones(1), name=f"many.{k % 100}") for k in range(100)]
+    for _ in range(4):
+        for k, handle in enumerate(handles):
+            same(ops.synchronize(handle), torch.ones(1))
+            handles[k] = ops.allreduce_async(torch.ones(1), name=f"many.{k}")
+    for handle in handles:
+        ops.synchronize(handle)
+    deadline = time.monotonic() + 20  # a rank deletes its last key after it has its result
+    while shared.num_keys() > keys and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert shared.num_keys() <= keys
+    dist.barrier()
+
+
+def _order_and_names(rank, size):
+    with eager(rank, size) as queue:
+        _other_order(rank, size)
+        _from_threads(rank, size, queue)
+        _bytes(rank, size, queue)
+        _refused(rank, size)
+        _mismatches(rank, size)
+        _same_name(rank, size)
+        _no_key_stays(rank, size)
+        handle = ops.barrier() or (ops.allreduce_async(torch.ones(1)) if rank == 0 else None)
+        queue.close()
+        queue.close()
+        assert not queue._thread.is_alive()
+        if handle:
+            with pytest.raises(FaultError, match="had not ended when usbyte was shut down"):
+                queue.synchronize(handle)
+        with pytest.raises(UsageError, match=r"call usbyte\.torch\.init"):
+            ops.allreduce(torch.ones(1))
+        dist.barrier()
+
+
+def test_order_names_and_mismatches():
+    run_ranks(3, _order_and_names, timeout=120)
+
+
+# ---- stalls and faults -----------------------------------------------------------------------
+
+
+class _Log(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+        logging.getLogger("usbyte").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def _stalls(rank, size):
+    log, noticed = _Log(), []
+
+    def on_fault(text):
+        noticed.append(text)
+        return f"agreed: {text}"
+
+    with eager(rank, size, limit_s=4.0, warning_s=0.5, on_fault=on_fault) as queue:
+        if rank == 2:
+            dist.distributed_c10d._get_default_store().wait(["stalled/0", "stalled/1"])
+            leave_last(rank, [1, 2], "end")
+            return
+        interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        handle = ops.allreduce_async(torch.ones(1), name="lonely")
+        other = ops.allgather_async(torch.ones(1), name="also lonely")
+        interrupt.start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            ops.synchronize(handle)
+        assert time.monotonic() - began < 3.5
+        if rank == 0:
+            with pytest.raises(FaultError) as fault:
+                ops.synchronize(handle)
+        else:
+            while not ops.poll(handle):
+                time.sleep(0.05)
+            with pytest.raises(FaultError) as fault:
+                ops.synchronize(handle)
+        assert 3.9 < time.monotonic() - began < 20
+        for text in [str(fault.value), log.texts[0]]:
+            assert "allreduce 'lonely' has waited" in text
+            assert "for rank 2, which did not submit it" in text
+        assert str(fault.value) == f"agreed: {noticed[0]}"
+        assert len(noticed) == 1
+        for call in [lambda: queue.synchronize(other), lambda: ops.allreduce(torch.ones(1))]:
+            with pytest.raises(FaultError, match="agreed: allreduce 'lonely'"):
+                call()
+        dist.distributed_c10d._get_default_store().set(f"stalled/{rank}", "1")
+        leave_last(rank, [1, 2], "end")
+
+
+def test_a_stall_is_warned_of_and_then_a_fault_that_names_the_missing_rank():
+    run_ranks(3, _stalls)
+
+
+def _failed_from_outside(rank, size):
+    with eager(rank, size) as queue:
+        pending = ops.allreduce_async(torch.ones(1), name="pending") if rank == 0 else None
+        queue.fail("the network burnt down")
+        queue.fail("too late to count")
+        for call in [
+            lambda: ops.synchronize(pending) if pending else ops.barrier(),
+            lambda: ops.allreduce(torch.ones(1)),
+            lambda: queue.allgather_bytes("x", b""),
+        ]:
+            with pytest.raises(FaultError, match=r"^the network burnt down$"):
+                call()
+
+
+def _ends_in_the_middle(rank, size, victim, how):
+    """Every other rank gets a FaultError soon, whatever rank ends, and however."""
+    with eager(rank, size, limit_s=60.0 if how == "killed" else 6.0) as queue:
+        shared = dist.distributed_c10d._get_default_store()
+        ops.barrier()
+        big = torch.ones(16 << 20)
+        began = time.monotonic()
+        if rank == victim:
+            shared.set("victim", str(os.getpid()))
+            if how != "before":
+                ops.allreduce_async_(big, name="big")
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGSTOP if how == "frozen" else signal.SIGKILL)
+
+        def reduce_on():
+            for _ in range(1000):
+                ops.allreduce_(big, name="big")
+
+        with pytest.raises(FaultError) as fault:
+            reduce_on()
+        assert time.monotonic() - began < 30
+        with pytest.raises(FaultError):
+            ops.barrier()
+        began = time.monotonic()
+        queue.close(timeout_s=0.5)
+        assert time.monotonic() - began < 5
+        if victim:
+            leave_last(rank, set(range(1, size)) - {victim}, "end")
+        if how == "frozen" and rank == 0:
+            os.kill(int(shared.get("victim")), signal.SIGKILL)
+        queue._thread.join(20)
+        assert not queue._thread.is_alive()
+        return str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "victim", "how"),
+    [(4, 1, "killed"), (3, 0, "killed"), (3, 1, "frozen"), (3, 1, "before")],
+)
+def test_the_end_of_a_rank_is_a_fault_on_the_others(size, victim, how):
+    texts = run_ranks(size, _ends_in_the_middle, victim, how, dies=[victim])
+    for text in texts[:victim] + texts[victim + 1 :]:
+        assert "big" in text or "store" in text
+        if how == "before":
+            assert "rank 1, which did not submit it" in text
+
+
+def _store_gone(rank, size):
+    """Rank 0, which serves the store, dies while rank 1 is idle; then rank 1 closes."""
+    with eager(rank, size) as queue:
+        ops.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        queue._thread.join(30)
+        assert not queue._thread.is_alive()
+        with pytest.raises(FaultError, match="rank 1 lost the job's store"):
+            ops.barrier()
+        began = time.monotonic()
+        queue.close()
+        assert time.monotonic() - began < 5
+
+
+def test_fail_ends_what_is_pending_and_what_comes():
+    run_ranks(2, _failed_from_outside)
+
+
+def test_close_without_a_store():
+    run_ranks(2, _store_gone, dies=[0])
+
+
+# ---- parts -----------------------------------------------------------------------------------
+
+
+def test_one_rank_needs_neither_thread_nor_store(monkeypatch):
+    queue = EagerQueue(None, None, 0, 1, 1.0, 1.0, str)
+    monkeypatch.setattr(context, "current", lambda: SimpleNamespace(rank=0, size=1, eager=queue))
+    x = torch.arange(6.0).view(3, 2)
+    for result in [
+        ops.allreduce(x), ops.allgather(x), ops.broadcast(x, 0), ops.reducescatter(x),
+        ops.alltoall(x), ops.alltoall(x, [3])[0],
+    ]:  # fmt: skip
+        same(result, x)
+        assert result.data_ptr() != x.data_ptr()
+    ops.barrier()
+    assert queue.allgather_bytes("a", b"1") == [b"1"]
+    assert queue.broadcast_bytes("a", b"1", 0) == b"1"
+    queue.allreduce("a", x, ReduceOp.MAX)
+    queue.close()
+    with pytest.raises(UsageError, match="init"):
+        ops.allreduce(x)
+
+
+def test_long_lists_of_ranks_are_cut():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+def test_verdicts_carry_each_ranks_sizes():
+    def sizes(descriptors):
+        return [list(v.sizes) for v in match("x", descriptors)]
+
+    def describe(rank, kind, rows, **more):
+        return Descriptor(rank, kind, ["int8"], [[rows, 2]], **more)
+
+    gather = [describe(r, "allgather", rows) for r, rows in [(1, 5), (0, 4)]]
+    assert sizes(gather) == [[4, 5], [4, 5]]
+    exchange = [describe(r, "alltoall", 3, splits=s) for r, s in [(0, [1, 2]), (1, [3, 0])]]
+    assert sizes(exchange) == [[1, 3], [2, 0]]
+    broadcast = [describe(r, "broadcast_bytes", 7 + r, root=1) for r in range(2)]
+    assert sizes(broadcast) == [[8], [8]]
+
+
+@pytest.fixture
+def server():
+    return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("cloning", [True, False], ids=["clone", "before torch 2.8"])
+def test_private_stores_share_keys_with_their_clones_only(server, cloning, monkeypatch):
+    if not cloning:
+        monkeypatch.setattr(store, "_own_clone", lambda _: None)
+    elif not hasattr(server, "clone"):
+        pytest.skip("this torch has no Store.clone")
+    mine = store.private_store(dist.PrefixStore("run", server), "eager")
+    others = store.private_store(dist.PrefixStore("run", server), "eager")
+    foreign = store.private_store(dist.PrefixStore("another run", server), "eager")
+    mine.set("key", "value")
+    for same_keys in [others, store.clone_store(mine), store.clone_store(store.clone_store(mine))]:
+        assert same_keys.get("key") == b"value"
+    assert store.read_now(foreign, "key") is None
+    assert store.read_now(mine, "key") == b"value"
+    keys = server.num_keys()
+    assert store.read_now(mine, "no such key") is None
+    assert server.num_keys() == keys
+    store.clone_store(server).set("top", "1")
+    assert server.get("top") == b"1"
+
+
+def test_stores_that_cannot_be_cloned_are_refused(server, monkeypatch):
+    monkeypatch.setattr(store, "_own_clone", lambda _: None)
+    with pytest.raises(UsageError, match="private_store"):
+        store.clone_store(dist.PrefixStore("run", server))
+    with pytest.raises(UsageError, match=r"not a HashStore(.|\n)*usbyterun or torchrun"):
+        store.private_store(dist.HashStore(), "eager")

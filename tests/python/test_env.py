@@ -1,0 +1,269 @@
+"""The cluster as launchers describe it, and the USBYTE_* knobs as Python sees them."""
+
+import logging
+
+import pytest
+
+from usbyte import _core, env, slurm
+from usbyte.errors import EnvError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_TASK_PID": "16360",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_JOB_NODELIST": "gpu[01-03,7]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-node0-4711@1",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def without(environ, *names):
+    return {name: text for name, text in environ.items() if name not in names}
+
+
+def error(environ):
+    with pytest.raises(EnvError) as caught:
+        env.detect(environ)
+    return str(caught.value)
+
+
+def test_single_process():
+    assert env.detect({}) == env.Cluster(0, 1, 0, 1, "127.0.0.1", 0, "single")
+    assert env.detect({"MASTER_ADDR": "node0", "RANK": ""}).source == "single"
+
+
+def test_torchrun():
+    assert env.detect(TORCHRUN) == env.Cluster(3, 4, 1, 2, "node0", 29500, "torchrun")
+
+
+def test_torchrun_without_local_variables():
+    plain = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    there = env.detect(plain)
+    assert (there.local_rank, there.local_size) == (0, 1)
+    here = env.detect(plain | {"MASTER_ADDR": "localhost"})
+    assert (here.local_rank, here.local_size) == (3, 4)
+
+
+def test_torchrun_of_one_needs_no_master():
+    assert env.detect({"RANK": "0", "WORLD_SIZE": "1"}).master_addr == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"RANK": ""}, ["RANK=(unset), WORLD_SIZE=4", "in part"]),
+        ({"WORLD_SIZE": ""}, ["WORLD_SIZE=(unset)", "in part", "torchrun"]),
+        ({"LOCAL_RANK": ""}, ["LOCAL_RANK=(unset), LOCAL_WORLD_SIZE=2"]),
+        ({"RANK": "4"}, ["RANK=4, WORLD_SIZE=4"]),
+        ({"RANK": "-1"}, ["RANK=-1"]),
+        ({"RANK": "three"}, ["RANK=three", "whole number"]),
+        ({"LOCAL_RANK": "2"}, ["LOCAL_RANK=2, LOCAL_WORLD_SIZE=2"]),
+        ({"LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE=8"]),
+        ({"MASTER_ADDR": ""}, ["MASTER_ADDR=(unset)", "host of rank 0"]),
+        ({"MASTER_PORT": ""}, ["MASTER_PORT=(unset)", "port"]),
+        ({"MASTER_PORT": "70000"}, ["MASTER_PORT=70000", "65535"]),
+        ({"MASTER_PORT": "http"}, ["MASTER_PORT=http"]),
+        ({"RANK": "", "WORLD_SIZE": ""}, ["RANK=(unset)", "LOCAL_RANK=1", "in part"]),
+    ],
+)
+def test_torchrun_errors_name_variables_and_remedy(change, words):
+    text = error(TORCHRUN | change)
+    assert all(word in text for word in words), text
+
+
+def test_slurm():
+    cluster = env.detect(SLURM)
+    assert cluster.source == "slurm"
+    assert (cluster.rank, cluster.size) == (5, 7)
+    assert (cluster.local_rank, cluster.local_size) == (1, 2)
+    assert cluster.master_addr == "gpu01"
+    assert 1024 < cluster.master_port < 32768
+
+
+def test_slurm_port_is_the_same_on_every_rank_and_differs_between_jobs_and_steps():
+    port = env.detect(SLURM).master_port
+    other_rank = {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
+    assert env.detect(SLURM | other_rank).master_port == port
+    assert env.detect(SLURM | {"SLURM_JOB_ID": "4712"}).master_port != port
+    assert env.detect(SLURM | {"SLURM_STEP_ID": "1"}).master_port != port
+
+
+def test_slurm_step_wins_over_job():
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "gpu03",
+        "SLURM_PROCID": "1",
+        "SLURM_NODEID": "0",
+    }
+    cluster = env.detect(SLURM | step)
+    assert (cluster.size, cluster.local_size, cluster.master_addr) == (2, 2, "gpu03")
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "local_size"), [(0, 0, 2), (3, 1, 2), (4, 0, 2), (6, 0, 1)]
+)
+def test_slurm_node_follows_from_rank(rank, local_rank, local_size):
+    place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank), "SLURM_NODEID": ""}
+    assert env.detect(SLURM | place).local_size == local_size
+
+
+def test_slurm_ntasks_per_node():
+    place = {"SLURM_TASKS_PER_NODE": "", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NTASKS": "8"}
+    assert env.detect(SLURM | place).local_size == 4
+
+
+def test_slurm_master_variables_win():
+    cluster = env.detect(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    assert (cluster.master_addr, cluster.master_port) == ("10.0.0.1", 4000)
+
+
+def test_shell_of_a_batch_script_is_a_single_process(caplog):
+    with caplog.at_level(logging.WARNING, logger="usbyte"):
+        shell = SLURM | {"SLURM_STEP_ID": "", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+        assert env.detect(shell).source == "single"
+    assert "srun" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_NTASKS": ""}, ["SLURM_NTASKS=(unset)"]),
+        ({"SLURM_LOCALID": ""}, ["SLURM_LOCALID=(unset)"]),
+        ({"SLURM_PROCID": "7"}, ["SLURM_PROCID=7, SLURM_NTASKS=7"]),
+        ({"SLURM_LOCALID": "2"}, ["SLURM_LOCALID=2"]),
+        ({"SLURM_TASKS_PER_NODE": "2x3"}, ["SLURM_TASKS_PER_NODE=2x3", "2(x3),1"]),
+        ({"SLURM_TASKS_PER_NODE": ""}, ["SLURM_TASKS_PER_NODE=(unset)"]),
+        ({"SLURM_NODEID": "9"}, ["SLURM_NODEID=9"]),
+        ({"SLURM_NODEID": "", "SLURM_LOCALID": "0"}, ["SLURM_NODEID=(unset)"]),
+        ({"SLURM_JOB_NODELIST": "gpu[01-"}, ["SLURM_JOB_NODELIST=gpu[01-"]),
+        ({"SLURM_JOB_NODELIST": ""}, ["MASTER_ADDR"]),
+        ({"SLURM_JOB_ID": ""}, ["MASTER_PORT"]),
+    ],
+)
+def test_slurm_errors_name_variables(change, words):
+    text = error(SLURM | change)
+    assert all(word in text for word in words), text
+
+
+def test_open_mpi_on_one_host():
+    cluster = env.detect(OPEN_MPI)
+    assert (cluster.source, cluster.rank, cluster.local_size) == ("openmpi", 1, 2)
+    assert cluster.master_addr == "127.0.0.1"
+    older = without(OPEN_MPI, "PMIX_NAMESPACE") | {"OMPI_MCA_ess_base_jobid": "123456"}
+    assert env.detect(older).master_port != cluster.master_port
+
+
+def test_open_mpi_on_several_hosts_needs_the_master():
+    several = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}
+    text = error(several)
+    assert "MASTER_ADDR=(unset)" in text
+    assert "mpirun -x MASTER_ADDR" in text
+    assert env.detect(several | {"MASTER_ADDR": "node0"}).master_addr == "node0"
+
+
+def test_mpirun_under_slurm_is_open_mpi():
+    daemon = SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    assert env.detect(daemon | OPEN_MPI).source == "openmpi"
+    assert env.detect(TORCHRUN | daemon | OPEN_MPI).source == "torchrun"
+
+
+def test_open_mpi_set_in_part():
+    assert "OMPI_COMM_WORLD_SIZE=(unset)" in error(without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"))
+
+
+def test_hydra_has_no_job_id():
+    assert "MASTER_PORT" in error(HYDRA)
+    cluster = env.detect(HYDRA | {"MASTER_PORT": "4000"})
+    assert cluster == env.Cluster(1, 2, 1, 2, "127.0.0.1", 4000, "pmi")
+
+
+def test_pmi_without_local_variables():
+    plain = without(HYDRA, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    assert "MASTER_ADDR" in error(plain)
+    cluster = env.detect(plain | {"MASTER_ADDR": "node0", "MASTER_PORT": "4000"})
+    assert (cluster.rank, cluster.local_rank, cluster.local_size) == (1, 0, 1)
+    assert env.detect(SLURM | plain).source == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("login2", ["login2"]),
+        ("gpu[01-03,7],login2", ["gpu01", "gpu02", "gpu03", "gpu7", "login2"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("r[1-2]n[1-2]-ib", ["r1n1-ib", "r1n2-ib", "r2n1-ib", "r2n2-ib"]),
+        ("a-1,b.example", ["a-1", "b.example"]),
+    ],
+)
+def test_expand_hosts(text, hosts):
+    assert slurm.expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "a[1", "a]1", "a[[1]]", "a[1-]", "a[3-1]", "a[x]"])
+def test_expand_hosts_rejects(text):
+    with pytest.raises(ValueError, match=r"no (host )?list"):
+        slurm.expand_hosts(text)
+
+
+def test_environ_of_replaces_the_launchers_variables(monkeypatch):
+    for name, text in (SLURM | OPEN_MPI | {"PYTHONHASHSEED": "0"}).items():
+        monkeypatch.setenv(name, text)
+    cluster = env.Cluster(1, 2, 1, 2, "127.0.0.1", 4000, "torchrun")
+    environ = env.environ_of(cluster)
+    assert env.detect(environ) == cluster
+    assert environ["PYTHONHASHSEED"] == "0"
+    assert not any(name.startswith(("SLURM_", "OMPI_")) for name in environ)
+
+
+@pytest.fixture
+def no_knobs(monkeypatch):
+    for name in env.usbyte_variables():
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_knobs")
+def test_knobs(monkeypatch):
+    monkeypatch.setenv("USBYTE_CREDIT_BYTES", "2M")
+    monkeypatch.setenv("USBYTE_STALL_LIMIT_S", "1.5")
+    knobs = _core.Env.read()
+    assert (knobs.credit_bytes, knobs.stall_limit_s, knobs.learning_steps) == (2 << 20, 1.5, 3)
+    in_force = {variable.name: variable for variable in knobs.variables}
+    assert in_force["USBYTE_CREDIT_BYTES"].set
+    assert not in_force["USBYTE_POLICY"].set
+    assert in_force["USBYTE_BUCKET_BYTES"].value == str(25 << 20)
+    assert in_force["USBYTE_BUCKET_BYTES"].unit == "bytes"
+    assert env.usbyte_variables() == {
+        "USBYTE_CREDIT_BYTES": "2M",
+        "USBYTE_STALL_LIMIT_S": "1.5",
+    }
+
+
+@pytest.mark.usefixtures("no_knobs")
+def test_knob_errors(monkeypatch):
+    monkeypatch.setenv("USBYTE_CREDIT_BYTES", "2MB")
+    with pytest.raises(EnvError, match=r'USBYTE_CREDIT_BYTES="2MB".*powers of 1024'):
+        _core.Env.read()
+    monkeypatch.setenv("USBYTE_CREDITS", "2M")
+    monkeypatch.delenv("USBYTE_CREDIT_BYTES")
+    with pytest.raises(EnvError, match="did you mean USBYTE_CREDIT_BYTES"):
+        _core.Env.read()

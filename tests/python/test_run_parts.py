@@ -1,0 +1,187 @@
+"""The launcher's parts that need no running job: hosts, lines, frames, the command line."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from run_support import PATIENCE_SECONDS
+from usbyte.run import hosts, wire
+from usbyte.run.cli import main
+from usbyte.run.output import LineCutter
+
+
+def listed(parsed: list[hosts.Host]) -> list[tuple[str, int, bool]]:
+    return [(host.name, host.slots, host.local) for host in parsed]
+
+
+def test_hosts_are_parsed_in_order() -> None:
+    parsed = hosts.parse_hosts("a:2, user@b.example:3,[fe80::1]:1,c")
+    assert listed(parsed) == [
+        ("a", 2, False),
+        ("user@b.example", 3, False),
+        ("fe80::1", 1, False),
+        ("c", 1, False),
+    ]
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", os.uname().nodename])
+def test_own_names_are_local(name: str) -> None:
+    assert listed(hosts.parse_hosts(f"{name}:2,127.0.0.2:1")) == [
+        (name, 2, True),
+        ("127.0.0.2", 1, False),
+    ]
+
+
+def test_a_host_that_is_listed_twice_is_one_host() -> None:
+    assert listed(hosts.parse_hosts("a:1,localhost:1,a:2,127.0.0.1:3")) == [
+        ("a", 3, False),
+        ("localhost", 4, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a:", "a:b", "a:0", "a,,b", "-oProxyCommand=x", "a b:1", "a;b"]
+)
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="-H"):
+        hosts.parse_hosts(text)
+
+
+def test_hostfile_formats(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# cluster\n\na slots=2\nb:3 # rack 2\nc\nd max-slots=8 slots=4\na slots=1\n")
+    parsed = hosts.parse_hostfile(file)
+    assert [(host.name, host.slots) for host in parsed] == [("a", 3), ("b", 3), ("c", 1), ("d", 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a slots=2\nb cpus=3\n", r"hosts, line 2: 'cpus=3'"),
+        ("a slots=x\n", r"line 1: 'slots=x'"),
+        ("a slots=0\n", r"line 1: .* at least one slot"),
+        ("# nobody\n", r"names no host"),
+    ],
+)
+def test_bad_hostfiles_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        hosts.parse_hostfile(tmp_path / "hosts")
+
+
+def test_slots_are_filled_in_order() -> None:
+    placed = hosts.place(hosts.parse_hosts("a:2,b:4,c:1"), 3)
+    assert [(p.host.name, p.first_rank, p.count) for p in placed] == [("a", 0, 2), ("b", 2, 1)]
+    with pytest.raises(ValueError, match=r"-np 8 asks for more ranks than the 7 slots of a:2,b:4"):
+        hosts.place(hosts.parse_hosts("a:2,b:4,c:1"), 8)
+
+
+def test_lines_are_cut_wherever_the_bytes_are_cut() -> None:
+    text = b"one\ntwo\r\n 10%\r 20%\r\xff\x00\n\nlast"
+    for size in range(1, len(text)):
+        cutter = LineCutter()
+        lines = [ln for at in range(0, len(text), size) for ln in cutter.feed(text[at : at + size])]
+        assert lines == [b"one\n", b"two\r\n", b" 10%\r", b" 20%\r", b"\xff\x00\n", b"\n"]
+        assert cutter.finish() == [b"last"]
+
+
+def test_an_endless_line_is_not_kept() -> None:
+    cutter = LineCutter()
+    assert sum(len(line) for _ in range(100) for line in cutter.feed(b"x" * 65536)) > 5e6
+
+
+def test_frames_survive_being_cut_and_noise_before_them() -> None:
+    frames = [wire.Frame(wire.STDOUT, 70000, b"\x00\n\xff"), wire.Frame(wire.EVENT, 0, b"{}")]
+    stream = b"Welcome!" + wire.GREETING + b"".join(frame.encode() for frame in frames)
+    for size in range(1, len(stream)):
+        reader = wire.FrameReader()
+        pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+        assert [frame for piece in pieces for frame in reader.feed(piece)] == frames
+    reader = wire.FrameReader()
+    assert not list(reader.feed(b"This account is not available.\n"))
+    assert (reader.greeted, reader.noise) == (False, b"This account is not available.\n")
+    with pytest.raises(ValueError, match="another version"):
+        list(wire.FrameReader().feed(b"usbyte-agent 999\n"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["true"], "-np"),
+        (["-np", "0", "true"], "-np"),
+        (["-np", "2"], "COMMAND"),
+        (["-np", "3", "-H", "a:1,b:1", "true"], "lower -np or give the hosts more slots"),
+        (["-H", "a:1", "--hostfile", "f", "true"], "exclude each other"),
+        (["--hostfile", "no-such-file", "true"], "no-such-file"),
+        (["-np", "1", "--env", "NAME", "true"], "'NAME' is not of the form NAME=VALUE"),
+        (["-np", "1", "--ssh-options", "'", "true"], "--ssh-options"),
+        (["-np", "1", "-p", "0", "true"], "-p"),
+        (["-np", "1", "--no-such-option", "true"], "--no-such-option"),
+    ],
+)
+def test_wrong_options_are_explained(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+def test_help_and_version() -> None:
+    text = CliRunner().invoke(main, ["--help"]).output
+    for option in main.params[:-1]:
+        assert option.opts[0] in text
+    assert "[default: 30.0" in text
+    assert "usbyterun -np 4 python train.py" in text
+    assert CliRunner().invoke(main, ["--version"]).output.startswith("usbyterun ")
+
+
+def agent_events(cwd: str, *commands: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the second agent of a job says until something goes wrong."""
+    spec = wire.AgentSpec("node7", False, 1, 2, 1, ["true"], {}, cwd, None, "run", 30.0)
+    command = [sys.executable, "-m", "usbyte.run.agent"]
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    guard = threading.Timer(PATIENCE_SECONDS, agent.kill)
+    guard.start()
+    with agent, agent.stdin as stdin, agent.stdout as stdout:
+        stdin.write(spec.encode() + b"".join(map(wire.encode_message, commands)))
+        stdin.flush()
+        reader = wire.FrameReader()
+        events: list[dict[str, Any]] = []
+        while not any(event["event"] == "error" for event in events):
+            data = stdout.read1()
+            assert data, "the agent has ended without an error"
+            events += [json.loads(frame.payload) for frame in reader.feed(data)]
+        stdin.close()
+        events += [json.loads(frame.payload) for frame in reader.feed(stdout.read())]
+    guard.cancel()
+    assert agent.returncode == 0
+    return events
+
+
+def test_agent_without_its_directory_says_so() -> None:
+    error, end = agent_events("/no/such/directory")
+    assert "cannot enter the working directory /no/such/directory" in error["message"]
+    assert "make it there" in error["message"]
+    assert end == {"event": "end", "left": []}
+
+
+def test_agent_that_cannot_reach_the_first_host_says_so() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # it does not listen
+        port = nobody.getsockname()[1]
+        events = agent_events("/", {"command": "go", "address": "127.0.0.1", "port": port})
+    assert [event["event"] for event in events] == ["ready", "error", "end"]
+    assert f"cannot reach the first host at 127.0.0.1, port {port}" in events[1]["message"]
+    assert "--network-interface" in events[1]["message"]
+
+
+def test_the_launcher_needs_neither_torch_nor_the_extension() -> None:
+    code = "import sys, usbyte.run.cli, usbyte.run.agent; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert not {"torch", "numpy", "usbyte._core", "usbyte.torch"} & set(loaded)

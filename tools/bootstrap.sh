@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes the virtual environment, and with "test" also looks for what the tests need.
+# Usage: tools/bootstrap.sh PYTHON VENV train|test
+# As root on a system with apt-get, missing system packages are installed; elsewhere they are named.
+set -euo pipefail
+python=$1 venv=$2 purpose=$3
+
+say() { echo "bootstrap: $*" >&2; }
+die() {
+  say "$*"
+  exit 1
+}
+have() { command -v "$1" >/dev/null 2>&1 || [ -x "/usr/sbin/$1" ]; }
+
+have "$python" || die "no $python: install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  die "$("$python" --version) is too old, 3.10 or newer is needed: make PYTHON=/path/to/python3"
+
+packages=()
+# need TEST PACKAGE WHY: the package is missing unless the command TEST succeeds.
+need() {
+  eval "$1" >/dev/null 2>&1 && return
+  say "missing: $2 ($3)"
+  packages+=("$2")
+}
+
+version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+header='import sys, sysconfig; open(sysconfig.get_path("include") + "/Python.h")'
+need '"$python" -c "import ensurepip, venv"' "$version-venv" "makes $venv"
+need '"$python" -c "$header"' "$version-dev" "Python.h, to build the extension"
+need 'have "${CXX:-c++}" || have g++' g++ "a C++20 compiler"
+if [ "$purpose" = test ]; then
+  need 'echo "#include <gtest/gtest.h>" | "${CXX:-c++}" -x c++ -fsyntax-only -' libgtest-dev "C++ tests"
+  need 'have ip' iproute2 "optional: tests in network namespaces"
+  # On a machine with an init system the package would start a daemon that nobody asked for.
+  [ -d /run/systemd/system ] || need 'have sshd' openssh-server "optional: tests of usbyterun over ssh"
+fi
+
+if [ ${#packages[@]} -gt 0 ]; then
+  if [ "$(id -u)" = 0 ] && have apt-get; then
+    say "installing ${packages[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    apt=(apt-get -qq -o DPkg::Lock::Timeout=300)
+    { "${apt[@]}" update && "${apt[@]}" install -y --no-install-recommends "${packages[@]}"; } \
+      </dev/null >&2 || say "apt-get could not install all of them; going on without"
+  else
+    say "going on without; on Debian or Ubuntu: apt-get install ${packages[*]}"
+  fi
+fi
+
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv" ||
+  die "cannot make $venv; install the package that $python -m venv names, or virtualenv"
