@@ -10,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "step_record.h"
 #include "usbyte/admission.h"
 #include "usbyte/error.h"
 
@@ -42,15 +43,6 @@ struct OpInfo {
   std::vector<int> tensors;
   std::vector<int> gathers;  // all_gather ops that need this reduce_scatter
   int inputs;                // tensors (or reduce_scatters, for an all_gather) it waits for
-};
-
-// One iteration. Times are seconds on the steady clock, 0 = not yet.
-struct StepRecord {
-  int64_t step = 0;
-  std::vector<double> ready_s;                                   // by tensor
-  std::vector<double> queued_s, launched_s, done_s;              // by op
-  std::vector<std::pair<int, std::pair<double, double>>> gates;  // tensor, interval
-  std::vector<std::pair<std::vector<int>, std::pair<double, double>>> updates;
 };
 
 }  // namespace
@@ -132,7 +124,6 @@ struct Engine::State {
   void watch_stall(double now, std::unique_lock<std::mutex>& lock);
   void report_fault(std::unique_lock<std::mutex>& lock);
   void write_outbox(std::unique_lock<std::mutex>& lock);
-  Timeline events(const StepRecord& r) const;
   template <typename Done>
   void block(std::unique_lock<std::mutex>& lock, const std::function<void()>& poll, Done done);
 };
@@ -256,29 +247,6 @@ void Engine::State::report_fault(std::unique_lock<std::mutex>& lock) {
   post_record();
 }
 
-Timeline Engine::State::events(const StepRecord& r) const {
-  using Kind = Event::Kind;
-  Timeline out;
-  for (size_t i = 0; i < r.done_s.size(); ++i) {
-    if (r.done_s[i] == 0) continue;
-    const std::string label = plan.describe(static_cast<int>(i));
-    out.push_back({Kind::queue, r.step, r.queued_s[i], r.launched_s[i], label, ops[i].bytes});
-    out.push_back({Kind::communication, r.step, r.launched_s[i], r.done_s[i], label, ops[i].bytes});
-  }
-  for (const auto& [tensor, span] : r.gates) {
-    out.push_back({Kind::gate, r.step, span.first, span.second,
-                   plan.tensors()[static_cast<size_t>(tensor)].name});
-  }
-  for (const auto& [tensors, span] : r.updates) {
-    std::string label;
-    for (int t : tensors) {
-      label += (label.empty() ? "" : ", ") + plan.tensors()[static_cast<size_t>(t)].name;
-    }
-    out.push_back({Kind::update, r.step, span.first, span.second, std::move(label)});
-  }
-  return out;
-}
-
 void Engine::State::write_outbox(std::unique_lock<std::mutex>& lock) {
   std::vector<StepRecord> records = std::exchange(outbox, {});
   std::shared_ptr<TimelineWriter> target = writer;
@@ -287,7 +255,7 @@ void Engine::State::write_outbox(std::unique_lock<std::mutex>& lock) {
   std::string problem;
   try {
     for (const StepRecord& r : records) {
-      if (target) target->write(events(r));
+      if (target) target->write(events(r, plan));
     }
   } catch (const Error& e) {
     problem = e.what();

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from run_support import Running, Starter, starter
 
 PYTHON = [sys.executable, "-S", "-c"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+
 from run_support import PATIENCE_SECONDS
 from usbyte.run import hosts, wire
 from usbyte.run.cli import main

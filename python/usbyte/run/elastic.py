@@ -2,7 +2,7 @@
 
 `launch_agent` of torch.distributed.launcher is not enough here: its agent asks every 0.1 s who
 has ended, so that of two ranks that fail together the wrong one may be blamed; it waits 30 s for
-ranks that ignore SIGTERM (a constant before torch 2.7), and gives up its store, which remote
+ranks that ignore SIGTERM (older releases: always), and gives up its store, which remote
 ranks may still use, 300 s after its own ranks. So the elastic agent meets the others, numbers the
 ranks and starts them, and `watch` takes over from there. Only what torch 2.4 has is used.
 """

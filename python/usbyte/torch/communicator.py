@@ -73,6 +73,9 @@ class TorchCommunicator:
         for waiter in self._waiters:
             waiter.join()
 
+    def __del__(self) -> None:
+        self.close()
+
     def _view(self, address: int, count: int, dtype: str) -> torch.Tensor:
         key = (address, count, dtype)
         view = self._views.get(key)

@@ -19,6 +19,7 @@ from usbyte.torch.gates import Gates
 from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.planning import Planner, Policy
 from usbyte.torch.reducer import Reducer
+from usbyte.torch.updates import DeferredUpdates, check_groups_unchanged
 
 __all__ = [
     "DistributedOptimizer",
@@ -94,7 +95,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._reducer: Reducer | None = None
         self._gates: Gates | None = None
         self._learned = False  # updates may be deferred
-        self._hyper: list[dict[str, Any]] = []  # hyper-parameters of the pending updates, by group
         self._build()
         context.add(self)
 
@@ -156,6 +156,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             FaultError: Communication failed, on any rank.
         """
         reducer = self._reducer
+        if reducer is not None:
+            self._check_frozen()
         if reducer is None or not reducer.in_flight or self._runs_hooks():
             self.synchronize()
             result = self._step_now(closure)
@@ -170,28 +172,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         reducer.check_untouched()
         reducer.in_flight = False
-        self._hyper = [_snapshot(group) for group in self._inner.param_groups]
-        self._pending = [True] * len(self._params)
-        self._pending_count = len(self._params)
-        self._zero_after.clear()
-        if self._ungated:
-            self._arrive(self._ungated)
+        self._updates.defer()
+        self._apply(self._ungated)
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them."""
-        if not self._pending_count:
-            if self._reducer is not None and self._reducer.in_flight:
-                self.synchronize()
+        if self._updates.count:
+            self._updates.zero_grad(set_to_none)
+        else:
+            self.synchronize()
             self._inner.zero_grad(set_to_none)
-            return
-        for i, param in enumerate(self._params):
-            if set_to_none:
-                param.grad = None
-            elif self._pending[i]:
-                self._zero_after.add(i)
-            elif param.grad is not None:
-                param.grad.zero_()
 
     def synchronize(self) -> None:
         """Waits until gradients are final and applies pending updates.
@@ -201,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._reducer is None:
             return
-        self._arrive(range(len(self._params)))
+        self._apply_all()
         if self._reducer.in_flight:
             self._settle()
 
@@ -211,7 +202,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._reducer is None:
             yield
             return
-        self._arrive(range(len(self._params)))
+        self._apply_all()
         self._reducer.set_sync(False)
         try:
             yield
@@ -251,16 +242,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _build(self) -> None:
         self.close()
-        self._params: list[nn.Parameter] = []
-        self._group_of: list[int] = []
-        for g, group in enumerate(self._inner.param_groups):
-            for param in group["params"]:
-                if param.requires_grad:
-                    self._params.append(param)
-                    self._group_of.append(g)
-        self._pending = [False] * len(self._params)
-        self._pending_count = 0
-        self._zero_after: set[int] = set()
+        rows = [(p, g) for g, group in enumerate(self._inner.param_groups) for p in group["params"]]
+        self._frozen = [p for p, _ in rows if not p.requires_grad]
+        rows = [(p, g) for p, g in rows if p.requires_grad]
+        self._params = [p for p, _ in rows]
+        self._group_of = [g for _, g in rows]
+        self._updates = DeferredUpdates(self._inner, self._params, self._group_of)
         self._ungated: list[int] = []
         self._learned = False
         names = self._names()
@@ -271,7 +258,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         planner = Planner(
             self._context, self.label, names, self._params, self._policy, self._options
         )
-        self._gates = Gates(self._params, self._arrive, self.synchronize, self._model)
+        self._gates = Gates(self._params, self._apply, self.synchronize, self._model)
         self._reducer = Reducer(
             self._context,
             names,
@@ -279,7 +266,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             planner,
             self._gates,
             self._scale,
-            self._before_first_gradient,
+            # Layers that the forward pass skipped have not asked for their updates.
+            self._apply_all,
             self._on_gradient,
             self._on_backward_end,
         )
@@ -305,18 +293,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _step_now(self, closure: Callable[[], float] | None) -> float | None:
+        args = () if closure is None else (closure,)
         if self._learned or self._overlap == "backward":
-            return self._inner.step() if closure is None else self._inner.step(closure)
-        before = [_snapshot(group) for group in self._inner.param_groups]
-        result = self._inner.step() if closure is None else self._inner.step(closure)
-        for old, group in zip(before, self._inner.param_groups, strict=True):
-            for key, value in old.items():
-                if not _same(group[key], value):
-                    raise UsageError(
-                        f"{type(self._inner).__name__}.step() changes its group's '{key}', so it "
-                        'cannot be applied layer by layer; use overlap="backward"'
-                    )
-        return result
+            return self._inner.step(*args)
+        with check_groups_unchanged(self._inner):
+            return self._inner.step(*args)
+
+    def _check_frozen(self) -> None:
+        for param in self._frozen:
+            if param.requires_grad:
+                raise UsageError(
+                    f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
+                    "wrapped and is not any more; wrap the optimizer anew after unfreezing"
+                )
 
     def _finish_learning(self) -> None:
         assert self._gates is not None
@@ -329,12 +318,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 len(self._ungated),
             )
 
-    def _before_first_gradient(self) -> None:
-        # Layers that the forward pass skipped have not asked for their updates.
-        self._arrive(range(len(self._params)))
-
     def _on_gradient(self, i: int) -> None:
-        if self._pending[i]:
+        if self._updates.pending[i]:
             assert self._reducer is not None
             raise Error(
                 f"parameter '{self._reducer.names[i]}' was used in the forward pass before its "
@@ -356,38 +341,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 param.grad = reducer.wait(i)
         reducer.in_flight = False
 
-    def _arrive(self, indices: Sequence[int]) -> None:
-        """Applies the pending updates of these parameters, waiting for each gradient."""
-        if not self._pending_count:
-            return
-        reducer = self._reducer
-        assert reducer is not None
-        due = [i for i in indices if self._pending[i]]
-        if not due:
-            return
-        kept = [(i, self._params[i].grad) for i in due]
-        for i in due:
-            grad = reducer.wait(i)
-            if grad is not None:
-                self._params[i].grad = grad
-        start = _core.now_s()
-        groups: dict[int, list[nn.Parameter]] = {}
-        for i in due:
-            groups.setdefault(self._group_of[i], []).append(self._params[i])
-        everything = self._inner.param_groups
-        self._inner.param_groups = [{**self._hyper[g], "params": p} for g, p in groups.items()]
-        try:
-            self._inner.step()
-        finally:
-            self._inner.param_groups = everything
-        for i, grad in kept:
-            self._pending[i] = False
-            if i not in self._zero_after:
-                self._params[i].grad = grad
-            elif (current_grad := self._params[i].grad) is not None:
-                current_grad.zero_()
-        self._pending_count -= len(due)
-        reducer.record_update(due, start, _core.now_s())
+    def _apply(self, indices: Sequence[int]) -> None:
+        if self._reducer is not None:
+            self._updates.apply(indices, self._reducer)
+
+    def _apply_all(self) -> None:
+        self._apply(range(len(self._params)))
 
 
 for _name in (
@@ -420,18 +379,3 @@ def _check_names(
             raise UsageError(f"named_parameters has two parameters named '{name}'")
         names.setdefault(param, name)  # a tied parameter keeps its first name
     return names
-
-
-def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyper-parameters as they are now; schedulers change tensors in place."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)

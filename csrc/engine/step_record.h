@@ -1,0 +1,25 @@
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "usbyte/plan.h"
+#include "usbyte/timeline.h"
+
+namespace usbyte {
+
+/// What the engine notes of one iteration. Times are seconds on the steady clock, 0 = not yet.
+struct StepRecord {
+  using Interval = std::pair<double, double>;
+
+  int64_t step = 0;
+  std::vector<double> ready_s;                                 // by tensor
+  std::vector<double> queued_s, launched_s, done_s;            // by op
+  std::vector<std::pair<int, Interval>> gates;                 // by tensor waited for
+  std::vector<std::pair<std::vector<int>, Interval>> updates;  // by tensors updated
+};
+
+/// The events of the record's completed ops, its gates and updates.
+Timeline events(const StepRecord& record, const Plan& plan);
+
+}  // namespace usbyte

@@ -1,0 +1,133 @@
+"""Updates that wait for the next forward pass and then run layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.torch.reducer import Reducer
+
+
+class DeferredUpdates:
+    """Applies an optimizer's step to the parameters whose gradients have arrived.
+
+    An update is the optimizer's own `step`, with its groups narrowed to those parameters and with
+    the hyper-parameters as they were when `defer` was called, whatever a scheduler has done since.
+
+    Args:
+        optimizer: The wrapped optimizer.
+        params: Parameters, by index.
+        group_of: The optimizer's group of each parameter.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[nn.Parameter],
+        group_of: Sequence[int],
+    ) -> None:
+        self._optimizer, self._params, self._group_of = optimizer, params, group_of
+        self._hyper: list[dict[str, Any]] = []
+        self._zero_after: set[int] = set()  # whose gradients the user has zeroed meanwhile
+        self.pending = [False] * len(params)
+        self.count = 0  # of pending updates
+
+    def defer(self) -> None:
+        """Puts off the update of every parameter."""
+        self._hyper = [hyper_parameters(group) for group in self._optimizer.param_groups]
+        self._zero_after.clear()
+        self.pending = [True] * len(self._params)
+        self.count = len(self._params)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Resets the gradients that the user sees; pending updates still get theirs."""
+        for i, param in enumerate(self._params):
+            if set_to_none:
+                param.grad = None
+            elif self.pending[i]:
+                self._zero_after.add(i)
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def apply(self, indices: Sequence[int], reducer: Reducer) -> None:
+        """Applies the pending updates of these parameters, waiting for each gradient."""
+        due = [i for i in indices if self.pending[i]] if self.count else []
+        if not due:
+            return
+        kept = [self._params[i].grad for i in due]
+        for i in due:
+            grad = reducer.wait(i)
+            if grad is not None:
+                self._params[i].grad = grad
+        start = _core.now_s()
+        with self._narrowed(due), _plain_arithmetic():
+            self._optimizer.step()
+        for i, grad in zip(due, kept, strict=True):
+            self.pending[i] = False
+            current = self._params[i].grad
+            if i not in self._zero_after:
+                self._params[i].grad = grad
+            elif current is not None:
+                current.zero_()
+        self.count -= len(due)
+        reducer.record_update(due, start, _core.now_s())
+
+    @contextmanager
+    def _narrowed(self, due: Sequence[int]) -> Iterator[None]:
+        groups: dict[int, list[nn.Parameter]] = {}
+        for i in due:
+            groups.setdefault(self._group_of[i], []).append(self._params[i])
+        everything = self._optimizer.param_groups
+        self._optimizer.param_groups = [
+            {**self._hyper[g], "params": params} for g, params in groups.items()
+        ]
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = everything
+
+
+@contextmanager
+def _plain_arithmetic() -> Iterator[None]:
+    """Shields an update from the modes of the forward pass that it runs in."""
+    with torch.inference_mode(False):
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                yield
+        else:
+            yield
+
+
+@contextmanager
+def check_groups_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Raises UsageError if the step inside keeps state in its groups: narrowing would repeat it."""
+    before = [hyper_parameters(group) for group in optimizer.param_groups]
+    yield
+    for old, group in zip(before, optimizer.param_groups, strict=True):
+        for key, value in old.items():
+            if not _same(group[key], value):
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() changes its group's '{key}', so it cannot "
+                    'be applied layer by layer; use overlap="backward"'
+                )
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """A group without its parameters, as it is now; schedulers change tensors in place."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
