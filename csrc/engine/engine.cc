@@ -78,7 +78,8 @@ struct Engine::State {
   size_t oldest = 0;                // first op not completed
   size_t completed = 0;
   Admission admission;
-  bool warned = false;  // about the op `oldest`
+  double last_done_s = 0;  // when an op last completed
+  bool warned = false;     // about what has been in flight since
   StepRecord record;
   bool posted = true;  // `record` is in the outbox, or was not wanted
 
@@ -102,12 +103,14 @@ struct Engine::State {
     return fault.empty() && !raw_fault && !stopping && next < ops.size() && op_inputs[next] == 0 &&
            admission.admits(plan.ops()[next], ops[next].bytes);
   }
+  // Ops may queue inside the backend, so it counts as a stall only if nothing completes.
+  double waiting_since() const { return std::max(record.launched_s[oldest], last_done_s); }
   void input_arrived(int op, double now) {
     if (--op_inputs[static_cast<size_t>(op)] == 0) record.queued_s[static_cast<size_t>(op)] = now;
   }
   void set_fault(std::string message) {
     if (!fault.empty()) return;
-    fault = std::move(message);
+    fault = message.empty() ? "communication failed" : std::move(message);
     arrived.notify_all();
     work.notify_all();
   }
@@ -181,11 +184,11 @@ void Engine::State::complete(size_t op, const std::exception_ptr& error) {
     return;
   }
   const double now = now_s();
-  record.done_s[op] = now;
+  record.done_s[op] = last_done_s = now;
+  warned = false;
   ++completed;
   if (op == oldest) {
     while (oldest < next && record.done_s[oldest] > 0) ++oldest;
-    warned = false;
   }
   bool arrival = completed == ops.size();
   if (plan.ops()[op].kind == Collective::reduce_scatter) {
@@ -209,7 +212,7 @@ void Engine::State::launch_next(std::unique_lock<std::mutex>& lock,
 }
 
 void Engine::State::watch_stall(double now, std::unique_lock<std::mutex>& lock) {
-  const double waited = now - record.launched_s[oldest];
+  const double waited = now - waiting_since();
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%.3g s", waited);
   const std::string text = plan.describe(static_cast<int>(oldest)) + " of step " +
@@ -238,6 +241,7 @@ void Engine::State::report_fault(std::unique_lock<std::mutex>& lock) {
   std::string message = raw;
   try {
     if (options.on_fault) message = options.on_fault(raw);
+    if (message.empty()) message = raw;
   } catch (const std::exception& e) {
     message += std::string("; the cause could not be found out: ") + e.what();
   }
@@ -285,7 +289,7 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
     } else if (in_flight && fault.empty() && oldest < next) {
       const double bound =
           warned ? options.stall_limit_s : std::min(options.stall_warning_s, options.stall_limit_s);
-      const double deadline = record.launched_s[oldest] + bound;
+      const double deadline = waiting_since() + bound;
       if (const double now = now_s(); now >= deadline) {
         watch_stall(now, lock);
       } else {
@@ -300,9 +304,13 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
 template <typename Done>
 void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<void()>& poll,
                           Done done) {
+  // Arrivals of other tensors wake the waiter too, and must not keep it from polling.
+  auto next_poll = Clock::now() + kPollInterval;
   while (!done()) {
     check();
-    if (arrived.wait_for(lock, kPollInterval) == std::cv_status::timeout && poll) {
+    if (arrived.wait_until(lock, next_poll) == std::cv_status::timeout) {
+      next_poll = Clock::now() + kPollInterval;
+      if (!poll) continue;
       lock.unlock();
       poll();
       lock.lock();

@@ -257,6 +257,16 @@ TEST(EngineFault, AStalledOpWarnsOnceThenFails) {
   EXPECT_NE(warnings[0].find("op 0"), std::string::npos) << warnings[0];
 }
 
+TEST(EngineFault, TheOpThatStalledIsNamedWhateverTheOrderOfTheOthers) {
+  EngineOptions options;
+  options.stall_limit_s = 0.5;
+  Rig rig(plan_of(4), options);
+  rig.backward();
+  for (int op : {1, 0, 3}) rig.complete(op);
+  const std::string message = message_of<FaultError>([&] { rig->drain(); });
+  EXPECT_NE(message.find("op 2"), std::string::npos) << message;
+}
+
 // Many ops in flight share the network: as long as one after the other completes, nothing stalls.
 TEST(EngineFault, SteadyProgressIsNoStall) {
   EngineOptions options;
