@@ -242,7 +242,7 @@ def broadcasts(rank, size):
     assert got["a"] == [1, (2.5, None)]
     assert torch.equal(got[3], torch.arange(4))
     with pytest.raises(UsageError, match=r"object\['f'\] is a function"):
-        ub.broadcast_object({"f": broadcasts}, root_rank=rank)
+        ub.broadcast_object({"f": broadcasts}, root_rank=1)
 
 
 def test_broadcast_of_parameters_state_and_objects():

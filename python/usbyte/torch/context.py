@@ -18,6 +18,7 @@ from usbyte.env import Cluster, detect
 from usbyte.errors import FaultError, UsageError
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
+from usbyte.torch.store import private_store
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
@@ -71,12 +72,12 @@ class Context:
         self._labels = 0
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultBoard | None = None
-        store = _run_store()
-        group = self.new_group()
+        store = _run_store(self.size)
         if self.size > 1:
             self._faults = FaultBoard(store, self.rank, self.size, self._describe, self._on_fault)
         self.eager = EagerQueue(
-            group,
+            # The queue moves CPU tensors and closes the group after a fault, so nobody else has it.
+            dist.new_group(backend="gloo", timeout=self._timeout),
             dist.PrefixStore("eager", store),
             self.rank,
             self.size,
@@ -194,10 +195,11 @@ def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) ->
 _runs = 0  # init() calls of this process, equal on all ranks
 
 
-def _run_store() -> dist.Store:
+def _run_store(size: int) -> dist.Store:
     global _runs
     _runs += 1
-    return dist.PrefixStore(f"usbyte/{_runs}", dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
+    return private_store(store, f"usbyte/{_runs}") if size > 1 else store
 
 
 _current: Context | None = None

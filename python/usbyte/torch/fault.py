@@ -20,6 +20,7 @@ log = logging.getLogger("usbyte")
 
 _ANSWER_S = 2.0  # how long a rank has to answer the question how far it has come
 _VERDICT_S = _ANSWER_S + 3.0  # how long the others wait for the rank that asks
+_GOODBYE_S = 5.0  # how long rank 0 waits for the others' goodbye
 # torch logs a warning when a wait times out, so it never does; torch counts it in an int of
 # milliseconds (24.8 days).
 _FOREVER = timedelta(days=20)
@@ -98,6 +99,11 @@ class FaultBoard:
             with self._store_lock:
                 self._store.set(f"bye/{self._rank}", "1")
                 self._store.set(f"mail/{self._rank}", "bye")
+                if self._rank == 0 and self._verdict is None:
+                    # The store may end with this process; the others may still read from it.
+                    for rank in range(1, self._size):
+                        if self._poll(f"bye/{rank}", _GOODBYE_S) is None:
+                            break
         except RuntimeError:
             pass  # the store's server has ended first; so does the thread
         self._thread.join(timeout=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -75,8 +76,18 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
         return obj
     label = f"broadcast_object.{name or 'object'}"
     root = context.rank == root_rank
-    structure, tensors = wire.encode(obj) if root else (b"", [])
-    structure = context.eager.broadcast_bytes(label, structure, root_rank)
+    structure, problem = b"", None
+    tensors: list[torch.Tensor] = []
+    if root:
+        try:
+            structure, tensors = wire.encode(obj)
+        except UsageError as error:  # the others must not wait for what will not come
+            problem = str(error)
+    message = json.dumps([problem, structure.decode()]).encode()
+    problem, text = json.loads(context.eager.broadcast_bytes(label, message, root_rank))
+    if problem is not None:
+        raise UsageError(f"broadcast_object on rank {root_rank}: {problem}")
+    structure = text.encode()
     if not root:
         obj, tensors = wire.decode(structure)
     _broadcast_all(label, [(str(k), t) for k, t in enumerate(tensors)], root_rank)

@@ -1,0 +1,74 @@
+"""The examples on their real data, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(tmp_path, launcher, workers, script, *options):
+    """Runs an example and returns what it wrote with --json."""
+    result = tmp_path / "result.json"
+    program = [str(ROOT / "examples" / script), *options, "--json", str(result)]
+    command = {
+        "plain": [sys.executable, *program],
+        "usbyterun": [sys.executable, "-m", "usbyte.run", "-np", str(workers), sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+    }[launcher]
+    if launcher == "usbyterun":
+        command += program
+    elif launcher == "torchrun":
+        command += ["--nproc-per-node", str(workers), *program]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads(result.read_text())
+
+
+def test_digits_reaches_97_percent_with_two_workers(tmp_path):
+    result = start(tmp_path, "usbyterun", 2, "digits.py", "--overlap", "forward")
+    assert result["world_size"] == 2
+    assert result["history"][-1]["test_accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("digits.py", ["--epochs", "2", "--steps", "30"]),
+        ("char_gpt.py", ["--steps", "12", "--text-bytes", "200000"]),
+    ],
+)
+def test_two_workers_end_with_ddps_parameters_bit_for_bit(tmp_path, script, options):
+    ddp = start(tmp_path, "torchrun", 2, script, "--ddp", *options)
+    forward = start(tmp_path, "torchrun", 2, script, "--overlap", "forward", *options)
+    backward = start(tmp_path, "usbyterun", 2, script, "--overlap", "backward", *options)
+    assert ddp["parameters_sha256"] == forward["parameters_sha256"]
+    assert ddp["parameters_sha256"] == backward["parameters_sha256"]
+
+
+@pytest.mark.parametrize("script", ["digits.py", "char_gpt.py"])
+def test_one_and_four_workers_follow_the_same_loss(tmp_path, script):
+    options = ["--epochs", "1", "--steps", "16"]
+    if script == "char_gpt.py":
+        options += ["--text-bytes", "200000"]
+    one = start(tmp_path, "plain", 1, script, *options)
+    four = start(tmp_path, "usbyterun", 4, script, *options)
+    for key, value in one["history"][-1].items():
+        if key.endswith("_loss"):
+            assert four["history"][-1][key] == pytest.approx(value, rel=1e-2)
+
+
+def test_resume_ends_with_the_parameters_of_an_uninterrupted_run(tmp_path):
+    options = ["--epochs", "3"]
+    whole = start(tmp_path, "usbyterun", 2, "digits.py", *options)
+    saved = ["--checkpoint", str(tmp_path / "digits.pt")]
+    start(tmp_path, "usbyterun", 2, "digits.py", *options, *saved, "--steps", "29")
+    resumed = start(tmp_path, "usbyterun", 2, "digits.py", *options, *saved, "--resume")
+    assert resumed["parameters_sha256"] == whole["parameters_sha256"]
