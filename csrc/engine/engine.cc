@@ -100,8 +100,8 @@ struct Engine::State {
   }
   bool drained() const { return completed == ops.size(); }
   bool launchable() const {
-    return fault.empty() && !raw_fault && !stopping && next < ops.size() && op_inputs[next] == 0 &&
-           admission.admits(plan.ops()[next], ops[next].bytes);
+    return fault.empty() && !raw_fault && !(stopping && in_backward) && next < ops.size() &&
+           op_inputs[next] == 0 && admission.admits(plan.ops()[next], ops[next].bytes);
   }
   // Ops may queue inside the backend, so it counts as a stall only if nothing completes.
   double waiting_since() const { return std::max(record.launched_s[oldest], last_done_s); }

@@ -3,6 +3,8 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "bindings.h"
 #include "usbyte/error.h"
 
@@ -12,12 +14,11 @@ namespace usbyte {
 namespace {
 
 // Joining the engine's thread, which may be about to call Python, needs the GIL to be free.
-struct Closer {
-  void operator()(Engine* engine) const {
-    py::gil_scoped_release free;
-    delete engine;
-  }
-};
+void destroy(Engine* engine) {
+  std::optional<py::gil_scoped_release> free;
+  if (PyGILState_Check()) free.emplace();
+  delete engine;
+}
 
 /// Keeps the communicator alive as long as the engine, and makes the engine's end explicit.
 class PyEngine {
@@ -26,17 +27,19 @@ class PyEngine {
            EngineOptions options)
       : communicator_(std::move(communicator)),
         engine_(new Engine(std::move(plan), reinterpret_cast<std::byte*>(arena), *communicator_,
-                           std::move(options))) {}
+                           std::move(options)),
+                destroy) {}
 
-  Engine& get() const {
+  /// Shared: a signal handler may close the engine while a call waits.
+  std::shared_ptr<Engine> get() const {
     if (!engine_) throw UsageError("this engine is closed");
-    return *engine_;
+    return engine_;
   }
   void close() { engine_.reset(); }
 
  private:
   std::shared_ptr<Communicator> communicator_;
-  std::unique_ptr<Engine, Closer> engine_;
+  std::shared_ptr<Engine> engine_;
 };
 
 }  // namespace
@@ -45,58 +48,58 @@ void register_engine(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<PyEngine>(m, "Engine", "Executes a plan on one background thread; see engine.h.")
       .def(py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
-                       double stall_warning_s, double stall_limit_s,
-                       int64_t steps_before,
+                       double stall_warning_s, double stall_limit_s, int64_t steps_before,
                        std::function<void(const std::string&)> on_warning,
                        std::function<std::string(const std::string&)> on_fault) {
-             EngineOptions options{stall_warning_s, stall_limit_s, steps_before, std::move(on_warning),
-                                   std::move(on_fault)};
+             EngineOptions options{stall_warning_s, stall_limit_s, steps_before,
+                                   std::move(on_warning), std::move(on_fault)};
              py::gil_scoped_release free;
              return std::make_unique<PyEngine>(std::move(plan), arena, std::move(communicator),
                                                std::move(options));
            }),
            py::arg("plan"), py::arg("arena"), py::arg("communicator"), py::kw_only(),
-           py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0, py::arg("steps_before") = 0,
-           py::arg("on_warning") = nullptr, py::arg("on_fault") = nullptr)
-      .def_property_readonly("plan", [](const PyEngine& e) { return e.get().plan(); })
-      .def("begin_step", [](const PyEngine& e) { e.get().begin_step(); })
+           py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0,
+           py::arg("steps_before") = 0, py::arg("on_warning") = nullptr,
+           py::arg("on_fault") = nullptr)
+      .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })
+      .def("begin_step", [](const PyEngine& e) { e.get()->begin_step(); })
       // Holds the GIL: the lock inside is held for well below a microsecond, never across a call
       // out.
       .def(
-          "ready", [](const PyEngine& e, int tensor) { e.get().ready(tensor); }, py::arg("tensor"))
-      .def("unready", [](const PyEngine& e) { return e.get().unready(); })
-      .def("end_backward", [](const PyEngine& e) { e.get().end_backward(); })
+          "ready", [](const PyEngine& e, int tensor) { e.get()->ready(tensor); }, py::arg("tensor"))
+      .def("unready", [](const PyEngine& e) { return e.get()->unready(); })
+      .def("end_backward", [](const PyEngine& e) { e.get()->end_backward(); })
       .def(
-          "wait", [](const PyEngine& e, int tensor) { e.get().wait(tensor, check_signals); },
+          "wait", [](const PyEngine& e, int tensor) { e.get()->wait(tensor, check_signals); },
           py::arg("tensor"), Unlocked())
       .def(
-          "drain", [](const PyEngine& e) { e.get().drain(check_signals); }, Unlocked())
+          "drain", [](const PyEngine& e) { e.get()->drain(check_signals); }, Unlocked())
       .def(
-          "fail", [](const PyEngine& e, const std::string& message) { e.get().fail(message); },
+          "fail", [](const PyEngine& e, const std::string& message) { e.get()->fail(message); },
           py::arg("message"))
       .def("close", &PyEngine::close)
-      .def_property_readonly("fault", [](const PyEngine& e) { return e.get().fault(); })
-      .def_property_readonly("steps", [](const PyEngine& e) { return e.get().steps(); })
-      .def("status", [](const PyEngine& e) { return e.get().status(); })
-      .def("ready_times", [](const PyEngine& e) { return e.get().ready_times(); })
+      .def_property_readonly("fault", [](const PyEngine& e) { return e.get()->fault(); })
+      .def_property_readonly("steps", [](const PyEngine& e) { return e.get()->steps(); })
+      .def("status", [](const PyEngine& e) { return e.get()->status(); })
+      .def("ready_times", [](const PyEngine& e) { return e.get()->ready_times(); })
       .def(
           "samples",
           [](const PyEngine& e) {
             std::vector<std::pair<int64_t, double>> out;
-            for (const Sample& s : e.get().samples()) out.emplace_back(s.bytes, s.seconds);
+            for (const Sample& s : e.get()->samples()) out.emplace_back(s.bytes, s.seconds);
             return out;
           },
           "(bytes, seconds) of every op completed in the current step.")
       .def(
           "set_timeline",
           [](const PyEngine& e, std::shared_ptr<TimelineWriter> writer) {
-            e.get().set_timeline(std::move(writer));
+            e.get()->set_timeline(std::move(writer));
           },
           py::arg("writer"), Unlocked())
       .def(
           "record_update",
           [](const PyEngine& e, const std::vector<int>& tensors, double start_s, double end_s) {
-            e.get().record_update(tensors, start_s, end_s);
+            e.get()->record_update(tensors, start_s, end_s);
           },
           py::arg("tensors"), py::arg("start_s"), py::arg("end_s"));
 }

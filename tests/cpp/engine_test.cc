@@ -377,9 +377,13 @@ TEST(EngineWait, PollRunsWhileOtherTensorsArrive) {
   EXPECT_GE(polls, 2);
 }
 
-TEST(EngineEnd, WaitsForOpsInFlightAndLaunchesNoMore) {
+// The ranks may have come to different tensors when backward is abandoned; what one rank goes on to
+// launch, another never would.
+TEST(EngineEnd, InsideBackwardWaitsForOpsInFlightAndLaunchesNoMore) {
   Rig rig(plan_of(3, 1));
-  rig.backward();
+  rig->begin_step();
+  rig->ready(0);
+  rig->ready(1);
   ASSERT_TRUE(rig.communicator.await_launches(1));
   std::atomic<bool> ended = false;
   std::thread owner([&] {
@@ -391,6 +395,15 @@ TEST(EngineEnd, WaitsForOpsInFlightAndLaunchesNoMore) {
   rig.complete(0);
   owner.join();
   EXPECT_EQ(rig.communicator.launched(), 1);
+}
+
+// Other ranks count on the ops of a step whose backward is closed.
+TEST(EngineEnd, AfterBackwardFinishesTheStep) {
+  Rig rig(plan_of(3, 1));
+  rig.backward();
+  std::thread owner([&] { rig.engine.reset(); });
+  for (int op = 0; op < 3; ++op) rig.complete(op);
+  owner.join();
 }
 
 TEST(EngineEnd, AFailedEngineDoesNotWaitAndLateCompletionsAreHarmless) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 
@@ -141,6 +142,12 @@ def _warmed(overlap="forward", steps=5, model=None, **options):
     return model, opt
 
 
+def end(opt):
+    """Ends an optimizer that has raised; what it still held is lost, and it says so again."""
+    with contextlib.suppress(Error):
+        opt.close()
+
+
 def misuse(rank, size):
     ub.init()
     # A gradient changed in flight, in three ways.
@@ -155,11 +162,13 @@ def misuse(rank, size):
         change(model[1].weight)
         with pytest.raises(Error, match=r"gradient of '1\.weight' was .* after backward"):
             opt.step()
+        end(opt)
     # Zeroed in flight behind the optimizer's back.
     model, opt = _warmed()
     model.zero_grad(set_to_none=False)
     with pytest.raises(Error, match=r"gradient of '0\.(weight|bias)' was modified"):
         model(torch.ones(1, 4))
+    end(opt)
     # After synchronize() it may be changed.
     model, opt = _warmed()
     opt.zero_grad()
@@ -175,15 +184,158 @@ def misuse(rank, size):
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(UsageError, match="before step"):
         model(torch.ones(1, 4)).sum().backward()
+    end(opt)
     # A parameter read before its update in a way the first steps did not show.
     model, opt = _warmed()
+    opt.zero_grad()
     out = torch.nn.functional.linear(torch.ones(1, 4), model[0].weight)
     with pytest.raises(Error, match=r"'0\.weight' was used in the forward pass before"):
         out.sum().backward()
+    end(opt)
 
 
 def test_what_would_be_silently_wrong_is_an_error():
     run_ranks(2, misuse, timeout=90)
+
+
+def more_misuse(rank, size):
+    ub.init()
+    x = torch.ones(1, 4)
+    # Only the second parameter with a gradient was read too early.
+    model, opt = _warmed()
+    opt.zero_grad()
+    stale = torch.nn.functional.linear(x, model[0].weight, model[0].bias)
+    with pytest.raises(Error, match=r"'0\.(weight|bias)' was used in the forward pass before"):
+        model[1](stale).sum().backward()
+    with pytest.raises(Error, match="did not end"):
+        opt.step()
+    end(opt)
+    # A closure, from the first step on.
+    model, opt = _warmed(steps=0)
+    with pytest.raises(UsageError, match="closure"):
+        opt.step(lambda: 0.0)
+    # A parameter written to while its update is pending.
+    model, opt = _warmed()
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    with pytest.raises(Error, match=r"'0\.weight' was written to between step"):
+        model(x)
+    end(opt)
+    # A closed optimizer, and parameters wrapped twice.
+    model, opt = _warmed()
+    with pytest.raises(UsageError, match=r"'0\.weight' is already wrapped"):
+        _warmed(model=model)
+    opt.close()
+    with pytest.raises(UsageError, match="closed"):
+        opt.step()
+    _warmed(model=model)[1].close()
+    # Sums are not summed again.
+    model, opt = _warmed("backward", op=ub.Sum)
+    with pytest.raises(UsageError, match="summed again"):
+        model(x).sum().backward()
+    end(opt)
+    # A gradient changed by a hook that runs after usbyte's.
+    model, opt = _warmed("backward")
+
+    def double(param):
+        param.grad.mul_(2)
+
+    model[0].weight.register_post_accumulate_grad_hook(double)
+    opt.zero_grad()
+    with pytest.raises(Error, match=r"'0\.weight' was modified after backward"):
+        model(x).sum().backward()
+    end(opt)
+
+
+def test_more_of_what_would_be_silently_wrong_is_an_error():
+    run_ranks(2, more_misuse, timeout=90)
+
+
+def loads(rank, size):
+    ub.init()
+    model, opt = _warmed()
+    zeros = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+    opt.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    model.load_state_dict(zeros)  # the pending update must come before, not after
+    opt.synchronize()
+    assert all(not v.any() for v in model.state_dict().values())
+
+
+def test_load_state_dict_applies_pending_updates_first():
+    run_ranks(2, loads, timeout=60)
+
+
+class Prototypes(nn.Module):
+    """Reads one layer's weight outside any forward, and uses another in one micro-batch only."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.prototypes = nn.Linear(4, 3, bias=False)
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x, first):
+        return self.first(self.body(x)) if first else self.body(x)
+
+
+def micro_batches(rank, size):
+    ub.init()
+    results = []
+    for mode in ("ddp", "backward", "forward"):
+        torch.manual_seed(0)
+        model = Prototypes()
+        net = model
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if mode == "ddp":
+            net = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        else:
+            opt = ub.DistributedOptimizer(opt, model.named_parameters(), overlap=mode)
+        for step in range(8):
+            opt.zero_grad()
+            x = torch.full((2, 4), 0.1 * (rank + step))
+            with (net if mode == "ddp" else opt).no_sync():
+                with (net if mode == "ddp" else opt).no_sync():
+                    pass
+                net(x, first=rank == 0).pow(2).sum().backward()
+            features = net(x, first=False)
+            if mode != "ddp":  # DDP does not see a read outside forward, so it is left out there
+                features = features + 0 * (features @ model.prototypes.weight.T).sum()
+            features.pow(2).sum().backward()
+            opt.step()
+        results.append({k: v.clone() for k, v in model.state_dict().items()})
+        if mode != "ddp":
+            opt.close()
+    for got in results[1:]:
+        assert difference(got, results[0]) == 0
+
+
+def test_micro_batches_that_use_different_layers_equal_ddp():
+    run_ranks(2, micro_batches, timeout=60)
+
+
+def scaled(rank, size):
+    ub.init()
+    for overlap in ("backward", "forward"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        start = model.weight.detach().clone()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        opt = ub.DistributedOptimizer(inner, model.named_parameters(), overlap=overlap)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        for _ in range(5):
+            opt.zero_grad()
+            scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+            scaler.step(opt)
+            scaler.update()
+        opt.synchronize()
+        assert torch.allclose(start - model.weight.detach(), torch.full((4, 4), 0.5))
+        opt.close()
+
+
+def test_fused_optimizers_get_the_scale_of_a_grad_scaler():
+    run_ranks(2, scaled, timeout=60)
 
 
 def two_optimizers(rank, size):

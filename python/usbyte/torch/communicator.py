@@ -40,6 +40,7 @@ class TorchCommunicator:
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._stopping = threading.Event()
+        self._left_behind = False  # an op is in flight that will not end before the process does
         self._waiters = [
             threading.Thread(target=_serve, args=(self._tasks,), name="usbyte-waiter", daemon=True)
             for _ in range(_WAITERS)
@@ -72,6 +73,8 @@ class TorchCommunicator:
             self._tasks.put(None)
         for waiter in self._waiters:
             waiter.join()
+        if not self._left_behind and dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def __del__(self) -> None:
         self.close()
@@ -123,6 +126,7 @@ class TorchCommunicator:
                 if self._stopping.is_set():
                     # Its thread may run on until the process has ended, and must not lose the group
                     # before.
+                    self._left_behind = True
                     _core.keep_forever(self._group)
                     return False
 

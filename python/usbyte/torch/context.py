@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import socket
 import sys
+import traceback
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +18,7 @@ import torch.distributed as dist
 
 from usbyte import _core
 from usbyte.env import Cluster, detect
-from usbyte.errors import FaultError, UsageError
+from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
 from usbyte.torch.store import private_store
@@ -142,20 +145,23 @@ class Context:
         """Applies pending updates and ends every thread; after a fault only the latter."""
         if sys.excepthook == self._on_exception:  # nobody has put another one on top
             sys.excepthook = self._excepthook
-        try:
-            if self._faults is None or self._faults.verdict is None:
-                self.drain()
-        finally:
-            for optimizer in list(self._optimizers):
+        errors = []
+        for optimizer in list(self._optimizers):
+            try:
                 optimizer.close()
-            self.eager.close()
-            if self._faults is not None:
-                self._faults.close()
-            failed = self._faults is not None and self._faults.verdict is not None
-            # With operations in flight that no peer will ever answer, the groups only end with the
-            # process.
-            if self._owns_default_group and dist.is_initialized() and not failed:
-                dist.destroy_process_group()
+            except Error as error:
+                errors.append(error)
+        self.eager.close()
+        failed = False
+        if self._faults is not None:
+            failed = self._faults.verdict is not None
+            self._faults.close()
+        # With operations in flight that no peer will ever answer, the groups only end with the
+        # process.
+        if self._owns_default_group and dist.is_initialized() and not failed:
+            dist.destroy_process_group()
+        if errors:
+            raise errors[0]
 
     def _describe(self) -> list[dict[str, Any]]:
         optimizers = sorted(self._optimizers, key=lambda optimizer: optimizer.label)
@@ -163,7 +169,8 @@ class Context:
 
     def _on_fault(self, verdict: str) -> None:
         for optimizer in list(self._optimizers):
-            optimizer.fail(verdict)
+            with suppress(UsageError):  # one that is being closed
+                optimizer.fail(verdict)
         self.eager.fail(verdict)
 
     def _on_exception(
@@ -230,7 +237,16 @@ def shutdown() -> None:
         context.close()
 
 
-atexit.register(shutdown)
+@atexit.register
+def _shutdown_at_exit() -> None:
+    try:
+        shutdown()
+    except Exception:
+        # The last updates are lost, and atexit has no other way to let the exit code say so.
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def is_initialized() -> bool:

@@ -44,6 +44,7 @@ class Gates:
         self._installed: set[nn.Module] = set()
         self._owned: set[int] = set()
         self._at_root: set[int] = set()  # waited for at the outermost module's gate
+        self._outside: set[int] = set()  # read outside any forward
         self._learning = True
         self._reads: _Reads | None = None
         self.need_s = [float("inf")] * len(
@@ -55,21 +56,28 @@ class Gates:
         else:
             self._install(model)
 
-    def begin_iteration(self) -> None:
-        """Forgets the times of the iteration before; called when an optimizer step is done."""
+    def begin_iteration(self, used: Sequence[bool]) -> None:
+        """Forgets the times of the iteration before; called when a learning step is done.
+
+        Args:
+            used: Which parameters got a gradient in it.
+        """
+        for i, need in enumerate(self.need_s):
+            if used[i] and need == float("inf"):
+                self._outside.add(i)
         self.need_s = [float("inf")] * len(self.need_s)
 
     def finish_learning(self) -> set[int]:
         """Ends the watch for functional use.
 
         Returns:
-            The indices that have no gate at all; their updates cannot be deferred.
+            The indices without a gate, or read past it; their updates cannot be deferred.
         """
         self._learning = False
         if self._finder is not None:
             self._finder.remove()
             self._finder = None
-        return set(self._index.values()) - self._owned
+        return (set(self._index.values()) - self._owned) | self._outside
 
     def close(self) -> None:
         """Removes every hook."""
@@ -78,7 +86,10 @@ class Gates:
                 handle.remove()
 
     def _find(self, module: nn.Module, _args: Any) -> None:
-        if module in self._installed or all(p not in self._index for p in module.parameters()):
+        # Inside a compiled region hooks are traced; its outermost module has been seen before.
+        if torch.compiler.is_compiling() or module in self._installed:
+            return
+        if all(p not in self._index for p in module.parameters()):
             return
         self._install(module)
         # The hooks just installed on `module` itself do not take part in this very call.
@@ -99,12 +110,16 @@ class Gates:
                 continue
             self._installed.add(module)
             self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
+            self._handles.append(_on_load(module, self._before_state_dict))
             own = self._own(module)
-            if own:
+            if own and hasattr(root, "_orig_mod"):  # torch.compile: gates inside would be traced
+                self._owned.update(own)
+                self._at_root.update(own)
+            elif own:
                 self._owned.update(own)
                 self._handles.append(module.register_forward_pre_hook(partial(self._gate, own)))
 
-    def _before_state_dict(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+    def _before_state_dict(self, *_args: Any) -> None:
         self._drain()
 
     def _enter_root(self, module: nn.Module, _args: Any) -> None:
@@ -130,6 +145,14 @@ class Gates:
             for i in own:
                 self.need_s[i] = min(self.need_s[i], now)
         self._arrive(own)
+
+
+def _on_load(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Calls `hook` before `module.load_state_dict`; registering was private before torch 2.5."""
+    public = getattr(module, "register_load_state_dict_pre_hook", None)
+    register = public or module._register_load_state_dict_pre_hook
+    handle: RemovableHandle = register(hook)
+    return handle
 
 
 class _Reads(TorchFunctionMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -95,6 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._reducer: Reducer | None = None
         self._gates: Gates | None = None
         self._learned = False  # updates may be deferred
+        self._closed = False
         self._build()
         context.add(self)
 
@@ -155,10 +157,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             Error: A gradient was changed while it was in flight.
             FaultError: Communication failed, on any rank.
         """
+        self._check_usable()
         reducer = self._reducer
-        if reducer is not None:
-            self._check_frozen()
-        if reducer is None or not reducer.in_flight or self._runs_hooks():
+        if closure is not None and self._overlap == "forward" and reducer is not None:
+            raise UsageError(
+                'a closure needs its gradients at once: use overlap="backward" with this optimizer'
+            )
+        if reducer is None or not reducer.in_flight or self._needs_whole_step():
             self.synchronize()
             result = self._step_now(closure)
             if reducer is not None:
@@ -166,10 +171,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if not reducer.learning and not self._learned:
                     self._finish_learning()
             return result
-        if closure is not None:
-            raise UsageError(
-                'a closure needs its gradients at once: use overlap="backward" with this optimizer'
-            )
         reducer.check_untouched()
         reducer.in_flight = False
         self._updates.defer()
@@ -178,11 +179,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them."""
+        self._check_usable()
         if self._updates.count:
             self._updates.zero_grad(set_to_none)
         else:
             self.synchronize()
             self._inner.zero_grad(set_to_none)
+        if self._reducer is not None:
+            self._reducer.forget_results()
 
     def synchronize(self) -> None:
         """Waits until gradients are final and applies pending updates.
@@ -194,20 +198,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         self._apply_all()
         if self._reducer.in_flight:
-            self._settle()
+            self._reducer.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate on this rank; the next one outside sends the sum."""
+        self._check_usable()
         if self._reducer is None:
             yield
             return
         self._apply_all()
-        self._reducer.set_sync(False)
+        before = self._reducer.set_sync(False)
         try:
             yield
         finally:
-            self._reducer.set_sync(True)
+            self._reducer.set_sync(before)
 
     @property
     def plan(self) -> _core.Plan | None:
@@ -231,12 +236,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._reducer.set_timeline(writer)
 
     def close(self) -> None:
-        """Removes all hooks and ends the engine."""
-        if self._gates is not None:
-            self._gates.close()
-        if self._reducer is not None:
-            self._reducer.close()
-        self._gates = self._reducer = None
+        """Applies pending updates, unless communication has failed; then ends the engine.
+
+        Collective, in that all ranks must close at the same place.
+        """
+        self._closed = True
+        reducer, gates = self._reducer, self._gates
+        if reducer is None or gates is None:
+            return
+        try:
+            if not reducer.failed and not reducer.in_backward:
+                self.synchronize()
+        finally:
+            gates.close()
+            reducer.close()
+            self._gates = self._reducer = None
 
     # Inside.
 
@@ -250,10 +264,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._updates = DeferredUpdates(self._inner, self._params, self._group_of)
         self._ungated: list[int] = []
         self._learned = False
+        self._late: list[bool] = []  # updates that the forward pass did not ask for
         names = self._names()
+        self._claim(names)
         if not self._params:
             raise UsageError("the optimizer has no parameter that requires a gradient")
         if self._context.size == 1:
+            self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
         planner = Planner(
             self._context, self.label, names, self._params, self._policy, self._options
@@ -266,11 +283,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             planner,
             self._gates,
             self._scale,
-            # Layers that the forward pass skipped have not asked for their updates.
-            self._apply_all,
+            self._before_first_gradient,
             self._on_gradient,
             self._on_backward_end,
         )
+        self._closed = False
+
+    def _claim(self, names: Sequence[str]) -> None:
+        for param, name in zip(self._params, names, strict=True):
+            owner = getattr(param, "_usbyte_owner", lambda: None)()
+            if owner is not None and owner is not self and not owner._closed:
+                raise UsageError(
+                    f"parameter '{name}' is already wrapped by another DistributedOptimizer, which "
+                    "lives on in the model's hooks; call its close() first"
+                )
+            param._usbyte_owner = weakref.ref(self)
 
     def _names(self) -> list[str]:
         if self._given_names is None:
@@ -283,10 +310,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         return [self._given_names[p] for p in self._params]
 
-    def _runs_hooks(self) -> bool:
-        """True if step hooks want to see this step as a whole."""
+    def _needs_whole_step(self) -> bool:
+        """True if step hooks or a GradScaler want to see this step as a whole."""
         return bool(
-            self._inner._optimizer_step_pre_hooks
+            getattr(self._inner, "found_inf", None) is not None
+            or self._inner._optimizer_step_pre_hooks
             or self._inner._optimizer_step_post_hooks
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
@@ -299,7 +327,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with check_groups_unchanged(self._inner):
             return self._inner.step(*args)
 
-    def _check_frozen(self) -> None:
+    def _check_usable(self) -> None:
+        if self._context.size == 1:
+            return
+        if self._closed:
+            raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
+        if self._reducer is not None and self._reducer.in_backward:
+            raise Error(
+                "the last backward() did not end, so the other ranks wait for its gradients in "
+                "vain; restart the job from its last checkpoint"
+            )
         for param in self._frozen:
             if param.requires_grad:
                 raise UsageError(
@@ -318,8 +355,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 len(self._ungated),
             )
 
+    def _before_first_gradient(self, i: int) -> None:
+        # Layers that the forward pass skipped have not asked for their updates. If one of them gets
+        # a gradient all the same, it was read past its gate.
+        self._late = list(self._updates.pending) if self._updates.count else []
+        self._on_gradient(i)
+        self._apply_all()
+
     def _on_gradient(self, i: int) -> None:
-        if self._updates.pending[i]:
+        if self._late and self._late[i]:
             assert self._reducer is not None
             raise Error(
                 f"parameter '{self._reducer.names[i]}' was used in the forward pass before its "
@@ -328,18 +372,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _on_backward_end(self) -> None:
+        assert self._reducer is not None
+        self._late = []
         if self._overlap == "backward" or not self._learned:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Makes every gradient final."""
-        reducer = self._reducer
-        assert reducer is not None
-        reducer.drain()
-        for i, param in enumerate(self._params):
-            if param.grad is None:
-                param.grad = reducer.wait(i)
-        reducer.in_flight = False
+            self._reducer.settle()
 
     def _apply(self, indices: Sequence[int]) -> None:
         if self._reducer is not None:
@@ -359,6 +395,21 @@ for _name in (
 ):
     # Hooks registered on the wrapper are hooks of the wrapped optimizer.
     setattr(DistributedOptimizer, _name, property(attrgetter(f"_inner.{_name}")))
+
+
+def _forwarded(name: str) -> property:
+    def write(self: DistributedOptimizer, value: Any) -> None:
+        setattr(self._inner, name, value)
+
+    def delete(self: DistributedOptimizer) -> None:
+        delattr(self._inner, name)
+
+    return property(attrgetter(f"_inner.{name}"), write, delete)
+
+
+# GradScaler hands these to optimizers that unscale by themselves.
+for _name in ("grad_scale", "found_inf"):
+    setattr(DistributedOptimizer, _name, _forwarded(_name))
 
 
 def _check_names(

@@ -39,6 +39,7 @@ class Reducer:
 
     Attributes:
         in_flight: Gradients of the last backward have not been waited for.
+        in_backward: A backward pass has begun and not ended.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Reducer:
         planner: Planner,
         gates: Gates,
         scale: float,
-        on_first_gradient: Callable[[], None],
+        on_first_gradient: Callable[[int], None],
         on_gradient: Callable[[int], None],
         on_backward_end: Callable[[], None],
     ) -> None:
@@ -58,11 +59,13 @@ class Reducer:
         self._on_first_gradient, self._on_gradient = on_first_gradient, on_gradient
         self._on_backward_end = on_backward_end
         self._scale = scale
-        self._in_backward = False
+        self.in_backward = False
         self._sync = True
         self._learned = 0
         self._local_used = [False] * len(params)
         self._versions = [0] * len(params)
+        self._holds_result = [False] * len(params)  # param.grad is what the ranks agreed on
+        self._sums = scale == 1.0
         self.in_flight = False
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
@@ -84,6 +87,11 @@ class Reducer:
         """The plan in force."""
         return self._engine.plan
 
+    @property
+    def failed(self) -> bool:
+        """True after a fault."""
+        return bool(self._engine.fault)
+
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`."""
         status: dict[str, Any] = json.loads(self._engine.status())
@@ -98,9 +106,10 @@ class Reducer:
         self._writer = writer
         self._engine.set_timeline(writer)
 
-    def set_sync(self, sync: bool) -> None:
-        """With False, backward only accumulates gradients locally."""
-        self._sync = sync
+    def set_sync(self, sync: bool) -> bool:
+        """With False, backward only accumulates gradients locally. Returns what it was before."""
+        before, self._sync = self._sync, sync
+        return before
 
     def close(self) -> None:
         """Removes the hooks and ends the engine."""
@@ -124,9 +133,23 @@ class Reducer:
                 return None
         return self._grads[i]
 
-    def drain(self) -> None:
-        """Waits for everything in flight."""
+    def settle(self) -> None:
+        """Waits for everything in flight and makes every `param.grad` final.
+
+        Raises:
+            Error: Somebody wrote to a gradient while it was in flight.
+        """
         self._engine.drain()
+        for i, param in enumerate(self.params):
+            if self._grads[i]._version != self._versions[i]:
+                raise self._touched(i, "was modified")
+            if param.grad is None:
+                param.grad = self.wait(i)
+        self.in_flight = False
+
+    def forget_results(self) -> None:
+        """The user has reset the gradients."""
+        self._holds_result = [False] * len(self.params)
 
     def record_update(self, indices: Sequence[int], start_s: float, end_s: float) -> None:
         """Adds the time an update took to the timeline."""
@@ -164,7 +187,7 @@ class Reducer:
         self._fresh = False
         self._planner.learn(self._gates.need_s, self._engine_times(), self._engine.samples())
         self._learned += 1
-        self._gates.begin_iteration()
+        self._gates.begin_iteration(self._local_used)
         if not self.learning:
             self._replan(self._planner.measured_plan())
 
@@ -181,6 +204,7 @@ class Reducer:
             if param.grad is old[i]:
                 self._grads[i].copy_(old[i])
                 param.grad = self._grads[i]
+            self._versions[i] = self._grads[i]._version
         self._engine = self._start_engine(plan, steps)
         if self._writer is not None:
             self._engine.set_timeline(self._writer)
@@ -208,9 +232,11 @@ class Reducer:
 
     def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(param: torch.Tensor) -> None:
+            if not self.in_backward:
+                self._on_first_gradient(i)
             self._on_gradient(i)
             if self._sync:
-                if not self._in_backward:
+                if not self.in_backward:
                     self._begin()
                 self._collect(i, param)
 
@@ -222,17 +248,17 @@ class Reducer:
                 "backward() ran again before step() while gradients were on their way. Accumulate "
                 'under optimizer.no_sync(), or use overlap="backward".'
             )
-        self._on_first_gradient()
         self._engine.drain()
         self._engine.begin_step()
         self._local_used = [False] * len(self.params)
-        self._in_backward = True
+        self.in_backward = True
         Variable._execution_engine.queue_callback(self._end)
 
     def _collect(self, i: int, param: torch.Tensor) -> None:
         grad, view = param.grad, self._grads[i]
         assert grad is not None
         if grad is view:
+            self._check_not_summed(i)
             view.mul_(self._scale)
         elif grad.layout != torch.strided:
             raise UsageError(
@@ -243,8 +269,17 @@ class Reducer:
             torch.mul(grad, self._scale, out=view)
             param.grad = view
         self._versions[i] = view._version
-        self._local_used[i] = True
+        self._local_used[i] = self._holds_result[i] = True
         self._engine.ready(self._slot[i])
+
+    def _check_not_summed(self, i: int) -> None:
+        # Averaging an average changes nothing; summing a sum multiplies it.
+        if self._sums and self._holds_result[i]:
+            raise UsageError(
+                f"the gradient of '{self.names[i]}' is a sum over ranks and would be summed again: "
+                "with op=Sum, call optimizer.zero_grad() after each step and accumulate "
+                "under optimizer.no_sync()"
+            )
 
     def _end(self) -> None:
         for i, param in enumerate(self.params):
@@ -253,7 +288,10 @@ class Reducer:
             view = self._grads[i]
             if param.grad is None:
                 view.zero_()
-            else:  # kept from before: it counts, as in DDP
+            else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP
+                if param.grad is view:
+                    self._check_not_summed(i)
+                self._local_used[i] = self._holds_result[i] = True
                 torch.mul(param.grad, self._scale, out=view)
                 param.grad = view
             self._versions[i] = view._version
@@ -264,7 +302,7 @@ class Reducer:
         used[slots] = 1
         self._engine.ready(0)
         self._engine.end_backward()
-        self._in_backward = False
+        self.in_backward = False
         self._fresh = True
         self.in_flight = True
         self._on_backward_end()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import UsageError
+from usbyte.errors import Error, UsageError
 from usbyte.torch.reducer import Reducer
 
 
@@ -34,6 +34,7 @@ class DeferredUpdates:
     ) -> None:
         self._optimizer, self._params, self._group_of = optimizer, params, group_of
         self._hyper: list[dict[str, Any]] = []
+        self._versions: list[int] = []  # of the parameters, when their updates were put off
         self._zero_after: set[int] = set()  # whose gradients the user has zeroed meanwhile
         self.pending = [False] * len(params)
         self.count = 0  # of pending updates
@@ -41,6 +42,7 @@ class DeferredUpdates:
     def defer(self) -> None:
         """Puts off the update of every parameter."""
         self._hyper = [hyper_parameters(group) for group in self._optimizer.param_groups]
+        self._versions = [param._version for param in self._params]
         self._zero_after.clear()
         self.pending = [True] * len(self._params)
         self.count = len(self._params)
@@ -60,23 +62,38 @@ class DeferredUpdates:
         due = [i for i in indices if self.pending[i]] if self.count else []
         if not due:
             return
-        kept = [self._params[i].grad for i in due]
+        arrived = [(i, reducer.wait(i)) for i in due]
+        # A signal handler may have asked for the same updates while this waited.
+        arrived = [(i, grad) for i, grad in arrived if self.pending[i]]
+        due = [i for i, _ in arrived]
+        self._check_unwritten(due, reducer)
         for i in due:
-            grad = reducer.wait(i)
-            if grad is not None:
-                self._params[i].grad = grad
-        start = _core.now_s()
-        with self._narrowed(due), _plain_arithmetic():
-            self._optimizer.step()
-        for i, grad in zip(due, kept, strict=True):
             self.pending[i] = False
-            current = self._params[i].grad
-            if i not in self._zero_after:
-                self._params[i].grad = grad
-            elif current is not None:
-                current.zero_()
         self.count -= len(due)
+        start = _core.now_s()
+        kept = [self._params[i].grad for i in due]
+        try:
+            for i, grad in arrived:
+                if grad is not None:
+                    self._params[i].grad = grad
+            with self._narrowed(due), _plain_arithmetic():
+                self._optimizer.step()
+        finally:
+            for i, before in zip(due, kept, strict=True):
+                if i not in self._zero_after:
+                    self._params[i].grad = before
+                elif before is not None:
+                    before.zero_()
         reducer.record_update(due, start, _core.now_s())
+
+    def _check_unwritten(self, due: Sequence[int], reducer: Reducer) -> None:
+        for i in due:
+            if self._params[i]._version != self._versions[i]:
+                raise Error(
+                    f"parameter '{reducer.names[i]}' was written to between step() and its update, "
+                    "which would have been lost or misplaced; call optimizer.synchronize() before "
+                    "you change parameters"
+                )
 
     @contextmanager
     def _narrowed(self, due: Sequence[int]) -> Iterator[None]:
