@@ -54,7 +54,7 @@ for step in range(1000000):
 """
 
 
-PARAMETER = re.compile(r"\b[01]\.(weight|bias)\b")
+PARAMETER = re.compile(r"\b[01]\.(weight|bias)\b|usbyte\.used")
 
 
 class Job:

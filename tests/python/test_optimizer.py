@@ -201,15 +201,6 @@ def test_what_would_be_silently_wrong_is_an_error():
 def more_misuse(rank, size):
     ub.init()
     x = torch.ones(1, 4)
-    # Only the second parameter with a gradient was read too early.
-    model, opt = _warmed()
-    opt.zero_grad()
-    stale = torch.nn.functional.linear(x, model[0].weight, model[0].bias)
-    with pytest.raises(Error, match=r"'0\.(weight|bias)' was used in the forward pass before"):
-        model[1](stale).sum().backward()
-    with pytest.raises(Error, match="did not end"):
-        opt.step()
-    end(opt)
     # A closure, from the first step on.
     model, opt = _warmed(steps=0)
     with pytest.raises(UsageError, match="closure"):
@@ -249,6 +240,24 @@ def more_misuse(rank, size):
 
 def test_more_of_what_would_be_silently_wrong_is_an_error():
     run_ranks(2, more_misuse, timeout=90)
+
+
+def interrupted(rank, size):
+    ub.init()
+    x = torch.ones(1, 4)
+    # Only the second parameter with a gradient was read too early.
+    model, opt = _warmed()
+    opt.zero_grad()
+    stale = torch.nn.functional.linear(x, model[0].weight, model[0].bias)
+    with pytest.raises(Error, match=r"'0\.(weight|bias)' was used in the forward pass before"):
+        model[1](stale).sum().backward()
+    with pytest.raises(Error, match="did not end"):
+        opt.step()
+    end(opt)
+
+
+def test_an_interrupted_backward_is_final():
+    run_ranks(2, interrupted, timeout=60)
 
 
 def loads(rank, size):

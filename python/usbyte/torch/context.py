@@ -145,6 +145,8 @@ class Context:
         """Applies pending updates and ends every thread; after a fault only the latter."""
         if sys.excepthook == self._on_exception:  # nobody has put another one on top
             sys.excepthook = self._excepthook
+        if self._faults is not None:
+            self._faults.leave()
         errors = []
         for optimizer in list(self._optimizers):
             try:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +93,11 @@ class FaultBoard:
                 pass
         self._decide(verdict)
 
+    def leave(self) -> None:
+        """Lets the other ranks know that this one is about to end in good order."""
+        with suppress(RuntimeError), self._store_lock:
+            self._store.set(f"leaving/{self._rank}", "1")
+
     def close(self) -> None:
         """Says goodbye to the other ranks and ends the thread."""
         self._closing = True
@@ -143,11 +149,11 @@ class FaultBoard:
             if rank not in missing:
                 states[rank] = json.loads(self._store.get(f"answer/{rank}"))
         culprits = []
-        for rank in missing:
+        for rank in others:
             who = self._store.get(f"who/{rank}").decode()
-            if self._store.check([f"bye/{rank}"]):
+            if self._store.check([f"leaving/{rank}"]):
                 culprits.append(f"rank {rank} ({who}) has shut down, the others go on")
-            else:
+            elif rank in missing:
                 culprits.append(f"rank {rank} ({who}) is gone or frozen: it does not answer")
         return "; ".join([*(culprits or behind(states)), here]) + f". {_REMEDY}"
 
