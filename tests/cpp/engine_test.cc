@@ -186,6 +186,7 @@ TEST(EngineFault, AFailedOpEndsEveryCallWithWhatOnFaultSays) {
   rig.backward();
   rig.complete(0);
   rig->wait(0);
+  ASSERT_TRUE(rig.communicator.await_launches(3));  // nothing is launched after the fault
   rig.fail_op(1, "connection reset");
   EXPECT_EQ(message_of<FaultError>([&] { rig->drain(); }), "rank 2 is lost");
   expect_every_call_throws(*rig.engine, "rank 2 is lost");
