@@ -21,7 +21,12 @@ def equals_ddp(rank, size, optimizers, tolerance, double):
     ub.init()
     for optimizer in optimizers:
         expected = train("ddp", optimizer, rank, size, double=double)
-        for mode, policy in [("backward", None), ("forward", None), ("forward", "wfbp")]:
+        for mode, policy in [
+            ("backward", None),
+            ("forward", None),
+            ("forward", "wfbp"),
+            ("forward", "bytescheduler"),
+        ]:
             got = train(
                 mode, optimizer, rank, size, policy=policy, partition_bytes=2048, double=double
             )

@@ -22,6 +22,7 @@ def trace(rank, size, steps, kill_at):
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     opt = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap="forward",
+        policy="bytescheduler",
         partition_bytes=100_000,
     )  # fmt: skip
     for step in range(steps):

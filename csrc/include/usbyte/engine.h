@@ -33,13 +33,15 @@ struct EngineOptions {
 /// ready and its window admits it; an all_gather also waits for the reduce_scatter of its blocks.
 /// No op of step k+1 is launched before every op of step k has completed.
 ///
-/// After a fault every call throws the same FaultError. All methods are thread-safe.
+/// After a fault every call that begins, feeds or waits for a step throws the same
+/// FaultError. All methods are thread-safe.
 class Engine {
  public:
   /// Starts the thread; it runs when this returns. `arena` holds `plan.arena_bytes()` bytes and,
   /// like `communicator`, outlives the engine.
   Engine(Plan plan, std::byte* arena, Communicator& communicator, EngineOptions options = {});
-  /// Stops launching, waits for ops in flight (unless the engine has failed), joins the thread.
+  /// Finishes the step if its backward is closed, else stops launching; waits for ops in flight
+  /// (unless the engine has failed) and joins the thread.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;

@@ -15,8 +15,8 @@ namespace usbyte {
 struct PolicyOptions {
   int64_t bucket_bytes = 25 << 20;       ///< ddp: bucket size
   int64_t first_bucket_bytes = 1 << 20;  ///< ddp: size of the bucket that backward fills first
-  int64_t partition_bytes = 8 << 20;     ///< bytescheduler: tensors above this are split
-  int64_t credit_bytes = 16 << 20;       ///< bytescheduler: bytes in flight
+  int64_t partition_bytes = 16 << 20;    ///< bytescheduler: tensors above this are split
+  int64_t credit_bytes = 32 << 20;       ///< bytescheduler: bytes in flight
 };
 
 using Policy = Plan (*)(const Profile&, const NetworkModel&, const PolicyOptions&);

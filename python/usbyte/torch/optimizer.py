@@ -45,7 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `step()` returns at once, and each layer of the next forward pass waits only for its own
             parameters; results are the same bit for bit.
         policy: "ddp", "wfbp", "bytescheduler", or a callable Profile x NetworkModel -> Plan.
-            Default: bytescheduler with overlap "forward", ddp otherwise.
+            Default: ddp.
         op: `Average` or `Sum` over ranks.
         model: The module that owns the parameters; found at the first forward pass if left out.
         partition_bytes: bytescheduler: larger tensors are split.
@@ -78,7 +78,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"op must be Average or Sum, not {op}")
         self._context = context = current()
         env = context.env
-        policy = policy or env.policy or ("bytescheduler" if overlap == "forward" else "ddp")
+        policy = policy or env.policy or "ddp"
         if isinstance(policy, str) and policy not in _core.policies():
             raise UsageError(f"unknown policy '{policy}'; known are {', '.join(_core.policies())}")
         self._inner = optimizer
