@@ -84,9 +84,6 @@ void register_communicator(py::module_& m) {
       .def("complete", &PythonCommunicator::complete, py::arg("ticket"),
            py::arg("error") = std::nullopt);
   m.def(
-      "keep_forever", [](py::object object) { object.release(); }, py::arg("object"),
-      "Never frees the object: for what threads use that outlive the interpreter.");
-  m.def(
       "make_local_communicators",
       [](int size, AlphaBeta cost) {
         std::vector<std::shared_ptr<Communicator>> out;

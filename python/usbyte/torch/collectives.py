@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ _ACCUMULATE: list[
     (dist.ReduceOp.MIN, lambda into, part: torch.minimum(into, part, out=into)),
     (dist.ReduceOp.MAX, lambda into, part: torch.maximum(into, part, out=into)),
 ]
+
+_NEVER_SENT = 0x3FFFFFFF  # a tag; `TorchCommunicator` draws its own from below it
 
 
 def ring_reduce_scatter(
@@ -96,6 +100,25 @@ def all_gather_ranges(
         leaving = slice(*bounds[(rank - step) % size])
         coming = slice(*bounds[(rank - step - 1) % size])
         _shift(flat[leaving], flat[coming], group, rank, size, tag)
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Makes every operation of a Gloo group fail at once: those in flight here, and later ones.
+
+    Gloo closes all connections of a group when a timed wait for one of its messages runs out, and
+    nothing else in torch's interface does; so this waits a moment for one that no rank sends.
+    Other backends are left to their own timeout.
+
+    Args:
+        group: A group that nothing else uses any more.
+    """
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) != "gloo":
+        return
+    with suppress(RuntimeError):  # the time-out itself
+        # From any rank, for the connection to one alone may be closed already.
+        work = dist.irecv(torch.empty(1), None, group, _NEVER_SENT)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
 
 
 def _shift(

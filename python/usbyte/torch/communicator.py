@@ -6,7 +6,6 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 
@@ -14,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from usbyte import _core
-from usbyte.torch.collectives import all_gather_ranges, ring_reduce_scatter
+from usbyte.torch.collectives import abort, all_gather_ranges, ring_reduce_scatter
 
 _WAITERS = 4  # threads that wait for ops to end, and run rings
-_SLICE = timedelta(seconds=0.5)  # how often a waiter looks whether it should stop
 
 
 class TorchCommunicator:
@@ -39,8 +37,8 @@ class TorchCommunicator:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._stopping = threading.Event()
-        self._left_behind = False  # an op is in flight that will not end before the process does
+        self._closed = False
+        self._in_flight: set[int] = set()  # tickets
         self._waiters = [
             threading.Thread(target=_serve, args=(self._tasks,), name="usbyte-waiter", daemon=True)
             for _ in range(_WAITERS)
@@ -65,15 +63,17 @@ class TorchCommunicator:
         self._views.clear()
 
     def close(self) -> None:
-        """Ends the waiters. What is still in flight, after a fault, is left to the backend."""
-        if self._stopping.is_set():
+        """Ends the waiters; what is still in flight, after a fault, is aborted."""
+        if self._closed:
             return
-        self._stopping.set()
+        self._closed = True
+        if self._in_flight and dist.is_initialized():
+            abort(self._group)
         for _ in self._waiters:
             self._tasks.put(None)
         for waiter in self._waiters:
             waiter.join()
-        if not self._left_behind and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
     def __del__(self) -> None:
@@ -90,6 +90,7 @@ class TorchCommunicator:
         return view
 
     def _launch(self, ticket: int, kind: str, dtype: str, spans: list[tuple[int, int]]) -> None:
+        self._in_flight.add(ticket)
         views = [self._view(address, count, dtype) for address, count in spans]
         if kind == "all_reduce":
             tensor = views[0] if len(views) == 1 else torch.cat(views)
@@ -103,32 +104,14 @@ class TorchCommunicator:
     ) -> None:
         error = None
         try:
-            if not self._wait(work):
-                return
+            work.wait()
             if len(views) > 1:
                 parts = tensor.split([view.numel() for view in views])
                 for view, part in zip(views, parts, strict=True):
                     view.copy_(part)
         except RuntimeError as e:
             error = _brief(e)
-        self.core.complete(ticket, error)
-
-    def _wait(self, work: dist.Work) -> bool:
-        """Waits for an op; False if it has not ended when the communicator closes."""
-        while True:
-            try:
-                work.wait(_SLICE)
-                return True
-            except RuntimeError:
-                if work.is_completed():  # it failed, or it ended just after the slice
-                    work.wait()
-                    return True
-                if self._stopping.is_set():
-                    # Its thread may run on until the process has ended, and must not lose the group
-                    # before.
-                    self._left_behind = True
-                    _core.keep_forever(self._group)
-                    return False
+        self._complete(ticket, error)
 
     def _ring(self, ticket: int, kind: str, views: list[torch.Tensor]) -> None:
         error = None
@@ -136,13 +119,17 @@ class TorchCommunicator:
             for i, view in enumerate(views):
                 bounds = shards(view.numel(), self._size)
                 # Tickets count up alike on every rank; the tag keeps concurrent rings apart.
-                tag = (ticket * 1024 + i) & 0x3FFFFFFF
+                tag = (ticket * 1024 + i) & 0x1FFFFFFF
                 if kind == "reduce_scatter":
                     ring_reduce_scatter(view, bounds, self._group, dist.ReduceOp.SUM, tag)
                 else:
                     all_gather_ranges(view, bounds, self._group, tag)
         except Exception as e:
             error = _brief(e)
+        self._complete(ticket, error)
+
+    def _complete(self, ticket: int, error: str | None) -> None:
+        self._in_flight.discard(ticket)
         self.core.complete(ticket, error)
 
 

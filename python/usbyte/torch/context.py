@@ -66,8 +66,7 @@ class Context:
     def __init__(self, cluster: Cluster, env: _core.Env) -> None:
         self.env = env
         self._timeout = timedelta(seconds=env.stall_limit_s + _BACKEND_GRACE_S)
-        self._owns_default_group = not dist.is_initialized()
-        if self._owns_default_group:
+        if not dist.is_initialized():
             _init_default_group(cluster, env, self._timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank, self.local_size = cluster.local_rank, cluster.local_size
@@ -154,14 +153,8 @@ class Context:
             except Error as error:
                 errors.append(error)
         self.eager.close()
-        failed = False
         if self._faults is not None:
-            failed = self._faults.verdict is not None
             self._faults.close()
-        # With operations in flight that no peer will ever answer, the groups only end with the
-        # process.
-        if self._owns_default_group and dist.is_initialized() and not failed:
-            dist.destroy_process_group()
         if errors:
             raise errors[0]
 
@@ -184,7 +177,12 @@ class Context:
         self._excepthook(kind, error, trace)
 
 
+_owns_default_group = False
+
+
 def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> None:
+    global _owns_default_group
+    _owns_default_group = True
     backend = env.backend or "gloo"
     if cluster.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -232,7 +230,11 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Applies pending updates and ends usbyte's threads. Interpreter exit calls it by itself."""
+    """Applies pending updates and ends usbyte's threads. Interpreter exit calls it by itself.
+
+    A default process group that `init` made stays until the interpreter ends: another `init` meets
+    the other ranks in it, even those that are still shutting down.
+    """
     global _current
     if _current is not None:
         context, _current = _current, None
@@ -249,6 +251,8 @@ def _shutdown_at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+    if _owns_default_group and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def is_initialized() -> bool:

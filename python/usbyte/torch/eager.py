@@ -152,8 +152,8 @@ class EagerQueue:
     def fail(self, message: str) -> None:
         """Ends every pending and later operation with FaultError(message); the first call counts.
 
-        A collective that runs at this moment may write to its tensors until the backend gives it
-        up.
+        A collective that runs at this moment is aborted first, so that nothing writes to its
+        tensors any more.
         """
         with self._lock:
             if self._failure is not None:
@@ -161,6 +161,9 @@ class EagerQueue:
             self._failure = message
             pending = list(self._pending.values())
             self._pending.clear()
+            running = self._running
+        if running is not None:
+            self.peers.abort()
         for handle in pending:
             handle.settle(FaultError(message))
 
@@ -168,8 +171,7 @@ class EagerQueue:
         """Ends the thread; what is pending fails. May be called again, and when the store is gone.
 
         Args:
-            timeout_s: How long to wait for a collective that is running; then it is left to the
-                backend's own timeout.
+            timeout_s: How long to wait for a collective that is running; then it is aborted.
         """
         with self._lock:
             if self._closed:
@@ -180,12 +182,14 @@ class EagerQueue:
         for handle in pending:
             where = f"usbyte was shut down on rank {self.peers.rank}"
             handle.settle(FaultError(f"{handle.request} had not ended when {where}"))
-        if self._negotiation is None or self._thread is threading.current_thread():
-            return
-        self._negotiation.wake(timeout_s)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            log.warning("%s is still running at shutdown and is left behind", self._running)
+        if self._negotiation is not None:
+            self._negotiation.wake(timeout_s)
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.warning("%s is still running at shutdown and is aborted", self._running)
+                self.peers.abort()
+                self._thread.join(timeout_s)
+        self.peers.close()
 
     def _do(self, request: Request) -> Any:
         return self.synchronize(self.submit(request))
@@ -201,8 +205,7 @@ class EagerQueue:
         except RuntimeError as error:
             self._lose_store(error)
         if self._failure is not None:
-            # Its connections close, and so end what other ranks still wait for in the backend.
-            self.peers.leave()
+            self.peers.abort()  # or other ranks go on waiting in the backend
 
     def _execute(self, verdict: Verdict) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -48,6 +49,7 @@ class Negotiation:
         # A connection serves one thread at a time, and the one that waits is always in use.
         self._inbox = clone_store(self._store)
         self._inbox.set_timeout(_PATIENCE)
+        self._calls = Calls("usbyte-ask")
         self._lock = threading.Lock()  # guards the two below
         self._place = 0
         self._woken = False
@@ -108,11 +110,12 @@ class Negotiation:
         with self._lock:
             self._woken = True
             slot = _slot(self._rank, self._place)
-        within(timeout_s, lambda: self._store.set(slot, "wake"))
+        self._calls.ask(timeout_s, lambda: self._store.set(slot, "wake"))
+        self._calls.close()
 
     def missing(self, name: str) -> list[int] | None:
         """Ranks that have not submitted what this rank has; None if the store does not answer."""
-        answers = within(_ANSWER_S, lambda: read_now(self._store, f"op/{name}"))
+        answers = self._calls.ask(_ANSWER_S, lambda: read_now(self._store, f"op/{name}"))
         if not answers:
             return None
         if answers[0] is None:  # deleted by the rank that completed it
@@ -130,18 +133,41 @@ class Negotiation:
                     raise
 
 
-def within(seconds: float, call: Callable[[], Any]) -> list[Any]:
-    """[what `call` returned], or [] if it raised or took longer: a lost store may be silent."""
-    answers: list[Any] = []
+class Calls:
+    """Makes calls that may never return, such as one to a lost store that stays silent.
 
-    def ask() -> None:
-        with suppress(RuntimeError):
-            answers.append(call())
+    The thread is started early: Python 3.12 and later start none while the interpreter ends.
 
-    thread = threading.Thread(target=ask, name="usbyte-ask", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+
+    def ask(self, seconds: float, call: Callable[[], Any]) -> list[Any]:
+        """[what `call` returned], or [] if it raised or did not end in time."""
+        answers: list[Any] = []
+        ended = threading.Event()
+
+        def answer() -> None:
+            with suppress(RuntimeError):
+                answers.append(call())
+            ended.set()
+
+        self._queue.put(answer)
+        ended.wait(seconds)
+        return answers
+
+    def close(self) -> None:
+        """Ends the thread, once it has made the calls asked for before."""
+        self._queue.put(None)
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := queue.get()) is not None:
+        call()
 
 
 def _slot(rank: int, place: int) -> str:

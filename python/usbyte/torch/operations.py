@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from usbyte.errors import UsageError
-from usbyte.torch.collectives import all_gather_ranges, ring_reduce_scatter
+from usbyte.torch.collectives import abort, all_gather_ranges, ring_reduce_scatter
 from usbyte.torch.handles import Request
 from usbyte.torch.matching import Descriptor, Verdict
 from usbyte.torch.reduction import ReduceOp, check_reducible, reduce_flat
@@ -45,8 +45,13 @@ class Peers:
         self._work = work
         work.wait()
 
-    def leave(self) -> None:
-        """Gives up the group; its connections close, since nothing else refers to it.
+    def abort(self) -> None:
+        """Ends the collective that is running, on this rank and on those that wait for it."""
+        with suppress(RuntimeError, ValueError, AssertionError):  # destroyed by the user meanwhile
+            abort(self.group)
+
+    def close(self) -> None:
+        """Gives up the group.
 
         Its destructor joins Gloo's threads, in older torch with the GIL held. A thread that just
         then drops the last reference to a tensor of its collective would need the GIL, so the last
@@ -54,8 +59,9 @@ class Peers:
         """
         group = self.group
         del self.group
-        with suppress(RuntimeError, ValueError, AssertionError):  # destroyed by the user meanwhile
-            dist.destroy_process_group(group)
+        if self.size > 1:
+            with suppress(RuntimeError, ValueError, AssertionError):  # destroyed by the user before
+                dist.destroy_process_group(group)
         del group
         self._work = None
 

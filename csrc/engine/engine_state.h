@@ -1,0 +1,102 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "step_record.h"
+#include "usbyte/engine.h"
+#include "usbyte/step.h"
+
+namespace usbyte {
+
+/// What the engine's methods, its thread and the communicator's completions share.
+///
+/// Ownership: the caller's threads and communicator threads change the fields below only with
+/// `mutex` held, and never call out (communicator, callbacks, files) while holding it. Only the
+/// engine's thread launches ops, writes the timeline and calls back. Completions hold the State
+/// alive, so one that comes after the Engine's end is harmless.
+struct Engine::State {
+  State(Plan p, std::byte* arena, Communicator& c, EngineOptions o);
+
+  // Constant after construction.
+  const Plan plan;
+  Communicator& communicator;
+  EngineOptions options;
+  std::vector<Request> requests;  // by op
+
+  mutable std::mutex mutex;
+  std::condition_variable work;     // signals the engine's thread
+  std::condition_variable arrived;  // signals waiters
+  bool running = false;
+  bool stopping = false;
+  std::string fault;                     // not empty: final
+  std::optional<std::string> raw_fault;  // found here, not yet told to on_fault
+
+  bool in_backward = false;
+  int ready_count = 0;
+  Step step;
+  size_t oldest;           // first op not completed
+  double last_done_s = 0;  // when an op last completed
+  bool warned = false;     // about what has been in flight since
+  StepRecord record;
+  bool posted = true;  // `record` is in the outbox, or was not wanted
+
+  std::shared_ptr<TimelineWriter> writer;
+  std::vector<StepRecord> outbox;  // finished records, for the engine's thread to write
+  bool writing = false;
+
+  std::thread thread;
+
+  // With `mutex` held.
+  void check() const;
+  void check_index(int tensor) const;
+  bool launchable() const;
+  void queued(std::span<const int> ops, double now);
+  void set_fault(std::string message);
+  void post_record();
+  /// Waits for `done`, polling; throws on a fault.
+  template <typename Done>
+  void block(std::unique_lock<std::mutex>& lock, const std::function<void()>& poll, Done done);
+
+  /// The engine's thread.
+  void run(const std::shared_ptr<State>& self);
+
+ private:
+  double waiting_since() const;
+  void launch_next(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self);
+  void complete(int op, const std::exception_ptr& error);
+  void watch_stall(double now, std::unique_lock<std::mutex>& lock);
+  void report_fault(std::unique_lock<std::mutex>& lock);
+  void write_outbox(std::unique_lock<std::mutex>& lock);
+  void warn(const std::string& text) const;
+};
+
+template <typename Done>
+void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<void()>& poll,
+                          Done done) {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto kPollInterval = std::chrono::milliseconds(100);
+  // Arrivals of other tensors wake the waiter too, and must not keep it from polling.
+  auto next_poll = Clock::now() + kPollInterval;
+  while (!done()) {
+    check();
+    if (arrived.wait_until(lock, next_poll) == std::cv_status::timeout) {
+      next_poll = Clock::now() + kPollInterval;
+      if (!poll) continue;
+      lock.unlock();
+      poll();
+      lock.lock();
+    }
+  }
+  check();
+}
+
+}  // namespace usbyte

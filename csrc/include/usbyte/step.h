@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "usbyte/admission.h"
+#include "usbyte/plan.h"
+
+namespace usbyte {
+
+/// The state machine of one iteration: which op goes next, what it still waits for, when a tensor
+/// has arrived. The engine drives it in real time and the simulator in predicted time, so that both
+/// follow the same rules. Not thread-safe; the owner guards it.
+///
+/// Ops are launched strictly in plan order, each when all its bytes are ready and its window admits
+/// it; an all_gather also waits for the reduce_scatter of its blocks. A tensor has arrived when
+/// every all_reduce or all_gather that touches it has completed.
+class Step {
+ public:
+  /// What one call has brought about; valid until the next one.
+  struct Change {
+    std::span<const int> queued;   ///< ops that wait for no input any more
+    std::span<const int> arrived;  ///< tensors
+  };
+
+  /// A step that is over. `plan` outlives it.
+  explicit Step(const Plan& plan);
+
+  /// Starts over: nothing is ready, nothing in flight.
+  void begin();
+  /// The gradient of `tensor` is there; once in a step.
+  Change ready(int tensor);
+  /// True if the next op may be launched now.
+  bool launchable() const {
+    return next_ < ops_.size() && inputs_[next_] == 0 &&
+           admission_.admits(plan_->ops()[next_], ops_[next_].bytes);
+  }
+  /// Puts the next op in flight and returns it.
+  int launch();
+  /// `op`, which was in flight, is over.
+  Change complete(int op);
+  /// `op`, which was in flight, has failed: it is over, and nothing arrives.
+  void fail(int op) { admission_.completed(bytes(op)); }
+
+  /// Ops launched and completed so far, and those between the two.
+  size_t launched() const { return next_; }
+  size_t completed() const { return completed_; }
+  int in_flight() const { return admission_.ops_in_flight(); }
+  bool drained() const { return completed_ == ops_.size(); }
+  bool arrived(int tensor) const { return pending_[static_cast<size_t>(tensor)] == 0; }
+
+  int64_t bytes(int op) const { return ops_[static_cast<size_t>(op)].bytes; }
+  const std::vector<int>& tensors(int op) const { return ops_[static_cast<size_t>(op)].tensors; }
+
+ private:
+  struct Info {
+    int64_t bytes;
+    std::vector<int> tensors;
+    std::vector<int> gathers;  // all_gathers that need this reduce_scatter
+    int inputs;                // tensors, or reduce_scatters for an all_gather, that it waits for
+  };
+
+  void input_arrived(int op);
+
+  const Plan* plan_;
+  std::vector<Info> ops_;
+  std::vector<std::vector<int>> ops_of_;  // by tensor: ops that wait for its gradient
+  std::vector<int> to_arrive_;            // by tensor: ops after which it has arrived
+
+  Admission admission_;
+  size_t next_, completed_;
+  std::vector<int> inputs_;   // by op
+  std::vector<int> pending_;  // by tensor
+  std::vector<int> queued_, arrived_;
+};
+
+}  // namespace usbyte

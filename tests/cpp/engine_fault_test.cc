@@ -1,0 +1,196 @@
+#include "usbyte/engine.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+
+#include "engine_rig.h"
+#include "usbyte/error.h"
+#include "usbyte/local_communicator.h"
+
+namespace usbyte {
+namespace {
+
+using std::chrono::milliseconds;
+using test::expect_every_call_throws;
+using test::kUnlimited;
+using test::message_of;
+using test::on_each_rank;
+using test::plan_of;
+using test::Rig;
+
+TEST(EngineFault, AFailedOpEndsEveryCallWithWhatOnFaultSays) {
+  std::string told;
+  EngineOptions options;
+  options.on_fault = [&](const std::string& raw) {
+    told = raw;
+    return "rank 2 is lost";
+  };
+  Rig rig(plan_of(3), options);
+  rig.backward();
+  rig.complete(0);
+  rig->wait(0);
+  ASSERT_TRUE(rig.communicator.await_launches(3));  // nothing is launched after the fault
+  rig.fail_op(1, "connection reset");
+  EXPECT_EQ(message_of<FaultError>([&] { rig->drain(); }), "rank 2 is lost");
+  expect_every_call_throws(*rig.engine, "rank 2 is lost");
+  for (const char* part : {"op 1", "all_reduce", "b)", "step 1", "connection reset"}) {
+    EXPECT_NE(told.find(part), std::string::npos) << told;
+  }
+  rig.complete(2);  // too late to matter
+  expect_every_call_throws(*rig.engine, "rank 2 is lost");
+}
+
+TEST(EngineFault, WithoutOnFaultTheOpAndItsParametersAreNamed) {
+  Rig rig(plan_of(2));
+  rig.backward();
+  rig.fail_op(0, "connection reset");
+  const std::string message = message_of<FaultError>([&] { rig->wait(1); });
+  EXPECT_NE(message.find("op 0 (all_reduce"), std::string::npos) << message;
+  EXPECT_NE(message.find("a)"), std::string::npos) << message;
+  EXPECT_NE(message.find("connection reset"), std::string::npos) << message;
+}
+
+TEST(EngineFault, NothingIsLaunchedAfterAFault) {
+  Rig rig(plan_of(3, 1));
+  rig.backward();
+  rig.fail_op(0, "lost");
+  EXPECT_THROW(rig->drain(), FaultError);
+  std::this_thread::sleep_for(milliseconds(20));
+  EXPECT_EQ(rig.communicator.launched(), 1);
+}
+
+TEST(EngineFault, AnEmptyAnswerOfOnFaultIsAFaultAllTheSame) {
+  EngineOptions options;
+  options.on_fault = [](const std::string&) { return ""; };
+  Rig rig(plan_of(1), options);
+  rig.backward();
+  rig.fail_op(0, "connection reset");
+  const double start = now_s();
+  const auto give_up = [&] {
+    if (now_s() - start > 2) throw std::runtime_error("still waiting");
+  };
+  EXPECT_THROW(rig->drain(give_up), FaultError);
+}
+
+TEST(EngineFault, AnExceptionFromOnFaultDoesNotEndTheProcess) {
+  EngineOptions options;
+  options.on_fault = [](const std::string&) -> std::string {
+    throw std::runtime_error("the store is gone");
+  };
+  Rig rig(plan_of(1), options);
+  rig.backward();
+  rig.fail_op(0, "connection reset");
+  const std::string message = message_of<FaultError>([&] { rig->drain(); });
+  EXPECT_NE(message.find("connection reset"), std::string::npos) << message;
+}
+
+TEST(EngineFault, AStalledOpWarnsOnceThenFails) {
+  std::vector<std::string> warnings;
+  EngineOptions options;
+  options.stall_warning_s = 0.05;
+  options.stall_limit_s = 1;
+  options.on_warning = [&](const std::string& line) { warnings.push_back(line); };
+  Rig rig(plan_of(2), options);
+  const double start = now_s();
+  rig.backward();
+  const std::string message = message_of<FaultError>([&] { rig->drain(); });
+  EXPECT_GE(now_s() - start, 1);
+  EXPECT_NE(message.find("op 0"), std::string::npos) << message;
+  EXPECT_NE(message.find("stall"), std::string::npos) << message;
+  ASSERT_EQ(warnings.size(), 1U);
+  EXPECT_NE(warnings[0].find("op 0"), std::string::npos) << warnings[0];
+}
+
+TEST(EngineFault, TheOpThatStalledIsNamedWhateverTheOrderOfTheOthers) {
+  EngineOptions options;
+  options.stall_limit_s = 0.5;
+  Rig rig(plan_of(4), options);
+  rig.backward();
+  for (int op : {1, 0, 3}) rig.complete(op);
+  const std::string message = message_of<FaultError>([&] { rig->drain(); });
+  EXPECT_NE(message.find("op 2"), std::string::npos) << message;
+}
+
+// Many ops in flight share the network: as long as one after the other completes, nothing stalls.
+TEST(EngineFault, SteadyProgressIsNoStall) {
+  EngineOptions options;
+  options.stall_limit_s = 1;
+  Rig rig(plan_of(8), options);
+  rig.backward();
+  for (int op = 0; op < 8; ++op) {
+    std::this_thread::sleep_for(milliseconds(200));
+    rig.complete(op);
+  }
+  EXPECT_NO_THROW(rig->drain());
+}
+
+TEST(EngineFault, WaitingForGradientsIsNoStall) {
+  EngineOptions options;
+  options.stall_limit_s = 0.5;
+  Rig rig(plan_of(1), options);
+  rig->begin_step();
+  std::this_thread::sleep_for(milliseconds(800));
+  rig->ready(0);
+  rig->end_backward();
+  rig.complete(0);
+  EXPECT_NO_THROW(rig->drain());
+}
+
+TEST(EngineFault, FailWakesEveryWaiterAndTheFirstMessageStays) {
+  Rig rig(plan_of(2));
+  rig.backward();
+  std::atomic<int> woken = 0;
+  std::vector<std::thread> waiters;
+  for (int i = 0; i < 3; ++i) {
+    waiters.emplace_back([&, i] {
+      const std::string message =
+          message_of<FaultError>([&] { i < 2 ? rig->wait(i) : rig->drain(); });
+      EXPECT_EQ(message, "rank 3: out of memory");
+      ++woken;
+    });
+  }
+  std::this_thread::sleep_for(milliseconds(20));
+  EXPECT_EQ(woken, 0);
+  rig->fail("rank 3: out of memory");
+  rig->fail("rank 1: something else");
+  for (std::thread& w : waiters) w.join();
+  expect_every_call_throws(*rig.engine, "rank 3: out of memory");
+}
+
+TEST(EngineFault, RanksWithDifferentPlansAllFail) {
+  auto ranks = make_local_communicators(3);
+  on_each_rank(3, [&](int rank) {
+    std::vector<std::byte> arena(1024);
+    const std::vector<TensorSpec> tensors = {{"w", 8, DType::float32, 0}};
+    std::vector<Op> ops = {{Collective::all_reduce, {{0, 8}}, kUnlimited, false}};
+    if (rank == 1) ops = {{Collective::all_reduce, {{0, 4}, {4, 8}}, kUnlimited, false}};
+    Engine engine(Plan("test", tensors, ops), arena.data(), *ranks[static_cast<size_t>(rank)]);
+    engine.begin_step();
+    engine.ready(0);
+    engine.end_backward();
+    const std::string message = message_of<FaultError>([&] { engine.drain(); });
+    EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
+    EXPECT_NE(message.find("counts [4, 4] against [8]"), std::string::npos) << message;
+    EXPECT_NE(message.find("w)"), std::string::npos) << message;
+  });
+}
+
+TEST(EngineFault, ALostRankFailsTheOthers) {
+  auto ranks = make_local_communicators(3);
+  on_each_rank(3, [&](int rank) {
+    if (rank == 2) return ranks[2].reset();
+    const Plan plan = plan_of(4);
+    std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
+    Engine engine(plan, arena.data(), *ranks[static_cast<size_t>(rank)]);
+    engine.begin_step();
+    for (int t = 3; t >= 0; --t) engine.ready(t);
+    const std::string message = message_of<FaultError>([&] { engine.wait(3); });
+    EXPECT_NE(message.find("rank 2"), std::string::npos) << message;
+  });
+}
+
+}  // namespace
+}  // namespace usbyte

@@ -1,0 +1,53 @@
+"""init and shutdown."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import usbyte.torch as ub
+from _ranks import run_ranks
+from usbyte.errors import UsageError
+
+
+def exits(rank, size, path):
+    ub.init()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), overlap="forward")
+    for _ in range(6):
+        opt.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        opt.step()
+    before = model.weight.detach().clone()
+    ub.shutdown()
+    assert torch.equal(model.weight, before - 1)  # the last update was pending and is applied
+
+
+def test_shutdown_applies_the_last_update(tmp_path):
+    run_ranks(2, exits, str(tmp_path), timeout=60)
+
+
+def test_calls_before_init_say_so():
+    assert not ub.is_initialized()
+    with pytest.raises(UsageError, match="init"):
+        ub.rank()
+    with pytest.raises(UsageError, match="init"):
+        ub.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1))
+
+
+def comes_back(rank, size):
+    """Ranks end and begin runs seconds apart, each of them once the first."""
+    for late in range(3):
+        ub.init()
+        assert ub.allreduce(torch.tensor(rank + late), op=ub.Sum) == 1 + 2 * late
+        time.sleep(1.5 * (rank == late % 2))
+        ub.shutdown()
+    assert not ub.is_initialized()
+
+
+def test_init_after_shutdown_waits_for_ranks_that_are_late():
+    run_ranks(2, comes_back, timeout=60)
