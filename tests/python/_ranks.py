@@ -202,6 +202,8 @@ def _end_with_parent() -> None:
 def _main() -> None:
     file, function, answer, rank, size, args = json.loads(sys.argv[1])
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Shells start what runs in the background with it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path.insert(0, str(Path(file).parent))
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)

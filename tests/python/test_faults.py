@@ -20,6 +20,7 @@ import torch
 import usbyte.torch as ub
 
 what, overlap = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
 ub.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64 + (what == "shape" and ub.rank() == 2 and i ==
