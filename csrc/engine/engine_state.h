@@ -11,9 +11,9 @@
 #include <thread>
 #include <vector>
 
-#include "step_record.h"
 #include "usbyte/engine.h"
 #include "usbyte/step.h"
+#include "usbyte/step_record.h"
 
 namespace usbyte {
 

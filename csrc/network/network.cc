@@ -1,26 +1,38 @@
 #include "usbyte/network.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
 
 #include "usbyte/error.h"
 
 namespace usbyte {
+namespace {
 
-AlphaBeta fit_alpha_beta(std::span<const Sample> samples) {
-  if (samples.empty()) throw UsageError("fit_alpha_beta: no samples");
-  const double n = static_cast<double>(samples.size());
-  double mean_x = 0, mean_y = 0;
-  for (const Sample& s : samples) {
-    mean_x += static_cast<double>(s.bytes) / n;
-    mean_y += s.seconds / n;
+using nlohmann::ordered_json;
+
+struct Weighted {
+  double x, y, weight;
+};
+
+// Minimises sum weight * (alpha + beta x - y)^2 over alpha, beta >= 0.
+AlphaBeta fit(std::span<const Weighted> points) {
+  double total = 0, mean_x = 0, mean_y = 0;
+  for (const Weighted& p : points) {
+    total += p.weight;
+    mean_x += p.weight * p.x;
+    mean_y += p.weight * p.y;
   }
+  mean_x /= total;
+  mean_y /= total;
   double xx = 0, xy = 0, origin_xx = 0, origin_xy = 0;
-  for (const Sample& s : samples) {
-    const double x = static_cast<double>(s.bytes);
-    xx += (x - mean_x) * (x - mean_x);
-    xy += (x - mean_x) * (s.seconds - mean_y);
-    origin_xx += x * x;
-    origin_xy += x * s.seconds;
+  for (const Weighted& p : points) {
+    xx += p.weight * (p.x - mean_x) * (p.x - mean_x);
+    xy += p.weight * (p.x - mean_x) * (p.y - mean_y);
+    origin_xx += p.weight * p.x * p.x;
+    origin_xy += p.weight * p.x * p.y;
   }
   const double beta = xx > 0 ? xy / xx : 0;
   const double alpha = mean_y - beta * mean_x;
@@ -28,6 +40,116 @@ AlphaBeta fit_alpha_beta(std::span<const Sample> samples) {
   if (xx > 0 && beta < 0) return {std::max(mean_y, 0.0), 0};
   if (xx <= 0 || alpha < 0) return {0, origin_xx > 0 ? std::max(origin_xy / origin_xx, 0.0) : 0};
   return {alpha, beta};
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  if (values.size() % 2) return *middle;
+  return (*std::max_element(values.begin(), middle) + *middle) / 2;
+}
+
+ordered_json rows(const std::vector<AlphaBeta>& costs) {
+  ordered_json out = ordered_json::array();
+  for (const AlphaBeta& c : costs) {
+    out.push_back({{"alpha_s", c.alpha_s}, {"beta_s_per_byte", c.beta_s_per_byte}});
+  }
+  return out;
+}
+
+std::vector<AlphaBeta> costs(const ordered_json& rows) {
+  std::vector<AlphaBeta> out;
+  for (const auto& row : rows) {
+    out.push_back({row.at("alpha_s").get<double>(), row.at("beta_s_per_byte").get<double>()});
+  }
+  return out;
+}
+
+}  // namespace
+
+AlphaBeta NetworkModel::cost(Collective kind, int in_flight) const {
+  const bool whole = kind == Collective::all_reduce;
+  const std::vector<AlphaBeta>& own =
+      kind == Collective::reduce_scatter ? reduce_scatter : all_gather;
+  const std::vector<AlphaBeta>& row = whole || own.empty() ? all_reduce : own;
+  const AlphaBeta c = row[std::min(static_cast<size_t>(in_flight), row.size()) - 1];
+  return whole || !own.empty() ? c : AlphaBeta{c.alpha_s / 2, c.beta_s_per_byte / 2};
+}
+
+double NetworkModel::least_beta() const {
+  const auto least = [](const std::vector<AlphaBeta>& row) {
+    double beta = std::numeric_limits<double>::infinity();
+    for (const AlphaBeta& c : row) beta = std::min(beta, c.beta_s_per_byte);
+    return beta;
+  };
+  return std::min(least(all_reduce), least(reduce_scatter) + least(all_gather));
+}
+
+NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s) {
+  const double steps = ranks - 1;
+  const AlphaBeta half{steps * latency_s, steps / ranks / bytes_per_s};
+  NetworkModel model{ranks, {{2 * half.alpha_s, 2 * half.beta_s_per_byte}}, {half}, {half}};
+  model.validate();
+  return model;
+}
+
+void NetworkModel::validate() const {
+  if (ranks < 1) throw UsageError("network: " + std::to_string(ranks) + " ranks");
+  if (all_reduce.empty()) throw UsageError("network: no cost of all_reduce");
+  for (const auto* row : {&all_reduce, &reduce_scatter, &all_gather}) {
+    for (const AlphaBeta& c : *row) {
+      if (!(c.alpha_s >= 0 && c.beta_s_per_byte >= 0 &&
+            std::isfinite(c.alpha_s + c.beta_s_per_byte))) {
+        throw UsageError("network: a cost is negative or not finite");
+      }
+    }
+  }
+}
+
+std::string NetworkModel::to_json() const {
+  return ordered_json{{"format", "usbyte-network-1"},
+                      {"ranks", ranks},
+                      {"all_reduce", rows(all_reduce)},
+                      {"reduce_scatter", rows(reduce_scatter)},
+                      {"all_gather", rows(all_gather)}}
+      .dump();
+}
+
+NetworkModel NetworkModel::from_json(std::string_view json) {
+  try {
+    const ordered_json root = ordered_json::parse(json);
+    if (root.at("format") != "usbyte-network-1") throw UsageError("network: unknown format");
+    NetworkModel model{root.at("ranks").get<int>(), costs(root.at("all_reduce")),
+                       costs(root.at("reduce_scatter")), costs(root.at("all_gather"))};
+    model.validate();
+    return model;
+  } catch (const ordered_json::exception& e) {
+    throw UsageError(std::string("network: malformed JSON: ") + e.what());
+  }
+}
+
+AlphaBeta fit_alpha_beta(std::span<const Sample> samples) {
+  if (samples.empty()) throw UsageError("fit_alpha_beta: no samples");
+  std::vector<Weighted> points;
+  for (const Sample& s : samples) points.push_back({static_cast<double>(s.bytes), s.seconds, 1});
+  return fit(points);
+}
+
+Fit fit_robust(std::span<const Sample> samples) {
+  if (samples.empty()) throw UsageError("fit_robust: no samples");
+  std::map<int64_t, std::vector<double>> by_size;
+  for (const Sample& s : samples) by_size[s.bytes].push_back(s.seconds);
+  std::vector<Weighted> points;
+  for (const auto& [bytes, seconds] : by_size) {
+    const double y = std::max(median(seconds), 1e-9);
+    points.push_back({static_cast<double>(bytes), y, 1 / (y * y)});
+  }
+  const AlphaBeta line = fit(points);
+  std::vector<double> errors;
+  for (const Weighted& p : points) {
+    errors.push_back(std::abs(line.alpha_s + line.beta_s_per_byte * p.x - p.y) / p.y);
+  }
+  return {line, median(errors)};
 }
 
 }  // namespace usbyte

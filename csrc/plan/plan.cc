@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <set>
+#include <unordered_set>
 
 #include "usbyte/error.h"
 
@@ -60,16 +60,28 @@ Block shard(Block block, int rank, int size) {
   return {begin, std::min(begin + chunk, block.end)};
 }
 
+Plan::Plan() : line_(std::make_shared<Line>()) {}
+
 Plan::Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops)
-    : policy_(std::move(policy)), tensors_(std::move(tensors)), ops_(std::move(ops)) {
-  lay_out();
+    : policy_(std::move(policy)),
+      line_(std::make_shared<Line>(lay_out(std::move(tensors)))),
+      ops_(std::move(ops)) {
   validate();
 }
 
-void Plan::lay_out() {
+Plan Plan::with(std::string policy, std::vector<Op> ops) const {
+  Plan plan = *this;
+  plan.policy_ = std::move(policy);
+  plan.ops_ = std::move(ops);
+  plan.validate();
+  return plan;
+}
+
+Plan::Line Plan::lay_out(std::vector<TensorSpec> tensors) {
   int64_t end = 0;
-  std::set<std::string_view> names;
-  for (const TensorSpec& t : tensors_) {
+  std::unordered_set<std::string_view> names;
+  std::vector<Segment> segments;
+  for (const TensorSpec& t : tensors) {
     if (t.numel <= 0) throw PlanError("tensor '" + t.name + "' has no elements");
     if (t.offset != end) {
       throw PlanError("tensor '" + t.name + "' starts at element " + std::to_string(t.offset) +
@@ -77,18 +89,19 @@ void Plan::lay_out() {
     }
     if (!names.insert(t.name).second) throw PlanError("two tensors are named '" + t.name + "'");
     end = t.end();
-    if (segments_.empty() || segments_.back().dtype != t.dtype) {
+    if (segments.empty() || segments.back().dtype != t.dtype) {
       int64_t byte_begin = 0;
-      if (!segments_.empty()) {
-        const Segment& last = segments_.back();
+      if (!segments.empty()) {
+        const Segment& last = segments.back();
         byte_begin = last.byte_begin + (last.end - last.begin) * itemsize(last.dtype);
         byte_begin = (byte_begin + kSegmentAlignment - 1) / kSegmentAlignment * kSegmentAlignment;
       }
-      segments_.push_back({t.offset, end, byte_begin, t.dtype});
+      segments.push_back({t.offset, end, byte_begin, t.dtype});
     } else {
-      segments_.back().end = end;
+      segments.back().end = end;
     }
   }
+  return {std::move(tensors), std::move(segments)};
 }
 
 void Plan::validate() const {
@@ -131,14 +144,14 @@ void Plan::validate() const {
 }
 
 const Plan::Segment& Plan::segment(int64_t element) const {
-  auto after = std::upper_bound(segments_.begin(), segments_.end(), element,
+  auto after = std::upper_bound(line_->segments.begin(), line_->segments.end(), element,
                                 [](int64_t e, const Segment& s) { return e < s.begin; });
   return *(after - 1);
 }
 
 int64_t Plan::arena_bytes() const {
-  if (segments_.empty()) return 0;
-  const Segment& last = segments_.back();
+  if (line_->segments.empty()) return 0;
+  const Segment& last = line_->segments.back();
   return last.byte_begin + (last.end - last.begin) * itemsize(last.dtype);
 }
 
@@ -156,15 +169,20 @@ int64_t Plan::bytes(const Op& op) const {
 }
 
 std::vector<int> Plan::tensors_of(const Op& op) const {
-  std::set<int> touched;
+  const std::vector<TensorSpec>& all = tensors();
+  std::vector<int> touched;
   for (Block b : op.blocks) {
-    auto it = std::upper_bound(tensors_.begin(), tensors_.end(), b.begin,
+    auto it = std::upper_bound(all.begin(), all.end(), b.begin,
                                [](int64_t e, const TensorSpec& t) { return e < t.end(); });
-    for (; it != tensors_.end() && it->offset < b.end; ++it) {
-      touched.insert(static_cast<int>(it - tensors_.begin()));
+    for (; it != all.end() && it->offset < b.end; ++it) {
+      touched.push_back(static_cast<int>(it - all.begin()));
     }
   }
-  return {touched.begin(), touched.end()};
+  if (op.blocks.size() > 1) {
+    std::sort(touched.begin(), touched.end());
+    touched.erase(std::unique(touched.begin(), touched.end()), touched.end());
+  }
+  return touched;
 }
 
 std::string Plan::describe(int index) const {
@@ -176,7 +194,7 @@ std::string Plan::describe(int index) const {
   std::string out = head;
   const std::vector<int> touched = tensors_of(op);
   for (size_t i = 0; i < std::min(touched.size(), kNamed); ++i) {
-    out += (i ? ", " : "") + tensors_[static_cast<size_t>(touched[i])].name;
+    out += (i ? ", " : "") + this->tensors()[static_cast<size_t>(touched[i])].name;
   }
   if (touched.size() > kNamed) {
     out += " and " + std::to_string(touched.size() - kNamed) + " more";
@@ -186,7 +204,7 @@ std::string Plan::describe(int index) const {
 
 std::string Plan::to_json() const {
   ordered_json tensors = ordered_json::array(), ops = ordered_json::array();
-  for (const TensorSpec& t : tensors_) {
+  for (const TensorSpec& t : this->tensors()) {
     tensors.push_back({{"name", t.name}, {"numel", t.numel}, {"dtype", name(t.dtype)}});
   }
   for (const Op& op : ops_) {

@@ -3,6 +3,7 @@
 
 #include "usbyte/admission.h"
 #include "usbyte/policy.h"
+#include "usbyte/simulator.h"
 
 namespace usbyte {
 namespace {
@@ -43,7 +44,8 @@ Plan bytescheduler(const Profile& profile, const NetworkModel& network,
   std::priority_queue<size_t, std::vector<size_t>, std::greater<>> ready;  // nearest input first
   std::queue<std::pair<double, int64_t>> in_flight;  // completion, bytes; the channel is FIFO
   Admission credit;
-  double now = 0, channel = 0;
+  Channel channel(network);
+  double now = 0;
   size_t next = 0;
   while (ops.size() < parts.size()) {
     while (next < arrivals.size() && parts[arrivals[next]].ready_s <= now) {
@@ -57,11 +59,9 @@ Plan bytescheduler(const Profile& profile, const NetworkModel& network,
       const Part& part = parts[ready.top()];
       Op op{Collective::all_reduce, {part.block}, options.credit_bytes, false};
       if (credit.admits(op, part.bytes)) {
-        // Ops in flight overlap their startups; their bytes take turns.
-        channel = std::max(channel, now + network.all_reduce.alpha_s) +
-                  network.all_reduce.beta_s_per_byte * static_cast<double>(part.bytes);
         credit.launched(part.bytes);
-        in_flight.emplace(channel, part.bytes);
+        in_flight.emplace(channel.launch(op.kind, part.bytes, credit.ops_in_flight(), now),
+                          part.bytes);
         ops.push_back(std::move(op));
         ready.pop();
         continue;

@@ -11,12 +11,42 @@ namespace usbyte {
 
 using nlohmann::ordered_json;
 
+std::string_view name(Overlap overlap) {
+  return overlap == Overlap::forward ? "forward" : "backward";
+}
+
+Overlap overlap_from_name(std::string_view text) {
+  for (Overlap overlap : {Overlap::backward, Overlap::forward}) {
+    if (text == name(overlap)) return overlap;
+  }
+  throw UsageError("unknown overlap '" + std::string(text) + "'; known are backward, forward");
+}
+
+double Profile::backward_end_s() const {
+  return ready_s.empty() ? 0 : *std::max_element(ready_s.begin(), ready_s.end());
+}
+
+int64_t Profile::bytes() const {
+  int64_t sum = 0;
+  for (const TensorSpec& t : tensors) sum += t.numel * itemsize(t.dtype);
+  return sum;
+}
+
 void Profile::validate() const {
   const size_t n = tensors.size();
   if (need_s.size() != n || ready_s.size() != n) {
     throw PlanError("profile: " + std::to_string(n) + " tensors, but " +
                     std::to_string(need_s.size()) + " need times and " +
                     std::to_string(ready_s.size()) + " ready times");
+  }
+  for (const auto* spread : {&need_spread_s, &ready_spread_s}) {
+    if (!spread->empty() && spread->size() != n) {
+      throw PlanError("profile: " + std::to_string(n) + " tensors, but " +
+                      std::to_string(spread->size()) + " spreads");
+    }
+  }
+  if (!std::isfinite(step_s) || !std::isfinite(update_s) || step_s < 0 || update_s < 0) {
+    throw PlanError("profile: step_s or update_s is negative or not finite");
   }
   int64_t end = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -29,6 +59,9 @@ void Profile::validate() const {
         ready_s[i] < 0) {
       throw PlanError("profile: tensor '" + t.name + "' has a time that is negative or not finite");
     }
+    if (step_s > 0 && std::max(need_s[i], ready_s[i]) > step_s) {
+      throw PlanError("profile: tensor '" + t.name + "' has a time after the end of the step");
+    }
   }
 }
 
@@ -40,10 +73,15 @@ std::string Profile::to_json() const {
                     {"dtype", name(tensors[i].dtype)},
                     {"need_s", need_s[i]},
                     {"ready_s", ready_s[i]}});
+    if (!need_spread_s.empty()) rows.back()["need_spread_s"] = need_spread_s[i];
+    if (!ready_spread_s.empty()) rows.back()["ready_spread_s"] = ready_spread_s[i];
   }
-  return ordered_json{
-      {"format", "usbyte-profile-1"}, {"step_s", step_s}, {"tensors", std::move(rows)}}
-      .dump();
+  return ordered_json{{"format", "usbyte-profile-1"},
+                      {"model", model},
+                      {"step_s", step_s},
+                      {"update_s", update_s},
+                      {"tensors", std::move(rows)}}
+      .dump(1);
 }
 
 Profile Profile::from_json(std::string_view json) {
@@ -52,6 +90,8 @@ Profile Profile::from_json(std::string_view json) {
     if (root.at("format") != "usbyte-profile-1") throw PlanError("profile: unknown format");
     Profile p;
     p.step_s = root.at("step_s").get<double>();
+    p.update_s = root.value("update_s", 0.0);
+    p.model = root.value("model", "");
     int64_t offset = 0;
     for (const auto& row : root.at("tensors")) {
       p.tensors.push_back({row.at("name").get<std::string>(), row.at("numel").get<int64_t>(),
@@ -59,6 +99,8 @@ Profile Profile::from_json(std::string_view json) {
       offset = p.tensors.back().end();
       p.need_s.push_back(row.at("need_s").get<double>());
       p.ready_s.push_back(row.at("ready_s").get<double>());
+      if (row.contains("need_spread_s")) p.need_spread_s.push_back(row["need_spread_s"]);
+      if (row.contains("ready_spread_s")) p.ready_spread_s.push_back(row["ready_spread_s"]);
     }
     p.validate();
     return p;
@@ -67,6 +109,22 @@ Profile Profile::from_json(std::string_view json) {
   } catch (const UsageError& e) {
     throw PlanError(std::string("profile: ") + e.what());
   }
+}
+
+std::vector<double> due_times(const Profile& profile, Overlap overlap) {
+  const size_t n = profile.tensors.size();
+  if (overlap == Overlap::backward) return std::vector<double>(n, profile.backward_end_s());
+  std::vector<double> due(n);
+  const double begin = profile.iteration_s() - profile.update_s;
+  const double update_s_per_byte = n ? profile.update_s / static_cast<double>(profile.bytes()) : 0;
+  double updated = 0;
+  for (int i : forward_order(profile)) {
+    const size_t t = static_cast<size_t>(i);
+    const TensorSpec& spec = profile.tensors[t];
+    due[t] = begin + profile.need_s[t] + updated;
+    updated += update_s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
+  }
+  return due;
 }
 
 std::vector<int> forward_order(const Profile& profile) {

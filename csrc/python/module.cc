@@ -21,6 +21,7 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_profile(m);
   usbyte::register_network(m);
   usbyte::register_policy(m);
+  usbyte::register_simulator(m);
   usbyte::register_env(m);
   usbyte::register_timeline(m);
   usbyte::register_communicator(m);

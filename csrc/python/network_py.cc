@@ -10,6 +10,15 @@
 namespace py = pybind11;
 
 namespace usbyte {
+namespace {
+
+std::vector<Sample> rows(const std::vector<std::pair<int64_t, double>>& samples) {
+  std::vector<Sample> out;
+  for (auto [bytes, seconds] : samples) out.push_back({bytes, seconds});
+  return out;
+}
+
+}  // namespace
 
 void register_network(py::module_& m) {
   py::class_<AlphaBeta>(m, "AlphaBeta", "Cost of one op of m bytes: alpha_s + beta_s_per_byte * m.")
@@ -17,22 +26,51 @@ void register_network(py::module_& m) {
       .def_readonly("alpha_s", &AlphaBeta::alpha_s)
       .def_readonly("beta_s_per_byte", &AlphaBeta::beta_s_per_byte)
       .def("time_s", &AlphaBeta::time_s, py::arg("bytes"))
+      .def("__eq__", &AlphaBeta::operator==)
       .def("__repr__", [](const AlphaBeta& c) {
         return "AlphaBeta(alpha_s=" + std::to_string(c.alpha_s) +
                ", ns_per_byte=" + std::to_string(c.beta_s_per_byte * 1e9) + ")";
       });
-  py::class_<NetworkModel>(m, "NetworkModel", "What the network costs, on the path of training.")
-      .def(py::init<int, AlphaBeta>(), py::arg("ranks"), py::arg("all_reduce"))
+  using Costs = std::vector<AlphaBeta>;
+  py::class_<NetworkModel>(m, "NetworkModel",
+                           "What the network costs, on the path of training: for each collective "
+                           "its cost with 1, 2, ... ops in flight.")
+      .def(py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather) {
+             NetworkModel model{ranks, std::move(all_reduce), std::move(reduce_scatter),
+                                std::move(all_gather)};
+             model.validate();
+             return model;
+           }),
+           py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
+           py::arg("all_gather") = Costs{})
       .def_readonly("ranks", &NetworkModel::ranks)
-      .def_readonly("all_reduce", &NetworkModel::all_reduce);
+      .def_readonly("all_reduce", &NetworkModel::all_reduce)
+      .def_readonly("reduce_scatter", &NetworkModel::reduce_scatter)
+      .def_readonly("all_gather", &NetworkModel::all_gather)
+      .def(
+          "cost",
+          [](const NetworkModel& model, const std::string& kind, int in_flight) {
+            return model.cost(collective_from_name(kind), in_flight);
+          },
+          py::arg("kind"), py::arg("in_flight") = 1)
+      .def_static("ring", &NetworkModel::ring, py::arg("ranks"), py::arg("latency_s"),
+                  py::arg("bytes_per_s"), "Ring collectives over links of that speed.")
+      .def("to_json", &NetworkModel::to_json)
+      .def_static("from_json", &NetworkModel::from_json, py::arg("json"))
+      .def("__eq__", &NetworkModel::operator==);
   m.def(
       "fit_alpha_beta",
-      [](const std::vector<std::pair<int64_t, double>>& samples) {
-        std::vector<Sample> rows;
-        for (auto [bytes, seconds] : samples) rows.push_back({bytes, seconds});
-        return fit_alpha_beta(rows);
-      },
+      [](const std::vector<std::pair<int64_t, double>>& s) { return fit_alpha_beta(rows(s)); },
       py::arg("samples"), "Line through (bytes, seconds) pairs, alpha and beta not negative.");
+  m.def(
+      "fit_robust",
+      [](const std::vector<std::pair<int64_t, double>>& s) {
+        const Fit fit = fit_robust(rows(s));
+        return std::pair(fit.line, fit.residual);
+      },
+      py::arg("samples"),
+      "Line through the medians of each size that has the least relative errors, and the median of "
+      "these errors.");
 }
 
 }  // namespace usbyte

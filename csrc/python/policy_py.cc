@@ -12,8 +12,9 @@ void register_policy(py::module_& m) {
   m.def(
       "make_plan",
       [](const std::string& policy, const Profile& profile, const NetworkModel& network,
-         const std::map<std::string, int64_t>& options) {
+         const std::map<std::string, int64_t>& options, const std::string& overlap) {
         PolicyOptions o;
+        o.overlap = overlap_from_name(overlap);
         const std::map<std::string, int64_t*> fields = {
             {"bucket_bytes", &o.bucket_bytes},
             {"first_bucket_bytes", &o.first_bucket_bytes},
@@ -26,10 +27,11 @@ void register_policy(py::module_& m) {
           }
           *it->second = value;
         }
+        py::gil_scoped_release free;
         return make_plan(policy, profile, network, o);
       },
       py::arg("policy"), py::arg("profile"), py::arg("network"),
-      py::arg("options") = std::map<std::string, int64_t>{},
+      py::arg("options") = std::map<std::string, int64_t>{}, py::arg("overlap") = "forward",
       "Plan of the policy of that name; options in bytes: bucket_bytes, first_bucket_bytes, "
       "partition_bytes, credit_bytes.");
   m.def("policies", [] {

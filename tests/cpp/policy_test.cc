@@ -46,7 +46,7 @@ TEST(Policies, EveryPolicyTilesEveryProfile) {  // Plan's constructor checks the
   std::mt19937 rng(3);
   for (int i = 0; i < 300; ++i) {
     const Profile p = random_profile(rng);
-    const NetworkModel network{4, {static_cast<double>(uniform(rng, 0, 3)), 0.01}};
+    const NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 3)), 0.01}}};
     PolicyOptions options;
     options.bucket_bytes = uniform(rng, 1, 400);
     options.first_bucket_bytes = uniform(rng, 1, 100);
@@ -98,7 +98,7 @@ TEST(ByteScheduler, PartsAreNearEqualAndNotLargerThanThePartition) {
   PolicyOptions options;
   options.partition_bytes = 40;
   options.credit_bytes = 1;
-  const Plan plan = make_plan("bytescheduler", profile_of({25}), {1, {1, 1}}, options);
+  const Plan plan = make_plan("bytescheduler", profile_of({25}), {1, {{1, 1}}}, options);
   EXPECT_EQ(blocks_of(plan), (std::vector<Block>{{0, 8}, {8, 16}, {16, 25}}));
 }
 
@@ -109,19 +109,19 @@ TEST(ByteScheduler, NearestInputOvertakesWhatStillWaits) {
   p.ready_s = {5, 0};
   PolicyOptions options;
   options.partition_bytes = options.credit_bytes = 40;
-  const Plan plan = make_plan("bytescheduler", p, {2, {0, 0.25}}, options);
+  const Plan plan = make_plan("bytescheduler", p, {2, {{0, 0.25}}}, options);
   EXPECT_EQ(blocks_of(plan), (std::vector<Block>{{10, 20}, {0, 10}, {20, 30}, {30, 40}}));
   for (const Op& op : plan.ops()) EXPECT_EQ(op.window_bytes, 40);
   // With credit for two parts, two are under way before tensor 0 is ready.
   options.credit_bytes = 80;
-  EXPECT_EQ(blocks_of(make_plan("bytescheduler", p, {2, {0, 0.25}}, options)),
+  EXPECT_EQ(blocks_of(make_plan("bytescheduler", p, {2, {{0, 0.25}}}, options)),
             (std::vector<Block>{{10, 20}, {20, 30}, {0, 10}, {30, 40}}));
 }
 
 TEST(ByteScheduler, WithoutAProfileOfTimesItIsForwardOrder) {
   Profile p = profile_of({10, 10, 10});
   p.ready_s = {7, 7, 7};
-  EXPECT_EQ(blocks_of(make_plan("bytescheduler", p, {2, {1, 1}})),
+  EXPECT_EQ(blocks_of(make_plan("bytescheduler", p, {2, {{1, 1}}})),
             (std::vector<Block>{{0, 10}, {10, 20}, {20, 30}}));
 }
 

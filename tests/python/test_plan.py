@@ -114,7 +114,7 @@ def test_every_policy_makes_a_valid_plan(rows, policy, partition, credit):
         specs.append(_core.TensorSpec(f"t{i}", numel, "float32", offset))
         offset += numel
     profile = _core.Profile(specs, [need for _, need, _ in rows], [ready for _, _, ready in rows])
-    network = _core.NetworkModel(4, _core.AlphaBeta(1e-3, 1e-6))
+    network = _core.NetworkModel(4, [_core.AlphaBeta(1e-3, 1e-6)])
     options = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": partition}
     plan = _core.make_plan(policy, profile, network, options)
     ops = [(op.kind, op.blocks) for op in plan.ops]
@@ -136,7 +136,7 @@ def test_misspelt_names_list_what_is_known():
         _core.make_plan(
             "bytescheduller",
             _core.Profile([_core.TensorSpec("a", 1)], [0.0], [0.0]),
-            _core.NetworkModel(1, _core.AlphaBeta()),
+            _core.NetworkModel(1, [_core.AlphaBeta()]),
         )
     with pytest.raises(UsageError, match="float32"):
         _core.TensorSpec("a", 1, "float31")

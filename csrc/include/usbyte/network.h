@@ -2,6 +2,11 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "usbyte/plan.h"
 
 namespace usbyte {
 
@@ -13,12 +18,37 @@ struct AlphaBeta {
   double time_s(int64_t bytes) const {
     return alpha_s + beta_s_per_byte * static_cast<double>(bytes);
   }
+  bool operator==(const AlphaBeta&) const = default;
 };
 
 /// What the network costs `ranks` ranks, on the path that training uses.
+///
+/// Entry k - 1 of a collective holds while k ops are in flight: k ops of m bytes that are posted
+/// together have all ended after alpha + beta * k * m, since their startups overlap and their bytes
+/// take turns. More ops in flight cost what the last entry says.
 struct NetworkModel {
   int ranks = 1;
-  AlphaBeta all_reduce;
+  std::vector<AlphaBeta> all_reduce = {{}};
+  /// Where empty, half of an all_reduce.
+  std::vector<AlphaBeta> reduce_scatter = {};
+  std::vector<AlphaBeta> all_gather = {};
+
+  /// Cost of a plan's op while `in_flight` >= 1 ops are in flight, itself included.
+  AlphaBeta cost(Collective kind, int in_flight) const;
+  /// The least time in which any number of ops moves a byte through a whole all_reduce, s/byte.
+  double least_beta() const;
+
+  /// Ring collectives over links of `bytes_per_s` whose messages take `latency_s`: all_reduce
+  /// 2(n-1) (latency + m / (n bytes_per_s)), reduce_scatter and all_gather half of it. Thakur,
+  /// Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+  static NetworkModel ring(int ranks, double latency_s, double bytes_per_s);
+
+  /// Throws UsageError unless there is a rank, all_reduce has an entry, and every cost is finite
+  /// and not negative.
+  void validate() const;
+  std::string to_json() const;
+  static NetworkModel from_json(std::string_view json);
+  bool operator==(const NetworkModel&) const = default;
 };
 
 /// One measured operation.
@@ -31,5 +61,16 @@ struct Sample {
 /// slope cannot be told from the startup; then all of the time is counted as beta. Throws
 /// UsageError on no samples.
 AlphaBeta fit_alpha_beta(std::span<const Sample> samples);
+
+/// A line and how well it fits.
+struct Fit {
+  AlphaBeta line;
+  double residual;  ///< median over sizes of |predicted - measured| / measured
+};
+
+/// The line through the medians of each size that has the least sum of squared relative errors, so
+/// that small operations, which tell alpha, count as much as large ones. Throws UsageError on no
+/// samples.
+Fit fit_robust(std::span<const Sample> samples);
 
 }  // namespace usbyte

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -58,19 +59,21 @@ struct Op {
 /// 256-byte boundary of the buffer.
 class Plan {
  public:
-  Plan() = default;
+  Plan();
   /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names; ops
   /// only of the first three kinds with positive windows; every element covered exactly once by
   /// all_reduce, or exactly once by a reduce_scatter and once by a later all_gather whose block is
   /// the very block that was scattered.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
+  /// Another plan for the same tensors, which the two share.
+  Plan with(std::string policy, std::vector<Op> ops) const;
 
   const std::string& policy() const { return policy_; }
-  const std::vector<TensorSpec>& tensors() const { return tensors_; }
+  const std::vector<TensorSpec>& tensors() const { return line_->tensors; }
   const std::vector<Op>& ops() const { return ops_; }
 
   /// Elements of the arena.
-  int64_t numel() const { return tensors_.empty() ? 0 : tensors_.back().end(); }
+  int64_t numel() const { return tensors().empty() ? 0 : tensors().back().end(); }
   /// Bytes of the buffer that holds the arena, padding between segments included.
   int64_t arena_bytes() const;
   /// Byte position of `element` in that buffer.
@@ -91,23 +94,28 @@ class Plan {
   /// FNV-1a over the canonical JSON; equal on every platform.
   uint64_t hash() const;
 
-  bool operator==(const Plan&) const = default;
+  bool operator==(const Plan& other) const {
+    return policy_ == other.policy_ && ops_ == other.ops_ &&
+           (line_ == other.line_ || tensors() == other.tensors());
+  }
 
  private:
   struct Segment {
     int64_t begin, end, byte_begin;
     DType dtype;
-    bool operator==(const Segment&) const = default;
+  };
+  struct Line {
+    std::vector<TensorSpec> tensors;
+    std::vector<Segment> segments;
   };
 
+  static Line lay_out(std::vector<TensorSpec> tensors);
   const Segment& segment(int64_t element) const;
-  void lay_out();
   void validate() const;
 
   std::string policy_;
-  std::vector<TensorSpec> tensors_;
+  std::shared_ptr<const Line> line_;
   std::vector<Op> ops_;
-  std::vector<Segment> segments_;
 };
 
 }  // namespace usbyte

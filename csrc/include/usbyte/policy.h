@@ -13,6 +13,7 @@ namespace usbyte {
 
 /// Sizes in bytes.
 struct PolicyOptions {
+  Overlap overlap = Overlap::forward;    ///< what the plan is made for
   int64_t bucket_bytes = 25 << 20;       ///< ddp: bucket size
   int64_t first_bucket_bytes = 1 << 20;  ///< ddp: size of the bucket that backward fills first
   int64_t partition_bytes = 16 << 20;    ///< bytescheduler: tensors above this are split

@@ -24,7 +24,7 @@ def ready_us(tensors: int, steps: int) -> list[float]:
     profile = _core.Profile(
         specs, [float(i) for i in range(tensors)], [float(2 * tensors - i) for i in range(tensors)]
     )
-    network = _core.NetworkModel(1, _core.AlphaBeta(1e-6, 1e-9))
+    network = _core.NetworkModel(1, [_core.AlphaBeta(1e-6, 1e-9)])
     plan = _core.make_plan("ddp", profile, network, {"bucket_bytes": 1 << 10})
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     [communicator] = _core.make_local_communicators(1)

@@ -66,7 +66,7 @@ class Planner:
         n = len(self._names)
         need = [float(i) for i in range(n)]
         ready = [float(2 * n - i) for i in range(n)]
-        network = _core.NetworkModel(self._context.size, _UNMEASURED)
+        network = _core.NetworkModel(self._context.size, [_UNMEASURED])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
         plan = _core.make_plan("ddp", self._profile(need, ready), network, buckets)
         ops = [_core.Op(op.kind, op.blocks, op.window_bytes, fence=True) for op in plan.ops]
@@ -96,12 +96,12 @@ class Planner:
         if self._context.rank == 0:
             need, ready = times.tolist()
             network = _core.NetworkModel(
-                self._context.size, _core.fit_alpha_beta(self._samples or [(1, 1e-8)])
+                self._context.size, [_core.fit_alpha_beta(self._samples or [(1, 1e-8)])]
             )
             plan = self._policy(self._profile(need, ready), network)
             log.info(
                 "%s: policy %s, %d ops for %d gradients, network %s",
-                self._label, plan.policy, len(plan.ops), len(self._names), network.all_reduce,
+                self._label, plan.policy, len(plan.ops), len(self._names), network.all_reduce[0],
             )  # fmt: skip
             payload = json.dumps({"hash": plan.hash(), "plan": plan.to_json()}).encode()
         message = json.loads(self._context.eager.broadcast_bytes(f"{self._label}.plan", payload, 0))

@@ -8,7 +8,8 @@
 
 namespace usbyte {
 
-/// What the engine notes of one iteration. Times are seconds on the steady clock, 0 = not yet.
+/// What the engine notes of one iteration, or the simulator predicts. Times are seconds, on the
+/// steady clock or since the forward pass began; 0 = not yet.
 struct StepRecord {
   using Interval = std::pair<double, double>;
 

@@ -1,4 +1,4 @@
-#include "step_record.h"
+#include "usbyte/step_record.h"
 
 namespace usbyte {
 

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "usbyte/network.h"
+#include "usbyte/plan.h"
+#include "usbyte/profile.h"
+#include "usbyte/step.h"
+#include "usbyte/step_record.h"
+
+namespace usbyte {
+
+/// The network as one channel: startups of ops in flight overlap, their bytes take turns in the
+/// order of launching.
+class Channel {
+ public:
+  explicit Channel(const NetworkModel& network) : network_(&network) {}
+
+  /// Starts an op at `now`, no earlier than the one before, as one of `in_flight` >= 1; returns
+  /// when it completes.
+  double launch(Collective kind, int64_t bytes, int in_flight, double now);
+  /// When the last op completes.
+  double free_s() const { return free_s_; }
+
+ private:
+  const NetworkModel* network_;
+  double free_s_ = 0;
+};
+
+/// An iteration as predicted. Times are seconds since its forward pass began.
+struct Prediction {
+  double step_s;                  ///< from one forward pass to the next, in the steady state
+  std::vector<double> arrived_s;  ///< by tensor
+  StepRecord record;              ///< for the timeline: ops, gates and updates
+};
+
+/// Predicts iterations of one job: backward produces gradients at the profile's times, the ops of a
+/// plan follow the engine's own state machine (`Step`) over a `Channel`, and whatever waits for a
+/// tensor that arrives late is delayed. All ranks are alike, so one is simulated; their number is
+/// in the costs.
+class Simulator {
+ public:
+  /// `profile` and `network` outlive it. Throws PlanError or UsageError if they are invalid.
+  Simulator(const Profile& profile, const NetworkModel& network, Overlap overlap);
+
+  /// Seconds from one forward pass to the next. The plan's tensors are the profile's.
+  double step_s(const Plan& plan);
+  Prediction predict(const Plan& plan);
+
+  /// No plan is faster, whatever it does: the preemptive bound, one machine with release times
+  /// `ready_s`, due dates `due_times` and the earliest due date first, at the least cost of a byte
+  /// and without startups (Horn, "Some simple scheduling algorithms", 1974).
+  double bound_s() const;
+
+  /// Ops simulated so far.
+  int64_t ops() const { return ops_; }
+
+ private:
+  void run(const Plan& plan, StepRecord* record);
+  double delay_s() const;
+
+  const Profile* profile_;
+  const NetworkModel* network_;
+  std::vector<int> backward_order_;
+  std::vector<double> due_s_;
+  Overlap overlap_;
+  int64_t ops_ = 0;
+  std::vector<double> arrived_s_, done_s_;  // of the last run, by tensor and by op
+};
+
+}  // namespace usbyte

@@ -1,0 +1,36 @@
+#include "usbyte/simulator.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+
+namespace py = pybind11;
+
+namespace usbyte {
+
+void register_simulator(py::module_& m) {
+  py::class_<Prediction>(m, "Prediction", "An iteration as predicted; seconds.")
+      .def_readonly("step_s", &Prediction::step_s)
+      .def_readonly("arrived_s", &Prediction::arrived_s)
+      .def_property_readonly("launched_s", [](const Prediction& p) { return p.record.launched_s; })
+      .def_property_readonly("done_s", [](const Prediction& p) { return p.record.done_s; })
+      .def_property_readonly("gates", [](const Prediction& p) { return p.record.gates; })
+      .def_property_readonly("updates", [](const Prediction& p) { return p.record.updates; });
+  m.def(
+      "simulate",
+      [](const Plan& plan, const Profile& profile, const NetworkModel& network,
+         const std::string& overlap) {
+        return Simulator(profile, network, overlap_from_name(overlap)).predict(plan);
+      },
+      py::arg("plan"), py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "bound_s",
+      [](const Profile& profile, const NetworkModel& network, const std::string& overlap) {
+        return Simulator(profile, network, overlap_from_name(overlap)).bound_s();
+      },
+      py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
+      "Seconds for a step that no plan goes below.");
+}
+
+}  // namespace usbyte

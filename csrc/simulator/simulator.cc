@@ -1,0 +1,150 @@
+#include "usbyte/simulator.h"
+
+#include <algorithm>
+#include <limits>
+#include <queue>
+
+#include "usbyte/error.h"
+
+namespace usbyte {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+}  // namespace
+
+double Channel::launch(Collective kind, int64_t bytes, int in_flight, double now) {
+  const AlphaBeta cost = network_->cost(kind, in_flight);
+  free_s_ =
+      std::max(free_s_, now + cost.alpha_s) + cost.beta_s_per_byte * static_cast<double>(bytes);
+  return free_s_;
+}
+
+Simulator::Simulator(const Profile& profile, const NetworkModel& network, Overlap overlap)
+    : profile_(&profile), network_(&network), overlap_(overlap) {
+  profile.validate();
+  network.validate();
+  backward_order_ = backward_order(profile);
+  due_s_ = due_times(profile, overlap);
+  arrived_s_.resize(due_s_.size());
+}
+
+double Simulator::step_s(const Plan& plan) {
+  run(plan, nullptr);
+  return profile_->iteration_s() + delay_s();
+}
+
+Prediction Simulator::predict(const Plan& plan) {
+  StepRecord record;
+  run(plan, &record);
+  const Profile& p = *profile_;
+  if (overlap_ == Overlap::backward) {
+    const double end = p.backward_end_s();
+    for (int t : backward_order_) {
+      const double arrived = arrived_s_[static_cast<size_t>(t)];
+      if (arrived > end) record.gates.push_back({t, {end, arrived}});
+    }
+  } else {
+    const double s_per_byte = p.bytes() ? p.update_s / static_cast<double>(p.bytes()) : 0;
+    double delay = 0;
+    for (int t : forward_order(p)) {
+      const size_t i = static_cast<size_t>(t);
+      const double asked = due_s_[i] + delay;
+      delay = std::max(delay, arrived_s_[i] - due_s_[i]);
+      const double passed = due_s_[i] + delay;
+      if (passed > asked) record.gates.push_back({t, {asked, passed}});
+      const TensorSpec& spec = p.tensors[i];
+      const double update = s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
+      record.updates.push_back({{t}, {passed, passed + update}});
+    }
+  }
+  return {p.iteration_s() + delay_s(), arrived_s_, std::move(record)};
+}
+
+double Simulator::delay_s() const {
+  double delay = 0;
+  for (size_t t = 0; t < due_s_.size(); ++t) delay = std::max(delay, arrived_s_[t] - due_s_[t]);
+  return delay;
+}
+
+void Simulator::run(const Plan& plan, StepRecord* record) {
+  if (plan.tensors().size() != due_s_.size()) {
+    throw UsageError("simulator: the plan has " + std::to_string(plan.tensors().size()) +
+                     " tensors, the profile " + std::to_string(due_s_.size()));
+  }
+  const size_t count = plan.ops().size();
+  if (record) {
+    record->ready_s = profile_->ready_s;
+    record->queued_s.assign(count, 0);
+    record->launched_s.assign(count, 0);
+  }
+  done_s_.assign(count, kNever);
+  ops_ += static_cast<int64_t>(count);
+  Step step(plan);
+  step.begin();
+  Channel channel(*network_);
+  size_t next_ready = 0;  // in backward_order_
+  int oldest = 0;         // the channel completes ops in the order of launching
+  double now = 0;
+  const auto queued = [&](std::span<const int> ops) {
+    if (!record) return;
+    for (int op : ops) record->queued_s[static_cast<size_t>(op)] = now;
+  };
+  while (!step.drained()) {
+    while (step.launchable()) {
+      const int op = step.launch();
+      const size_t i = static_cast<size_t>(op);
+      done_s_[i] = channel.launch(plan.ops()[i].kind, step.bytes(op), step.in_flight(), now);
+      if (record) record->launched_s[i] = now;
+    }
+    const double ready = next_ready < backward_order_.size()
+                             ? profile_->ready_s[static_cast<size_t>(backward_order_[next_ready])]
+                             : kNever;
+    const double done = step.in_flight() > 0 ? done_s_[static_cast<size_t>(oldest)] : kNever;
+    now = std::min(ready, done);
+    if (done <= ready) {
+      const Step::Change change = step.complete(oldest++);
+      queued(change.queued);
+      for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;
+    } else {
+      queued(step.ready(backward_order_[next_ready++]).queued);
+    }
+  }
+  if (record) record->done_s = done_s_;
+}
+
+double Simulator::bound_s() const {
+  const double s_per_byte = network_->least_beta();
+  const auto later = [&](int a, int b) {
+    return due_s_[static_cast<size_t>(a)] > due_s_[static_cast<size_t>(b)];
+  };
+  std::priority_queue<int, std::vector<int>, decltype(later)> ready(later);
+  std::vector<double> rest_s(due_s_.size());
+  double now = 0, delay = 0;
+  for (size_t next = 0; next < backward_order_.size() || !ready.empty();) {
+    const double release = next < backward_order_.size()
+                               ? profile_->ready_s[static_cast<size_t>(backward_order_[next])]
+                               : kNever;
+    if (ready.empty()) now = std::max(now, release);
+    if (release <= now) {
+      const int t = backward_order_[next++];
+      const TensorSpec& spec = profile_->tensors[static_cast<size_t>(t)];
+      rest_s[static_cast<size_t>(t)] =
+          s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
+      ready.push(t);
+      continue;
+    }
+    const size_t t = static_cast<size_t>(ready.top());
+    if (now + rest_s[t] <= release) {
+      now += rest_s[t];
+      delay = std::max(delay, now - due_s_[t]);
+      ready.pop();
+    } else {
+      rest_s[t] -= release - now;
+      now = release;
+    }
+  }
+  return profile_->iteration_s() + delay;
+}
+
+}  // namespace usbyte
