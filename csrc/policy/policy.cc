@@ -6,7 +6,7 @@ namespace usbyte {
 
 const std::map<std::string, Policy, std::less<>>& policies() {
   static const std::map<std::string, Policy, std::less<>> all = {
-      {"bytescheduler", bytescheduler}, {"ddp", ddp}, {"wfbp", wfbp}};
+      {"auto", automatic}, {"bytescheduler", bytescheduler}, {"ddp", ddp}, {"wfbp", wfbp}};
   return all;
 }
 

@@ -20,10 +20,10 @@ double Channel::launch(Collective kind, int64_t bytes, int in_flight, double now
   return free_s_;
 }
 
-Simulator::Simulator(const Profile& profile, const NetworkModel& network, Overlap overlap)
-    : profile_(&profile), network_(&network), overlap_(overlap) {
+Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap)
+    : profile_(&profile), network_(std::move(network)), overlap_(overlap) {
   profile.validate();
-  network.validate();
+  network_.validate();
   backward_order_ = backward_order(profile);
   due_s_ = due_times(profile, overlap);
   arrived_s_.resize(due_s_.size());
@@ -82,7 +82,7 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
   ops_ += static_cast<int64_t>(count);
   Step step(plan);
   step.begin();
-  Channel channel(*network_);
+  Channel channel(network_);
   size_t next_ready = 0;  // in backward_order_
   int oldest = 0;         // the channel completes ops in the order of launching
   double now = 0;
@@ -110,11 +110,12 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
       queued(step.ready(backward_order_[next_ready++]).queued);
     }
   }
+  end_s_ = channel.free_s();
   if (record) record->done_s = done_s_;
 }
 
 double Simulator::bound_s() const {
-  const double s_per_byte = network_->least_beta();
+  const double s_per_byte = network_.least_beta();
   const auto later = [&](int a, int b) {
     return due_s_[static_cast<size_t>(a)] > due_s_[static_cast<size_t>(b)];
   };

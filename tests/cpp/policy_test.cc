@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "random_plan.h"
+#include "random_profile.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -22,16 +22,6 @@ Profile profile_of(const std::vector<int64_t>& numels) {
     offset += numels[i];
     p.need_s.push_back(static_cast<double>(i));
     p.ready_s.push_back(2 * n - static_cast<double>(i));
-  }
-  return p;
-}
-
-Profile random_profile(std::mt19937& rng) {
-  Profile p;
-  p.tensors = random_tensors(rng);
-  for (size_t i = 0; i < p.tensors.size(); ++i) {
-    p.need_s.push_back(static_cast<double>(uniform(rng, 0, 20)));
-    p.ready_s.push_back(static_cast<double>(uniform(rng, 0, 40)));
   }
   return p;
 }

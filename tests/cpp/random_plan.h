@@ -29,10 +29,9 @@ inline std::vector<TensorSpec> random_tensors(std::mt19937& rng, bool mixed = tr
   return tensors;
 }
 
-/// A valid plan: random cuts inside and across tensors, random grouping of blocks into ops,
-/// all_reduce or reduce_scatter + all_gather, random windows, fences and order.
-inline Plan random_plan(std::mt19937& rng, bool mixed = true) {
-  const std::vector<TensorSpec> tensors = random_tensors(rng, mixed);
+/// A valid plan for `tensors`: random cuts inside and across tensors, random grouping of blocks
+/// into ops, all_reduce or reduce_scatter + all_gather, random windows, fences and order.
+inline Plan random_plan(std::mt19937& rng, const std::vector<TensorSpec>& tensors) {
   std::vector<Block> blocks;
   for (size_t i = 0; i < tensors.size();) {
     size_t j = i;
@@ -72,6 +71,10 @@ inline Plan random_plan(std::mt19937& rng, bool mixed = true) {
     ops.insert(ops.begin() + at, gather);
   }
   return Plan("random", tensors, std::move(ops));
+}
+
+inline Plan random_plan(std::mt19937& rng, bool mixed = true) {
+  return random_plan(rng, random_tensors(rng, mixed));
 }
 
 }  // namespace usbyte

@@ -41,8 +41,8 @@ struct Prediction {
 /// in the costs.
 class Simulator {
  public:
-  /// `profile` and `network` outlive it. Throws PlanError or UsageError if they are invalid.
-  Simulator(const Profile& profile, const NetworkModel& network, Overlap overlap);
+  /// `profile` outlives it. Throws PlanError or UsageError if they are invalid.
+  Simulator(const Profile& profile, NetworkModel network, Overlap overlap);
 
   /// Seconds from one forward pass to the next. The plan's tensors are the profile's.
   double step_s(const Plan& plan);
@@ -53,19 +53,24 @@ class Simulator {
   /// and without startups (Horn, "Some simple scheduling algorithms", 1974).
   double bound_s() const;
 
+  /// When the last op of the last prediction completed.
+  double end_s() const { return end_s_; }
   /// Ops simulated so far.
   int64_t ops() const { return ops_; }
+  /// See `due_times`.
+  const std::vector<double>& due_s() const { return due_s_; }
 
  private:
   void run(const Plan& plan, StepRecord* record);
   double delay_s() const;
 
   const Profile* profile_;
-  const NetworkModel* network_;
+  NetworkModel network_;
   std::vector<int> backward_order_;
   std::vector<double> due_s_;
   Overlap overlap_;
   int64_t ops_ = 0;
+  double end_s_ = 0;
   std::vector<double> arrived_s_, done_s_;  // of the last run, by tensor and by op
 };
 

@@ -1,0 +1,223 @@
+#include <algorithm>
+#include <limits>
+#include <queue>
+
+#include "batching.h"
+#include "local_search.h"
+#include "usbyte/policy.h"
+#include "usbyte/simulator.h"
+
+namespace usbyte {
+namespace {
+
+constexpr int kImproved = 4;          // drafts that the local search gets
+constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
+constexpr double kWork = 1.2e7;       // tensors times evaluations of one local search
+constexpr int kMinEvaluations = 400, kMaxEvaluations = 20000;
+
+// How a draft is made: ops take up the channel for startup_s + s_per_byte * bytes.
+struct Pace {
+  int in_flight;
+  bool split;
+  double startup_s, s_per_byte;
+  double least_bytes;  // of an op in backward, if that much is there
+};
+
+// Plays out one iteration. In backward, whenever the channel is free, the ready bytes nearest to
+// the input go next, with what follows them on the line: as many as can be sent until the next
+// gradient appears, but no op below `least_bytes` if there is more. An op that costs more startup
+// than transfer waits for the next gradient and goes with it. After backward, what is left goes in
+// the order of due dates, in the batches that are exactly best.
+class Drafting {
+ public:
+  Drafting(const Profile& profile, const Plan& line, const std::vector<double>& due_s)
+      : profile_(profile), line_(line), due_s_(due_s), backward_(backward_order(profile)) {
+    by_due_.resize(due_s.size());
+    for (size_t i = 0; i < by_due_.size(); ++i) by_due_[i] = static_cast<int>(i);
+    std::stable_sort(by_due_.begin(), by_due_.end(),
+                     [&](int a, int b) { return due_s_[at(a)] < due_s_[at(b)]; });
+    rank_.resize(by_due_.size());
+    for (size_t i = 0; i < by_due_.size(); ++i) rank_[at(by_due_[i])] = static_cast<int>(i);
+  }
+
+  Draft draft(const Pace& pace) {
+    Draft out{{}, pace.in_flight, pace.split};
+    sent_.assign(due_s_.size(), 0);
+    ready_.assign(due_s_.size(), false);
+    std::priority_queue<int, std::vector<int>, std::greater<>> queue;  // ranks by due date
+    double now = 0;
+    for (size_t next = 0; next < backward_.size();) {
+      const double release = profile_.ready_s[at(backward_[next])];
+      while (!queue.empty() && rest(by_due_[at(queue.top())]) == 0) queue.pop();
+      if (release <= now || queue.empty()) {
+        now = std::max(now, release);
+        ready_[at(backward_[next])] = true;
+        queue.push(rank_[at(backward_[next++])]);
+        continue;
+      }
+      const double fill =
+          std::max((release - now - pace.startup_s) / pace.s_per_byte, pace.least_bytes);
+      const std::vector<Block> blocks = gather(by_due_[at(queue.top())], fill);
+      const double length = pace.s_per_byte * static_cast<double>(line_.bytes({{}, blocks}));
+      if (length < pace.startup_s && release - now < pace.startup_s + length) {
+        now = release;
+        continue;
+      }
+      mark(blocks);
+      out.ops.push_back(blocks);
+      now += pace.startup_s + length;
+    }
+    finish(out, pace, now);
+    return out;
+  }
+
+ private:
+  static size_t at(int i) { return static_cast<size_t>(i); }
+  int64_t rest(int t) const { return profile_.tensors[at(t)].numel - sent_[at(t)]; }
+
+  // Unsent ready elements from tensor t on along the line, about `bytes` of them.
+  std::vector<Block> gather(int t, double bytes) const {
+    const TensorSpec& first = profile_.tensors[at(t)];
+    const double width = static_cast<double>(itemsize(first.dtype));
+    // Rounded up, and never so that a crumb is left behind.
+    double room = std::max(bytes / width, 1.0);
+    Block block{first.offset + sent_[at(t)], first.offset + sent_[at(t)]};
+    for (size_t i = at(t); i < profile_.tensors.size() && room > 0; ++i) {
+      const TensorSpec& spec = profile_.tensors[i];
+      const int64_t left = rest(static_cast<int>(i));
+      const bool adjacent = spec.offset + sent_[i] == block.end;
+      if (!ready_[i] || left == 0 || !adjacent || spec.dtype != first.dtype) break;
+      const double all = static_cast<double>(left);
+      const int64_t n = all <= room * 1.25 ? left : static_cast<int64_t>(room) + 1;
+      block.end += std::min(n, left);
+      room -= static_cast<double>(n);
+      if (n < left) break;
+    }
+    return {block};
+  }
+
+  void mark(const std::vector<Block>& blocks) {
+    for (Block b : blocks) {
+      for (int t : line_.tensors_of({Collective::all_reduce, {b}})) {
+        const TensorSpec& spec = profile_.tensors[at(t)];
+        sent_[at(t)] += std::min(b.end, spec.end()) - std::max(b.begin, spec.offset);
+      }
+    }
+  }
+
+  void finish(Draft& out, const Pace& pace, double now) const {
+    std::vector<int> left;
+    std::vector<double> length, due;
+    for (int t : by_due_) {
+      if (rest(t) == 0) continue;
+      const TensorSpec& spec = profile_.tensors[at(t)];
+      left.push_back(t);
+      length.push_back(pace.s_per_byte * static_cast<double>(rest(t) * itemsize(spec.dtype)));
+      due.push_back(due_s_[at(t)] - now);
+    }
+    const Batching batching = batch_exactly(length, due, pace.startup_s);
+    for (size_t i = 0, batch = 0; i < left.size(); ++i) {
+      const bool first =
+          batch < batching.begins.size() && static_cast<int>(i) == batching.begins[batch];
+      const TensorSpec& spec = profile_.tensors[at(left[i])];
+      if (first) ++batch;
+      if (first || line_.dtype(out.ops.back().front()) != spec.dtype) out.ops.emplace_back();
+      add(out.ops.back(), {spec.offset + sent_[at(left[i])], spec.end()}, line_);
+    }
+  }
+
+  const Profile& profile_;
+  const Plan& line_;
+  const std::vector<double>& due_s_;
+  std::vector<int> backward_, by_due_, rank_;
+  std::vector<int64_t> sent_;  // elements from the tensor's start
+  std::vector<bool> ready_;
+};
+
+std::vector<Pace> paces(const NetworkModel& network, double total_bytes) {
+  std::vector<Pace> out;
+  const size_t windows = network.all_reduce.size();
+  for (bool split : {false, true}) {
+    const Collective kind = split ? Collective::reduce_scatter : Collective::all_reduce;
+    for (size_t k = 1; k <= windows; ++k) {
+      const AlphaBeta cost = network.cost(kind, static_cast<int>(k));
+      const double s_per_byte = std::max(cost.beta_s_per_byte, 1e-15);
+      // With k in flight, a startup passes while the ops before are on the channel.
+      const double startup = cost.alpha_s / static_cast<double>(k);
+      for (double least = 0; least < total_bytes;
+           least = std::max({4 * least, startup / s_per_byte, 1.0})) {
+        out.push_back({static_cast<int>(k), split, startup, s_per_byte, least});
+        if (startup == 0) break;
+      }
+    }
+  }
+  return out;
+}
+
+struct Candidate {
+  double step_s;
+  Plan plan;
+};
+
+// What the other policies make of it, under sizes that their authors tune.
+std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
+                         const PolicyOptions& given) {
+  std::vector<Plan> out;
+  for (const auto& [name, policy] : policies()) {
+    if (name == "auto") continue;
+    out.push_back(policy(profile, network, given));
+  }
+  for (int64_t mb : {1, 4, 16, 64, 256}) {
+    PolicyOptions options = given;
+    options.bucket_bytes = options.partition_bytes = mb << 20;
+    options.credit_bytes = 2 * options.partition_bytes;
+    out.push_back(ddp(profile, network, options));
+    out.push_back(bytescheduler(profile, network, options));
+  }
+  return out;
+}
+
+}  // namespace
+
+Plan automatic(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
+  Simulator simulator(profile, network, options.overlap);
+  const Plan fallback = ddp(profile, network, options);
+  if (profile.tensors.empty()) return fallback;
+  const GatherCost gather = {network.cost(Collective::all_gather, 1).alpha_s,
+                             network.cost(Collective::all_gather, 1).beta_s_per_byte,
+                             &simulator.due_s()};
+
+  Candidate best{simulator.step_s(fallback), fallback};
+  const double ddp_s = best.step_s;
+  const auto consider = [&](Plan plan) {
+    const double step = simulator.step_s(plan);
+    if (step < best.step_s) best = {step, std::move(plan)};
+    return step;
+  };
+  const double nothing_to_win = ddp_s * (1 - kWorthwhile);
+  if (simulator.bound_s() < nothing_to_win) {
+    for (Plan& plan : others(profile, network, options)) consider(std::move(plan));
+
+    std::vector<std::pair<double, Draft>> drafts;
+    Drafting drafting(profile, fallback, simulator.due_s());
+    for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()))) {
+      Draft draft = drafting.draft(pace);
+      const double step = consider(build(draft, fallback, gather));
+      drafts.emplace_back(step, std::move(draft));
+    }
+    std::stable_sort(drafts.begin(), drafts.end(),
+                     [](const auto& a, const auto& b) { return a.first < b.first; });
+    const double evaluations =
+        kWork / static_cast<double>(profile.tensors.size() + 100) / kImproved;
+    LocalSearch search(simulator, fallback, gather,
+                       std::clamp(static_cast<int>(evaluations), kMinEvaluations, kMaxEvaluations));
+    for (size_t i = 0; i < std::min<size_t>(drafts.size(), kImproved); ++i) {
+      search.improve(drafts[i].second);
+      consider(build(drafts[i].second, fallback, gather));
+    }
+  }
+  if (best.step_s > nothing_to_win) return fallback.with("auto", fallback.ops());
+  return best.plan.with("auto", best.plan.ops());
+}
+
+}  // namespace usbyte

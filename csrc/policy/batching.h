@@ -1,0 +1,21 @@
+#pragma once
+
+#include <span>
+#include <vector>
+
+namespace usbyte {
+
+/// Jobs in due date order, cut into batches that run one after the other.
+struct Batching {
+  double lateness_s;        ///< the largest completion minus due date
+  std::vector<int> begins;  ///< first job of each batch, ascending
+};
+
+/// Exact serial batching to minimise the largest lateness (1|s-batch|Lmax): a batch takes
+/// `startup_s` plus the lengths of its jobs, and its jobs complete with it. All jobs are available
+/// at time 0; `due_s` ascends and may be negative. O(n^2). Webster and Baker, "Scheduling Groups of
+/// Jobs on a Single Machine", Operations Research 1995.
+Batching batch_exactly(std::span<const double> length_s, std::span<const double> due_s,
+                       double startup_s);
+
+}  // namespace usbyte

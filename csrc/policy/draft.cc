@@ -1,0 +1,91 @@
+#include "draft.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "batching.h"
+
+namespace usbyte {
+namespace {
+
+std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
+                                        const GatherCost& cost) {
+  struct Job {
+    Block block;
+    DType dtype;
+    double length_s, due_s;
+  };
+  std::vector<Job> jobs;
+  for (const auto& blocks : draft.ops) {
+    for (Block b : blocks) {
+      const Op op{Collective::all_gather, {b}};
+      double due = std::numeric_limits<double>::infinity();
+      for (int t : line.tensors_of(op)) due = std::min(due, (*cost.due_s)[static_cast<size_t>(t)]);
+      jobs.push_back(
+          {b, line.dtype(b), cost.s_per_byte * static_cast<double>(line.bytes(op)), due});
+    }
+  }
+  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
+    return a.due_s != b.due_s ? a.due_s < b.due_s : a.block < b.block;
+  });
+  std::vector<double> length, due;
+  for (const Job& job : jobs) {
+    length.push_back(job.length_s);
+    due.push_back(job.due_s);
+  }
+  const Batching batching = batch_exactly(length, due, cost.startup_s);
+  std::vector<std::vector<Block>> out;
+  for (size_t i = 0, batch = 0; i < jobs.size(); ++i) {
+    const bool first =
+        batch < batching.begins.size() && static_cast<int>(i) == batching.begins[batch];
+    if (first) ++batch;
+    if (first || jobs[i].dtype != jobs[i - 1].dtype) out.emplace_back();
+    out.back().push_back(jobs[i].block);
+  }
+  return out;
+}
+
+void append(std::vector<Op>& ops, Collective kind, const std::vector<std::vector<Block>>& all,
+            int in_flight, const Plan& line) {
+  for (const auto& blocks : all) {
+    Op op{kind, blocks, 1, in_flight == 1};
+    op.window_bytes = line.bytes(op);
+    for (size_t before = 1; before < static_cast<size_t>(in_flight) && before <= ops.size();
+         ++before) {
+      op.window_bytes += line.bytes(ops[ops.size() - before]);
+    }
+    ops.push_back(std::move(op));
+  }
+}
+
+}  // namespace
+
+Plan build(const Draft& draft, const Plan& line, const GatherCost& gather) {
+  std::vector<Op> ops;
+  if (draft.split) {
+    append(ops, Collective::reduce_scatter, draft.ops, draft.in_flight, line);
+    append(ops, Collective::all_gather, gathers(draft, line, gather), draft.in_flight, line);
+  } else {
+    append(ops, Collective::all_reduce, draft.ops, draft.in_flight, line);
+  }
+  return line.with("auto", std::move(ops));
+}
+
+void add(std::vector<Block>& blocks, Block block, const Plan& line) {
+  auto after = std::upper_bound(blocks.begin(), blocks.end(), block);
+  const DType dtype = line.dtype(block);
+  if (after != blocks.begin()) {
+    auto before = after - 1;
+    if (before->end == block.begin && line.dtype(*before) == dtype) {
+      block.begin = before->begin;
+      after = blocks.erase(before);
+    }
+  }
+  if (after != blocks.end() && block.end == after->begin && line.dtype(*after) == dtype) {
+    after->begin = block.begin;
+  } else {
+    blocks.insert(after, block);
+  }
+}
+
+}  // namespace usbyte

@@ -1,0 +1,202 @@
+#include "local_search.h"
+
+#include <algorithm>
+
+namespace usbyte {
+namespace {
+
+constexpr double kTolerance = 1e-7;  // relative; smaller gains are rounding
+
+int64_t numel(const std::vector<Block>& blocks) {
+  int64_t sum = 0;
+  for (Block b : blocks) sum += b.numel();
+  return sum;
+}
+
+// Takes the first `count` elements of `blocks` away and returns them.
+std::vector<Block> take(std::vector<Block>& blocks, int64_t count) {
+  std::vector<Block> taken;
+  while (count > 0) {
+    Block& first = blocks.front();
+    const int64_t n = std::min(count, first.numel());
+    taken.push_back({first.begin, first.begin + n});
+    first.begin += n;
+    count -= n;
+    if (first.numel() == 0) blocks.erase(blocks.begin());
+  }
+  return taken;
+}
+
+// The element nearest to `at` in (low, high) where a tensor begins; `at` itself if none is as near
+// as a quarter of the range.
+int64_t snap(const Plan& line, int64_t at, int64_t low, int64_t high) {
+  const auto& tensors = line.tensors();
+  auto it = std::lower_bound(tensors.begin(), tensors.end(), at,
+                             [](const TensorSpec& t, int64_t e) { return t.offset < e; });
+  int64_t best = at, distance = (high - low) / 4;
+  for (int back = 0; back < 2; ++back) {
+    if (it != tensors.end() && it->offset > low && it->offset < high &&
+        std::abs(it->offset - at) <= distance) {
+      best = it->offset;
+      distance = std::abs(best - at);
+    }
+    if (it == tensors.begin()) break;
+    --it;
+  }
+  return best;
+}
+
+}  // namespace
+
+bool LocalSearch::Score::better_than(const Score& other) const {
+  const double slack = kTolerance * other.step_s;
+  if (step_s < other.step_s - slack) return true;
+  return step_s <= other.step_s + slack / 100 && end_s < other.end_s - slack;
+}
+
+LocalSearch::Score LocalSearch::score(const Draft& draft) {
+  --left_;
+  const double step = simulator_->step_s(build(draft, *line_, gather_));
+  return {step, simulator_->end_s()};
+}
+
+double LocalSearch::improve(Draft& draft) {
+  left_ = evaluations_;
+  best_ = score(draft);
+  bool found = true;
+  while (found && left_ > 0) {
+    found = false;
+    for (auto step :
+         {&LocalSearch::join, &LocalSearch::shift, &LocalSearch::cut, &LocalSearch::move}) {
+      while (left_ > 0 && (this->*step)(draft)) found = true;
+    }
+  }
+  return best_.step_s;
+}
+
+bool LocalSearch::accept(Draft& draft, Draft changed) {
+  if (left_ <= 0) return false;
+  const Score now = score(changed);
+  if (!now.better_than(best_)) return false;
+  best_ = now;
+  draft = std::move(changed);
+  return true;
+}
+
+// Each change below goes once over the draft and keeps what improves it.
+
+bool LocalSearch::join(Draft& draft) {
+  bool found = false;
+  for (size_t i = 0; i + 1 < draft.ops.size() && left_ > 0;) {
+    if (line_->dtype(draft.ops[i].front()) != line_->dtype(draft.ops[i + 1].front())) {
+      ++i;
+      continue;
+    }
+    Draft changed = draft;
+    for (Block b : draft.ops[i + 1]) add(changed.ops[i], b, *line_);
+    changed.ops.erase(changed.ops.begin() + static_cast<std::ptrdiff_t>(i) + 1);
+    if (accept(draft, std::move(changed))) {
+      found = true;
+    } else {
+      ++i;
+    }
+  }
+  return found;
+}
+
+bool LocalSearch::move(Draft& draft) {
+  bool found = false;
+  const auto count = static_cast<std::ptrdiff_t>(draft.ops.size());
+  for (std::ptrdiff_t i = 0; i < count; ++i) {
+    for (std::ptrdiff_t by : {-1, 1, -2, 2, -4, 4, -8, 8}) {
+      const std::ptrdiff_t to = i + by;
+      if (to < 0 || to >= count || left_ <= 0) continue;
+      Draft changed = draft;
+      const auto from = changed.ops.begin() + i;
+      if (by > 0) {
+        std::rotate(from, from + 1, changed.ops.begin() + to + 1);
+      } else {
+        std::rotate(changed.ops.begin() + to, from, from + 1);
+      }
+      found |= accept(draft, std::move(changed));
+    }
+  }
+  return found;
+}
+
+bool LocalSearch::cut(Draft& draft) {
+  bool found = false;
+  for (size_t i = 0; i < draft.ops.size(); ++i) {
+    const int64_t all = numel(draft.ops[i]);
+    for (double part : {0.5, 0.25, 0.75}) {
+      if (left_ <= 0) return found;
+      int64_t count = static_cast<int64_t>(part * static_cast<double>(all));
+      if (draft.ops[i].size() == 1) {
+        const Block b = draft.ops[i].front();
+        count = snap(*line_, b.begin + count, b.begin, b.end) - b.begin;
+      }
+      if (count <= 0 || count >= all) continue;
+      Draft changed = draft;
+      std::vector<Block> first = take(changed.ops[i], count);
+      const auto at = changed.ops.begin() + static_cast<std::ptrdiff_t>(i);
+      Draft late_first = changed;
+      changed.ops.insert(at, first);
+      if (accept(draft, std::move(changed))) {
+        found = true;
+        break;
+      }
+      // The half farther from the input later than all others.
+      late_first.ops.push_back(std::move(late_first.ops[i]));
+      late_first.ops[i] = std::move(first);
+      if (accept(draft, std::move(late_first))) {
+        found = true;
+        break;
+      }
+    }
+  }
+  return found;
+}
+
+bool LocalSearch::shift(Draft& draft) {
+  struct Piece {
+    Block block;
+    size_t op;
+  };
+  bool found = false;
+  bool again = true;
+  for (size_t start = 0; again && left_ > 0;) {
+    std::vector<Piece> pieces;
+    for (size_t i = 0; i < draft.ops.size(); ++i) {
+      for (Block b : draft.ops[i]) pieces.push_back({b, i});
+    }
+    std::sort(pieces.begin(), pieces.end(),
+              [](const Piece& a, const Piece& b) { return a.block < b.block; });
+    again = false;
+    for (size_t i = start; i + 1 < pieces.size() && !again; ++i) {
+      const Piece &left = pieces[i], &right = pieces[i + 1];
+      if (left.op == right.op || line_->dtype(left.block) != line_->dtype(right.block)) continue;
+      for (double part : {0.5, -0.5, 0.125, -0.125, 0.03, -0.03}) {
+        if (left_ <= 0) return found;
+        const Block from = part > 0 ? right.block : left.block;
+        const int64_t n = static_cast<int64_t>(part * static_cast<double>(from.numel()));
+        const int64_t edge = snap(*line_, left.block.end + n, left.block.begin, right.block.end);
+        if (edge <= left.block.begin || edge >= right.block.end || edge == left.block.end) continue;
+        Draft changed = draft;
+        for (Block& b : changed.ops[left.op]) {
+          if (b == left.block) b.end = edge;
+        }
+        for (Block& b : changed.ops[right.op]) {
+          if (b == right.block) b.begin = edge;
+        }
+        if (accept(draft, std::move(changed))) {
+          found = again = true;
+          start = i;
+          break;
+        }
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace usbyte

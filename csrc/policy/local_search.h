@@ -1,0 +1,43 @@
+#pragma once
+
+#include "draft.h"
+#include "usbyte/simulator.h"
+
+namespace usbyte {
+
+/// Improves drafts on the simulator, to a local optimum or until the budget is spent.
+/// Deterministic.
+class LocalSearch {
+ public:
+  /// `line` holds the tensors of the simulated job; `evaluations` is the budget of each `improve`.
+  LocalSearch(Simulator& simulator, const Plan& line, const GatherCost& gather, int evaluations)
+      : simulator_(&simulator), line_(&line), gather_(gather), evaluations_(evaluations) {}
+
+  /// Hill climbing over these changes: join two ops that are neighbours in launch order; move an op
+  /// elsewhere in the order; cut an op in two; shift the edge between two blocks of different ops
+  /// on the line. Returns the predicted step, s.
+  double improve(Draft& draft);
+
+ private:
+  struct Score {
+    double step_s, end_s;
+    // A step that is equal but done earlier leaves room for the next change.
+    bool better_than(const Score& other) const;
+  };
+
+  Score score(const Draft& draft);
+  bool accept(Draft& draft, Draft changed);
+  bool join(Draft& draft);
+  bool move(Draft& draft);
+  bool cut(Draft& draft);
+  bool shift(Draft& draft);
+
+  Simulator* simulator_;
+  const Plan* line_;
+  GatherCost gather_;
+  int evaluations_;
+  int left_ = 0;
+  Score best_{};
+};
+
+}  // namespace usbyte

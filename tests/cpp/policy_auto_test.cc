@@ -1,0 +1,191 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "policy/batching.h"
+#include "policy/local_search.h"
+#include "random_profile.h"
+#include "usbyte/policy.h"
+#include "usbyte/simulator.h"
+
+namespace usbyte {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+double real(std::mt19937& rng, double low, double high) {
+  return std::uniform_real_distribution<double>(low, high)(rng);
+}
+
+// Like a network: sizes of all magnitudes, backward in the reverse order of forward, twice as long.
+Profile layers(std::mt19937& rng, int count) {
+  Profile p;
+  double now = 0;
+  int64_t offset = 0;
+  std::vector<double> forward_s;
+  for (int i = 0; i < count; ++i) {
+    const auto numel = static_cast<int64_t>(std::exp(real(rng, 0, std::log(3e7))));
+    p.tensors.push_back({"t" + std::to_string(i), numel, DType::float32, offset});
+    offset += numel;
+    forward_s.push_back(real(rng, 0, 0.02));
+    p.need_s.push_back(now);
+    now += forward_s.back();
+  }
+  p.ready_s.resize(p.need_s.size());
+  for (size_t i = p.need_s.size(); i-- > 0;) {
+    now += 2 * forward_s[i];
+    p.ready_s[i] = now;
+  }
+  p.update_s = real(rng, 0, 0.05) * now;
+  p.step_s = now + p.update_s;
+  return p;
+}
+
+// A byte takes so long that communication is `ratio` times the computation.
+NetworkModel network_for(std::mt19937& rng, const Profile& p, double ratio, double alpha_s) {
+  const double beta = ratio * p.step_s / static_cast<double>(p.bytes());
+  NetworkModel network{4, {{alpha_s, beta}}};
+  if (uniform(rng, 0, 1)) network.all_reduce.push_back({1.5 * alpha_s, 1.05 * beta});
+  if (uniform(rng, 0, 1)) {
+    network.reduce_scatter = {{0.6 * alpha_s, 0.45 * beta}};
+    network.all_gather = {{0.6 * alpha_s, 0.5 * beta}};
+  }
+  return network;
+}
+
+// Least lateness over every way to cut the jobs into consecutive batches.
+double brute_force(const std::vector<double>& length, const std::vector<double>& due,
+                   double startup) {
+  const size_t n = length.size();
+  double best = kNever;
+  for (unsigned cuts = 0; cuts < 1U << (n - 1); ++cuts) {
+    double now = 0, lateness = -kNever;
+    for (size_t j = 0; j < n;) {
+      const size_t first = j;
+      now += startup;
+      do {
+        now += length[j++];
+      } while (j < n && !(cuts >> (j - 1) & 1U));
+      lateness = std::max(lateness, now - due[first]);
+    }
+    best = std::min(best, lateness);
+  }
+  return best;
+}
+
+TEST(Batching, EqualsBruteForce) {
+  std::mt19937 rng(1);
+  for (int i = 0; i < 5000; ++i) {
+    const auto n = static_cast<size_t>(uniform(rng, 1, 9));
+    std::vector<double> length(n), due(n);
+    for (double& x : length) x = real(rng, 0, 3);
+    for (double& x : due) x = real(rng, -5, 10);
+    std::sort(due.begin(), due.end());
+    const double startup = uniform(rng, 0, 3) ? real(rng, 0, 3) : 0;
+    const Batching got = batch_exactly(length, due, startup);
+    EXPECT_NEAR(got.lateness_s, brute_force(length, due, startup), 1e-9);
+    // The batches are what it says.
+    double now = 0, lateness = -kNever;
+    for (size_t b = 0; b < got.begins.size(); ++b) {
+      const auto first = static_cast<size_t>(got.begins[b]);
+      const size_t end = b + 1 < got.begins.size() ? static_cast<size_t>(got.begins[b + 1]) : n;
+      ASSERT_LT(first, end);
+      now += startup;
+      for (size_t j = first; j < end; ++j) now += length[j];
+      lateness = std::max(lateness, now - due[first]);
+    }
+    EXPECT_EQ(got.begins.front(), 0);
+    EXPECT_NEAR(lateness, got.lateness_s, 1e-9);
+  }
+}
+
+TEST(Batching, NoJobsNoBatches) { EXPECT_TRUE(batch_exactly({}, {}, 1).begins.empty()); }
+
+TEST(Draft, WindowsAdmitSoManyOps) {
+  const Plan line("line", {{"a", 100, DType::float32, 0}},
+                  {{Collective::all_reduce, {{0, 100}}, 1, false}});
+  Draft draft{{{{90, 100}}, {{40, 90}}, {{0, 10}, {20, 40}}, {{10, 20}}}, 2, false};
+  const std::vector<double> due = {0};
+  const Plan two = build(draft, line, {0, 0, &due});
+  ASSERT_EQ(two.ops().size(), 4);
+  const std::vector<int64_t> windows = {40, 240, 320, 160};
+  for (size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(two.ops()[i].window_bytes, windows[i]);
+    EXPECT_FALSE(two.ops()[i].fence);
+  }
+  draft.in_flight = 1;
+  const Plan one = build(draft, line, {0, 0, &due});
+  for (const Op& op : one.ops()) EXPECT_TRUE(op.fence);
+  draft.split = true;
+  const Plan split = build(draft, line, {0, 0, &due});
+  EXPECT_EQ(split.ops().front().kind, Collective::reduce_scatter);
+  EXPECT_EQ(split.ops().back().kind, Collective::all_gather);
+}
+
+TEST(LocalSearch, NeverMakesItWorse) {
+  std::mt19937 rng(2);
+  for (int i = 0; i < 60; ++i) {
+    const Profile p = random_profile(rng);
+    const NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}};
+    Simulator simulator(p, network, Overlap::forward);
+    const Plan line = make_plan("wfbp", p, network);
+    const std::vector<double> due = simulator.due_s();
+    for (bool split : {false, true}) {
+      Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), split};
+      for (const Op& op : line.ops()) draft.ops.push_back(op.blocks);
+      const GatherCost gather{1, 0.125, &due};
+      const double before = simulator.step_s(build(draft, line, gather));
+      const double after = LocalSearch(simulator, line, gather, 500).improve(draft);
+      EXPECT_LE(after, before);
+      EXPECT_NEAR(simulator.step_s(build(draft, line, gather)), after, 1e-12);
+    }
+  }
+}
+
+TEST(Auto, IsNeverWorseThanAnyOtherPolicy) {
+  std::mt19937 rng(3);
+  for (int i = 0; i < 40; ++i) {
+    const Profile p = layers(rng, static_cast<int>(uniform(rng, 1, 40)));
+    const NetworkModel network =
+        network_for(rng, p, real(rng, 0.1, 3), uniform(rng, 0, 3) ? real(rng, 0, 0.02) : 0);
+    PolicyOptions options;
+    options.overlap = uniform(rng, 0, 3) ? Overlap::forward : Overlap::backward;
+    Simulator simulator(p, network, options.overlap);
+    const double ours = simulator.step_s(make_plan("auto", p, network, options));
+    EXPECT_GE(ours, simulator.bound_s() - 1e-9);
+    const double ddp = simulator.step_s(make_plan("ddp", p, network, options));
+    for (const auto& [name, policy] : policies()) {
+      const double theirs = simulator.step_s(make_plan(name, p, network, options));
+      // Below 1 % of DDP's step, it stays with DDP's plan.
+      if (ours != ddp) {
+        EXPECT_LE(ours, theirs + 1e-9) << name;
+      }
+      EXPECT_LE(ours, theirs + 0.01 * ddp + 1e-9) << name;
+    }
+  }
+}
+
+TEST(Auto, ReachesTheBoundWithoutStartups) {
+  std::mt19937 rng(4);
+  for (int i = 0; i < 60; ++i) {
+    const Profile p = layers(rng, static_cast<int>(uniform(rng, 1, 60)));
+    const NetworkModel network{
+        4, {{0, real(rng, 0.2, 3) * p.step_s / static_cast<double>(p.bytes())}}};
+    Simulator simulator(p, network, Overlap::forward);
+    EXPECT_LE(simulator.step_s(make_plan("auto", p, network)), 1.01 * simulator.bound_s());
+  }
+}
+
+TEST(Auto, StaysWithDdpWhereNothingIsToBeWon) {
+  std::mt19937 rng(6);
+  for (int i = 0; i < 20; ++i) {
+    const Profile p = layers(rng, 30);
+    const NetworkModel network = network_for(rng, p, 0.005, 1e-5);
+    EXPECT_EQ(make_plan("auto", p, network).ops(), make_plan("ddp", p, network).ops());
+  }
+}
+
+}  // namespace
+}  // namespace usbyte

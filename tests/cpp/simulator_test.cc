@@ -1,0 +1,150 @@
+#include "usbyte/simulator.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "random_plan.h"
+#include "random_profile.h"
+#include "usbyte/error.h"
+#include "usbyte/policy.h"
+
+namespace usbyte {
+namespace {
+
+constexpr int64_t kUnlimited = 1 << 30;
+
+// Forward 0-3 s, backward 3-9 s, updates 9-10 s. Tensor i of 10 bytes is needed at i.
+Profile three_layers() {
+  Profile p;
+  for (int64_t i = 0; i < 3; ++i) {
+    p.tensors.push_back({std::string(1, static_cast<char>('a' + i)), 10, DType::uint8, 10 * i});
+  }
+  p.need_s = {0, 1, 2};
+  p.ready_s = {9, 7, 5};
+  p.step_s = 10;
+  return p;
+}
+
+Plan one_each(const Profile& p, int64_t window, bool fence = false) {
+  std::vector<Op> ops;
+  for (int64_t begin : {20, 10, 0}) {
+    ops.push_back({Collective::all_reduce, {{begin, begin + 10}}, window, fence});
+  }
+  return Plan("test", p.tensors, ops);
+}
+
+TEST(Simulator, OneOpAtATime) {
+  const Profile p = three_layers();
+  const NetworkModel network{2, {{1, 0.1}}};  // 2 s for 10 bytes
+  Simulator forward(p, network, Overlap::forward);
+  const Plan plan = one_each(p, kUnlimited, true);
+  const Prediction predicted = forward.predict(plan);
+  EXPECT_EQ(predicted.arrived_s, (std::vector<double>{11, 9, 7}));
+  EXPECT_EQ(predicted.step_s, 11);  // only "a" is late, by a second
+  EXPECT_EQ(predicted.record.launched_s, (std::vector<double>{5, 7, 9}));
+  ASSERT_EQ(predicted.record.gates.size(), 1);
+  EXPECT_EQ(predicted.record.gates[0].first, 0);
+  EXPECT_EQ(predicted.record.gates[0].second, std::pair(10.0, 11.0));
+  EXPECT_EQ(forward.step_s(plan), 11);
+  EXPECT_EQ(forward.end_s(), 11);
+  // Backward ends at 9, and waits for all.
+  EXPECT_EQ(Simulator(p, network, Overlap::backward).step_s(plan), 12);
+}
+
+TEST(Simulator, StartupsOverlapWithinTheWindow) {
+  Profile p = three_layers();
+  p.ready_s = {5, 5, 5};
+  const NetworkModel network{2, {{1, 0.1}, {2, 0.2}}};
+  // Two ops fit: the first two are launched at 5 with 1 and 2 in flight, the third at 7.
+  Simulator simulator(p, network, Overlap::backward);
+  EXPECT_EQ(simulator.predict(one_each(p, 20)).arrived_s, (std::vector<double>{11, 9, 7}));
+  EXPECT_EQ(simulator.predict(one_each(p, 20)).record.launched_s, (std::vector<double>{5, 5, 7}));
+  // What goes beyond the measured windows costs as the last.
+  EXPECT_EQ(simulator.predict(one_each(p, kUnlimited)).record.launched_s,
+            (std::vector<double>{5, 5, 5}));
+}
+
+TEST(Simulator, GathersFollowTheirScatters) {
+  const Profile p = three_layers();
+  const Plan plan("test", p.tensors,
+                  {{Collective::reduce_scatter, {{10, 30}}, kUnlimited, false},
+                   {Collective::reduce_scatter, {{0, 10}}, kUnlimited, false},
+                   {Collective::all_gather, {{0, 10}}, kUnlimited, false},
+                   {Collective::all_gather, {{10, 30}}, kUnlimited, false}});
+  // Half of an all_reduce each: 1 s for 20 bytes, half a second for 10.
+  Simulator simulator(p, {2, {{0, 0.1}}}, Overlap::forward);
+  EXPECT_EQ(simulator.predict(plan).arrived_s, (std::vector<double>{10, 11, 11}));
+  EXPECT_EQ(simulator.step_s(plan), 10);
+}
+
+TEST(Simulator, UpdatesRunAtTheGates) {
+  Profile p = three_layers();
+  p.update_s = 3;  // 1 s for each tensor; the forward pass begins at 7
+  const std::vector<double> due = due_times(p, Overlap::forward);
+  EXPECT_EQ(due, (std::vector<double>{7, 9, 11}));
+  EXPECT_EQ(due_times(p, Overlap::backward), std::vector<double>(3, 9));
+}
+
+TEST(Simulator, RefusesAnotherJobsPlan) {
+  const Profile p = three_layers();
+  const NetworkModel network;
+  Simulator simulator(p, network, Overlap::forward);
+  EXPECT_THROW(simulator.step_s(Plan()), UsageError);
+}
+
+// With the channel free to switch at any byte, each instant goes to the earliest due date.
+double bound_by_small_steps(const Profile& p, double s_per_byte, const std::vector<double>& due) {
+  std::vector<double> rest;
+  for (const TensorSpec& t : p.tensors) {
+    rest.push_back(static_cast<double>(t.numel * itemsize(t.dtype)) * s_per_byte);
+  }
+  double delay = 0;
+  constexpr double kTick = 1.0 / 64;
+  for (double now = 0;; now += kTick) {
+    int chosen = -1;
+    bool left = false;
+    for (size_t i = 0; i < rest.size(); ++i) {
+      left |= rest[i] > 0;
+      if (rest[i] <= 0 || p.ready_s[i] > now) continue;
+      if (chosen < 0 || due[i] < due[static_cast<size_t>(chosen)]) chosen = static_cast<int>(i);
+    }
+    if (!left) return p.iteration_s() + delay;
+    if (chosen < 0) continue;
+    const size_t c = static_cast<size_t>(chosen);
+    rest[c] -= kTick;
+    if (rest[c] <= 0) delay = std::max(delay, now + kTick - due[c]);
+  }
+}
+
+TEST(Simulator, BoundIsPreemptiveEarliestDueDate) {
+  std::mt19937 rng(5);
+  for (int i = 0; i < 300; ++i) {
+    const Profile p = random_profile(rng);  // times and transfers are whole ticks
+    const NetworkModel network{4, {{3, 0.25}}};
+    for (Overlap overlap : {Overlap::backward, Overlap::forward}) {
+      const std::vector<double> due = due_times(p, overlap);
+      EXPECT_NEAR(Simulator(p, network, overlap).bound_s(), bound_by_small_steps(p, 0.25, due),
+                  1e-9);
+    }
+  }
+}
+
+TEST(Simulator, NoPlanGoesBelowTheBound) {
+  std::mt19937 rng(11);
+  for (int i = 0; i < 500; ++i) {
+    const Profile p = random_profile(rng);
+    const NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 3)), 0.25}, {2, 0.5}}};
+    for (Overlap overlap : {Overlap::backward, Overlap::forward}) {
+      Simulator simulator(p, network, overlap);
+      const Plan plan = random_plan(rng, p.tensors);
+      const double step = simulator.step_s(plan);
+      EXPECT_TRUE(std::isfinite(step));
+      EXPECT_GE(step, simulator.bound_s() - 1e-9);
+      EXPECT_GE(step, p.iteration_s());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace usbyte
