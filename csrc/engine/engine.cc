@@ -156,15 +156,12 @@ std::vector<double> Engine::ready_times() const {
   return state_->record.ready_s;
 }
 
-std::vector<Sample> Engine::samples() const {
+std::vector<std::pair<double, double>> Engine::op_times() const {
   const State& s = *state_;
   std::lock_guard lock(s.mutex);
-  std::vector<Sample> out;
+  std::vector<std::pair<double, double>> out;
   for (size_t i = 0; i < s.record.done_s.size(); ++i) {
-    if (s.record.done_s[i] > 0) {
-      out.push_back(
-          {s.step.bytes(static_cast<int>(i)), s.record.done_s[i] - s.record.launched_s[i]});
-    }
+    out.emplace_back(s.record.launched_s[i], s.record.done_s[i]);
   }
   return out;
 }

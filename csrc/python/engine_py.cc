@@ -83,13 +83,8 @@ void register_engine(py::module_& m) {
       .def("status", [](const PyEngine& e) { return e.get()->status(); })
       .def("ready_times", [](const PyEngine& e) { return e.get()->ready_times(); })
       .def(
-          "samples",
-          [](const PyEngine& e) {
-            std::vector<std::pair<int64_t, double>> out;
-            for (const Sample& s : e.get()->samples()) out.emplace_back(s.bytes, s.seconds);
-            return out;
-          },
-          "(bytes, seconds) of every op completed in the current step.")
+          "op_times", [](const PyEngine& e) { return e.get()->op_times(); },
+          "(launched, completed) of every op of the current step; 0 where it has not.")
       .def(
           "set_timeline",
           [](const PyEngine& e, std::shared_ptr<TimelineWriter> writer) {

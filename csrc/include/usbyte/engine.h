@@ -5,10 +5,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "usbyte/communicator.h"
-#include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/timeline.h"
 
@@ -79,8 +79,9 @@ class Engine {
   /// When each tensor became ready in the current step, seconds on the steady clock; 0 where it has
   /// not.
   std::vector<double> ready_times() const;
-  /// Payload and duration of every op completed in the current step.
-  std::vector<Sample> samples() const;
+  /// When each op of the current step was launched and completed, seconds on the steady clock; 0
+  /// where it has not.
+  std::vector<std::pair<double, double>> op_times() const;
 
   /// Records from the next step on; nullptr stops and writes out what is complete.
   void set_timeline(std::shared_ptr<TimelineWriter> writer);

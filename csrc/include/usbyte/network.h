@@ -68,9 +68,12 @@ struct Fit {
   double residual;  ///< median over sizes of |predicted - measured| / measured
 };
 
-/// The line through the medians of each size that has the least sum of squared relative errors, so
-/// that small operations, which tell alpha, count as much as large ones. Throws UsageError on no
+/// A cost from repeated measurements of several sizes. Real networks are no line: small operations
+/// take a constant time, large ones a time in proportion. So alpha is what the small ones take
+/// (below a sixteenth of the largest, medians of repeats), and beta makes the largest exact: with
+/// alpha for operations that run one at a time, without it for `pipelined` ones, whose startups
+/// hide behind each other's bytes. What lies between is overestimated. Throws UsageError on no
 /// samples.
-Fit fit_robust(std::span<const Sample> samples);
+Fit fit_cost(std::span<const Sample> samples, bool pipelined = false);
 
 }  // namespace usbyte
