@@ -6,7 +6,9 @@ namespace usbyte {
 
 const std::map<std::string, Policy, std::less<>>& policies() {
   static const std::map<std::string, Policy, std::less<>> all = {
-      {"auto", automatic}, {"bytescheduler", bytescheduler}, {"ddp", ddp}, {"wfbp", wfbp}};
+      {"auto", automatic}, {"bytescheduler", bytescheduler},
+      {"ddp", ddp},        {"mgwfbp", mgwfbp},
+      {"p3", p3},          {"wfbp", wfbp}};
   return all;
 }
 

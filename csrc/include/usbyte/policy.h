@@ -42,6 +42,17 @@ Plan bytescheduler(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// under the simulator, after a local search. Never worse than any other policy in the model; DDP's
 /// plan where less than 1 % is to be won. Best where alpha and beta were measured.
 Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
+/// MG-WFBP: a gradient joins the op of those before it if it is ready before that op would have
+/// started up, so that waiting costs less than another startup; one at a time. Shi, Chu and Li,
+/// "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM
+/// 2019. An op of gradients that are no neighbours on the line has several blocks; no op mixes
+/// dtypes.
+Plan mgwfbp(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// P3: tensors cut into slices of 40,000 parameters; among the ready slices the one nearest the
+/// input goes first, one at a time. Jayarajan et al., "Priority-based Parameter Propagation for
+/// Distributed DNN Training", MLSys 2019.
+Plan p3(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// Every policy by name.
 const std::map<std::string, Policy, std::less<>>& policies();
