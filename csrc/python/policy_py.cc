@@ -19,7 +19,8 @@ void register_policy(py::module_& m) {
             {"bucket_bytes", &o.bucket_bytes},
             {"first_bucket_bytes", &o.first_bucket_bytes},
             {"partition_bytes", &o.partition_bytes},
-            {"credit_bytes", &o.credit_bytes}};
+            {"credit_bytes", &o.credit_bytes},
+            {"unit_bytes", &o.unit_bytes}};
         for (const auto& [key, value] : options) {
           auto it = fields.find(key);
           if (it == fields.end()) {
@@ -33,7 +34,7 @@ void register_policy(py::module_& m) {
       py::arg("policy"), py::arg("profile"), py::arg("network"),
       py::arg("options") = std::map<std::string, int64_t>{}, py::arg("overlap") = "forward",
       "Plan of the policy of that name; options in bytes: bucket_bytes, first_bucket_bytes, "
-      "partition_bytes, credit_bytes.");
+      "partition_bytes, credit_bytes, unit_bytes.");
   m.def("policies", [] {
     std::vector<std::string> names;
     for (const auto& [key, unused] : policies()) names.push_back(key);

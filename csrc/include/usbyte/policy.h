@@ -18,6 +18,7 @@ struct PolicyOptions {
   int64_t first_bucket_bytes = 1 << 20;  ///< ddp: size of the bucket that backward fills first
   int64_t partition_bytes = 16 << 20;    ///< bytescheduler: tensors above this are split
   int64_t credit_bytes = 32 << 20;       ///< bytescheduler: bytes in flight
+  int64_t unit_bytes = 256 << 10;        ///< usbyte, dcredit: what ops are made of
 };
 
 using Policy = Plan (*)(const Profile&, const NetworkModel&, const PolicyOptions&);
@@ -53,6 +54,21 @@ Plan mgwfbp(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// input goes first, one at a time. Jayarajan et al., "Priority-based Parameter Propagation for
 /// Distributed DNN Training", MLSys 2019.
 Plan p3(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// US-Byte: during backward the ready tensor of the highest priority is sent up to the next
+/// gradient, after it one op with the rest of each tensor; one at a time. Gao et al., "US-Byte: An
+/// Efficient Communication Framework for Scheduling Unequal-Sized Tensor Blocks in Distributed Deep
+/// Learning", TPDS 2024. Unlike in its released code no planned byte is lost when an op is
+/// extended, nothing is truncated, every op costs its bytes and no less, and forward times are the
+/// profile's.
+Plan usbyte(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// D-Credit: windows of units that are posted together and share one startup; one for each interval
+/// between gradients, as large as fits into it, and after backward one for each tensor. Gao et al.,
+/// "D-Credit: A Dynamic Sliding Window of Tensor Communication Mechanism to Accelerate Distributed
+/// DNN Training", TNSE 2025. Unlike in its released code no window holds more than its interval
+/// calls for.
+Plan dcredit(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// Every policy by name.
 const std::map<std::string, Policy, std::less<>>& policies();
