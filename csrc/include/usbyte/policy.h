@@ -19,6 +19,7 @@ struct PolicyOptions {
   int64_t partition_bytes = 16 << 20;    ///< bytescheduler: tensors above this are split
   int64_t credit_bytes = 32 << 20;       ///< bytescheduler: bytes in flight
   int64_t unit_bytes = 256 << 10;        ///< usbyte, dcredit: what ops are made of
+  int64_t fusion_bytes = 25 << 20;       ///< dear: the most that a group of tensors holds
 };
 
 using Policy = Plan (*)(const Profile&, const NetworkModel&, const PolicyOptions&);
@@ -37,12 +38,6 @@ Plan ddp(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// trace becomes the plan.
 Plan bytescheduler(const Profile&, const NetworkModel&, const PolicyOptions&);
 
-/// usbyte's own, "auto": unequal all_reduces over the flat line (or reduce_scatters and all_gathers
-/// where they cost less), cut inside and across tensors, one or several in flight, with exact
-/// batching of what backward leaves; the best of several such drafts and of all other policies
-/// under the simulator, after a local search. Never worse than any other policy in the model; DDP's
-/// plan where less than 1 % is to be won. Best where alpha and beta were measured.
-Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// MG-WFBP: a gradient joins the op of those before it if it is ready before that op would have
 /// started up, so that waiting costs less than another startup; one at a time. Shi, Chu and Li,
 /// "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM
@@ -69,6 +64,31 @@ Plan usbyte(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// DNN Training", TNSE 2025. Unlike in its released code no window holds more than its interval
 /// calls for.
 Plan dcredit(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// DeAR: neighbouring tensors in groups, scattered as backward fills them and gathered in forward
+/// order; one op at a time. Zhang et al., "DeAR: Accelerating Distributed Deep Learning with
+/// Fine-Grained All-Reduce Pipelining", ICDCS 2023. Unlike in its released code the next all_gather
+/// does not wait for forward to reach the group before it.
+Plan dear(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// DeAR with the best of all fusion sizes in place of its tuner: groups change only at sums of
+/// neighbouring tensors, and each grouping is tried (of more than some 4,000 tensors the most
+/// promising ones). Policy "dear_exact".
+Plan best_dear(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// PipeDAP: DeAR with one group for each tensor, where a tensor is gathered right after it was
+/// scattered if what the channel then idles and a startup are more than half of its all_reduce. Gao
+/// et al., "PipeDAP: An Efficient Communication Framework for Scheduling Decoupled All-Reduce
+/// Primitives in Distributed DNN Training", TETC 2025, of which only this rule is kept: its
+/// released code also counts idle time further on and waits in forward.
+Plan pipedap(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// usbyte's own, "auto": unequal all_reduces over the flat line (or reduce_scatters and all_gathers
+/// where they cost less), cut inside and across tensors, one or several in flight, with exact
+/// batching of what backward leaves; the best of several such drafts and of all other policies
+/// under the simulator, after a local search. Never worse than any other policy in the model; DDP's
+/// plan where less than 1 % is to be won. Best where alpha and beta were measured.
+Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// Every policy by name.
 const std::map<std::string, Policy, std::less<>>& policies();
