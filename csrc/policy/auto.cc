@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kImproved = 4;          // drafts that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
+constexpr double kAlmost = 1.003;     // of the best step
 constexpr double kWork = 1.2e7;       // tensors times evaluations of one local search
 constexpr int kMinEvaluations = 400, kMaxEvaluations = 20000;
 
@@ -136,7 +137,7 @@ class Drafting {
 
 std::vector<Pace> paces(const NetworkModel& network, double total_bytes) {
   std::vector<Pace> out;
-  const size_t windows = network.all_reduce.size();
+  const size_t windows = std::max<size_t>(network.all_reduce.size(), 2);
   for (bool split : {false, true}) {
     const Collective kind = split ? Collective::reduce_scatter : Collective::all_reduce;
     for (size_t k = 1; k <= windows; ++k) {
@@ -158,6 +159,21 @@ struct Candidate {
   double step_s;
   Plan plan;
 };
+
+// The one with the fewest ops among those that are almost as good as the best and no worse than
+// `limit_s`: what the model does not know about ops is seldom in their favour.
+const Candidate& choose(const std::vector<Candidate>& all, double limit_s) {
+  double best = std::numeric_limits<double>::infinity();
+  for (const Candidate& c : all) best = std::min(best, c.step_s);
+  limit_s = std::min(limit_s, best * kAlmost);
+  const Candidate* chosen = nullptr;
+  for (const Candidate& c : all) {
+    if (c.step_s <= limit_s && (!chosen || c.plan.ops().size() < chosen->plan.ops().size())) {
+      chosen = &c;
+    }
+  }
+  return *chosen;
+}
 
 // What the other policies make of it, under sizes that their authors tune.
 std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
@@ -187,37 +203,37 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
                              network.cost(Collective::all_gather, 1).beta_s_per_byte,
                              &simulator.due_s()};
 
-  Candidate best{simulator.step_s(fallback), fallback};
-  const double ddp_s = best.step_s;
+  std::vector<Candidate> all;
   const auto consider = [&](Plan plan) {
-    const double step = simulator.step_s(plan);
-    if (step < best.step_s) best = {step, std::move(plan)};
-    return step;
+    all.push_back({simulator.step_s(plan), std::move(plan)});
+    return all.back().step_s;
   };
-  const double nothing_to_win = ddp_s * (1 - kWorthwhile);
-  if (simulator.bound_s() < nothing_to_win) {
-    for (Plan& plan : others(profile, network, options)) consider(std::move(plan));
-
-    std::vector<std::pair<double, Draft>> drafts;
-    Drafting drafting(profile, fallback, simulator.due_s());
-    for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()))) {
-      Draft draft = drafting.draft(pace);
-      const double step = consider(build(draft, fallback, gather));
-      drafts.emplace_back(step, std::move(draft));
-    }
-    std::stable_sort(drafts.begin(), drafts.end(),
-                     [](const auto& a, const auto& b) { return a.first < b.first; });
-    const double evaluations =
-        kWork / static_cast<double>(profile.tensors.size() + 100) / kImproved;
-    LocalSearch search(simulator, fallback, gather,
-                       std::clamp(static_cast<int>(evaluations), kMinEvaluations, kMaxEvaluations));
-    for (size_t i = 0; i < std::min<size_t>(drafts.size(), kImproved); ++i) {
-      search.improve(drafts[i].second);
-      consider(build(drafts[i].second, fallback, gather));
-    }
+  const double nothing_to_win = consider(fallback) * (1 - kWorthwhile);
+  if (simulator.bound_s() >= nothing_to_win) return fallback.with("auto", fallback.ops());
+  double others_s = all.front().step_s;
+  for (Plan& plan : others(profile, network, options)) {
+    others_s = std::min(others_s, consider(std::move(plan)));
   }
-  if (best.step_s > nothing_to_win) return fallback.with("auto", fallback.ops());
-  return best.plan.with("auto", best.plan.ops());
+
+  std::vector<std::pair<double, Draft>> drafts;
+  Drafting drafting(profile, fallback, simulator.due_s());
+  for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()))) {
+    Draft draft = drafting.draft(pace);
+    const double step = consider(build(draft, fallback, gather));
+    drafts.emplace_back(step, std::move(draft));
+  }
+  std::stable_sort(drafts.begin(), drafts.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  const double evaluations = kWork / static_cast<double>(profile.tensors.size() + 100) / kImproved;
+  LocalSearch search(simulator, fallback, gather,
+                     std::clamp(static_cast<int>(evaluations), kMinEvaluations, kMaxEvaluations));
+  for (size_t i = 0; i < std::min<size_t>(drafts.size(), kImproved); ++i) {
+    search.improve(drafts[i].second);
+    consider(build(drafts[i].second, fallback, gather));
+  }
+  const Candidate& best = choose(all, others_s);
+  const Plan& plan = best.step_s > nothing_to_win ? fallback : best.plan;
+  return plan.with("auto", plan.ops());
 }
 
 }  // namespace usbyte
