@@ -125,7 +125,7 @@ AlphaBeta fit_alpha_beta(std::span<const Sample> samples) {
   return {alpha, beta};
 }
 
-Fit fit_cost(std::span<const Sample> samples, bool pipelined) {
+Fit fit_cost(std::span<const Sample> samples) {
   if (samples.empty()) throw UsageError("fit_cost: no samples");
   std::map<int64_t, std::vector<double>> by_size;
   for (const Sample& s : samples) by_size[s.bytes].push_back(s.seconds);
@@ -138,8 +138,8 @@ Fit fit_cost(std::span<const Sample> samples, bool pipelined) {
   for (const auto& [x, y] : points) {
     if (x <= most * kSmall) startups.push_back(std::max(y - slowest / most * x, 0.0));
   }
-  const double alpha = startups.empty() ? 0 : std::min(median(startups), slowest);
-  const AlphaBeta line{alpha, (pipelined ? slowest : slowest - alpha) / most};
+  const double alpha = startups.empty() ? 0 : median(startups);
+  const AlphaBeta line{alpha, slowest / most};
   std::vector<double> errors;
   for (const auto& [x, y] : points) {
     errors.push_back(std::abs(alpha + line.beta_s_per_byte * x - y) / std::max(y, 1e-12));

@@ -156,19 +156,19 @@ std::vector<Pace> paces(const NetworkModel& network, double total_bytes) {
 }
 
 struct Candidate {
-  double step_s;
+  double lateness_s;
   Plan plan;
 };
 
-// The one with the fewest ops among those that are almost as good as the best and no worse than
-// `limit_s`: what the model does not know about ops is seldom in their favour.
-const Candidate& choose(const std::vector<Candidate>& all, double limit_s) {
+// The one with the fewest ops among those that are no later than `limit_s` and almost the best:
+// what the model does not know about ops is seldom in their favour.
+const Candidate& choose(const std::vector<Candidate>& all, double limit_s, double almost_s) {
   double best = std::numeric_limits<double>::infinity();
-  for (const Candidate& c : all) best = std::min(best, c.step_s);
-  limit_s = std::min(limit_s, best * kAlmost);
+  for (const Candidate& c : all) best = std::min(best, c.lateness_s);
+  limit_s = std::max(best, std::min(limit_s, best + almost_s));
   const Candidate* chosen = nullptr;
   for (const Candidate& c : all) {
-    if (c.step_s <= limit_s && (!chosen || c.plan.ops().size() < chosen->plan.ops().size())) {
+    if (c.lateness_s <= limit_s && (!chosen || c.plan.ops().size() < chosen->plan.ops().size())) {
       chosen = &c;
     }
   }
@@ -205,12 +205,12 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
 
   std::vector<Candidate> all;
   const auto consider = [&](Plan plan) {
-    all.push_back({simulator.step_s(plan), std::move(plan)});
-    return all.back().step_s;
+    all.push_back({simulator.lateness_s(plan), std::move(plan)});
+    return all.back().lateness_s;
   };
-  const double nothing_to_win = consider(fallback) * (1 - kWorthwhile);
+  double others_s = consider(fallback);
+  const double nothing_to_win = simulator.step_s(fallback) * (1 - kWorthwhile);
   if (simulator.bound_s() >= nothing_to_win) return fallback.with("auto", fallback.ops());
-  double others_s = all.front().step_s;
   for (Plan& plan : others(profile, network, options)) {
     others_s = std::min(others_s, consider(std::move(plan)));
   }
@@ -219,8 +219,8 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   Drafting drafting(profile, fallback, simulator.due_s());
   for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()))) {
     Draft draft = drafting.draft(pace);
-    const double step = consider(build(draft, fallback, gather));
-    drafts.emplace_back(step, std::move(draft));
+    const double lateness = consider(build(draft, fallback, gather));
+    drafts.emplace_back(lateness, std::move(draft));
   }
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -231,8 +231,9 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
     search.improve(drafts[i].second);
     consider(build(drafts[i].second, fallback, gather));
   }
-  const Candidate& best = choose(all, others_s);
-  const Plan& plan = best.step_s > nothing_to_win ? fallback : best.plan;
+  // What is hidden for others may have less time to spare here, but must not come late.
+  const Candidate& best = choose(all, std::max(others_s, 0.0), kAlmost * profile.iteration_s());
+  const Plan& plan = simulator.step_s(best.plan) > nothing_to_win ? fallback : best.plan;
   return plan.with("auto", plan.ops());
 }
 

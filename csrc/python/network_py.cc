@@ -64,11 +64,11 @@ void register_network(py::module_& m) {
       py::arg("samples"), "Line through (bytes, seconds) pairs, alpha and beta not negative.");
   m.def(
       "fit_cost",
-      [](const std::vector<std::pair<int64_t, double>>& s, bool pipelined) {
-        const Fit fit = fit_cost(rows(s), pipelined);
+      [](const std::vector<std::pair<int64_t, double>>& s) {
+        const Fit fit = fit_cost(rows(s));
         return std::pair(fit.line, fit.residual);
       },
-      py::arg("samples"), py::arg("pipelined") = false,
+      py::arg("samples"),
       "Cost from repeated measurements of several sizes, and the median of its relative errors.");
 }
 

@@ -21,7 +21,10 @@ double Channel::launch(Collective kind, int64_t bytes, int in_flight, double now
 }
 
 Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap)
-    : profile_(&profile), network_(std::move(network)), overlap_(overlap) {
+    : profile_(&profile),
+      network_(std::move(network)),
+      overlap_(overlap),
+      iteration_s_(profile.iteration_s()) {
   profile.validate();
   network_.validate();
   backward_order_ = backward_order(profile);
@@ -29,12 +32,17 @@ Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overl
   arrived_s_.resize(due_s_.size());
 }
 
-double Simulator::step_s(const Plan& plan) {
+double Simulator::lateness_s(const Plan& plan) {
   run(plan, nullptr);
-  return profile_->iteration_s() + delay_s();
+  double lateness = due_s_.empty() ? 0 : -kNever;
+  for (size_t t = 0; t < due_s_.size(); ++t) {
+    lateness = std::max(lateness, arrived_s_[t] - due_s_[t]);
+  }
+  return lateness;
 }
 
 Prediction Simulator::predict(const Plan& plan) {
+  const double step = step_s(plan);
   StepRecord record;
   run(plan, &record);
   const Profile& p = *profile_;
@@ -58,13 +66,7 @@ Prediction Simulator::predict(const Plan& plan) {
       record.updates.push_back({{t}, {passed, passed + update}});
     }
   }
-  return {p.iteration_s() + delay_s(), arrived_s_, std::move(record)};
-}
-
-double Simulator::delay_s() const {
-  double delay = 0;
-  for (size_t t = 0; t < due_s_.size(); ++t) delay = std::max(delay, arrived_s_[t] - due_s_[t]);
-  return delay;
+  return {step, arrived_s_, std::move(record)};
 }
 
 void Simulator::run(const Plan& plan, StepRecord* record) {
@@ -145,7 +147,7 @@ double Simulator::bound_s() const {
       now = release;
     }
   }
-  return profile_->iteration_s() + delay;
+  return iteration_s_ + delay;
 }
 
 }  // namespace usbyte

@@ -70,10 +70,9 @@ struct Fit {
 
 /// A cost from repeated measurements of several sizes. Real networks are no line: small operations
 /// take a constant time, large ones a time in proportion. So alpha is what the small ones take
-/// (below a sixteenth of the largest, medians of repeats), and beta makes the largest exact: with
-/// alpha for operations that run one at a time, without it for `pipelined` ones, whose startups
-/// hide behind each other's bytes. What lies between is overestimated. Throws UsageError on no
-/// samples.
-Fit fit_cost(std::span<const Sample> samples, bool pipelined = false);
+/// beyond their share (below a sixteenth of the largest, medians of repeats), and beta is what a
+/// byte of the largest takes. What lies between is overestimated, which favours fewer operations.
+/// Throws UsageError on no samples.
+Fit fit_cost(std::span<const Sample> samples);
 
 }  // namespace usbyte

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-_WINDOW = 8  # steps whose median counts
+_WINDOW = 6  # steps whose median counts
 _THRESHOLD = 0.25  # relative; smaller changes are noise, or not worth a new plan
 _QUIET_STEPS = 100  # after a new plan, doubled with each
 

@@ -105,10 +105,7 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
         samples[row.kind][row.window].append((row.bytes, row.seconds))
     costs = {}
     for kind, by_window in samples.items():
-        lines = {
-            window: _core.fit_cost(pairs, pipelined=window > 1)[0]
-            for window, pairs in by_window.items()
-        }
+        lines = {window: _core.fit_cost(pairs)[0] for window, pairs in by_window.items()}
         costs[kind] = [
             lines[next((w for w in sorted(lines) if w >= k), max(lines))]
             for k in range(1, max(lines) + 1)
