@@ -156,7 +156,7 @@ def test_drift_bears_noise_and_short_changes():
         now += 1.0 + 0.2 * (k % 3) + (5.0 if k % 7 == 0 else 0.0)
         drift.step(now)
         assert not drift.wanted
-    _, now = drive(drift, 3.0, 8, now)
+    _, now = drive(drift, 3.0, 6, now)
     assert drive(drift, 1.2, 100, now)[0] is None
 
 
