@@ -42,6 +42,7 @@ void Engine::begin_step() {
   s.in_backward = true;
   s.ready_count = 0;
   s.step.begin();
+  s.released = false;
   s.oldest = 0;
   s.warned = false;
   ++s.record.step;
@@ -106,6 +107,26 @@ void Engine::wait(int tensor, const std::function<void()>& poll) {
   const double start = now_s();
   s.block(lock, poll, [&] { return s.step.arrived(tensor); });
   if (s.writer) s.record.gates.push_back({tensor, {start, now_s()}});
+}
+
+void Engine::wait_reduced(const std::function<void()>& poll) {
+  State& s = *state_;
+  std::unique_lock lock(s.mutex);
+  s.check();
+  s.block(lock, poll, [&] { return s.step.reduced(); });
+}
+
+void Engine::release_gathers() {
+  State& s = *state_;
+  std::lock_guard lock(s.mutex);
+  s.check();
+  if (!s.options.hold_gathers) throw UsageError("release_gathers: this engine does not hold them");
+  if (s.released || !s.step.reduced()) {
+    throw UsageError("release_gathers: already released, or not everything is reduced");
+  }
+  s.released = true;
+  s.queued(s.step.release_gathers().queued, now_s());
+  s.work.notify_one();
 }
 
 void Engine::drain(const std::function<void()>& poll) {

@@ -135,10 +135,11 @@ class Drafting {
   std::vector<bool> ready_;
 };
 
-std::vector<Pace> paces(const NetworkModel& network, double total_bytes) {
+std::vector<Pace> paces(const NetworkModel& network, double total_bytes, bool sharded) {
   std::vector<Pace> out;
   const size_t windows = std::max<size_t>(network.all_reduce.size(), 2);
   for (bool split : {false, true}) {
+    if (sharded && !split) continue;
     const Collective kind = split ? Collective::reduce_scatter : Collective::all_reduce;
     for (size_t k = 1; k <= windows; ++k) {
       const AlphaBeta cost = network.cost(kind, static_cast<int>(k));
@@ -180,13 +181,17 @@ std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
                          const PolicyOptions& given) {
   std::vector<Plan> out;
   for (const auto& [name, policy] : policies()) {
-    if (name == "auto") continue;
+    if (name == "auto" || (given.sharded && name != "dear" && name != "dear_exact")) continue;
     out.push_back(policy(profile, network, given));
   }
   for (int64_t mb : {1, 4, 16, 64, 256}) {
     PolicyOptions options = given;
-    options.bucket_bytes = options.partition_bytes = mb << 20;
+    options.bucket_bytes = options.partition_bytes = options.fusion_bytes = mb << 20;
     options.credit_bytes = 2 * options.partition_bytes;
+    if (given.sharded) {
+      out.push_back(dear(profile, network, options));
+      continue;
+    }
     out.push_back(ddp(profile, network, options));
     out.push_back(bytescheduler(profile, network, options));
   }
@@ -196,8 +201,9 @@ std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
 }  // namespace
 
 Plan automatic(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
-  Simulator simulator(profile, network, options.overlap);
-  const Plan fallback = ddp(profile, network, options);
+  Simulator simulator(profile, network, options.overlap, options.sharded);
+  const Plan fallback =
+      options.sharded ? dear(profile, network, options) : ddp(profile, network, options);
   if (profile.tensors.empty()) return fallback;
   const GatherCost gather = {network.cost(Collective::all_gather, 1).alpha_s,
                              network.cost(Collective::all_gather, 1).beta_s_per_byte,
@@ -217,7 +223,7 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
 
   std::vector<std::pair<double, Draft>> drafts;
   Drafting drafting(profile, fallback, simulator.due_s());
-  for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()))) {
+  for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()), options.sharded)) {
     Draft draft = drafting.draft(pace);
     const double lateness = consider(build(draft, fallback, gather));
     drafts.emplace_back(lateness, std::move(draft));

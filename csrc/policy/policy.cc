@@ -28,7 +28,16 @@ Plan make_plan(std::string_view policy, const Profile& profile, const NetworkMod
     if (bytes <= 0) throw UsageError("policy options: sizes must be positive bytes");
   }
   profile.validate();
-  return it->second(profile, network, options);
+  Plan plan = it->second(profile, network, options);
+  if (options.sharded) {
+    for (const Op& op : plan.ops()) {
+      if (op.kind == Collective::all_reduce) {
+        throw UsageError("policy '" + std::string(policy) +
+                         "' plans all_reduces; a sharded optimizer needs auto, dear or dear_exact");
+      }
+    }
+  }
+  return plan;
 }
 
 }  // namespace usbyte

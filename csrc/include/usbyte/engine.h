@@ -19,6 +19,8 @@ struct EngineOptions {
   double stall_limit_s = 300;
   /// Steps that an engine before this one has done; numbering goes on from there.
   int64_t steps_before = 0;
+  /// No all_gather is launched before `release_gathers`.
+  bool hold_gathers = false;
   /// Called on the engine's thread with a line worth logging.
   std::function<void(const std::string&)> on_warning;
   /// Called on the engine's thread when communication failed, with what is known on this rank; the
@@ -63,6 +65,12 @@ class Engine {
   /// `poll` is called about ten times a second meanwhile, without any lock; what it throws ends the
   /// wait.
   void wait(int tensor, const std::function<void()>& poll = {});
+  /// Waits until every all_reduce and reduce_scatter of the current step has completed: each rank's
+  /// shards then hold sums over the ranks.
+  void wait_reduced(const std::function<void()>& poll = {});
+  /// The shards hold what the all_gathers shall send. Once in a step; throws UsageError if they are
+  /// not held or not everything is reduced.
+  void release_gathers();
   /// Waits until every op of the current step has completed.
   void drain(const std::function<void()>& poll = {});
 

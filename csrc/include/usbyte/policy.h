@@ -13,7 +13,9 @@ namespace usbyte {
 
 /// Sizes in bytes.
 struct PolicyOptions {
-  Overlap overlap = Overlap::forward;    ///< what the plan is made for
+  Overlap overlap = Overlap::forward;  ///< what the plan is made for
+  /// Each rank updates its shard and parameters are gathered; needs reduce_scatters throughout.
+  bool sharded = false;
   int64_t bucket_bytes = 25 << 20;       ///< ddp: bucket size
   int64_t first_bucket_bytes = 1 << 20;  ///< ddp: size of the bucket that backward fills first
   int64_t partition_bytes = 16 << 20;    ///< bytescheduler: tensors above this are split
@@ -93,7 +95,8 @@ Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// Every policy by name.
 const std::map<std::string, Policy, std::less<>>& policies();
 
-/// Runs the policy of that name. Throws UsageError on an unknown name or unusable options.
+/// Runs the policy of that name. Throws UsageError on an unknown name, unusable options, or a
+/// policy of all_reduces for a sharded optimizer.
 Plan make_plan(std::string_view policy, const Profile&, const NetworkModel&,
                const PolicyOptions& = {});
 
