@@ -20,6 +20,7 @@ from usbyte.torch.gates import Gates
 from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.reducer import Reducer
+from usbyte.torch.sharding import ShardedUpdates, check_shardable
 from usbyte.torch.updates import DeferredUpdates, check_groups_unchanged
 
 __all__ = [
@@ -50,6 +51,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             Profile x NetworkModel -> Plan.
         op: `Average` or `Sum` over ranks.
         model: The module that owns the parameters; found at the first forward pass if left out.
+        shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
+            and the work, and parameters are gathered in the next forward pass. Needs overlap
+            "forward" and an optimizer that treats every element by itself. `step()` uses gradients
+            up, as if `zero_grad()` followed it. `state_dict` and `load_state_dict` deal in the
+            whole state and are collective.
+        max_grad_norm: With shard_optimizer: gradients are scaled so that their norm over all
+            parameters is no larger.
         partition_bytes: bytescheduler: larger tensors are split.
         credit_bytes: bytescheduler: bytes in flight.
         bucket_bytes: ddp: bucket size.
@@ -68,6 +76,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy: str | Policy | None = None,
         op: ReduceOp = Average,
         model: nn.Module | None = None,
+        shard_optimizer: bool = False,
+        max_grad_norm: float | None = None,
         partition_bytes: int | None = None,
         credit_bytes: int | None = None,
         bucket_bytes: int | None = None,
@@ -78,7 +88,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f'overlap must be "backward" or "forward", not {overlap!r}')
         if op not in (Average, Sum):
             raise UsageError(f"op must be Average or Sum, not {op}")
+        if shard_optimizer:
+            check_shardable(optimizer, overlap)
+        elif max_grad_norm is not None:
+            raise UsageError(
+                "max_grad_norm needs shard_optimizer=True; otherwise call optimizer.synchronize() "
+                "and torch.nn.utils.clip_grad_norm_ between backward() and step()"
+            )
         self._context = context = current()
+        self._sharded, self._max_grad_norm = shard_optimizer, max_grad_norm
+        self._shards: ShardedUpdates | None = None
         env = context.env
         policy = policy or env.policy or "auto"
         if isinstance(policy, str) and policy not in _core.policies():
@@ -122,18 +141,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._inner.state
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, up to date."""
+        """The wrapped optimizer's, up to date. Collective if it is sharded."""
         self.synchronize()
-        return self._inner.state_dict()
+        if self._shards is None:
+            return self._inner.state_dict()
+        sharded, self._inner.state = self._inner.state, self._shards.whole_state()  # type: ignore[assignment]
+        try:
+            return self._inner.state_dict()
+        finally:
+            self._inner.state = sharded
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the wrapped optimizer."""
         self.synchronize()
         self._inner.load_state_dict(state_dict)
+        if self._shards is not None:
+            self._shards.recut()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds to the wrapped optimizer and plans anew. Collective."""
         self.synchronize()
+        self._end_sharding()
         self._inner.add_param_group(param_group)
         self._build()
 
@@ -166,6 +194,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 'a closure needs its gradients at once: use overlap="backward" with this optimizer'
             )
+        if self._shards is not None and reducer is not None:
+            self._sharded_step(self._shards, reducer)
+            return None
         if (
             reducer is None
             or not reducer.in_flight
@@ -174,6 +205,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ):
             self.synchronize()
             start = _core.now_s()
+            if self._max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
             result = self._step_now(closure)
             if reducer is not None:
                 reducer.finish_step(_core.now_s() - start)
@@ -191,7 +224,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them."""
         self._check_usable()
-        if self._updates.count:
+        if self._shards is not None:
+            for param, used in zip(self._params, self._shards.used, strict=True):
+                param.grad = torch.zeros_like(param) if used and not set_to_none else None
+        elif self._updates.count:
             self._updates.zero_grad(set_to_none)
         else:
             self.synchronize()
@@ -209,6 +245,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         self._apply_all()
         if self._reducer.in_flight:
+            if self._shards is not None:
+                raise UsageError(
+                    "with shard_optimizer=True no rank has whole gradients: call step() right "
+                    "after backward(), and clip with max_grad_norm="
+                )
             self._reducer.settle()
 
     @contextmanager
@@ -272,6 +313,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _build(self) -> None:
         self.close()
+        self._shards = None
         rows = [(p, g) for g, group in enumerate(self._inner.param_groups) for p in group["params"]]
         self._frozen = [p for p, _ in rows if not p.requires_grad]
         rows = [(p, g) for p, g in rows if p.requires_grad]
@@ -295,6 +337,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._params,
             self._policy,
             self._overlap,
+            self._sharded,
             self._options,
         )
         self._gates = Gates(self._params, self._apply, self.synchronize, self._model)
@@ -306,6 +349,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._gates,
             self._scale,
             self._policy == "auto",
+            self._sharded,
             self._before_first_gradient,
             self._on_gradient,
             self._on_backward_end,
@@ -367,11 +411,42 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "wrapped and is not any more; wrap the optimizer anew after unfreezing"
                 )
 
+    def _sharded_step(self, shards: ShardedUpdates, reducer: Reducer) -> None:
+        if self._needs_whole_step():
+            raise UsageError(
+                "shard_optimizer=True does not work with GradScaler or step hooks; leave it out"
+            )
+        if not reducer.in_flight:
+            return
+        shards.step()
+        if reducer.replan_agreed:
+            self._apply_all()
+            self._end_sharding()
+            reducer.finish_step(0.0)
+            self._learned = False
+
+    def _end_sharding(self) -> None:
+        if self._shards is not None:
+            self._shards.uncut()
+            self._shards = None
+
     def _finish_learning(self) -> None:
         assert self._gates is not None
+        assert self._reducer is not None
         self._learned = True
         self._ungated = sorted(self._gates.finish_learning())
-        if self._overlap == "forward":
+        if self._sharded:
+            self._ungated = []
+            self._shards = ShardedUpdates(
+                self._context,
+                self.label,
+                self._inner,
+                self._params,
+                self._group_of,
+                self._reducer,
+                self._max_grad_norm,
+            )
+        elif self._overlap == "forward":
             log.info(
                 "%s: updates wait for the next forward pass, except %d without a module",
                 self.label,
@@ -381,7 +456,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _before_first_gradient(self, i: int) -> None:
         # Layers that the forward pass skipped have not asked for their updates. If one of them gets
         # a gradient all the same, it was read past its gate.
-        self._late = list(self._updates.pending) if self._updates.count else []
+        updates = self._shards or self._updates
+        self._late = list(updates.pending) if updates.count else []
         self._on_gradient(i)
         self._apply_all()
 
@@ -401,7 +477,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._reducer.settle()
 
     def _apply(self, indices: Sequence[int]) -> None:
-        if self._reducer is not None:
+        if self._shards is not None:
+            self._shards.arrive(indices)
+        elif self._reducer is not None:
             self._updates.apply(indices, self._reducer)
 
     def _apply_all(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import MismatchError
+from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.arena import dtype_name, line
 from usbyte.torch.context import Context
 from usbyte.torch.learning import Times, combine
@@ -57,8 +57,15 @@ class Decision:
 
     @classmethod
     def from_json(cls, text: str) -> Decision:
-        """Reads what `to_json` wrote; MismatchError if the plan reads differently here."""
+        """Reads what `to_json` wrote.
+
+        Raises:
+            UsageError: Rank 0 could not plan.
+            MismatchError: The plan reads differently here.
+        """
         message = json.loads(text)
+        if "error" in message:
+            raise UsageError(f"rank 0 could not plan: {message['error']}")
         plan = _core.Plan.from_json(message["plan"])
         if plan.hash() != message["hash"]:
             raise MismatchError(
@@ -84,6 +91,7 @@ class Planner:
         params: The parameters.
         policy: A policy's name or a callable of the same signature.
         overlap: What communication may hide behind.
+        sharded: Whether each rank updates its shard, and parameters are gathered.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
 
     Attributes:
@@ -98,19 +106,20 @@ class Planner:
         params: Sequence[nn.Parameter],
         policy: str | Policy,
         overlap: str,
+        sharded: bool,
         options: Mapping[str, int],
     ) -> None:
         self._context, self._label = context, label
         self._names, self._params = names, params
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
-        self._options, self._overlap = dict(options), overlap
+        self._options, self._overlap, self._sharded = dict(options), overlap, sharded
         self._policy = policy if callable(policy) else self._named(policy)
         self.decision: Decision | None = None
         self._check_alike()
 
     def _named(self, policy: str) -> Policy:
         return lambda profile, network: _core.make_plan(
-            policy, profile, network, self._options, self._overlap
+            policy, profile, network, self._options, self._overlap, self._sharded
         )
 
     def learning_plan(self) -> _core.Plan:
@@ -133,19 +142,27 @@ class Planner:
         """
         label = self._label
         times = combine(times, lambda t: allreduce(t, name=f"{label}.times", op=Max))
-        payload = b""
+        payload, problem = b"", None
         if self._context.rank == 0:
-            payload = self._decide(times, fit(self._context.size, measured)).to_json().encode()
-        message = self._context.eager.broadcast_bytes(f"{label}.plan", payload, 0)
-        self.decision = Decision.from_json(message.decode())
+            try:
+                payload = self._decide(times, fit(self._context.size, measured)).to_json().encode()
+            except Exception as error:
+                problem = error
+                payload = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+        message = self._context.eager.broadcast_bytes(f"{label}.plan", payload, 0).decode()
+        if problem is not None:
+            raise problem
+        self.decision = Decision.from_json(message)
         return self.decision
 
     def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
         profile = self._profile(times)
         plan = self._policy(profile, network)
+        if self._sharded:
+            plan = flags_apart(plan)
         # Under backward mode an iteration ends with its backward.
-        predicted = _core.simulate(plan, profile, network, self._overlap).step_s
-        bound = _core.bound_s(profile, network, self._overlap)
+        predicted = _core.simulate(plan, profile, network, self._overlap, self._sharded).step_s
+        bound = _core.bound_s(profile, network, self._overlap, self._sharded)
         ddp = _core.make_plan("ddp", profile, network, self._options, self._overlap)
         reason = ""
         if plan.policy == "auto" and plan.ops == ddp.ops:
@@ -224,3 +241,20 @@ def _difference(specs: Sequence[Sequence[list[object]]]) -> str:
                 f"only rank {more} has '{extra[0]}'"
             )
     return "parameters differ"
+
+
+def flags_apart(plan: _core.Plan) -> _core.Plan:
+    """The same plan with the used flags in an all_reduce of their own before the first all_gather.
+
+    Whether a parameter is updated must be known to every rank before its shard is.
+    """
+    end = plan.tensors[0].numel
+
+    def without_flags(op: _core.Op) -> _core.Op | None:
+        blocks = [(max(b, end), e) for b, e in op.blocks if e > end]
+        return _core.Op(op.kind, blocks, op.window_bytes, op.fence) if blocks else None
+
+    scatters = [without_flags(op) for op in plan.ops if op.kind != "all_gather"]
+    gathers = [without_flags(op) for op in plan.ops if op.kind == "all_gather"]
+    ops = [*scatters, _core.Op("all_reduce", [(0, end)]), *gathers]
+    return _core.Plan(plan.policy, plan.tensors, [op for op in ops if op is not None])

@@ -40,6 +40,7 @@ class Reducer:
         gates: Knows when the forward pass needs each parameter.
         scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
         adapt: Learn and plan anew when the time of a step changes.
+        sharded: Once learned, all_gathers wait for `release_gathers`.
         on_first_gradient: Called inside `backward()` before the first gradient of a step is taken.
         on_gradient: Called inside `backward()` with the index of each parameter whose gradient is
             there.
@@ -59,6 +60,7 @@ class Reducer:
         gates: Gates,
         scale: float,
         adapt: bool,
+        sharded: bool,
         on_first_gradient: Callable[[int], None],
         on_gradient: Callable[[int], None],
         on_backward_end: Callable[[], None],
@@ -67,7 +69,7 @@ class Reducer:
         self._planner, self._gates = planner, gates
         self._on_first_gradient, self._on_gradient = on_first_gradient, on_gradient
         self._on_backward_end = on_backward_end
-        self._scale = scale
+        self._scale, self._sharded = scale, sharded
         self.in_backward = False
         self._sync = True
         self._learning: Learning | None = Learning()
@@ -150,6 +152,32 @@ class Reducer:
                 return None
         return self._grads[i]
 
+    def gradient(self, i: int) -> torch.Tensor:
+        """Where the arena holds parameter i: its gradient, or its new value once gathered."""
+        return self._grads[i]
+
+    def wait_reduced(self) -> None:
+        """Waits until this rank's shards hold sums over all ranks.
+
+        Raises:
+            Error: Somebody wrote to a gradient while it was in flight.
+        """
+        self._engine.wait_reduced()
+        self.check_untouched()
+        self.in_flight = False
+
+    def used_anywhere(self) -> list[bool]:
+        """By parameter, whether any rank has a gradient for it; valid once reduced."""
+        return [bool(self._arena.used[slot - 1]) for slot in self._slot]
+
+    def release_gathers(self) -> None:
+        """The shards hold new values: lets the all_gathers go."""
+        self._engine.release_gathers()
+
+    def wait_gathered(self, i: int) -> None:
+        """Waits until `gradient(i)` holds parameter i's new value."""
+        self._engine.wait(self._slot[i])
+
     def settle(self) -> None:
         """Waits for everything in flight and makes every `param.grad` final.
 
@@ -226,8 +254,9 @@ class Reducer:
         times = self._learning.times()
         largest = sum(p.numel() * p.element_size() for p in self.params)
         measured = measure(self._context, self._communicator, min(largest, LARGEST_BYTES))
-        self._adopt(self._planner.decide(times, measured).plan)
+        plan = self._planner.decide(times, measured).plan
         self._learning = None
+        self._adopt(plan)
         if self._drift is not None:
             self._drift.reset()
 
@@ -262,6 +291,7 @@ class Reducer:
             stall_warning_s=env.stall_warning_s,
             stall_limit_s=env.stall_limit_s,
             steps_before=steps_before,
+            hold_gathers=self._sharded and self._learning is None,
             on_warning=self._context.warn,
             on_fault=self._context.report_fault,
         )

@@ -1,0 +1,311 @@
+"""Sharded updates: each rank updates the part of every parameter whose gradient it has summed.
+
+Between the last reduce_scatter of backward and the first all_gather of the next forward pass, the
+wrapped optimizer runs on flat views of this rank's shards, so that its state and its work are
+1 / size of what they were (as in ZeRO stage 1; Rajbhandari et al., SC 2020). What is gathered is
+updated parameters. The plan is DeAR's kind (Zhang et al., ICDCS 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.errors import Error, UsageError
+from usbyte.torch.arena import USED
+from usbyte.torch.communicator import shards
+from usbyte.torch.context import Context
+from usbyte.torch.ops import Max, Sum, allgather, allreduce
+from usbyte.torch.reducer import Reducer
+
+# Their updates treat every element by itself, so that a shard's update is a part of the whole one.
+_ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+
+
+def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
+    """Raises UsageError unless the optimizer's updates can be cut into shards."""
+    kind = type(optimizer)
+    if kind not in (getattr(torch.optim, name) for name in _ELEMENTWISE):
+        raise UsageError(
+            f"shard_optimizer=True needs an optimizer that treats every element by itself, and "
+            f"{kind.__name__} is not known to: use torch.optim.{', '.join(_ELEMENTWISE)}, or "
+            "leave shard_optimizer out"
+        )
+    if overlap != "forward":
+        raise UsageError(
+            "shard_optimizer=True gathers parameters in the next forward pass: add "
+            'overlap="forward"'
+        )
+
+
+@dataclass
+class _Piece:
+    """A part of one parameter that one rank owns, in elements of the flat parameter."""
+
+    param: int
+    begin: int
+    end: int
+
+
+class ShardedUpdates:
+    """Runs an optimizer on this rank's shards.
+
+    Args:
+        context: The ranks.
+        label: Name of the optimizer, the same on all ranks.
+        optimizer: The wrapped optimizer; its state has been whole so far and is cut here.
+        params: Parameters, by index.
+        group_of: The optimizer's group of each parameter.
+        reducer: Has adopted a plan of reduce_scatters and all_gathers.
+        max_grad_norm: Gradients are scaled so that their norm over all parameters is no larger.
+
+    Attributes:
+        pending: By parameter, whether its new values have not been taken yet.
+        count: Of pending parameters.
+        used: By parameter, whether any rank had a gradient in the last step.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        label: str,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[nn.Parameter],
+        group_of: Sequence[int],
+        reducer: Reducer,
+        max_grad_norm: float | None,
+    ) -> None:
+        self._context, self._label, self._optimizer = context, label, optimizer
+        self._params, self._group_of, self._reducer = params, group_of, reducer
+        self._max_grad_norm = max_grad_norm
+        self._versions: list[int] = []
+        self.pending = [False] * len(params)
+        self.count = 0
+        self.used = [param.grad is not None for param in params]
+        names = {name: i for i, name in enumerate(reducer.names)}
+        for name, param in zip(reducer.names, params, strict=True):
+            _check_dense(name, param)
+        self._pieces = [
+            _pieces(reducer.plan, names, rank, context.size) for rank in range(context.size)
+        ]
+        self._mine = self._pieces[context.rank]
+        self._views = [nn.Parameter(_flat(params[p.param])[p.begin : p.end]) for p in self._mine]
+        self._grads = [_flat(reducer.gradient(p.param))[p.begin : p.end] for p in self._mine]
+        self._cut()
+
+    def step(self) -> None:
+        """Updates this rank's shards and lets them be gathered. Waits for backward's reductions."""
+        self._reducer.wait_reduced()
+        self.used = used = self._reducer.used_anywhere()
+        for view, grad, piece in zip(self._views, self._grads, self._mine, strict=True):
+            view.grad = grad if used[piece.param] else None
+        if self._max_grad_norm is not None:
+            self._clip(self._max_grad_norm)
+        with self._on_shards():
+            self._optimizer.step()
+        for view, grad in zip(self._views, self._grads, strict=True):
+            view.grad = None
+            grad.copy_(view.detach())  # what is gathered; the arena's gradients are spent
+        for param in self._params:
+            param.grad = None
+        self._versions = [param._version for param in self._params]
+        self.pending = [True] * len(self._params)
+        self.count = len(self._params)
+        self._reducer.release_gathers()
+
+    def arrive(self, indices: Sequence[int]) -> None:
+        """Takes the new values of these parameters, waiting for them."""
+        for i in indices if self.count else ():
+            if not self.pending[i]:
+                continue
+            self._reducer.wait_gathered(i)
+            if self._params[i]._version != self._versions[i]:
+                raise Error(
+                    f"parameter '{self._reducer.names[i]}' was written to between step() and the "
+                    "arrival of its new values, which would have been lost; call "
+                    "optimizer.synchronize() before you change parameters"
+                )
+            if self.pending[i]:  # a signal handler may have taken it while this waited
+                self.pending[i] = False
+                self.count -= 1
+                with torch.inference_mode(False), torch.no_grad():  # the first alone turns grad on
+                    self._params[i].copy_(self._reducer.gradient(i))
+
+    @torch.no_grad()
+    def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The optimizer's state as without shards, on every rank. Collective."""
+        states = [self._optimizer.state.get(view, {}) for view in self._views]
+        mine = "\n".join(sorted({key for state in states for key in state}))
+        # Every rank takes part in the same gathers, in the same order.
+        texts = self._context.eager.allgather_bytes(f"{self._label}.keys", mine.encode())
+        whole: dict[nn.Parameter, dict[str, Any]] = {}
+        for key in sorted({key for text in texts for key in text.decode().splitlines()}):
+            self._gather(key, [state.get(key, _ABSENT) for state in states], whole)
+        return whole
+
+    def uncut(self) -> None:
+        """Gives the optimizer back its whole state. Collective."""
+        whole = self.whole_state()
+        for view in self._views:
+            self._optimizer.state.pop(view, None)
+        for param, state in whole.items():
+            self._optimizer.state[param] = state
+
+    def recut(self) -> None:
+        """The optimizer's state is whole again, for example just loaded: keeps this rank's part."""
+        self._cut()
+
+    def _cut(self) -> None:
+        state = self._optimizer.state
+        for piece, view in zip(self._mine, self._views, strict=True):
+            param = self._params[piece.param]
+            if param in state:
+                state[view] = {
+                    key: _flat(_strided_like(value, param))[piece.begin : piece.end].clone()
+                    if _is_elementwise(value, param)
+                    else _copy(value)
+                    for key, value in state[param].items()
+                }
+        for param in self._params:
+            state.pop(param, None)
+
+    def _gather(
+        self, key: str, values: Sequence[Any], whole: dict[nn.Parameter, dict[str, Any]]
+    ) -> None:
+        name = f"{self._label}.state.{key}"
+        # Whether a parameter has this state, and of which kind, is the same on all its owners.
+        kinds = torch.zeros(len(self._params), dtype=torch.int64)
+        scalars = torch.full((len(self._params),), -math.inf, dtype=torch.float64)
+        for piece, view, value in zip(self._mine, self._views, values, strict=True):
+            kinds[piece.param] = _kind(value, view)
+            if kinds[piece.param] == _SCALAR:
+                scalars[piece.param] = float(value)
+        kinds = allreduce(kinds, name=f"{name}.kinds", op=Max)
+        scalars = allreduce(scalars, name=f"{name}.scalars", op=Max)
+        for i, (kind, scalar) in enumerate(zip(kinds.tolist(), scalars.tolist(), strict=True)):
+            param = self._params[i]
+            if kind == _ELEMENTS:
+                whole.setdefault(param, {})[key] = torch.zeros_like(param, requires_grad=False)
+            elif kind == _SCALAR:
+                whole.setdefault(param, {})[key] = torch.tensor(scalar, dtype=torch.float32)
+            elif kind == _NOTHING:
+                whole.setdefault(param, {})[key] = None
+        for dtype in sorted({p.dtype for p in self._params}, key=str):
+
+            def sent(pieces: Sequence[_Piece], dtype: torch.dtype = dtype) -> list[_Piece]:
+                return [
+                    p
+                    for p in pieces
+                    if kinds[p.param] == _ELEMENTS and self._params[p.param].dtype == dtype
+                ]
+
+            parts = dict(zip(map(id, self._mine), values, strict=True))
+            flat = [parts[id(p)].reshape(-1) for p in sent(self._mine)]
+            everything = allgather(
+                torch.cat(flat) if flat else torch.empty(0, dtype=dtype), name=f"{name}.{dtype}"
+            )
+            offset = 0
+            for piece in (p for pieces in self._pieces for p in sent(pieces)):
+                count = piece.end - piece.begin
+                target = _flat(whole[self._params[piece.param]][key])
+                target[piece.begin : piece.end] = everything[offset : offset + count]
+                offset += count
+
+    def _clip(self, max_norm: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_ does, over the shards of all ranks."""
+        mine = [view.grad for view in self._views if view.grad is not None]
+        squares = torch.stack(
+            [g.double().square().sum() for g in mine] or [torch.zeros(()).double()]
+        )
+        total = allreduce(squares.sum().reshape(1), name=f"{self._label}.norm", op=Sum).sqrt()
+        factor = min(max_norm / (total.item() + 1e-6), 1.0)
+        for grad in mine:
+            grad.mul_(factor)
+
+    @contextmanager
+    def _on_shards(self) -> Iterator[None]:
+        groups = self._optimizer.param_groups
+        shards_of: list[list[nn.Parameter]] = [[] for _ in groups]
+        for piece, view in zip(self._mine, self._views, strict=True):
+            shards_of[self._group_of[piece.param]].append(view)
+        # The user's groups keep the whole parameters; what a step reads is only borrowed.
+        self._optimizer.param_groups = [
+            {**group, "params": views}
+            for group, views in zip(groups, shards_of, strict=True)
+            if views
+        ]
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = groups
+
+
+_ABSENT = object()
+_MISSING, _NOTHING, _SCALAR, _ELEMENTS = range(4)
+
+
+def _kind(value: Any, view: torch.Tensor) -> int:
+    if value is _ABSENT:
+        return _MISSING
+    if value is None:
+        return _NOTHING
+    return _ELEMENTS if _is_elementwise(value, view) else _SCALAR
+
+
+def _is_elementwise(value: Any, like: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == like.shape
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _check_dense(name: str, param: torch.Tensor) -> None:
+    dense = torch.empty_like(param, device="meta").stride() == param.stride()
+    if param.dim() == 0 or not dense:
+        raise UsageError(
+            f"parameter '{name}' of shape {tuple(param.shape)} and strides {param.stride()} cannot "
+            "be cut into shards: give it one dimension at least, and no gaps or overlaps"
+        )
+
+
+def _strided_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A checkpoint need not have the parameter's order of memory."""
+    if value.stride() == param.stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in the order of memory, which is the arena's."""
+    data = tensor.detach()
+    return data.as_strided((data.numel(),), (1,))
+
+
+def _pieces(plan: _core.Plan, names: dict[str, int], rank: int, size: int) -> list[_Piece]:
+    """What `rank` owns under a plan, in the order of the line."""
+    owned = []
+    for op in plan.ops:
+        if op.kind == "reduce_scatter":
+            for begin, end in op.blocks:
+                low, high = shards(end - begin, size)[rank]
+                owned.append((begin + low, begin + high))
+    pieces = []
+    tensors = [t for t in plan.tensors if t.name != USED]
+    for begin, end in sorted(owned):
+        for tensor in tensors:
+            low = max(begin, tensor.offset)
+            high = min(end, tensor.offset + tensor.numel)
+            if low < high:
+                pieces.append(_Piece(names[tensor.name], low - tensor.offset, high - tensor.offset))
+    return pieces

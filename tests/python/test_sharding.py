@@ -1,0 +1,223 @@
+"""Sharded updates against whole ones: the same numbers, state and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import usbyte.torch as ub
+from _models import OPTIMIZERS, difference, train
+from _ranks import run_ranks
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.torch.planning import flags_apart
+
+ELEMENTWISE = {
+    **OPTIMIZERS,
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.05),
+}
+
+
+def equals_ddp(rank, size, names, tolerance, double):
+    ub.init()
+    OPTIMIZERS.update(ELEMENTWISE)
+    for name in names:
+        expected = train("ddp", name, rank, size, steps=14, double=double)
+        for policy in ("auto", "dear", "dear_exact"):
+            got = train(
+                "forward", name, rank, size, steps=14, double=double, policy=policy,
+                shard_optimizer=True,
+            )  # fmt: skip
+            assert difference(got, expected) <= tolerance, (name, policy, difference(got, expected))
+
+
+def test_two_ranks_equal_ddp_bit_for_bit():
+    names = list(ELEMENTWISE)
+    run_ranks(2, equals_ddp, names, 0.0, False, timeout=200, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def test_four_ranks_equal_ddp_closely():
+    names = ["sgd", "adamw"]
+    run_ranks(4, equals_ddp, names, 1e-6, True, timeout=200, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def variants(rank, size):
+    ub.init()
+    for options in [{"mixed": True}, {"accumulate": 3}, {"set_to_none": False}]:
+        expected = train("ddp", "adam", rank, size, steps=12, **options)
+        got = train("forward", "adam", rank, size, steps=12, shard_optimizer=True, **options)
+        assert difference(got, expected) == 0, options
+
+    def replan(step, _model, opt):
+        if step == 6 and rank == 1:
+            opt._reducer._drift.wanted = True
+
+    expected = train("ddp", "adam", rank, size, steps=16)
+    got = train("forward", "adam", rank, size, 16, shard_optimizer=True, on_step=replan)
+    assert difference(got, expected) == 0
+
+
+def test_variants_and_a_new_plan_equal_ddp():
+    run_ranks(2, variants, timeout=120, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def small(shard, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3))
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if shard:
+        options["shard_optimizer"] = True
+    return model, ub.DistributedOptimizer(
+        opt, model.named_parameters(), overlap="forward", **options
+    )
+
+
+def run(model, opt, steps, rank, seed=0):
+    data = torch.Generator().manual_seed(seed * 100 + rank)
+    for _ in range(steps):
+        opt.zero_grad()
+        model(torch.randn(4, 30, generator=data)).square().sum().backward()
+        opt.step()
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        if isinstance(value, dict):
+            same(value, b[key])
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(value, b[key]), key
+        else:
+            assert value == b[key], key
+
+
+def checkpoints(rank, size, path):
+    ub.init()
+    model, opt = small(shard=False)
+    run(model, opt, 8, rank)
+    sharded_model, sharded = small(shard=True)
+    run(sharded_model, sharded, 8, rank)
+    kept = sum(
+        v.numel() for state in sharded._inner.state.values() for v in state.values() if v.dim()
+    )
+    whole = 2 * sum(p.numel() for p in model.parameters())
+    assert kept <= whole / size + 2 * 2 * 8  # two moments, at most a chunk more for each block
+    same(sharded.state_dict(), opt.state_dict())
+    if rank == 0:
+        torch.save([sharded_model.state_dict(), sharded.state_dict()], f"{path}/{size}.pt")
+    else:
+        sharded.state_dict()  # collective
+    # Loading puts the old state back, wherever training has gone meanwhile.
+    before, weights = (
+        sharded.state_dict(),
+        {k: v.clone() for k, v in sharded_model.state_dict().items()},
+    )
+    run(sharded_model, sharded, 3, rank, seed=1)
+    sharded.load_state_dict(before)
+    sharded_model.load_state_dict(weights)
+    same(sharded.state_dict(), opt.state_dict())
+    run(model, opt, 4, rank, seed=2)
+    run(sharded_model, sharded, 4, rank, seed=2)
+    same(sharded.state_dict(), opt.state_dict())
+    same(dict(sharded_model.state_dict()), dict(model.state_dict()))
+
+
+def resumes(rank, size, path):
+    ub.init()
+    weights, state = torch.load(f"{path}/2.pt")
+    results = []
+    for shard in (False, True):
+        model, opt = small(shard)
+        run(model, opt, 4, rank, seed=3)
+        model.load_state_dict(weights)
+        opt.load_state_dict(copy.deepcopy(state))  # torch does not copy what it loads
+        run(model, opt, 4, rank, seed=4)
+        results.append(dict(model.state_dict()))
+    for key, value in results[0].items():
+        error = (value - results[1][key]).abs().max()
+        assert torch.allclose(value, results[1][key], rtol=1e-5, atol=1e-7), (key, error)
+
+
+def test_checkpoints_are_whole_and_fit_another_number_of_ranks(tmp_path):
+    env = {"USBYTE_LEARNING_STEPS": "2"}
+    run_ranks(2, checkpoints, str(tmp_path), timeout=90, env=env)
+    run_ranks(3, resumes, str(tmp_path), timeout=90, env=env)
+
+
+def clips(rank, size):
+    ub.init()
+    weights = []
+    for shard in (True, False):
+        model, opt = small(shard, **({"max_grad_norm": 0.05} if shard else {}))
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(10):
+            opt.zero_grad()
+            model(torch.randn(4, 30, generator=data)).square().sum().backward()
+            if not shard:
+                opt.synchronize()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            opt.step()
+        weights.append(dict(model.state_dict()))
+    for key, value in weights[0].items():
+        assert torch.allclose(value, weights[1][key], rtol=1e-5, atol=1e-7)
+
+
+def test_the_norm_is_clipped_over_all_shards():
+    run_ranks(2, clips, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def misuse(rank, size):
+    ub.init()
+    model, opt = small(shard=True)
+    run(model, opt, 4, rank)
+    opt.zero_grad()
+    model(torch.ones(1, 30)).sum().backward()
+    with pytest.raises(UsageError, match="no rank has whole gradients"):
+        opt.synchronize()
+    opt.step()
+    model, opt = small(shard=True, policy="wfbp")
+    with pytest.raises(UsageError, match="needs auto, dear or dear_exact"):  # on every rank
+        run(model, opt, 4, rank)
+
+
+def test_what_shards_cannot_do_is_an_error():
+    run_ranks(2, misuse, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def test_unsupported_optimizers_and_modes_are_errors(single):
+    params = [nn.Parameter(torch.ones(3))]
+    with pytest.raises(UsageError, match=r"LBFGS is not known to.*AdamW"):
+        ub.DistributedOptimizer(torch.optim.LBFGS(params), shard_optimizer=True, overlap="forward")
+    with pytest.raises(UsageError, match='overlap="forward"'):
+        ub.DistributedOptimizer(torch.optim.SGD(params, lr=1), shard_optimizer=True)
+    with pytest.raises(UsageError, match="max_grad_norm needs shard_optimizer"):
+        ub.DistributedOptimizer(torch.optim.SGD(params, lr=1), max_grad_norm=1.0)
+
+
+def test_flags_travel_apart():
+    tensors = [_core.TensorSpec("usbyte.used", 3, "float32", 0), _core.TensorSpec("a", 5, offset=3)]
+    plan = _core.Plan(
+        "dear",
+        tensors,
+        [
+            _core.Op("reduce_scatter", [(0, 4)], 16),
+            _core.Op("reduce_scatter", [(4, 8)], 16),
+            _core.Op("all_gather", [(0, 4)], 16),
+            _core.Op("all_gather", [(4, 8)], 16),
+        ],
+    )
+    ops = [(op.kind, op.blocks) for op in flags_apart(plan).ops]
+    assert ops == [
+        ("reduce_scatter", [(3, 4)]),
+        ("reduce_scatter", [(4, 8)]),
+        ("all_reduce", [(0, 3)]),
+        ("all_gather", [(3, 4)]),
+        ("all_gather", [(4, 8)]),
+    ]
