@@ -1,0 +1,8 @@
+"""`usbyte report`."""
+
+import click
+
+
+@click.command()
+def report() -> None:
+    """Draw."""
