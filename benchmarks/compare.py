@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import torch.distributed as dist
@@ -34,8 +35,24 @@ from usbyte.lab import profiles
 from usbyte.lab.replay import Replay
 
 
-def run(names: list[str], comparison: Comparison, rounds: int, warmup: int, steps: int) -> None:
-    """Lets all contenders take their turns, every other round backwards."""
+def run(
+    names: list[str],
+    comparison: Comparison,
+    rounds: int,
+    warmup: int,
+    steps: int,
+    folder: Path | None,
+) -> None:
+    """Lets all contenders take their turns, every other round backwards.
+
+    Args:
+        names: Of the contenders.
+        comparison: Where the results go.
+        rounds: Turns of each contender.
+        warmup: Steps at the beginning of a turn that are not measured.
+        steps: Measured steps of a turn.
+        folder: Where plans and traces go.
+    """
     for turn in range(rounds):
         for name in names if turn % 2 == 0 else reversed(names):
             result = comparison.results[name]
@@ -45,6 +62,8 @@ def run(names: list[str], comparison: Comparison, rounds: int, warmup: int, step
                 result.predicted_s = getattr(optimizer, "prediction", None)
                 # What was measured here and now wins over what the user has given.
                 comparison.network = getattr(optimizer, "network", None) or comparison.network
+                if folder:
+                    _record(folder / name.replace(":", "-"), optimizer)
                 dist.barrier()
                 last = time.perf_counter()
                 for _ in range(steps):
@@ -52,6 +71,16 @@ def run(names: list[str], comparison: Comparison, rounds: int, warmup: int, step
                     now = time.perf_counter()
                     result.step_s.append(now - last)
                     last = now
+            if folder:
+                ub.stop_timeline()
+
+
+def _record(stem: Path, optimizer: Any) -> None:
+    """Writes the plan and begins a trace, if there is a plan."""
+    plan = getattr(optimizer, "plan", None)
+    if isinstance(plan, _core.Plan):
+        write_text(stem.with_suffix(".plan.json"), plan.to_json())
+        ub.start_timeline(str(stem.with_suffix(".trace.json")))
 
 
 def _scheme(text: str) -> str:
@@ -96,13 +125,20 @@ def _other(text: str) -> str:
 @click.option("--steps", default=6, help="Measured steps of each turn.")
 @click.option("--warmup", default=6, help="Steps before, which include usbyte's learning steps.")
 @network_options
+@click.option(
+    "--save",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Also write profile, plans and rank 0's traces, for `usbyte report`; takes some time "
+    "of the steps.",
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write JSON.")
 @click.option("--markdown", type=click.Path(path_type=Path), help="Also write a Markdown table.")
 def main(
     source: str, scale_time: float, scale_bytes: float, policies: list[str] | None,
     ddp_buckets: list[float], others: list[str], rounds: int, steps: int, warmup: int,
     network_path: Path | None, ring: _core.NetworkModel | None,
-    json_path: Path | None, markdown: Path | None,
+    save: Path | None, json_path: Path | None, markdown: Path | None,
 ) -> None:  # fmt: skip
     """Compare step times of a replayed job; to be started on every rank."""
     profile = profiles.scaled(profiles.load(source), scale_time, scale_bytes)
@@ -115,9 +151,15 @@ def main(
     # Where the profile contradicts itself this is what is really replayed.
     replayed = Replay(profile).profile
     comparison = Comparison(replayed, {name: Result() for name in names}, skipped, network)
-    run(names, comparison, rounds, warmup, steps)
+    folder = save if ub.rank() == 0 else None
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "profile.json", replayed.to_json())
+    run(names, comparison, rounds, warmup, steps, folder)
     if ub.rank() == 0:
         comparison.show()
+        if folder and comparison.network:
+            write_text(folder / "network.json", comparison.network.to_json())
         if json_path:
             write_text(json_path, comparison.to_json())
         if markdown:

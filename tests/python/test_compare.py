@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click.testing
 import pytest
 
 import usbyte
 from usbyte import _core
+from usbyte.cli import main
 from usbyte.lab import profiles
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compare.py"
@@ -36,9 +38,10 @@ def compare(*options, code=None):
 
 def test_all_contenders(profile, tmp_path):
     result, table = tmp_path / "result.json", tmp_path / "table.md"
+    saved = tmp_path / "saved"
     done = compare(
-        "--profile", str(profile), "--rounds", "2", "--steps", "2", "--warmup", "4",
-        "--ring", "2,1ms,1gbit", "--json", str(result), "--markdown", str(table),
+        "--profile", str(profile), "--rounds", "2", "--steps", "2", "--warmup", "4", "--ring",
+        "2,1ms,1gbit", "--json", str(result), "--markdown", str(table), "--save", str(saved),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(result.read_text())
@@ -62,6 +65,14 @@ def test_all_contenders(profile, tmp_path):
     assert sum(line.startswith("| PyTorch DDP") for line in lines) == 1
     assert "1.00x" in next(line for line in lines if line.startswith("| PyTorch DDP"))
     assert "forward:wfbp" in done.stdout
+    # What it has saved is what a report is made of.
+    page = tmp_path / "report.html"
+    files = [str(saved / f"forward-wfbp.{what}.json") for what in ("plan", "trace")]
+    options = ["--network", str(saved / "network.json"), "--trace", files[1], "-o", str(page)]
+    arguments = ["report", files[0], str(saved / "profile.json"), *options]
+    report = click.testing.CliRunner().invoke(main, arguments)
+    assert report.exit_code == 0, report.output
+    assert 'id="measured"' in page.read_text()
 
 
 def test_wrong_values_are_an_error(profile):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from usbyte._core import Profile, TensorSpec
+from usbyte._core import Plan, Profile, TensorSpec
 from usbyte.errors import UsageError
 
 #: Name of the built-in profile, where a file is expected.
@@ -149,6 +149,38 @@ def without_flags(profile: Profile) -> Profile:
         profile.update_s,
         profile.model,
     )
+
+
+def matched(profile: Profile, plan: Plan) -> Profile:
+    """The job with the plan's tensors, in the plan's order.
+
+    The flags that usbyte sends with the gradients are added where the plan has them: needed first,
+    ready last.
+
+    Raises:
+        UsageError: The plan was made for other tensors.
+    """
+    job = without_flags(profile)
+    index = {t.name: i for i, t in enumerate(job.tensors)}
+    rows = []
+    for spec in plan.tensors:
+        i = index.pop(spec.name, None)
+        if spec.name == _USED:
+            rows.append((0.0, profile.backward_end_s))
+        elif i is not None and job.tensors[i].numel == spec.numel:
+            rows.append((job.need_s[i], job.ready_s[i]))
+        else:
+            raise UsageError(
+                f"the plan's tensor '{spec.name}' of {spec.numel} elements is not in the profile; "
+                "give the profile that the plan was made from"
+            )
+    if index:
+        raise UsageError(
+            f"the profile's tensor '{next(iter(index))}' is not in the plan; give the profile that "
+            "the plan was made from"
+        )
+    need_s, ready_s = [row[0] for row in rows], [row[1] for row in rows]
+    return Profile(plan.tensors, need_s, ready_s, job.step_s, job.update_s, job.model)
 
 
 def line(tensors: Iterable[tuple[str, int, str]]) -> list[TensorSpec]:
