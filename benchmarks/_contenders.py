@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import _horovod
 import usbyte.torch as ub
 from usbyte import _core
 from usbyte.lab.replay import Replay
@@ -48,12 +49,9 @@ def unavailable(name: str) -> str:
             return f"torch {torch.__version__} has no fully_shard; 2.6 has"
     elif name == "horovod":
         try:
-            hvd = importlib.import_module("horovod.torch")
+            _horovod.start()
         except ImportError as error:
             return f"cannot be imported: {error}"
-        hvd.init()
-        if hvd.size() != ub.size():
-            return f"sees {hvd.size()} ranks of {ub.size()}; start the benchmark by horovodrun"
     return ""
 
 
@@ -72,7 +70,7 @@ def training(name: str, profile: _core.Profile) -> Iterator[tuple[Callable[[], N
     rank, size = ub.rank(), ub.size()
     replay = Replay(profile, value=rank + 1.0)
     kind, _, setting = name.partition(":")
-    make = {"ddp": _ddp, "fsdp": _fsdp, "horovod": _horovod, "alone": _alone}.get(kind, _usbyte)
+    make = {"ddp": _ddp, "fsdp": _fsdp, "horovod": _hvd, "alone": _alone}.get(kind, _usbyte)
     trainer = make(replay, setting, kind)
     x = torch.zeros(1, requires_grad=True)
 
@@ -122,11 +120,11 @@ def _fsdp(replay: Replay, _setting: str, _kind: str) -> Trainer:
     return Trainer(replay, _sgd(replay))
 
 
-def _horovod(replay: Replay, _setting: str, _kind: str) -> Trainer:
-    hvd = importlib.import_module("horovod.torch")
-    return Trainer(
-        replay, hvd.DistributedOptimizer(_sgd(replay), named_parameters=replay.named_tensors())
+def _hvd(replay: Replay, _setting: str, _kind: str) -> Trainer:
+    optimizer = _horovod.start().DistributedOptimizer(
+        _sgd(replay), named_parameters=replay.named_tensors()
     )
+    return Trainer(replay, optimizer)
 
 
 def _usbyte(replay: Replay, policy: str, overlap: str) -> Trainer:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,25 +83,35 @@ def test_the_first_failing_rank_gives_its_code_and_ends_the_others(lab):
     assert [host.pids for host in lab.status()] == [[], []]
 
 
+@contextmanager
+def sleeper(lab, host):
+    """A process that runs in a host and does nothing."""
+    process = subprocess.Popen(["ip", "netns", "exec", f"{NAME}-{host}", "sleep", "1000"])
+    try:
+        while not lab.status()[host].pids:
+            assert process.poll() is None
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.netns
 def test_rates_change_while_ranks_run(lab):
     rates = lambda: [host.bytes_per_s for host in lab.status()]  # noqa: E731
     assert rates() == [125e6, 125e6]
-    with subprocess.Popen(["ip", "netns", "exec", f"{NAME}-1", "sleep", "1000"]) as sleeper:
-        try:
-            done = command("rate", "200mbit")
-            assert done.returncode == 0, done.stderr
-            assert rates() == [25e6, 25e6]
-            shown = command("status")
-            assert "200mbit" in shown.stdout
-            assert str(sleeper.pid) in shown.stdout
-            # What still runs is not taken its network away.
-            refused = command("down")
-            assert refused.returncode != 0
-            assert str(sleeper.pid) in refused.stderr
-            assert "--kill" in refused.stderr
-        finally:
-            sleeper.kill()
+    with sleeper(lab, 1) as process:
+        done = command("rate", "200mbit")
+        assert done.returncode == 0, done.stderr
+        assert rates() == [25e6, 25e6]
+        shown = command("status")
+        assert "200mbit" in shown.stdout
+        assert str(process.pid) in shown.stdout
+        # What still runs is not taken its network away.
+        refused = command("down")
+        assert refused.returncode == 1
+        assert str(process.pid) in refused.stderr
+        assert "--kill" in refused.stderr
     assert command("rate", "unlimited").returncode == 0
     assert rates() == [None, None]
 
@@ -109,7 +121,9 @@ def test_up_twice_and_down_twice(lab):
     again = command("up", "--hosts", "2")
     assert again.returncode == 1
     assert "up already, with 2 hosts" in again.stderr
-    assert command("down").returncode == 0
+    with sleeper(lab, 0) as process:
+        assert command("down", "--kill").returncode == 0
+        assert process.wait(60) == -signal.SIGKILL
     assert left() == []
     for verb in (["down"], ["rate", "1gbit"], ["run", "--", "true"]):
         gone = command(*verb)

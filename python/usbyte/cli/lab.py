@@ -12,6 +12,13 @@ from usbyte.cli.options import Parsed
 if TYPE_CHECKING:
     from usbyte.lab.netns import Lab
 
+_EXAMPLES = """\b
+Example:
+  usbyte lab up --hosts 4 --rate 1gbit
+  usbyte lab run -- python train.py
+  usbyte lab rate 200mbit
+  usbyte lab down
+"""
 _NAME = click.option(
     "--name", default="usbyte", show_default=True, help="Labs of other names are left alone."
 )
@@ -24,17 +31,12 @@ def _rate(text: str) -> float:
 _RATE = Parsed("rate", _rate)
 
 
-@click.group()
+@click.group(epilog=_EXAMPLES)
 def lab() -> None:
-    r"""Emulate a cluster on this machine: hosts are network namespaces with links of a given rate.
+    """Emulate a cluster on this machine.
 
-    Needs Linux, root and iproute2. Hosts share this machine's cores and memory.
-
-    \b
-      usbyte lab up --hosts 4 --rate 1gbit
-      usbyte lab run -- python train.py
-      usbyte lab rate 200mbit
-      usbyte lab down
+    Hosts are network namespaces whose links have a given rate; they share this machine's cores and
+    memory. Needs Linux, root and iproute2.
     """
 
 
@@ -54,11 +56,11 @@ def up(hosts: int, rate: float, name: str) -> None:
     click.echo(f"lab '{name}': {hosts} hosts, {_rate_text(rate)}")
 
 
-@lab.command(context_settings={"ignore_unknown_options": True})
+@lab.command(context_settings={"allow_interspersed_args": False})
 @_NAME
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(name: str, command: tuple[str, ...]) -> None:
-    """Run COMMAND, one rank on each host; write -- before it.
+    """Run COMMAND, one rank on each host.
 
     Ranks get torchrun's environment, and their lines are shown with the rank in front. The first
     rank that fails ends all others, and its exit code is this command's.
@@ -70,7 +72,10 @@ def run(name: str, command: tuple[str, ...]) -> None:
 @click.argument("rate", type=_RATE)
 @_NAME
 def rate(rate: float, name: str) -> None:
-    """Give the links another RATE, such as 200mbit or unlimited, also while ranks run."""
+    """Give the links another RATE.
+
+    RATE is for example 200mbit or unlimited. Ranks that run go on.
+    """
     _lab(name).rate(_shaped(rate))
     click.echo(f"lab '{name}': {_rate_text(rate)}")
 
@@ -78,9 +83,9 @@ def rate(rate: float, name: str) -> None:
 @lab.command()
 @_NAME
 def status(name: str) -> None:
-    """Show the hosts, their rates, and what runs in them. The exit status is 1 if there are none.
+    """Show the hosts, their rates, and what runs in them.
 
-    A lab that is up keeps its rate; processes are shown by their ids.
+    The exit status is 1 if the cluster is not up.
     """
     from rich.console import Console
     from rich.table import Table

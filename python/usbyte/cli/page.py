@@ -100,7 +100,8 @@ def _axis(scene: Scene, end_s: float, height: int) -> Iterator[str]:
     for k in range(int(end_s / step) + 1):
         x = f"{100 * k * step / end_s:.4f}%"
         yield f'<line class="grid" x1="{x}" x2="{x}" y1="{_AXIS - 8}" y2="{height}"/>'
-        yield f'<text class="tick" x="{x}" y="12" dx="3">{k * step * 1e3:g} ms</text>'
+        if k * step < 0.95 * end_s:  # else it would be cut off
+            yield f'<text class="tick" x="{x}" y="12" dx="3">{k * step * 1e3:g} ms</text>'
     x = f"{100 * scene.profile.backward_end_s / end_s:.4f}%"
     yield f'<line class="mark" x1="{x}" x2="{x}" y1="{_AXIS - 8}" y2="{height}">'
     yield "<title>backward ends</title></line>"

@@ -42,7 +42,7 @@ def plan(
     bucket: int | None,
     output: Path | None,
 ) -> None:
-    """Plan the communication of PROFILE, and predict how it goes.
+    """Plan the communication of a profile.
 
     PROFILE is a file of usbyte's own, a published trace, or vgg16-half. Launched and done are
     seconds since the forward pass began; the bound is a step that no order of sending goes below.

@@ -47,10 +47,10 @@ def report(
     output: Path,
     png: Path | None,
 ) -> None:
-    """Draw the timeline of PLAN under PROFILE, predicted and, with --trace, measured.
+    """Draw a plan's timeline, predicted and measured.
 
     PLAN is JSON as `usbyte plan -o` writes it, PROFILE what it was made from. The page needs
-    nothing from elsewhere.
+    nothing from elsewhere. Without --trace only the prediction is shown.
     """
     from usbyte import _core
     from usbyte.cli import page, trace

@@ -97,7 +97,7 @@ def simulate(
     csv_path: Path | None,
     plot: Path | None,
 ) -> None:
-    """Predict step times of PROFILES with ring collectives.
+    """Predict step times with ring collectives.
 
     PROFILES are files of usbyte's own, published traces, or vgg16-half. Published traces have no
     forward times: half of backward is taken. Times are milliseconds; the bound is a step that no
