@@ -39,7 +39,7 @@ def left():
         subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout
         for words in (["netns", "list"], ["link", "show"])
     )
-    return re.findall(rf"\b{NAME}-\w+", text)
+    return re.findall(rf"\b{NAME}\S*", text) + list(Path("/etc/netns").glob(f"{NAME}*"))
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,10 @@ def lab():
 
 
 _RANK = """
-import os, sys, torch, usbyte.torch as ub
+import os, socket, sys, torch, usbyte.torch as ub
 ub.init()
 print(ub.allreduce(torch.tensor([ub.rank() + 1.0]), op=ub.Sum).item(),
+      socket.gethostbyname(socket.gethostname()), socket.gethostbyname(sys.argv.pop()),
       ub.local_rank(), ub.local_size(), sys.argv[1:])
 ub.shutdown()
 """
@@ -68,10 +69,10 @@ ub.shutdown()
 
 @pytest.mark.netns
 def test_ranks_meet_over_the_shaped_links(lab):
-    done = command("run", "--", sys.executable, "-c", _RANK, "$HOME *", "--name")
+    done = command("run", "--", sys.executable, "-c", _RANK, "$HOME *", "--name", f"{NAME}-1")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"[{rank}] 3.0 0 1 ['$HOME *', '--name']" for rank in range(2)
+        f"[{rank}] 3.0 10.98.0.{rank + 1} 10.98.0.2 0 1 ['$HOME *', '--name']" for rank in range(2)
     ]
 
 

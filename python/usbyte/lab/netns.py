@@ -1,8 +1,9 @@
 """An emulated cluster on one machine.
 
 Each host is a network namespace; all are joined by a bridge, and each link is shaped by tbf in both
-directions. Host i is 10.98.0.(i+1) on eth0. Needs Linux, root, iproute2, and the kernel's bridge,
-veth and sch_tbf. Nothing but what `ip` lists is remembered: there is no state file to go stale.
+directions. Host i of the lab NAME is 10.98.0.(i+1) on eth0, and called NAME-i. Needs Linux, root,
+iproute2, and the kernel's bridge, veth and sch_tbf. What is up is asked of `ip` every time: there
+is no state file to go stale.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from usbyte.errors import UsageError
@@ -23,6 +26,8 @@ from usbyte.errors import UsageError
 DEFAULT = "usbyte"
 #: Interface of every host.
 INTERFACE = "eth0"
+# `ip netns exec` lays the files of the namespace's folder here over those of /etc.
+_ETC = Path("/etc/netns")
 #: More do not fit into one byte of the address.
 MAX_HOSTS = 250
 
@@ -71,7 +76,7 @@ class Lab:
         if missing := unusable():
             raise UsageError(f"the lab cannot be used here: {missing}")
         self.name = name
-        self._bridge = f"{name}br"
+        self._bridge = f"{name}-br"
 
     def hosts(self) -> int:
         """How many hosts are up."""
@@ -99,6 +104,7 @@ class Lab:
             _run("ip", "link", "set", self._bridge, "up")
             for i in range(hosts):
                 self._add_host(i)
+                self._name_hosts(i, hosts)
             if bytes_per_s is not None:
                 self._shape(hosts, bytes_per_s)
         except BaseException:
@@ -163,6 +169,20 @@ class Lab:
         _run(*inside, "link", "set", INTERFACE, "up")
         _run(*inside, "link", "set", "lo", "up")
 
+    def _name_hosts(self, i: int, hosts: int) -> None:
+        # Its own name too, by which some libraries look for the address to listen at.
+        lines = ["127.0.0.1 localhost", f"10.98.0.{i + 1} {socket.gethostname()}"]
+        lines += [f"10.98.0.{k + 1} {self.name}-{k}" for k in range(hosts)]
+        folder = _ETC / f"{self.name}-{i}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text("\n".join(lines) + "\n")
+        except OSError as error:
+            raise UsageError(
+                f"cannot write '{folder / 'hosts'}': {error.strerror}; the lab needs {_ETC} to be "
+                "writable"
+            ) from error
+
     def _shape(self, hosts: int, bytes_per_s: float | None) -> None:
         for i in range(hosts):
             inside = ["ip", "netns", "exec", f"{self.name}-{i}"]
@@ -175,6 +195,10 @@ class Lab:
             _run("ip", "link", "del", link)
         for namespace in self._namespaces():
             _run("ip", "netns", "del", namespace)
+        for folder in _ETC.glob(f"{self.name}-*"):
+            if re.fullmatch(rf"{self.name}-[0-9]+", folder.name):
+                (folder / "hosts").unlink(missing_ok=True)
+                folder.rmdir()
 
     def _namespaces(self) -> list[str]:
         names = [entry["name"] for entry in _json("ip", "-j", "netns", "list")]
