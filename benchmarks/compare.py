@@ -59,11 +59,13 @@ def run(
             with training(name, comparison.profile) as (step, optimizer):
                 for _ in range(warmup):
                     step()
-                result.predicted_s = getattr(optimizer, "prediction", None)
-                # What was measured here and now wins over what the user has given.
-                comparison.network = getattr(optimizer, "network", None) or comparison.network
-                if folder:
-                    _record(folder / name.replace(":", "-"), optimizer)
+                decision = getattr(optimizer, "decision", None)
+                if decision is not None:
+                    result.predicted_s = decision.predicted_s
+                    # What was measured here and now wins over what the user has given.
+                    comparison.network = decision.network
+                    if folder:
+                        _record(folder / name.replace(":", "-"), decision)
                 dist.barrier()
                 last = time.perf_counter()
                 for _ in range(steps):
@@ -75,12 +77,11 @@ def run(
                 ub.stop_timeline()
 
 
-def _record(stem: Path, optimizer: Any) -> None:
-    """Writes the plan and begins a trace, if there is a plan."""
-    plan = getattr(optimizer, "plan", None)
-    if isinstance(plan, _core.Plan):
-        write_text(stem.with_suffix(".plan.json"), plan.to_json())
-        ub.start_timeline(str(stem.with_suffix(".trace.json")))
+def _record(stem: Path, decision: Any) -> None:
+    """Writes what the ranks have agreed on, and begins a trace."""
+    for what in ("plan", "profile", "network"):
+        write_text(stem.with_suffix(f".{what}.json"), getattr(decision, what).to_json())
+    ub.start_timeline(str(stem.with_suffix(".trace.json")))
 
 
 def _scheme(text: str) -> str:
@@ -123,14 +124,14 @@ def _other(text: str) -> str:
 )
 @click.option("--rounds", default=3, help="How often each contender has its turn.")
 @click.option("--steps", default=6, help="Measured steps of each turn.")
-@click.option("--warmup", default=6, help="Steps before, which include usbyte's learning steps.")
+@click.option("--warmup", default=8, help="Steps before, which include usbyte's learning steps.")
 @network_options
 @click.option(
     "--save",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Also write profile, plans and rank 0's traces, for `usbyte report`; takes some time "
-    "of the steps.",
+    help="Also write plans, profiles, networks and rank 0's traces, for `usbyte report`; takes "
+    "some time of the steps.",
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write JSON.")
 @click.option("--markdown", type=click.Path(path_type=Path), help="Also write a Markdown table.")
@@ -154,12 +155,9 @@ def main(
     folder = save if ub.rank() == 0 else None
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "profile.json", replayed.to_json())
     run(names, comparison, rounds, warmup, steps, folder)
     if ub.rank() == 0:
         comparison.show()
-        if folder and comparison.network:
-            write_text(folder / "network.json", comparison.network.to_json())
         if json_path:
             write_text(json_path, comparison.to_json())
         if markdown:

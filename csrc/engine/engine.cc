@@ -42,6 +42,7 @@ void Engine::begin_step() {
   s.in_backward = true;
   s.ready_count = 0;
   s.step.begin();
+  s.released = false;
   s.oldest = 0;
   s.warned = false;
   ++s.record.step;
@@ -108,6 +109,26 @@ void Engine::wait(int tensor, const std::function<void()>& poll) {
   if (s.writer) s.record.gates.push_back({tensor, {start, now_s()}});
 }
 
+void Engine::wait_reduced(const std::function<void()>& poll) {
+  State& s = *state_;
+  std::unique_lock lock(s.mutex);
+  s.check();
+  s.block(lock, poll, [&] { return s.step.reduced(); });
+}
+
+void Engine::release_gathers() {
+  State& s = *state_;
+  std::lock_guard lock(s.mutex);
+  s.check();
+  if (!s.options.hold_gathers) throw UsageError("release_gathers: this engine does not hold them");
+  if (s.released || !s.step.reduced()) {
+    throw UsageError("release_gathers: already released, or not everything is reduced");
+  }
+  s.released = true;
+  s.queued(s.step.release_gathers().queued, now_s());
+  s.work.notify_one();
+}
+
 void Engine::drain(const std::function<void()>& poll) {
   State& s = *state_;
   std::unique_lock lock(s.mutex);
@@ -156,15 +177,12 @@ std::vector<double> Engine::ready_times() const {
   return state_->record.ready_s;
 }
 
-std::vector<Sample> Engine::samples() const {
+std::vector<std::pair<double, double>> Engine::op_times() const {
   const State& s = *state_;
   std::lock_guard lock(s.mutex);
-  std::vector<Sample> out;
+  std::vector<std::pair<double, double>> out;
   for (size_t i = 0; i < s.record.done_s.size(); ++i) {
-    if (s.record.done_s[i] > 0) {
-      out.push_back(
-          {s.step.bytes(static_cast<int>(i)), s.record.done_s[i] - s.record.launched_s[i]});
-    }
+    out.emplace_back(s.record.launched_s[i], s.record.done_s[i]);
   }
   return out;
 }

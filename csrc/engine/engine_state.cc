@@ -32,7 +32,7 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
     : plan(std::move(p)),
       communicator(c),
       options(std::move(o)),
-      step(plan),
+      step(plan, options.hold_gathers),
       oldest(plan.ops().size()) {
   for (const Op& op : plan.ops()) {
     Request request{op.kind, plan.dtype(op.blocks.front()), ReduceOp::sum, 0, {}, {}};
@@ -99,7 +99,7 @@ void Engine::State::complete(int op, const std::exception_ptr& error) {
   const Step::Change change = step.complete(op);
   queued(change.queued, now);
   while (oldest < step.launched() && record.done_s[oldest] > 0) ++oldest;
-  if (!change.arrived.empty() || step.drained()) arrived.notify_all();
+  if (!change.arrived.empty() || step.reduced()) arrived.notify_all();
   if (stopping || launchable()) work.notify_one();
 }
 

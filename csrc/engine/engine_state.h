@@ -41,6 +41,7 @@ struct Engine::State {
   std::optional<std::string> raw_fault;  // found here, not yet told to on_fault
 
   bool in_backward = false;
+  bool released = true;  // the all_gathers of this step, if they are held
   int ready_count = 0;
   Step step;
   size_t oldest;           // first op not completed

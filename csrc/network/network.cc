@@ -13,34 +13,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-struct Weighted {
-  double x, y, weight;
-};
-
-// Minimises sum weight * (alpha + beta x - y)^2 over alpha, beta >= 0.
-AlphaBeta fit(std::span<const Weighted> points) {
-  double total = 0, mean_x = 0, mean_y = 0;
-  for (const Weighted& p : points) {
-    total += p.weight;
-    mean_x += p.weight * p.x;
-    mean_y += p.weight * p.y;
-  }
-  mean_x /= total;
-  mean_y /= total;
-  double xx = 0, xy = 0, origin_xx = 0, origin_xy = 0;
-  for (const Weighted& p : points) {
-    xx += p.weight * (p.x - mean_x) * (p.x - mean_x);
-    xy += p.weight * (p.x - mean_x) * (p.y - mean_y);
-    origin_xx += p.weight * p.x * p.x;
-    origin_xy += p.weight * p.x * p.y;
-  }
-  const double beta = xx > 0 ? xy / xx : 0;
-  const double alpha = mean_y - beta * mean_x;
-  // Outside the feasible quadrant the constrained optimum lies on one of its edges.
-  if (xx > 0 && beta < 0) return {std::max(mean_y, 0.0), 0};
-  if (xx <= 0 || alpha < 0) return {0, origin_xx > 0 ? std::max(origin_xy / origin_xx, 0.0) : 0};
-  return {alpha, beta};
-}
+constexpr double kSmall = 1.0 / 16;  // of the largest size: below it, the startup is most of it
 
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -130,24 +103,46 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
 
 AlphaBeta fit_alpha_beta(std::span<const Sample> samples) {
   if (samples.empty()) throw UsageError("fit_alpha_beta: no samples");
-  std::vector<Weighted> points;
-  for (const Sample& s : samples) points.push_back({static_cast<double>(s.bytes), s.seconds, 1});
-  return fit(points);
+  const double n = static_cast<double>(samples.size());
+  double mean_x = 0, mean_y = 0;
+  for (const Sample& s : samples) {
+    mean_x += static_cast<double>(s.bytes) / n;
+    mean_y += s.seconds / n;
+  }
+  double xx = 0, xy = 0, origin_xx = 0, origin_xy = 0;
+  for (const Sample& s : samples) {
+    const double x = static_cast<double>(s.bytes);
+    xx += (x - mean_x) * (x - mean_x);
+    xy += (x - mean_x) * (s.seconds - mean_y);
+    origin_xx += x * x;
+    origin_xy += x * s.seconds;
+  }
+  const double beta = xx > 0 ? xy / xx : 0;
+  const double alpha = mean_y - beta * mean_x;
+  // Outside the feasible quadrant the constrained optimum lies on one of its edges.
+  if (xx > 0 && beta < 0) return {std::max(mean_y, 0.0), 0};
+  if (xx <= 0 || alpha < 0) return {0, origin_xx > 0 ? std::max(origin_xy / origin_xx, 0.0) : 0};
+  return {alpha, beta};
 }
 
-Fit fit_robust(std::span<const Sample> samples) {
-  if (samples.empty()) throw UsageError("fit_robust: no samples");
+Fit fit_cost(std::span<const Sample> samples) {
+  if (samples.empty()) throw UsageError("fit_cost: no samples");
   std::map<int64_t, std::vector<double>> by_size;
   for (const Sample& s : samples) by_size[s.bytes].push_back(s.seconds);
-  std::vector<Weighted> points;
+  std::vector<std::pair<double, double>> points;
   for (const auto& [bytes, seconds] : by_size) {
-    const double y = std::max(median(seconds), 1e-9);
-    points.push_back({static_cast<double>(bytes), y, 1 / (y * y)});
+    points.emplace_back(static_cast<double>(bytes), median(seconds));
   }
-  const AlphaBeta line = fit(points);
+  const auto [most, slowest] = points.back();
+  std::vector<double> startups;
+  for (const auto& [x, y] : points) {
+    if (x <= most * kSmall) startups.push_back(std::max(y - slowest / most * x, 0.0));
+  }
+  const double alpha = startups.empty() ? 0 : median(startups);
+  const AlphaBeta line{alpha, slowest / most};
   std::vector<double> errors;
-  for (const Weighted& p : points) {
-    errors.push_back(std::abs(line.alpha_s + line.beta_s_per_byte * p.x - p.y) / p.y);
+  for (const auto& [x, y] : points) {
+    errors.push_back(std::abs(alpha + line.beta_s_per_byte * x - y) / std::max(y, 1e-12));
   }
   return {line, median(errors)};
 }

@@ -4,10 +4,11 @@
 
 namespace usbyte {
 
-Step::Step(const Plan& plan)
+Step::Step(const Plan& plan, bool hold_gathers)
     : plan_(&plan),
       ops_of_(plan.tensors().size()),
       to_arrive_(plan.tensors().size()),
+      hold_gathers_(hold_gathers),
       next_(plan.ops().size()),
       completed_(next_),
       pending_(to_arrive_.size()) {
@@ -18,6 +19,7 @@ Step::Step(const Plan& plan)
     const int index = static_cast<int>(i);
     Info info{plan.bytes(op), plan.tensors_of(op), {}, 0};
     if (op.kind == Collective::all_gather) {
+      if (hold_gathers) ++info.inputs;
       for (Block b : op.blocks) {
         std::vector<int>& gathers = ops_[scattered_by.at(b)].gathers;
         if (gathers.empty() || gathers.back() != index) {
@@ -26,6 +28,7 @@ Step::Step(const Plan& plan)
         }
       }
     } else {
+      ++reductions_;
       info.inputs = static_cast<int>(info.tensors.size());
       for (int t : info.tensors) ops_of_[static_cast<size_t>(t)].push_back(index);
     }
@@ -41,6 +44,7 @@ Step::Step(const Plan& plan)
 void Step::begin() {
   admission_ = {};
   next_ = completed_ = 0;
+  to_reduce_ = reductions_;
   inputs_.resize(ops_.size());
   for (size_t i = 0; i < ops_.size(); ++i) inputs_[i] = ops_[i].inputs;
   pending_ = to_arrive_;
@@ -63,6 +67,7 @@ Step::Change Step::complete(int op) {
   ++completed_;
   queued_.clear();
   arrived_.clear();
+  if (plan_->ops()[static_cast<size_t>(op)].kind != Collective::all_gather) --to_reduce_;
   if (plan_->ops()[static_cast<size_t>(op)].kind == Collective::reduce_scatter) {
     for (int gather : info.gathers) input_arrived(gather);
   } else {
@@ -71,6 +76,14 @@ Step::Change Step::complete(int op) {
     }
   }
   return {queued_, arrived_};
+}
+
+Step::Change Step::release_gathers() {
+  queued_.clear();
+  for (size_t i = 0; hold_gathers_ && i < ops_.size(); ++i) {
+    if (plan_->ops()[i].kind == Collective::all_gather) input_arrived(static_cast<int>(i));
+  }
+  return {queued_, {}};
 }
 
 void Step::input_arrived(int op) {

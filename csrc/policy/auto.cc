@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kImproved = 4;          // drafts that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
+constexpr double kAlmost = 1.003;     // of the best step
 constexpr double kWork = 1.2e7;       // tensors times evaluations of one local search
 constexpr int kMinEvaluations = 400, kMaxEvaluations = 20000;
 
@@ -134,10 +135,11 @@ class Drafting {
   std::vector<bool> ready_;
 };
 
-std::vector<Pace> paces(const NetworkModel& network, double total_bytes) {
+std::vector<Pace> paces(const NetworkModel& network, double total_bytes, bool sharded) {
   std::vector<Pace> out;
-  const size_t windows = network.all_reduce.size();
+  const size_t windows = std::max<size_t>(network.all_reduce.size(), 2);
   for (bool split : {false, true}) {
+    if (sharded && !split) continue;
     const Collective kind = split ? Collective::reduce_scatter : Collective::all_reduce;
     for (size_t k = 1; k <= windows; ++k) {
       const AlphaBeta cost = network.cost(kind, static_cast<int>(k));
@@ -155,22 +157,41 @@ std::vector<Pace> paces(const NetworkModel& network, double total_bytes) {
 }
 
 struct Candidate {
-  double step_s;
+  double lateness_s;
   Plan plan;
 };
+
+// The one with the fewest ops among those that are no later than `limit_s` and almost the best:
+// what the model does not know about ops is seldom in their favour.
+const Candidate& choose(const std::vector<Candidate>& all, double limit_s, double almost_s) {
+  double best = std::numeric_limits<double>::infinity();
+  for (const Candidate& c : all) best = std::min(best, c.lateness_s);
+  limit_s = std::max(best, std::min(limit_s, best + almost_s));
+  const Candidate* chosen = nullptr;
+  for (const Candidate& c : all) {
+    if (c.lateness_s <= limit_s && (!chosen || c.plan.ops().size() < chosen->plan.ops().size())) {
+      chosen = &c;
+    }
+  }
+  return *chosen;
+}
 
 // What the other policies make of it, under sizes that their authors tune.
 std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
                          const PolicyOptions& given) {
   std::vector<Plan> out;
   for (const auto& [name, policy] : policies()) {
-    if (name == "auto") continue;
+    if (name == "auto" || (given.sharded && name != "dear" && name != "dear_exact")) continue;
     out.push_back(policy(profile, network, given));
   }
   for (int64_t mb : {1, 4, 16, 64, 256}) {
     PolicyOptions options = given;
-    options.bucket_bytes = options.partition_bytes = mb << 20;
+    options.bucket_bytes = options.partition_bytes = options.fusion_bytes = mb << 20;
     options.credit_bytes = 2 * options.partition_bytes;
+    if (given.sharded) {
+      out.push_back(dear(profile, network, options));
+      continue;
+    }
     out.push_back(ddp(profile, network, options));
     out.push_back(bytescheduler(profile, network, options));
   }
@@ -180,44 +201,46 @@ std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
 }  // namespace
 
 Plan automatic(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
-  Simulator simulator(profile, network, options.overlap);
-  const Plan fallback = ddp(profile, network, options);
+  Simulator simulator(profile, network, options.overlap, options.sharded);
+  const Plan fallback =
+      options.sharded ? dear(profile, network, options) : ddp(profile, network, options);
   if (profile.tensors.empty()) return fallback;
   const GatherCost gather = {network.cost(Collective::all_gather, 1).alpha_s,
                              network.cost(Collective::all_gather, 1).beta_s_per_byte,
                              &simulator.due_s()};
 
-  Candidate best{simulator.step_s(fallback), fallback};
-  const double ddp_s = best.step_s;
+  std::vector<Candidate> all;
   const auto consider = [&](Plan plan) {
-    const double step = simulator.step_s(plan);
-    if (step < best.step_s) best = {step, std::move(plan)};
-    return step;
+    all.push_back({simulator.lateness_s(plan), std::move(plan)});
+    return all.back().lateness_s;
   };
-  const double nothing_to_win = ddp_s * (1 - kWorthwhile);
-  if (simulator.bound_s() < nothing_to_win) {
-    for (Plan& plan : others(profile, network, options)) consider(std::move(plan));
-
-    std::vector<std::pair<double, Draft>> drafts;
-    Drafting drafting(profile, fallback, simulator.due_s());
-    for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()))) {
-      Draft draft = drafting.draft(pace);
-      const double step = consider(build(draft, fallback, gather));
-      drafts.emplace_back(step, std::move(draft));
-    }
-    std::stable_sort(drafts.begin(), drafts.end(),
-                     [](const auto& a, const auto& b) { return a.first < b.first; });
-    const double evaluations =
-        kWork / static_cast<double>(profile.tensors.size() + 100) / kImproved;
-    LocalSearch search(simulator, fallback, gather,
-                       std::clamp(static_cast<int>(evaluations), kMinEvaluations, kMaxEvaluations));
-    for (size_t i = 0; i < std::min<size_t>(drafts.size(), kImproved); ++i) {
-      search.improve(drafts[i].second);
-      consider(build(drafts[i].second, fallback, gather));
-    }
+  double others_s = consider(fallback);
+  const double nothing_to_win = simulator.step_s(fallback) * (1 - kWorthwhile);
+  if (simulator.bound_s() >= nothing_to_win) return fallback.with("auto", fallback.ops());
+  for (Plan& plan : others(profile, network, options)) {
+    others_s = std::min(others_s, consider(std::move(plan)));
   }
-  if (best.step_s > nothing_to_win) return fallback.with("auto", fallback.ops());
-  return best.plan.with("auto", best.plan.ops());
+
+  std::vector<std::pair<double, Draft>> drafts;
+  Drafting drafting(profile, fallback, simulator.due_s());
+  for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()), options.sharded)) {
+    Draft draft = drafting.draft(pace);
+    const double lateness = consider(build(draft, fallback, gather));
+    drafts.emplace_back(lateness, std::move(draft));
+  }
+  std::stable_sort(drafts.begin(), drafts.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  const double evaluations = kWork / static_cast<double>(profile.tensors.size() + 100) / kImproved;
+  LocalSearch search(simulator, fallback, gather,
+                     std::clamp(static_cast<int>(evaluations), kMinEvaluations, kMaxEvaluations));
+  for (size_t i = 0; i < std::min<size_t>(drafts.size(), kImproved); ++i) {
+    search.improve(drafts[i].second);
+    consider(build(drafts[i].second, fallback, gather));
+  }
+  // What is hidden for others may have less time to spare here, but must not come late.
+  const Candidate& best = choose(all, std::max(others_s, 0.0), kAlmost * profile.iteration_s());
+  const Plan& plan = simulator.step_s(best.plan) > nothing_to_win ? fallback : best.plan;
+  return plan.with("auto", plan.ops());
 }
 
 }  // namespace usbyte

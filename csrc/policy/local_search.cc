@@ -5,7 +5,7 @@
 namespace usbyte {
 namespace {
 
-constexpr double kTolerance = 1e-7;  // relative; smaller gains are rounding
+constexpr double kTolerance = 1e-7;  // of the iteration; smaller gains are rounding
 
 int64_t numel(const std::vector<Block>& blocks) {
   int64_t sum = 0;
@@ -48,21 +48,21 @@ int64_t snap(const Plan& line, int64_t at, int64_t low, int64_t high) {
 
 }  // namespace
 
-bool LocalSearch::Score::better_than(const Score& other) const {
-  const double slack = kTolerance * other.step_s;
-  if (step_s < other.step_s - slack) return true;
-  return step_s <= other.step_s + slack / 100 && end_s < other.end_s - slack;
+bool LocalSearch::Score::better_than(const Score& other, double slack_s) const {
+  if (lateness_s < other.lateness_s - slack_s) return true;
+  return lateness_s <= other.lateness_s + slack_s / 100 && end_s < other.end_s - slack_s;
 }
 
 LocalSearch::Score LocalSearch::score(const Draft& draft) {
   --left_;
-  const double step = simulator_->step_s(build(draft, *line_, gather_));
-  return {step, simulator_->end_s()};
+  const double lateness = simulator_->lateness_s(build(draft, *line_, gather_));
+  return {lateness, simulator_->end_s()};
 }
 
 double LocalSearch::improve(Draft& draft) {
   left_ = evaluations_;
   best_ = score(draft);
+  slack_s_ = kTolerance * best_.end_s;
   bool found = true;
   while (found && left_ > 0) {
     found = false;
@@ -71,13 +71,13 @@ double LocalSearch::improve(Draft& draft) {
       while (left_ > 0 && (this->*step)(draft)) found = true;
     }
   }
-  return best_.step_s;
+  return best_.lateness_s;
 }
 
 bool LocalSearch::accept(Draft& draft, Draft changed) {
   if (left_ <= 0) return false;
   const Score now = score(changed);
-  if (!now.better_than(best_)) return false;
+  if (!now.better_than(best_, slack_s_)) return false;
   best_ = now;
   draft = std::move(changed);
   return true;

@@ -15,14 +15,14 @@ class LocalSearch {
 
   /// Hill climbing over these changes: join two ops that are neighbours in launch order; move an op
   /// elsewhere in the order; cut an op in two; shift the edge between two blocks of different ops
-  /// on the line. Returns the predicted step, s.
+  /// on the line. Returns the predicted lateness, s.
   double improve(Draft& draft);
 
  private:
   struct Score {
-    double step_s, end_s;
-    // A step that is equal but done earlier leaves room for the next change.
-    bool better_than(const Score& other) const;
+    double lateness_s, end_s;
+    // One that is equal but done earlier leaves room for the next change.
+    bool better_than(const Score& other, double slack_s) const;
   };
 
   Score score(const Draft& draft);
@@ -36,6 +36,7 @@ class LocalSearch {
   const Plan* line_;
   GatherCost gather_;
   int evaluations_;
+  double slack_s_ = 0;
   int left_ = 0;
   Score best_{};
 };

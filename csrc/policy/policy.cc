@@ -6,7 +6,12 @@ namespace usbyte {
 
 const std::map<std::string, Policy, std::less<>>& policies() {
   static const std::map<std::string, Policy, std::less<>> all = {
-      {"auto", automatic}, {"bytescheduler", bytescheduler}, {"ddp", ddp}, {"wfbp", wfbp}};
+      {"auto", automatic},  {"bytescheduler", bytescheduler},
+      {"dcredit", dcredit}, {"ddp", ddp},
+      {"dear", dear},       {"dear_exact", best_dear},
+      {"mgwfbp", mgwfbp},   {"p3", p3},
+      {"pipedap", pipedap}, {"usbyte", usbyte},
+      {"wfbp", wfbp}};
   return all;
 }
 
@@ -19,11 +24,20 @@ Plan make_plan(std::string_view policy, const Profile& profile, const NetworkMod
     throw UsageError("unknown policy '" + std::string(policy) + "'; known are " + known);
   }
   for (int64_t bytes : {options.bucket_bytes, options.first_bucket_bytes, options.partition_bytes,
-                        options.credit_bytes}) {
+                        options.credit_bytes, options.unit_bytes, options.fusion_bytes}) {
     if (bytes <= 0) throw UsageError("policy options: sizes must be positive bytes");
   }
   profile.validate();
-  return it->second(profile, network, options);
+  Plan plan = it->second(profile, network, options);
+  if (options.sharded) {
+    for (const Op& op : plan.ops()) {
+      if (op.kind == Collective::all_reduce) {
+        throw UsageError("policy '" + std::string(policy) +
+                         "' plans all_reduces; a sharded optimizer needs auto, dear or dear_exact");
+      }
+    }
+  }
+  return plan;
 }
 
 }  // namespace usbyte

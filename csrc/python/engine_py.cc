@@ -49,18 +49,18 @@ void register_engine(py::module_& m) {
   py::class_<PyEngine>(m, "Engine", "Executes a plan on one background thread; see engine.h.")
       .def(py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
                        double stall_warning_s, double stall_limit_s, int64_t steps_before,
-                       std::function<void(const std::string&)> on_warning,
+                       bool hold_gathers, std::function<void(const std::string&)> on_warning,
                        std::function<std::string(const std::string&)> on_fault) {
-             EngineOptions options{stall_warning_s, stall_limit_s, steps_before,
-                                   std::move(on_warning), std::move(on_fault)};
+             EngineOptions options{stall_warning_s, stall_limit_s,         steps_before,
+                                   hold_gathers,    std::move(on_warning), std::move(on_fault)};
              py::gil_scoped_release free;
              return std::make_unique<PyEngine>(std::move(plan), arena, std::move(communicator),
                                                std::move(options));
            }),
            py::arg("plan"), py::arg("arena"), py::arg("communicator"), py::kw_only(),
            py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0,
-           py::arg("steps_before") = 0, py::arg("on_warning") = nullptr,
-           py::arg("on_fault") = nullptr)
+           py::arg("steps_before") = 0, py::arg("hold_gathers") = false,
+           py::arg("on_warning") = nullptr, py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })
       .def("begin_step", [](const PyEngine& e) { e.get()->begin_step(); })
       // Holds the GIL: the lock inside is held for well below a microsecond, never across a call
@@ -73,6 +73,10 @@ void register_engine(py::module_& m) {
           "wait", [](const PyEngine& e, int tensor) { e.get()->wait(tensor, check_signals); },
           py::arg("tensor"), Unlocked())
       .def(
+          "wait_reduced", [](const PyEngine& e) { e.get()->wait_reduced(check_signals); },
+          Unlocked())
+      .def("release_gathers", [](const PyEngine& e) { e.get()->release_gathers(); })
+      .def(
           "drain", [](const PyEngine& e) { e.get()->drain(check_signals); }, Unlocked())
       .def(
           "fail", [](const PyEngine& e, const std::string& message) { e.get()->fail(message); },
@@ -83,13 +87,8 @@ void register_engine(py::module_& m) {
       .def("status", [](const PyEngine& e) { return e.get()->status(); })
       .def("ready_times", [](const PyEngine& e) { return e.get()->ready_times(); })
       .def(
-          "samples",
-          [](const PyEngine& e) {
-            std::vector<std::pair<int64_t, double>> out;
-            for (const Sample& s : e.get()->samples()) out.emplace_back(s.bytes, s.seconds);
-            return out;
-          },
-          "(bytes, seconds) of every op completed in the current step.")
+          "op_times", [](const PyEngine& e) { return e.get()->op_times(); },
+          "(launched, completed) of every op of the current step; 0 where it has not.")
       .def(
           "set_timeline",
           [](const PyEngine& e, std::shared_ptr<TimelineWriter> writer) {

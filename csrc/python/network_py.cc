@@ -63,14 +63,13 @@ void register_network(py::module_& m) {
       [](const std::vector<std::pair<int64_t, double>>& s) { return fit_alpha_beta(rows(s)); },
       py::arg("samples"), "Line through (bytes, seconds) pairs, alpha and beta not negative.");
   m.def(
-      "fit_robust",
+      "fit_cost",
       [](const std::vector<std::pair<int64_t, double>>& s) {
-        const Fit fit = fit_robust(rows(s));
+        const Fit fit = fit_cost(rows(s));
         return std::pair(fit.line, fit.residual);
       },
       py::arg("samples"),
-      "Line through the medians of each size that has the least relative errors, and the median of "
-      "these errors.");
+      "Cost from repeated measurements of several sizes, and the median of its relative errors.");
 }
 
 }  // namespace usbyte

@@ -12,14 +12,14 @@ void register_policy(py::module_& m) {
   m.def(
       "make_plan",
       [](const std::string& policy, const Profile& profile, const NetworkModel& network,
-         const std::map<std::string, int64_t>& options, const std::string& overlap) {
+         const std::map<std::string, int64_t>& options, const std::string& overlap, bool sharded) {
         PolicyOptions o;
         o.overlap = overlap_from_name(overlap);
+        o.sharded = sharded;
         const std::map<std::string, int64_t*> fields = {
-            {"bucket_bytes", &o.bucket_bytes},
-            {"first_bucket_bytes", &o.first_bucket_bytes},
-            {"partition_bytes", &o.partition_bytes},
-            {"credit_bytes", &o.credit_bytes}};
+            {"bucket_bytes", &o.bucket_bytes},       {"first_bucket_bytes", &o.first_bucket_bytes},
+            {"partition_bytes", &o.partition_bytes}, {"credit_bytes", &o.credit_bytes},
+            {"unit_bytes", &o.unit_bytes},           {"fusion_bytes", &o.fusion_bytes}};
         for (const auto& [key, value] : options) {
           auto it = fields.find(key);
           if (it == fields.end()) {
@@ -32,8 +32,9 @@ void register_policy(py::module_& m) {
       },
       py::arg("policy"), py::arg("profile"), py::arg("network"),
       py::arg("options") = std::map<std::string, int64_t>{}, py::arg("overlap") = "forward",
+      py::arg("sharded") = false,
       "Plan of the policy of that name; options in bytes: bucket_bytes, first_bucket_bytes, "
-      "partition_bytes, credit_bytes.");
+      "partition_bytes, credit_bytes, unit_bytes, fusion_bytes.");
   m.def("policies", [] {
     std::vector<std::string> names;
     for (const auto& [key, unused] : policies()) names.push_back(key);

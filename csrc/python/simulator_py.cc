@@ -19,18 +19,19 @@ void register_simulator(py::module_& m) {
   m.def(
       "simulate",
       [](const Plan& plan, const Profile& profile, const NetworkModel& network,
-         const std::string& overlap) {
-        return Simulator(profile, network, overlap_from_name(overlap)).predict(plan);
+         const std::string& overlap, bool sharded) {
+        return Simulator(profile, network, overlap_from_name(overlap), sharded).predict(plan);
       },
       py::arg("plan"), py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("sharded") = false, py::call_guard<py::gil_scoped_release>());
   m.def(
       "bound_s",
-      [](const Profile& profile, const NetworkModel& network, const std::string& overlap) {
-        return Simulator(profile, network, overlap_from_name(overlap)).bound_s();
+      [](const Profile& profile, const NetworkModel& network, const std::string& overlap,
+         bool sharded) {
+        return Simulator(profile, network, overlap_from_name(overlap), sharded).bound_s();
       },
       py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
-      "Seconds for a step that no plan goes below.");
+      py::arg("sharded") = false, "Seconds for a step that no plan goes below.");
 }
 
 }  // namespace usbyte

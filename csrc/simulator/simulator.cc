@@ -20,21 +20,39 @@ double Channel::launch(Collective kind, int64_t bytes, int in_flight, double now
   return free_s_;
 }
 
-Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap)
-    : profile_(&profile), network_(std::move(network)), overlap_(overlap) {
+Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded)
+    : profile_(&profile),
+      network_(std::move(network)),
+      overlap_(overlap),
+      sharded_(sharded),
+      iteration_s_(profile.iteration_s()) {
   profile.validate();
   network_.validate();
   backward_order_ = backward_order(profile);
   due_s_ = due_times(profile, overlap);
   arrived_s_.resize(due_s_.size());
+  if (!sharded) return;
+  if (overlap != Overlap::forward) {
+    throw UsageError("simulator: a sharded optimizer needs overlap forward");
+  }
+  shard_update_s_ = profile.update_s / network_.ranks;
+  iteration_s_ += shard_update_s_ - profile.update_s;
+  for (size_t t = 0; t < due_s_.size(); ++t) due_s_[t] = iteration_s_ + profile.need_s[t];
 }
 
-double Simulator::step_s(const Plan& plan) {
+double Simulator::lateness_s(const Plan& plan) {
   run(plan, nullptr);
-  return profile_->iteration_s() + delay_s();
+  double lateness = due_s_.empty() ? 0 : -kNever;
+  for (size_t t = 0; t < due_s_.size(); ++t) {
+    lateness = std::max(lateness, arrived_s_[t] - due_s_[t]);
+  }
+  // The forward pass begins after the update, and what is due with it.
+  if (reduced_late_s_ > 0) lateness = std::max(lateness, reduced_late_s_);
+  return lateness;
 }
 
 Prediction Simulator::predict(const Plan& plan) {
+  const double step = step_s(plan);
   StepRecord record;
   run(plan, &record);
   const Profile& p = *profile_;
@@ -45,8 +63,9 @@ Prediction Simulator::predict(const Plan& plan) {
       if (arrived > end) record.gates.push_back({t, {end, arrived}});
     }
   } else {
-    const double s_per_byte = p.bytes() ? p.update_s / static_cast<double>(p.bytes()) : 0;
-    double delay = 0;
+    const bool at_gates = !sharded_ && p.bytes() > 0;
+    const double s_per_byte = at_gates ? p.update_s / static_cast<double>(p.bytes()) : 0;
+    double delay = reduced_late_s_;
     for (int t : forward_order(p)) {
       const size_t i = static_cast<size_t>(t);
       const double asked = due_s_[i] + delay;
@@ -55,16 +74,10 @@ Prediction Simulator::predict(const Plan& plan) {
       if (passed > asked) record.gates.push_back({t, {asked, passed}});
       const TensorSpec& spec = p.tensors[i];
       const double update = s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
-      record.updates.push_back({{t}, {passed, passed + update}});
+      if (at_gates) record.updates.push_back({{t}, {passed, passed + update}});
     }
   }
-  return {p.iteration_s() + delay_s(), arrived_s_, std::move(record)};
-}
-
-double Simulator::delay_s() const {
-  double delay = 0;
-  for (size_t t = 0; t < due_s_.size(); ++t) delay = std::max(delay, arrived_s_[t] - due_s_[t]);
-  return delay;
+  return {step, arrived_s_, std::move(record)};
 }
 
 void Simulator::run(const Plan& plan, StepRecord* record) {
@@ -80,8 +93,11 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
   }
   done_s_.assign(count, kNever);
   ops_ += static_cast<int64_t>(count);
-  Step step(plan);
+  Step step(plan, sharded_);
   step.begin();
+  reduced_late_s_ = 0;
+  double release = kNever;  // when the shards have been updated
+  bool released = !sharded_;
   Channel channel(network_);
   size_t next_ready = 0;  // in backward_order_
   int oldest = 0;         // the channel completes ops in the order of launching
@@ -101,11 +117,20 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
                              ? profile_->ready_s[static_cast<size_t>(backward_order_[next_ready])]
                              : kNever;
     const double done = step.in_flight() > 0 ? done_s_[static_cast<size_t>(oldest)] : kNever;
-    now = std::min(ready, done);
-    if (done <= ready) {
+    now = std::min({ready, done, release});
+    if (now == release) {
+      release = kNever;
+      queued(step.release_gathers().queued);
+    } else if (done <= ready) {
       const Step::Change change = step.complete(oldest++);
       queued(change.queued);
       for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;
+      if (!released && step.reduced()) {
+        released = true;
+        const double end = profile_->backward_end_s();
+        reduced_late_s_ = std::max(now - end, 0.0);
+        release = end + reduced_late_s_ + shard_update_s_;
+      }
     } else {
       queued(step.ready(backward_order_[next_ready++]).queued);
     }
@@ -115,6 +140,7 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
 }
 
 double Simulator::bound_s() const {
+  if (sharded_) return sharded_bound_s();
   const double s_per_byte = network_.least_beta();
   const auto later = [&](int a, int b) {
     return due_s_[static_cast<size_t>(a)] > due_s_[static_cast<size_t>(b)];
@@ -145,7 +171,34 @@ double Simulator::bound_s() const {
       now = release;
     }
   }
-  return profile_->iteration_s() + delay;
+  return iteration_s_ + delay;
+}
+
+// Scatters keep the channel busy from the first gradient on; gathers follow in due order.
+double Simulator::sharded_bound_s() const {
+  const auto transfer_s = [&](Collective kind, int tensor) {
+    double s_per_byte = kNever;
+    const size_t windows = std::max(
+        {network_.all_reduce.size(), network_.reduce_scatter.size(), network_.all_gather.size()});
+    for (int k = 1; k <= static_cast<int>(windows); ++k) {
+      s_per_byte = std::min(s_per_byte, network_.cost(kind, k).beta_s_per_byte);
+    }
+    const TensorSpec& spec = profile_->tensors[static_cast<size_t>(tensor)];
+    return s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
+  };
+  double now = 0;
+  for (int t : backward_order_) {
+    now = std::max(now, profile_->ready_s[static_cast<size_t>(t)]) +
+          transfer_s(Collective::reduce_scatter, t);
+  }
+  const double end = profile_->backward_end_s();
+  double delay = std::max(now - end, 0.0);
+  now = end + delay + shard_update_s_;
+  for (int t : forward_order(*profile_)) {
+    now += transfer_s(Collective::all_gather, t);
+    delay = std::max(delay, now - due_s_[static_cast<size_t>(t)]);
+  }
+  return iteration_s_ + delay;
 }
 
 }  // namespace usbyte

@@ -74,7 +74,7 @@ void train(const Plan& plan, Communicator& network, bool late, uint64_t seed, in
     }
     engine.drain();
     for (int tensor : order) expect_sum(plan, arena.data(), tensor, network.size(), step);
-    EXPECT_EQ(engine.samples().size(), plan.ops().size());
+    for (auto [launched, done] : engine.op_times()) EXPECT_GE(done, launched);
   }
   EXPECT_EQ(engine.steps(), steps);
 }

@@ -62,7 +62,7 @@ TEST_F(EnvTest, Defaults) {
   EXPECT_EQ(env.partition_bytes, 16 * kMiB);
   EXPECT_EQ(env.credit_bytes, 32 * kMiB);
   EXPECT_EQ(env.bucket_bytes, 25 * kMiB);
-  EXPECT_EQ(env.learning_steps, 3);
+  EXPECT_EQ(env.learning_steps, 5);
   EXPECT_EQ(env.stall_warning_s, 60);
   EXPECT_EQ(env.stall_limit_s, 300);
   EXPECT_EQ(env.timeline, "");

@@ -53,5 +53,39 @@ TEST(FitAlphaBeta, NoSamplesIsAnError) {
   EXPECT_THROW(fit_alpha_beta(std::vector<Sample>{}), UsageError);
 }
 
+TEST(FitCost, SmallSizesTellTheStartupAndTheLargestTheByte) {
+  // 3 ms up to a point, then 10 ns for a byte; one repeat in three is an outlier.
+  std::vector<Sample> samples;
+  for (int64_t bytes : {1'000, 10'000, 100'000, 1'000'000, 10'000'000}) {
+    const double seconds = std::max(3e-3, 1e-8 * static_cast<double>(bytes));
+    samples.insert(samples.end(), {{bytes, seconds}, {bytes, seconds}, {bytes, 5 * seconds}});
+  }
+  const Fit one = fit_cost(samples);
+  EXPECT_NEAR(one.line.alpha_s, 3e-3, 0.2e-3);
+  EXPECT_NEAR(one.line.beta_s_per_byte, 1e-8, 1e-15);
+  EXPECT_LT(one.residual, 0.15);
+}
+
+TEST(FitCost, OneSizeCountsAsBeta) {
+  const Fit fit = fit_cost(std::vector<Sample>{{100, 1}, {100, 3}, {100, 1}});
+  EXPECT_EQ(fit.line, (AlphaBeta{0, 0.01}));
+  EXPECT_EQ(fit.residual, 0);
+  EXPECT_THROW(fit_cost(std::vector<Sample>{}), UsageError);
+}
+
+TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
+  const NetworkModel model{4, {{1, 10}, {2, 20}}, {{3, 30}}, {}};
+  EXPECT_EQ(model.cost(Collective::all_reduce, 1), (AlphaBeta{1, 10}));
+  EXPECT_EQ(model.cost(Collective::all_reduce, 9), (AlphaBeta{2, 20}));
+  EXPECT_EQ(model.cost(Collective::reduce_scatter, 2), (AlphaBeta{3, 30}));
+  EXPECT_EQ(model.cost(Collective::all_gather, 2), (AlphaBeta{1, 10}));  // half of an all_reduce
+  EXPECT_EQ(NetworkModel::from_json(model.to_json()), model);
+  EXPECT_THROW(NetworkModel::from_json("{"), UsageError);
+  EXPECT_THROW((NetworkModel{4, {{-1, 0}}}.validate()), UsageError);
+  const NetworkModel ring = NetworkModel::ring(4, 1e-5, 1e9);
+  EXPECT_NEAR(ring.cost(Collective::all_reduce, 1).time_s(1'000'000), 6e-5 + 1.5e-3, 1e-12);
+  EXPECT_NEAR(ring.least_beta(), 1.5e-9, 1e-18);
+}
+
 }  // namespace
 }  // namespace usbyte

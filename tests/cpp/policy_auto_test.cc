@@ -136,10 +136,10 @@ TEST(LocalSearch, NeverMakesItWorse) {
       Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), split};
       for (const Op& op : line.ops()) draft.ops.push_back(op.blocks);
       const GatherCost gather{1, 0.125, &due};
-      const double before = simulator.step_s(build(draft, line, gather));
+      const double before = simulator.lateness_s(build(draft, line, gather));
       const double after = LocalSearch(simulator, line, gather, 500).improve(draft);
       EXPECT_LE(after, before);
-      EXPECT_NEAR(simulator.step_s(build(draft, line, gather)), after, 1e-12);
+      EXPECT_NEAR(simulator.lateness_s(build(draft, line, gather)), after, 1e-12);
     }
   }
 }

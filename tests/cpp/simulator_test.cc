@@ -86,6 +86,25 @@ TEST(Simulator, UpdatesRunAtTheGates) {
   EXPECT_EQ(due_times(p, Overlap::backward), std::vector<double>(3, 9));
 }
 
+TEST(Simulator, ShardsAreUpdatedBetweenScatterAndGather) {
+  Profile p = three_layers();  // updates take 1 s, half of that on each of two ranks
+  p.update_s = 1;
+  const Plan plan("test", p.tensors,
+                  {{Collective::reduce_scatter, {{10, 30}}, kUnlimited, false},
+                   {Collective::reduce_scatter, {{0, 10}}, kUnlimited, false},
+                   {Collective::all_gather, {{0, 10}}, kUnlimited, false},
+                   {Collective::all_gather, {{10, 30}}, kUnlimited, false}});
+  // Scatters end at 8 and 10, one second after backward. The update ends at 10.5, when the forward
+  // pass asks for the first parameter, which is there at 11.5; the others are at 13.5, one of them
+  // due at 11.5.
+  Simulator simulator(p, {2, {{0, 0.2}}}, Overlap::forward, true);
+  EXPECT_EQ(simulator.predict(plan).arrived_s, (std::vector<double>{11.5, 13.5, 13.5}));
+  EXPECT_EQ(simulator.lateness_s(plan), 3);
+  EXPECT_EQ(simulator.step_s(plan), 12.5);
+  EXPECT_GE(simulator.step_s(plan), simulator.bound_s());
+  EXPECT_THROW(Simulator(p, {2, {{0, 0.2}}}, Overlap::backward, true), UsageError);
+}
+
 TEST(Simulator, RefusesAnotherJobsPlan) {
   const Profile p = three_layers();
   const NetworkModel network;

@@ -62,6 +62,24 @@ TEST(Step, AnAllGatherWaitsForEveryScatterOfItsBlocks) {
   EXPECT_EQ(list(step.complete(2).arrived), (std::vector{0, 1}));
 }
 
+TEST(Step, HeldGathersWaitForTheirRelease) {
+  const Plan plan("test", kTensors,
+                  {{Collective::reduce_scatter, {{0, 16}}, 64, false},
+                   {Collective::all_gather, {{0, 16}}, 64, false}});
+  Step step(plan, true);
+  for (int round = 0; round < 2; ++round) {
+    step.begin();
+    step.ready(0);
+    step.ready(1);
+    EXPECT_FALSE(step.reduced());
+    EXPECT_TRUE(list(step.complete(step.launch()).queued).empty());
+    EXPECT_TRUE(step.reduced());
+    EXPECT_FALSE(step.launchable());
+    EXPECT_EQ(list(step.release_gathers().queued), std::vector{1});
+    EXPECT_EQ(list(step.complete(step.launch()).arrived), (std::vector{0, 1}));
+  }
+}
+
 TEST(Step, AFailedOpReturnsItsCreditAndNothingElse) {
   const Plan plan("test", kTensors, {{Collective::all_reduce, {{0, 16}}, 64, false}});
   Step step(plan);

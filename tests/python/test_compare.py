@@ -32,7 +32,8 @@ def compare(*options, code=None):
     program = [str(SCRIPT)] if code is None else ["-c", code]
     command = [sys.executable, "-m", "usbyte.run", "-np", "2", sys.executable, *program, *options]
     known = [str(Path(usbyte.__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, known)), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, known))}
+    env |= {"OMP_NUM_THREADS": "1", "USBYTE_LEARNING_STEPS": "3"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
@@ -40,13 +41,14 @@ def test_all_contenders(profile, tmp_path):
     result, table = tmp_path / "result.json", tmp_path / "table.md"
     saved = tmp_path / "saved"
     done = compare(
-        "--profile", str(profile), "--rounds", "2", "--steps", "2", "--warmup", "4", "--ring",
-        "2,1ms,1gbit", "--json", str(result), "--markdown", str(table), "--save", str(saved),
+        "--profile", str(profile), "--rounds", "1", "--steps", "4", "--warmup", "5", "--ring",
+        "2,1ms,1gbit", "--policies", "auto,wfbp,backward:ddp",
+        "--json", str(result), "--markdown", str(table), "--save", str(saved),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(result.read_text())
-    policies = [f"forward:{policy}" for policy in _core.policies()]
-    ran = {"alone", "ddp:5", "ddp:25", "ddp:100", *policies, "backward:ddp"}
+    policies = {"forward:auto", "forward:wfbp", "backward:ddp"}
+    ran = {"alone", "ddp:5", "ddp:25", "ddp:100", *policies}
     others = {"fsdp", "horovod"}
     assert ran <= set(found["results"]) <= ran | others
     assert set(found["results"]) | set(found["skipped"]) == ran | others
@@ -55,8 +57,9 @@ def test_all_contenders(profile, tmp_path):
     assert found["network"]["ranks"] == 2
     assert found["bound_s"] >= found["compute_s"] == pytest.approx(0.016)
     assert found["best_ddp"].startswith("ddp:")
-    for result in found["results"].values():
+    for name, result in found["results"].items():
         assert len(result["step_s"]) == 4
+        assert (result["predicted_s"] is not None) == (name in policies)
         assert min(result["step_s"]) >= found["compute_s"]
         assert min(result["step_s"]) <= result["median_s"] <= max(result["step_s"])
     lines = table.read_text().splitlines()
@@ -67,9 +70,10 @@ def test_all_contenders(profile, tmp_path):
     assert "forward:wfbp" in done.stdout
     # What it has saved is what a report is made of.
     page = tmp_path / "report.html"
-    files = [str(saved / f"forward-wfbp.{what}.json") for what in ("plan", "trace")]
-    options = ["--network", str(saved / "network.json"), "--trace", files[1], "-o", str(page)]
-    arguments = ["report", files[0], str(saved / "profile.json"), *options]
+    kinds = ("plan", "profile", "network", "trace")
+    plan, job, network, trace = (str(saved / f"forward-wfbp.{kind}.json") for kind in kinds)
+    options = ["--network", network, "--trace", trace, "-o", str(page)]
+    arguments = ["report", plan, job, *options]
     report = click.testing.CliRunner().invoke(main, arguments)
     assert report.exit_code == 0, report.output
     assert 'id="measured"' in page.read_text()

@@ -246,7 +246,7 @@ def test_knobs(monkeypatch):
     monkeypatch.setenv("USBYTE_CREDIT_BYTES", "2M")
     monkeypatch.setenv("USBYTE_STALL_LIMIT_S", "1.5")
     knobs = _core.Env.read()
-    assert (knobs.credit_bytes, knobs.stall_limit_s, knobs.learning_steps) == (2 << 20, 1.5, 3)
+    assert (knobs.credit_bytes, knobs.stall_limit_s, knobs.learning_steps) == (2 << 20, 1.5, 5)
     in_force = {variable.name: variable for variable in knobs.variables}
     assert in_force["USBYTE_CREDIT_BYTES"].set
     assert not in_force["USBYTE_POLICY"].set

@@ -52,7 +52,7 @@ def train(rank, size):
 def run(tmp_path_factory):
     """A real run: its plan, a profile with made-up times, and rank 0's trace."""
     folder = tmp_path_factory.mktemp("report")
-    env = {"USBYTE_TIMELINE": f"{folder}/trace.%r.json"}
+    env = {"USBYTE_TIMELINE": f"{folder}/trace.%r.json", "USBYTE_LEARNING_STEPS": "3"}
     plan, _ = run_ranks(2, train, env=env, timeout=60)
     (folder / "plan.json").write_text(plan)
     tensors = [t for t in _core.Plan.from_json(plan).tensors if t.name != "usbyte.used"]

@@ -13,7 +13,7 @@ from _ranks import run_ranks
 from usbyte.errors import Error, MismatchError, UsageError
 
 
-def _warmed(overlap="forward", steps=5, model=None, **options):
+def _warmed(overlap="forward", steps=8, model=None, **options):
     model = model or nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     opt = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),

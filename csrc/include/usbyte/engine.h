@@ -5,10 +5,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "usbyte/communicator.h"
-#include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/timeline.h"
 
@@ -19,6 +19,8 @@ struct EngineOptions {
   double stall_limit_s = 300;
   /// Steps that an engine before this one has done; numbering goes on from there.
   int64_t steps_before = 0;
+  /// No all_gather is launched before `release_gathers`.
+  bool hold_gathers = false;
   /// Called on the engine's thread with a line worth logging.
   std::function<void(const std::string&)> on_warning;
   /// Called on the engine's thread when communication failed, with what is known on this rank; the
@@ -63,6 +65,12 @@ class Engine {
   /// `poll` is called about ten times a second meanwhile, without any lock; what it throws ends the
   /// wait.
   void wait(int tensor, const std::function<void()>& poll = {});
+  /// Waits until every all_reduce and reduce_scatter of the current step has completed: each rank's
+  /// shards then hold sums over the ranks.
+  void wait_reduced(const std::function<void()>& poll = {});
+  /// The shards hold what the all_gathers shall send. Once in a step; throws UsageError if they are
+  /// not held or not everything is reduced.
+  void release_gathers();
   /// Waits until every op of the current step has completed.
   void drain(const std::function<void()>& poll = {});
 
@@ -79,8 +87,9 @@ class Engine {
   /// When each tensor became ready in the current step, seconds on the steady clock; 0 where it has
   /// not.
   std::vector<double> ready_times() const;
-  /// Payload and duration of every op completed in the current step.
-  std::vector<Sample> samples() const;
+  /// When each op of the current step was launched and completed, seconds on the steady clock; 0
+  /// where it has not.
+  std::vector<std::pair<double, double>> op_times() const;
 
   /// Records from the next step on; nullptr stops and writes out what is complete.
   void set_timeline(std::shared_ptr<TimelineWriter> writer);

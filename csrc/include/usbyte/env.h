@@ -23,7 +23,7 @@ struct Env {
   static Env read();
 
   std::string backend;         ///< USBYTE_BACKEND
-  std::string policy;          ///< USBYTE_POLICY, "" = ddp
+  std::string policy;          ///< USBYTE_POLICY, "" = auto
   int64_t partition_bytes;     ///< USBYTE_PARTITION_BYTES
   int64_t credit_bytes;        ///< USBYTE_CREDIT_BYTES
   int64_t bucket_bytes;        ///< USBYTE_BUCKET_BYTES

@@ -68,9 +68,11 @@ struct Fit {
   double residual;  ///< median over sizes of |predicted - measured| / measured
 };
 
-/// The line through the medians of each size that has the least sum of squared relative errors, so
-/// that small operations, which tell alpha, count as much as large ones. Throws UsageError on no
-/// samples.
-Fit fit_robust(std::span<const Sample> samples);
+/// A cost from repeated measurements of several sizes. Real networks are no line: small operations
+/// take a constant time, large ones a time in proportion. So alpha is what the small ones take
+/// beyond their share (below a sixteenth of the largest, medians of repeats), and beta is what a
+/// byte of the largest takes. What lies between is overestimated, which favours fewer operations.
+/// Throws UsageError on no samples.
+Fit fit_cost(std::span<const Sample> samples);
 
 }  // namespace usbyte

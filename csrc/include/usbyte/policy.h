@@ -13,11 +13,15 @@ namespace usbyte {
 
 /// Sizes in bytes.
 struct PolicyOptions {
-  Overlap overlap = Overlap::forward;    ///< what the plan is made for
+  Overlap overlap = Overlap::forward;  ///< what the plan is made for
+  /// Each rank updates its shard and parameters are gathered; needs reduce_scatters throughout.
+  bool sharded = false;
   int64_t bucket_bytes = 25 << 20;       ///< ddp: bucket size
   int64_t first_bucket_bytes = 1 << 20;  ///< ddp: size of the bucket that backward fills first
   int64_t partition_bytes = 16 << 20;    ///< bytescheduler: tensors above this are split
   int64_t credit_bytes = 32 << 20;       ///< bytescheduler: bytes in flight
+  int64_t unit_bytes = 256 << 10;        ///< usbyte, dcredit: what ops are made of
+  int64_t fusion_bytes = 25 << 20;       ///< dear: the most that a group of tensors holds
 };
 
 using Policy = Plan (*)(const Profile&, const NetworkModel&, const PolicyOptions&);
@@ -36,6 +40,51 @@ Plan ddp(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// trace becomes the plan.
 Plan bytescheduler(const Profile&, const NetworkModel&, const PolicyOptions&);
 
+/// MG-WFBP: a gradient joins the op of those before it if it is ready before that op would have
+/// started up, so that waiting costs less than another startup; one at a time. Shi, Chu and Li,
+/// "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM
+/// 2019. An op of gradients that are no neighbours on the line has several blocks; no op mixes
+/// dtypes.
+Plan mgwfbp(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// P3: tensors cut into slices of 40,000 parameters; among the ready slices the one nearest the
+/// input goes first, one at a time. Jayarajan et al., "Priority-based Parameter Propagation for
+/// Distributed DNN Training", MLSys 2019.
+Plan p3(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// US-Byte: during backward the ready tensor of the highest priority is sent up to the next
+/// gradient, after it one op with the rest of each tensor; one at a time. Gao et al., "US-Byte: An
+/// Efficient Communication Framework for Scheduling Unequal-Sized Tensor Blocks in Distributed Deep
+/// Learning", TPDS 2024. Unlike in its released code no planned byte is lost when an op is
+/// extended, nothing is truncated, every op costs its bytes and no less, and forward times are the
+/// profile's.
+Plan usbyte(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// D-Credit: windows of units that are posted together and share one startup; one for each interval
+/// between gradients, as large as fits into it, and after backward one for each tensor. Gao et al.,
+/// "D-Credit: A Dynamic Sliding Window of Tensor Communication Mechanism to Accelerate Distributed
+/// DNN Training", TNSE 2025. Unlike in its released code no window holds more than its interval
+/// calls for.
+Plan dcredit(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// DeAR: neighbouring tensors in groups, scattered as backward fills them and gathered in forward
+/// order; one op at a time. Zhang et al., "DeAR: Accelerating Distributed Deep Learning with
+/// Fine-Grained All-Reduce Pipelining", ICDCS 2023. Unlike in its released code the next all_gather
+/// does not wait for forward to reach the group before it.
+Plan dear(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// DeAR with the best of all fusion sizes in place of its tuner: groups change only at sums of
+/// neighbouring tensors, and each grouping is tried (of more than some 4,000 tensors the most
+/// promising ones). Policy "dear_exact".
+Plan best_dear(const Profile&, const NetworkModel&, const PolicyOptions&);
+
+/// PipeDAP: DeAR with one group for each tensor, where a tensor is gathered right after it was
+/// scattered if what the channel then idles and a startup are more than half of its all_reduce. Gao
+/// et al., "PipeDAP: An Efficient Communication Framework for Scheduling Decoupled All-Reduce
+/// Primitives in Distributed DNN Training", TETC 2025, of which only this rule is kept: its
+/// released code also counts idle time further on and waits in forward.
+Plan pipedap(const Profile&, const NetworkModel&, const PolicyOptions&);
+
 /// usbyte's own, "auto": unequal all_reduces over the flat line (or reduce_scatters and all_gathers
 /// where they cost less), cut inside and across tensors, one or several in flight, with exact
 /// batching of what backward leaves; the best of several such drafts and of all other policies
@@ -46,7 +95,8 @@ Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// Every policy by name.
 const std::map<std::string, Policy, std::less<>>& policies();
 
-/// Runs the policy of that name. Throws UsageError on an unknown name or unusable options.
+/// Runs the policy of that name. Throws UsageError on an unknown name, unusable options, or a
+/// policy of all_reduces for a sharded optimizer.
 Plan make_plan(std::string_view policy, const Profile&, const NetworkModel&,
                const PolicyOptions& = {});
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -41,11 +42,16 @@ struct Prediction {
 /// in the costs.
 class Simulator {
  public:
-  /// `profile` outlives it. Throws PlanError or UsageError if they are invalid.
-  Simulator(const Profile& profile, NetworkModel network, Overlap overlap);
+  /// `profile` outlives it. `sharded`: each rank updates its shard between the last reduce_scatter
+  /// and the first all_gather, which then carries parameters. Throws PlanError or UsageError if
+  /// something is invalid.
+  Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded = false);
 
   /// Seconds from one forward pass to the next. The plan's tensors are the profile's.
-  double step_s(const Plan& plan);
+  double step_s(const Plan& plan) { return iteration_s_ + std::max(lateness_s(plan), 0.0); }
+  /// The largest arrival minus due date, s; negative where every tensor has time to spare. Of two
+  /// plans that hide everything, the one with the smaller lateness stands more.
+  double lateness_s(const Plan& plan);
   Prediction predict(const Plan& plan);
 
   /// No plan is faster, whatever it does: the preemptive bound, one machine with release times
@@ -62,13 +68,17 @@ class Simulator {
 
  private:
   void run(const Plan& plan, StepRecord* record);
-  double delay_s() const;
+  double sharded_bound_s() const;
 
   const Profile* profile_;
   NetworkModel network_;
   std::vector<int> backward_order_;
   std::vector<double> due_s_;
   Overlap overlap_;
+  bool sharded_;
+  double iteration_s_;
+  double shard_update_s_ = 0;
+  double reduced_late_s_ = 0;  // sharded: how long after backward the last reduce_scatter completes
   int64_t ops_ = 0;
   double end_s_ = 0;
   std::vector<double> arrived_s_, done_s_;  // of the last run, by tensor and by op

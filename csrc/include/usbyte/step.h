@@ -25,8 +25,9 @@ class Step {
     std::span<const int> arrived;  ///< tensors
   };
 
-  /// A step that is over. `plan` outlives it.
-  explicit Step(const Plan& plan);
+  /// A step that is over. `plan` outlives it. With `hold_gathers`, no all_gather is launched before
+  /// `release_gathers`: what is gathered is made from what was scattered.
+  explicit Step(const Plan& plan, bool hold_gathers = false);
 
   /// Starts over: nothing is ready, nothing in flight.
   void begin();
@@ -41,6 +42,8 @@ class Step {
   int launch();
   /// `op`, which was in flight, is over.
   Change complete(int op);
+  /// What the all_gathers send is there; once in a step, if they are held.
+  Change release_gathers();
   /// `op`, which was in flight, has failed: it is over, and nothing arrives.
   void fail(int op) { admission_.completed(bytes(op)); }
 
@@ -49,6 +52,8 @@ class Step {
   size_t completed() const { return completed_; }
   int in_flight() const { return admission_.ops_in_flight(); }
   bool drained() const { return completed_ == ops_.size(); }
+  /// Every reduce_scatter and all_reduce has completed.
+  bool reduced() const { return to_reduce_ == 0; }
   bool arrived(int tensor) const { return pending_[static_cast<size_t>(tensor)] == 0; }
 
   int64_t bytes(int op) const { return ops_[static_cast<size_t>(op)].bytes; }
@@ -70,9 +75,11 @@ class Step {
   std::vector<int> to_arrive_;            // by tensor: ops after which it has arrived
 
   Admission admission_;
+  bool hold_gathers_;
   size_t next_, completed_;
-  std::vector<int> inputs_;   // by op
-  std::vector<int> pending_;  // by tensor
+  size_t reductions_ = 0, to_reduce_ = 0;  // ops other than all_gathers; those not completed
+  std::vector<int> inputs_;                // by op
+  std::vector<int> pending_;               // by tensor
   std::vector<int> queued_, arrived_;
 };
 

@@ -9,3 +9,4 @@ from usbyte.torch.context import *
 from usbyte.torch.functions import *
 from usbyte.torch.ops import *
 from usbyte.torch.optimizer import *
+from usbyte.torch.probe import *

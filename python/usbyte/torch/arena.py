@@ -10,7 +10,8 @@ from torch import nn
 from usbyte._core import Plan, TensorSpec
 from usbyte.errors import UsageError
 
-#: First tensor on the line: a flag for each parameter, set by the ranks that used it in this step.
+#: First tensor on the line: a flag for each parameter, set by the ranks that used it in this step,
+#: and one more, set by those that want a new plan.
 #: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
 #: that a bucket can take both.
 USED = "usbyte.used"
@@ -47,7 +48,7 @@ def line(names: Sequence[str], params: Sequence[nn.Parameter]) -> list[TensorSpe
     specs: list[TensorSpec] = []
     offset = 0
     rows = [(n, p.numel(), dtype_name(n, p)) for n, p in zip(names, params, strict=True)]
-    for name, numel, dtype in [(USED, len(rows), rows[0][2]), *rows]:
+    for name, numel, dtype in [(USED, len(rows) + 1, rows[0][2]), *rows]:
         specs.append(TensorSpec(name, numel, dtype, offset))
         offset += numel
     return specs
@@ -62,7 +63,7 @@ class Arena:
 
     Attributes:
         buffer: 1-d uint8.
-        used: 1-d flags, one for each parameter, in the plan's order.
+        used: 1-d flags, one for each parameter, in the plan's order, and the vote for a new plan.
         grads: For each parameter its gradient's view, of the parameter's shape and strides. Each
             view has a version counter of its own, so that a write to one gradient can be told from
             a write to another.

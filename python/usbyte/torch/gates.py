@@ -67,6 +67,11 @@ class Gates:
                 self._outside.add(i)
         self.need_s = [float("inf")] * len(self.need_s)
 
+    def begin_learning(self) -> None:
+        """Watches again when parameters are used."""
+        self._learning = True
+        self.need_s = [float("inf")] * len(self.need_s)
+
     def finish_learning(self) -> set[int]:
         """Ends the watch for functional use.
 

@@ -18,7 +18,7 @@ from usbyte.errors import Error, UsageError
 from usbyte.torch.context import current
 from usbyte.torch.gates import Gates
 from usbyte.torch.ops import Average, ReduceOp, Sum
-from usbyte.torch.planning import Planner, Policy
+from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.updates import DeferredUpdates, check_groups_unchanged
 
@@ -44,8 +44,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         overlap: "backward": gradients are final when `backward()` returns, as with DDP. "forward":
             `step()` returns at once, and each layer of the next forward pass waits only for its own
             parameters; results are the same bit for bit.
-        policy: "ddp", "wfbp", "bytescheduler", or a callable Profile x NetworkModel -> Plan.
-            Default: ddp.
+        policy: How communication is planned: "auto" (the default) plans from what the first steps
+            and a probe of the network have shown, and anew when steps come to take another time;
+            others of `usbyte._core.policies()` are published systems; or a callable
+            Profile x NetworkModel -> Plan.
         op: `Average` or `Sum` over ranks.
         model: The module that owns the parameters; found at the first forward pass if left out.
         partition_bytes: bytescheduler: larger tensors are split.
@@ -78,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"op must be Average or Sum, not {op}")
         self._context = context = current()
         env = context.env
-        policy = policy or env.policy or "ddp"
+        policy = policy or env.policy or "auto"
         if isinstance(policy, str) and policy not in _core.policies():
             raise UsageError(f"unknown policy '{policy}'; known are {', '.join(_core.policies())}")
         self._inner = optimizer
@@ -95,6 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.label = context.next_label()
         self._reducer: Reducer | None = None
         self._gates: Gates | None = None
+        self._planner: Planner | None = None
         self._learned = False  # updates may be deferred
         self._closed = False
         self._build()
@@ -163,12 +166,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 'a closure needs its gradients at once: use overlap="backward" with this optimizer'
             )
-        if reducer is None or not reducer.in_flight or self._needs_whole_step():
+        if (
+            reducer is None
+            or not reducer.in_flight
+            or reducer.replan_agreed
+            or self._needs_whole_step()
+        ):
             self.synchronize()
+            start = _core.now_s()
             result = self._step_now(closure)
             if reducer is not None:
-                reducer.finish_step()
-                if not reducer.learning and not self._learned:
+                reducer.finish_step(_core.now_s() - start)
+                if reducer.learning:
+                    self._learned = False
+                elif not self._learned:
                     self._finish_learning()
             return result
         reducer.check_untouched()
@@ -218,6 +229,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def plan(self) -> _core.Plan | None:
         """The plan in force; None with a single rank."""
         return self._reducer.plan if self._reducer is not None else None
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the plan was made from and what is predicted; None until it is made."""
+        return self._planner.decision if self._planner is not None else None
 
     # Used by Context.
 
@@ -272,8 +288,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
-        planner = Planner(
-            self._context, self.label, names, self._params, self._policy, self._options
+        self._planner = planner = Planner(
+            self._context,
+            self.label,
+            names,
+            self._params,
+            self._policy,
+            self._overlap,
+            self._options,
         )
         self._gates = Gates(self._params, self._apply, self.synchronize, self._model)
         self._reducer = Reducer(
@@ -283,6 +305,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             planner,
             self._gates,
             self._scale,
+            self._policy == "auto",
             self._before_first_gradient,
             self._on_gradient,
             self._on_backward_end,

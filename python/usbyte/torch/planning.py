@@ -6,28 +6,76 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from usbyte import _core
 from usbyte.errors import MismatchError
 from usbyte.torch.arena import dtype_name, line
 from usbyte.torch.context import Context
+from usbyte.torch.learning import Times, combine
 from usbyte.torch.ops import Max, allreduce
+from usbyte.torch.probe import Measured, fit
 
 log = logging.getLogger("usbyte")
 
 #: Profile x NetworkModel -> Plan
 Policy = Callable[[_core.Profile, _core.NetworkModel], _core.Plan]
 
-# Before anything is measured; only the order of ops depends on it. Gloo over 1 Gbit/s.
-_UNMEASURED = _core.AlphaBeta(1e-3, 1e-8)
+
+@dataclass(frozen=True)
+class Decision:
+    """What the ranks agreed on.
+
+    Attributes:
+        plan: The plan that all ranks follow.
+        profile: The job as it was measured, the slowest rank's times.
+        network: What the network was measured to cost.
+        predicted_s: Seconds for a step of this plan.
+        bound_s: Seconds for a step that no plan goes below.
+    """
+
+    plan: _core.Plan
+    profile: _core.Profile
+    network: _core.NetworkModel
+    predicted_s: float
+    bound_s: float
+
+    def to_json(self) -> str:
+        """As it travels, with a hash of the plan."""
+        return json.dumps(
+            {
+                "hash": self.plan.hash(),
+                "plan": self.plan.to_json(),
+                "profile": self.profile.to_json(),
+                "network": self.network.to_json(),
+                "predicted_s": self.predicted_s,
+                "bound_s": self.bound_s,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        """Reads what `to_json` wrote; MismatchError if the plan reads differently here."""
+        message = json.loads(text)
+        plan = _core.Plan.from_json(message["plan"])
+        if plan.hash() != message["hash"]:
+            raise MismatchError(
+                "this rank reads another plan than rank 0 made; install the same version of usbyte "
+                "on all hosts"
+            )
+        return cls(
+            plan,
+            _core.Profile.from_json(message["profile"]),
+            _core.NetworkModel.from_json(message["network"]),
+            message["predicted_s"],
+            message["bound_s"],
+        )
 
 
 class Planner:
-    """Collects measurements of the learning steps and makes the plan that all ranks follow.
+    """Makes the plans that all ranks follow.
 
     Args:
         context: The ranks.
@@ -35,7 +83,11 @@ class Planner:
         names: Of the parameters.
         params: The parameters.
         policy: A policy's name or a callable of the same signature.
+        overlap: What communication may hide behind.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
+
+    Attributes:
+        decision: What the plan in force was made from; None while it is not made from measurements.
     """
 
     def __init__(
@@ -45,75 +97,73 @@ class Planner:
         names: Sequence[str],
         params: Sequence[nn.Parameter],
         policy: str | Policy,
+        overlap: str,
         options: Mapping[str, int],
     ) -> None:
         self._context, self._label = context, label
         self._names, self._params = names, params
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
-        self._options = dict(options)
+        self._options, self._overlap = dict(options), overlap
         self._policy = policy if callable(policy) else self._named(policy)
-        self.learning_steps = context.env.learning_steps
-        self._need: list[list[float]] = []
-        self._ready: list[list[float]] = []
-        self._samples: list[tuple[int, float]] = []
+        self.decision: Decision | None = None
         self._check_alike()
 
     def _named(self, policy: str) -> Policy:
-        return lambda profile, network: _core.make_plan(policy, profile, network, self._options)
+        return lambda profile, network: _core.make_plan(
+            policy, profile, network, self._options, self._overlap
+        )
 
-    def first_plan(self) -> _core.Plan:
-        """DDP's buckets in order of registration, one at a time: each op's time is its own."""
+    def learning_plan(self) -> _core.Plan:
+        """DDP's buckets in order of registration."""
         n = len(self._names)
         need = [float(i) for i in range(n)]
         ready = [float(2 * n - i) for i in range(n)]
-        network = _core.NetworkModel(self._context.size, [_UNMEASURED])
+        times = Times(need, ready, [], [], 0.0, 0.0)
+        network = _core.NetworkModel(self._context.size, [_core.AlphaBeta()])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
-        plan = _core.make_plan("ddp", self._profile(need, ready), network, buckets)
-        ops = [_core.Op(op.kind, op.blocks, op.window_bytes, fence=True) for op in plan.ops]
-        return _core.Plan("learning", plan.tensors, ops)
+        plan = _core.make_plan("ddp", self._profile(times), network, buckets)
+        return _core.Plan("learning", plan.tensors, plan.ops)
 
-    def learn(
-        self,
-        need_s: Sequence[float],
-        ready_s: Sequence[float],
-        samples: Sequence[tuple[int, float]],
-    ) -> None:
-        """Takes the times of one iteration, steady clock seconds; inf where nothing was needed."""
-        known = [t for t in need_s if t != float("inf")]
-        start = min(known, default=min(ready_s))
-        # What the forward pass was not seen to use has no gate: it is needed at once.
-        self._need.append([t - start if t != float("inf") else 0.0 for t in need_s])
-        self._ready.append([max(t - start, 0.0) for t in ready_s])
-        self._samples.extend(samples)
+    def decide(self, times: Times, measured: Sequence[Measured]) -> Decision:
+        """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
 
-    def measured_plan(self) -> _core.Plan:
-        """Combines the ranks' measurements (max), plans on rank 0, gives every rank the plan."""
-        # The first step pays for allocations and warm-up.
-        rows = [(_medians(t[1:] or t)) for t in (self._need, self._ready)]
-        times = torch.tensor(rows, dtype=torch.float64)
-        times = allreduce(times, name=f"{self._label}.times", op=Max)
+        Args:
+            times: Of this rank.
+            measured: Of the network; rank 0's count.
+        """
+        label = self._label
+        times = combine(times, lambda t: allreduce(t, name=f"{label}.times", op=Max))
         payload = b""
         if self._context.rank == 0:
-            need, ready = times.tolist()
-            network = _core.NetworkModel(
-                self._context.size, [_core.fit_alpha_beta(self._samples or [(1, 1e-8)])]
-            )
-            plan = self._policy(self._profile(need, ready), network)
-            log.info(
-                "%s: policy %s, %d ops for %d gradients, network %s",
-                self._label, plan.policy, len(plan.ops), len(self._names), network.all_reduce[0],
-            )  # fmt: skip
-            payload = json.dumps({"hash": plan.hash(), "plan": plan.to_json()}).encode()
-        message = json.loads(self._context.eager.broadcast_bytes(f"{self._label}.plan", payload, 0))
-        plan = _core.Plan.from_json(message["plan"])
-        if plan.hash() != message["hash"]:
-            raise MismatchError(
-                f"{self._label}: rank {self._context.rank} reads another plan than rank 0 made; "
-                "install the same version of usbyte on all hosts"
-            )
-        return plan
+            payload = self._decide(times, fit(self._context.size, measured)).to_json().encode()
+        message = self._context.eager.broadcast_bytes(f"{label}.plan", payload, 0)
+        self.decision = Decision.from_json(message.decode())
+        return self.decision
 
-    def _profile(self, need: Sequence[float], ready: Sequence[float]) -> _core.Profile:
+    def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
+        profile = self._profile(times)
+        plan = self._policy(profile, network)
+        # Under backward mode an iteration ends with its backward.
+        predicted = _core.simulate(plan, profile, network, self._overlap).step_s
+        bound = _core.bound_s(profile, network, self._overlap)
+        ddp = _core.make_plan("ddp", profile, network, self._options, self._overlap)
+        reason = ""
+        if plan.policy == "auto" and plan.ops == ddp.ops:
+            reason = ", like DDP's: less than 1 % is to be won"
+        one = network.all_reduce[0]
+        log.info(
+            "%s: policy %s, overlap %s: %d ops for %d gradients%s; a step takes %.4g s without "
+            "communication, predicted %.4g s, bound %.4g s, DDP's buckets %.4g s; all_reduce costs "
+            "%.3g ms + %.3g ns/B",
+            self._label, plan.policy, self._overlap, len(plan.ops), len(self._names), reason,
+            profile.iteration_s, predicted, bound,
+            _core.simulate(ddp, profile, network, "backward").step_s,
+            one.alpha_s * 1e3, one.beta_s_per_byte * 1e9,
+        )  # fmt: skip
+        return Decision(plan, profile, network, predicted, bound)
+
+    def _profile(self, times: Times) -> _core.Profile:
+        need, ready = times.need_s, times.ready_s
         # One run of each dtype, the largest first, so that blocks can span many tensors.
         volume: dict[str, int] = {}
         for dtype, param in zip(self._dtypes, self._params, strict=True):
@@ -123,9 +173,20 @@ class Planner:
             key=lambda i: (-volume[self._dtypes[i]], self._dtypes[i], need[i]),
         )
         tensors = line([self._names[i] for i in order], [self._params[i] for i in order])
+
+        def column(values: Sequence[float], flags: float) -> list[float]:
+            return [flags, *(values[i] for i in order)] if values else []
+
         # The flags are complete when backward is, and the first update may need them.
         return _core.Profile(
-            tensors, [0.0, *(need[i] for i in order)], [max(ready), *(ready[i] for i in order)]
+            tensors,
+            column(need, 0.0),
+            column(ready, max(ready)),
+            times.step_s,
+            times.update_s,
+            "",
+            column(times.need_spread_s, 0.0),
+            column(times.ready_spread_s, 0.0),
         )
 
     def _check_alike(self) -> None:
@@ -143,10 +204,6 @@ class Planner:
         raise MismatchError(
             f"{self._label}: {_difference(specs)}. Build the same model on all ranks."
         )
-
-
-def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [median(column) for column in zip(*rows, strict=True)]
 
 
 def _difference(specs: Sequence[Sequence[list[object]]]) -> str:

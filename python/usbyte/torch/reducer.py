@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,15 +16,21 @@ from usbyte.errors import Error, UsageError
 from usbyte.torch.arena import Arena
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.context import Context
+from usbyte.torch.drift import Drift
 from usbyte.torch.gates import Gates
+from usbyte.torch.learning import Iteration, Learning
 from usbyte.torch.planning import Planner
+from usbyte.torch.probe import LARGEST_BYTES, measure
+
+log = logging.getLogger("usbyte")
 
 
 class Reducer:
     """Sums the scaled gradients of `params` over all ranks, step after step.
 
     The first `learning_steps` steps follow DDP's plan over the order of registration; then all
-    ranks agree on a plan made from what they measured, and the arena is laid out anew.
+    ranks agree on a plan made from what they measured, and the arena is laid out anew. So it goes
+    again, if `adapt`, when steps come to take another time.
 
     Args:
         context: The ranks.
@@ -32,6 +39,7 @@ class Reducer:
         planner: Makes the plans.
         gates: Knows when the forward pass needs each parameter.
         scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
+        adapt: Learn and plan anew when the time of a step changes.
         on_first_gradient: Called inside `backward()` before the first gradient of a step is taken.
         on_gradient: Called inside `backward()` with the index of each parameter whose gradient is
             there.
@@ -50,6 +58,7 @@ class Reducer:
         planner: Planner,
         gates: Gates,
         scale: float,
+        adapt: bool,
         on_first_gradient: Callable[[int], None],
         on_gradient: Callable[[int], None],
         on_backward_end: Callable[[], None],
@@ -61,7 +70,10 @@ class Reducer:
         self._scale = scale
         self.in_backward = False
         self._sync = True
-        self._learned = 0
+        self._learning: Learning | None = Learning()
+        self._drift = Drift() if adapt else None
+        self._replan_agreed = False
+        self._waited_s = 0.0  # for the network, after the last backward
         self._local_used = [False] * len(params)
         self._versions = [0] * len(params)
         self._holds_result = [False] * len(params)  # param.grad is what the ranks agreed on
@@ -70,7 +82,7 @@ class Reducer:
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
         self._communicator = TorchCommunicator(context.new_group())
-        plan = planner.first_plan()
+        plan = planner.learning_plan()
         self._lay_out(plan)
         self._engine = self._start_engine(plan, steps_before=0)
         self._handles = [
@@ -80,7 +92,12 @@ class Reducer:
     @property
     def learning(self) -> bool:
         """True until the plan is made from measurements."""
-        return self._learned < self._planner.learning_steps
+        return self._learning is not None
+
+    @property
+    def replan_agreed(self) -> bool:
+        """All ranks will learn anew after the step that is about to be taken."""
+        return self._replan_agreed
 
     @property
     def plan(self) -> _core.Plan:
@@ -139,7 +156,9 @@ class Reducer:
         Raises:
             Error: Somebody wrote to a gradient while it was in flight.
         """
+        start = _core.now_s()
         self._engine.drain()
+        self._waited_s += _core.now_s() - start
         for i, param in enumerate(self.params):
             if self._grads[i]._version != self._versions[i]:
                 raise self._touched(i, "was modified")
@@ -177,25 +196,42 @@ class Reducer:
             "touch gradients."
         )
 
-    def finish_step(self) -> None:
+    def finish_step(self, updated_s: float) -> None:
         """Counts a completed step; after the last learning step, all ranks adopt the measured plan.
 
         To be called when everything is drained and no update is pending.
+
+        Args:
+            updated_s: Seconds that the optimizer's step took.
         """
-        if not self.learning or not self._fresh:
+        if self._replan_agreed:
+            self._replan_agreed = False
+            log.info("steps take another time than before: learning anew")
+            self._learning = Learning()
+            self._adopt(self._planner.learning_plan())
+            self._gates.begin_learning()
+            return
+        if self._learning is None or not self._fresh:
             return
         self._fresh = False
-        self._planner.learn(self._gates.need_s, self._engine_times(), self._engine.samples())
-        self._learned += 1
+        ready = self._engine.ready_times()
+        self._learning.add(
+            Iteration(
+                self._gates.need_s, [ready[slot] for slot in self._slot], self._waited_s, updated_s
+            )
+        )
         self._gates.begin_iteration(self._local_used)
-        if not self.learning:
-            self._replan(self._planner.measured_plan())
+        if len(self._learning) < self._context.env.learning_steps:
+            return
+        times = self._learning.times()
+        largest = sum(p.numel() * p.element_size() for p in self.params)
+        measured = measure(self._context, self._communicator, min(largest, LARGEST_BYTES))
+        self._adopt(self._planner.decide(times, measured).plan)
+        self._learning = None
+        if self._drift is not None:
+            self._drift.reset()
 
-    def _engine_times(self) -> list[float]:
-        times = self._engine.ready_times()
-        return [times[slot] for slot in self._slot]
-
-    def _replan(self, plan: _core.Plan) -> None:
+    def _adopt(self, plan: _core.Plan) -> None:
         """Goes on with another plan; everything is drained. Gradients keep their values."""
         steps, old = self._engine.steps, self._grads
         self._engine.close()
@@ -249,6 +285,9 @@ class Reducer:
                 'under optimizer.no_sync(), or use overlap="backward".'
             )
         self._engine.drain()
+        if self._learning is None:
+            # The sum of the last step's votes, the same on all ranks.
+            self._replan_agreed = bool(self._arena.used[-1])
         self._engine.begin_step()
         self._local_used = [False] * len(self.params)
         self.in_backward = True
@@ -300,9 +339,13 @@ class Reducer:
         used.zero_()
         slots = [self._slot[i] - 1 for i, was_used in enumerate(self._local_used) if was_used]
         used[slots] = 1
+        if self._drift is not None and self._learning is None:
+            self._drift.step(_core.now_s())
+            used[-1] = self._drift.wanted
         self._engine.ready(0)
         self._engine.end_backward()
         self.in_backward = False
         self._fresh = True
         self.in_flight = True
+        self._waited_s = 0.0
         self._on_backward_end()

@@ -1,0 +1,55 @@
+"""Notices that steps have come to take another time than they did under the same plan."""
+
+from __future__ import annotations
+
+from statistics import median
+
+_WINDOW = 6  # steps whose median counts
+_THRESHOLD = 0.25  # relative; smaller changes are noise, or not worth a new plan
+_QUIET_STEPS = 100  # after a new plan, doubled with each
+
+
+class Drift:
+    """Watches the times between steps.
+
+    A change must last for two windows. After each new plan it takes twice as many steps until the
+    next one may be asked for, so that a job whose steps vary by nature does not learn for ever.
+
+    Attributes:
+        wanted: A new plan should be made.
+        baseline_s: Median of the first steps under the plan; None while there are too few.
+    """
+
+    def __init__(self) -> None:
+        self._quiet = 0
+        self._plans = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """A plan has come into force."""
+        self.wanted = False
+        self.baseline_s: float | None = None
+        self._last_s: float | None = None
+        self._steps = 0
+        self._recent: list[float] = []
+        self._suspicious = False
+        self._quiet = _QUIET_STEPS * 2 ** (self._plans - 1) if self._plans else 0
+        self._plans += 1
+
+    def step(self, now_s: float) -> None:
+        """A step has ended; steady clock seconds."""
+        last, self._last_s = self._last_s, now_s
+        self._steps += 1
+        if last is None or self._steps <= 2:  # the first ones are between two plans
+            return
+        self._recent.append(now_s - last)
+        if len(self._recent) < _WINDOW:
+            return
+        typical = median(self._recent)
+        self._recent.clear()
+        if self.baseline_s is None:
+            self.baseline_s = typical
+            return
+        changed = abs(typical / self.baseline_s - 1) > _THRESHOLD
+        self.wanted = changed and self._suspicious and self._steps >= self._quiet
+        self._suspicious = changed

@@ -1,0 +1,109 @@
+"""What the first steps show of a job: when gradients are ready and parameters needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One step under DDP's plan, in backward mode; steady clock seconds.
+
+    Attributes:
+        need_s: By parameter, when the forward pass first used it; inf where it was not seen to.
+        ready_s: By parameter, when its gradient was ready.
+        waited_s: Seconds spent waiting for the network after backward.
+        updated_s: Seconds that the optimizer's step took.
+    """
+
+    need_s: Sequence[float]
+    ready_s: Sequence[float]
+    waited_s: float
+    updated_s: float
+
+    @property
+    def start_s(self) -> float:
+        """When the forward pass began, as far as it was seen to."""
+        return min(min(self.need_s), min(self.ready_s))
+
+
+@dataclass
+class Times:
+    """A job's times, as `usbyte._core.Profile` names them; by parameter, seconds."""
+
+    need_s: list[float]
+    ready_s: list[float]
+    need_spread_s: list[float]
+    ready_spread_s: list[float]
+    step_s: float
+    update_s: float
+
+
+class Learning:
+    """Collects iterations until there are enough."""
+
+    def __init__(self) -> None:
+        self._iterations: list[Iteration] = []
+
+    def add(self, iteration: Iteration) -> None:
+        """Takes one more."""
+        self._iterations.append(iteration)
+
+    def __len__(self) -> int:
+        return len(self._iterations)
+
+    def times(self) -> Times:
+        """Medians and spreads over all iterations but the first, which pays for warm-up."""
+        kept = self._iterations[1:] or self._iterations
+        # What the forward pass was not seen to use has no gate: it is needed at once.
+        need = np.array([[_since(t, i.start_s) for t in i.need_s] for i in kept])
+        ready = np.array([[_since(t, i.start_s) for t in i.ready_s] for i in kept])
+        update = float(np.median([i.updated_s for i in kept]))
+        ends = ready.max(axis=1) + [i.updated_s for i in kept]
+        # From one forward pass to the next, less what the network took.
+        periods = [after.start_s - i.start_s - i.waited_s for i, after in pairwise(kept)]
+        step = float(np.median(periods or ends))
+        middle = np.median(ready, axis=0)
+        return Times(
+            np.median(need, axis=0).tolist(),
+            middle.tolist(),
+            _spread(need),
+            _spread(ready),
+            max(step, float(middle.max()) + update),
+            update,
+        )
+
+
+def combine(times: Times, allreduce_max: object) -> Times:
+    """The slowest rank's times, which all ranks then have.
+
+    Args:
+        times: This rank's.
+        allreduce_max: Called with a 1-d float64 tensor, returns its maximum over ranks.
+    """
+    assert callable(allreduce_max)
+    n = len(times.need_s)
+    columns = [times.need_s, times.ready_s, times.need_spread_s, times.ready_spread_s]
+    flat = [value for column in columns for value in column]
+    numbers = torch.tensor([*flat, times.step_s, times.update_s], dtype=torch.float64)
+    values: list[float] = allreduce_max(numbers).tolist()
+    need, ready, need_spread, ready_spread = (values[k * n : (k + 1) * n] for k in range(4))
+    step, update = values[4 * n :]
+    return Times(need, ready, need_spread, ready_spread, max(step, max(ready) + update), update)
+
+
+def _since(time_s: float, start_s: float) -> float:
+    return max(time_s - start_s, 0.0) if time_s != NEVER else 0.0
+
+
+def _spread(rows: np.ndarray) -> list[float]:
+    low, high = np.percentile(rows, [10, 90], axis=0)
+    spread: list[float] = ((high - low) / 2).tolist()
+    return spread

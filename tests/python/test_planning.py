@@ -1,0 +1,175 @@
+"""Learning, probing, planning, and planning anew while training goes on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import usbyte.torch as ub
+from _models import difference, train
+from _ranks import run_ranks
+from usbyte import _core
+from usbyte.torch.drift import Drift
+from usbyte.torch.learning import NEVER, Iteration, Learning
+from usbyte.torch.probe import Measured, fit
+
+
+def every_policy(rank, size, tolerance, double):
+    ub.init()
+    for optimizer in ("sgd", "adamw"):
+        expected = train("ddp", optimizer, rank, size, steps=12, double=double)
+        for policy in _core.policies():
+            got = train(
+                "forward", optimizer, rank, size, steps=12, policy=policy, double=double,
+                partition_bytes=2048, bucket_bytes=4096,
+            )  # fmt: skip
+            assert difference(got, expected) <= tolerance, (optimizer, policy)
+
+
+def test_every_policy_equals_ddp_bit_for_bit():
+    run_ranks(2, every_policy, 0.0, False, timeout=180, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def test_every_policy_equals_ddp_closely_on_four_ranks():
+    run_ranks(4, every_policy, 1e-6, True, timeout=280, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def replans(rank, size):
+    ub.init()
+    for mode in ("backward", "forward"):
+        plans = []
+
+        def on_step(step, _model, opt, plans=plans):
+            plans.append(opt.plan.policy)
+            if step == 6 and rank == 1:  # one rank alone notices
+                opt._reducer._drift.wanted = True
+
+        expected = train("ddp", "adam", rank, size, steps=16)
+        got = train(mode, "adam", rank, size, steps=16, on_step=on_step)
+        assert difference(got, expected) == 0, mode
+        learning, auto = ["learning"], ["auto"]
+        # Two steps are learned, the next ones planned; step 7 votes, step 8 hears it.
+        assert plans == learning + 7 * auto + 2 * learning + 6 * auto, plans
+
+
+def test_a_new_plan_in_the_middle_changes_no_number():
+    run_ranks(2, replans, timeout=120, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def decides(rank, size):
+    ub.init()
+    network = ub.probe(1 << 16)
+    assert network.ranks == size
+    assert all(cost.beta_s_per_byte > 0 for cost in network.all_reduce)
+    assert network.reduce_scatter
+    assert network.all_gather
+    texts = ub.allgather(torch.tensor([hash(network.to_json()) % 1000]))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), overlap="forward")
+    for _ in range(6):
+        assert opt.decision is None
+        opt.zero_grad()
+        model(torch.ones(1, 64)).sum().backward()
+        opt.step()
+        if opt.plan.policy == "auto":
+            break
+    decision = opt.decision
+    assert decision.plan == opt.plan
+    assert decision.predicted_s >= decision.bound_s >= decision.profile.iteration_s > 0
+    names = [t.name for t in decision.profile.tensors]
+    assert names[0] == "usbyte.used"
+    first, last = names.index("group0.param0"), names.index("group0.param3")
+    assert decision.profile.need_s[first] < decision.profile.need_s[last]
+    assert decision.profile.ready_s[first] > decision.profile.ready_s[last]
+    return [network.to_json(), decision.to_json(), texts.numel()]
+
+
+def test_all_ranks_know_the_same_network_and_decision():
+    answers = run_ranks(3, decides, timeout=60)
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_one_process_needs_no_probe(single):
+    assert ub.probe().ranks == 1
+    assert ub.DistributedOptimizer(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)
+    ).decision is None  # fmt: skip
+
+
+def test_learning_takes_medians_and_leaves_out_the_first_step_and_the_network():
+    learning = Learning()
+    # Forward begins at 0, 100, 110, 121: steps of 10, 10, 11 s, of which 2 s wait for the network.
+    for start, slow in [(0.0, 50.0), (100.0, 0.0), (110.0, 0.0), (121.0, 1.0)]:
+        need = [start, NEVER, start + 1]
+        ready = [start + 6 + slow, start + 5, start + 4]
+        learning.add(Iteration(need, ready, waited_s=2.0, updated_s=0.5))
+    times = learning.times()
+    assert times.need_s == [0.0, 0.0, 1.0]
+    assert times.ready_s == [6.0, 5.0, 4.0]
+    assert times.update_s == 0.5
+    assert times.step_s == pytest.approx(8.5)
+    assert times.ready_spread_s[0] > times.ready_spread_s[1] == 0
+
+
+def test_the_windows_of_a_probe_become_costs_by_ops_in_flight():
+    rows = [
+        Measured("all_reduce", window, size, window * 1e-3 + size * 1e-8)
+        for window in (1, 2, 4)
+        for size in (1, 100_000_000)
+    ] + [Measured("all_gather", 1, 10, 1.0), Measured("reduce_scatter", 1, 10, 2.0)]
+    network = fit(4, rows)
+    alphas = [cost.alpha_s for cost in network.all_reduce]
+    assert alphas == pytest.approx([1e-3, 2e-3, 4e-3, 4e-3], rel=1e-3)
+    assert network.all_gather == [_core.AlphaBeta(0, 0.1)]
+
+
+def drive(drift, step_s, steps, now=0.0):
+    """Steps of that time until a new plan is wanted; returns how many, and the time."""
+    for k in range(steps):
+        now += step_s
+        drift.step(now)
+        if drift.wanted:
+            return k + 1, now
+    return None, now
+
+
+def test_drift_wants_a_plan_soon_after_steps_have_changed_for_good():
+    drift = Drift()
+    drift.reset()
+    quiet, now = drive(drift, 1.0, 300)
+    assert quiet is None
+    assert drift.baseline_s == pytest.approx(1.0)
+    after, now = drive(drift, 4.0, 50, now)
+    assert after is not None
+    drift.reset()
+    assert drive(drift, 4.0, 500, now)[0] is None
+
+
+def test_drift_bears_noise_and_short_changes():
+    drift = Drift()
+    drift.reset()
+    now = 0.0
+    for k in range(400):
+        now += 1.0 + 0.2 * (k % 3) + (5.0 if k % 7 == 0 else 0.0)
+        drift.step(now)
+        assert not drift.wanted
+    _, now = drive(drift, 3.0, 6, now)
+    assert drive(drift, 1.2, 100, now)[0] is None
+
+
+def test_drift_asks_ever_more_seldom_where_steps_vary_by_nature():
+    drift = Drift()
+    drift.reset()
+    now, asked = 0.0, []
+    for k in range(3000):
+        now += 1.0 if (k // 40) % 2 else 2.0
+        drift.step(now)
+        if drift.wanted:
+            asked.append(k)
+            drift.reset()
+    gaps = [b - a for a, b in pairwise(asked)]
+    assert 2 <= len(asked) <= 6
+    assert gaps == sorted(gaps)
