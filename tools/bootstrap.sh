@@ -31,6 +31,8 @@ need '"$python" -c "$header"' "$version-dev" "Python.h, to build the extension"
 need 'have "${CXX:-c++}" || have g++' g++ "a C++20 compiler"
 if [ "$purpose" = test ]; then
   need 'echo "#include <gtest/gtest.h>" | "${CXX:-c++}" -x c++ -fsyntax-only -' libgtest-dev "C++ tests"
+  need 'have chromium || have chromium-browser || have google-chrome' chromium \
+    "optional: a test that opens the pages of usbyte report"
   need 'have ip' iproute2 "optional: tests in network namespaces"
   # On a machine with an init system the package would start a daemon that nobody asked for.
   [ -d /run/systemd/system ] || need 'have sshd' openssh-server "optional: tests of usbyterun over ssh"

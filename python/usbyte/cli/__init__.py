@@ -1,19 +1,45 @@
 """The `usbyte` command.
 
 Importing this needs neither the extension nor torch, so that `usbyte doctor` can say what is
-wrong with them.
+wrong with them. Each command is imported when it is asked for.
 """
+
+import importlib
+from typing import Any
 
 import click
 
 import usbyte
-from usbyte.cli.doctor import doctor
+
+_COMMANDS = ("doctor", "plan", "simulate", "report", "lab")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Commands that are each a module of this package and the object of its name in it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"usbyte.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """The library's errors are written for users, who need no traceback with them."""
+        try:
+            return super().invoke(ctx)
+        except RuntimeError as error:
+            from usbyte.errors import Error
+
+            if not isinstance(error, Error):
+                raise
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(usbyte.__version__, prog_name="usbyte")
 def main() -> None:
     """Gradient communication for PyTorch, planned as a whole."""
-
-
-main.add_command(doctor)

@@ -1,1 +1,1 @@
-"""An emulated cluster on one machine (`netns.sh`) and benchmarks that run on it."""
+"""An emulated cluster on one machine, recorded jobs to replay on it, and what usbyte costs."""

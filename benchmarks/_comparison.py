@@ -1,0 +1,131 @@
+"""What the contenders did, as a table, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import usbyte.torch as ub
+from usbyte import _core
+from usbyte.units import format_seconds
+
+_COLUMNS = ("contender", "median s", "min", "max", "predicted s", "against DDP")
+
+
+@dataclass
+class Result:
+    """What one contender did.
+
+    Attributes:
+        step_s: Seconds of every measured step on rank 0.
+        predicted_s: What usbyte had foreseen, where it says so.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    predicted_s: float | None = None
+
+    @property
+    def median_s(self) -> float:
+        """Seconds of the middle step."""
+        return statistics.median(self.step_s)
+
+
+@dataclass
+class Comparison:
+    """All that was found.
+
+    Attributes:
+        profile: What was replayed.
+        results: By contender.
+        skipped: Why others did not run.
+        network: Measured by usbyte or given by the user.
+    """
+
+    profile: _core.Profile
+    results: dict[str, Result]
+    skipped: dict[str, str]
+    network: _core.NetworkModel | None = None
+
+    @property
+    def bound_s(self) -> float | None:
+        """Seconds for a step that no order of communication goes below; None without a network."""
+        return None if self.network is None else _core.bound_s(self.profile, self.network)
+
+    @property
+    def best_ddp(self) -> str | None:
+        """The fastest bucket size of DDP."""
+        ddp = [name for name in self.results if name.startswith("ddp:")]
+        return min(ddp, key=lambda name: self.results[name].median_s, default=None)
+
+    def heading(self) -> str:
+        """One line on what was compared."""
+        text = (
+            f"{self.profile.model or 'job'} on {ub.size()} ranks: "
+            f"{self.profile.bytes / 1e6:.1f} MB in {len(self.profile.tensors)} gradients, "
+            f"{self.profile.iteration_s:.3f} s of compute, "
+        )
+        if self.bound_s is not None and self.network is not None:
+            line = self.network.all_reduce[0]
+            text += f"bound {self.bound_s:.3f} s (all_reduce {format_seconds(line.alpha_s)} + "
+            text += f"{line.beta_s_per_byte * 1e9:.3g} ns/byte), "
+        return f"{text}torch {torch.__version__}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Texts for `_COLUMNS`; of DDP only the best."""
+        best = self.best_ddp
+        found = []
+        for name, result in self.results.items():
+            if name.startswith("ddp:") and name != best:
+                continue
+            label = f"PyTorch DDP, {name[4:]} MiB (best)" if name == best else name
+            times = (result.median_s, min(result.step_s), max(result.step_s))
+            predicted = "" if result.predicted_s is None else f"{result.predicted_s:.3f}"
+            ratio = self.results[best].median_s / result.median_s if best else None
+            against = "" if ratio is None else f"{ratio:.2f}x"
+            found.append((label, *(f"{t:.3f}" for t in times), predicted, against))
+        return found
+
+    def to_json(self) -> str:
+        """Everything, every step's time included."""
+        root: dict[str, Any] = {
+            "ranks": ub.size(),
+            "torch": torch.__version__,
+            "model": self.profile.model,
+            "bytes": self.profile.bytes,
+            "tensors": len(self.profile.tensors),
+            "compute_s": self.profile.iteration_s,
+            "bound_s": self.bound_s,
+            "best_ddp": self.best_ddp,
+            "results": {
+                name: {"median_s": result.median_s, **asdict(result)}
+                for name, result in self.results.items()
+            },
+            "skipped": self.skipped,
+        }
+        root["network"] = json.loads(self.network.to_json()) if self.network else None
+        return json.dumps(root, indent=1) + "\n"
+
+    def to_markdown(self) -> str:
+        """A table for a document."""
+        lines = [self.heading(), "", f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
+        lines += [f"| {' | '.join(row)} |" for row in self.rows()]
+        lines += [f"\nNot run: {name}: {reason}." for name, reason in self.skipped.items()]
+        return "\n".join(lines) + "\n"
+
+    def show(self) -> None:
+        """Prints a table."""
+        table = Table(title=self.heading())
+        for column in _COLUMNS:
+            table.add_column(column, justify="left" if column == "contender" else "right")
+        for row in self.rows():
+            table.add_row(*row)
+        console = Console(width=120, highlight=False)
+        console.print(table)
+        for name, reason in self.skipped.items():
+            console.print(f"{name} was not run: {reason}", markup=False)

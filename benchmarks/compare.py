@@ -1,0 +1,169 @@
+"""Step times of a replayed job under usbyte's policies, PyTorch DDP, FSDP2 and Horovod.
+
+Run it on every rank, on this host or on the emulated cluster of `usbyte lab`:
+
+    usbyterun -np 2 python benchmarks/compare.py --profile vgg16-half --scale-time 0.2
+    usbyte lab run -- python benchmarks/compare.py --profile vgg16-half
+
+All contenders run in one process group, in turns, round after round. Compute is sleep, see
+`usbyte.lab.replay`; gradients are real, and what they add up to is checked after every turn.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch.distributed as dist
+
+import usbyte.torch as ub
+from _comparison import Comparison, Result
+from _contenders import OTHERS, training, unavailable
+from usbyte import _core
+from usbyte.cli.options import (
+    Parsed,
+    all_schemes,
+    listed,
+    network_options,
+    parse_scheme,
+    read_network,
+    write_text,
+)
+from usbyte.lab import profiles
+from usbyte.lab.replay import Replay
+
+
+def run(
+    names: list[str],
+    comparison: Comparison,
+    rounds: int,
+    warmup: int,
+    steps: int,
+    folder: Path | None,
+) -> None:
+    """Lets all contenders take their turns, every other round backwards.
+
+    Args:
+        names: Of the contenders.
+        comparison: Where the results go.
+        rounds: Turns of each contender.
+        warmup: Steps at the beginning of a turn that are not measured.
+        steps: Measured steps of a turn.
+        folder: Where plans and traces go.
+    """
+    for turn in range(rounds):
+        for name in names if turn % 2 == 0 else reversed(names):
+            result = comparison.results[name]
+            with training(name, comparison.profile) as (step, optimizer):
+                for _ in range(warmup):
+                    step()
+                decision = getattr(optimizer, "decision", None)
+                if decision is not None:
+                    result.predicted_s = decision.predicted_s
+                    # What was measured here and now wins over what the user has given.
+                    comparison.network = decision.network
+                    if folder:
+                        _record(folder / name.replace(":", "-"), decision)
+                dist.barrier()
+                last = time.perf_counter()
+                for _ in range(steps):
+                    step()
+                    now = time.perf_counter()
+                    result.step_s.append(now - last)
+                    last = now
+            if folder:
+                ub.stop_timeline()
+
+
+def _record(stem: Path, decision: Any) -> None:
+    """Writes what the ranks have agreed on, and begins a trace."""
+    for what in ("plan", "profile", "network"):
+        write_text(stem.with_suffix(f".{what}.json"), getattr(decision, what).to_json())
+    ub.start_timeline(str(stem.with_suffix(".trace.json")))
+
+
+def _scheme(text: str) -> str:
+    return ":".join(parse_scheme(text))
+
+
+def _other(text: str) -> str:
+    if text not in OTHERS:
+        raise ValueError(f"{text!r} is none of {', '.join(OTHERS)}")
+    return text
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 100})
+@click.option(
+    "--profile",
+    "source",
+    default=profiles.BUILT_IN,
+    metavar="FILE",
+    help=f"What to replay: usbyte's JSON, a published trace, or {profiles.BUILT_IN}.",
+)
+@click.option("--scale-time", default=1.0, help="Factor of all times.")
+@click.option("--scale-bytes", default=1.0, help="Factor of all tensor sizes.")
+@click.option(
+    "--policies",
+    type=Parsed("list", listed(_scheme)),
+    show_default="all in forward overlap, and backward:ddp",
+    help="POLICY or OVERLAP:POLICY, separated by commas.",
+)
+@click.option(
+    "--ddp-buckets",
+    type=Parsed("list", listed(float)),
+    default="5,25,100",
+    help="Bucket sizes of PyTorch DDP, MiB.",
+)
+@click.option(
+    "--others",
+    type=Parsed("list", listed(_other)),
+    default=",".join(OTHERS),
+    help="Other contenders; those that cannot run are left out.",
+)
+@click.option("--rounds", default=3, help="How often each contender has its turn.")
+@click.option("--steps", default=6, help="Measured steps of each turn.")
+@click.option("--warmup", default=8, help="Steps before, which include usbyte's learning steps.")
+@network_options
+@click.option(
+    "--save",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Also write plans, profiles, networks and rank 0's traces, for `usbyte report`; takes "
+    "some time of the steps.",
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write JSON.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Also write a Markdown table.")
+def main(
+    source: str, scale_time: float, scale_bytes: float, policies: list[str] | None,
+    ddp_buckets: list[float], others: list[str], rounds: int, steps: int, warmup: int,
+    network_path: Path | None, ring: _core.NetworkModel | None,
+    save: Path | None, json_path: Path | None, markdown: Path | None,
+) -> None:  # fmt: skip
+    """Compare step times of a replayed job; to be started on every rank."""
+    profile = profiles.scaled(profiles.load(source), scale_time, scale_bytes)
+    network = read_network(network_path) if network_path else ring
+    ub.init()
+    skipped = {name: reason for name in others if (reason := unavailable(name))}
+    names = [name for name in others if name not in skipped]
+    names += [f"ddp:{bucket:g}" for bucket in ddp_buckets]
+    names += policies or [":".join(scheme) for scheme in all_schemes()]
+    # Where the profile contradicts itself this is what is really replayed.
+    replayed = Replay(profile).profile
+    comparison = Comparison(replayed, {name: Result() for name in names}, skipped, network)
+    folder = save if ub.rank() == 0 else None
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+    run(names, comparison, rounds, warmup, steps, folder)
+    if ub.rank() == 0:
+        comparison.show()
+        if json_path:
+            write_text(json_path, comparison.to_json())
+        if markdown:
+            write_text(markdown, comparison.to_markdown())
+    ub.shutdown()
+
+
+if __name__ == "__main__":
+    main()

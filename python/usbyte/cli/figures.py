@@ -1,0 +1,98 @@
+"""Pictures, drawn by matplotlib without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from usbyte import units
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as missing:
+    raise click.ClickException(
+        f"pictures need matplotlib ({missing}); install it with: pip install 'usbyte[plot]'"
+    ) from missing
+
+if TYPE_CHECKING:
+    from usbyte.cli.scene import Scene
+    from usbyte.cli.simulate import Case
+
+_COLOURS = {"forward": "#8fb8de", "backward": "#4f81b5", "wait": "#d64545", "update": "#3d9a68"}
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the picture in the format that the name ends with."""
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(
+            f"cannot write '{path}': {error}; name a file such as picture.png in a folder that is "
+            "writable"
+        ) from error
+
+
+def steps_by_workers(cases: Sequence[Case]) -> Figure:
+    """How near each policy comes to the bound: a row for each model, a column for each bandwidth.
+
+    In percent, since the steps of poor policies are longer by orders of magnitude.
+    """
+    models = list(dict.fromkeys(case.model for case in cases))
+    rates = list(dict.fromkeys(case.bandwidth_bytes_per_s for case in cases))
+    schemes = list(dict.fromkeys(case.scheme for case in cases))
+    figure = Figure(figsize=(4.5 * len(rates) + 1.8, 3.4 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), len(rates), squeeze=False)
+    for i, model in enumerate(models):
+        for j, rate in enumerate(rates):
+            panel = panels[i][j]
+            here = [c for c in cases if c.model == model and c.bandwidth_bytes_per_s == rate]
+            workers = sorted({c.workers for c in here})
+            bounds = {n: min(c.bound_s for c in here if c.workers == n) for n in workers}
+            for scheme in schemes:
+                line = [(c.workers, c) for c in here if c.scheme == scheme]
+                near = [100 * bounds[n] / c.step_s for n, c in line]
+                style = "--" if ":" in scheme else "-"  # may lie on the forward one
+                panel.plot([n for n, _ in line], near, style, marker="o", ms=3, label=scheme)
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(workers, [str(n) for n in workers])
+            panel.set_ylim(0, 103)
+            panel.set_title(f"{model}, {units.format_rate(rate)}")
+            panel.set_xlabel("workers")
+            panel.set_ylabel("bound / step, %")
+            panel.grid(alpha=0.3)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+    return figure
+
+
+def timeline(scene: Scene) -> Figure:
+    """The lanes of a report, one below the other."""
+    lanes = scene.lanes()
+    rows = sum(len(lane.rows) + 1 for lane in lanes)
+    figure = Figure(figsize=(12.0, 1.6 + 0.2 * rows), layout="constrained")
+    panel = figure.subplots()
+    names, middles, top = [], [], 0.0
+    for lane in lanes:
+        for row in lane.rows:
+            colours = [_COLOURS[b.kind] if b.op is None else scene.colour(b.op) for b in row]
+            # A bar of no length would not be drawn.
+            spans = [(b.start_s * 1e3, max(b.end_s - b.start_s, 1e-5) * 1e3) for b in row]
+            panel.broken_barh(spans, (top, 0.85), color=colours, edgecolor="white", linewidth=0.3)
+            top += 1
+        names.append(f"{lane.name}, {'measured' if lane.measured else 'predicted'}")
+        middles.append(top - len(lane.rows) / 2)
+        top += 1
+    panel.axvline(scene.profile.backward_end_s * 1e3, color="grey", linestyle=":")
+    panel.set_ylim(top, -0.5)
+    panel.set_yticks(middles, names)
+    panel.set_xlim(0, scene.end_s() * 1e3)
+    panel.set_xlabel("ms since the forward pass began; the dotted line is the end of backward")
+    measured = scene.measured.step_s if scene.measured is not None else None
+    text = f"{scene.profile.model or 'job'}, {scene.plan.policy}: step predicted "
+    text += f"{scene.prediction.step_s * 1e3:.2f} ms"
+    text += f", measured {measured * 1e3:.2f} ms" if measured is not None else ""
+    panel.set_title(f"{text}, bound {scene.bound_s * 1e3:.2f} ms", loc="left", fontsize=10)
+    return figure

@@ -1,0 +1,149 @@
+"""A report as one HTML page without anything from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from importlib import resources
+from string import Template
+
+from usbyte.cli.scene import Bar, Lane, Scene
+from usbyte.units import format_seconds
+
+_ROW, _GAP, _AXIS = 18, 10, 26  # pixels: a row, between lanes, the axis at the top
+_NUMBERED = 0.012  # bars above this share of the width carry their op's number
+
+
+def render(scene: Scene) -> str:
+    """The page's text."""
+    lanes = scene.lanes()
+    tops, height = [], _AXIS
+    for lane in lanes:
+        tops.append(height)
+        height += _ROW * len(lane.rows) + _GAP
+    template = Template(resources.files("usbyte.cli").joinpath("report.html").read_text("utf-8"))
+    return template.substitute(
+        title=escape(f"{scene.profile.model or 'job'}: {scene.plan.policy}"),
+        facts="\n".join(
+            f'<div><dt>{escape(name)}</dt><dd id="{key}"{css}>{escape(value)}</dd></div>'
+            for key, name, value, css in _facts(scene)
+        ),
+        note=escape(_note(scene)),
+        names=_names(lanes, tops, height),
+        drawing=_drawing(scene, lanes, tops, height),
+        head=_head(scene),
+        rows="\n".join(_table_row(scene, i) for i in range(len(scene.plan.ops))),
+    )
+
+
+def _facts(scene: Scene) -> Iterator[tuple[str, str, str, str]]:
+    line = scene.network.all_reduce[0]
+    main = ' class="main"'
+    yield "step", "predicted step", _ms(scene.prediction.step_s), main
+    if scene.measured is not None and scene.measured.step_s is not None:
+        yield "measured", "measured step", _ms(scene.measured.step_s), main
+    yield "bound", "bound", _ms(scene.bound_s), main
+    yield "compute", "without communication", _ms(scene.profile.iteration_s), ""
+    yield "overlap", "overlap", scene.overlap, ""
+    yield "bytes", "gradients", f"{scene.profile.bytes / 1e6:.4g} MB", ""
+    yield "ops-count", "operations", str(len(scene.plan.ops)), ""
+    yield "ranks", "ranks", str(scene.network.ranks), ""
+    cost = f"{format_seconds(line.alpha_s)} + {line.beta_s_per_byte * 1e9:.3g} ns/byte"
+    yield "network", "all_reduce", cost, ""
+
+
+def _note(scene: Scene) -> str:
+    text = (
+        "Time runs from the beginning of a forward pass. Operations have colours by how early the "
+        "forward pass needs them, from red to blue. The bound is a step that no order of sending "
+        "goes below."
+    )
+    if scene.measured is not None:
+        text += (
+            f" Measured is step {scene.measured.step}, shifted so that the first operation's "
+            "gradients are complete when they are predicted to be."
+        )
+    return text
+
+
+def _names(lanes: list[Lane], tops: list[int], height: int) -> str:
+    parts = [f'<svg height="{height}">']
+    for lane, top in zip(lanes, tops, strict=True):
+        side = "measured" if lane.measured else "predicted"
+        parts.append(f'<text x="8" y="{top + 13}">{lane.name}</text>')
+        parts.append(f'<text class="side" x="80" y="{top + 13}">{side}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _drawing(scene: Scene, lanes: list[Lane], tops: list[int], height: int) -> str:
+    end_s = scene.end_s()
+    parts = [f'<svg id="timeline" width="100%" height="{height}">']
+    for i, (lane, top) in enumerate(zip(lanes, tops, strict=True)):
+        if i % 2:
+            tall = _ROW * len(lane.rows) + _GAP
+            parts.append(
+                f'<rect class="stripe" y="{top - _GAP / 2}" width="100%" height="{tall}"/>'
+            )
+    parts += _axis(scene, end_s, height)
+    for lane, top in zip(lanes, tops, strict=True):
+        side = "measured" if lane.measured else "predicted"
+        parts.append(f'<g class="lane {lane.name.replace(" ", "-")} {side}">')
+        for r, row in enumerate(lane.rows):
+            for bar in row:
+                parts += _bar(scene, bar, top + r * _ROW, end_s)
+        parts.append("</g>")
+    return "\n".join([*parts, "</svg>"])
+
+
+def _axis(scene: Scene, end_s: float, height: int) -> Iterator[str]:
+    step = _tick(end_s)
+    for k in range(int(end_s / step) + 1):
+        x = f"{100 * k * step / end_s:.4f}%"
+        yield f'<line class="grid" x1="{x}" x2="{x}" y1="{_AXIS - 8}" y2="{height}"/>'
+        if k * step < 0.95 * end_s:  # else it would be cut off
+            yield f'<text class="tick" x="{x}" y="12" dx="3">{k * step * 1e3:g} ms</text>'
+    x = f"{100 * scene.profile.backward_end_s / end_s:.4f}%"
+    yield f'<line class="mark" x1="{x}" x2="{x}" y1="{_AXIS - 8}" y2="{height}">'
+    yield "<title>backward ends</title></line>"
+
+
+def _tick(end_s: float) -> float:
+    """A round number of seconds, of which about ten make `end_s`."""
+    power = 1e-9
+    while True:
+        for digit in (1, 2, 5):
+            if digit * power * 12 >= end_s:
+                return digit * power
+        power *= 10
+
+
+def _bar(scene: Scene, bar: Bar, top: int, end_s: float) -> Iterator[str]:
+    x, width = 100 * bar.start_s / end_s, 100 * (bar.end_s - bar.start_s) / end_s
+    extra = "" if bar.op is None else f' data-op="{bar.op}" fill="{scene.colour(bar.op)}"'
+    place = f'x="{x:.4f}%" y="{top}" width="{max(width, 0.02):.4f}%" height="{_ROW - 2}"'
+    yield f'<rect class="bar {bar.kind}"{extra} {place}><title>{escape(bar.tip)}</title></rect>'
+    if bar.op is not None and width > 100 * _NUMBERED:
+        yield f'<text class="number" x="{x:.4f}%" y="{top + 12}" dx="3">{bar.op}</text>'
+
+
+def _head(scene: Scene) -> str:
+    columns = ["op", "kind", "MB", "launched ms", "done ms"]
+    if scene.measured is not None:
+        columns += ["measured launched", "done"]
+    cells = "".join(f"<th>{column}</th>" for column in columns)
+    return f'<tr>{cells}<th class="text">tensors</th></tr>'
+
+
+def _table_row(scene: Scene, i: int) -> str:
+    op = scene.plan.ops[i]
+    spans = [(scene.prediction.launched_s[i], scene.prediction.done_s[i])]
+    spans += [scene.measured.flights[i]] if scene.measured is not None else []
+    cells = [str(i), op.kind, f"{scene.plan.bytes(op) / 1e6:.3f}"]
+    cells += [f"{time_s * 1e3:.2f}" for span in spans for time_s in span]
+    names = scene.op_tip(i).partition("\n")[2]
+    text = "".join(f"<td>{cell}</td>" for cell in cells)
+    return f'<tr data-op="{i}">{text}<td class="text">{escape(names)}</td></tr>'
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

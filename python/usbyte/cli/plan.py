@@ -1,0 +1,109 @@
+"""`usbyte plan`: what a policy makes of a profile and a network, and what to expect of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from usbyte.cli.options import BYTES, network, network_options, write_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from usbyte import _core
+
+_MEGA = 1e6
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 100})
+@click.argument("profile")
+@network_options
+@click.option("--policy", default="auto", help="Who plans.")
+@click.option(
+    "--overlap",
+    type=click.Choice(["forward", "backward"]),
+    default="forward",
+    help="What communication may hide behind: backward, or backward and the next forward.",
+)
+@click.option("--partition", type=BYTES, help="bytescheduler: larger tensors are split.")
+@click.option("--credit", type=BYTES, help="bytescheduler: bytes in flight.")
+@click.option("--bucket", type=BYTES, help="ddp: bucket size.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan as JSON.")
+def plan(
+    profile: str,
+    network_path: Path | None,
+    ring: _core.NetworkModel | None,
+    policy: str,
+    overlap: str,
+    partition: int | None,
+    credit: int | None,
+    bucket: int | None,
+    output: Path | None,
+) -> None:
+    """Plan the communication of a profile.
+
+    PROFILE is a file of usbyte's own, a published trace, or vgg16-half. Launched and done are
+    seconds since the forward pass began; the bound is a step that no order of sending goes below.
+    """
+    from rich.console import Console
+
+    from usbyte import _core
+    from usbyte.lab import profiles
+
+    job = profiles.load(profile)
+    net = network(network_path, ring)
+    sizes = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": bucket}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    made = _core.make_plan(policy, job, net, given, overlap)
+    predicted = _core.simulate(made, job, net, overlap)
+    console = Console(highlight=False)
+    console.print(_table(made, predicted))
+    bound_s = _core.bound_s(job, net, overlap)
+    console.print(
+        f"{job.model or profile}: {job.bytes / _MEGA:.1f} MB in {len(job.tensors)} tensors, "
+        f"{net.ranks} ranks, overlap {overlap}",
+        markup=False,
+    )
+    console.print(
+        f"step {predicted.step_s:.6f} s, bound {bound_s:.6f} s, "
+        f"without communication {job.iteration_s:.6f} s"
+    )
+    if output:
+        write_text(output, made.to_json() + "\n")
+
+
+def _table(plan: _core.Plan, predicted: _core.Prediction) -> Table:
+    """One row for each op."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{plan.policy}: {len(plan.ops)} ops")
+    for column in ("op", "kind", "MB", "window MB", "launched s", "done s", "tensors"):
+        left = column in ("kind", "tensors")
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    for i, op in enumerate(plan.ops):
+        names = [plan.tensors[t].name for t in plan.tensors_of(op)]
+        fence = ", fence" if op.fence else ""
+        table.add_row(
+            str(i),
+            op.kind,
+            f"{plan.bytes(op) / _MEGA:.3f}",
+            _window(op.window_bytes, plan) + fence,
+            f"{predicted.launched_s[i]:.6f}",
+            f"{predicted.done_s[i]:.6f}",
+            Text(_shortened(names)),
+        )
+    return table
+
+
+def _window(window_bytes: int, plan: _core.Plan) -> str:
+    # Windows that hold everything are as good as none.
+    return "all" if window_bytes >= plan.arena_bytes else f"{window_bytes / _MEGA:.3f}"
+
+
+def _shortened(names: list[str]) -> str:
+    if len(names) <= 2:
+        return ", ".join(names)
+    return f"{names[0]} ... {names[-1]} ({len(names)})"

@@ -1,0 +1,80 @@
+"""`usbyte report`: a plan's timeline, predicted and measured, as a page and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from usbyte.cli.options import network, network_options, read_text, write_text
+
+if TYPE_CHECKING:
+    from usbyte import _core
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 100})
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("profile")
+@network_options
+@click.option(
+    "--overlap",
+    type=click.Choice(["forward", "backward"]),
+    default="forward",
+    help="What communication may hide behind: backward, or backward and the next forward.",
+)
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(path_type=Path),
+    help="What USBYTE_TIMELINE has written of a run of this plan.",
+)
+@click.option(
+    "--step", type=int, show_default="one of the most usual length", help="Which step of the trace."
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), default="report.html", help="The page."
+)
+@click.option("--png", type=click.Path(path_type=Path), help="Also draw a picture (matplotlib).")
+def report(
+    plan: Path,
+    profile: str,
+    network_path: Path | None,
+    ring: _core.NetworkModel | None,
+    overlap: str,
+    trace_path: Path | None,
+    step: int | None,
+    output: Path,
+    png: Path | None,
+) -> None:
+    """Draw a plan's timeline, predicted and measured.
+
+    PLAN is JSON as `usbyte plan -o` writes it, PROFILE what it was made from. The page needs
+    nothing from elsewhere. Without --trace only the prediction is shown.
+    """
+    from usbyte import _core
+    from usbyte.cli import page, trace
+    from usbyte.cli.scene import Scene
+    from usbyte.lab import profiles
+
+    if png is not None:
+        from usbyte.cli import figures  # says early what is missing
+    if step is not None and trace_path is None:
+        raise click.UsageError("--step chooses a step of --trace, which is missing")
+    made = _core.Plan.from_json(read_text(plan, "plan"))
+    job = profiles.matched(profiles.load(profile), made)
+    net = network(network_path, ring)
+    measured = trace.read_trace(trace_path, made, step) if trace_path is not None else None
+    shown = Scene(
+        plan=made,
+        profile=job,
+        overlap=overlap,
+        prediction=_core.simulate(made, job, net, overlap),
+        bound_s=_core.bound_s(job, net, overlap),
+        network=net,
+        measured=trace.aligned(measured, made, job) if measured is not None else None,
+    )
+    write_text(output, page.render(shown))
+    if png is not None:
+        figures.save(figures.timeline(shown), png)
+    click.echo(f"wrote {output}" + (f" and {png}" if png else ""))

@@ -1,0 +1,183 @@
+"""`usbyte simulate`: predicted step times of models, policies, worker counts and bandwidths."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from usbyte import units
+from usbyte.cli.options import (
+    SECONDS,
+    Parsed,
+    all_schemes,
+    listed,
+    parse_scheme,
+    write_text,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from usbyte import _core
+
+_MAX_WORKERS = 4096
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prediction.
+
+    Attributes:
+        model: Of the profile.
+        workers: Ranks of the ring.
+        bandwidth_bytes_per_s: Of a link.
+        latency_s: Of a message.
+        overlap: "forward" or "backward".
+        policy: Who plans.
+        ops: Collectives of one step.
+        step_s: Predicted.
+        bound_s: What no order of sending goes below, with this overlap.
+        compute_s: The step without communication.
+    """
+
+    model: str
+    workers: int
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    overlap: str
+    policy: str
+    ops: int
+    step_s: float
+    bound_s: float
+    compute_s: float
+
+    @property
+    def scheme(self) -> str:
+        """Overlap and policy; the overlap is left out where it is the usual one."""
+        return self.policy if self.overlap == "forward" else f"{self.overlap}:{self.policy}"
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or not 2 <= int(text) <= _MAX_WORKERS:
+        raise ValueError(f"{text!r}: write 2 to {_MAX_WORKERS} workers")
+    return int(text)
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 100})
+@click.argument("profiles", nargs=-1, required=True)
+@click.option(
+    "--policies",
+    type=Parsed("list", listed(parse_scheme)),
+    show_default="all in forward overlap, and backward:ddp",
+    help="POLICY or OVERLAP:POLICY, separated by commas.",
+)
+@click.option(
+    "--workers", type=Parsed("list", listed(_workers)), default="4,16,64,256",
+    help="Ranks of the ring, separated by commas.",
+)  # fmt: skip
+@click.option(
+    "--bandwidth", type=Parsed("list", listed(units.parse_rate)), default="10gbit",
+    help="Of a link, separated by commas.",
+)  # fmt: skip
+@click.option("--latency", type=SECONDS, default="25us", help="Of a message.")
+@click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Also write CSV.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Also draw a picture (matplotlib).")
+def simulate(
+    profiles: tuple[str, ...],
+    policies: list[tuple[str, str]] | None,
+    workers: list[int],
+    bandwidth: list[float],
+    latency: float,
+    csv_path: Path | None,
+    plot: Path | None,
+) -> None:
+    """Predict step times with ring collectives.
+
+    PROFILES are files of usbyte's own, published traces, or vgg16-half. Published traces have no
+    forward times: half of backward is taken. Times are milliseconds; the bound is a step that no
+    order of sending goes below, and the best policy is marked.
+    """
+    from rich.console import Console
+
+    from usbyte.lab.profiles import load
+
+    if plot is not None:
+        from usbyte.cli import figures  # says early what is missing
+    jobs = [(load(source), source) for source in profiles]
+    schemes = policies or all_schemes()
+    console = Console(highlight=False)
+    cases: list[Case] = []
+    for job, source in jobs:
+        model = job.model or Path(source).stem
+        for rate in bandwidth:
+            with console.status(f"{model}, {units.format_rate(rate)}"):
+                found = list(_cases(job, model, schemes, workers, rate, latency))
+            console.print(_table(found))
+            cases += found
+    if csv_path:
+        write_text(csv_path, _csv(cases))
+    if plot is not None:
+        figures.save(figures.steps_by_workers(cases), plot)
+
+
+def _cases(
+    job: _core.Profile,
+    model: str,
+    schemes: Sequence[tuple[str, str]],
+    workers: Sequence[int],
+    rate: float,
+    latency_s: float,
+) -> Iterator[Case]:
+    from usbyte import _core
+
+    for count in workers:
+        network = _core.NetworkModel.ring(count, latency_s, rate)
+        for overlap, policy in schemes:
+            plan = _core.make_plan(policy, job, network, {}, overlap)
+            step_s = _core.simulate(plan, job, network, overlap).step_s
+            bound_s = _core.bound_s(job, network, overlap)
+            yield Case(
+                model, count, rate, latency_s, overlap, policy, len(plan.ops), step_s, bound_s,
+                job.iteration_s,
+            )  # fmt: skip
+
+
+def _table(cases: Sequence[Case]) -> Table:
+    """A row for each number of workers, a column for each policy."""
+    from rich.table import Table
+
+    first = cases[0]
+    schemes = list(dict.fromkeys(case.scheme for case in cases))
+    table = Table(
+        title=f"{first.model}, {units.format_rate(first.bandwidth_bytes_per_s)}, latency "
+        f"{units.format_seconds(first.latency_s)}: ms of a step, "
+        f"{first.compute_s * 1e3:.1f} without communication"
+    )
+    for column in ("workers", "bound", *schemes):
+        table.add_column(column, justify="right")
+    for workers in dict.fromkeys(case.workers for case in cases):
+        row = {case.scheme: case for case in cases if case.workers == workers}
+        best = min(case.step_s for case in row.values())
+        texts = [
+            f"[bold green]{case.step_s * 1e3:.1f}[/]"
+            if case.step_s == best
+            else f"{case.step_s * 1e3:.1f}"
+            for case in row.values()
+        ]
+        bound = min(case.bound_s for case in row.values())
+        table.add_row(str(workers), f"{bound * 1e3:.1f}", *texts)
+    return table
+
+
+def _csv(cases: Sequence[Case]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Case)])
+    writer.writerows(astuple(case) for case in cases)
+    return text.getvalue()

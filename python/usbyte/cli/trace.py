@@ -1,0 +1,114 @@
+"""What usbyte has measured of a plan: one step of the Chrome trace that it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from usbyte import _core
+from usbyte.errors import UsageError
+
+
+@dataclass
+class Measured:
+    """One step of a trace, and how long such steps took.
+
+    Attributes:
+        step: Its number.
+        step_s: Median over the trace's steps of this plan; None with a single one.
+        queued: By op, when it was ready to go and when it went, seconds of the trace.
+        flights: By op, launched and done.
+        gates: Tensor's name, from, to.
+        updates: Names of tensors, from, to.
+    """
+
+    step: int
+    step_s: float | None
+    queued: dict[int, tuple[float, float]] = field(default_factory=dict)
+    flights: dict[int, tuple[float, float]] = field(default_factory=dict)
+    gates: list[tuple[str, float, float]] = field(default_factory=list)
+    updates: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def shifted(self, by_s: float) -> Measured:
+        """The same, `by_s` seconds later."""
+        return Measured(
+            self.step,
+            self.step_s,
+            {op: (a + by_s, b + by_s) for op, (a, b) in self.queued.items()},
+            {op: (a + by_s, b + by_s) for op, (a, b) in self.flights.items()},
+            [(name, a + by_s, b + by_s) for name, a, b in self.gates],
+            [(name, a + by_s, b + by_s) for name, a, b in self.updates],
+        )
+
+
+def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measured:
+    """Reads one step of a Chrome trace that usbyte has written, with times as they are in it.
+
+    Args:
+        path: Of the trace.
+        plan: What the step has followed.
+        step: Which one; by default the one of the most usual length.
+
+    Raises:
+        UsageError: The file is no such trace, or holds no such step.
+    """
+    try:
+        events = [e for e in json.loads(path.read_text()) if e["ph"] == "X"]
+        by_step: dict[int, list[Any]] = {}
+        for event in events:
+            by_step.setdefault(int(event["args"]["step"]), []).append(event)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"cannot read the trace '{path}': {error}; give a file that USBYTE_TIMELINE has made"
+        ) from error
+    ops = {plan.describe(i): i for i in range(len(plan.ops))}
+    found = {n: _step(n, step_events, ops) for n, step_events in by_step.items()}
+    whole = {n: m for n, m in found.items() if len(m.flights) == len(ops)}
+    if step is not None and step not in whole:
+        raise UsageError(
+            f"step {step} of '{path}' does not follow this plan; those that do are "
+            + (_ranges(sorted(whole)) or "none")
+        )
+    if not whole:
+        raise UsageError(
+            f"no step in '{path}' follows this plan ({plan.policy}, {len(ops)} ops); give the plan "
+            "of that run (optimizer.plan.to_json()) and a trace of steps after the learning steps"
+        )
+    starts = {n: min(a for a, _ in m.queued.values()) for n, m in whole.items()}
+    lengths = {n: starts[n + 1] - starts[n] for n in whole if n + 1 in starts}
+    ranked = sorted(lengths, key=lambda n: lengths[n])
+    usual = ranked[(len(ranked) - 1) // 2] if ranked else max(whole)
+    chosen = whole[usual if step is None else step]
+    chosen.step_s = lengths[usual] if ranked else None
+    return chosen
+
+
+def _step(number: int, events: Iterable[Any], ops: dict[str, int]) -> Measured:
+    found = Measured(number, None)
+    for event in events:
+        name, start = event["name"], event["ts"] * 1e-6
+        end = start + event["dur"] * 1e-6
+        if event["cat"] == "gate":
+            found.gates.append((name, start, end))
+        elif event["cat"] == "update":
+            found.updates.append((name, start, end))
+        elif name in ops and event["cat"] == "queue":
+            found.queued[ops[name]] = (start, end)
+        elif name in ops and event["cat"] == "communication":
+            found.flights[ops[name]] = (start, end)
+    return found
+
+
+def aligned(measured: Measured, plan: _core.Plan, profile: _core.Profile) -> Measured:
+    """On the prediction's clock: an op's gradients are first complete at the same moment."""
+    complete = [max(profile.ready_s[t] for t in plan.tensors_of(op)) for op in plan.ops]
+    first = min(a for a, _ in measured.queued.values())
+    return measured.shifted(min(complete) - first)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:10]))
+    return shown if len(numbers) <= 10 else f"{shown}, ... {numbers[-1]}"

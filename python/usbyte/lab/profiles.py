@@ -1,0 +1,198 @@
+"""Profiles to replay and to plan for: a made-up VGG-16, published traces, files of usbyte's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from usbyte._core import Plan, Profile, TensorSpec
+from usbyte.errors import UsageError
+
+#: Name of the built-in profile, where a file is expected.
+BUILT_IN = "vgg16-half"
+
+_USED = "usbyte.used"  # flags that travel with the gradients; whoever replays adds its own
+
+_WIDTHS = [32, 32, 64, 64, 128, 128, 128, 256, 256, 256, 256, 256, 256]
+_SIDES = [224, 224, 112, 112, 56, 56, 56, 28, 28, 28, 14, 14, 14]
+_DENSE = [(256 * 7 * 7, 1740), (1740, 1740), (1740, 1000)]
+
+
+def vgg16_half(compute_s: float = 1.5) -> Profile:
+    """The sixteen layers of VGG-16 at half width, about 120 MB of fp32 gradients.
+
+    Time is shared out in proportion to multiply-adds, and backward takes twice as long as forward.
+    Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition",
+    2015.
+
+    Args:
+        compute_s: Seconds of forward and backward together.
+    """
+    layers: list[tuple[str, int, int, int]] = []  # name, weights, biases, multiply-adds
+    inputs = 3
+    for i, (width, side) in enumerate(zip(_WIDTHS, _SIDES, strict=True)):
+        weights = inputs * width * 9
+        layers.append((f"conv{i + 1}", weights, width, weights * side * side))
+        inputs = width
+    layers += [(f"fc{i + 1}", a * b, b, a * b) for i, (a, b) in enumerate(_DENSE)]
+    scale = compute_s / 3 / sum(work for *_, work in layers)
+    rows, ready_s, need = [], compute_s, 0.0
+    for name, weights, biases, work in layers:
+        rows += [
+            (f"{name}.weight", weights, need, ready_s),
+            (f"{name}.bias", biases, need, ready_s),
+        ]
+        need += work * scale
+        ready_s -= 2 * work * scale
+    return _profile(BUILT_IN, rows)
+
+
+def read_trace(text: str) -> Profile:
+    """Reads a published backward trace: JSON whose rows are tensor, elements, backward_gap_us.
+
+    Rows are in backward order; a gap is the time from the gradient before to this one, in
+    microseconds. Such traces hold no forward times: the forward time of a tensor is taken to be
+    half of its gap. Consecutive tensors of one module ("conv1.weight", "conv1.bias") are needed
+    together, when the module's forward begins. Elements are fp32.
+
+    Raises:
+        UsageError: It is not such a trace.
+    """
+    try:
+        root = json.loads(text)
+        if root["columns"] != ["tensor", "elements", "backward_gap_us"]:
+            raise ValueError(f"its columns are {root['columns']}")
+        if root.get("order", "backward") != "backward":
+            raise ValueError(f"its order is {root['order']!r}")
+        trace = [(str(name), int(numel), float(gap) * 1e-6) for name, numel, gap in root["tensors"]]
+        if not trace or any(gap < 0 for *_, gap in trace):
+            raise ValueError("it is empty or has a negative gap")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"not a trace: {error}; it needs columns tensor, elements, backward_gap_us and rows in "
+            "backward order"
+        ) from error
+    forward_s = sum(gap for *_, gap in trace) / 2
+    ready, ready_s = forward_s, []
+    for *_, gap in trace:
+        ready += gap
+        ready_s.append(ready)
+    rows: list[tuple[str, int, float, float]] = []
+    now, need, module = 0.0, 0.0, None
+    for (name, numel, gap), ready in zip(reversed(trace), reversed(ready_s), strict=True):
+        if name.rpartition(".")[0] != module:
+            module, need = name.rpartition(".")[0], now
+        rows.append((name, numel, need, ready))
+        now += gap / 2
+    return _profile(str(root.get("model", "")), rows)
+
+
+def load(source: str) -> Profile:
+    """Reads a profile of usbyte's own or a published trace, or makes the built-in one.
+
+    Args:
+        source: A file, or "vgg16-half".
+
+    Raises:
+        UsageError: There is no such file, or it holds neither.
+        PlanError: The profile contradicts itself.
+    """
+    if source == BUILT_IN:
+        return vgg16_half()
+    try:
+        text = Path(source).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"cannot read the profile '{source}': {error}; give a JSON file or {BUILT_IN}"
+        ) from error
+    root: Any = None
+    with suppress(ValueError):  # which Profile tells better
+        root = json.loads(text)
+    if isinstance(root, dict) and "columns" in root:
+        return read_trace(text)
+    return Profile.from_json(text)
+
+
+def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
+    """The same job with all times and all tensor sizes multiplied.
+
+    Args:
+        profile: The job.
+        time: Factor of every time, updates included.
+        size: Factor of every tensor's elements; each keeps at least one.
+    """
+    if not (time > 0 and size > 0):
+        raise UsageError(f"cannot scale by time {time:g} and bytes {size:g}; both must be above 0")
+    return Profile(
+        line((t.name, max(1, round(t.numel * size)), t.dtype) for t in profile.tensors),
+        [need * time for need in profile.need_s],
+        [ready * time for ready in profile.ready_s],
+        profile.step_s * time,
+        profile.update_s * time,
+        profile.model,
+        [spread * time for spread in profile.need_spread_s],
+        [spread * time for spread in profile.ready_spread_s],
+    )
+
+
+def without_flags(profile: Profile) -> Profile:
+    """The job without the flags that usbyte itself sends with the gradients."""
+    keep = [i for i, t in enumerate(profile.tensors) if t.name != _USED]
+    return Profile(
+        line((t.name, t.numel, t.dtype) for t in (profile.tensors[i] for i in keep)),
+        [profile.need_s[i] for i in keep],
+        [profile.ready_s[i] for i in keep],
+        profile.step_s,
+        profile.update_s,
+        profile.model,
+    )
+
+
+def matched(profile: Profile, plan: Plan) -> Profile:
+    """The job with the plan's tensors, in the plan's order.
+
+    The flags that usbyte sends with the gradients are added where the plan has them: needed first,
+    ready last.
+
+    Raises:
+        UsageError: The plan was made for other tensors.
+    """
+    job = without_flags(profile)
+    index = {t.name: i for i, t in enumerate(job.tensors)}
+    rows = []
+    for spec in plan.tensors:
+        i = index.pop(spec.name, None)
+        if spec.name == _USED:
+            rows.append((0.0, profile.backward_end_s))
+        elif i is not None and job.tensors[i].numel == spec.numel:
+            rows.append((job.need_s[i], job.ready_s[i]))
+        else:
+            raise UsageError(
+                f"the plan's tensor '{spec.name}' of {spec.numel} elements is not in the profile; "
+                "give the profile that the plan was made from"
+            )
+    if index:
+        raise UsageError(
+            f"the profile's tensor '{next(iter(index))}' is not in the plan; give the profile that "
+            "the plan was made from"
+        )
+    need_s, ready_s = [row[0] for row in rows], [row[1] for row in rows]
+    return Profile(plan.tensors, need_s, ready_s, job.step_s, job.update_s, job.model)
+
+
+def line(tensors: Iterable[tuple[str, int, str]]) -> list[TensorSpec]:
+    """Tensors laid one after the other, from (name, elements, dtype)."""
+    specs, offset = [], 0
+    for name, numel, dtype in tensors:
+        specs.append(TensorSpec(name, numel, dtype, offset))
+        offset += numel
+    return specs
+
+
+def _profile(model: str, rows: list[tuple[str, int, float, float]]) -> Profile:
+    """From (name, fp32 elements, need_s, ready_s) in forward order."""
+    specs = line((name, numel, "float32") for name, numel, *_ in rows)
+    return Profile(specs, [row[2] for row in rows], [row[3] for row in rows], model=model)

@@ -1,0 +1,98 @@
+"""Sizes, rates and times as people write them: "25M", "10gbit", "25us".
+
+Nothing here needs the extension or torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+_NUMBER = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-z/]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+)([kmg]?)(ib)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SECONDS = {"": 0, "s": 0, "ms": -3, "us": -6, "ns": -9}  # powers of ten
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "8388608", "8M" or "8MiB"; k, M and G are powers of 1024, as in USBYTE_*.
+
+    Raises:
+        ValueError: It is no size, or not positive.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    # As the core's parser has it: "iB" follows a letter only.
+    value = 0
+    if match and not (match[3] and not match[2]):
+        value = int(match[1]) << (10 * _POWERS[match[2].lower()])
+    if value < 1:
+        raise ValueError(
+            f"{text!r} is no size; write a whole number of bytes >= 1, also with k, M or G "
+            "(powers of 1024), such as 8388608, 8M or 8MiB"
+        )
+    return value
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of "10gbit", "200mbit/s", "1.25GB/s".
+
+    Bits and bytes are told apart by the unit, and k, M, G, T are powers of 1000, as is usual for
+    networks.
+
+    Raises:
+        ValueError: It is no rate, or not positive.
+    """
+    match = _NUMBER.fullmatch(text)
+    unit = match[2].removesuffix("/s") if match else ""
+    prefix, bits, per_byte = unit[:-3].lower(), unit[-3:].lower() == "bit", 8
+    if not bits:
+        prefix, bits, per_byte = unit[:-1].lower(), unit[-1:] == "B", 1
+    if match is None or not bits or prefix not in _POWERS or not _positive(float(match[1])):
+        raise ValueError(
+            f"{text!r} is no rate; write a number with bit, kbit, mbit, gbit or tbit, or with "
+            "kB/s, MB/s or GB/s, such as 10gbit, 200mbit or 1.25GB/s"
+        )
+    return _times_ten_to(match[1], 3 * _POWERS[prefix]) / per_byte
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of "25us", "8ms", "1.5s" or "1.5".
+
+    Raises:
+        ValueError: It is no time, or negative.
+    """
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2].lower() not in _SECONDS or math.isinf(float(match[1])):
+        raise ValueError(
+            f"{text!r} is no time; write a number of seconds, or one with ms, us or ns, such as "
+            "1.5, 8ms or 25us"
+        )
+    return _times_ten_to(match[1], _SECONDS[match[2].lower()])
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Writes 1.25e9 as "10gbit"."""
+    bits = bytes_per_s * 8
+    for power, prefix in ((4, "t"), (3, "g"), (2, "m"), (1, "k")):
+        if bits >= 1000**power:
+            return f"{bits / 1000**power:.6g}{prefix}bit"
+    return f"{bits:.6g}bit"
+
+
+def format_seconds(seconds: float) -> str:
+    """Writes 25e-6 as "25us"."""
+    for unit in ("s", "ms", "us"):
+        scaled = seconds * 10 ** -_SECONDS[unit]
+        if abs(scaled) >= 1:
+            return f"{scaled:.4g}{unit}"
+    return f"{seconds * 1e9:.4g}ns" if seconds else "0s"
+
+
+def _positive(value: float) -> bool:
+    return 0 < value < math.inf
+
+
+def _times_ten_to(number: str, power: int) -> float:
+    """Exact but for the last rounding: "25us" is 25e-6, not 2.4999999999999998e-05."""
+    return float(Decimal(number).scaleb(power))

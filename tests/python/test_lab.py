@@ -1,0 +1,155 @@
+"""`usbyte lab`: real network namespaces, of a name that no other lab has."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import usbyte
+from usbyte.errors import UsageError
+from usbyte.lab import netns
+from usbyte.lab.netns import Lab
+
+ROOT = Path(usbyte.__file__).parents[1]
+NAME = f"t{os.getpid() % 10_000_000}"
+
+
+def command(*arguments, **options):
+    """Runs `usbyte lab` in a fresh process."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    verb, *rest = arguments
+    return subprocess.run(
+        [sys.executable, "-c", "from usbyte.cli import main; main(prog_name='usbyte')",
+         "lab", verb, "--name", NAME, *rest],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False, **options,
+    )  # fmt: skip
+
+
+def left():
+    """What `ip` still knows of the lab."""
+    text = "".join(
+        subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout
+        for words in (["netns", "list"], ["link", "show"])
+    )
+    return re.findall(rf"\b{NAME}\S*", text) + list(Path("/etc/netns").glob(f"{NAME}*"))
+
+
+@pytest.fixture(scope="module")
+def lab():
+    if reason := netns.unusable():
+        pytest.skip(reason)
+    lab = Lab(NAME)
+    try:
+        lab.up(2, 125e6)
+    except UsageError as error:
+        pytest.skip(f"no right to make network namespaces: {error}")
+    yield lab
+    if lab.hosts():
+        lab.down(kill=True)
+    assert left() == []
+
+
+_RANK = """
+import os, socket, sys, torch, usbyte.torch as ub
+ub.init()
+print(ub.allreduce(torch.tensor([ub.rank() + 1.0]), op=ub.Sum).item(),
+      socket.gethostbyname(socket.gethostname()), socket.gethostbyname(sys.argv.pop()),
+      ub.local_rank(), ub.local_size(), sys.argv[1:])
+ub.shutdown()
+"""
+
+
+@pytest.mark.netns
+def test_ranks_meet_over_the_shaped_links(lab):
+    done = command("run", "--", sys.executable, "-c", _RANK, "$HOME *", "--name", f"{NAME}-1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] 3.0 10.98.0.{rank + 1} 10.98.0.2 0 1 ['$HOME *', '--name']" for rank in range(2)
+    ]
+
+
+@pytest.mark.netns
+def test_the_first_failing_rank_gives_its_code_and_ends_the_others(lab):
+    done = command("run", "--", "sh", "-c", '[ "$RANK" = 1 ] && exit 7; sleep 1000')
+    assert done.returncode == 7
+    assert "rank 1" in done.stderr
+    assert [host.pids for host in lab.status()] == [[], []]
+
+
+@contextmanager
+def sleeper(lab, host):
+    """A process that runs in a host and does nothing."""
+    process = subprocess.Popen(["ip", "netns", "exec", f"{NAME}-{host}", "sleep", "1000"])
+    try:
+        while not lab.status()[host].pids:
+            assert process.poll() is None
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.netns
+def test_rates_change_while_ranks_run(lab):
+    rates = lambda: [host.bytes_per_s for host in lab.status()]  # noqa: E731
+    assert rates() == [125e6, 125e6]
+    with sleeper(lab, 1) as process:
+        done = command("rate", "200mbit")
+        assert done.returncode == 0, done.stderr
+        assert rates() == [25e6, 25e6]
+        shown = command("status")
+        assert "200mbit" in shown.stdout
+        assert str(process.pid) in shown.stdout
+        # What still runs is not taken its network away.
+        refused = command("down")
+        assert refused.returncode == 1
+        assert str(process.pid) in refused.stderr
+        assert "--kill" in refused.stderr
+    assert command("rate", "unlimited").returncode == 0
+    assert rates() == [None, None]
+
+
+@pytest.mark.netns
+def test_up_twice_and_down_twice(lab):
+    again = command("up", "--hosts", "2")
+    assert again.returncode == 1
+    assert "up already, with 2 hosts" in again.stderr
+    with sleeper(lab, 0) as process:
+        assert command("down", "--kill").returncode == 0
+        assert process.wait(60) == -signal.SIGKILL
+    assert left() == []
+    for verb in (["down"], ["rate", "1gbit"], ["run", "--", "true"]):
+        gone = command(*verb)
+        assert gone.returncode == 1
+        assert f"lab '{NAME}' is not up; start it with `usbyte lab up" in gone.stderr
+    assert command("status").returncode == 1
+
+
+@pytest.mark.netns
+def test_a_failing_up_leaves_nothing(lab, monkeypatch):
+    if lab.hosts():
+        lab.down()
+    monkeypatch.setattr(netns, "INTERFACE", "a-name-that-is-too-long")
+    with pytest.raises(UsageError, match="ip link add"):
+        lab.up(2)
+    assert left() == []
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("shutil.which", lambda name: f"/sbin/{name}")
+    with pytest.raises(UsageError, match=r"root.*sudo"):
+        Lab()
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UsageError, match="'ip' is missing; install iproute2"):
+        Lab()
+    with pytest.raises(UsageError, match="8 lower-case"):
+        Lab("Not a name")

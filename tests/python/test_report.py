@@ -1,0 +1,208 @@
+"""`usbyte report`: the page, in a real browser where there is one, and the picture."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import click.testing
+import pytest
+import torch
+from torch import nn
+
+import usbyte.torch as ub
+from _ranks import run_ranks
+from usbyte import _core
+from usbyte.cli import main
+from usbyte.lab import profiles
+
+RING = ["--ring", "2,1ms,1gbit"]
+BROWSER = next(
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None
+)
+
+
+def invoke(*arguments):
+    return click.testing.CliRunner().invoke(main, ["report", *map(str, arguments)])
+
+
+def train(rank, size):
+    ub.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap="forward",
+        policy="bytescheduler", partition_bytes=10_000,
+    )  # fmt: skip
+    for _ in range(9):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().mul(1e-6).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    plan = optimizer.plan.to_json()
+    ub.shutdown()
+    return plan
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A real run: its plan, a profile with made-up times, and rank 0's trace."""
+    folder = tmp_path_factory.mktemp("report")
+    env = {"USBYTE_TIMELINE": f"{folder}/trace.%r.json", "USBYTE_LEARNING_STEPS": "3"}
+    plan, _ = run_ranks(2, train, env=env, timeout=60)
+    (folder / "plan.json").write_text(plan)
+    tensors = [t for t in _core.Plan.from_json(plan).tensors if t.name != "usbyte.used"]
+    # In another order than the plan's, and without the flags.
+    specs = profiles.line((t.name, t.numel, t.dtype) for t in reversed(tensors))
+    n = len(specs)
+    need = [1e-3 * (n - 1 - i) for i in range(n)]
+    ready = [1e-3 * (n + 1 + i) for i in range(n)]
+    job = _core.Profile(specs, need, ready, model="<three> layers & more")
+    (folder / "profile.json").write_text(job.to_json())
+    return folder
+
+
+class Page(html.parser.HTMLParser):
+    """Elements by tag, with their attributes and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        element = {"tag": tag, "text": "", **{k: v or "" for k, v in attrs}}
+        self.elements.append(element)
+        if tag not in ("meta", "link"):
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop()["tag"] != tag:
+            pass
+
+    def handle_data(self, data):
+        for element in self.open:
+            element["text"] += data
+
+    def select(self, tag, **attributes):
+        return [
+            e for e in self.elements
+            if e["tag"] == tag
+            and all(set(v.split()) <= set(e.get(k, "").split()) for k, v in attributes.items())
+        ]  # fmt: skip
+
+    def value(self, key):
+        [element] = self.select("dd", id=key)
+        return element["text"]
+
+
+def in_browser(path):
+    """The page after its scripts have run."""
+    if BROWSER is None:
+        pytest.skip("needs a browser: chromium or google-chrome")
+    folder = path.parent / "browser"
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={folder}", "--dump-dom", path.as_uri()]
+    env = {**os.environ, "HOME": str(path.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    return Page(done.stdout)
+
+
+def test_prediction_alone(run, tmp_path):
+    page = tmp_path / "report.html"
+    done = invoke(run / "plan.json", run / "profile.json", *RING, "-o", page)
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    plan = _core.Plan.from_json((run / "plan.json").read_text())
+    job = profiles.matched(profiles.load(str(run / "profile.json")), plan)
+    network = _core.NetworkModel.ring(2, 1e-3, 125e6)
+    shown = Page(text)
+    predicted = _core.simulate(plan, job, network)
+    assert shown.value("step") == f"{predicted.step_s * 1e3:.2f} ms"
+    assert shown.value("bound") == f"{_core.bound_s(job, network) * 1e3:.2f} ms"
+    assert not shown.select("dd", id="measured")
+    assert shown.select("h1")[0]["text"] == "<three> layers & more: bytescheduler"
+    bars = shown.select("rect", **{"class": "bar op"})
+    assert sorted(int(bar["data-op"]) for bar in bars) == list(range(len(plan.ops)))
+    assert len(shown.select("tr")) == 1 + len(plan.ops)
+    # Nothing is fetched from elsewhere.
+    assert not re.search(r"(?:src|href|url)\s*[=(]|@import|https?://", text)
+
+
+def test_prediction_and_measurement_in_a_browser(run):
+    page = run / "report.html"
+    trace = run / "trace.0.json"
+    done = invoke(run / "plan.json", run / "profile.json", *RING, "--trace", trace, "-o", page)
+    assert done.exit_code == 0, done.output
+    shown = in_browser(page)
+    plan = _core.Plan.from_json((run / "plan.json").read_text())
+    for side in ("predicted", "measured"):
+        assert shown.select("g", **{"class": f"lane in-flight {side}"})
+        assert shown.select("g", **{"class": f"lane updates {side}"})
+    bars = shown.select("rect", **{"class": "bar op"})
+    assert len(bars) == 2 * len(plan.ops)
+    # The script has taken the tips over from the <title> elements.
+    tips = [bar["data-tip"] for bar in bars if bar["data-op"] == "0"]
+    assert len(tips) == 2
+    for tip in tips:
+        assert "op 0: all_reduce" in tip
+        assert f"{plan.bytes(plan.ops[0]):,} bytes" in tip
+        assert plan.tensors[plan.tensors_of(plan.ops[0])[0]].name in tip
+    assert float(shown.value("measured").removesuffix(" ms")) > 0
+    for bar in shown.select("rect", **{"class": "bar"}):
+        assert 0 <= float(bar["x"].removesuffix("%")) <= 100
+        assert 0 < float(bar["width"].removesuffix("%")) <= 100
+
+
+def test_a_picture(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "report.png"
+    done = invoke(
+        run / "plan.json", run / "profile.json", *RING, "--trace", run / "trace.0.json",
+        "--step", 6, "-o", tmp_path / "report.html", "--png", picture,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "Measured is step 6" in (tmp_path / "report.html").read_text()
+
+
+def test_backward_overlap(run, tmp_path):
+    page = tmp_path / "report.html"
+    done = invoke(
+        run / "plan.json", run / "profile.json", "--ring", "2,1ms,1mbit", "--overlap", "backward",
+        "-o", page,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    shown = Page(page.read_text())
+    assert shown.value("overlap") == "backward"
+    assert any("backward waits for" in bar["text"] for bar in shown.select("rect"))
+
+
+def test_errors_name_the_culprit(run, tmp_path):
+    plan, profile = run / "plan.json", run / "profile.json"
+    trace = run / "trace.0.json"
+    other = tmp_path / "other.json"
+    job = profiles.load(str(profile))
+    other.write_text(_core.make_plan("wfbp", job, _core.NetworkModel.ring(2, 0, 1e9)).to_json())
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"a": 1}')
+    (tmp_path / "empty.json").write_text(json.dumps([]))
+    for arguments, words in [
+        ((tmp_path / "none.json", profile), "cannot read the plan"),
+        ((plan, "vgg16-half"), "is not in the profile"),
+        ((plan, profile, "--step", "3"), "--trace"),
+        ((plan, profile, "--trace", tmp_path / "none.json"), "USBYTE_TIMELINE"),
+        ((plan, profile, "--trace", bad), "USBYTE_TIMELINE"),
+        ((plan, profile, "--trace", tmp_path / "empty.json"), "no step"),
+        ((other, profile, "--trace", trace), "optimizer.plan.to_json()"),
+        # Learning steps follow another plan.
+        ((plan, profile, "--trace", trace, "--step", "1"), "those that do are 4, 5"),
+    ]:
+        done = invoke(*arguments, *RING, "-o", tmp_path / "report.html")
+        assert done.exit_code in (1, 2), arguments
+        assert words in " ".join(done.output.split()), done.output

@@ -1,0 +1,177 @@
+"""`usbyte plan` and `usbyte simulate`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click.testing
+import pytest
+
+import usbyte
+from usbyte import _core
+from usbyte.cli import main
+from usbyte.lab import profiles
+
+RING = ["--ring", "4,1ms,1gbit"]
+
+
+def invoke(*arguments):
+    return click.testing.CliRunner().invoke(main, arguments, env={"COLUMNS": "160"})
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    job = profiles.scaled(profiles.vgg16_half(), size=0.1)
+    path.write_text(job.to_json())
+    return path
+
+
+def test_a_plan_is_shown_and_written(profile, tmp_path):
+    output = tmp_path / "plan.json"
+    policy = ["--policy", "bytescheduler", "--partition", "1M", "--credit", "4M"]
+    done = invoke("plan", str(profile), *RING, *policy, "-o", str(output))
+    assert done.exit_code == 0, done.output
+    plan = _core.Plan.from_json(output.read_text())
+    job = _core.Profile.from_json(profile.read_text())
+    network = _core.NetworkModel.ring(4, 1e-3, 125e6)
+    options = {"partition_bytes": 1 << 20, "credit_bytes": 4 << 20}
+    assert plan.hash() == _core.make_plan("bytescheduler", job, network, options).hash()
+    predicted = _core.simulate(plan, job, network)
+    assert f"bytescheduler: {len(plan.ops)} ops" in done.output
+    assert f"step {predicted.step_s:.6f} s" in done.output
+    assert f"bound {_core.bound_s(job, network):.6f} s" in done.output
+    assert f"{predicted.done_s[-1]:.6f}" in done.output
+    assert "fc1.weight" in done.output
+
+
+def test_a_measured_network(profile, tmp_path):
+    path = tmp_path / "network.json"
+    path.write_text(_core.NetworkModel(4, [_core.AlphaBeta(1e-3, 1e-8)]).to_json())
+    done = invoke("plan", str(profile), "--network", str(path), "--overlap", "backward")
+    assert done.exit_code == 0, done.output
+    assert "overlap backward" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "none.json", *RING], "cannot read the profile 'none.json'"),
+        (["plan", "vgg16-half"], "--network NETWORK.json or as --ring"),
+        (["plan", "vgg16-half", "--network", "none.json"], "cannot read the network 'none.json'"),
+        (["plan", "vgg16-half", "--ring", "4,1ms"], "RANKS,LATENCY,BANDWIDTH"),
+        (["plan", "vgg16-half", "--ring", "4,1ms,fast"], "'fast' is no rate"),
+        (["plan", "vgg16-half", *RING, "--policy", "magic"], "magic"),
+        (["plan", "vgg16-half", *RING, "--bucket", "1.5M"], "8MiB"),
+        (["plan", "vgg16-half", *RING, "-o", "/no/such/plan.json"], "cannot write"),
+        (["simulate", "vgg16-half", "--workers", "1"], "2 to 4096"),
+        (["simulate", "vgg16-half", "--policies", "magic"], "unknown policy 'magic'"),
+        (["simulate", "vgg16-half", "--policies", "up:ddp"], "unknown overlap 'up'"),
+        (["simulate", "none.json"], "cannot read the profile"),
+    ],
+)
+def test_errors_name_the_culprit(arguments, words):
+    done = invoke(*arguments)
+    assert done.exit_code in (1, 2)
+    assert words in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+
+
+def test_a_broken_profile_is_told_in_one_line(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text('{"format": "usbyte-profile-1"}')
+    done = invoke("plan", str(path), *RING)
+    assert done.exit_code == 1
+    assert "Error: profile: malformed JSON" in done.output
+
+
+def test_simulation_of_all_policies(profile, tmp_path):
+    output = tmp_path / "steps.csv"
+    done = invoke(
+        "simulate", str(profile), "vgg16-half", "--workers", "2,4096", "--bandwidth",
+        "1gbit,10gbit", "--latency", "10us", "--csv", str(output),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader(output.open()))
+    policies = _core.policies()
+    assert len(rows) == 2 * 2 * 2 * (len(policies) + 1)
+    for row in rows:
+        assert float(row["step_s"]) >= float(row["bound_s"]) - 1e-12
+        assert float(row["bound_s"]) >= float(row["compute_s"]) - 1e-12
+        assert float(row["latency_s"]) == 10e-6
+    [row] = [
+        row for row in rows
+        if (row["workers"], row["bandwidth_bytes_per_s"], row["overlap"], row["policy"])
+        == ("4096", "125000000.0", "forward", "wfbp") and int(row["ops"]) == 32
+    ][:1]  # fmt: skip
+    network = _core.NetworkModel.ring(4096, 10e-6, 125e6)
+    job = _core.Profile.from_json(profile.read_text())
+    plan = _core.make_plan("wfbp", job, network)
+    assert float(row["step_s"]) == _core.simulate(plan, job, network).step_s
+    assert "backward:ddp" in done.output
+    assert "10gbit" in done.output
+
+
+def test_a_plot(profile, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "steps.png"
+    options = ["--policies", "ddp,backward:wfbp", "--workers", "2,8", "--plot", str(picture)]
+    done = invoke("simulate", str(profile), *options)
+    assert done.exit_code == 0, done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    refused = invoke("simulate", str(profile), *options[:-1], "/no/such/picture.png")
+    assert refused.exit_code == 1
+    assert "cannot write '/no/such/picture.png'" in refused.output
+
+
+def test_without_matplotlib_the_extra_is_named(profile, monkeypatch):
+    monkeypatch.delitem(sys.modules, "usbyte.cli.figures", raising=False)
+    monkeypatch.delattr("usbyte.cli.figures", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = invoke("simulate", str(profile), "--plot", "x.png")
+    assert done.exit_code == 1
+    assert "pip install 'usbyte[plot]'" in done.output
+
+
+def test_as_a_program(profile):
+    path = os.pathsep.join(
+        filter(None, [str(Path(usbyte.__file__).parents[1]), os.environ.get("PYTHONPATH")])
+    )
+    code = """
+import sys
+from usbyte.cli import main
+assert "usbyte._core" not in sys.modules
+try:
+    main()
+finally:
+    print([name for name in ("torch", "matplotlib") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", str(profile), *RING],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "step " in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_command_has_help():
+    listed = invoke("--help").output
+    for command in ("doctor", "plan", "simulate", "report", "lab"):
+        assert command in listed
+        assert invoke(command, "--help").exit_code == 0
+    assert invoke("nonsense").exit_code == 2
+
+
+def test_a_trace_that_is_json_of_something_else(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"columns": ["a"]}))
+    done = invoke("simulate", str(path))
+    assert done.exit_code == 1
+    assert "columns tensor, elements, backward_gap_us" in done.output
