@@ -18,8 +18,8 @@ struct PolicyOptions {
   bool sharded = false;
   int64_t bucket_bytes = 25 << 20;       ///< ddp: bucket size
   int64_t first_bucket_bytes = 1 << 20;  ///< ddp: size of the bucket that backward fills first
-  int64_t partition_bytes = 16 << 20;    ///< bytescheduler: tensors above this are split
-  int64_t credit_bytes = 32 << 20;       ///< bytescheduler: bytes in flight
+  int64_t partition_bytes = 8 << 20;     ///< bytescheduler: tensors above this are split
+  int64_t credit_bytes = 16 << 20;       ///< bytescheduler: bytes in flight
   int64_t unit_bytes = 256 << 10;        ///< usbyte, dcredit: what ops are made of
   int64_t fusion_bytes = 25 << 20;       ///< dear: the most that a group of tensors holds
 };
