@@ -50,12 +50,16 @@ AlphaBeta NetworkModel::cost(Collective kind, int in_flight) const {
 }
 
 double NetworkModel::least_beta() const {
-  const auto least = [](const std::vector<AlphaBeta>& row) {
+  const size_t windows = std::max({all_reduce.size(), reduce_scatter.size(), all_gather.size()});
+  const auto least = [&](Collective kind) {
     double beta = std::numeric_limits<double>::infinity();
-    for (const AlphaBeta& c : row) beta = std::min(beta, c.beta_s_per_byte);
+    for (int k = 1; k <= static_cast<int>(windows); ++k) {
+      beta = std::min(beta, cost(kind, k).beta_s_per_byte);
+    }
     return beta;
   };
-  return std::min(least(all_reduce), least(reduce_scatter) + least(all_gather));
+  return std::min(least(Collective::all_reduce),
+                  least(Collective::reduce_scatter) + least(Collective::all_gather));
 }
 
 NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s) {
@@ -137,6 +141,9 @@ Fit fit_cost(std::span<const Sample> samples) {
   std::vector<double> startups;
   for (const auto& [x, y] : points) {
     if (x <= most * kSmall) startups.push_back(std::max(y - slowest / most * x, 0.0));
+  }
+  if (startups.empty() && points.size() > 1) {
+    startups.push_back(std::max(points[0].second - slowest / most * points[0].first, 0.0));
   }
   const double alpha = startups.empty() ? 0 : median(startups);
   const AlphaBeta line{alpha, slowest / most};

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kImproved = 4;          // drafts that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
-constexpr double kAlmost = 1.003;     // of the best step
+constexpr double kAlmost = 0.003;     // of the iteration
 constexpr double kWork = 1.2e7;       // tensors times evaluations of one local search
 constexpr int kMinEvaluations = 400, kMaxEvaluations = 20000;
 

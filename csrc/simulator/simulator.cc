@@ -118,6 +118,9 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
                              : kNever;
     const double done = step.in_flight() > 0 ? done_s_[static_cast<size_t>(oldest)] : kNever;
     now = std::min({ready, done, release});
+    if (now == kNever) {
+      throw PlanError("simulator: a sharded plan gathers before everything is reduced");
+    }
     if (now == release) {
       release = kNever;
       queued(step.release_gathers().queued);

@@ -70,6 +70,8 @@ TEST(FitCost, OneSizeCountsAsBeta) {
   const Fit fit = fit_cost(std::vector<Sample>{{100, 1}, {100, 3}, {100, 1}});
   EXPECT_EQ(fit.line, (AlphaBeta{0, 0.01}));
   EXPECT_EQ(fit.residual, 0);
+  // Too near each other to tell small from large: the smallest tells the startup.
+  EXPECT_NEAR(fit_cost(std::vector<Sample>{{100, 2}, {400, 2}}).line.alpha_s, 1.5, 1e-12);
   EXPECT_THROW(fit_cost(std::vector<Sample>{}), UsageError);
 }
 

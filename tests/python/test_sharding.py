@@ -12,7 +12,7 @@ import usbyte.torch as ub
 from _models import OPTIMIZERS, difference, train
 from _ranks import run_ranks
 from usbyte import _core
-from usbyte.errors import UsageError
+from usbyte.errors import Error, UsageError
 from usbyte.torch.planning import flags_apart
 
 ELEMENTWISE = {
@@ -98,6 +98,21 @@ def same(a, b):
             assert value == b[key], key
 
 
+def reinits(rank, size):
+    ub.init()
+    model, opt = small(shard=True)
+    run(model, opt, 4, rank)
+    inner = opt._inner
+    ub.shutdown()
+    ub.init()
+    with pytest.raises(UsageError, match="shards of its state from before a shutdown"):
+        ub.DistributedOptimizer(inner, model.named_parameters())
+
+
+def test_state_that_shutdown_left_in_shards_is_an_error():
+    run_ranks(2, reinits, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def checkpoints(rank, size, path):
     ub.init()
     model, opt = small(shard=False)
@@ -127,6 +142,10 @@ def checkpoints(rank, size, path):
     run(sharded_model, sharded, 4, rank, seed=2)
     same(sharded.state_dict(), opt.state_dict())
     same(dict(sharded_model.state_dict()), dict(model.state_dict()))
+    # Closing gives the wrapped optimizer its whole state back.
+    expected = sharded.state_dict()
+    sharded.close()
+    same(sharded._inner.state_dict(), expected)
 
 
 def resumes(rank, size, path):
@@ -185,6 +204,17 @@ def misuse(rank, size):
     model, opt = small(shard=True, policy="wfbp")
     with pytest.raises(UsageError, match="needs auto, dear or dear_exact"):  # on every rank
         run(model, opt, 4, rank)
+    opt.close()
+    model, opt = small(shard=True, policy=lambda p, n: _core.make_plan("ddp", p, n))
+    with pytest.raises(UsageError, match="plans all_reduces"):
+        run(model, opt, 4, rank)
+    opt.close()
+    model, opt = small(shard=True)
+    run(model, opt, 4, rank)
+    opt.synchronize()
+    model[0].weight.data = model[0].weight.data.clone()
+    with pytest.raises(Error, match=r"'0\.weight' was given other memory"):
+        run(model, opt, 1, rank)
 
 
 def test_what_shards_cannot_do_is_an_error():

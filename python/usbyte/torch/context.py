@@ -149,7 +149,7 @@ class Context:
         errors = []
         for optimizer in list(self._optimizers):
             try:
-                optimizer.close()
+                optimizer.close(whole_state=False)
             except Error as error:
                 errors.append(error)
         self.eager.close()

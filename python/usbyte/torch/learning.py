@@ -71,12 +71,14 @@ class Learning:
         periods = [after.start_s - i.start_s - i.waited_s for i, after in pairwise(kept)]
         step = float(np.median(periods or ends))
         middle = np.median(ready, axis=0)
+        step = max(step, float(middle.max()) + update)
         return Times(
-            np.median(need, axis=0).tolist(),
+            # What is used again after backward, for the first time, counts as needed last.
+            np.minimum(np.median(need, axis=0), step).tolist(),
             middle.tolist(),
             _spread(need),
             _spread(ready),
-            max(step, float(middle.max()) + update),
+            step,
             update,
         )
 

@@ -20,7 +20,7 @@ from usbyte.torch.gates import Gates
 from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.reducer import Reducer
-from usbyte.torch.sharding import ShardedUpdates, check_shardable
+from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
 from usbyte.torch.updates import DeferredUpdates, check_groups_unchanged
 
 __all__ = [
@@ -136,7 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's, up to date."""
+        """The wrapped optimizer's, up to date; with shard_optimizer, only this rank's shards."""
         self.synchronize()
         return self._inner.state
 
@@ -161,8 +161,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds to the wrapped optimizer and plans anew. Collective."""
         self.synchronize()
-        self._end_sharding()
         self._inner.add_param_group(param_group)
+        self._end_sharding()
         self._build()
 
     def __getattr__(self, name: str) -> Any:
@@ -292,10 +292,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._reducer is not None:
             self._reducer.set_timeline(writer)
 
-    def close(self) -> None:
+    def close(self, whole_state: bool = True) -> None:
         """Applies pending updates, unless communication has failed; then ends the engine.
 
         Collective, in that all ranks must close at the same place.
+
+        Args:
+            whole_state: With shard_optimizer, give the wrapped optimizer its whole state back;
+                `shutdown` does not.
         """
         self._closed = True
         reducer, gates = self._reducer, self._gates
@@ -303,7 +307,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         try:
             if not reducer.failed and not reducer.in_backward:
-                self.synchronize()
+                self._apply_all()
+                if reducer.in_flight and self._shards is None:
+                    reducer.settle()
+                if whole_state:
+                    self._end_sharding()
         finally:
             gates.close()
             reducer.close()
@@ -327,6 +335,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._claim(names)
         if not self._params:
             raise UsageError("the optimizer has no parameter that requires a gradient")
+        if self._sharded:
+            check_dense(names, self._params)
+        if any(getattr(p, "_usbyte_shard", False) for p in self._inner.state):
+            raise UsageError(
+                "this optimizer holds shards of its state from before a shutdown: make it anew and "
+                "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
+            )
         if self._context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
@@ -419,6 +434,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not reducer.in_flight:
             return
         shards.step()
+        self._apply(self._ungated)
         if reducer.replan_agreed:
             self._apply_all()
             self._end_sharding()
@@ -433,10 +449,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _finish_learning(self) -> None:
         assert self._gates is not None
         assert self._reducer is not None
-        self._learned = True
         self._ungated = sorted(self._gates.finish_learning())
         if self._sharded:
-            self._ungated = []
             self._shards = ShardedUpdates(
                 self._context,
                 self.label,
@@ -452,6 +466,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.label,
                 len(self._ungated),
             )
+        self._learned = True
 
     def _before_first_gradient(self, i: int) -> None:
         # Layers that the forward pass skipped have not asked for their updates. If one of them gets

@@ -158,7 +158,14 @@ class Planner:
     def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
         profile = self._profile(times)
         plan = self._policy(profile, network)
+        if [t.name for t in plan.tensors] != [t.name for t in profile.tensors]:
+            raise UsageError("the policy's plan is not for the profile's tensors")
         if self._sharded:
+            if any(op.kind == "all_reduce" for op in plan.ops):
+                raise UsageError(
+                    f"policy '{plan.policy}' plans all_reduces; shard_optimizer=True needs "
+                    "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
+                )
             plan = flags_apart(plan)
         # Under backward mode an iteration ends with its backward.
         predicted = _core.simulate(plan, profile, network, self._overlap, self._sharded).step_s

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from usbyte import _core
-from usbyte.errors import Error, UsageError
+from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.arena import Arena
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.context import Context
@@ -233,7 +233,7 @@ class Reducer:
             updated_s: Seconds that the optimizer's step took.
         """
         if self._replan_agreed:
-            self._replan_agreed = False
+            self._replan_agreed = self._fresh = False
             log.info("steps take another time than before: learning anew")
             self._learning = Learning()
             self._adopt(self._planner.learning_plan())
@@ -252,8 +252,9 @@ class Reducer:
         if len(self._learning) < self._context.env.learning_steps:
             return
         times = self._learning.times()
-        largest = sum(p.numel() * p.element_size() for p in self.params)
-        measured = measure(self._context, self._communicator, min(largest, LARGEST_BYTES))
+        total = sum(p.numel() * p.element_size() for p in self.params)
+        largest = min(max(total, 1 << 20), LARGEST_BYTES)
+        measured = measure(self._context, self._communicator, largest)
         plan = self._planner.decide(times, measured).plan
         self._learning = None
         self._adopt(plan)
@@ -262,6 +263,8 @@ class Reducer:
 
     def _adopt(self, plan: _core.Plan) -> None:
         """Goes on with another plan; everything is drained. Gradients keep their values."""
+        if self.failed:
+            raise FaultError(self._engine.fault)
         steps, old = self._engine.steps, self._grads
         self._engine.close()
         self._lay_out(plan)

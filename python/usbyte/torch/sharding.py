@@ -48,6 +48,17 @@ def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
         )
 
 
+def check_dense(names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+    """Raises UsageError unless every parameter's elements are one run of memory."""
+    for name, param in zip(names, params, strict=True):
+        dense = torch.empty_like(param, device="meta").stride() == param.stride()
+        if param.dim() == 0 or not dense:
+            raise UsageError(
+                f"parameter '{name}' of shape {tuple(param.shape)} and strides {param.stride()} "
+                "cannot be cut into shards: give it one dimension at least, and no gaps or overlaps"
+            )
+
+
 @dataclass
 class _Piece:
     """A part of one parameter that one rank owns, in elements of the flat parameter."""
@@ -93,18 +104,27 @@ class ShardedUpdates:
         self.count = 0
         self.used = [param.grad is not None for param in params]
         names = {name: i for i, name in enumerate(reducer.names)}
-        for name, param in zip(reducer.names, params, strict=True):
-            _check_dense(name, param)
+        self._addresses = [param.data_ptr() for param in params]
         self._pieces = [
             _pieces(reducer.plan, names, rank, context.size) for rank in range(context.size)
         ]
         self._mine = self._pieces[context.rank]
         self._views = [nn.Parameter(_flat(params[p.param])[p.begin : p.end]) for p in self._mine]
+        for view in self._views:
+            view._usbyte_shard = True  # type: ignore[attr-defined]
         self._grads = [_flat(reducer.gradient(p.param))[p.begin : p.end] for p in self._mine]
         self._cut()
 
     def step(self) -> None:
         """Updates this rank's shards and lets them be gathered. Waits for backward's reductions."""
+        for name, param, address in zip(
+            self._reducer.names, self._params, self._addresses, strict=True
+        ):
+            if param.data_ptr() != address:
+                raise Error(
+                    f"parameter '{name}' was given other memory (param.data = ...), which sharded "
+                    "updates would not see; copy into it: param.data.copy_(...)"
+                )
         self._reducer.wait_reduced()
         self.used = used = self._reducer.used_anywhere()
         for view, grad, piece in zip(self._views, self._grads, self._mine, strict=True):
@@ -268,15 +288,6 @@ def _is_elementwise(value: Any, like: torch.Tensor) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _check_dense(name: str, param: torch.Tensor) -> None:
-    dense = torch.empty_like(param, device="meta").stride() == param.stride()
-    if param.dim() == 0 or not dense:
-        raise UsageError(
-            f"parameter '{name}' of shape {tuple(param.shape)} and strides {param.stride()} cannot "
-            "be cut into shards: give it one dimension at least, and no gaps or overlaps"
-        )
 
 
 def _strided_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
