@@ -59,10 +59,6 @@ void register_network(py::module_& m) {
       .def_static("from_json", &NetworkModel::from_json, py::arg("json"))
       .def("__eq__", &NetworkModel::operator==);
   m.def(
-      "fit_alpha_beta",
-      [](const std::vector<std::pair<int64_t, double>>& s) { return fit_alpha_beta(rows(s)); },
-      py::arg("samples"), "Line through (bytes, seconds) pairs, alpha and beta not negative.");
-  m.def(
       "fit_cost",
       [](const std::vector<std::pair<int64_t, double>>& s) {
         const Fit fit = fit_cost(rows(s));

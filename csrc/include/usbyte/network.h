@@ -57,11 +57,6 @@ struct Sample {
   double seconds;
 };
 
-/// Least-squares line through the samples with alpha >= 0 and beta >= 0. With a single size the
-/// slope cannot be told from the startup; then all of the time is counted as beta. Throws
-/// UsageError on no samples.
-AlphaBeta fit_alpha_beta(std::span<const Sample> samples);
-
 /// A line and how well it fits.
 struct Fit {
   AlphaBeta line;
