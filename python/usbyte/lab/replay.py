@@ -76,19 +76,14 @@ class _Wait(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, replay: Replay, beat: _Beat, *params: torch.Tensor
     ) -> torch.Tensor:
-        ctx.replay, ctx.beat = replay, beat
-        ctx.like = [(p.shape, p.dtype, p.device) for p in params]
+        ctx.replay, ctx.beat, ctx.params = replay, beat, params
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         replay: Replay = ctx.replay
-        values = replay._enter_backward(ctx.beat)
         # Before the wait: filling a large gradient takes a while, which is part of the compute.
-        grads = [
-            torch.full(shape, value, dtype=dtype, device=device)
-            for value, (shape, dtype, device) in zip(values, ctx.like, strict=True)
-        ]
+        grads = replay._enter_backward(ctx.beat, ctx.params)
         replay.clock.wait_until(ctx.beat.ready_s)
         return grad, None, None, *grads
 
@@ -171,6 +166,7 @@ class Replay(nn.Module):
         self._first_need_s = layers[0].need_s
         self._first_beat = layers[-1].beats[0]
         self._value = value
+        self._grads: dict[int, torch.Tensor] = {}
         self._rest_s = max(0.0, profile.iteration_s - profile.update_s - profile.backward_end_s)
         self.profile = _achieved(profile, layers, self._rest_s)
         self.clock = _Clock()
@@ -221,13 +217,21 @@ class Replay(nn.Module):
             assert isinstance(module, ReplayLayer)
             yield module
 
-    def _enter_backward(self, beat: _Beat) -> list[float]:
-        """Values of the gradients of the beat's tensors in this step."""
+    def _enter_backward(self, beat: _Beat, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients of the beat's tensors in this step, for parameters of these shapes."""
         if beat is self._first_beat:
             self.clock.set(self._forward_end_s)
             self.steps += 1
         factor = _FACTORS[(self.steps - 1) % len(_FACTORS)]
-        return [self._value * factor * _weight(i) for i in beat.tensors]
+        grads = []
+        for i, param in zip(beat.tensors, params, strict=True):
+            # The same memory in each step: the system takes many times as long to hand out new
+            # pages as to fill them, and an accelerator's allocator does not ask it. What autograd
+            # gets shares that memory but is nobody else's, so that it makes no copy.
+            if i not in self._grads:
+                self._grads[i] = torch.empty_like(param)
+            grads.append(self._grads[i].fill_(self._value * factor * _weight(i)).detach())
+        return grads
 
 
 def _weight(i: int) -> int:
