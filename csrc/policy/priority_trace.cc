@@ -1,11 +1,12 @@
 #include "priority_trace.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <queue>
 
 #include "usbyte/admission.h"
-#include "usbyte/simulator.h"
+#include "usbyte/channel.h"
 
 namespace usbyte {
 
@@ -19,7 +20,7 @@ std::vector<Op> priority_trace(const std::vector<Part>& parts, const NetworkMode
   std::vector<Op> ops;
   ops.reserve(parts.size());
   std::priority_queue<size_t, std::vector<size_t>, std::greater<>> ready;
-  std::queue<std::pair<double, int64_t>> in_flight;  // completion, bytes; the channel is FIFO
+  std::vector<int64_t> launched_bytes;  // by op
   Admission credit;
   Channel channel(network);
   double now = 0;
@@ -28,29 +29,27 @@ std::vector<Op> priority_trace(const std::vector<Part>& parts, const NetworkMode
     while (next < arrivals.size() && parts[arrivals[next]].ready_s <= now) {
       ready.push(arrivals[next++]);
     }
-    while (!in_flight.empty() && in_flight.front().first <= now) {
-      credit.completed(in_flight.front().second);
-      in_flight.pop();
+    while (channel.next_s() <= now) {
+      if (const int op = channel.advance(); op >= 0) {
+        credit.completed(launched_bytes[static_cast<size_t>(op)]);
+      }
     }
     if (!ready.empty()) {
       const Part& part = parts[ready.top()];
       Op op{Collective::all_reduce, {part.block}, window_bytes, fence};
       if (credit.admits(op, part.bytes)) {
         credit.launched(part.bytes);
-        in_flight.emplace(channel.launch(op.kind, part.bytes, credit.ops_in_flight(), now),
-                          part.bytes);
+        channel.launch(static_cast<int>(ops.size()), op.kind, part.bytes, credit.ops_in_flight(),
+                       now);
+        launched_bytes.push_back(part.bytes);
         ops.push_back(std::move(op));
         ready.pop();
         continue;
       }
     }
     const bool arrival = next < arrivals.size();
-    if (!in_flight.empty() &&
-        (!arrival || in_flight.front().first < parts[arrivals[next]].ready_s)) {
-      now = in_flight.front().first;
-    } else if (arrival) {
-      now = parts[arrivals[next]].ready_s;
-    }
+    now = std::min(channel.next_s(),
+                   arrival ? parts[arrivals[next]].ready_s : std::numeric_limits<double>::max());
   }
   return ops;
 }

@@ -4,6 +4,7 @@
 #include <limits>
 #include <queue>
 
+#include "usbyte/channel.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -12,13 +13,6 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 }  // namespace
-
-double Channel::launch(Collective kind, int64_t bytes, int in_flight, double now) {
-  const AlphaBeta cost = network_->cost(kind, in_flight);
-  const double started_s = network_->serial_startups ? std::max(free_s_, now) + cost.alpha_s
-                                                     : std::max(free_s_, now + cost.alpha_s);
-  return free_s_ = started_s + cost.beta_s_per_byte * static_cast<double>(bytes);
-}
 
 Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded)
     : profile_(&profile),
@@ -90,8 +84,8 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
     record->ready_s = profile_->ready_s;
     record->queued_s.assign(count, 0);
     record->launched_s.assign(count, 0);
+    record->done_s.assign(count, 0);
   }
-  done_s_.assign(count, kNever);
   ops_ += static_cast<int64_t>(count);
   Step step(plan, sharded_);
   step.begin();
@@ -100,7 +94,6 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
   bool released = !sharded_;
   Channel channel(network_);
   size_t next_ready = 0;  // in backward_order_
-  int oldest = 0;         // the channel completes ops in the order of launching
   double now = 0;
   const auto queued = [&](std::span<const int> ops) {
     if (!record) return;
@@ -110,22 +103,26 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
     while (step.launchable()) {
       const int op = step.launch();
       const size_t i = static_cast<size_t>(op);
-      done_s_[i] = channel.launch(plan.ops()[i].kind, step.bytes(op), step.in_flight(), now);
+      channel.launch(op, plan.ops()[i].kind, step.bytes(op), step.in_flight(), now);
       if (record) record->launched_s[i] = now;
     }
     const double ready = next_ready < backward_order_.size()
                              ? profile_->ready_s[static_cast<size_t>(backward_order_[next_ready])]
                              : kNever;
-    const double done = step.in_flight() > 0 ? done_s_[static_cast<size_t>(oldest)] : kNever;
-    now = std::min({ready, done, release});
+    const double moves = channel.next_s();
+    now = std::min({ready, moves, release});
     if (now == kNever) {
       throw PlanError("simulator: a sharded plan gathers before everything is reduced");
     }
     if (now == release) {
       release = kNever;
       queued(step.release_gathers().queued);
-    } else if (done <= ready) {
-      const Step::Change change = step.complete(oldest++);
+    } else if (moves <= ready) {
+      const int op = channel.advance();
+      if (op < 0) continue;
+      end_s_ = now;
+      if (record) record->done_s[static_cast<size_t>(op)] = now;
+      const Step::Change change = step.complete(op);
       queued(change.queued);
       for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;
       if (!released && step.reduced()) {
@@ -138,8 +135,6 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
       queued(step.ready(backward_order_[next_ready++]).queued);
     }
   }
-  end_s_ = channel.free_s();
-  if (record) record->done_s = done_s_;
 }
 
 double Simulator::bound_s() const {

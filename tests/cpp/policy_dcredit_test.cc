@@ -18,7 +18,7 @@ std::vector<Window> windows_of(const Plan& plan, const StepRecord& record) {
   for (size_t i = 0; i < plan.ops().size(); ++i) {
     if (plan.ops()[i].fence) windows.push_back({record.launched_s[i], 0, {}});
     EXPECT_EQ(record.launched_s[i], windows.back().start_s) << "not posted with its window";
-    windows.back().end_s = record.done_s[i];
+    windows.back().end_s = std::max(windows.back().end_s, record.done_s[i]);
     windows.back().ops.push_back(i);
   }
   return windows;

@@ -70,7 +70,7 @@ TEST(Simulator, SerialStartupsTakeTurns) {
   p.ready_s = {5, 5, 5};
   NetworkModel network{2, {{1, 0.1}}};
   Simulator overlapping(p, network, Overlap::backward);
-  EXPECT_EQ(overlapping.predict(one_each(p, kUnlimited)).arrived_s, (std::vector<double>{9, 8, 7}));
+  EXPECT_EQ(overlapping.predict(one_each(p, kUnlimited)).arrived_s, (std::vector<double>{9, 9, 9}));
   network.serial_startups = true;
   Simulator serial(p, network, Overlap::backward);
   EXPECT_EQ(serial.predict(one_each(p, kUnlimited)).arrived_s, (std::vector<double>{11, 9, 7}));
@@ -86,10 +86,11 @@ TEST(Simulator, GathersFollowTheirScatters) {
                    {Collective::reduce_scatter, {{0, 10}}, kUnlimited, false},
                    {Collective::all_gather, {{0, 10}}, kUnlimited, false},
                    {Collective::all_gather, {{10, 30}}, kUnlimited, false}});
-  // Half of an all_reduce each: 1 s for 20 bytes, half a second for 10.
+  // Half of an all_reduce each: 1 s for 20 bytes, half a second for 10. Both gathers begin at 9.5
+  // and share the channel.
   Simulator simulator(p, {2, {{0, 0.1}}}, Overlap::forward);
-  EXPECT_EQ(simulator.predict(plan).arrived_s, (std::vector<double>{10, 11, 11}));
-  EXPECT_EQ(simulator.step_s(plan), 10);
+  EXPECT_EQ(simulator.predict(plan).arrived_s, (std::vector<double>{10.5, 11, 11}));
+  EXPECT_EQ(simulator.step_s(plan), 10.5);
 }
 
 TEST(Simulator, UpdatesRunAtTheGates) {
@@ -109,10 +110,10 @@ TEST(Simulator, ShardsAreUpdatedBetweenScatterAndGather) {
                    {Collective::all_gather, {{0, 10}}, kUnlimited, false},
                    {Collective::all_gather, {{10, 30}}, kUnlimited, false}});
   // Scatters end at 8 and 10, one second after backward. The update ends at 10.5, when the forward
-  // pass asks for the first parameter, which is there at 11.5; the others are at 13.5, one of them
+  // pass asks for the first parameter, which is there at 12.5; the others are at 13.5, one of them
   // due at 11.5.
   Simulator simulator(p, {2, {{0, 0.2}}}, Overlap::forward, true);
-  EXPECT_EQ(simulator.predict(plan).arrived_s, (std::vector<double>{11.5, 13.5, 13.5}));
+  EXPECT_EQ(simulator.predict(plan).arrived_s, (std::vector<double>{12.5, 13.5, 13.5}));
   EXPECT_EQ(simulator.lateness_s(plan), 3);
   EXPECT_EQ(simulator.step_s(plan), 12.5);
   EXPECT_GE(simulator.step_s(plan), simulator.bound_s());

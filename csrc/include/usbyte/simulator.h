@@ -12,23 +12,6 @@
 
 namespace usbyte {
 
-/// The network as one channel: the bytes of ops in flight take turns in the order of launching;
-/// their startups overlap, unless the network's are serial.
-class Channel {
- public:
-  explicit Channel(const NetworkModel& network) : network_(&network) {}
-
-  /// Starts an op at `now`, no earlier than the one before, as one of `in_flight` >= 1; returns
-  /// when it completes.
-  double launch(Collective kind, int64_t bytes, int in_flight, double now);
-  /// When the last op completes.
-  double free_s() const { return free_s_; }
-
- private:
-  const NetworkModel* network_;
-  double free_s_ = 0;
-};
-
 /// An iteration as predicted. Times are seconds since its forward pass began.
 struct Prediction {
   double step_s;                  ///< from one forward pass to the next, in the steady state
@@ -81,7 +64,7 @@ class Simulator {
   double reduced_late_s_ = 0;  // sharded: how long after backward the last reduce_scatter completes
   int64_t ops_ = 0;
   double end_s_ = 0;
-  std::vector<double> arrived_s_, done_s_;  // of the last run, by tensor and by op
+  std::vector<double> arrived_s_;  // of the last run, by tensor
 };
 
 }  // namespace usbyte

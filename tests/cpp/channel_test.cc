@@ -1,0 +1,102 @@
+#include "usbyte/channel.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+namespace usbyte {
+namespace {
+
+using Done = std::vector<std::pair<int, double>>;  // ops and when they completed, in that order
+
+struct Launch {
+  double at_s;
+  int64_t bytes;
+  Collective kind = Collective::all_reduce;
+};
+
+Done run(const NetworkModel& network, const std::vector<Launch>& launches) {
+  Channel channel(network);
+  Done done;
+  size_t next = 0;
+  while (done.size() < launches.size()) {
+    if (next < launches.size() && launches[next].at_s <= channel.next_s()) {
+      const Launch& l = launches[next];
+      const int in_flight = static_cast<int>(next + 1 - done.size());
+      channel.launch(static_cast<int>(next++), l.kind, l.bytes, in_flight, l.at_s);
+    } else if (const int op = channel.advance(); op >= 0) {
+      done.emplace_back(op, channel.now_s());
+    }
+  }
+  EXPECT_TRUE(std::isinf(channel.next_s()));
+  return done;
+}
+
+TEST(Channel, OneOpTakesStartupAndBytes) {
+  EXPECT_EQ(run({2, {{1, 0.5}}}, {{3, 8}}), (Done{{0, 8}}));
+  EXPECT_EQ(run({2, {{1, 0.5}}}, {{3, 8, Collective::all_gather}}), (Done{{0, 5.5}}));
+}
+
+TEST(Channel, BytesInFlightShareEqually) {
+  // Both flow from 1; the small one is through at 5 and the other has got as much.
+  EXPECT_EQ(run({2, {{1, 1}}}, {{0, 6}, {0, 2}}), (Done{{1, 5}, {0, 9}}));
+  // A startup in the shade of the bytes before costs nothing.
+  EXPECT_EQ(run({2, {{1, 1}}}, {{0, 4}, {4, 4}}), (Done{{0, 5}, {1, 9}}));
+  // One that begins halfway halves the rate of the rest.
+  EXPECT_EQ(run({2, {{0, 1}}}, {{0, 4}, {2, 8}}), (Done{{0, 6}, {1, 12}}));
+}
+
+TEST(Channel, CostsDependOnHowManyAreInFlight) {
+  EXPECT_EQ(run({2, {{1, 1}, {2, 2}}}, {{0, 1}, {0, 1}}), (Done{{0, 2}, {1, 4}}));
+}
+
+TEST(Channel, SerialStartupsTakeTurns) {
+  NetworkModel network{2, {{1, 1}}};
+  network.serial_startups = true;
+  EXPECT_EQ(run(network, {{0, 6}, {0, 2}, {20, 1}}), (Done{{0, 7}, {1, 10}, {2, 22}}));
+}
+
+// Whoever flows gets a tick of its own in turn, of all the ticks there are.
+Done by_small_steps(double alpha_s, double s_per_byte, const std::vector<Launch>& launches,
+                    double tick_s) {
+  std::vector<double> rest;
+  for (const Launch& l : launches) rest.push_back(s_per_byte * static_cast<double>(l.bytes));
+  Done done;
+  for (double now = 0; done.size() < launches.size(); now += tick_s) {
+    std::vector<size_t> flowing;
+    for (size_t i = 0; i < launches.size(); ++i) {
+      if (rest[i] > 0 && launches[i].at_s + alpha_s <= now) flowing.push_back(i);
+    }
+    for (size_t i : flowing) {
+      rest[i] -= tick_s / static_cast<double>(flowing.size());
+      if (rest[i] <= 0) done.emplace_back(static_cast<int>(i), now + tick_s);
+    }
+  }
+  return done;
+}
+
+TEST(Channel, EqualsSmallSteps) {
+  std::mt19937 rng(3);
+  const double alpha = 0.75, beta = 0.25, tick = 1.0 / 512;
+  for (int round = 0; round < 200; ++round) {
+    std::vector<Launch> launches;
+    double at = 0;
+    for (unsigned i = 0; i < 1 + rng() % 6; ++i) {
+      launches.push_back({at, 1 + static_cast<int64_t>(rng() % 20)});
+      at += static_cast<double>(rng() % 8) / 4;
+    }
+    Done exact = run({2, {{alpha, beta}}}, launches);
+    Done expected = by_small_steps(alpha, beta, launches, tick);
+    std::sort(exact.begin(), exact.end());
+    std::sort(expected.begin(), expected.end());
+    for (size_t i = 0; i < exact.size(); ++i) {
+      EXPECT_EQ(exact[i].first, expected[i].first);
+      EXPECT_NEAR(exact[i].second, expected[i].second, 8 * tick);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace usbyte
