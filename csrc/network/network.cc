@@ -74,6 +74,9 @@ NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s,
 
 void NetworkModel::validate() const {
   if (ranks < 1) throw UsageError("network: " + std::to_string(ranks) + " ranks");
+  if (!(busy_slowdown >= 1 && std::isfinite(busy_slowdown))) {
+    throw UsageError("network: a busy_slowdown below 1 or not finite");
+  }
   if (all_reduce.empty()) throw UsageError("network: no cost of all_reduce");
   for (const auto* row : {&all_reduce, &reduce_scatter, &all_gather}) {
     for (const AlphaBeta& c : *row) {
@@ -88,7 +91,8 @@ void NetworkModel::validate() const {
 std::string NetworkModel::to_json() const {
   return ordered_json{{"format", "usbyte-network-1"},   {"ranks", ranks},
                       {"all_reduce", rows(all_reduce)}, {"reduce_scatter", rows(reduce_scatter)},
-                      {"all_gather", rows(all_gather)}, {"serial_startups", serial_startups}}
+                      {"all_gather", rows(all_gather)}, {"serial_startups", serial_startups},
+                      {"busy_slowdown", busy_slowdown}}
       .dump();
 }
 
@@ -96,9 +100,9 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
   try {
     const ordered_json root = ordered_json::parse(json);
     if (root.at("format") != "usbyte-network-1") throw UsageError("network: unknown format");
-    NetworkModel model{root.at("ranks").get<int>(), costs(root.at("all_reduce")),
-                       costs(root.at("reduce_scatter")), costs(root.at("all_gather")),
-                       root.value("serial_startups", false)};
+    NetworkModel model{root.at("ranks").get<int>(),          costs(root.at("all_reduce")),
+                       costs(root.at("reduce_scatter")),     costs(root.at("all_gather")),
+                       root.value("serial_startups", false), root.value("busy_slowdown", 1.0)};
     model.validate();
     return model;
   } catch (const ordered_json::exception& e) {

@@ -28,7 +28,7 @@ T pop(std::vector<T>& heap) {
 void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s) {
   go_on_to(now_s);
   const AlphaBeta cost = network_->cost(kind, in_flight);
-  const Waiting launched{cost.alpha_s, cost.beta_s_per_byte * static_cast<double>(bytes), op};
+  const Startup launched{cost.alpha_s, cost.beta_s_per_byte * static_cast<double>(bytes), op};
   if (network_->serial_startups && !(starting_.empty() && flowing_.empty())) {
     waiting_.push_back(launched);
   } else {
@@ -36,20 +36,19 @@ void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, doub
   }
 }
 
-double Channel::next_s() const {
-  return std::min(starting_.empty() ? kNever : starting_.front().until_s, completion_s());
-}
+double Channel::next_s() const { return std::min(flows_s(), completes_s()); }
 
 int Channel::advance() {
-  const double completion = completion_s();
-  if (!starting_.empty() && starting_.front().until_s < completion) {
+  const double flows = flows_s(), completes = completes_s();
+  if (flows < completes) {
     const Startup first = pop(starting_);
-    go_on_to(first.until_s);
+    go_on_to(flows);
+    started_s_ = first.until_s;
     push(flowing_, std::pair(share_s_ + first.work_s, first.op));
     return -1;
   }
+  go_on_to(completes);
   const auto [share, op] = pop(flowing_);
-  now_s_ = completion;
   share_s_ = flowing_.empty() ? 0 : share;
   if (!waiting_.empty()) {
     start(waiting_.front());
@@ -58,16 +57,32 @@ int Channel::advance() {
   return op;
 }
 
-double Channel::completion_s() const {
+double Channel::flows_s() const {
+  if (starting_.empty()) return kNever;
+  const double left = starting_.front().until_s - started_s_;
+  return now_s_ + (flowing_.empty() ? left : left * network_->busy_slowdown);
+}
+
+double Channel::completes_s() const {
   if (flowing_.empty()) return kNever;
   return now_s_ + (flowing_.front().first - share_s_) * static_cast<double>(flowing_.size());
 }
 
 void Channel::go_on_to(double time_s) {
-  if (!flowing_.empty()) share_s_ += (time_s - now_s_) / static_cast<double>(flowing_.size());
+  const double passed = time_s - now_s_;
+  if (flowing_.empty()) {
+    started_s_ += passed;
+  } else {
+    started_s_ += passed / network_->busy_slowdown;
+    share_s_ += passed / static_cast<double>(flowing_.size());
+  }
   now_s_ = time_s;
 }
 
-void Channel::start(const Waiting& op) { push(starting_, {now_s_ + op.alpha_s, op.work_s, op.op}); }
+void Channel::start(Startup op) {
+  if (starting_.empty()) started_s_ = 0;
+  op.until_s += started_s_;
+  push(starting_, op);
+}
 
 }  // namespace usbyte

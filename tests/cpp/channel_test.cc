@@ -58,6 +58,15 @@ TEST(Channel, SerialStartupsTakeTurns) {
   EXPECT_EQ(run(network, {{0, 6}, {0, 2}, {20, 1}}), (Done{{0, 7}, {1, 10}, {2, 22}}));
 }
 
+TEST(Channel, StartupsAreSlowWhileBytesFlow) {
+  NetworkModel network{2, {{1, 1}}};
+  network.busy_slowdown = 3;
+  // The second op has started up at 3 + 3, and both flow until 12 and 13.
+  EXPECT_EQ(run(network, {{0, 8}, {3, 4}}), (Done{{0, 12}, {1, 13}}));
+  // When the first is through at 7, half of the second's startup is left.
+  EXPECT_EQ(run(network, {{0, 6}, {5.5, 4}}), (Done{{0, 7}, {1, 11.5}}));
+}
+
 // Whoever flows gets a tick of its own in turn, of all the ticks there are.
 Done by_small_steps(double alpha_s, double s_per_byte, const std::vector<Launch>& launches,
                     double tick_s) {

@@ -11,9 +11,10 @@
 namespace usbyte {
 
 /// The network as predicted: one channel that the ops in flight share. An op starts up, for its
-/// alpha, and then its bytes flow; where those of several ops flow, each gets an equal share of the
-/// channel, as concurrent collectives do on real networks. With `serial_startups` an op starts up
-/// when the one before has completed. Not thread-safe.
+/// alpha (`busy_slowdown` times as long while bytes flow), and then its bytes flow; where those of
+/// several ops flow, each gets an equal share of the channel, as concurrent collectives do on real
+/// networks. With `serial_startups` an op starts up when the one before has completed. Not
+/// thread-safe.
 ///
 /// Time is seconds and never goes back: nothing is launched before what `advance` has reached, and
 /// `advance` is called before anything is launched after `next_s`.
@@ -34,28 +35,29 @@ class Channel {
 
  private:
   struct Startup {
-    double until_s, work_s;  // work_s: how long its bytes take with the channel to themselves
+    double until_s;  // in `started_s_`; how long it takes, as long as it waits to begin
+    double work_s;   // how long its bytes take with the channel to themselves
     int op;
     auto operator<=>(const Startup&) const = default;
   };
-  struct Waiting {
-    double alpha_s, work_s;
-    int op;
-  };
 
-  double completion_s() const;
+  double flows_s() const;
+  double completes_s() const;
   void go_on_to(double time_s);
-  void start(const Waiting& op);
+  void start(Startup op);
 
   const NetworkModel* network_;
   double now_s_ = 0;
+  // What an op that has been starting up all along would have done of it. It passes more slowly
+  // while bytes flow.
+  double started_s_ = 0;
   // What an op that has been flowing all along would have got of the channel, s. It passes at
   // 1 / (number of flowing ops), so that an op completes at a share that is known when it begins to
   // flow, whatever comes after.
   double share_s_ = 0;
   std::vector<Startup> starting_;                // a heap, the first to flow on top
   std::vector<std::pair<double, int>> flowing_;  // share at completion, op; a heap
-  std::deque<Waiting> waiting_;                  // serial startups: launched, not begun
+  std::deque<Startup> waiting_;                  // serial startups: launched, not begun
 };
 
 }  // namespace usbyte
