@@ -29,6 +29,7 @@ from usbyte.cli.options import (
     network_options,
     parse_scheme,
     read_network,
+    scale_options,
     write_text,
 )
 from usbyte.lab import profiles
@@ -99,11 +100,11 @@ def _other(text: str) -> str:
     "--profile",
     "source",
     default=profiles.BUILT_IN,
-    metavar="FILE",
-    help=f"What to replay: usbyte's JSON, a published trace, or {profiles.BUILT_IN}.",
+    metavar="FILE|NAME",
+    help="What to replay: usbyte's JSON, a published trace, or "
+    f"{', '.join((profiles.BUILT_IN, *profiles.RECORDED))}.",
 )
-@click.option("--scale-time", default=1.0, help="Factor of all times.")
-@click.option("--scale-bytes", default=1.0, help="Factor of all tensor sizes.")
+@scale_options
 @click.option(
     "--policies",
     type=Parsed("list", listed(_scheme)),

@@ -12,9 +12,9 @@ import usbyte.torch as ub
 from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
+from usbyte.torch.costs import Measured, fit
 from usbyte.torch.drift import Drift
 from usbyte.torch.learning import NEVER, Iteration, Learning
-from usbyte.torch.probe import Measured, fit
 
 
 def every_policy(rank, size, tolerance, double):

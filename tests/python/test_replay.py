@@ -197,7 +197,7 @@ def test_a_bad_trace(changes, words):
 
 
 def test_no_such_profile():
-    with pytest.raises(UsageError, match="vgg16-half"):
+    with pytest.raises(UsageError, match="vgg16-half, vgg16, resnet50"):
         profiles.load("nowhere.json")
 
 

@@ -90,6 +90,15 @@ def test_a_broken_profile_is_told_in_one_line(tmp_path):
     assert "Error: profile: malformed JSON" in done.output
 
 
+def test_a_named_profile_on_a_faster_machine():
+    done = invoke("plan", "resnet50", *RING, "--scale-time", "0.01", "--scale-bytes", "0.5")
+    assert done.exit_code == 0, done.output
+    job = profiles.load("resnet50")
+    assert f"resnet50: {job.bytes / 2e6:.1f} MB in 161 tensors" in done.output
+    assert f"without communication {job.iteration_s / 100:.6f} s" in done.output
+    assert "both must be above 0" in invoke("simulate", "gpt2", "--scale-time", "0").output
+
+
 def test_simulation_of_all_policies(profile, tmp_path):
     output = tmp_path / "steps.csv"
     done = invoke(
@@ -163,7 +172,7 @@ finally:
 
 def test_every_command_has_help():
     listed = invoke("--help").output
-    for command in ("doctor", "plan", "simulate", "report", "lab"):
+    for command in ("doctor", "profile", "probe", "plan", "simulate", "report", "lab"):
         assert command in listed
         assert invoke(command, "--help").exit_code == 0
     assert invoke("nonsense").exit_code == 2

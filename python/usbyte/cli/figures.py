@@ -20,6 +20,7 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from usbyte.cli.scene import Scene
     from usbyte.cli.simulate import Case
+    from usbyte.torch.costs import Line
 
 _COLOURS = {"forward": "#8fb8de", "backward": "#4f81b5", "wait": "#d64545", "update": "#3d9a68"}
 
@@ -66,6 +67,39 @@ def steps_by_workers(cases: Sequence[Case]) -> Figure:
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False)
     return figure
+
+
+def costs(lines: Sequence[Line]) -> Figure:
+    """Measured times with their spread, and the lines through them: a panel for each collective."""
+    kinds = list(dict.fromkeys(line.kind for line in lines))
+    figure = Figure(figsize=(4.2 * len(kinds) + 0.6, 3.8), layout="constrained")
+    panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+    for panel, kind in zip(panels, kinds, strict=True):
+        for k, line in enumerate(line for line in lines if line.kind == kind):
+            sizes = [p.bytes for p in line.points]
+            middle = [p.seconds * 1e3 for p in line.points]
+            below = [(p.seconds - p.low_s) * 1e3 for p in line.points]
+            above = [(p.high_s - p.seconds) * 1e3 for p in line.points]
+            panel.errorbar(
+                sizes, middle, yerr=(below, above), fmt="o", ms=4, capsize=2, color=f"C{k}",
+                label=f"{line.window} in flight, residual {line.residual:.0%}",
+            )  # fmt: skip
+            fitted = [(size, line.cost.time_s(size) * 1e3) for size in _between(sizes)]
+            panel.plot(*zip(*fitted, strict=True), color=f"C{k}", lw=1)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_title(kind)
+        panel.set_xlabel("bytes of all operations in flight")
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("ms: median, 10th to 90th percentile, fit")
+    return figure
+
+
+def _between(sizes: Sequence[int]) -> list[int]:
+    """Sizes from the least to the largest, close enough for a curve."""
+    ratio = max(sizes) / min(sizes)
+    return [round(min(sizes) * ratio ** (k / 60)) for k in range(61)]
 
 
 def timeline(scene: Scene) -> Figure:

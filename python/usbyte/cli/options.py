@@ -5,6 +5,7 @@ Importing this needs neither the extension nor torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -116,6 +117,14 @@ def network(path: Path | None, ring: _core.NetworkModel | None) -> _core.Network
     raise click.UsageError("give the network as --network NETWORK.json or as --ring, not both")
 
 
+def scale_options(command: _F) -> _F:
+    """Adds --scale-time and --scale-bytes, the factors of `usbyte.lab.profiles.scaled`."""
+    command = click.option("--scale-bytes", default=1.0, help="Factor of all tensor sizes.")(
+        command
+    )
+    return click.option("--scale-time", default=1.0, help="Factor of all times.")(command)
+
+
 def read_network(path: Path) -> _core.NetworkModel:
     """Reads a network from JSON."""
     from usbyte import _core
@@ -131,12 +140,22 @@ def read_text(path: Path, what: str) -> str:
         raise click.ClickException(f"cannot read the {what} '{path}': {error}") from error
 
 
+def check_writable(*paths: Path | None) -> None:
+    """Says before long work that a file could not be written after it."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise _unwritable(path, "not writable")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file, or ends with a message."""
     try:
         path.write_text(text)
     except OSError as error:
-        raise click.ClickException(
-            f"cannot write '{path}': {error.strerror}; name a file in a folder that exists and is "
-            "writable"
-        ) from error
+        raise _unwritable(path, str(error.strerror)) from error
+
+
+def _unwritable(path: Path, why: str) -> click.ClickException:
+    return click.ClickException(
+        f"cannot write '{path}': {why}; name a file in a folder that exists and is writable"
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte.cli.options import BYTES, network, network_options, write_text
+from usbyte.cli.options import BYTES, network, network_options, scale_options, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,6 +19,7 @@ _MEGA = 1e6
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
 @click.argument("profile")
+@scale_options
 @network_options
 @click.option("--policy", default="auto", help="Who plans.")
 @click.option(
@@ -33,6 +34,8 @@ _MEGA = 1e6
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan as JSON.")
 def plan(
     profile: str,
+    scale_time: float,
+    scale_bytes: float,
     network_path: Path | None,
     ring: _core.NetworkModel | None,
     policy: str,
@@ -44,15 +47,16 @@ def plan(
 ) -> None:
     """Plan the communication of a profile.
 
-    PROFILE is a file of usbyte's own, a published trace, or vgg16-half. Launched and done are
-    seconds since the forward pass began; the bound is a step that no order of sending goes below.
+    PROFILE is a file of usbyte's own, a published trace, or a name: vgg16, resnet50, bert-base and
+    gpt2 were recorded on a CPU, vgg16-half is made up. Launched and done are seconds since the
+    forward pass began; the bound is a step that no order of sending goes below.
     """
     from rich.console import Console
 
     from usbyte import _core
     from usbyte.lab import profiles
 
-    job = profiles.load(profile)
+    job = profiles.scaled(profiles.load(profile), scale_time, scale_bytes)
     net = network(network_path, ring)
     sizes = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": bucket}
     given = {name: size for name, size in sizes.items() if size is not None}

@@ -18,6 +18,7 @@ from usbyte.cli.options import (
     all_schemes,
     listed,
     parse_scheme,
+    scale_options,
     write_text,
 )
 
@@ -71,6 +72,7 @@ def _workers(text: str) -> int:
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
 @click.argument("profiles", nargs=-1, required=True)
+@scale_options
 @click.option(
     "--policies",
     type=Parsed("list", listed(parse_scheme)),
@@ -90,6 +92,8 @@ def _workers(text: str) -> int:
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw a picture (matplotlib).")
 def simulate(
     profiles: tuple[str, ...],
+    scale_time: float,
+    scale_bytes: float,
     policies: list[tuple[str, str]] | None,
     workers: list[int],
     bandwidth: list[float],
@@ -99,17 +103,18 @@ def simulate(
 ) -> None:
     """Predict step times with ring collectives.
 
-    PROFILES are files of usbyte's own, published traces, or vgg16-half. Published traces have no
-    forward times: half of backward is taken. Times are milliseconds; the bound is a step that no
-    order of sending goes below, and the best policy is marked.
+    PROFILES are files of usbyte's own, published traces, or names: vgg16, resnet50, bert-base and
+    gpt2 were recorded on a CPU, vgg16-half is made up. Published traces have no forward times: half
+    of backward is taken. Times are milliseconds; the bound is a step that no order of sending goes
+    below, and the best policy is marked.
     """
     from rich.console import Console
 
-    from usbyte.lab.profiles import load
+    from usbyte.lab.profiles import load, scaled
 
     if plot is not None:
         from usbyte.cli import figures  # says early what is missing
-    jobs = [(load(source), source) for source in profiles]
+    jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
     schemes = policies or all_schemes()
     console = Console(highlight=False)
     cases: list[Case] = []

@@ -1,9 +1,9 @@
-"""Profiles to replay and to plan for: a made-up VGG-16, published traces, files of usbyte's own."""
+"""Profiles to replay and to plan for: recorded jobs, a made-up VGG-16, published traces, files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,15 @@ from typing import Any
 from usbyte._core import Plan, Profile, TensorSpec
 from usbyte.errors import UsageError
 
-#: Name of the built-in profile, where a file is expected.
+#: Name of the made-up profile, where a file is expected.
 BUILT_IN = "vgg16-half"
+#: Names of the recorded ones; `recorded/README.md` says how they came about.
+RECORDED = ("vgg16", "resnet50", "bert-base", "gpt2")
+_FOLDER = Path(__file__).parent / "recorded"
 
 _USED = "usbyte.used"  # flags that travel with the gradients; whoever replays adds its own
+
+_DIGITS = 9  # of times in seconds
 
 _WIDTHS = [32, 32, 64, 64, 128, 128, 128, 256, 256, 256, 256, 256, 256]
 _SIDES = [224, 224, 112, 112, 56, 56, 56, 28, 28, 28, 14, 14, 14]
@@ -91,10 +96,10 @@ def read_trace(text: str) -> Profile:
 
 
 def load(source: str) -> Profile:
-    """Reads a profile of usbyte's own or a published trace, or makes the built-in one.
+    """Reads a profile of usbyte's own or a published trace, or gives one that usbyte comes with.
 
     Args:
-        source: A file, or "vgg16-half".
+        source: A file, "vgg16-half", or one of `RECORDED`.
 
     Raises:
         UsageError: There is no such file, or it holds neither.
@@ -102,11 +107,13 @@ def load(source: str) -> Profile:
     """
     if source == BUILT_IN:
         return vgg16_half()
+    path = _FOLDER / f"{source}.json" if source in RECORDED else Path(source)
     try:
-        text = Path(source).read_text()
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"cannot read the profile '{source}': {error}; give a JSON file or {BUILT_IN}"
+            f"cannot read the profile '{source}': {error}; give a JSON file or one of "
+            + ", ".join((BUILT_IN, *RECORDED))
         ) from error
     root: Any = None
     with suppress(ValueError):  # which Profile tells better
@@ -114,6 +121,19 @@ def load(source: str) -> Profile:
     if isinstance(root, dict) and "columns" in root:
         return read_trace(text)
     return Profile.from_json(text)
+
+
+def dumps(profile: Profile, recorded: Mapping[str, object]) -> str:
+    """A profile as JSON, a line for each tensor, times to the nanosecond; `load` reads it.
+
+    Args:
+        profile: The job.
+        recorded: How it came about, for people who read the file: machine, versions, date.
+    """
+    root = json.loads(profile.to_json(), parse_float=lambda text: round(float(text), _DIGITS))
+    rows = ",\n".join(json.dumps(row) for row in root.pop("tensors"))
+    head = json.dumps({**root, "recorded": dict(recorded)})
+    return f'{head[:-1]},\n"tensors": [\n{rows}\n]}}\n'
 
 
 def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
@@ -138,16 +158,27 @@ def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
     )
 
 
-def without_flags(profile: Profile) -> Profile:
-    """The job without the flags that usbyte itself sends with the gradients."""
+def without_flags(profile: Profile, model: str | None = None) -> Profile:
+    """The job without the flags that usbyte itself sends with the gradients.
+
+    Args:
+        profile: The job.
+        model: Its new name; None keeps the name.
+    """
     keep = [i for i, t in enumerate(profile.tensors) if t.name != _USED]
+
+    def kept(times: Sequence[float]) -> list[float]:
+        return [times[i] for i in keep] if times else []
+
     return Profile(
         line((t.name, t.numel, t.dtype) for t in (profile.tensors[i] for i in keep)),
-        [profile.need_s[i] for i in keep],
-        [profile.ready_s[i] for i in keep],
+        kept(profile.need_s),
+        kept(profile.ready_s),
         profile.step_s,
         profile.update_s,
-        profile.model,
+        profile.model if model is None else model,
+        kept(profile.need_spread_s),
+        kept(profile.ready_spread_s),
     )
 
 

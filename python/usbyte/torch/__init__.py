@@ -10,3 +10,4 @@ from usbyte.torch.functions import *
 from usbyte.torch.ops import *
 from usbyte.torch.optimizer import *
 from usbyte.torch.probe import *
+from usbyte.torch.profiling import *

@@ -10,7 +10,7 @@ from torch import nn
 from usbyte._core import Plan, TensorSpec
 from usbyte.errors import UsageError
 
-#: First tensor on the line: a flag for each parameter, set by the ranks that used it in this step,
+#: First tensor of the arena: a flag for each parameter, set by the ranks that used it in this step,
 #: and one more, set by those that want a new plan.
 #: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
 #: that a bucket can take both.
@@ -38,20 +38,6 @@ def dtype_name(name: str, param: nn.Parameter) -> str:
             f"parameter '{name}' has dtype {param.dtype}; gradients can be "
             + ", ".join(_DTYPES.values())
         ) from None
-
-
-def line(names: Sequence[str], params: Sequence[nn.Parameter]) -> list[TensorSpec]:
-    """Tensors of the arena for parameters in this order, the used flags first.
-
-    Parameters of the same dtype must be neighbours for blocks to span them.
-    """
-    specs: list[TensorSpec] = []
-    offset = 0
-    rows = [(n, p.numel(), dtype_name(n, p)) for n, p in zip(names, params, strict=True)]
-    for name, numel, dtype in [(USED, len(rows) + 1, rows[0][2]), *rows]:
-        specs.append(TensorSpec(name, numel, dtype, offset))
-        offset += numel
-    return specs
 
 
 class Arena:

@@ -43,6 +43,7 @@ class Gates:
         self._handles: list[RemovableHandle] = []
         self._installed: set[nn.Module] = set()
         self._owned: set[int] = set()
+        self.roots: list[nn.Module] = []  # where parameters were found
         self._at_root: set[int] = set()  # waited for at the outermost module's gate
         self._outside: set[int] = set()  # read outside any forward
         self._learning = True
@@ -108,6 +109,7 @@ class Gates:
         return [self._index[p] for p in direct if p in self._index]
 
     def _install(self, root: nn.Module) -> None:
+        self.roots.append(root)
         self._handles.append(root.register_forward_pre_hook(self._enter_root))
         self._handles.append(root.register_forward_hook(self._leave_root, always_call=True))
         for module in root.modules():
@@ -145,7 +147,8 @@ class Gates:
             self._reads = None
 
     def _gate(self, own: list[int], _module: nn.Module, _args: Any) -> None:
-        if self._learning:
+        # Evaluation needs parameters too, but not as the next step does.
+        if self._learning and (self._reads is not None or torch.is_grad_enabled()):
             now = now_s()
             for i in own:
                 self.need_s[i] = min(self.need_s[i], now)

@@ -8,6 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.lab.profiles import line
+from usbyte.torch.arena import USED, dtype_name
 
 NEVER = float("inf")
 
@@ -47,9 +52,14 @@ class Times:
 
 
 class Learning:
-    """Collects iterations until there are enough."""
+    """Collects iterations until there are enough.
 
-    def __init__(self) -> None:
+    Args:
+        warm_up: The first ones, which do not count where there are more.
+    """
+
+    def __init__(self, warm_up: int = 1) -> None:
+        self._warm_up = warm_up
         self._iterations: list[Iteration] = []
 
     def add(self, iteration: Iteration) -> None:
@@ -60,8 +70,8 @@ class Learning:
         return len(self._iterations)
 
     def times(self) -> Times:
-        """Medians and spreads over all iterations but the first, which pays for warm-up."""
-        kept = self._iterations[1:] or self._iterations
+        """Medians and spreads over all iterations but those of warm-up."""
+        kept = self._iterations[self._warm_up :] or self._iterations
         # What the forward pass was not seen to use has no gate: it is needed at once.
         need = np.array([[_since(t, i.start_s) for t in i.need_s] for i in kept])
         ready = np.array([[_since(t, i.start_s) for t in i.ready_s] for i in kept])
@@ -99,6 +109,52 @@ def combine(times: Times, allreduce_max: object) -> Times:
     need, ready, need_spread, ready_spread = (values[k * n : (k + 1) * n] for k in range(4))
     step, update = values[4 * n :]
     return Times(need, ready, need_spread, ready_spread, max(step, max(ready) + update), update)
+
+
+def job_profile(
+    names: Sequence[str],
+    params: Sequence[nn.Parameter],
+    times: Times,
+    *,
+    flags: bool,
+    model: str = "",
+) -> _core.Profile:
+    """A job's profile, its tensors in the order of the arena.
+
+    Args:
+        names: Of the parameters.
+        params: The parameters.
+        times: Theirs; spreads may be empty.
+        flags: Put the used flags, which travel with the gradients, first.
+        model: Name of the job.
+
+    Raises:
+        UsageError: The gradients of a parameter cannot be sent.
+    """
+    # One run of each dtype, the largest first, so that blocks can span many tensors.
+    dtypes = [dtype_name(name, param) for name, param in zip(names, params, strict=True)]
+    volume: dict[str, int] = {}
+    for dtype, param in zip(dtypes, params, strict=True):
+        volume[dtype] = volume.get(dtype, 0) + param.numel()
+    order = sorted(
+        range(len(names)), key=lambda i: (-volume[dtypes[i]], dtypes[i], times.need_s[i])
+    )
+    rows = [(names[i], params[i].numel(), dtypes[i]) for i in order]
+
+    def column(values: Sequence[float], first: float) -> list[float]:
+        return [first] * flags + [values[i] for i in order] if values else []
+
+    return _core.Profile(
+        line([(USED, len(rows) + 1, rows[0][2])] * flags + rows),
+        # The flags are complete when backward is, and the first update may need them.
+        column(times.need_s, 0.0),
+        column(times.ready_s, max(times.ready_s)),
+        times.step_s,
+        times.update_s,
+        model,
+        column(times.need_spread_s, 0.0),
+        column(times.ready_spread_s, 0.0),
+    )
 
 
 def _since(time_s: float, start_s: float) -> float:

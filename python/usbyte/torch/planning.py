@@ -12,11 +12,11 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.arena import dtype_name, line
+from usbyte.torch.arena import dtype_name
 from usbyte.torch.context import Context
-from usbyte.torch.learning import Times, combine
+from usbyte.torch.costs import Measured, fit
+from usbyte.torch.learning import Times, combine, job_profile
 from usbyte.torch.ops import Max, allreduce
-from usbyte.torch.probe import Measured, fit
 
 log = logging.getLogger("usbyte")
 
@@ -187,31 +187,7 @@ class Planner:
         return Decision(plan, profile, network, predicted, bound)
 
     def _profile(self, times: Times) -> _core.Profile:
-        need, ready = times.need_s, times.ready_s
-        # One run of each dtype, the largest first, so that blocks can span many tensors.
-        volume: dict[str, int] = {}
-        for dtype, param in zip(self._dtypes, self._params, strict=True):
-            volume[dtype] = volume.get(dtype, 0) + param.numel()
-        order = sorted(
-            range(len(self._names)),
-            key=lambda i: (-volume[self._dtypes[i]], self._dtypes[i], need[i]),
-        )
-        tensors = line([self._names[i] for i in order], [self._params[i] for i in order])
-
-        def column(values: Sequence[float], flags: float) -> list[float]:
-            return [flags, *(values[i] for i in order)] if values else []
-
-        # The flags are complete when backward is, and the first update may need them.
-        return _core.Profile(
-            tensors,
-            column(need, 0.0),
-            column(ready, max(ready)),
-            times.step_s,
-            times.update_s,
-            "",
-            column(times.need_spread_s, 0.0),
-            column(times.ready_spread_s, 0.0),
-        )
+        return job_profile(self._names, self._params, times, flags=True)
 
     def _check_alike(self) -> None:
         """Raises the same MismatchError on every rank if parameters differ."""

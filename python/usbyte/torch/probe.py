@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 
 from usbyte import _core
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.context import Context, current
+from usbyte.torch.costs import Measured, fit
 
 __all__ = ["probe"]
 
@@ -24,26 +21,10 @@ _SMALLEST_BYTES = 4 << 10
 LARGEST_BYTES = 32 << 20
 _STEP_S = 0.05  # about how long the largest operation may take
 _REPEATS = 3
+_GROWTH = 16
 _GROUPS = 3  # one after the other without a pause, as in training
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Groups of operations, each group posted when the one before has ended.
-
-    Attributes:
-        kind: "all_reduce", "reduce_scatter" or "all_gather".
-        window: Operations in a group.
-        bytes: Payload of a group.
-        seconds: Mean time of a group.
-    """
-
-    kind: str
-    window: int
-    bytes: int
-    seconds: float
 
 
 def probe(largest_bytes: int = LARGEST_BYTES) -> _core.NetworkModel:
@@ -59,11 +40,7 @@ def probe(largest_bytes: int = LARGEST_BYTES) -> _core.NetworkModel:
     context = current()
     if context.size == 1:
         return _core.NetworkModel(1, [_core.AlphaBeta()])
-    communicator = TorchCommunicator(context.new_group())
-    try:
-        network = fit(context.size, measure(context, communicator, largest_bytes))
-    finally:
-        communicator.close()
+    network = fit(context.size, measure_apart(context, largest_bytes))
     return share(context, "probe", network)
 
 
@@ -75,8 +52,28 @@ def share(context: Context, name: str, network: _core.NetworkModel) -> _core.Net
     )
 
 
+def measure_apart(
+    context: Context,
+    largest_bytes: int,
+    *,
+    repeats: int = _REPEATS,
+    growth: int = _GROWTH,
+) -> list[Measured]:
+    """Measures over a process group of its own. Collective; see `measure`."""
+    communicator = TorchCommunicator(context.new_group())
+    try:
+        return measure(context, communicator, largest_bytes, repeats=repeats, growth=growth)
+    finally:
+        communicator.close()
+
+
 def measure(
-    context: Context, communicator: TorchCommunicator, largest_bytes: int
+    context: Context,
+    communicator: TorchCommunicator,
+    largest_bytes: int,
+    *,
+    repeats: int = _REPEATS,
+    growth: int = _GROWTH,
 ) -> list[Measured]:
     """Times collectives over the communicator, which nothing else uses meanwhile. Collective.
 
@@ -84,6 +81,8 @@ def measure(
         context: The ranks.
         communicator: Its registered buffer is replaced.
         largest_bytes: Upper limit to the payloads.
+        repeats: Measurements of each size.
+        growth: From one size to the next.
     """
     rows = _time(context, communicator, 1, [_SMALLEST_BYTES, min(1 << 20, largest_bytes)], 2)
     # Every rank must choose the same sizes.
@@ -91,33 +90,18 @@ def measure(
     largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(slowest, 1e-6), 1)))
     text = context.eager.broadcast_bytes("probe.largest", str(largest).encode(), 0)
     largest = max(int(text), _SMALLEST_BYTES)
-    sizes = sorted({largest, *(s for s in _sizes(_SMALLEST_BYTES, largest) if s < largest)})
+    sizes = [*_sizes(_SMALLEST_BYTES, largest, growth), largest]
     rows = []
     for window in _WINDOWS:
-        rows += _time(context, communicator, window, sizes, _REPEATS)
+        rows += _time(context, communicator, window, sizes, repeats)
     return rows
 
 
-def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
-    """The lines through the measurements."""
-    samples: dict[str, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        samples[row.kind][row.window].append((row.bytes, row.seconds))
-    costs = {}
-    for kind, by_window in samples.items():
-        lines = {window: _core.fit_cost(pairs)[0] for window, pairs in by_window.items()}
-        costs[kind] = [
-            lines[next((w for w in sorted(lines) if w >= k), max(lines))]
-            for k in range(1, max(lines) + 1)
-        ]
-    return _core.NetworkModel(ranks, **costs)
-
-
-def _sizes(low: int, high: int) -> list[int]:
+def _sizes(low: int, high: int, growth: int) -> list[int]:
     sizes, size = [], low
     while size < high:
         sizes.append(size)
-        size *= 16
+        size *= growth
     return sizes
 
 

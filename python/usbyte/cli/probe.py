@@ -1,0 +1,136 @@
+"""`usbyte probe`: measures what collectives cost between the ranks it is started on."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from usbyte import units
+from usbyte.cli.options import BYTES, check_writable, write_text
+from usbyte.env import detect
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from usbyte.torch.costs import Line, Measured
+
+_EXAMPLES = """\b
+Example:
+  usbyterun -np 4 -H a:1,b:1,c:1,d:1 usbyte probe --json network.json
+  usbyte lab run -- usbyte probe --plot probe.png
+  usbyte plan vgg16 --network network.json
+"""
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 100}, epilog=_EXAMPLES)
+@click.option(
+    "--largest", type=BYTES, default="32M",
+    help="Upper limit to the payloads; they end where an operation takes about 0.05 s.",
+)  # fmt: skip
+@click.option("--repeats", type=click.IntRange(1), default=10, help="Measurements of each size.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path),
+    help="Write the network that usbyte plan takes as --network.",
+)  # fmt: skip
+@click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Write every measurement.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw a picture (matplotlib).")
+def probe(
+    largest: int, repeats: int, json_path: Path | None, csv_path: Path | None, plot: Path | None
+) -> None:
+    """Measure the network between ranks.
+
+    Start it on every rank, as a training script; rank 0 reports. With k operations in flight a
+    group of k takes alpha + beta for each byte of the group. The bus bandwidth is what a ring's
+    links carry at that beta. The residual is how far the line lies from the median of a size, as a
+    median over sizes; the second table has it by size.
+    """
+    cluster = detect()
+    if cluster.size == 1:
+        raise click.ClickException(
+            "a network has several ranks; start this on each of them, as in: "
+            "usbyterun -np 4 usbyte probe"
+        )
+    if cluster.rank == 0:
+        check_writable(json_path, csv_path, plot)
+        if plot is not None:
+            from usbyte.cli import figures  # says early what is missing
+    import usbyte.torch as ub
+    from usbyte.torch.context import current
+    from usbyte.torch.costs import fit_lines, network
+    from usbyte.torch.probe import measure_apart
+
+    ub.init()
+    rows = measure_apart(current(), largest, repeats=repeats, growth=4)
+    if ub.rank() == 0:
+        from rich.console import Console
+
+        lines = fit_lines(rows)
+        Console(highlight=False).print(_table(lines, ub.size()), _residuals(lines))
+        if json_path is not None:
+            write_text(json_path, network(ub.size(), lines).to_json() + "\n")
+        if csv_path is not None:
+            write_text(csv_path, _csv(rows, lines))
+        if plot is not None:
+            figures.save(figures.costs(lines), plot)
+    ub.shutdown()
+
+
+def _table(lines: Sequence[Line], ranks: int) -> Table:
+    """One row for each line."""
+    from rich.table import Table
+
+    table = Table(title=f"{ranks} ranks")
+    table.add_column("collective")
+    for column in ("in flight", "alpha", "beta ns/B", "bus bandwidth", "residual"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        beta = line.cost.beta_s_per_byte
+        # Of the payload, what each link of a ring carries.
+        share = (2 if line.kind == "all_reduce" else 1) * (ranks - 1) / ranks
+        table.add_row(
+            line.kind,
+            str(line.window),
+            units.format_seconds(line.cost.alpha_s),
+            f"{beta * 1e9:.4f}",
+            units.format_rate(float(f"{8 * share / beta:.3g}") / 8) if beta else "-",
+            f"{line.residual:.1%}",
+        )
+    return table
+
+
+def _residuals(lines: Sequence[Line]) -> Table:
+    """How far each line lies above the measured medians, by size."""
+    from rich.table import Table
+
+    table = Table(title="residual by bytes in flight: above what was measured, in percent")
+    table.add_column("collective")
+    table.add_column("ops", justify="right")
+    for point in lines[0].points:
+        table.add_column(_size(point.bytes), justify="right")
+    for line in lines:
+        residuals = (f"{100 * point.residual:+.0f}" for point in line.points)
+        table.add_row(line.kind, str(line.window), *residuals)
+    return table
+
+
+def _size(size: int) -> str:
+    for power, prefix in ((2, "M"), (1, "k")):
+        if size >= 1 << (10 * power):
+            return f"{size / (1 << (10 * power)):.3g}{prefix}"
+    return str(size)
+
+
+def _csv(rows: Sequence[Measured], lines: Sequence[Line]) -> str:
+    costs = {(line.kind, line.window): line.cost for line in lines}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["collective", "in_flight", "bytes", "seconds", "fitted_s"])
+    for row in rows:
+        fitted = costs[row.kind, row.window].time_s(row.bytes)
+        writer.writerow([row.kind, row.window, row.bytes, f"{row.seconds:.9f}", f"{fitted:.9f}"])
+    return text.getvalue()

@@ -1,0 +1,134 @@
+"""`usbyte profile`: runs a training script and records what one of its iterations does."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from usbyte.cli.options import check_writable, write_text
+from usbyte.env import detect
+
+if TYPE_CHECKING:
+    from usbyte import _core
+
+_EXAMPLES = """\b
+Example:
+  usbyte profile -o job.json train.py --epochs 1
+  usbyte profile -m package.train --epochs 1
+  usbyterun -np 4 usbyte profile train.py
+  usbyte plan job.json --ring 8,25us,10gbit
+"""
+
+
+@click.command(
+    context_settings={
+        "show_default": True,
+        "max_content_width": 100,
+        "allow_interspersed_args": False,
+    },
+    epilog=_EXAMPLES,
+)
+@click.option("--steps", type=click.IntRange(1), default=10, help="Optimizer steps to record.")
+@click.option("--skip", type=click.IntRange(1), default=3, help="Steps of warm-up before them.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), default="profile.json", help="The profile."
+)
+@click.option("--name", show_default="the model's class", help="Of the job.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
+@click.option(
+    "--continue",
+    "go_on",
+    is_flag=True,
+    help="Let the script run to its end. Otherwise it is stopped once enough steps were seen.",
+)
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+def profile(
+    steps: int,
+    skip: int,
+    output: Path,
+    name: str | None,
+    module: bool,
+    go_on: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Record a profile of a training script.
+
+    SCRIPT runs unchanged in this process, as python would run it, but that torch is imported
+    before it. It must train one model with one optimizer, whose steps end the iterations.
+
+    Started on several ranks, the slowest rank's times are taken. A script with a
+    DistributedOptimizer is recorded by that itself, in its first steps, without the time that it
+    waits for the network; --steps and --skip then have no effect. Other communication is refused.
+    """
+    if not module and not Path(script).is_file():
+        raise click.ClickException(
+            f"there is no script '{script}'; give a Python file, or -m and a module"
+        )
+    cluster = detect()
+    if cluster.rank == 0:
+        check_writable(output)
+    from usbyte.torch.context import is_initialized
+    from usbyte.torch.profiling import to_json
+    from usbyte.torch.watching import Enough, Watch
+
+    def finish(result: _core.Profile) -> None:
+        if cluster.rank > 0:
+            return
+        write_text(output, to_json(result))
+        click.echo(_summary(result))
+        if cluster.size > 1 and not is_initialized():
+            click.echo("times are those of rank 0: the script has not called ub.init()")
+        click.echo(f"wrote {output}" + ("" if go_on else f" and stopped {script}"))
+
+    watch = Watch(skip, steps, name, finish, stop=not go_on)
+    with _arguments(script, arguments, module), watch:
+        try:
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+        except Enough:
+            pass
+        except SystemExit as ending:
+            if ending.code not in (None, 0):
+                raise
+    if not watch.finished:
+        raise click.ClickException(f"no profile of '{script}': {watch.missing()}")
+
+
+@contextmanager
+def _arguments(script: str, arguments: tuple[str, ...], module: bool) -> Iterator[None]:
+    """What a script finds in sys.argv and first in sys.path."""
+    argv, path = sys.argv[:], sys.path[:]
+    sys.argv[:] = [script, *arguments]
+    sys.path.insert(0, str(Path.cwd() if module else Path(script).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = argv, path
+
+
+def _summary(job: _core.Profile) -> str:
+    """What people want to know of a profile."""
+    first, last = min(job.ready_s), max(job.ready_s)
+    spread = sorted(job.ready_spread_s)
+    middle = spread[len(spread) // 2] if spread else 0.0
+    return (
+        f"{job.model}: {job.bytes / 1e6:.1f} MB of gradients in {len(job.tensors)} tensors\n"
+        f"step {_ms(job.step_s)}: forward {_ms(first)} until the first gradient is ready, "
+        f"backward {_ms(last - first)} until the last, update {_ms(job.update_s)}\n"
+        f"spread of ready times: {_ms(middle)} in the middle, {_ms(max(spread, default=0.0))} "
+        "at most"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

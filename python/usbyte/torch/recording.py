@@ -1,0 +1,166 @@
+"""Hooks that record when a training job needs its parameters and has its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.torch.arena import dtype_name
+from usbyte.torch.context import current, is_initialized
+from usbyte.torch.gates import Gates
+from usbyte.torch.learning import NEVER, Iteration, Learning, combine, job_profile
+from usbyte.torch.ops import Max, allreduce
+
+# By name, since torch has moved them about.
+_COMMUNICATING = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+class Recorder:
+    """Records the iterations of a job that does not communicate.
+
+    Hooks note the host's clock and nothing else. An iteration ends with the optimizer step after
+    which no gradient is left without an update, so that several optimizers may share a model. With
+    gradient accumulation a gradient is ready when it was last added to.
+
+    Args:
+        params: Those to record, on the CPU, of floating dtypes.
+        skip: Iterations of warm-up.
+        steps: Iterations to record after them.
+        model: The module that owns them; found at the first forward pass if None.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        skip: int,
+        steps: int,
+        model: nn.Module | None = None,
+    ) -> None:
+        self._params = params
+        self._index = {p: i for i, p in enumerate(params)}
+        for i, param in enumerate(params):
+            dtype_name(f"of shape {tuple(param.shape)}, number {i}", param)
+        self._wanted = skip + steps
+        self._learning = Learning(skip)
+        self._gates = Gates(params, lambda _: None, lambda: None, model)
+        self._begin_iteration()
+        self._step_begin_s = 0.0
+        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
+        self._handles.append(register_module_forward_pre_hook(_refuse_communication))
+
+    def __len__(self) -> int:
+        """Iterations seen, those of warm-up included."""
+        return len(self._learning)
+
+    @property
+    def done(self) -> bool:
+        """Enough iterations were seen."""
+        return len(self) >= self._wanted
+
+    @property
+    def unfinished(self) -> int:
+        """Parameters whose gradients no optimizer step has used."""
+        return len(self._waiting)
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The outermost modules in which parameters were found."""
+        return self._gates.roots
+
+    def before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """A pre-hook of optimizers."""
+        self._step_begin_s = _core.now_s()
+
+    def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """A post-hook of optimizers; of those of other parameters too."""
+        own = {self._index[p] for p in parameters_of(optimizer) if p in self._index}
+        stepped = own & self._waiting
+        if not stepped or self.done:
+            return
+        # A closure has run backward inside the step.
+        begin = max(self._step_begin_s, max(self._ready_s[i] for i in stepped))
+        self._updated_s += _core.now_s() - begin
+        self._waiting -= own
+        if not self._waiting:
+            self._end_iteration()
+
+    def close(self) -> None:
+        """Removes every hook."""
+        self._gates.close()
+        for handle in self._handles:
+            handle.remove()
+
+    def profile(self, names: Sequence[str], model: str) -> _core.Profile:
+        """What was recorded; of the slowest rank, and collective, where `init` has been called.
+
+        Args:
+            names: Of the parameters.
+            model: Name of the job.
+        """
+        times = self._learning.times()
+        if is_initialized() and current().size > 1:
+            times = combine(times, lambda t: allreduce(t, name="usbyte.profile.times", op=Max))
+        return job_profile(names, self._params, times, flags=False, model=model)
+
+    def _begin_iteration(self) -> None:
+        self._ready_s = [NEVER] * len(self._params)
+        self._waiting: set[int] = set()  # for an update
+        self._updated_s = 0.0
+
+    def _end_iteration(self) -> None:
+        used = [ready != NEVER for ready in self._ready_s]
+        end = max(ready for ready in self._ready_s if ready != NEVER)
+        # What has no gradient is known to have none when backward ends.
+        ready = [min(ready, end) for ready in self._ready_s]
+        self._learning.add(Iteration(self._gates.need_s, ready, 0.0, self._updated_s))
+        self._gates.begin_iteration(used)
+        self._begin_iteration()
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        i = self._index[param]
+        self._ready_s[i] = _core.now_s()
+        self._waiting.add(i)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those that get gradients."""
+    return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+
+def names_of(params: Sequence[nn.Parameter], roots: Iterable[nn.Module]) -> list[str]:
+    """Unique names: the modules', with the root's class in front where roots share a name."""
+    found: dict[nn.Parameter, str] = {}
+    taken: set[str] = set()
+    for root in roots:
+        for name, param in root.named_parameters():
+            if param in found:
+                continue
+            if name in taken:
+                name = f"{type(root).__name__}.{name}"
+            found[param] = _unique(name, taken)
+            taken.add(found[param])
+    return [found.get(p) or f"param{i}" for i, p in enumerate(params)]
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    k, result = 2, name
+    while result in taken:
+        k, result = k + 1, f"{name}.{k}"
+    return result
+
+
+def _refuse_communication(module: nn.Module, _args: Any) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        kind = type(module)
+        if any(c.__name__ in _COMMUNICATING for c in kind.__mro__):
+            raise UsageError(
+                f"the job communicates through {kind.__name__}, whose waiting would count as "
+                "compute: profile it as a single process, or under ub.DistributedOptimizer"
+            )

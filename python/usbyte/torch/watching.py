@@ -1,0 +1,143 @@
+"""Recording a script that knows nothing of it, by torch's global hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from usbyte import _core
+from usbyte.lab.profiles import without_flags
+from usbyte.torch.profiling import NOT_PLANNED, distributed_owner, too_few
+from usbyte.torch.recording import Recorder, names_of, parameters_of
+
+if TYPE_CHECKING:
+    from usbyte.torch.optimizer import DistributedOptimizer
+
+
+class Enough(BaseException):
+    """Ends the script; no `except Exception` of it may come in between."""
+
+
+class Watch:
+    """Waits for the first optimizer step, then records what its optimizer trains.
+
+    Args:
+        skip: Steps of warm-up, of which the first one shows which parameters there are; >= 1.
+        steps: Steps to record after them.
+        name: Of the job; None: the model's class.
+        finish: Called once with the profile, inside the script where that has not ended.
+        stop: Then raise `Enough` in the script.
+    """
+
+    def __init__(
+        self,
+        skip: int,
+        steps: int,
+        name: str | None,
+        finish: Callable[[_core.Profile], None],
+        stop: bool,
+    ) -> None:
+        self._skip, self._steps, self._name = skip, steps, name
+        self._finish, self._stop = finish, stop
+        self._recorder: Recorder | None = None
+        self._distributed: DistributedOptimizer | None = None
+        self._params: list[nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
+        self._problem = ""
+        self.finished = False
+
+    def __enter__(self) -> Watch:
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self._close()
+        self._stop = False
+        if kind is None and not self.finished:  # the plan may have come with the last step
+            self._take_decision("job")
+
+    def missing(self) -> str:
+        """Why there is no profile."""
+        if self._problem:
+            return self._problem
+        if self._distributed is not None:
+            return NOT_PLANNED
+        if self._recorder is None:
+            return "no step of a torch optimizer was seen"
+        seen = 1 + len(self._recorder)
+        return too_few(seen, self._skip + self._steps, self._recorder.unfinished)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.before_step(optimizer, args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        if recorder is None:
+            self._begin(parameters_of(optimizer))
+            return
+        if not set(parameters_of(optimizer)) <= set(self._params):
+            self._close()
+            self._problem = (
+                "it steps several optimizers, and which of them belong to the job cannot be told: "
+                "record it with ub.profile(model) inside the script"
+            )
+            raise Enough
+        recorder.after_step(optimizer, args, kwargs)
+        if recorder.done:
+            self._close()
+            model = type(recorder.roots[0]).__name__ if recorder.roots else "job"
+            names = names_of(self._params, recorder.roots)
+            self._end(recorder.profile(names, self._name or model))
+
+    def _begin(self, params: list[nn.Parameter]) -> None:
+        if not params:
+            return
+        self._distributed = distributed_owner(params)
+        if self._distributed is None:
+            self._params = params
+            self._recorder = Recorder(params, self._skip - 1, self._steps)
+            return
+        # It defers no update while somebody hooks on to steps.
+        self._close()
+        self._handles = [
+            # The outermost module comes first.
+            register_module_forward_pre_hook(lambda m, _: self._take_decision(type(m).__name__))
+        ]
+
+    def _take_decision(self, model: str) -> None:
+        owner = self._distributed
+        if owner is not None and owner.decision is not None:
+            self._close()
+            self._end(without_flags(owner.decision.profile, self._name or model))
+
+    def _end(self, result: _core.Profile) -> None:
+        self.finished = True
+        self._finish(result)
+        if self._stop:
+            raise Enough
+
+    def _close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._recorder is not None:
+            self._recorder.close()

@@ -1,0 +1,79 @@
+"""`usbyte probe` between real processes, and the fit that it reports."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+
+import pytest
+
+from run_support import PACKAGE_ROOT
+from usbyte import _core
+from usbyte.torch.costs import Measured, fit, fit_lines
+
+
+def usbyte_probe(tmp_path, *arguments, ranks=1):
+    launcher = ["-m", "usbyte.run", "-np", str(ranks), sys.executable] if ranks > 1 else []
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, *launcher, "-c", "from usbyte.cli import main; main()", "probe",
+         *arguments],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_on_two_ranks(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = ["--json", "network.json", "--csv", "times.csv", "--plot", "probe.png"]
+    done = usbyte_probe(tmp_path, "--largest", "64k", "--repeats", "3", *files, ranks=2)
+    assert done.returncode == 0, done.stderr
+    network = _core.NetworkModel.from_json((tmp_path / "network.json").read_text())
+    assert network.ranks == 2
+    lengths = [len(c) for c in (network.all_reduce, network.reduce_scatter, network.all_gather)]
+    assert lengths == [4, 2, 2]
+    assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "times.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    # 4, 16 and 64 KiB, each three times, of five lines with one or two kinds.
+    assert len(rows) == 3 * 3 * 7
+    for row in rows:
+        cost = network.cost(row["collective"], int(row["in_flight"]))
+        assert float(row["fitted_s"]) == pytest.approx(cost.time_s(int(row["bytes"])), abs=1e-9)
+        assert float(row["seconds"]) > 0
+    # One table of costs and one of residuals, of rank 0 alone.
+    assert "[1]" not in done.stdout
+    for kind, count in (("all_reduce", 3), ("reduce_scatter", 2), ("all_gather", 2)):
+        assert done.stdout.count(f"│ {kind} ") == 2 * count, done.stdout
+    assert f"{network.all_reduce[0].beta_s_per_byte * 1e9:.4f}" in done.stdout
+
+
+def test_what_it_says_where_it_cannot(tmp_path):
+    done = usbyte_probe(tmp_path)
+    assert done.returncode == 1
+    assert "usbyterun -np 4 usbyte probe" in done.stderr
+    done = usbyte_probe(tmp_path, "--json", "no/network.json", ranks=2)
+    assert done.returncode == 1
+    assert "cannot write 'no/network.json'" in done.stderr
+
+
+def test_residuals_of_a_line_and_of_none():
+    sizes = [1 << k for k in range(12, 26, 2)]
+    exact = [Measured("all_reduce", 1, m, 1e-3 + 1e-8 * m) for m in sizes]
+    # 1 ms more for a constant time: small ones are right, what lies between is overestimated.
+    step = [Measured("all_gather", 2, m, 1e-3 if m < 1 << 20 else 1e-8 * m) for m in sizes]
+    outlier = [Measured("all_gather", 2, 1 << 12, 1.0), Measured("all_gather", 2, 1 << 12, 1e-4)]
+    line, stepped = fit_lines(exact + step + outlier)
+    assert (line.kind, line.window, len(line.points)) == ("all_reduce", 1, len(sizes))
+    assert line.residual < 0.01
+    assert line.cost.alpha_s == pytest.approx(1e-3, rel=0.02)
+    assert all(abs(point.residual) < 0.02 for point in line.points)
+    first = stepped.points[0]
+    assert first.seconds == 1e-3  # the median of three
+    assert first.low_s < first.seconds < first.high_s
+    by_size = {point.bytes: point.residual for point in stepped.points}
+    assert by_size[1 << 18] > 1
+    assert abs(by_size[1 << 24]) < 0.02
+    assert fit(4, exact + step).all_reduce == [line.cost]
