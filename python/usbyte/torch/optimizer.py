@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from usbyte import _core
+from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
 from usbyte.torch.context import current
 from usbyte.torch.gates import Gates
@@ -47,8 +47,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             parameters; results are the same bit for bit.
         policy: How communication is planned: "auto" (the default) plans from what the first steps
             and a probe of the network have shown, and anew when steps come to take another time;
-            others of `usbyte._core.policies()` are published systems; or a callable
-            Profile x NetworkModel -> Plan.
+            others of `usbyte._core.policies()` are published systems; "tune" tries plans like
+            auto's in the running job and keeps the fastest, "tune:bytescheduler" and "tune:dear"
+            tune as published; or a callable Profile x NetworkModel -> Plan.
         op: `Average` or `Sum` over ranks.
         model: The module that owns the parameters; found at the first forward pass if left out.
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
@@ -61,6 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         partition_bytes: bytescheduler: larger tensors are split.
         credit_bytes: bytescheduler: bytes in flight.
         bucket_bytes: ddp: bucket size.
+        tune_steps: With a tuned policy: steps for which each plan is tried, 2 at least; else 12, as
+            published 100 (tune:bytescheduler) or 5 (tune:dear).
 
     Raises:
         UsageError: Bad arguments, names missing or used twice.
@@ -81,6 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         partition_bytes: int | None = None,
         credit_bytes: int | None = None,
         bucket_bytes: int | None = None,
+        tune_steps: int | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
@@ -100,13 +104,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._shards: ShardedUpdates | None = None
         env = context.env
         policy = policy or env.policy or "auto"
-        if isinstance(policy, str) and policy not in _core.policies():
-            raise UsageError(f"unknown policy '{policy}'; known are {', '.join(_core.policies())}")
+        if isinstance(policy, str) and policy not in tuning.policies():
+            raise UsageError(f"unknown policy '{policy}'; known are {', '.join(tuning.policies())}")
+        if policy in tuning.POLICIES:
+            tuning.check_installed()
+        if tune_steps is not None and tune_steps < 2:
+            raise UsageError(f"tune_steps must be 2 at least to time a step, not {tune_steps}")
         self._inner = optimizer
         self._overlap = overlap
         self._model = model
         self._scale = 1.0 / context.size if op == Average else 1.0
-        self._policy = policy
+        self._policy, self._tune_steps = policy, tune_steps
         self._options = {
             "partition_bytes": partition_bytes or env.partition_bytes,
             "credit_bytes": credit_bytes or env.credit_bytes,
@@ -200,7 +208,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (
             reducer is None
             or not reducer.in_flight
-            or reducer.replan_agreed
+            or reducer.plan_ends
             or self._needs_whole_step()
         ):
             self.synchronize()
@@ -354,6 +362,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._overlap,
             self._sharded,
             self._options,
+            self._tune_steps,
         )
         self._gates = Gates(self._params, self._apply, self.synchronize, self._model)
         self._reducer = Reducer(
@@ -363,7 +372,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             planner,
             self._gates,
             self._scale,
-            self._policy == "auto",
+            self._policy in ("auto", "tune"),
             self._sharded,
             self._before_first_gradient,
             self._on_gradient,
@@ -435,11 +444,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         shards.step()
         self._apply(self._ungated)
-        if reducer.replan_agreed:
+        if reducer.plan_ends:
             self._apply_all()
             self._end_sharding()
             reducer.finish_step(0.0)
-            self._learned = False
+            if reducer.learning:
+                self._learned = False
+            else:
+                self._begin_sharding(reducer).used = shards.used
+
+    def _begin_sharding(self, reducer: Reducer) -> ShardedUpdates:
+        self._shards = ShardedUpdates(
+            self._context,
+            self.label,
+            self._inner,
+            self._params,
+            self._group_of,
+            reducer,
+            self._max_grad_norm,
+        )
+        return self._shards
 
     def _end_sharding(self) -> None:
         if self._shards is not None:
@@ -451,15 +475,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert self._reducer is not None
         self._ungated = sorted(self._gates.finish_learning())
         if self._sharded:
-            self._shards = ShardedUpdates(
-                self._context,
-                self.label,
-                self._inner,
-                self._params,
-                self._group_of,
-                self._reducer,
-                self._max_grad_norm,
-            )
+            self._begin_sharding(self._reducer)
         elif self._overlap == "forward":
             log.info(
                 "%s: updates wait for the next forward pass, except %d without a module",
