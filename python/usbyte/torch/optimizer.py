@@ -126,6 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gates: Gates | None = None
         self._planner: Planner | None = None
         self._learned = False  # updates may be deferred
+        self._set_to_none = True
         self._closed = False
         self._build()
         context.add(self)
@@ -232,9 +233,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them."""
         self._check_usable()
+        self._set_to_none = set_to_none
         if self._shards is not None:
-            for param, used in zip(self._params, self._shards.used, strict=True):
-                param.grad = torch.zeros_like(param) if used and not set_to_none else None
+            self._zero_spent(self._shards.used)
         elif self._updates.count:
             self._updates.zero_grad(set_to_none)
         else:
@@ -450,6 +451,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reducer.finish_step(0.0)
             if reducer.learning:
                 self._learned = False
+                self._zero_spent(shards.used)
             else:
                 self._begin_sharding(reducer).used = shards.used
 
@@ -464,6 +466,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._max_grad_norm,
         )
         return self._shards
+
+    def _zero_spent(self, used: Sequence[bool]) -> None:
+        """Resets gradients that a sharded step has used up, as the user last did."""
+        for param, was_used in zip(self._params, used, strict=True):
+            param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
 
     def _end_sharding(self) -> None:
         if self._shards is not None:
