@@ -60,6 +60,8 @@ def run(
             with training(name, comparison.profile) as (step, optimizer):
                 for _ in range(warmup):
                     step()
+                while _on_trial(optimizer):
+                    step()
                 decision = getattr(optimizer, "decision", None)
                 if decision is not None:
                     result.predicted_s = decision.predicted_s
@@ -76,6 +78,12 @@ def run(
                     last = now
             if folder:
                 ub.stop_timeline()
+
+
+def _on_trial(optimizer: Any) -> bool:
+    """Whether a tuned policy still tries plans, the same on all ranks."""
+    decision = getattr(optimizer, "decision", None)
+    return decision is not None and decision.trial_steps > 0
 
 
 def _record(stem: Path, decision: Any) -> None:
@@ -108,7 +116,7 @@ def _other(text: str) -> str:
 @click.option(
     "--policies",
     type=Parsed("list", listed(_scheme)),
-    show_default="all in forward overlap, and backward:ddp",
+    show_default="all but tuned ones in forward overlap, and backward:ddp",
     help="POLICY or OVERLAP:POLICY, separated by commas.",
 )
 @click.option(
@@ -125,7 +133,11 @@ def _other(text: str) -> str:
 )
 @click.option("--rounds", default=3, help="How often each contender has its turn.")
 @click.option("--steps", default=6, help="Measured steps of each turn.")
-@click.option("--warmup", default=8, help="Steps before, which include usbyte's learning steps.")
+@click.option(
+    "--warmup",
+    default=8,
+    help="Steps before, which include usbyte's learning; tuned policies take theirs on top.",
+)
 @network_options
 @click.option(
     "--save",

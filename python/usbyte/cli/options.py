@@ -53,20 +53,21 @@ def parse_scheme(text: str) -> tuple[str, str]:
     Raises:
         ValueError: There is no such overlap or policy.
     """
-    from usbyte import _core
+    from usbyte import tuning
 
     first, colon, second = text.strip().partition(":")
-    overlap, policy = (first, second) if colon else ("forward", first)
+    alone = not colon or text.strip() in tuning.POLICIES  # "tune:dear" names no overlap
+    overlap, policy = ("forward", text.strip()) if alone else (first, second)
     if overlap not in ("forward", "backward"):
         raise ValueError(f"{text!r}: unknown overlap {overlap!r}; write forward or backward")
-    if policy not in _core.policies():
-        known = ", ".join(_core.policies())
+    if policy not in tuning.policies():
+        known = ", ".join(tuning.policies())
         raise ValueError(f"{text!r}: unknown policy {policy!r}; known are {known}")
     return overlap, policy
 
 
 def all_schemes() -> list[tuple[str, str]]:
-    """Every policy with forward overlap, and what DDP does."""
+    """Every policy with forward overlap but the tuned ones, which take long; and what DDP does."""
     from usbyte import _core
 
     return [*(("forward", policy) for policy in _core.policies()), ("backward", "ddp")]

@@ -21,7 +21,7 @@ _MEGA = 1e6
 @click.argument("profile")
 @scale_options
 @network_options
-@click.option("--policy", default="auto", help="Who plans.")
+@click.option("--policy", default="auto", help="Who plans; tuned policies tune the predicted step.")
 @click.option(
     "--overlap",
     type=click.Choice(["forward", "backward"]),
@@ -53,14 +53,14 @@ def plan(
     """
     from rich.console import Console
 
-    from usbyte import _core
+    from usbyte import _core, tuning
     from usbyte.lab import profiles
 
     job = profiles.scaled(profiles.load(profile), scale_time, scale_bytes)
     net = network(network_path, ring)
     sizes = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": bucket}
     given = {name: size for name, size in sizes.items() if size is not None}
-    made = _core.make_plan(policy, job, net, given, overlap)
+    made = tuning.make_plan(policy, job, net, given, overlap)
     predicted = _core.simulate(made, job, net, overlap)
     console = Console(highlight=False)
     console.print(_table(made, predicted))

@@ -76,7 +76,7 @@ def _workers(text: str) -> int:
 @click.option(
     "--policies",
     type=Parsed("list", listed(parse_scheme)),
-    show_default="all in forward overlap, and backward:ddp",
+    show_default="all but tuned ones in forward overlap, and backward:ddp",
     help="POLICY or OVERLAP:POLICY, separated by commas.",
 )
 @click.option(
@@ -139,12 +139,12 @@ def _cases(
     rate: float,
     latency_s: float,
 ) -> Iterator[Case]:
-    from usbyte import _core
+    from usbyte import _core, tuning
 
     for count in workers:
         network = _core.NetworkModel.ring(count, latency_s, rate)
         for overlap, policy in schemes:
-            plan = _core.make_plan(policy, job, network, {}, overlap)
+            plan = tuning.make_plan(policy, job, network, {}, overlap)
             step_s = _core.simulate(plan, job, network, overlap).step_s
             bound_s = _core.bound_s(job, network, overlap)
             yield Case(

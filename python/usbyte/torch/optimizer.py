@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from usbyte import _core
+from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
 from usbyte.torch.context import current
 from usbyte.torch.gates import Gates
@@ -47,8 +47,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             parameters; results are the same bit for bit.
         policy: How communication is planned: "auto" (the default) plans from what the first steps
             and a probe of the network have shown, and anew when steps come to take another time;
-            others of `usbyte._core.policies()` are published systems; or a callable
-            Profile x NetworkModel -> Plan.
+            others of `usbyte._core.policies()` are published systems; "tune" tries plans like
+            auto's in the running job and keeps the fastest, "tune:bytescheduler" and "tune:dear"
+            tune as published; or a callable Profile x NetworkModel -> Plan.
         op: `Average` or `Sum` over ranks.
         model: The module that owns the parameters; found at the first forward pass if left out.
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
@@ -61,6 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         partition_bytes: bytescheduler: larger tensors are split.
         credit_bytes: bytescheduler: bytes in flight.
         bucket_bytes: ddp: bucket size.
+        tune_steps: With a tuned policy: steps for which each plan is tried, 2 at least; else 12, as
+            published 100 (tune:bytescheduler) or 5 (tune:dear).
 
     Raises:
         UsageError: Bad arguments, names missing or used twice.
@@ -81,6 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         partition_bytes: int | None = None,
         credit_bytes: int | None = None,
         bucket_bytes: int | None = None,
+        tune_steps: int | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
@@ -100,13 +104,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._shards: ShardedUpdates | None = None
         env = context.env
         policy = policy or env.policy or "auto"
-        if isinstance(policy, str) and policy not in _core.policies():
-            raise UsageError(f"unknown policy '{policy}'; known are {', '.join(_core.policies())}")
+        if isinstance(policy, str) and policy not in tuning.policies():
+            raise UsageError(f"unknown policy '{policy}'; known are {', '.join(tuning.policies())}")
+        if policy in tuning.POLICIES:
+            tuning.check_installed()
+        if tune_steps is not None and tune_steps < 2:
+            raise UsageError(f"tune_steps must be 2 at least to time a step, not {tune_steps}")
         self._inner = optimizer
         self._overlap = overlap
         self._model = model
         self._scale = 1.0 / context.size if op == Average else 1.0
-        self._policy = policy
+        self._policy, self._tune_steps = policy, tune_steps
         self._options = {
             "partition_bytes": partition_bytes or env.partition_bytes,
             "credit_bytes": credit_bytes or env.credit_bytes,
@@ -118,6 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gates: Gates | None = None
         self._planner: Planner | None = None
         self._learned = False  # updates may be deferred
+        self._set_to_none = True
         self._closed = False
         self._build()
         context.add(self)
@@ -200,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (
             reducer is None
             or not reducer.in_flight
-            or reducer.replan_agreed
+            or reducer.plan_ends
             or self._needs_whole_step()
         ):
             self.synchronize()
@@ -224,9 +233,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them."""
         self._check_usable()
+        self._set_to_none = set_to_none
         if self._shards is not None:
-            for param, used in zip(self._params, self._shards.used, strict=True):
-                param.grad = torch.zeros_like(param) if used and not set_to_none else None
+            self._zero_spent(self._shards.used)
         elif self._updates.count:
             self._updates.zero_grad(set_to_none)
         else:
@@ -354,6 +363,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._overlap,
             self._sharded,
             self._options,
+            self._tune_steps,
         )
         self._gates = Gates(self._params, self._apply, self.synchronize, self._model)
         self._reducer = Reducer(
@@ -363,7 +373,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             planner,
             self._gates,
             self._scale,
-            self._policy == "auto",
+            self._policy in ("auto", "tune"),
             self._sharded,
             self._before_first_gradient,
             self._on_gradient,
@@ -435,11 +445,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         shards.step()
         self._apply(self._ungated)
-        if reducer.replan_agreed:
+        if reducer.plan_ends:
             self._apply_all()
             self._end_sharding()
             reducer.finish_step(0.0)
-            self._learned = False
+            if reducer.learning:
+                self._learned = False
+                self._zero_spent(shards.used)
+            else:
+                self._begin_sharding(reducer).used = shards.used
+
+    def _begin_sharding(self, reducer: Reducer) -> ShardedUpdates:
+        self._shards = ShardedUpdates(
+            self._context,
+            self.label,
+            self._inner,
+            self._params,
+            self._group_of,
+            reducer,
+            self._max_grad_norm,
+        )
+        return self._shards
+
+    def _zero_spent(self, used: Sequence[bool]) -> None:
+        """Resets gradients that a sharded step has used up, as the user last did."""
+        for param, was_used in zip(self._params, used, strict=True):
+            param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
 
     def _end_sharding(self) -> None:
         if self._shards is not None:
@@ -451,15 +482,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert self._reducer is not None
         self._ungated = sorted(self._gates.finish_learning())
         if self._sharded:
-            self._shards = ShardedUpdates(
-                self._context,
-                self.label,
-                self._inner,
-                self._params,
-                self._group_of,
-                self._reducer,
-                self._max_grad_norm,
-            )
+            self._begin_sharding(self._reducer)
         elif self._overlap == "forward":
             log.info(
                 "%s: updates wait for the next forward pass, except %d without a module",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from usbyte import _core
+from usbyte import _core, tuning
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.arena import dtype_name
 from usbyte.torch.context import Context
@@ -34,6 +34,7 @@ class Decision:
         network: What the network was measured to cost.
         predicted_s: Seconds for a step of this plan.
         bound_s: Seconds for a step that no plan goes below.
+        trial_steps: Steps after which the next plan is tried; 0 if this one stays.
     """
 
     plan: _core.Plan
@@ -41,6 +42,7 @@ class Decision:
     network: _core.NetworkModel
     predicted_s: float
     bound_s: float
+    trial_steps: int = 0
 
     def to_json(self) -> str:
         """As it travels, with a hash of the plan."""
@@ -52,6 +54,7 @@ class Decision:
                 "network": self.network.to_json(),
                 "predicted_s": self.predicted_s,
                 "bound_s": self.bound_s,
+                "trial_steps": self.trial_steps,
             }
         )
 
@@ -78,6 +81,7 @@ class Decision:
             _core.NetworkModel.from_json(message["network"]),
             message["predicted_s"],
             message["bound_s"],
+            message["trial_steps"],
         )
 
 
@@ -89,10 +93,11 @@ class Planner:
         label: Name of the optimizer, the same on all ranks.
         names: Of the parameters.
         params: The parameters.
-        policy: A policy's name or a callable of the same signature.
+        policy: A policy's name, tuned ones included, or a callable Profile x NetworkModel -> Plan.
         overlap: What communication may hide behind.
         sharded: Whether each rank updates its shard, and parameters are gathered.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
+        tune_steps: Steps of each trial of a tuned policy; None for as many as the policy says.
 
     Attributes:
         decision: What the plan in force was made from; None while it is not made from measurements.
@@ -108,19 +113,16 @@ class Planner:
         overlap: str,
         sharded: bool,
         options: Mapping[str, int],
+        tune_steps: int | None = None,
     ) -> None:
         self._context, self._label = context, label
         self._names, self._params = names, params
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._overlap, self._sharded = dict(options), overlap, sharded
-        self._policy = policy if callable(policy) else self._named(policy)
+        self._policy, self._tune_steps = policy, tune_steps
+        self._tuner: tuning.Tuner | None = None  # rank 0's, while or after a policy is tuned
         self.decision: Decision | None = None
         self._check_alike()
-
-    def _named(self, policy: str) -> Policy:
-        return lambda profile, network: _core.make_plan(
-            policy, profile, network, self._options, self._overlap, self._sharded
-        )
 
     def learning_plan(self) -> _core.Plan:
         """DDP's buckets in order of registration."""
@@ -136,20 +138,35 @@ class Planner:
     def decide(self, times: Times, measured: Sequence[Measured]) -> Decision:
         """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
 
+        With a tuned policy, it is the first plan to try.
+
         Args:
             times: Of this rank.
             measured: Of the network; rank 0's count.
         """
         label = self._label
         times = combine(times, lambda t: allreduce(t, name=f"{label}.times", op=Max))
+        return self._agree(lambda: self._decide(times, fit(self._context.size, measured)))
+
+    def next_trial(self, step_s: float) -> Decision:
+        """Gives every rank the next plan to try or, at the end, the best one.
+
+        Args:
+            step_s: Seconds that a step of the plan on trial took; rank 0's count, as the
+                collectives keep all ranks at the pace of the slowest.
+        """
+        return self._agree(lambda: self._tell(step_s))
+
+    def _agree(self, make: Callable[[], Decision]) -> Decision:
+        """What rank 0 makes, on every rank."""
         payload, problem = b"", None
         if self._context.rank == 0:
             try:
-                payload = self._decide(times, fit(self._context.size, measured)).to_json().encode()
+                payload = make().to_json().encode()
             except Exception as error:
                 problem = error
                 payload = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
-        message = self._context.eager.broadcast_bytes(f"{label}.plan", payload, 0).decode()
+        message = self._context.eager.broadcast_bytes(f"{self._label}.plan", payload, 0).decode()
         if problem is not None:
             raise problem
         self.decision = Decision.from_json(message)
@@ -157,7 +174,63 @@ class Planner:
 
     def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
         profile = self._profile(times)
-        plan = self._policy(profile, network)
+        trial_steps = 0
+        if callable(self._policy):
+            plan = self._policy(profile, network)
+        elif self._policy in tuning.POLICIES:
+            plan, trial_steps = self._begin_tuning(self._policy, profile, network)
+        else:
+            plan = _core.make_plan(
+                self._policy, profile, network, self._options, self._overlap, self._sharded
+            )
+        decision = self._checked(plan, profile, network, trial_steps)
+        self._log(decision)
+        return decision
+
+    def _begin_tuning(
+        self, policy: str, profile: _core.Profile, network: _core.NetworkModel
+    ) -> tuple[_core.Plan, int]:
+        """The first plan to try, and for how many steps."""
+        search = tuning.POLICIES[policy](
+            tuning.Job(profile, network, self._options, self._overlap, self._sharded)
+        )
+        if self._tuner is not None:
+            # How far the job's costs are from the probe's is the machines', not the network's.
+            search = tuning.narrowed(search, self._tuner.best())
+        self._tuner = tuning.Tuner(search)
+        first = self._tuner.ask()
+        assert first is not None
+        return first.plan, self._tune_steps or search.steps
+
+    def _tell(self, step_s: float) -> Decision:
+        last, tuner = self.decision, self._tuner
+        assert last is not None
+        assert tuner is not None
+        tried = tuner.ask()
+        assert tried is not None
+        tuner.tell(step_s)
+        log.info(
+            "%s: trial %d: %s: %.4g s a step",
+            self._label, len(tuner.trials) + len(tuner.again_s), tried.what, step_s,
+        )  # fmt: skip
+        following = tuner.ask()
+        if following is not None:
+            return self._checked(following.plan, last.profile, last.network, last.trial_steps)
+        decision = self._checked(tuner.best().plan, last.profile, last.network, 0)
+        log.info(
+            "%s: %s; predicted %.4g s, bound %.4g s",
+            self._label, tuner.summary(), decision.predicted_s, decision.bound_s,
+        )  # fmt: skip
+        return decision
+
+    def _checked(
+        self,
+        plan: _core.Plan,
+        profile: _core.Profile,
+        network: _core.NetworkModel,
+        trial_steps: int,
+    ) -> Decision:
+        """The decision for a plan, if ranks can follow it."""
         if [t.name for t in plan.tensors] != [t.name for t in profile.tensors]:
             raise UsageError("the policy's plan is not for the profile's tensors")
         if self._sharded:
@@ -170,6 +243,10 @@ class Planner:
         # Under backward mode an iteration ends with its backward.
         predicted = _core.simulate(plan, profile, network, self._overlap, self._sharded).step_s
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
+        return Decision(plan, profile, network, predicted, bound, trial_steps)
+
+    def _log(self, decision: Decision) -> None:
+        plan, profile, network = decision.plan, decision.profile, decision.network
         ddp = _core.make_plan("ddp", profile, network, self._options, self._overlap)
         reason = ""
         if plan.policy == "auto" and plan.ops == ddp.ops:
@@ -180,11 +257,10 @@ class Planner:
             "communication, predicted %.4g s, bound %.4g s, DDP's buckets %.4g s; all_reduce costs "
             "%.3g ms + %.3g ns/B",
             self._label, plan.policy, self._overlap, len(plan.ops), len(self._names), reason,
-            profile.iteration_s, predicted, bound,
+            profile.iteration_s, decision.predicted_s, decision.bound_s,
             _core.simulate(ddp, profile, network, "backward").step_s,
             one.alpha_s * 1e3, one.beta_s_per_byte * 1e9,
         )  # fmt: skip
-        return Decision(plan, profile, network, predicted, bound)
 
     def _profile(self, times: Times) -> _core.Profile:
         return job_profile(self._names, self._params, times, flags=True)

@@ -19,8 +19,9 @@ from usbyte.torch.context import Context
 from usbyte.torch.drift import Drift
 from usbyte.torch.gates import Gates
 from usbyte.torch.learning import Iteration, Learning
-from usbyte.torch.planning import Planner
+from usbyte.torch.planning import Decision, Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure
+from usbyte.torch.stopwatch import Stopwatch
 
 log = logging.getLogger("usbyte")
 
@@ -29,8 +30,9 @@ class Reducer:
     """Sums the scaled gradients of `params` over all ranks, step after step.
 
     The first `learning_steps` steps follow DDP's plan over the order of registration; then all
-    ranks agree on a plan made from what they measured, and the arena is laid out anew. So it goes
-    again, if `adapt`, when steps come to take another time.
+    ranks agree on a plan made from what they measured, and the arena is laid out anew. If the plan
+    is on trial, others follow, each after a number of steps that all ranks count. So it goes again,
+    if `adapt`, when steps come to take another time.
 
     Args:
         context: The ranks.
@@ -39,7 +41,7 @@ class Reducer:
         planner: Makes the plans.
         gates: Knows when the forward pass needs each parameter.
         scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
-        adapt: Learn and plan anew when the time of a step changes.
+        adapt: Learn and plan anew when the time of a step changes, but not while on trial.
         sharded: Once learned, all_gathers wait for `release_gathers`.
         on_first_gradient: Called inside `backward()` before the first gradient of a step is taken.
         on_gradient: Called inside `backward()` with the index of each parameter whose gradient is
@@ -73,6 +75,7 @@ class Reducer:
         self.in_backward = False
         self._sync = True
         self._learning: Learning | None = Learning()
+        self._stopwatch: Stopwatch | None = None  # while a plan is on trial
         self._drift = Drift() if adapt else None
         self._replan_agreed = False
         self._waited_s = 0.0  # for the network, after the last backward
@@ -97,9 +100,9 @@ class Reducer:
         return self._learning is not None
 
     @property
-    def replan_agreed(self) -> bool:
-        """All ranks will learn anew after the step that is about to be taken."""
-        return self._replan_agreed
+    def plan_ends(self) -> bool:
+        """On all ranks, the plan in force ends with the step that is about to be taken."""
+        return self._replan_agreed or (self._stopwatch is not None and self._stopwatch.done)
 
     @property
     def plan(self) -> _core.Plan:
@@ -225,7 +228,7 @@ class Reducer:
         )
 
     def finish_step(self, updated_s: float) -> None:
-        """Counts a completed step; after the last learning step, all ranks adopt the measured plan.
+        """Counts a completed step; after the last one under a plan, all ranks adopt the next plan.
 
         To be called when everything is drained and no update is pending.
 
@@ -238,6 +241,9 @@ class Reducer:
             self._learning = Learning()
             self._adopt(self._planner.learning_plan())
             self._gates.begin_learning()
+            return
+        if self._stopwatch is not None and self._stopwatch.done:
+            self._follow(self._planner.next_trial(self._stopwatch.step_s))
             return
         if self._learning is None or not self._fresh:
             return
@@ -255,10 +261,14 @@ class Reducer:
         total = sum(p.numel() * p.element_size() for p in self.params)
         largest = min(max(total, 1 << 20), LARGEST_BYTES)
         measured = measure(self._context, self._communicator, largest)
-        plan = self._planner.decide(times, measured).plan
+        decision = self._planner.decide(times, measured)
         self._learning = None
-        self._adopt(plan)
-        if self._drift is not None:
+        self._follow(decision)
+
+    def _follow(self, decision: Decision) -> None:
+        self._adopt(decision.plan)
+        self._stopwatch = Stopwatch(decision.trial_steps) if decision.trial_steps else None
+        if self._drift is not None and self._stopwatch is None:
             self._drift.reset()
 
     def _adopt(self, plan: _core.Plan) -> None:
@@ -372,7 +382,9 @@ class Reducer:
         used.zero_()
         slots = [self._slot[i] - 1 for i, was_used in enumerate(self._local_used) if was_used]
         used[slots] = 1
-        if self._drift is not None and self._learning is None:
+        if self._stopwatch is not None:
+            self._stopwatch.step(_core.now_s())
+        elif self._drift is not None and self._learning is None:
             self._drift.step(_core.now_s())
             used[-1] = self._drift.wanted
         self._engine.ready(0)

@@ -1,0 +1,36 @@
+"""How long the steps of a plan take that is on trial."""
+
+from __future__ import annotations
+
+from statistics import median
+
+
+class Stopwatch:
+    """Times steps from the end of one backward pass to the next.
+
+    The first such time does not count if there are others: it pays for fresh memory. A step that
+    ends with the plan's last backward, and the one that begins with its first, never count, as they
+    belong to two plans.
+
+    Args:
+        steps: Backward passes until the trial is over; 2 at least.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._ends_s: list[float] = []
+
+    def step(self, now_s: float) -> None:
+        """A backward pass has ended; steady clock seconds."""
+        self._ends_s.append(now_s)
+
+    @property
+    def done(self) -> bool:
+        """The trial is over, on all ranks alike, since all count the same passes."""
+        return len(self._ends_s) >= self._steps
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of the steps that count."""
+        times = [b - a for a, b in zip(self._ends_s, self._ends_s[1:], strict=False)]
+        return median(times[1:] or times)

@@ -1,0 +1,52 @@
+"""Policies that are tuned: they try plans and keep the fastest, on the simulator or in the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from usbyte import _core
+from usbyte.tuning.searches import Job, bytescheduler, dear, narrowed, ours
+from usbyte.tuning.tuner import Candidate, Search, Trial, Tuner, check_installed
+
+__all__ = [
+    "POLICIES",
+    "Candidate",
+    "Job",
+    "Search",
+    "Trial",
+    "Tuner",
+    "check_installed",
+    "make_plan",
+    "narrowed",
+    "policies",
+]
+
+#: What each searches, by name.
+POLICIES = {"tune": ours, "tune:bytescheduler": bytescheduler, "tune:dear": dear}
+
+
+def policies() -> list[str]:
+    """Names of all policies, the tuned ones last."""
+    return [*_core.policies(), *POLICIES]
+
+
+def make_plan(
+    policy: str,
+    profile: _core.Profile,
+    network: _core.NetworkModel,
+    options: Mapping[str, int],
+    overlap: str = "forward",
+    sharded: bool = False,
+) -> _core.Plan:
+    """As `usbyte._core.make_plan`, also for tuned policies, which then tune the simulated step.
+
+    Raises:
+        UsageError: The policy is unknown, or tuned and bayesian-optimization is not installed.
+    """
+    if policy not in POLICIES:
+        return _core.make_plan(policy, profile, network, dict(options), overlap, sharded)
+    job = Job(profile, network, options, overlap, sharded)
+    tuner = Tuner(POLICIES[policy](job))
+    while (candidate := tuner.ask()) is not None:
+        tuner.tell(job.simulated_s(candidate.plan))
+    return tuner.best().plan
