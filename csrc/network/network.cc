@@ -62,10 +62,12 @@ double NetworkModel::least_beta() const {
                   least(Collective::reduce_scatter) + least(Collective::all_gather));
 }
 
-NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s) {
+NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s,
+                                bool serial_startups) {
   const double steps = ranks - 1;
   const AlphaBeta half{steps * latency_s, steps / ranks / bytes_per_s};
-  NetworkModel model{ranks, {{2 * half.alpha_s, 2 * half.beta_s_per_byte}}, {half}, {half}};
+  NetworkModel model{
+      ranks, {{2 * half.alpha_s, 2 * half.beta_s_per_byte}}, {half}, {half}, serial_startups};
   model.validate();
   return model;
 }
@@ -84,11 +86,9 @@ void NetworkModel::validate() const {
 }
 
 std::string NetworkModel::to_json() const {
-  return ordered_json{{"format", "usbyte-network-1"},
-                      {"ranks", ranks},
-                      {"all_reduce", rows(all_reduce)},
-                      {"reduce_scatter", rows(reduce_scatter)},
-                      {"all_gather", rows(all_gather)}}
+  return ordered_json{{"format", "usbyte-network-1"},   {"ranks", ranks},
+                      {"all_reduce", rows(all_reduce)}, {"reduce_scatter", rows(reduce_scatter)},
+                      {"all_gather", rows(all_gather)}, {"serial_startups", serial_startups}}
       .dump();
 }
 
@@ -97,7 +97,8 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
     const ordered_json root = ordered_json::parse(json);
     if (root.at("format") != "usbyte-network-1") throw UsageError("network: unknown format");
     NetworkModel model{root.at("ranks").get<int>(), costs(root.at("all_reduce")),
-                       costs(root.at("reduce_scatter")), costs(root.at("all_gather"))};
+                       costs(root.at("reduce_scatter")), costs(root.at("all_gather")),
+                       root.value("serial_startups", false)};
     model.validate();
     return model;
   } catch (const ordered_json::exception& e) {

@@ -137,7 +137,8 @@ class Drafting {
 
 std::vector<Pace> paces(const NetworkModel& network, double total_bytes, bool sharded) {
   std::vector<Pace> out;
-  const size_t windows = std::max<size_t>(network.all_reduce.size(), 2);
+  const size_t windows =
+      network.serial_startups ? 1 : std::max<size_t>(network.all_reduce.size(), 2);
   for (bool split : {false, true}) {
     if (sharded && !split) continue;
     const Collective kind = split ? Collective::reduce_scatter : Collective::all_reduce;

@@ -15,9 +15,9 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 
 double Channel::launch(Collective kind, int64_t bytes, int in_flight, double now) {
   const AlphaBeta cost = network_->cost(kind, in_flight);
-  free_s_ =
-      std::max(free_s_, now + cost.alpha_s) + cost.beta_s_per_byte * static_cast<double>(bytes);
-  return free_s_;
+  const double started_s = network_->serial_startups ? std::max(free_s_, now) + cost.alpha_s
+                                                     : std::max(free_s_, now + cost.alpha_s);
+  return free_s_ = started_s + cost.beta_s_per_byte * static_cast<double>(bytes);
 }
 
 Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded)

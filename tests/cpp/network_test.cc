@@ -43,6 +43,13 @@ TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
   const NetworkModel ring = NetworkModel::ring(4, 1e-5, 1e9);
   EXPECT_NEAR(ring.cost(Collective::all_reduce, 1).time_s(1'000'000), 6e-5 + 1.5e-3, 1e-12);
   EXPECT_NEAR(ring.least_beta(), 1.5e-9, 1e-18);
+  const NetworkModel serial = NetworkModel::ring(4, 1e-5, 1e9, true);
+  EXPECT_NE(serial, ring);
+  EXPECT_EQ(NetworkModel::from_json(serial.to_json()), serial);
+  // Networks written before the choice was there.
+  const char* old = R"({"format": "usbyte-network-1", "ranks": 2, "reduce_scatter": [],
+                        "all_reduce": [{"alpha_s": 1, "beta_s_per_byte": 2}], "all_gather": []})";
+  EXPECT_EQ(NetworkModel::from_json(old), (NetworkModel{2, {{1, 2}}}));
 }
 
 }  // namespace

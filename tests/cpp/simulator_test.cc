@@ -65,6 +65,20 @@ TEST(Simulator, StartupsOverlapWithinTheWindow) {
             (std::vector<double>{5, 5, 5}));
 }
 
+TEST(Simulator, SerialStartupsTakeTurns) {
+  Profile p = three_layers();
+  p.ready_s = {5, 5, 5};
+  NetworkModel network{2, {{1, 0.1}}};
+  Simulator overlapping(p, network, Overlap::backward);
+  EXPECT_EQ(overlapping.predict(one_each(p, kUnlimited)).arrived_s, (std::vector<double>{9, 8, 7}));
+  network.serial_startups = true;
+  Simulator serial(p, network, Overlap::backward);
+  EXPECT_EQ(serial.predict(one_each(p, kUnlimited)).arrived_s, (std::vector<double>{11, 9, 7}));
+  // Then a window is worth no more than a fence before each op.
+  EXPECT_EQ(serial.step_s(one_each(p, kUnlimited)), serial.step_s(one_each(p, 10, true)));
+  EXPECT_EQ(serial.bound_s(), overlapping.bound_s());
+}
+
 TEST(Simulator, GathersFollowTheirScatters) {
   const Profile p = three_layers();
   const Plan plan("test", p.tensors,

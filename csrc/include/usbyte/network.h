@@ -26,12 +26,19 @@ struct AlphaBeta {
 /// Entry k - 1 of a collective holds while k ops are in flight: k ops of m bytes that are posted
 /// together have all ended after alpha + beta * k * m, since their startups overlap and their bytes
 /// take turns. More ops in flight cost what the last entry says.
+///
+/// Startups overlap where ops have connections of their own and the startup is latency, as in the
+/// engine's slots; how much that is worth a probe tells, by more entries. With one entry it is an
+/// assumption, and the best case for plans with several ops in flight. With `serial_startups` an op
+/// starts up when the one before has ended, as on one connection or one NCCL stream: k such ops
+/// take k * (alpha + beta * m), so that nothing is gained by several in flight.
 struct NetworkModel {
   int ranks = 1;
   std::vector<AlphaBeta> all_reduce = {{}};
   /// Where empty, half of an all_reduce.
   std::vector<AlphaBeta> reduce_scatter = {};
   std::vector<AlphaBeta> all_gather = {};
+  bool serial_startups = false;
 
   /// Cost of a plan's op while `in_flight` >= 1 ops are in flight, itself included.
   AlphaBeta cost(Collective kind, int in_flight) const;
@@ -41,7 +48,8 @@ struct NetworkModel {
   /// Ring collectives over links of `bytes_per_s` whose messages take `latency_s`: all_reduce
   /// 2(n-1) (latency + m / (n bytes_per_s)), reduce_scatter and all_gather half of it. Thakur,
   /// Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
-  static NetworkModel ring(int ranks, double latency_s, double bytes_per_s);
+  static NetworkModel ring(int ranks, double latency_s, double bytes_per_s,
+                           bool serial_startups = false);
 
   /// Throws UsageError unless there is a rank, all_reduce has an entry, and every cost is finite
   /// and not negative.

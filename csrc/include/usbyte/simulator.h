@@ -12,8 +12,8 @@
 
 namespace usbyte {
 
-/// The network as one channel: startups of ops in flight overlap, their bytes take turns in the
-/// order of launching.
+/// The network as one channel: the bytes of ops in flight take turns in the order of launching;
+/// their startups overlap, unless the network's are serial.
 class Channel {
  public:
   explicit Channel(const NetworkModel& network) : network_(&network) {}
