@@ -85,7 +85,7 @@ def _record(stem: Path, decision: Any) -> None:
 
 
 def _scheme(text: str) -> str:
-    return ":".join(parse_scheme(text))
+    return str(parse_scheme(text))
 
 
 def _other(text: str) -> str:
@@ -108,7 +108,7 @@ def _other(text: str) -> str:
     "--policies",
     type=Parsed("list", listed(_scheme)),
     show_default="all in forward overlap, and backward:ddp",
-    help="POLICY or OVERLAP:POLICY, separated by commas.",
+    help="POLICY, OVERLAP:POLICY, or sharded:POLICY for a sharded optimizer, separated by commas.",
 )
 @click.option(
     "--ddp-buckets",
@@ -148,7 +148,7 @@ def main(
     skipped = {name: reason for name in others if (reason := unavailable(name))}
     names = [name for name in others if name not in skipped]
     names += [f"ddp:{bucket:g}" for bucket in ddp_buckets]
-    names += policies or [":".join(scheme) for scheme in all_schemes()]
+    names += policies or [str(scheme) for scheme in all_schemes()]
     # Where the profile contradicts itself this is what is really replayed.
     replayed = Replay(profile).profile
     comparison = Comparison(replayed, {name: Result() for name in names}, skipped, network)

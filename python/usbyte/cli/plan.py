@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte.cli.options import BYTES, network, network_options, write_text
+from usbyte.cli.options import BYTES, network, network_options, overlap_options, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,12 +21,7 @@ _MEGA = 1e6
 @click.argument("profile")
 @network_options
 @click.option("--policy", default="auto", help="Who plans.")
-@click.option(
-    "--overlap",
-    type=click.Choice(["forward", "backward"]),
-    default="forward",
-    help="What communication may hide behind: backward, or backward and the next forward.",
-)
+@overlap_options
 @click.option("--partition", type=BYTES, help="bytescheduler: larger tensors are split.")
 @click.option("--credit", type=BYTES, help="bytescheduler: bytes in flight.")
 @click.option("--bucket", type=BYTES, help="ddp: bucket size.")
@@ -37,6 +32,7 @@ def plan(
     ring: _core.NetworkModel | None,
     policy: str,
     overlap: str,
+    sharded: bool,
     partition: int | None,
     credit: int | None,
     bucket: int | None,
@@ -56,14 +52,14 @@ def plan(
     net = network(network_path, ring)
     sizes = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": bucket}
     given = {name: size for name, size in sizes.items() if size is not None}
-    made = _core.make_plan(policy, job, net, given, overlap)
-    predicted = _core.simulate(made, job, net, overlap)
+    made = _core.make_plan(policy, job, net, given, overlap, sharded)
+    predicted = _core.simulate(made, job, net, overlap, sharded)
     console = Console(highlight=False)
     console.print(_table(made, predicted))
-    bound_s = _core.bound_s(job, net, overlap)
+    bound_s = _core.bound_s(job, net, overlap, sharded)
     console.print(
         f"{job.model or profile}: {job.bytes / _MEGA:.1f} MB in {len(job.tensors)} tensors, "
-        f"{net.ranks} ranks, overlap {overlap}",
+        f"{net.ranks} ranks, overlap {overlap}{', sharded optimizer' if sharded else ''}",
         markup=False,
     )
     console.print(
