@@ -6,7 +6,9 @@ Run it on every rank, on this host or on the emulated cluster of `usbyte lab`:
     usbyte lab run -- python benchmarks/compare.py --profile vgg16-half
 
 All contenders run in one process group, in turns, round after round. Compute is sleep, see
-`usbyte.lab.replay`; gradients are real, and what they add up to is checked after every turn.
+`usbyte.lab.replay`; gradients are real, and what they add up to is checked after every turn. Where
+all machines have counters of energy that can be read (see `_energy`), a column tells what a step
+takes, idling included.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch.distributed as dist
 import usbyte.torch as ub
 from _comparison import Comparison, Result
 from _contenders import OTHERS, training, unavailable
+from _energy import Meter
 from usbyte import _core
 from usbyte.cli.options import (
     Parsed,
@@ -53,6 +56,8 @@ def run(
         steps: Measured steps of a turn.
         folder: Where plans and traces go.
     """
+    meter = Meter()
+    comparison.energy = meter.what
     for turn in range(rounds):
         for name in names if turn % 2 == 0 else reversed(names):
             result = comparison.results[name]
@@ -66,6 +71,7 @@ def run(
                     comparison.network = decision.network
                     if folder:
                         _record(folder / name.replace(":", "-"), decision)
+                before_j = meter.joules()
                 dist.barrier()
                 last = time.perf_counter()
                 for _ in range(steps):
@@ -73,6 +79,9 @@ def run(
                     now = time.perf_counter()
                     result.step_s.append(now - last)
                     last = now
+                after_j = meter.joules()
+                if before_j is not None and after_j is not None and steps:
+                    result.step_j.append((after_j - before_j) / steps)
             if folder:
                 ub.stop_timeline()
 

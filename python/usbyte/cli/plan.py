@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from usbyte.cli.options import BYTES, network, network_options, overlap_options, write_text
+from usbyte.cli.tables import for_terminal
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
     from usbyte import _core
@@ -72,26 +74,18 @@ def plan(
 
 def _table(plan: _core.Plan, predicted: _core.Prediction) -> Table:
     """One row for each op."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{plan.policy}: {len(plan.ops)} ops")
-    for column in ("op", "kind", "MB", "window MB", "launched s", "done s", "tensors"):
-        left = column in ("kind", "tensors")
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    rows: list[list[RenderableType]] = []
     for i, op in enumerate(plan.ops):
         names = [plan.tensors[t].name for t in plan.tensors_of(op)]
         fence = ", fence" if op.fence else ""
-        table.add_row(
-            str(i),
-            op.kind,
-            f"{plan.bytes(op) / _MEGA:.3f}",
-            _window(op.window_bytes, plan) + fence,
-            f"{predicted.launched_s[i]:.6f}",
-            f"{predicted.done_s[i]:.6f}",
-            Text(_shortened(names)),
-        )
-    return table
+        size, window = f"{plan.bytes(op) / _MEGA:.3f}", _window(op.window_bytes, plan) + fence
+        times = [f"{predicted.launched_s[i]:.6f}", f"{predicted.done_s[i]:.6f}"]
+        rows.append([str(i), op.kind, size, window, *times, Text(_shortened(names))])
+    columns = ("op", "kind", "MB", "window MB", "launched s", "done s", "tensors")
+    title = f"{plan.policy}: {len(plan.ops)} ops"
+    return for_terminal(title, columns, rows, ("kind", "tensors"))
 
 
 def _window(window_bytes: int, plan: _core.Plan) -> str:

@@ -23,6 +23,7 @@ from usbyte.cli.options import (
     parse_scheme,
     write_text,
 )
+from usbyte.cli.tables import for_terminal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -181,17 +182,13 @@ def _cases(
 
 def _table(cases: Sequence[Case]) -> Table:
     """A row for each number of workers, a column for each policy."""
-    from rich.table import Table
-
     first = cases[0]
-    schemes = list(dict.fromkeys(case.scheme for case in cases))
-    table = Table(
-        title=f"{first.model}, {units.format_rate(first.bandwidth_bytes_per_s)}, latency "
+    title = (
+        f"{first.model}, {units.format_rate(first.bandwidth_bytes_per_s)}, latency "
         f"{units.format_seconds(first.latency_s)}: ms of a step, "
         f"{first.compute_s * 1e3:.1f} without communication"
     )
-    for column in ("workers", "bound", *schemes):
-        table.add_column(column, justify="right")
+    rows = []
     for workers in dict.fromkeys(case.workers for case in cases):
         row = {case.scheme: case for case in cases if case.workers == workers}
         best = min(case.step_s for case in row.values())
@@ -202,8 +199,9 @@ def _table(cases: Sequence[Case]) -> Table:
             for case in row.values()
         ]
         bound = min(case.bound_s for case in row.values())
-        table.add_row(str(workers), f"{bound * 1e3:.1f}", *texts)
-    return table
+        rows.append([str(workers), f"{bound * 1e3:.1f}", *texts])
+    schemes = dict.fromkeys(case.scheme for case in cases)
+    return for_terminal(title, ["workers", "bound", *schemes], rows)
 
 
 def _csv(cases: Sequence[Case]) -> str:

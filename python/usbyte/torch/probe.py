@@ -110,7 +110,9 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
             lines[next((w for w in sorted(lines) if w >= k), max(lines))]
             for k in range(1, max(lines) + 1)
         ]
-    return _core.NetworkModel(ranks, **costs)
+    return _core.NetworkModel(
+        ranks, costs["all_reduce"], costs.get("reduce_scatter", []), costs.get("all_gather", [])
+    )
 
 
 def _sizes(low: int, high: int) -> list[int]:
