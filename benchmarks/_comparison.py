@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import usbyte.torch as ub
 from usbyte import _core
+from usbyte.cli.tables import for_terminal, in_markdown
 from usbyte.units import format_seconds
 
 _COLUMNS = ("contender", "median s", "min", "max", "predicted s", "against DDP")
@@ -25,10 +25,12 @@ class Result:
     Attributes:
         step_s: Seconds of every measured step on rank 0.
         predicted_s: What usbyte had foreseen, where it says so.
+        step_j: Joules for a step, of each turn, all machines together; empty without counters.
     """
 
     step_s: list[float] = field(default_factory=list)
     predicted_s: float | None = None
+    step_j: list[float] = field(default_factory=list)
 
     @property
     def median_s(self) -> float:
@@ -45,12 +47,14 @@ class Comparison:
         results: By contender.
         skipped: Why others did not run.
         network: Measured by usbyte or given by the user.
+        energy: What is counted where energy is.
     """
 
     profile: _core.Profile
     results: dict[str, Result]
     skipped: dict[str, str]
     network: _core.NetworkModel | None = None
+    energy: str = ""
 
     @property
     def bound_s(self) -> float | None:
@@ -74,10 +78,15 @@ class Comparison:
             line = self.network.all_reduce[0]
             text += f"bound {self.bound_s:.3f} s (all_reduce {format_seconds(line.alpha_s)} + "
             text += f"{line.beta_s_per_byte * 1e9:.3g} ns/byte), "
+        text += f"energy by {self.energy}, " if self.energy else ""
         return f"{text}torch {torch.__version__}"
 
+    def columns(self) -> tuple[str, ...]:
+        """With energy where it was measured."""
+        return (*_COLUMNS, "J for a step") if self.energy else _COLUMNS
+
     def rows(self) -> list[tuple[str, ...]]:
-        """Texts for `_COLUMNS`; of DDP only the best."""
+        """Texts for `columns`; of DDP only the best."""
         best = self.best_ddp
         found = []
         for name, result in self.results.items():
@@ -88,7 +97,9 @@ class Comparison:
             predicted = "" if result.predicted_s is None else f"{result.predicted_s:.3f}"
             ratio = self.results[best].median_s / result.median_s if best else None
             against = "" if ratio is None else f"{ratio:.2f}x"
-            found.append((label, *(f"{t:.3f}" for t in times), predicted, against))
+            row = (label, *(f"{t:.3f}" for t in times), predicted, against)
+            joules = (f"{statistics.median(result.step_j):.1f}",) if self.energy else ()
+            found.append((*row, *joules))
         return found
 
     def to_json(self) -> str:
@@ -107,25 +118,19 @@ class Comparison:
                 for name, result in self.results.items()
             },
             "skipped": self.skipped,
+            "energy": self.energy,
         }
         root["network"] = json.loads(self.network.to_json()) if self.network else None
         return json.dumps(root, indent=1) + "\n"
 
     def to_markdown(self) -> str:
         """A table for a document."""
-        lines = [self.heading(), "", f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in self.rows()]
-        lines += [f"\nNot run: {name}: {reason}." for name, reason in self.skipped.items()]
-        return "\n".join(lines) + "\n"
+        text = f"{self.heading()}\n\n{in_markdown(self.columns(), self.rows())}"
+        return text + "".join(f"\nNot run: {name}: {why}.\n" for name, why in self.skipped.items())
 
     def show(self) -> None:
         """Prints a table."""
-        table = Table(title=self.heading())
-        for column in _COLUMNS:
-            table.add_column(column, justify="left" if column == "contender" else "right")
-        for row in self.rows():
-            table.add_row(*row)
         console = Console(width=120, highlight=False)
-        console.print(table)
+        console.print(for_terminal(self.heading(), self.columns(), self.rows(), _COLUMNS[:1]))
         for name, reason in self.skipped.items():
             console.print(f"{name} was not run: {reason}", markup=False)

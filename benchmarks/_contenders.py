@@ -61,7 +61,7 @@ def training(name: str, profile: _core.Profile) -> Iterator[tuple[Callable[[], N
 
     Args:
         name: "alone", "ddp:25" (bucket in MiB), "fsdp", "horovod", or overlap and policy as in
-            "forward:auto".
+            "forward:auto"; "sharded:auto" is forward with a sharded optimizer.
         profile: The job.
 
     Raises:
@@ -127,11 +127,13 @@ def _hvd(replay: Replay, _setting: str, _kind: str) -> Trainer:
     return Trainer(replay, optimizer)
 
 
-def _usbyte(replay: Replay, policy: str, overlap: str) -> Trainer:
+def _usbyte(replay: Replay, policy: str, mode: str) -> Trainer:
+    sharded = mode == "sharded"
     optimizer = ub.DistributedOptimizer(
         _sgd(replay),
         replay.named_tensors(),
-        overlap=overlap,  # type: ignore[arg-type]
+        overlap="forward" if sharded else mode,  # type: ignore[arg-type]
         policy=policy,
+        shard_optimizer=sharded,
     )
     return Trainer(replay, optimizer, optimizer.synchronize, optimizer.close)

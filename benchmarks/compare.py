@@ -6,7 +6,9 @@ Run it on every rank, on this host or on the emulated cluster of `usbyte lab`:
     usbyte lab run -- python benchmarks/compare.py --profile vgg16-half
 
 All contenders run in one process group, in turns, round after round. Compute is sleep, see
-`usbyte.lab.replay`; gradients are real, and what they add up to is checked after every turn.
+`usbyte.lab.replay`; gradients are real, and what they add up to is checked after every turn. Where
+all machines have counters of energy that can be read (see `_energy`), a column tells what a step
+takes, idling included.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch.distributed as dist
 import usbyte.torch as ub
 from _comparison import Comparison, Result
 from _contenders import OTHERS, training, unavailable
+from _energy import Meter
 from usbyte import _core
 from usbyte.cli.options import (
     Parsed,
@@ -54,6 +57,8 @@ def run(
         steps: Measured steps of a turn.
         folder: Where plans and traces go.
     """
+    meter = Meter()
+    comparison.energy = meter.what
     for turn in range(rounds):
         for name in names if turn % 2 == 0 else reversed(names):
             result = comparison.results[name]
@@ -69,6 +74,7 @@ def run(
                     comparison.network = decision.network
                     if folder:
                         _record(folder / name.replace(":", "-"), decision)
+                before_j = meter.joules()
                 dist.barrier()
                 last = time.perf_counter()
                 for _ in range(steps):
@@ -76,6 +82,9 @@ def run(
                     now = time.perf_counter()
                     result.step_s.append(now - last)
                     last = now
+                after_j = meter.joules()
+                if before_j is not None and after_j is not None and steps:
+                    result.step_j.append((after_j - before_j) / steps)
             if folder:
                 ub.stop_timeline()
 
@@ -94,7 +103,7 @@ def _record(stem: Path, decision: Any) -> None:
 
 
 def _scheme(text: str) -> str:
-    return ":".join(parse_scheme(text))
+    return str(parse_scheme(text))
 
 
 def _other(text: str) -> str:
@@ -117,7 +126,7 @@ def _other(text: str) -> str:
     "--policies",
     type=Parsed("list", listed(_scheme)),
     show_default="all but tuned ones in forward overlap, and backward:ddp",
-    help="POLICY or OVERLAP:POLICY, separated by commas.",
+    help="POLICY, OVERLAP:POLICY, or sharded:POLICY for a sharded optimizer, separated by commas.",
 )
 @click.option(
     "--ddp-buckets",
@@ -161,7 +170,7 @@ def main(
     skipped = {name: reason for name in others if (reason := unavailable(name))}
     names = [name for name in others if name not in skipped]
     names += [f"ddp:{bucket:g}" for bucket in ddp_buckets]
-    names += policies or [":".join(scheme) for scheme in all_schemes()]
+    names += policies or [str(scheme) for scheme in all_schemes()]
     # Where the profile contradicts itself this is what is really replayed.
     replayed = Replay(profile).profile
     comparison = Comparison(replayed, {name: Result() for name in names}, skipped, network)

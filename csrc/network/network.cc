@@ -74,8 +74,8 @@ NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s,
 
 void NetworkModel::validate() const {
   if (ranks < 1) throw UsageError("network: " + std::to_string(ranks) + " ranks");
-  if (!(busy_slowdown >= 1 && std::isfinite(busy_slowdown))) {
-    throw UsageError("network: a busy_slowdown below 1 or not finite");
+  if (!(busy_alpha_s >= 0 && std::isfinite(busy_alpha_s))) {
+    throw UsageError("network: busy_alpha_s is negative or not finite");
   }
   if (all_reduce.empty()) throw UsageError("network: no cost of all_reduce");
   for (const auto* row : {&all_reduce, &reduce_scatter, &all_gather}) {
@@ -92,7 +92,7 @@ std::string NetworkModel::to_json() const {
   return ordered_json{{"format", "usbyte-network-1"},   {"ranks", ranks},
                       {"all_reduce", rows(all_reduce)}, {"reduce_scatter", rows(reduce_scatter)},
                       {"all_gather", rows(all_gather)}, {"serial_startups", serial_startups},
-                      {"busy_slowdown", busy_slowdown}}
+                      {"busy_alpha_s", busy_alpha_s}}
       .dump();
 }
 
@@ -102,7 +102,7 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
     if (root.at("format") != "usbyte-network-1") throw UsageError("network: unknown format");
     NetworkModel model{root.at("ranks").get<int>(),          costs(root.at("all_reduce")),
                        costs(root.at("reduce_scatter")),     costs(root.at("all_gather")),
-                       root.value("serial_startups", false), root.value("busy_slowdown", 1.0)};
+                       root.value("serial_startups", false), root.value("busy_alpha_s", 0.0)};
     model.validate();
     return model;
   } catch (const ordered_json::exception& e) {

@@ -30,11 +30,15 @@ Plan make_plan(std::string_view policy, const Profile& profile, const NetworkMod
   profile.validate();
   Plan plan = it->second(profile, network, options);
   if (options.sharded) {
+    bool gathers = false;
     for (const Op& op : plan.ops()) {
-      if (op.kind == Collective::all_reduce) {
+      const bool gather = op.kind == Collective::all_gather;
+      if (op.kind == Collective::all_reduce || (gathers && !gather)) {
         throw UsageError("policy '" + std::string(policy) +
-                         "' plans all_reduces; a sharded optimizer needs auto, dear or dear_exact");
+                         "' does not scatter everything before it gathers; a sharded optimizer "
+                         "needs auto, dear or dear_exact");
       }
+      gathers |= gather;
     }
   }
   return plan;

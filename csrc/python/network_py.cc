@@ -36,27 +36,27 @@ void register_network(py::module_& m) {
                            "What the network costs, on the path of training: for each collective "
                            "its cost with 1, 2, ... ops in flight.")
       .def(py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
-                       bool serial_startups, double busy_slowdown) {
+                       bool serial_startups, double busy_alpha_s) {
              NetworkModel model{ranks,
                                 std::move(all_reduce),
                                 std::move(reduce_scatter),
                                 std::move(all_gather),
                                 serial_startups,
-                                busy_slowdown};
+                                busy_alpha_s};
              model.validate();
              return model;
            }),
            py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
            py::arg("all_gather") = Costs{}, py::arg("serial_startups") = false,
-           py::arg("busy_slowdown") = 1.0)
+           py::arg("busy_alpha_s") = 0.0)
       .def_readonly("ranks", &NetworkModel::ranks)
       .def_readonly("all_reduce", &NetworkModel::all_reduce)
       .def_readonly("reduce_scatter", &NetworkModel::reduce_scatter)
       .def_readonly("all_gather", &NetworkModel::all_gather)
       .def_readonly("serial_startups", &NetworkModel::serial_startups,
                     "Whether an op starts up only when the one before has ended.")
-      .def_readonly("busy_slowdown", &NetworkModel::busy_slowdown,
-                    "How many times as long a startup takes while bytes of other ops flow.")
+      .def_readonly("busy_alpha_s", &NetworkModel::busy_alpha_s,
+                    "Seconds that an op takes at least while bytes of other ops flow.")
       .def(
           "cost",
           [](const NetworkModel& model, const std::string& kind, int in_flight) {

@@ -28,7 +28,8 @@ T pop(std::vector<T>& heap) {
 void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s) {
   go_on_to(now_s);
   const AlphaBeta cost = network_->cost(kind, in_flight);
-  const Startup launched{cost.alpha_s, cost.beta_s_per_byte * static_cast<double>(bytes), op};
+  const Launched launched{cost.alpha_s, cost.beta_s_per_byte * static_cast<double>(bytes),
+                          std::max(network_->busy_alpha_s - cost.alpha_s, 0.0), op};
   if (network_->serial_startups && !(starting_.empty() && flowing_.empty())) {
     waiting_.push_back(launched);
   } else {
@@ -36,53 +37,60 @@ void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, doub
   }
 }
 
-double Channel::next_s() const { return std::min(flows_s(), completes_s()); }
+double Channel::next_s() const { return std::min({flows_s(), ends_s(), lag_ends_s()}); }
 
 int Channel::advance() {
-  const double flows = flows_s(), completes = completes_s();
-  if (flows < completes) {
-    const Startup first = pop(starting_);
+  const double flows = flows_s(), ends = ends_s(), lag_ends = lag_ends_s();
+  if (lag_ends <= std::min(flows, ends)) {
+    go_on_to(lag_ends);
+    return complete(pop(lagging_).second);
+  }
+  if (flows < ends) {
+    const Launched first = pop(starting_);
     go_on_to(flows);
-    started_s_ = first.until_s;
-    push(flowing_, std::pair(share_s_ + first.work_s, first.op));
+    push(flowing_, {share_s_ + first.work_s, now_s_ + first.lag_s, first.op});
     return -1;
   }
-  go_on_to(completes);
-  const auto [share, op] = pop(flowing_);
-  share_s_ = flowing_.empty() ? 0 : share;
+  go_on_to(ends);
+  const Flow through = pop(flowing_);
+  if (flowing_.empty()) {
+    share_s_ = 0;
+    return complete(through.op);
+  }
+  share_s_ = through.until_s;
+  if (through.lag_until_s <= now_s_) return complete(through.op);
+  push(lagging_, {through.lag_until_s, through.op});
+  return -1;
+}
+
+double Channel::flows_s() const { return starting_.empty() ? kNever : starting_.front().until_s; }
+
+double Channel::ends_s() const {
+  if (flowing_.empty()) return kNever;
+  return now_s_ + (flowing_.front().until_s - share_s_) * static_cast<double>(flowing_.size());
+}
+
+double Channel::lag_ends_s() const {
+  if (lagging_.empty()) return kNever;
+  return flowing_.empty() ? now_s_ : lagging_.front().first;
+}
+
+void Channel::go_on_to(double time_s) {
+  if (!flowing_.empty()) share_s_ += (time_s - now_s_) / static_cast<double>(flowing_.size());
+  now_s_ = time_s;
+}
+
+void Channel::start(Launched op) {
+  op.until_s += now_s_;
+  push(starting_, op);
+}
+
+int Channel::complete(int op) {
   if (!waiting_.empty()) {
     start(waiting_.front());
     waiting_.pop_front();
   }
   return op;
-}
-
-double Channel::flows_s() const {
-  if (starting_.empty()) return kNever;
-  const double left = starting_.front().until_s - started_s_;
-  return now_s_ + (flowing_.empty() ? left : left * network_->busy_slowdown);
-}
-
-double Channel::completes_s() const {
-  if (flowing_.empty()) return kNever;
-  return now_s_ + (flowing_.front().first - share_s_) * static_cast<double>(flowing_.size());
-}
-
-void Channel::go_on_to(double time_s) {
-  const double passed = time_s - now_s_;
-  if (flowing_.empty()) {
-    started_s_ += passed;
-  } else {
-    started_s_ += passed / network_->busy_slowdown;
-    share_s_ += passed / static_cast<double>(flowing_.size());
-  }
-  now_s_ = time_s;
-}
-
-void Channel::start(Startup op) {
-  if (starting_.empty()) started_s_ = 0;
-  op.until_s += started_s_;
-  push(starting_, op);
 }
 
 }  // namespace usbyte

@@ -58,13 +58,16 @@ TEST(Channel, SerialStartupsTakeTurns) {
   EXPECT_EQ(run(network, {{0, 6}, {0, 2}, {20, 1}}), (Done{{0, 7}, {1, 10}, {2, 22}}));
 }
 
-TEST(Channel, StartupsAreSlowWhileBytesFlow) {
+TEST(Channel, SmallOpsQueueBehindOthersBytes) {
   NetworkModel network{2, {{1, 1}}};
-  network.busy_slowdown = 3;
-  // The second op has started up at 3 + 3, and both flow until 12 and 13.
-  EXPECT_EQ(run(network, {{0, 8}, {3, 4}}), (Done{{0, 12}, {1, 13}}));
-  // When the first is through at 7, half of the second's startup is left.
-  EXPECT_EQ(run(network, {{0, 6}, {5.5, 4}}), (Done{{0, 7}, {1, 11.5}}));
+  network.busy_alpha_s = 5;
+  // The bytes of the second have flown at 2 + 1 + 2 * 1, but it takes until 7.
+  EXPECT_EQ(run(network, {{0, 20}, {2, 1}}), (Done{{1, 7}, {0, 22}}));
+  // Nothing keeps it back once nothing else flows.
+  EXPECT_EQ(run(network, {{0, 4}, {2, 1}}), (Done{{0, 6}, {1, 6}}));
+  // Alone, or with more bytes than that, it makes no difference.
+  EXPECT_EQ(run(network, {{0, 1}, {2, 1}}), (Done{{0, 2}, {1, 4}}));
+  EXPECT_EQ(run(network, {{0, 20}, {2, 9}}), (Done{{1, 21}, {0, 30}}));
 }
 
 // Whoever flows gets a tick of its own in turn, of all the ticks there are.

@@ -32,6 +32,22 @@ std::vector<Block> blocks_of(const Plan& plan) {
   return out;
 }
 
+TEST(Policies, ShardsNeedEverythingScatteredBeforeAGather) {
+  const Profile p = profile_of({10, 20, 30});
+  PolicyOptions options;
+  options.sharded = true;
+  for (const auto& [name, unused] : policies()) {
+    if (name == "auto" || name == "dear" || name == "dear_exact") {
+      EXPECT_EQ(make_plan(name, p, {}, options).policy(), name);
+    } else if (name == "pipedap") {
+      // Tensors are seconds apart, so that it gathers in backward.
+      EXPECT_THROW(make_plan(name, p, {4, {{0.01, 1e-6}}}, options), UsageError);
+    } else {
+      EXPECT_THROW(make_plan(name, p, {}, options), UsageError) << name;
+    }
+  }
+}
+
 TEST(Policies, EveryPolicyTilesEveryProfile) {  // Plan's constructor checks the tiling
   std::mt19937 rng(3);
   for (int i = 0; i < 300; ++i) {

@@ -42,12 +42,12 @@ def test_all_contenders(profile, tmp_path):
     saved = tmp_path / "saved"
     done = compare(
         "--profile", str(profile), "--rounds", "1", "--steps", "4", "--warmup", "5", "--ring",
-        "2,1ms,1gbit", "--policies", "auto,wfbp,backward:ddp",
+        "2,1ms,1gbit", "--policies", "auto,wfbp,backward:ddp,sharded:auto",
         "--json", str(result), "--markdown", str(table), "--save", str(saved),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(result.read_text())
-    policies = {"forward:auto", "forward:wfbp", "backward:ddp"}
+    policies = {"forward:auto", "forward:wfbp", "backward:ddp", "sharded:auto"}
     ran = {"alone", "ddp:5", "ddp:25", "ddp:100", *policies}
     others = {"fsdp", "horovod"}
     assert ran <= set(found["results"]) <= ran | others

@@ -134,6 +134,22 @@ def test_prediction_alone(run, tmp_path):
     assert not re.search(r"(?:src|href|url)\s*[=(]|@import|https?://", text)
 
 
+def test_a_sharded_plan(run, tmp_path):
+    page, plan = tmp_path / "report.html", tmp_path / "plan.json"
+    job = profiles.load(str(run / "profile.json"))
+    network = _core.NetworkModel.ring(2, 1e-3, 125e6)
+    made = _core.make_plan("dear", job, network, {}, "forward", True)
+    plan.write_text(made.to_json())
+    done = invoke(plan, run / "profile.json", *RING, "--shard-optimizer", "-o", page)
+    assert done.exit_code == 0, done.output
+    shown = Page(page.read_text())
+    predicted = _core.simulate(made, job, network, "forward", True)
+    assert shown.value("step") == f"{predicted.step_s * 1e3:.2f} ms"
+    bound_s = _core.bound_s(job, network, "forward", True)
+    assert shown.value("bound") == f"{bound_s * 1e3:.2f} ms"
+    assert shown.value("sharded") == "sharded"
+
+
 def test_prediction_and_measurement_in_a_browser(run):
     page = run / "report.html"
     trace = run / "trace.0.json"

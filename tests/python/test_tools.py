@@ -18,6 +18,7 @@ from usbyte.cli import main
 from usbyte.lab import profiles
 
 RING = ["--ring", "4,1ms,1gbit"]
+SHARDED = ["--shard-optimizer"]
 
 
 def invoke(*arguments):
@@ -58,6 +59,36 @@ def test_a_measured_network(profile, tmp_path):
     assert "overlap backward" in done.output
 
 
+def test_a_plan_for_a_sharded_optimizer(profile, tmp_path):
+    output = tmp_path / "plan.json"
+    sharded, slow = ["--policy", "dear", *SHARDED], ["--ring", "4,1ms,50mbit"]
+    done = invoke("plan", str(profile), *slow, *sharded, "-o", str(output))
+    assert done.exit_code == 0, done.output
+    job = _core.Profile.from_json(profile.read_text())
+    network = _core.NetworkModel.ring(4, 1e-3, 6.25e6)
+    plan = _core.Plan.from_json(output.read_text())
+    assert {op.kind for op in plan.ops} == {"reduce_scatter", "all_gather"}
+    step_s = _core.simulate(plan, job, network, "forward", True).step_s
+    bound_s = _core.bound_s(job, network, "forward", True)
+    assert bound_s > _core.bound_s(job, network)  # gathers wait for all scatters
+    assert f"step {step_s:.6f} s, bound {bound_s:.6f} s" in done.output
+    assert "overlap forward, sharded optimizer" in done.output
+
+
+def test_serial_startups(profile):
+    policy = ["--policy", "bytescheduler", "--partition", "64k", "--credit", "1M"]
+    done = invoke("plan", str(profile), "--ring", "4,1ms,1gbit,serial", *policy)
+    assert done.exit_code == 0, done.output
+    job = _core.Profile.from_json(profile.read_text())
+    options = {"partition_bytes": 64 << 10, "credit_bytes": 1 << 20}
+    network = _core.NetworkModel.ring(4, 1e-3, 125e6, True)
+    plan = _core.make_plan("bytescheduler", job, network, options)
+    step_s = _core.simulate(plan, job, network).step_s
+    assert f"step {step_s:.6f} s" in done.output
+    overlapping = _core.NetworkModel.ring(4, 1e-3, 125e6)
+    assert step_s > _core.simulate(plan, job, overlapping).step_s
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -66,6 +97,13 @@ def test_a_measured_network(profile, tmp_path):
         (["plan", "vgg16-half", "--network", "none.json"], "cannot read the network 'none.json'"),
         (["plan", "vgg16-half", "--ring", "4,1ms"], "RANKS,LATENCY,BANDWIDTH"),
         (["plan", "vgg16-half", "--ring", "4,1ms,fast"], "'fast' is no rate"),
+        (["plan", "vgg16-half", "--ring", "4,1ms,1gbit,fast"], "with ,serial behind it"),
+        (["plan", "vgg16-half", *RING, *SHARDED, "--policy", "p3"], "needs auto, dear or"),
+        (["plan", "vgg16-half", *RING, *SHARDED, "--policy", "pipedap"], "needs auto, dear or"),
+        (["plan", "vgg16-half", *RING, *SHARDED, "--overlap", "backward"], "needs overlap forward"),
+        (["simulate", "vgg16-half", *SHARDED, "--policies", "ddp"], "ddp cannot serve a sharded"),
+        (["simulate", "vgg16-half", *SHARDED, "--policies", "backward:dear"], "overlap forward"),
+        (["simulate", "vgg16-half", "--policies", "sharded:wfbp"], "wfbp cannot serve a sharded"),
         (["plan", "vgg16-half", *RING, "--policy", "magic"], "magic"),
         (["plan", "vgg16-half", *RING, "--bucket", "1.5M"], "8MiB"),
         (["plan", "vgg16-half", *RING, "-o", "/no/such/plan.json"], "cannot write"),
@@ -124,6 +162,28 @@ def test_simulation_of_all_policies(profile, tmp_path):
     assert float(row["step_s"]) == _core.simulate(plan, job, network).step_s
     assert "backward:ddp" in done.output
     assert "10gbit" in done.output
+
+
+def test_simulation_of_sharded_optimizers(profile, tmp_path):
+    output = tmp_path / "steps.csv"
+    options = ["--workers", "4", "--bandwidth", "1gbit", "--latency", "1ms", "--csv", str(output)]
+    done = invoke("simulate", str(profile), *SHARDED, *options)
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader(output.open()))
+    assert [row["policy"] for row in rows] == ["auto", "dear", "dear_exact"]
+    assert {row["shard_optimizer"] for row in rows} == {"True"}
+    named = ["--policies", "auto,sharded:auto", "--serial-startups"]
+    done = invoke("simulate", str(profile), *named, *options)
+    assert done.exit_code == 0, done.output
+    job = _core.Profile.from_json(profile.read_text())
+    network = _core.NetworkModel.ring(4, 1e-3, 125e6, True)
+    rows = list(csv.DictReader(output.open()))
+    for row, sharded in zip(rows, (False, True), strict=True):
+        plan = _core.make_plan("auto", job, network, {}, "forward", sharded)
+        step_s = _core.simulate(plan, job, network, "forward", sharded).step_s
+        assert float(row["step_s"]) == step_s
+        assert row["serial_startups"] == "True"
+    assert "sharded:auto" in done.output
 
 
 def test_a_plot(profile, tmp_path):

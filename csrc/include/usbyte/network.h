@@ -39,10 +39,10 @@ struct NetworkModel {
   std::vector<AlphaBeta> reduce_scatter = {};
   std::vector<AlphaBeta> all_gather = {};
   bool serial_startups = false;
-  /// How many times as long a startup takes while bytes of other ops flow, since its messages queue
-  /// behind theirs; at least 1. That is why a small op beside a large one is slow, although it
-  /// takes next to nothing of the channel.
-  double busy_slowdown = 1;
+  /// How long an op takes at least while bytes of other ops flow, s: its messages queue behind
+  /// theirs, step after step. That is why a small op beside a large one is slow, although it takes
+  /// next to nothing of the channel.
+  double busy_alpha_s = 0;
 
   /// Cost of a plan's op while `in_flight` >= 1 ops are in flight, itself included.
   AlphaBeta cost(Collective kind, int in_flight) const;

@@ -96,7 +96,7 @@ Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 const std::map<std::string, Policy, std::less<>>& policies();
 
 /// Runs the policy of that name. Throws UsageError on an unknown name, unusable options, or a
-/// policy of all_reduces for a sharded optimizer.
+/// policy for a sharded optimizer that does not scatter everything before it gathers.
 Plan make_plan(std::string_view policy, const Profile&, const NetworkModel&,
                const PolicyOptions& = {});
 

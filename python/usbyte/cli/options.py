@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from usbyte import _core
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+#: What a network of one cost cannot tell; see csrc/include/usbyte/network.h.
+SERIAL_HELP = (
+    "Operations in flight together are taken to start up at the same time, as on connections of "
+    "their own, which favours policies that have several in flight; serial: one after the other, "
+    "as on one connection or one NCCL stream."
+)
 
 
 class Parsed(click.ParamType):
@@ -47,34 +54,89 @@ RATE = Parsed("rate", units.parse_rate)
 SECONDS = Parsed("time", units.parse_seconds)
 
 
-def parse_scheme(text: str) -> tuple[str, str]:
-    """Overlap and policy of "backward:ddp"; "auto" alone means "forward:auto".
+#: Policies that a sharded optimizer can follow.
+SHARDING = ("auto", "dear", "dear_exact", "tune", "tune:dear")
+
+
+class Scheme(NamedTuple):
+    """How a job is trained.
+
+    Attributes:
+        mode: "forward" or "backward", the overlap; "sharded" is forward with a sharded optimizer.
+        policy: Who plans.
+    """
+
+    mode: str
+    policy: str
+
+    def __str__(self) -> str:
+        return f"{self.mode}:{self.policy}"
+
+    @property
+    def overlap(self) -> str:
+        """What communication may hide behind."""
+        return "backward" if self.mode == "backward" else "forward"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank updates a shard of the parameters."""
+        return self.mode == "sharded"
+
+
+def parse_scheme(text: str) -> Scheme:
+    """The scheme of "backward:ddp" or "sharded:dear"; "auto" alone means "forward:auto".
 
     Raises:
-        ValueError: There is no such overlap or policy.
+        ValueError: There is no such mode or policy, or the policy cannot do it.
     """
     from usbyte import tuning
 
     first, colon, second = text.strip().partition(":")
     alone = not colon or text.strip() in tuning.POLICIES  # "tune:dear" names no overlap
-    overlap, policy = ("forward", text.strip()) if alone else (first, second)
-    if overlap not in ("forward", "backward"):
-        raise ValueError(f"{text!r}: unknown overlap {overlap!r}; write forward or backward")
+    mode, policy = ("forward", text.strip()) if alone else (first, second)
+    if mode not in ("forward", "backward", "sharded"):
+        raise ValueError(
+            f"{text!r}: unknown overlap {mode!r}; write forward, backward or sharded (forward with "
+            "a sharded optimizer)"
+        )
     if policy not in tuning.policies():
         known = ", ".join(tuning.policies())
         raise ValueError(f"{text!r}: unknown policy {policy!r}; known are {known}")
-    return overlap, policy
+    if mode == "sharded" and policy not in SHARDING:
+        raise ValueError(
+            f"{text!r}: {policy} cannot serve a sharded optimizer; write one of "
+            f"{', '.join(SHARDING)}"
+        )
+    return Scheme(mode, policy)
 
 
-def all_schemes() -> list[tuple[str, str]]:
+def all_schemes() -> list[Scheme]:
     """Every policy with forward overlap but the tuned ones, which take long; and what DDP does."""
     from usbyte import _core
 
-    return [*(("forward", policy) for policy in _core.policies()), ("backward", "ddp")]
+    return [*(Scheme("forward", policy) for policy in _core.policies()), Scheme("backward", "ddp")]
+
+
+def overlap_options(command: _F) -> _F:
+    """Adds --overlap and --shard-optimizer."""
+    command = click.option(
+        "--shard-optimizer",
+        "sharded",
+        is_flag=True,
+        help="Each rank updates a shard, and parameters are gathered in the next forward.",
+    )(command)
+    return click.option(
+        "--overlap",
+        type=click.Choice(["forward", "backward"]),
+        default="forward",
+        help="What communication may hide behind: backward, or backward and the next forward.",
+    )(command)
 
 
 def parse_ring(text: str) -> _core.NetworkModel:
     """The network of "8,25us,10gbit": ranks, latency of a message, bandwidth of a link.
+
+    With ",serial" behind them startups take turns, see `SERIAL_HELP`.
 
     Raises:
         ValueError: It is not three such values.
@@ -82,10 +144,14 @@ def parse_ring(text: str) -> _core.NetworkModel:
     from usbyte import _core
 
     parts = text.split(",")
-    if len(parts) != 3 or not parts[0].strip().isdecimal() or int(parts[0]) < 1:
-        raise ValueError(f"{text!r} is no ring; write RANKS,LATENCY,BANDWIDTH, as in 8,25us,10gbit")
+    serial = [part.strip() for part in parts[3:]] == ["serial"]
+    if len(parts) != 3 + serial or not parts[0].strip().isdecimal() or int(parts[0]) < 1:
+        raise ValueError(
+            f"{text!r} is no ring; write RANKS,LATENCY,BANDWIDTH, as in 8,25us,10gbit, or the same "
+            "with ,serial behind it"
+        )
     latency_s, rate = units.parse_seconds(parts[1]), units.parse_rate(parts[2])
-    return _core.NetworkModel.ring(int(parts[0]), latency_s, rate)
+    return _core.NetworkModel.ring(int(parts[0]), latency_s, rate, serial)
 
 
 def network_options(command: _F) -> _F:
@@ -93,8 +159,8 @@ def network_options(command: _F) -> _F:
     command = click.option(
         "--ring",
         type=Parsed("ring", parse_ring),
-        metavar="RANKS,LATENCY,BANDWIDTH",
-        help="A network of ring collectives, such as 8,25us,10gbit.",
+        metavar="RANKS,LATENCY,BANDWIDTH[,serial]",
+        help=f"A network of ring collectives, such as 8,25us,10gbit. {SERIAL_HELP}",
     )(command)
     return click.option(
         "--network",

@@ -45,6 +45,8 @@ def _facts(scene: Scene) -> Iterator[tuple[str, str, str, str]]:
     yield "bound", "bound", _ms(scene.bound_s), main
     yield "compute", "without communication", _ms(scene.profile.iteration_s), ""
     yield "overlap", "overlap", scene.overlap, ""
+    if scene.sharded:
+        yield "sharded", "optimizer", "sharded", ""
     yield "bytes", "gradients", f"{scene.profile.bytes / 1e6:.4g} MB", ""
     yield "ops-count", "operations", str(len(scene.plan.ops)), ""
     yield "ranks", "ranks", str(scene.network.ranks), ""

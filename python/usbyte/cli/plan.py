@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte.cli.options import BYTES, network, network_options, scale_options, write_text
+from usbyte.cli.options import (
+    BYTES,
+    network,
+    network_options,
+    overlap_options,
+    scale_options,
+    write_text,
+)
+from usbyte.cli.tables import for_terminal
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
     from usbyte import _core
@@ -22,12 +31,7 @@ _MEGA = 1e6
 @scale_options
 @network_options
 @click.option("--policy", default="auto", help="Who plans; tuned policies tune the predicted step.")
-@click.option(
-    "--overlap",
-    type=click.Choice(["forward", "backward"]),
-    default="forward",
-    help="What communication may hide behind: backward, or backward and the next forward.",
-)
+@overlap_options
 @click.option("--partition", type=BYTES, help="bytescheduler: larger tensors are split.")
 @click.option("--credit", type=BYTES, help="bytescheduler: bytes in flight.")
 @click.option("--bucket", type=BYTES, help="ddp: bucket size.")
@@ -40,6 +44,7 @@ def plan(
     ring: _core.NetworkModel | None,
     policy: str,
     overlap: str,
+    sharded: bool,
     partition: int | None,
     credit: int | None,
     bucket: int | None,
@@ -60,14 +65,14 @@ def plan(
     net = network(network_path, ring)
     sizes = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": bucket}
     given = {name: size for name, size in sizes.items() if size is not None}
-    made = tuning.make_plan(policy, job, net, given, overlap)
-    predicted = _core.simulate(made, job, net, overlap)
+    made = tuning.make_plan(policy, job, net, given, overlap, sharded)
+    predicted = _core.simulate(made, job, net, overlap, sharded)
     console = Console(highlight=False)
     console.print(_table(made, predicted))
-    bound_s = _core.bound_s(job, net, overlap)
+    bound_s = _core.bound_s(job, net, overlap, sharded)
     console.print(
         f"{job.model or profile}: {job.bytes / _MEGA:.1f} MB in {len(job.tensors)} tensors, "
-        f"{net.ranks} ranks, overlap {overlap}",
+        f"{net.ranks} ranks, overlap {overlap}{', sharded optimizer' if sharded else ''}",
         markup=False,
     )
     console.print(
@@ -80,26 +85,18 @@ def plan(
 
 def _table(plan: _core.Plan, predicted: _core.Prediction) -> Table:
     """One row for each op."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{plan.policy}: {len(plan.ops)} ops")
-    for column in ("op", "kind", "MB", "window MB", "launched s", "done s", "tensors"):
-        left = column in ("kind", "tensors")
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    rows: list[list[RenderableType]] = []
     for i, op in enumerate(plan.ops):
         names = [plan.tensors[t].name for t in plan.tensors_of(op)]
         fence = ", fence" if op.fence else ""
-        table.add_row(
-            str(i),
-            op.kind,
-            f"{plan.bytes(op) / _MEGA:.3f}",
-            _window(op.window_bytes, plan) + fence,
-            f"{predicted.launched_s[i]:.6f}",
-            f"{predicted.done_s[i]:.6f}",
-            Text(_shortened(names)),
-        )
-    return table
+        size, window = f"{plan.bytes(op) / _MEGA:.3f}", _window(op.window_bytes, plan) + fence
+        times = [f"{predicted.launched_s[i]:.6f}", f"{predicted.done_s[i]:.6f}"]
+        rows.append([str(i), op.kind, size, window, *times, Text(_shortened(names))])
+    columns = ("op", "kind", "MB", "window MB", "launched s", "done s", "tensors")
+    title = f"{plan.policy}: {len(plan.ops)} ops"
+    return for_terminal(title, columns, rows, ("kind", "tensors"))
 
 
 def _window(window_bytes: int, plan: _core.Plan) -> str:

@@ -61,7 +61,7 @@ def probe(
             from usbyte.cli import figures  # says early what is missing
     import usbyte.torch as ub
     from usbyte.torch.context import current
-    from usbyte.torch.costs import fit_lines, network
+    from usbyte.torch.costs import busy_alpha_s, fit, fit_lines
     from usbyte.torch.probe import measure_apart
 
     ub.init()
@@ -70,9 +70,12 @@ def probe(
         from rich.console import Console
 
         lines = fit_lines(rows)
-        Console(highlight=False).print(_table(lines, ub.size()), _residuals(lines))
+        console = Console(highlight=False)
+        console.print(_table(lines, ub.size()), _residuals(lines))
+        busy = units.format_seconds(busy_alpha_s(rows))
+        console.print(f"A small all_reduce beside a large one takes {busy}.")
         if json_path is not None:
-            write_text(json_path, network(ub.size(), lines).to_json() + "\n")
+            write_text(json_path, fit(ub.size(), rows).to_json() + "\n")
         if csv_path is not None:
             write_text(csv_path, _csv(rows, lines))
         if plot is not None:
@@ -126,11 +129,15 @@ def _size(size: int) -> str:
 
 
 def _csv(rows: Sequence[Measured], lines: Sequence[Line]) -> str:
+    from usbyte.torch.costs import busy_alpha_s
+
     costs = {(line.kind, line.window): line.cost for line in lines}
+    busy = busy_alpha_s(rows)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["collective", "in_flight", "bytes", "seconds", "fitted_s"])
     for row in rows:
-        fitted = costs[row.kind, row.window].time_s(row.bytes)
+        cost = costs.get((row.kind, row.window))
+        fitted = cost.time_s(row.bytes) if cost else busy
         writer.writerow([row.kind, row.window, row.bytes, f"{row.seconds:.9f}", f"{fitted:.9f}"])
     return text.getvalue()

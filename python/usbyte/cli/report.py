@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte.cli.options import network, network_options, read_text, write_text
+from usbyte.cli.options import (
+    network,
+    network_options,
+    overlap_options,
+    read_text,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from usbyte import _core
@@ -17,12 +23,7 @@ if TYPE_CHECKING:
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.argument("profile")
 @network_options
-@click.option(
-    "--overlap",
-    type=click.Choice(["forward", "backward"]),
-    default="forward",
-    help="What communication may hide behind: backward, or backward and the next forward.",
-)
+@overlap_options
 @click.option(
     "--trace",
     "trace_path",
@@ -42,6 +43,7 @@ def report(
     network_path: Path | None,
     ring: _core.NetworkModel | None,
     overlap: str,
+    sharded: bool,
     trace_path: Path | None,
     step: int | None,
     output: Path,
@@ -69,8 +71,9 @@ def report(
         plan=made,
         profile=job,
         overlap=overlap,
-        prediction=_core.simulate(made, job, net, overlap),
-        bound_s=_core.bound_s(job, net, overlap),
+        sharded=sharded,
+        prediction=_core.simulate(made, job, net, overlap, sharded),
+        bound_s=_core.bound_s(job, net, overlap, sharded),
         network=net,
         measured=trace.aligned(measured, made, job) if measured is not None else None,
     )

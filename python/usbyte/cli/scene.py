@@ -50,6 +50,7 @@ class Scene:
         plan: What is executed.
         profile: With the plan's tensors, in its order.
         overlap: "forward" or "backward".
+        sharded: Whether each rank updates a shard, and parameters are gathered.
         prediction: Of the plan under `network`.
         bound_s: A step that no order of sending goes below.
         network: What operations cost.
@@ -59,6 +60,7 @@ class Scene:
     plan: _core.Plan
     profile: _core.Profile
     overlap: str
+    sharded: bool
     prediction: _core.Prediction
     bound_s: float
     network: _core.NetworkModel

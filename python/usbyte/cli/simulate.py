@@ -14,13 +14,17 @@ import click
 from usbyte import units
 from usbyte.cli.options import (
     SECONDS,
+    SERIAL_HELP,
+    SHARDING,
     Parsed,
+    Scheme,
     all_schemes,
     listed,
     parse_scheme,
     scale_options,
     write_text,
 )
+from usbyte.cli.tables import for_terminal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,7 +43,9 @@ class Case:
         workers: Ranks of the ring.
         bandwidth_bytes_per_s: Of a link.
         latency_s: Of a message.
+        serial_startups: Whether operations start up one after the other.
         overlap: "forward" or "backward".
+        shard_optimizer: Whether each rank updates a shard of the parameters.
         policy: Who plans.
         ops: Collectives of one step.
         step_s: Predicted.
@@ -51,7 +57,9 @@ class Case:
     workers: int
     bandwidth_bytes_per_s: float
     latency_s: float
+    serial_startups: bool
     overlap: str
+    shard_optimizer: bool
     policy: str
     ops: int
     step_s: float
@@ -61,6 +69,8 @@ class Case:
     @property
     def scheme(self) -> str:
         """Overlap and policy; the overlap is left out where it is the usual one."""
+        if self.shard_optimizer:
+            return f"sharded:{self.policy}"
         return self.policy if self.overlap == "forward" else f"{self.overlap}:{self.policy}"
 
 
@@ -80,6 +90,13 @@ def _workers(text: str) -> int:
     help="POLICY or OVERLAP:POLICY, separated by commas.",
 )
 @click.option(
+    "--shard-optimizer",
+    "sharded",
+    is_flag=True,
+    help="Each rank updates a shard, and parameters are gathered in the next forward; with "
+    "those policies that can if none are named. Beside others: write sharded:POLICY.",
+)
+@click.option(
     "--workers", type=Parsed("list", listed(_workers)), default="4,16,64,256",
     help="Ranks of the ring, separated by commas.",
 )  # fmt: skip
@@ -88,16 +105,19 @@ def _workers(text: str) -> int:
     help="Of a link, separated by commas.",
 )  # fmt: skip
 @click.option("--latency", type=SECONDS, default="25us", help="Of a message.")
+@click.option("--serial-startups", "serial", is_flag=True, help=SERIAL_HELP)
 @click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Also write CSV.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw a picture (matplotlib).")
 def simulate(
     profiles: tuple[str, ...],
     scale_time: float,
     scale_bytes: float,
-    policies: list[tuple[str, str]] | None,
+    policies: list[Scheme] | None,
+    sharded: bool,
     workers: list[int],
     bandwidth: list[float],
     latency: float,
+    serial: bool,
     csv_path: Path | None,
     plot: Path | None,
 ) -> None:
@@ -115,14 +135,14 @@ def simulate(
     if plot is not None:
         from usbyte.cli import figures  # says early what is missing
     jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
-    schemes = policies or all_schemes()
+    schemes = _all_sharded(policies) if sharded else policies or all_schemes()
     console = Console(highlight=False)
     cases: list[Case] = []
     for job, source in jobs:
         model = job.model or Path(source).stem
         for rate in bandwidth:
             with console.status(f"{model}, {units.format_rate(rate)}"):
-                found = list(_cases(job, model, schemes, workers, rate, latency))
+                found = list(_cases(job, model, schemes, workers, rate, latency, serial))
             console.print(_table(found))
             cases += found
     if csv_path:
@@ -131,41 +151,52 @@ def simulate(
         figures.save(figures.steps_by_workers(cases), plot)
 
 
+def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:
+    from usbyte import tuning
+
+    untuned = [policy for policy in SHARDING if policy not in tuning.POLICIES]
+    named = [Scheme("forward", policy) for policy in untuned] if policies is None else policies
+    try:
+        if any(scheme.mode == "backward" for scheme in named):
+            raise ValueError("a sharded optimizer needs overlap forward; name policies alone")
+        return [parse_scheme(f"sharded:{scheme.policy}") for scheme in named]
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--policies") from error
+
+
 def _cases(
     job: _core.Profile,
     model: str,
-    schemes: Sequence[tuple[str, str]],
+    schemes: Sequence[Scheme],
     workers: Sequence[int],
     rate: float,
     latency_s: float,
+    serial: bool,
 ) -> Iterator[Case]:
     from usbyte import _core, tuning
 
     for count in workers:
-        network = _core.NetworkModel.ring(count, latency_s, rate)
-        for overlap, policy in schemes:
-            plan = tuning.make_plan(policy, job, network, {}, overlap)
-            step_s = _core.simulate(plan, job, network, overlap).step_s
-            bound_s = _core.bound_s(job, network, overlap)
+        network = _core.NetworkModel.ring(count, latency_s, rate, serial)
+        for scheme in schemes:
+            overlap, sharded = scheme.overlap, scheme.sharded
+            plan = tuning.make_plan(scheme.policy, job, network, {}, overlap, sharded)
+            step_s = _core.simulate(plan, job, network, overlap, sharded).step_s
+            bound_s = _core.bound_s(job, network, overlap, sharded)
             yield Case(
-                model, count, rate, latency_s, overlap, policy, len(plan.ops), step_s, bound_s,
-                job.iteration_s,
+                model, count, rate, latency_s, serial, overlap, sharded, scheme.policy,
+                len(plan.ops), step_s, bound_s, job.iteration_s,
             )  # fmt: skip
 
 
 def _table(cases: Sequence[Case]) -> Table:
     """A row for each number of workers, a column for each policy."""
-    from rich.table import Table
-
     first = cases[0]
-    schemes = list(dict.fromkeys(case.scheme for case in cases))
-    table = Table(
-        title=f"{first.model}, {units.format_rate(first.bandwidth_bytes_per_s)}, latency "
+    title = (
+        f"{first.model}, {units.format_rate(first.bandwidth_bytes_per_s)}, latency "
         f"{units.format_seconds(first.latency_s)}: ms of a step, "
         f"{first.compute_s * 1e3:.1f} without communication"
     )
-    for column in ("workers", "bound", *schemes):
-        table.add_column(column, justify="right")
+    rows = []
     for workers in dict.fromkeys(case.workers for case in cases):
         row = {case.scheme: case for case in cases if case.workers == workers}
         best = min(case.step_s for case in row.values())
@@ -176,8 +207,9 @@ def _table(cases: Sequence[Case]) -> Table:
             for case in row.values()
         ]
         bound = min(case.bound_s for case in row.values())
-        table.add_row(str(workers), f"{bound * 1e3:.1f}", *texts)
-    return table
+        rows.append([str(workers), f"{bound * 1e3:.1f}", *texts])
+    schemes = dict.fromkeys(case.scheme for case in cases)
+    return for_terminal(title, ["workers", "bound", *schemes], rows)
 
 
 def _csv(cases: Sequence[Case]) -> str:

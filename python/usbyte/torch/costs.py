@@ -10,13 +10,16 @@ import numpy as np
 
 from usbyte import _core
 
+#: Kind of a measurement: a small all_reduce that was posted right behind a large one.
+BUSY = "busy"
+
 
 @dataclass(frozen=True)
 class Measured:
     """Groups of operations, each group posted when the one before has ended.
 
     Attributes:
-        kind: "all_reduce", "reduce_scatter" or "all_gather".
+        kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY`, the small one alone.
         window: Operations in a group.
         bytes: Payload of a group.
         seconds: Mean time of a group.
@@ -70,7 +73,8 @@ def fit_lines(rows: Sequence[Measured]) -> list[Line]:
     """A line for each collective and window, in order of measurement; see `_core.fit_cost`."""
     samples: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        samples[row.kind, row.window][row.bytes].append(row.seconds)
+        if row.kind != BUSY:
+            samples[row.kind, row.window][row.bytes].append(row.seconds)
     lines = []
     for (kind, window), by_size in samples.items():
         cost, residual = _core.fit_cost([(b, s) for b, times in by_size.items() for s in times])
@@ -79,21 +83,28 @@ def fit_lines(rows: Sequence[Measured]) -> list[Line]:
     return lines
 
 
-def network(ranks: int, lines: Sequence[Line]) -> _core.NetworkModel:
-    """The model that the lines make; a window that was not measured costs what the next does."""
+def busy_alpha_s(rows: Sequence[Measured]) -> float:
+    """How long a small operation takes beside a large one: the median, s; 0 if not measured."""
+    times = [row.seconds for row in rows if row.kind == BUSY]
+    return float(np.median(times)) if times else 0.0
+
+
+def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
+    """What the measurements say; a window that was not measured costs what the next does."""
     by_kind: dict[str, dict[int, _core.AlphaBeta]] = defaultdict(dict)
-    for line in lines:
+    for line in fit_lines(rows):
         by_kind[line.kind][line.window] = line.cost
     costs = {
         kind: [by_window[min(w for w in by_window if w >= k)] for k in range(1, max(by_window) + 1)]
         for kind, by_window in by_kind.items()
     }
-    return _core.NetworkModel(ranks, **costs)
-
-
-def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
-    """The lines through the measurements."""
-    return network(ranks, fit_lines(rows))
+    return _core.NetworkModel(
+        ranks,
+        costs["all_reduce"],
+        costs.get("reduce_scatter", []),
+        costs.get("all_gather", []),
+        busy_alpha_s=busy_alpha_s(rows),
+    )
 
 
 def _point(size: int, times: Sequence[float], cost: _core.AlphaBeta) -> Point:

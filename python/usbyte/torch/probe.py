@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from usbyte import _core
+from usbyte.lab.profiles import line
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.context import Context, current
-from usbyte.torch.costs import Measured, fit
+from usbyte.torch.costs import BUSY, Measured, fit
 
 __all__ = ["probe"]
 
@@ -22,6 +26,7 @@ LARGEST_BYTES = 32 << 20
 _STEP_S = 0.05  # about how long the largest operation may take
 _REPEATS = 3
 _GROWTH = 16
+_LONGER = 4  # times the largest: lasts until a small operation beside it is through
 _GROUPS = 3  # one after the other without a pause, as in training
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
@@ -94,7 +99,7 @@ def measure(
     rows = []
     for window in _WINDOWS:
         rows += _time(context, communicator, window, sizes, repeats)
-    return rows
+    return rows + _time_busy(context, communicator, _LONGER * largest, repeats)
 
 
 def _sizes(low: int, high: int, growth: int) -> list[int]:
@@ -114,27 +119,63 @@ def _time(
     for size in sizes:
         numel = max(size // _FLOAT_BYTES // window, 1)
         for kinds in _WINDOWS[window]:
-            plan = _plan(kinds, window, numel)
-            engine = _core.Engine(
-                plan,
-                buffer.data_ptr(),
-                communicator.core,
-                stall_warning_s=context.env.stall_warning_s,
-                stall_limit_s=context.env.stall_limit_s,
-                on_warning=context.warn,
-                on_fault=context.report_fault,
-            )
-            try:
+            with _engine(context, communicator, buffer, _plan(kinds, window, numel)) as engine:
                 for _ in range(repeats):
                     rows += _one_step(engine, kinds, window, numel * window * _FLOAT_BYTES)
-            finally:
-                engine.close()
     return rows
+
+
+def _time_busy(
+    context: Context, communicator: TorchCommunicator, large_bytes: int, repeats: int
+) -> list[Measured]:
+    """Small operations, each posted right behind a large one."""
+    numels = [large_bytes // _FLOAT_BYTES, _SMALLEST_BYTES // _FLOAT_BYTES]
+    tensors = line((f"probe{i}", numel, "float32") for i, numel in enumerate(numels))
+    ops = [
+        _core.Op("all_reduce", [(t.offset, t.end)], _UNLIMITED, fence=i == 0)
+        for i, t in enumerate(tensors)
+    ]
+    buffer = torch.zeros(_FLOAT_BYTES * sum(numels), dtype=torch.uint8)
+    communicator.register(buffer)
+    rows = []
+    with _engine(context, communicator, buffer, _core.Plan("probe", tensors, ops)) as engine:
+        for _ in range(repeats):
+            _run(engine, len(tensors))
+            _, (posted, done) = engine.op_times()
+            rows.append(Measured(BUSY, 2, _SMALLEST_BYTES, done - posted))
+    return rows
+
+
+@contextmanager
+def _engine(
+    context: Context, communicator: TorchCommunicator, buffer: torch.Tensor, plan: _core.Plan
+) -> Iterator[_core.Engine]:
+    engine = _core.Engine(
+        plan,
+        buffer.data_ptr(),
+        communicator.core,
+        stall_warning_s=context.env.stall_warning_s,
+        stall_limit_s=context.env.stall_limit_s,
+        on_warning=context.warn,
+        on_fault=context.report_fault,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _run(engine: _core.Engine, tensors: int) -> None:
+    engine.begin_step()
+    for i in range(tensors):
+        engine.ready(i)
+    engine.end_backward()
+    engine.drain()
 
 
 def _plan(kinds: list[str], window: int, numel: int) -> _core.Plan:
     count = window * _GROUPS
-    tensors = [_core.TensorSpec(f"probe{i}", numel, "float32", i * numel) for i in range(count)]
+    tensors = line((f"probe{i}", numel, "float32") for i in range(count))
     ops = [
         _core.Op(kind, [(i * numel, (i + 1) * numel)], _UNLIMITED, fence=i % window == 0)
         for kind in kinds
@@ -145,11 +186,7 @@ def _plan(kinds: list[str], window: int, numel: int) -> _core.Plan:
 
 def _one_step(engine: _core.Engine, kinds: list[str], window: int, payload: int) -> list[Measured]:
     count = window * _GROUPS
-    engine.begin_step()
-    for i in range(count):
-        engine.ready(i)
-    engine.end_backward()
-    engine.drain()
+    _run(engine, count)
     times = engine.op_times()
     rows = []
     for k, kind in enumerate(kinds):

@@ -123,11 +123,17 @@ def narrowed(search: Search, best: Candidate) -> Search:
 
 
 def _scaled(network: _core.NetworkModel, alpha: float, beta: float) -> _core.NetworkModel:
-    costs = [
-        [_core.AlphaBeta(c.alpha_s * alpha, c.beta_s_per_byte * beta) for c in column]
-        for column in (network.all_reduce, network.reduce_scatter, network.all_gather)
-    ]
-    return _core.NetworkModel(network.ranks, *costs)
+    def costs(column: list[_core.AlphaBeta]) -> list[_core.AlphaBeta]:
+        return [_core.AlphaBeta(c.alpha_s * alpha, c.beta_s_per_byte * beta) for c in column]
+
+    return _core.NetworkModel(
+        network.ranks,
+        costs(network.all_reduce),
+        costs(network.reduce_scatter),
+        costs(network.all_gather),
+        network.serial_startups,
+        network.busy_alpha_s * alpha,
+    )
 
 
 def _named(policy: str, plan: _core.Plan) -> _core.Plan:
