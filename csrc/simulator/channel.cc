@@ -28,38 +28,37 @@ T pop(std::vector<T>& heap) {
 void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s) {
   go_on_to(now_s);
   const AlphaBeta cost = network_->cost(kind, in_flight);
-  const Launched launched{cost.alpha_s, cost.beta_s_per_byte * static_cast<double>(bytes),
-                          std::max(network_->busy_alpha_s - cost.alpha_s, 0.0), op};
-  if (network_->serial_startups && !(starting_.empty() && flowing_.empty())) {
+  const double work_s = cost.beta_s_per_byte * static_cast<double>(bytes);
+  const Starting launched{0, op, cost.alpha_s, work_s, 0};
+  if (network_->serial_startups && !is_idle()) {
     waiting_.push_back(launched);
   } else {
     start(launched);
   }
 }
 
-double Channel::next_s() const { return std::min({flows_s(), ends_s(), lag_ends_s()}); }
+double Channel::next_s() const { return std::min({flows_s(), ends_s(), rounds_end_s()}); }
 
 int Channel::advance() {
-  const double flows = flows_s(), ends = ends_s(), lag_ends = lag_ends_s();
-  if (lag_ends <= std::min(flows, ends)) {
-    go_on_to(lag_ends);
-    return complete(pop(lagging_).second);
+  const double flows = flows_s(), ends = ends_s(), rounds_end = rounds_end_s();
+  if (rounds_end <= std::min(flows, ends)) {
+    go_on_to(rounds_end);
+    const auto [rounds, op] = pop(held_);
+    rounds_ = std::max(rounds_, rounds);
+    return complete(op);
   }
   if (flows < ends) {
-    const Launched first = pop(starting_);
+    const Starting first = pop(starting_);
     go_on_to(flows);
-    push(flowing_, {share_s_ + first.work_s, now_s_ + first.lag_s, first.op});
+    push(flowing_, {share_s_ + first.work_s, first.op, first.work_s, first.rounds_until});
     return -1;
   }
   go_on_to(ends);
   const Flow through = pop(flowing_);
-  if (flowing_.empty()) {
-    share_s_ = 0;
-    return complete(through.op);
-  }
-  share_s_ = through.until_s;
-  if (through.lag_until_s <= now_s_) return complete(through.op);
-  push(lagging_, {through.lag_until_s, through.op});
+  share_s_ = flowing_.empty() ? 0 : through.until_s;
+  time_rounds();
+  if (through.rounds_until <= rounds_) return complete(through.op);
+  push(held_, {through.rounds_until, through.op});
   return -1;
 }
 
@@ -70,19 +69,49 @@ double Channel::ends_s() const {
   return now_s_ + (flowing_.front().until_s - share_s_) * static_cast<double>(flowing_.size());
 }
 
-double Channel::lag_ends_s() const {
-  if (lagging_.empty()) return kNever;
-  return flowing_.empty() ? now_s_ : lagging_.front().first;
+double Channel::rounds_end_s() const {
+  if (held_.empty()) return kNever;
+  return now_s_ + std::max(held_.front().first - rounds_, 0.0) * all_rounds_s_;
 }
 
 void Channel::go_on_to(double time_s) {
-  if (!flowing_.empty()) share_s_ += (time_s - now_s_) / static_cast<double>(flowing_.size());
+  const double passed_s = time_s - now_s_;
+  if (!flowing_.empty()) share_s_ += passed_s / static_cast<double>(flowing_.size());
+  if (all_rounds_s_ > 0) rounds_ += passed_s / all_rounds_s_;
   now_s_ = time_s;
 }
 
-void Channel::start(Launched op) {
-  op.until_s += now_s_;
+void Channel::start(Starting op) {
+  op.until_s = now_s_ + op.startup_s;
+  op.rounds_until = rounds_;
+  if (network_->busy_alpha_s > 0 && !is_idle()) {
+    op.rounds_until += 1;
+    end_loneliness();
+  }
   push(starting_, op);
+  time_rounds();
+}
+
+void Channel::end_loneliness() {
+  if (starting_.size() + flowing_.size() != 1) return;
+  for (Starting& op : starting_) {
+    op.rounds_until = rounds_;
+    if (op.startup_s > 0) op.rounds_until += (op.until_s - now_s_) / op.startup_s;
+  }
+  for (Flow& op : flowing_) op.rounds_until = rounds_;
+}
+
+void Channel::time_rounds() {
+  const double most_s = network_->busy_alpha_s;
+  if (most_s == 0) return;
+  double largest_s = 0;
+  for (const Starting& op : starting_) largest_s = std::max(largest_s, op.work_s);
+  for (const Flow& op : flowing_) {
+    if (largest_s >= most_s) break;
+    largest_s = std::max(largest_s, op.work_s);
+  }
+  all_rounds_s_ =
+      std::max(std::min(largest_s, most_s), network_->cost(Collective::all_reduce, 1).alpha_s);
 }
 
 int Channel::complete(int op) {

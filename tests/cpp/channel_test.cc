@@ -61,13 +61,27 @@ TEST(Channel, SerialStartupsTakeTurns) {
 TEST(Channel, SmallOpsQueueBehindOthersBytes) {
   NetworkModel network{2, {{1, 1}}};
   network.busy_alpha_s = 5;
-  // The bytes of the second have flown at 2 + 1 + 2 * 1, but it takes until 7.
+  // The bytes of the second have flown at 2 + 1 + 2 * 1, but its rounds take until 7.
   EXPECT_EQ(run(network, {{0, 20}, {2, 1}}), (Done{{1, 7}, {0, 22}}));
-  // Nothing keeps it back once nothing else flows.
-  EXPECT_EQ(run(network, {{0, 4}, {2, 1}}), (Done{{0, 6}, {1, 6}}));
-  // Alone, or with more bytes than that, it makes no difference.
+  // Beside an op of 4 s they take no more than that.
+  EXPECT_EQ(run(network, {{0, 4}, {2, 1}}), (Done{{1, 6}, {0, 6}}));
+  // Alone, with more bytes, or beside as small ones, it makes no difference.
   EXPECT_EQ(run(network, {{0, 1}, {2, 1}}), (Done{{0, 2}, {1, 4}}));
   EXPECT_EQ(run(network, {{0, 20}, {2, 9}}), (Done{{1, 21}, {0, 30}}));
+  EXPECT_EQ(run(network, {{0, 1}, {0, 1}}), (Done{{0, 3}, {1, 3}}));
+}
+
+TEST(Channel, RoundsGoOnAtTheirPaceWhenOthersComeAndGo) {
+  NetworkModel network{2, {{4, 1}}};
+  network.busy_alpha_s = 8;
+  EXPECT_EQ(run(network, {{0, 1}, {0, 20}}), (Done{{0, 8}, {1, 25}}));
+  // Half of the startup is left when the other joins, and then none of it.
+  EXPECT_EQ(run(network, {{0, 1}, {2, 20}}), (Done{{0, 6}, {1, 26}}));
+  EXPECT_EQ(run(network, {{0, 1}, {4, 20}}), (Done{{0, 5}, {1, 28}}));
+  // From 13 to 19 beside the first, 6 / 8 of them; the rest, alone, takes 4 * 2 / 8.
+  EXPECT_EQ(run(network, {{0, 14}, {13, 1}}), (Done{{0, 19}, {1, 20}}));
+  // A third joins at 19: 8 * 2 / 8.
+  EXPECT_EQ(run(network, {{0, 14}, {13, 1}, {19, 20}}), (Done{{0, 19}, {1, 21}, {2, 43}}));
 }
 
 // Whoever flows gets a tick of its own in turn, of all the ticks there are.

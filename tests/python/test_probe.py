@@ -9,18 +9,16 @@ import sys
 
 import pytest
 
-from run_support import PACKAGE_ROOT
 from usbyte import _core
 from usbyte.torch.costs import Measured, fit, fit_lines
 
 
 def usbyte_probe(tmp_path, *arguments, ranks=1):
     launcher = ["-m", "usbyte.run", "-np", str(ranks), sys.executable] if ranks > 1 else []
-    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, *launcher, "-c", "from usbyte.cli import main; main()", "probe",
          *arguments],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -37,11 +35,15 @@ def test_on_two_ranks(tmp_path):
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "times.csv").open() as file:
         rows = list(csv.DictReader(file))
-    # 4, 16 and 64 KiB, each three times, of five lines with one or two kinds.
-    assert len(rows) == 3 * 3 * 7
+    # 4, 16 and 64 KiB, of five lines with one or two kinds, and a small op beside a large one.
+    assert len(rows) == 3 * (3 * 7 + 1)
     for row in rows:
-        cost = network.cost(row["collective"], int(row["in_flight"]))
-        assert float(row["fitted_s"]) == pytest.approx(cost.time_s(int(row["bytes"])), abs=1e-9)
+        kind, size = row["collective"], int(row["bytes"])
+        if kind == "busy":
+            fitted = network.busy_alpha_s
+        else:
+            fitted = network.cost(kind, int(row["in_flight"])).time_s(size)
+        assert float(row["fitted_s"]) == pytest.approx(fitted, abs=1e-9)
         assert float(row["seconds"]) > 0
     # One table of costs and one of residuals, of rank 0 alone.
     assert "[1]" not in done.stdout

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import usbyte.torch as ub
 from _models import Awkward
 from _ranks import run_ranks
-from run_support import PACKAGE_ROOT
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.lab import profiles
@@ -50,6 +49,7 @@ class SlowSGD(torch.optim.SGD):
 
 
 def slow_model():
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # hooks SGD.step too, which SlowSGD.step calls
     return nn.Sequential(Slow(8, 8), Slow(8, 8), Slow(8, 4))
 
 
@@ -283,10 +283,9 @@ def usbyte_profile(tmp_path, *arguments, ranks=0):
     command = [sys.executable, "-c", "from usbyte.cli import main; main()", "profile"]
     if ranks:
         command = [sys.executable, "-m", "usbyte.run", "-np", str(ranks), *command]
-    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [*command, "-o", str(tmp_path / "job.json"), *map(str, arguments)], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 

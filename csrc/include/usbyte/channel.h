@@ -12,9 +12,14 @@ namespace usbyte {
 
 /// The network as predicted: one channel that the ops in flight share. An op starts up, for its
 /// alpha, and then its bytes flow; where those of several ops flow, each gets an equal share of the
-/// channel, as concurrent collectives do on real networks. While others flow no op is through
-/// before the network's `busy_alpha_s`, though its bytes may be. With `serial_startups` an op
-/// starts up when the one before has completed. Not thread-safe.
+/// channel, as concurrent collectives do on real networks. With `serial_startups` an op starts up
+/// when the one before has completed. Not thread-safe.
+///
+/// A collective goes in rounds of messages, each of which queues behind what the others in flight
+/// have sent. Beside an op whose bytes flow or are about to, all rounds of another take the
+/// network's `busy_alpha_s`, or what the largest op in flight needs alone if that is less, but its
+/// alpha at least; an op whose bytes are through sooner completes when its rounds are. The rounds
+/// of an op that is alone are its startup.
 ///
 /// Time is seconds and never goes back: nothing is launched before what `advance` has reached, and
 /// `advance` is called before anything is launched after `next_s`.
@@ -34,25 +39,30 @@ class Channel {
   double now_s() const { return now_s_; }
 
  private:
-  struct Launched {
-    double until_s;  // when it has started up; until it begins to, how long that takes
-    double work_s;   // how long its bytes take with the channel to themselves
-    double lag_s;    // how much longer it takes at least while others flow
+  struct Starting {
+    double until_s;
     int op;
-    auto operator<=>(const Launched&) const = default;
+    double startup_s;
+    double work_s;        // how long its bytes take with the channel to themselves
+    double rounds_until;  // in `rounds_`
+    auto operator<=>(const Starting&) const = default;
   };
   struct Flow {
     double until_s;  // in `share_s_`
-    double lag_until_s;
     int op;
+    double work_s;
+    double rounds_until;
     auto operator<=>(const Flow&) const = default;
   };
 
+  bool is_idle() const { return starting_.empty() && flowing_.empty(); }
   double flows_s() const;
   double ends_s() const;
-  double lag_ends_s() const;
+  double rounds_end_s() const;
   void go_on_to(double time_s);
-  void start(Launched op);
+  void start(Starting op);
+  void end_loneliness();
+  void time_rounds();
   int complete(int op);
 
   const NetworkModel* network_;
@@ -61,11 +71,14 @@ class Channel {
   // 1 / (number of flowing ops), so that an op's bytes are through at a share that is known when
   // they begin to flow, whatever comes after.
   double share_s_ = 0;
+  // How often an op that has been in flight all along would have gone through all its rounds.
+  double rounds_ = 0;
+  double all_rounds_s_ = 0;  // how long all of them take now
   // Heaps, what comes first on top.
-  std::vector<Launched> starting_;
+  std::vector<Starting> starting_;
   std::vector<Flow> flowing_;
-  std::vector<std::pair<double, int>> lagging_;  // their bytes are through; until when, op
-  std::deque<Launched> waiting_;                 // serial startups: launched, not begun
+  std::vector<std::pair<double, int>> held_;  // their bytes are through: until when in rounds_, op
+  std::deque<Starting> waiting_;              // serial startups: launched, not begun
 };
 
 }  // namespace usbyte

@@ -52,6 +52,7 @@ class Recorder:
         self._gates = Gates(params, lambda _: None, lambda: None, model)
         self._begin_iteration()
         self._step_begin_s = 0.0
+        self._depth = 0  # of steps in steps: those of a subclass call its base class's
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
         self._handles.append(register_module_forward_pre_hook(_refuse_communication))
 
@@ -76,10 +77,15 @@ class Recorder:
 
     def before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """A pre-hook of optimizers."""
-        self._step_begin_s = _core.now_s()
+        if self._depth == 0:
+            self._step_begin_s = _core.now_s()
+        self._depth += 1
 
     def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """A post-hook of optimizers; of those of other parameters too."""
+        self._depth -= 1
+        if self._depth > 0:
+            return
         own = {self._index[p] for p in parameters_of(optimizer) if p in self._index}
         stepped = own & self._waiting
         if not stepped or self.done:
