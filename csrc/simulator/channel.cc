@@ -8,6 +8,8 @@ namespace usbyte {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
+// Of the rounds of an op that has been alone since it was launched.
+constexpr double kAlone = -1;
 
 template <typename T>
 void push(std::vector<T>& heap, T value) {
@@ -45,6 +47,7 @@ int Channel::advance() {
     go_on_to(rounds_end);
     const auto [rounds, op] = pop(held_);
     rounds_ = std::max(rounds_, rounds);
+    time_rounds();
     return complete(op);
   }
   if (flows < ends) {
@@ -56,10 +59,10 @@ int Channel::advance() {
   go_on_to(ends);
   const Flow through = pop(flowing_);
   share_s_ = flowing_.empty() ? 0 : through.until_s;
+  const bool is_held = network_->busy_alpha_s > 0 && through.rounds_until > rounds_;
+  if (is_held) push(held_, {through.rounds_until, through.op});
   time_rounds();
-  if (through.rounds_until <= rounds_) return complete(through.op);
-  push(held_, {through.rounds_until, through.op});
-  return -1;
+  return is_held ? -1 : complete(through.op);
 }
 
 double Channel::flows_s() const { return starting_.empty() ? kNever : starting_.front().until_s; }
@@ -83,11 +86,8 @@ void Channel::go_on_to(double time_s) {
 
 void Channel::start(Starting op) {
   op.until_s = now_s_ + op.startup_s;
-  op.rounds_until = rounds_;
-  if (network_->busy_alpha_s > 0 && !is_idle()) {
-    op.rounds_until += 1;
-    end_loneliness();
-  }
+  op.rounds_until = is_idle() ? kAlone : rounds_ + 1;
+  end_loneliness();
   push(starting_, op);
   time_rounds();
 }
@@ -95,20 +95,22 @@ void Channel::start(Starting op) {
 void Channel::end_loneliness() {
   if (starting_.size() + flowing_.size() != 1) return;
   for (Starting& op : starting_) {
-    op.rounds_until = rounds_;
-    if (op.startup_s > 0) op.rounds_until += (op.until_s - now_s_) / op.startup_s;
+    if (op.rounds_until != kAlone) continue;
+    const double left_s = op.until_s - now_s_;
+    op.rounds_until = left_s > 0 ? rounds_ + left_s / op.startup_s : rounds_;
   }
-  for (Flow& op : flowing_) op.rounds_until = rounds_;
 }
 
 void Channel::time_rounds() {
   const double most_s = network_->busy_alpha_s;
   if (most_s == 0) return;
   double largest_s = 0;
-  for (const Starting& op : starting_) largest_s = std::max(largest_s, op.work_s);
-  for (const Flow& op : flowing_) {
-    if (largest_s >= most_s) break;
-    largest_s = std::max(largest_s, op.work_s);
+  if (starting_.size() + flowing_.size() + held_.size() > 1) {
+    for (const Starting& op : starting_) largest_s = std::max(largest_s, op.work_s);
+    for (const Flow& op : flowing_) {
+      if (largest_s >= most_s) break;
+      largest_s = std::max(largest_s, op.work_s);
+    }
   }
   all_rounds_s_ =
       std::max(std::min(largest_s, most_s), network_->cost(Collective::all_reduce, 1).alpha_s);
