@@ -116,10 +116,10 @@ def _other(text: str) -> str:
 @click.option(
     "--profile",
     "source",
-    default=profiles.BUILT_IN,
+    default=profiles.MADE_UP[0],
     metavar="FILE|NAME",
     help="What to replay: usbyte's JSON, a published trace, or "
-    f"{', '.join((profiles.BUILT_IN, *profiles.RECORDED))}.",
+    f"{', '.join((*profiles.MADE_UP, *profiles.RECORDED))}.",
 )
 @scale_options
 @click.option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -145,8 +146,12 @@ def test_what_cannot_be_replayed():
         Replay(job([("usbyte.used", 3, 0, 9)]))
 
 
-def test_the_built_in_profile():
-    profile = profiles.vgg16_half(0.9)
+@pytest.mark.parametrize("even", [False, True])
+def test_the_made_up_profiles(even):
+    profile = profiles.vgg16_half(0.9, even=even)
+    assert profile.model == profiles.MADE_UP[even]
+    gaps = [b - a for a, b in pairwise(profile.need_s[::2])]
+    assert (max(gaps) == pytest.approx(min(gaps))) == even
     assert len(profile.tensors) == 32
     assert profile.bytes == pytest.approx(121.1e6, rel=1e-3)
     assert profile.iteration_s == pytest.approx(0.9)
@@ -197,7 +202,7 @@ def test_a_bad_trace(changes, words):
 
 
 def test_no_such_profile():
-    with pytest.raises(UsageError, match="vgg16-half, vgg16, resnet50"):
+    with pytest.raises(UsageError, match="vgg16-half, vgg16-even, vgg16, resnet50"):
         profiles.load("nowhere.json")
 
 

@@ -53,8 +53,8 @@ def plan(
     """Plan the communication of a profile.
 
     PROFILE is a file of usbyte's own, a published trace, or a name: vgg16, resnet50, bert-base and
-    gpt2 were recorded on a CPU, vgg16-half is made up. Launched and done are seconds since the
-    forward pass began; the bound is a step that no order of sending goes below.
+    gpt2 were recorded on a CPU, vgg16-half and vgg16-even are made up. Launched and done are
+    seconds since the forward pass began; the bound is a step that no order of sending goes below.
     """
     from rich.console import Console
 

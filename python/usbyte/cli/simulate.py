@@ -124,9 +124,9 @@ def simulate(
     """Predict step times with ring collectives.
 
     PROFILES are files of usbyte's own, published traces, or names: vgg16, resnet50, bert-base and
-    gpt2 were recorded on a CPU, vgg16-half is made up. Published traces have no forward times: half
-    of backward is taken. Times are milliseconds; the bound is a step that no order of sending goes
-    below, and the best policy is marked.
+    gpt2 were recorded on a CPU, vgg16-half and vgg16-even are made up. Published traces have no
+    forward times: half of backward is taken. Times are milliseconds; the bound is a step that no
+    order of sending goes below, and the best policy is marked.
     """
     from rich.console import Console
 

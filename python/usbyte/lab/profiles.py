@@ -1,4 +1,4 @@
-"""Profiles to replay and to plan for: recorded jobs, a made-up VGG-16, published traces, files."""
+"""Profiles to replay and to plan for: recorded jobs, made-up ones, published traces, files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from usbyte._core import Plan, Profile, TensorSpec
 from usbyte.errors import UsageError
 
-#: Name of the made-up profile, where a file is expected.
-BUILT_IN = "vgg16-half"
+#: Names of the made-up profiles, as they may stand where a file is expected.
+MADE_UP = ("vgg16-half", "vgg16-even")
 #: Names of the recorded ones; `recorded/README.md` says how they came about.
 RECORDED = ("vgg16", "resnet50", "bert-base", "gpt2")
 _FOLDER = Path(__file__).parent / "recorded"
@@ -26,15 +26,15 @@ _SIDES = [224, 224, 112, 112, 56, 56, 56, 28, 28, 28, 14, 14, 14]
 _DENSE = [(256 * 7 * 7, 1740), (1740, 1740), (1740, 1000)]
 
 
-def vgg16_half(compute_s: float = 1.5) -> Profile:
+def vgg16_half(compute_s: float = 1.5, *, even: bool = False) -> Profile:
     """The sixteen layers of VGG-16 at half width, about 120 MB of fp32 gradients.
 
-    Time is shared out in proportion to multiply-adds, and backward takes twice as long as forward.
-    Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition",
-    2015.
+    Backward takes twice as long as forward. Simonyan and Zisserman, "Very Deep Convolutional
+    Networks for Large-Scale Image Recognition", 2015.
 
     Args:
         compute_s: Seconds of forward and backward together.
+        even: All layers take the same time ("vgg16-even"), else in proportion to multiply-adds.
     """
     layers: list[tuple[str, int, int, int]] = []  # name, weights, biases, multiply-adds
     inputs = 3
@@ -43,16 +43,17 @@ def vgg16_half(compute_s: float = 1.5) -> Profile:
         layers.append((f"conv{i + 1}", weights, width, weights * side * side))
         inputs = width
     layers += [(f"fc{i + 1}", a * b, b, a * b) for i, (a, b) in enumerate(_DENSE)]
-    scale = compute_s / 3 / sum(work for *_, work in layers)
+    shares = [1 if even else work for *_, work in layers]
+    scale = compute_s / 3 / sum(shares)
     rows, ready_s, need = [], compute_s, 0.0
-    for name, weights, biases, work in layers:
+    for (name, weights, biases, _), share in zip(layers, shares, strict=True):
         rows += [
             (f"{name}.weight", weights, need, ready_s),
             (f"{name}.bias", biases, need, ready_s),
         ]
-        need += work * scale
-        ready_s -= 2 * work * scale
-    return _profile(BUILT_IN, rows)
+        need += share * scale
+        ready_s -= 2 * share * scale
+    return _profile(MADE_UP[even], rows)
 
 
 def read_trace(text: str) -> Profile:
@@ -99,21 +100,21 @@ def load(source: str) -> Profile:
     """Reads a profile of usbyte's own or a published trace, or gives one that usbyte comes with.
 
     Args:
-        source: A file, "vgg16-half", or one of `RECORDED`.
+        source: A file, or one of `MADE_UP` and `RECORDED`.
 
     Raises:
         UsageError: There is no such file, or it holds neither.
         PlanError: The profile contradicts itself.
     """
-    if source == BUILT_IN:
-        return vgg16_half()
+    if source in MADE_UP:
+        return vgg16_half(even=source == "vgg16-even")
     path = _FOLDER / f"{source}.json" if source in RECORDED else Path(source)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"cannot read the profile '{source}': {error}; give a JSON file or one of "
-            + ", ".join((BUILT_IN, *RECORDED))
+            + ", ".join((*MADE_UP, *RECORDED))
         ) from error
     root: Any = None
     with suppress(ValueError):  # which Profile tells better
