@@ -26,7 +26,7 @@ class Cluster:
     def network(self, serial: bool) -> _core.NetworkModel:
         """The costs; `serial`: operations start up one after the other."""
         cost = _core.AlphaBeta(self.alpha_s, self.beta_s_per_byte)
-        return _core.NetworkModel(self.ranks, [cost], serial_startups=serial)
+        return _core.NetworkModel(self.ranks, [cost], concurrent=int(serial))
 
 
 def _ring(ranks: int, latency_s: float, gbit: float) -> Cluster:

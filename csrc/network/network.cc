@@ -41,6 +41,7 @@ std::vector<AlphaBeta> costs(const ordered_json& rows) {
 }  // namespace
 
 AlphaBeta NetworkModel::cost(Collective kind, int in_flight) const {
+  if (concurrent > 0) in_flight = std::min(in_flight, concurrent);
   const bool whole = kind == Collective::all_reduce;
   const std::vector<AlphaBeta>& own =
       kind == Collective::reduce_scatter ? reduce_scatter : all_gather;
@@ -62,18 +63,18 @@ double NetworkModel::least_beta() const {
                   least(Collective::reduce_scatter) + least(Collective::all_gather));
 }
 
-NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s,
-                                bool serial_startups) {
+NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s, int concurrent) {
   const double steps = ranks - 1;
   const AlphaBeta half{steps * latency_s, steps / ranks / bytes_per_s};
   NetworkModel model{
-      ranks, {{2 * half.alpha_s, 2 * half.beta_s_per_byte}}, {half}, {half}, serial_startups};
+      ranks, {{2 * half.alpha_s, 2 * half.beta_s_per_byte}}, {half}, {half}, concurrent};
   model.validate();
   return model;
 }
 
 void NetworkModel::validate() const {
   if (ranks < 1) throw UsageError("network: " + std::to_string(ranks) + " ranks");
+  if (concurrent < 0) throw UsageError("network: concurrent is negative");
   if (!(busy_alpha_s >= 0 && std::isfinite(busy_alpha_s))) {
     throw UsageError("network: busy_alpha_s is negative or not finite");
   }
@@ -91,7 +92,7 @@ void NetworkModel::validate() const {
 std::string NetworkModel::to_json() const {
   return ordered_json{{"format", "usbyte-network-1"},   {"ranks", ranks},
                       {"all_reduce", rows(all_reduce)}, {"reduce_scatter", rows(reduce_scatter)},
-                      {"all_gather", rows(all_gather)}, {"serial_startups", serial_startups},
+                      {"all_gather", rows(all_gather)}, {"concurrent", concurrent},
                       {"busy_alpha_s", busy_alpha_s}}
       .dump();
 }
@@ -100,9 +101,9 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
   try {
     const ordered_json root = ordered_json::parse(json);
     if (root.at("format") != "usbyte-network-1") throw UsageError("network: unknown format");
-    NetworkModel model{root.at("ranks").get<int>(),          costs(root.at("all_reduce")),
-                       costs(root.at("reduce_scatter")),     costs(root.at("all_gather")),
-                       root.value("serial_startups", false), root.value("busy_alpha_s", 0.0)};
+    NetworkModel model{root.at("ranks").get<int>(),      costs(root.at("all_reduce")),
+                       costs(root.at("reduce_scatter")), costs(root.at("all_gather")),
+                       root.value("concurrent", 0),      root.value("busy_alpha_s", 0.0)};
     model.validate();
     return model;
   } catch (const ordered_json::exception& e) {

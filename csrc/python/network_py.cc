@@ -35,25 +35,22 @@ void register_network(py::module_& m) {
   py::class_<NetworkModel>(m, "NetworkModel",
                            "What the network costs, on the path of training: for each collective "
                            "its cost with 1, 2, ... ops in flight.")
-      .def(py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
-                       bool serial_startups, double busy_alpha_s) {
-             NetworkModel model{ranks,
-                                std::move(all_reduce),
-                                std::move(reduce_scatter),
-                                std::move(all_gather),
-                                serial_startups,
-                                busy_alpha_s};
-             model.validate();
-             return model;
-           }),
-           py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
-           py::arg("all_gather") = Costs{}, py::arg("serial_startups") = false,
-           py::arg("busy_alpha_s") = 0.0)
+      .def(
+          py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
+                      int concurrent, double busy_alpha_s) {
+            NetworkModel model{
+                ranks,      std::move(all_reduce), std::move(reduce_scatter), std::move(all_gather),
+                concurrent, busy_alpha_s};
+            model.validate();
+            return model;
+          }),
+          py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
+          py::arg("all_gather") = Costs{}, py::arg("concurrent") = 0, py::arg("busy_alpha_s") = 0.0)
       .def_readonly("ranks", &NetworkModel::ranks)
       .def_readonly("all_reduce", &NetworkModel::all_reduce)
       .def_readonly("reduce_scatter", &NetworkModel::reduce_scatter)
       .def_readonly("all_gather", &NetworkModel::all_gather)
-      .def_readonly("serial_startups", &NetworkModel::serial_startups,
+      .def_readonly("concurrent", &NetworkModel::concurrent,
                     "Whether an op starts up only when the one before has ended.")
       .def_readonly("busy_alpha_s", &NetworkModel::busy_alpha_s,
                     "Seconds that an op takes at least while bytes of other ops flow.")
@@ -64,7 +61,7 @@ void register_network(py::module_& m) {
           },
           py::arg("kind"), py::arg("in_flight") = 1)
       .def_static("ring", &NetworkModel::ring, py::arg("ranks"), py::arg("latency_s"),
-                  py::arg("bytes_per_s"), py::arg("serial_startups") = false,
+                  py::arg("bytes_per_s"), py::arg("concurrent") = 0,
                   "Ring collectives over links of that speed.")
       .def("to_json", &NetworkModel::to_json)
       .def_static("from_json", &NetworkModel::from_json, py::arg("json"))

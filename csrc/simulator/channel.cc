@@ -32,7 +32,8 @@ void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, doub
   const AlphaBeta cost = network_->cost(kind, in_flight);
   const double work_s = cost.beta_s_per_byte * static_cast<double>(bytes);
   const Starting launched{0, op, cost.alpha_s, work_s, 0};
-  if (network_->serial_startups && !is_idle()) {
+  const size_t running = starting_.size() + flowing_.size() + held_.size();
+  if (network_->concurrent > 0 && running >= static_cast<size_t>(network_->concurrent)) {
     waiting_.push_back(launched);
   } else {
     start(launched);

@@ -52,10 +52,12 @@ TEST(Channel, CostsDependOnHowManyAreInFlight) {
   EXPECT_EQ(run({2, {{1, 1}, {2, 2}}}, {{0, 1}, {0, 1}}), (Done{{0, 2}, {1, 4}}));
 }
 
-TEST(Channel, SerialStartupsTakeTurns) {
+TEST(Channel, NoMoreRunThanTheNetworkAllows) {
   NetworkModel network{2, {{1, 1}}};
-  network.serial_startups = true;
+  network.concurrent = 1;
   EXPECT_EQ(run(network, {{0, 6}, {0, 2}, {20, 1}}), (Done{{0, 7}, {1, 10}, {2, 22}}));
+  network.concurrent = 2;
+  EXPECT_EQ(run(network, {{0, 4}, {0, 2}, {0, 1}}), (Done{{1, 5}, {0, 8}, {2, 8}}));
 }
 
 TEST(Channel, SmallOpsQueueBehindOthersBytes) {

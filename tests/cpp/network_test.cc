@@ -43,7 +43,7 @@ TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
   const NetworkModel ring = NetworkModel::ring(4, 1e-5, 1e9);
   EXPECT_NEAR(ring.cost(Collective::all_reduce, 1).time_s(1'000'000), 6e-5 + 1.5e-3, 1e-12);
   EXPECT_NEAR(ring.least_beta(), 1.5e-9, 1e-18);
-  const NetworkModel serial = NetworkModel::ring(4, 1e-5, 1e9, true);
+  const NetworkModel serial = NetworkModel::ring(4, 1e-5, 1e9, 1);
   EXPECT_NE(serial, ring);
   EXPECT_EQ(NetworkModel::from_json(serial.to_json()), serial);
   // Networks written before the choice was there.

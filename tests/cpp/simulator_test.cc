@@ -71,7 +71,7 @@ TEST(Simulator, SerialStartupsTakeTurns) {
   NetworkModel network{2, {{1, 0.1}}};
   Simulator overlapping(p, network, Overlap::backward);
   EXPECT_EQ(overlapping.predict(one_each(p, kUnlimited)).arrived_s, (std::vector<double>{9, 9, 9}));
-  network.serial_startups = true;
+  network.concurrent = 1;
   Simulator serial(p, network, Overlap::backward);
   EXPECT_EQ(serial.predict(one_each(p, kUnlimited)).arrived_s, (std::vector<double>{11, 9, 7}));
   // Then a window is worth no more than a fence before each op.

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from usbyte import _core
-from usbyte.torch.costs import Measured, fit, fit_lines
+from usbyte.torch.costs import BUSY, Measured, fit, fit_lines
 
 
 def usbyte_probe(tmp_path, *arguments, ranks=1):
@@ -35,16 +35,17 @@ def test_on_two_ranks(tmp_path):
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "times.csv").open() as file:
         rows = list(csv.DictReader(file))
-    # 4, 16 and 64 KiB, of five lines with one or two kinds, and a small op beside a large one.
-    assert len(rows) == 3 * (3 * 7 + 1)
-    for row in rows:
-        kind, size = row["collective"], int(row["bytes"])
-        if kind == "busy":
-            fitted = network.busy_alpha_s
-        else:
-            fitted = network.cost(kind, int(row["in_flight"])).time_s(size)
-        assert float(row["fitted_s"]) == pytest.approx(fitted, abs=1e-9)
-        assert float(row["seconds"]) > 0
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    busy = [row for row in rows if row["collective"] == "busy"]
+    for ahead in range(1, len(busy) // 3 + 1):
+        row = busy[3 * (ahead - 1)]
+        assert (row["in_flight"], row["bytes"]) == (str(ahead + 1), str(ahead * 4 * 65536))
+    # 4, 16 and 64 KiB, each three times, of five lines with one or two kinds.
+    assert len(rows) - len(busy) == 3 * 3 * 7
+    for row in rows[: -len(busy)]:
+        cost = network.cost(row["collective"], int(row["in_flight"]))
+        if network.concurrent == 0:
+            assert float(row["fitted_s"]) == pytest.approx(cost.time_s(int(row["bytes"])), abs=1e-9)
     # One table of costs and one of residuals, of rank 0 alone.
     assert "[1]" not in done.stdout
     for kind, count in (("all_reduce", 3), ("reduce_scatter", 2), ("all_gather", 2)):
@@ -79,3 +80,35 @@ def test_residuals_of_a_line_and_of_none():
     assert by_size[1 << 18] > 1
     assert abs(by_size[1 << 24]) < 0.02
     assert fit(4, exact + step).all_reduce == [line.cost]
+
+
+LARGE = 1 << 24
+
+
+def behind(*seconds):
+    """How long a small operation took behind one large one, behind two, ..."""
+    line = [Measured("all_reduce", k, m, 1e-3 + 1e-8 * m) for k in (1, 2) for m in (1 << 12, LARGE)]
+    return line + [
+        Measured(BUSY, ahead + 1, ahead * LARGE, s) for ahead, s in enumerate(seconds, start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "concurrent", "busy"),
+    [
+        ([0.05, 0.1, 0.1], 0, 0.05),
+        ([0.05, 0.34], 2, 0.05),
+        ([0.05, 0.1, 0.51], 3, 0.05),
+        ([0.17], 1, 0.0),
+        ([], 0, 0.0),
+    ],
+)
+def test_small_operations_behind_large_ones(seconds, concurrent, busy):
+    network = fit(4, behind(*seconds))
+    assert network.concurrent == concurrent
+    assert network.busy_alpha_s == busy
+
+
+def test_operations_too_short_to_tell():
+    line = [Measured("all_reduce", 1, m, 0.1 + 1e-8 * m) for m in (1 << 12, LARGE)]
+    assert fit(4, [*line, Measured(BUSY, 2, LARGE, 0.4)]).concurrent == 0

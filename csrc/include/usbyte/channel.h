@@ -12,8 +12,8 @@ namespace usbyte {
 
 /// The network as predicted: one channel that the ops in flight share. An op starts up, for its
 /// alpha, and then its bytes flow; where those of several ops flow, each gets an equal share of the
-/// channel, as concurrent collectives do on real networks. With `serial_startups` an op starts up
-/// when the one before has completed. Not thread-safe.
+/// channel, as concurrent collectives do on real networks. Beyond the network's `concurrent`, an op
+/// starts up when one that was launched before has completed. Not thread-safe.
 ///
 /// A collective goes in rounds of messages, each of which queues behind what the others in flight
 /// have sent. Beside an op whose bytes flow or are about to, all rounds of another take the
@@ -78,7 +78,7 @@ class Channel {
   std::vector<Starting> starting_;
   std::vector<Flow> flowing_;
   std::vector<std::pair<double, int>> held_;  // their bytes are through: until when in rounds_, op
-  std::deque<Starting> waiting_;              // serial startups: launched, not begun
+  std::deque<Starting> waiting_;              // launched, not begun
 };
 
 }  // namespace usbyte

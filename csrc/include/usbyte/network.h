@@ -29,22 +29,23 @@ struct AlphaBeta {
 ///
 /// Startups overlap where ops have connections of their own and the startup is latency, as in the
 /// engine's slots; how much that is worth a probe tells, by more entries. With one entry it is an
-/// assumption, and the best case for plans with several ops in flight. With `serial_startups` an op
-/// starts up when the one before has ended, as on one connection or one NCCL stream: k such ops
-/// take k * (alpha + beta * m), so that nothing is gained by several in flight.
+/// assumption, and the best case for plans with several ops in flight.
 struct NetworkModel {
   int ranks = 1;
   std::vector<AlphaBeta> all_reduce = {{}};
   /// Where empty, half of an all_reduce.
   std::vector<AlphaBeta> reduce_scatter = {};
   std::vector<AlphaBeta> all_gather = {};
-  bool serial_startups = false;
+  /// How many ops run at once: others start up when one before them has completed, as on one NCCL
+  /// stream (1) or with the threads of Gloo (2). 0: any number.
+  int concurrent = 0;
   /// How long an op takes at least while bytes of other ops flow, s: its messages queue behind
   /// theirs, step after step. That is why a small op beside a large one is slow, although it takes
   /// next to nothing of the channel.
   double busy_alpha_s = 0;
 
-  /// Cost of a plan's op while `in_flight` >= 1 ops are in flight, itself included.
+  /// Cost of a plan's op while `in_flight` >= 1 ops are in flight, itself included, of which no
+  /// more than `concurrent` count.
   AlphaBeta cost(Collective kind, int in_flight) const;
   /// The least time in which any number of ops moves a byte through a whole all_reduce, s/byte.
   double least_beta() const;
@@ -52,8 +53,7 @@ struct NetworkModel {
   /// Ring collectives over links of `bytes_per_s` whose messages take `latency_s`: all_reduce
   /// 2(n-1) (latency + m / (n bytes_per_s)), reduce_scatter and all_gather half of it. Thakur,
   /// Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
-  static NetworkModel ring(int ranks, double latency_s, double bytes_per_s,
-                           bool serial_startups = false);
+  static NetworkModel ring(int ranks, double latency_s, double bytes_per_s, int concurrent = 0);
 
   /// Throws UsageError unless there is a rank, all_reduce has an entry, and every cost is finite
   /// and not negative.

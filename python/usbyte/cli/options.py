@@ -151,7 +151,7 @@ def parse_ring(text: str) -> _core.NetworkModel:
             "with ,serial behind it"
         )
     latency_s, rate = units.parse_seconds(parts[1]), units.parse_rate(parts[2])
-    return _core.NetworkModel.ring(int(parts[0]), latency_s, rate, serial)
+    return _core.NetworkModel.ring(int(parts[0]), latency_s, rate, int(serial))
 
 
 def network_options(command: _F) -> _F:

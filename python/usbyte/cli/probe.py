@@ -17,6 +17,7 @@ from usbyte.env import detect
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from usbyte import _core
     from usbyte.torch.costs import Line, Measured
 
 _EXAMPLES = """\b
@@ -61,7 +62,7 @@ def probe(
             from usbyte.cli import figures  # says early what is missing
     import usbyte.torch as ub
     from usbyte.torch.context import current
-    from usbyte.torch.costs import busy_alpha_s, fit, fit_lines
+    from usbyte.torch.costs import fit, fit_lines
     from usbyte.torch.probe import measure_apart
 
     ub.init()
@@ -72,15 +73,32 @@ def probe(
         lines = fit_lines(rows)
         console = Console(highlight=False)
         console.print(_table(lines, ub.size()), _residuals(lines))
-        busy = units.format_seconds(busy_alpha_s(rows))
-        console.print(f"A small all_reduce beside a large one takes {busy}.")
+        network = fit(ub.size(), rows)
+        console.print(_together(network))
         if json_path is not None:
-            write_text(json_path, fit(ub.size(), rows).to_json() + "\n")
+            write_text(json_path, network.to_json() + "\n")
         if csv_path is not None:
             write_text(csv_path, _csv(rows, lines))
         if plot is not None:
             figures.save(figures.costs(lines), plot)
     ub.shutdown()
+
+
+def _together(network: _core.NetworkModel) -> str:
+    most = (
+        "Any number of operations run"
+        if network.concurrent == 0
+        else (
+            "One operation runs"
+            if network.concurrent == 1
+            else f"{network.concurrent} operations run"
+        )
+    )
+    text = f"{most} at once."
+    if network.busy_alpha_s > 0:
+        busy = units.format_seconds(network.busy_alpha_s)
+        text += f" A small all_reduce beside a large one takes {busy}."
+    return text
 
 
 def _table(lines: Sequence[Line], ranks: int) -> Table:
@@ -129,15 +147,12 @@ def _size(size: int) -> str:
 
 
 def _csv(rows: Sequence[Measured], lines: Sequence[Line]) -> str:
-    from usbyte.torch.costs import busy_alpha_s
-
     costs = {(line.kind, line.window): line.cost for line in lines}
-    busy = busy_alpha_s(rows)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["collective", "in_flight", "bytes", "seconds", "fitted_s"])
     for row in rows:
         cost = costs.get((row.kind, row.window))
-        fitted = cost.time_s(row.bytes) if cost else busy
-        writer.writerow([row.kind, row.window, row.bytes, f"{row.seconds:.9f}", f"{fitted:.9f}"])
+        fitted = f"{cost.time_s(row.bytes):.9f}" if cost else ""
+        writer.writerow([row.kind, row.window, row.bytes, f"{row.seconds:.9f}", fitted])
     return text.getvalue()

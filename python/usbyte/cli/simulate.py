@@ -176,7 +176,7 @@ def _cases(
     from usbyte import _core, tuning
 
     for count in workers:
-        network = _core.NetworkModel.ring(count, latency_s, rate, serial)
+        network = _core.NetworkModel.ring(count, latency_s, rate, int(serial))
         for scheme in schemes:
             overlap, sharded = scheme.overlap, scheme.sharded
             plan = tuning.make_plan(scheme.policy, job, network, {}, overlap, sharded)

@@ -10,8 +10,13 @@ import numpy as np
 
 from usbyte import _core
 
-#: Kind of a measurement: a small all_reduce that was posted right behind a large one.
+#: Kind of a measurement: a small all_reduce that was posted right behind large ones.
 BUSY = "busy"
+
+# Of the time that large operations take together. With slots of their own beside them, small ones
+# wait for messages only.
+_WAITS_FOR_THEM = 0.75
+_LONG = 4  # startups that large operations must take for that to show
 
 
 @dataclass(frozen=True)
@@ -19,10 +24,10 @@ class Measured:
     """Groups of operations, each group posted when the one before has ended.
 
     Attributes:
-        kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY`, the small one alone.
+        kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY`.
         window: Operations in a group.
-        bytes: Payload of a group.
-        seconds: Mean time of a group.
+        bytes: Payload of a group; if `BUSY`, of the large ones.
+        seconds: Mean time of a group; if `BUSY`, of the small one.
     """
 
     kind: str
@@ -83,10 +88,32 @@ def fit_lines(rows: Sequence[Measured]) -> list[Line]:
     return lines
 
 
+def concurrent(rows: Sequence[Measured]) -> int:
+    """How many operations run at once; 0 if as many as were tried, or if it cannot be told.
+
+    Behind so many large ones a small one waits until one of them has ended.
+    """
+    by_size: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for row in rows:
+        if row.kind == BUSY:
+            by_size[row.window, row.bytes].append(row.seconds)
+    if not by_size:
+        return 0
+    costs = [line.cost for line in fit_lines(rows) if line.kind == "all_reduce"]
+    alpha = max(cost.alpha_s for cost in costs)
+    beta = min(cost.beta_s_per_byte for cost in costs)
+    for (window, size), seconds in sorted(by_size.items()):
+        if beta * size < _LONG * alpha:
+            break
+        if float(np.median(seconds)) > _WAITS_FOR_THEM * beta * size:
+            return window - 1
+    return 0
+
+
 def busy_alpha_s(rows: Sequence[Measured]) -> float:
-    """How long a small operation takes beside a large one: the median, s; 0 if not measured."""
-    times = [row.seconds for row in rows if row.kind == BUSY]
-    return float(np.median(times)) if times else 0.0
+    """How long a small operation takes beside a large one, s: the median; 0 if it takes turns."""
+    times = [row.seconds for row in rows if row.kind == BUSY and row.window == 2]
+    return float(np.median(times)) if times and concurrent(rows) != 1 else 0.0
 
 
 def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
@@ -103,7 +130,8 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
         costs["all_reduce"],
         costs.get("reduce_scatter", []),
         costs.get("all_gather", []),
-        busy_alpha_s=busy_alpha_s(rows),
+        concurrent(rows),
+        busy_alpha_s(rows),
     )
 
 

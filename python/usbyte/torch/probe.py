@@ -11,7 +11,7 @@ from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.context import Context, current
-from usbyte.torch.costs import BUSY, Measured, fit
+from usbyte.torch.costs import BUSY, Measured, concurrent, fit
 
 __all__ = ["probe"]
 
@@ -27,6 +27,7 @@ _STEP_S = 0.05  # about how long the largest operation may take
 _REPEATS = 3
 _GROWTH = 16
 _LONGER = 4  # times the largest: lasts until a small operation beside it is through
+_MOST_AHEAD = 3  # more than that in flight is as good as any number
 _GROUPS = 3  # one after the other without a pause, as in training
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
@@ -99,7 +100,13 @@ def measure(
     rows = []
     for window in _WINDOWS:
         rows += _time(context, communicator, window, sizes, repeats)
-    return rows + _time_busy(context, communicator, _LONGER * largest, repeats)
+    large = min(_LONGER * largest, LARGEST_BYTES)
+    for ahead in range(1, _MOST_AHEAD + 1):
+        rows += _time_busy(context, communicator, large, ahead, _REPEATS)
+        found = context.eager.broadcast_bytes("probe.concurrent", b"%d" % concurrent(rows), 0)
+        if int(found) > 0:
+            break
+    return rows
 
 
 def _sizes(low: int, high: int, growth: int) -> list[int]:
@@ -126,10 +133,10 @@ def _time(
 
 
 def _time_busy(
-    context: Context, communicator: TorchCommunicator, large_bytes: int, repeats: int
+    context: Context, communicator: TorchCommunicator, large_bytes: int, ahead: int, repeats: int
 ) -> list[Measured]:
-    """Small operations, each posted right behind a large one."""
-    numels = [large_bytes // _FLOAT_BYTES, _SMALLEST_BYTES // _FLOAT_BYTES]
+    """Small operations, each posted right behind `ahead` large ones."""
+    numels = [*[large_bytes // _FLOAT_BYTES] * ahead, _SMALLEST_BYTES // _FLOAT_BYTES]
     tensors = line((f"probe{i}", numel, "float32") for i, numel in enumerate(numels))
     ops = [
         _core.Op("all_reduce", [(t.offset, t.end)], _UNLIMITED, fence=i == 0)
@@ -141,8 +148,8 @@ def _time_busy(
     with _engine(context, communicator, buffer, _core.Plan("probe", tensors, ops)) as engine:
         for _ in range(repeats):
             _run(engine, len(tensors))
-            _, (posted, done) = engine.op_times()
-            rows.append(Measured(BUSY, 2, _SMALLEST_BYTES, done - posted))
+            posted, done = engine.op_times()[-1]
+            rows.append(Measured(BUSY, ahead + 1, ahead * large_bytes, done - posted))
     return rows
 
 

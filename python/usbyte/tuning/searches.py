@@ -131,7 +131,7 @@ def _scaled(network: _core.NetworkModel, alpha: float, beta: float) -> _core.Net
         costs(network.all_reduce),
         costs(network.reduce_scatter),
         costs(network.all_gather),
-        network.serial_startups,
+        network.concurrent,
         network.busy_alpha_s * alpha,
     )
 
