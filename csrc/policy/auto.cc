@@ -14,15 +14,7 @@ constexpr int kImproved = 4;          // drafts that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
 constexpr double kAlmost = 0.003;     // of the iteration
 constexpr double kWork = 1.2e7;       // tensors times evaluations of one local search
-constexpr double kMargin = 0.02;      // the network may be slower by that without harm to the plan
 constexpr int kMinEvaluations = 400, kMaxEvaluations = 20000;
-
-NetworkModel slower(NetworkModel network) {
-  for (auto* costs : {&network.all_reduce, &network.reduce_scatter, &network.all_gather}) {
-    for (AlphaBeta& cost : *costs) cost.beta_s_per_byte *= 1 + kMargin;
-  }
-  return network;
-}
 
 // How a draft is made: ops take up the channel for startup_s + s_per_byte * bytes.
 struct Pace {
@@ -232,20 +224,15 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
 
   std::vector<std::pair<double, Draft>> drafts;
   Drafting drafting(profile, fallback, simulator.due_s());
-  // An op that is planned to end just when another is due to begin is late on a network that is a
-  // little slower than was measured, so drafts are made for such a network.
-  const NetworkModel careful = slower(network);
-  Simulator margin(profile, careful, options.overlap, options.sharded);
-  for (const Pace& pace : paces(careful, static_cast<double>(profile.bytes()), options.sharded)) {
+  for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()), options.sharded)) {
     Draft draft = drafting.draft(pace);
-    Plan plan = build(draft, fallback, gather);
-    drafts.emplace_back(margin.lateness_s(plan), std::move(draft));
-    consider(std::move(plan));
+    const double lateness = consider(build(draft, fallback, gather));
+    drafts.emplace_back(lateness, std::move(draft));
   }
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   const double evaluations = kWork / static_cast<double>(profile.tensors.size() + 100) / kImproved;
-  LocalSearch search(margin, fallback, gather,
+  LocalSearch search(simulator, fallback, gather,
                      std::clamp(static_cast<int>(evaluations), kMinEvaluations, kMaxEvaluations));
   for (size_t i = 0; i < std::min<size_t>(drafts.size(), kImproved); ++i) {
     search.improve(drafts[i].second);

@@ -6,6 +6,8 @@ namespace usbyte {
 namespace {
 
 constexpr double kTolerance = 1e-7;  // of the iteration; smaller gains are rounding
+constexpr unsigned kMostKicks = 3;
+constexpr size_t kParts = 16;
 
 int64_t numel(const std::vector<Block>& blocks) {
   int64_t sum = 0;
@@ -63,6 +65,44 @@ double LocalSearch::improve(Draft& draft) {
   left_ = evaluations_;
   best_ = score(draft);
   slack_s_ = kTolerance * best_.end_s;
+  climb(draft);
+  std::mt19937 random;
+  while (left_ > 0 && draft.ops.size() > 1) {
+    const Score before = best_;
+    Draft changed = draft;
+    for (unsigned kicks = 1 + random() % kMostKicks; kicks > 0; --kicks) kick(changed, random);
+    best_ = score(changed);
+    climb(changed);
+    if (best_.better_than(before, slack_s_)) {
+      draft = std::move(changed);
+    } else {
+      best_ = before;
+    }
+  }
+  return best_.lateness_s;
+}
+
+void LocalSearch::kick(Draft& draft, std::mt19937& random) const {
+  const auto any = [&](size_t count) { return static_cast<size_t>(random()) % count; };
+  const size_t i = any(draft.ops.size());
+  std::vector<Block> op = std::move(draft.ops[i]);
+  draft.ops.erase(draft.ops.begin() + static_cast<std::ptrdiff_t>(i));
+  const auto insert = [&](std::vector<Block> blocks, size_t at) {
+    draft.ops.insert(draft.ops.begin() + static_cast<std::ptrdiff_t>(at), std::move(blocks));
+  };
+  const int64_t all = numel(op);
+  if (all > 1 && any(2) == 0) {
+    const double part = static_cast<double>(1 + any(kParts - 1)) / kParts;
+    const int64_t count =
+        std::clamp<int64_t>(static_cast<int64_t>(part * static_cast<double>(all)), 1, all - 1);
+    insert(take(op, count), i);
+    insert(std::move(op), i + 1 + any(draft.ops.size() - i));
+  } else {
+    insert(std::move(op), any(draft.ops.size() + 1));
+  }
+}
+
+void LocalSearch::climb(Draft& draft) {
   bool found = true;
   while (found && left_ > 0) {
     found = false;
@@ -71,7 +111,6 @@ double LocalSearch::improve(Draft& draft) {
       while (left_ > 0 && (this->*step)(draft)) found = true;
     }
   }
-  return best_.lateness_s;
 }
 
 bool LocalSearch::accept(Draft& draft, Draft changed) {

@@ -1,19 +1,22 @@
 #pragma once
 
+#include <random>
+
 #include "draft.h"
 #include "usbyte/simulator.h"
 
 namespace usbyte {
 
-/// Improves drafts on the simulator, to a local optimum or until the budget is spent.
-/// Deterministic.
+/// Improves drafts on the simulator by iterated local search until the budget is spent. Lourenco,
+/// Martin and Stuetzle, "Iterated Local Search", 2003. Deterministic.
 class LocalSearch {
  public:
   /// `line` holds the tensors of the simulated job; `evaluations` is the budget of each `improve`.
   LocalSearch(Simulator& simulator, const Plan& line, const GatherCost& gather, int evaluations)
       : simulator_(&simulator), line_(&line), gather_(gather), evaluations_(evaluations) {}
 
-  /// Hill climbing over these changes: join two ops that are neighbours in launch order; move an op
+  /// Hill climbing, and again after a few random changes to the best that was found. It goes over
+  /// these changes: join two ops that are neighbours in launch order; move an op
   /// elsewhere in the order; cut an op in two; shift the edge between two blocks of different ops
   /// on the line. Returns the predicted lateness, s.
   double improve(Draft& draft);
@@ -26,6 +29,8 @@ class LocalSearch {
   };
 
   Score score(const Draft& draft);
+  void climb(Draft& draft);
+  void kick(Draft& draft, std::mt19937& random) const;
   bool accept(Draft& draft, Draft changed);
   bool join(Draft& draft);
   bool move(Draft& draft);
