@@ -13,8 +13,7 @@ namespace {
 constexpr int kImproved = 4;          // drafts that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
 constexpr double kAlmost = 0.003;     // of the iteration
-constexpr double kWork = 1.2e7;       // tensors times evaluations of one local search
-constexpr int kMinEvaluations = 400, kMaxEvaluations = 20000;
+constexpr int64_t kWork = 1'500'000;  // of one local search: about 0.1 s
 
 // How a draft is made: ops take up the channel for startup_s + s_per_byte * bytes.
 struct Pace {
@@ -231,9 +230,8 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   }
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
-  const double evaluations = kWork / static_cast<double>(profile.tensors.size() + 100) / kImproved;
-  LocalSearch search(simulator, fallback, gather,
-                     std::clamp(static_cast<int>(evaluations), kMinEvaluations, kMaxEvaluations));
+  LocalSearch search(simulator, fallback, gather, kWork,
+                     simulator.bound_s() - profile.iteration_s());
   for (size_t i = 0; i < std::min<size_t>(drafts.size(), kImproved); ++i) {
     search.improve(drafts[i].second);
     consider(build(drafts[i].second, fallback, gather));

@@ -6,8 +6,9 @@ namespace usbyte {
 namespace {
 
 constexpr double kTolerance = 1e-7;  // of the iteration; smaller gains are rounding
-constexpr unsigned kMostKicks = 3;
+constexpr size_t kMostKicks = 3;
 constexpr size_t kParts = 16;
+constexpr size_t kFixed = 20;  // what scoring takes beyond each tensor and op
 
 int64_t numel(const std::vector<Block>& blocks) {
   int64_t sum = 0;
@@ -56,21 +57,21 @@ bool LocalSearch::Score::better_than(const Score& other, double slack_s) const {
 }
 
 LocalSearch::Score LocalSearch::score(const Draft& draft) {
-  --left_;
+  left_ -= static_cast<int64_t>(line_->tensors().size() + draft.ops.size() + kFixed);
   const double lateness = simulator_->lateness_s(build(draft, *line_, gather_));
   return {lateness, simulator_->end_s()};
 }
 
 double LocalSearch::improve(Draft& draft) {
-  left_ = evaluations_;
+  left_ = work_;
   best_ = score(draft);
   slack_s_ = kTolerance * best_.end_s;
   climb(draft);
   std::mt19937 random;
-  while (left_ > 0 && draft.ops.size() > 1) {
+  while (left_ > 0 && best_.lateness_s > enough_s_ && draft.ops.size() > 1) {
     const Score before = best_;
     Draft changed = draft;
-    for (unsigned kicks = 1 + random() % kMostKicks; kicks > 0; --kicks) kick(changed, random);
+    for (size_t kicks = 1 + random() % kMostKicks; kicks > 0; --kicks) kick(changed, random);
     best_ = score(changed);
     climb(changed);
     if (best_.better_than(before, slack_s_)) {

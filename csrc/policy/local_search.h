@@ -11,14 +11,16 @@ namespace usbyte {
 /// Martin and Stuetzle, "Iterated Local Search", 2003. Deterministic.
 class LocalSearch {
  public:
-  /// `line` holds the tensors of the simulated job; `evaluations` is the budget of each `improve`.
-  LocalSearch(Simulator& simulator, const Plan& line, const GatherCost& gather, int evaluations)
-      : simulator_(&simulator), line_(&line), gather_(gather), evaluations_(evaluations) {}
+  /// `line` holds the tensors of the simulated job; `work` is the budget of each `improve`, in
+  /// tensors and ops simulated; a lateness of `enough_s` ends it too.
+  LocalSearch(Simulator& simulator, const Plan& line, const GatherCost& gather, int64_t work,
+              double enough_s)
+      : simulator_(&simulator), line_(&line), gather_(gather), work_(work), enough_s_(enough_s) {}
 
   /// Hill climbing, and again after a few random changes to the best that was found. It goes over
-  /// these changes: join two ops that are neighbours in launch order; move an op
-  /// elsewhere in the order; cut an op in two; shift the edge between two blocks of different ops
-  /// on the line. Returns the predicted lateness, s.
+  /// these changes: join two ops that are neighbours in launch order; move an op elsewhere in the
+  /// order; cut an op in two; shift the edge between two blocks of different ops on the line.
+  /// Returns the predicted lateness, s.
   double improve(Draft& draft);
 
  private:
@@ -40,9 +42,10 @@ class LocalSearch {
   Simulator* simulator_;
   const Plan* line_;
   GatherCost gather_;
-  int evaluations_;
+  int64_t work_;
+  double enough_s_;
   double slack_s_ = 0;
-  int left_ = 0;
+  int64_t left_ = 0;
   Score best_{};
 };
 

@@ -137,7 +137,7 @@ TEST(LocalSearch, NeverMakesItWorse) {
       for (const Op& op : line.ops()) draft.ops.push_back(op.blocks);
       const GatherCost gather{1, 0.125, &due};
       const double before = simulator.lateness_s(build(draft, line, gather));
-      const double after = LocalSearch(simulator, line, gather, 500).improve(draft);
+      const double after = LocalSearch(simulator, line, gather, 50000, -1e9).improve(draft);
       EXPECT_LE(after, before);
       EXPECT_NEAR(simulator.lateness_s(build(draft, line, gather)), after, 1e-12);
     }
