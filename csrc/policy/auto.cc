@@ -13,7 +13,7 @@ namespace {
 constexpr int kImproved = 4;          // drafts that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
 constexpr double kAlmost = 0.003;     // of the iteration
-constexpr int64_t kWork = 1'500'000;  // of one local search: about 0.1 s
+constexpr int64_t kWork = 500'000;    // of one local search: some 50 ms
 
 // How a draft is made: ops take up the channel for startup_s + s_per_byte * bytes.
 struct Pace {
