@@ -143,6 +143,21 @@ def test_a_failing_up_leaves_nothing(lab, monkeypatch):
     assert left() == []
 
 
+@pytest.mark.netns
+def test_congestion_control_is_that_of_choice(lab):
+    if lab.hosts():
+        lab.down()
+    unknown = command("up", "--congestion", "no_such")
+    assert unknown.returncode == 1
+    assert left() == []
+    assert command("up", "--hosts", "2", "--congestion", "reno").returncode == 0
+    done = subprocess.run(
+        ["ip", "-n", f"{NAME}-1", "route"], capture_output=True, text=True, check=True
+    )
+    assert "src 10.98.0.2 congctl reno" in done.stdout
+    lab.down()
+
+
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr("shutil.which", lambda name: f"/sbin/{name}")

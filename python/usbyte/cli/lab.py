@@ -49,10 +49,14 @@ def lab() -> None:
     show_default=True,
     help="Of each link in each direction, such as 1gbit.",
 )
+@click.option(
+    "--congestion", metavar="NAME",
+    help="TCP's congestion control, such as cubic; by default this system's.",
+)  # fmt: skip
 @_NAME
-def up(hosts: int, rate: float, name: str) -> None:
+def up(hosts: int, rate: float, congestion: str | None, name: str) -> None:
     """Start the cluster."""
-    _lab(name).up(hosts, _shaped(rate))
+    _lab(name).up(hosts, _shaped(rate), congestion)
     click.echo(f"lab '{name}': {hosts} hosts, {_rate_text(rate)}")
 
 

@@ -82,12 +82,15 @@ class Lab:
         """How many hosts are up."""
         return len(self._namespaces())
 
-    def up(self, hosts: int, bytes_per_s: float | None = None) -> None:
+    def up(
+        self, hosts: int, bytes_per_s: float | None = None, congestion: str | None = None
+    ) -> None:
         """Starts the cluster.
 
         Args:
             hosts: How many.
             bytes_per_s: Of each link in each direction; None for as fast as it goes.
+            congestion: TCP's congestion control, such as "cubic"; None for the system's default.
 
         Raises:
             UsageError: It is up already, or the system refuses; then nothing is left behind.
@@ -104,6 +107,8 @@ class Lab:
             _run("ip", "link", "set", self._bridge, "up")
             for i in range(hosts):
                 self._add_host(i)
+                if congestion is not None:
+                    self._control_congestion(i, congestion)
                 self._name_hosts(i, hosts)
             if bytes_per_s is not None:
                 self._shape(hosts, bytes_per_s)
@@ -168,6 +173,12 @@ class Lab:
         _run(*inside, "addr", "add", f"10.98.0.{i + 1}/24", "dev", INTERFACE)
         _run(*inside, "link", "set", INTERFACE, "up")
         _run(*inside, "link", "set", "lo", "up")
+
+    def _control_congestion(self, i: int, algorithm: str) -> None:
+        # Of the route, since the sysctl belongs to the whole machine in some containers.
+        route = ["10.98.0.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link"]
+        route += ["src", f"10.98.0.{i + 1}", "congctl", algorithm]
+        _run("ip", "-n", f"{self.name}-{i}", "route", "replace", *route)
 
     def _name_hosts(self, i: int, hosts: int) -> None:
         # Its own name too, by which some libraries look for the address to listen at.
