@@ -242,6 +242,15 @@ def unusable() -> str:
     return ""
 
 
+def shape_own_link(bytes_per_s: float | None) -> None:
+    """Shapes what this host of a lab sends, from inside, also while ranks run; None ends shaping.
+
+    Raises:
+        UsageError: This is not a host of a lab.
+    """
+    _shape_link(["tc"], INTERFACE, bytes_per_s)
+
+
 def _shape_link(tc: list[str], device: str, bytes_per_s: float | None) -> None:
     if bytes_per_s is None:
         shaped = _json(*tc, "-j", "qdisc", "show", "dev", device, "root")

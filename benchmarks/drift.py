@@ -1,0 +1,100 @@
+"""A network that changes under a running job: when usbyte plans anew, and what that is worth.
+
+Run it on every rank of the emulated cluster of `usbyte lab`:
+
+    usbyte lab up --hosts 4 --rate 1gbit
+    usbyte lab run -- python benchmarks/drift.py --rate 200mbit
+
+Every host shapes its own link anew in the middle of the run. Compute is sleep, see
+`usbyte.lab.replay`; gradients are real, and what they add up to is checked at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import click
+
+import usbyte.torch as ub
+from _contenders import training
+from usbyte import units
+from usbyte.cli.options import Parsed, scale_options
+from usbyte.lab import netns, profiles
+
+
+@dataclass
+class Phase:
+    """Steps under one plan on one network."""
+
+    name: str
+    policy: str
+    seconds: list[float]
+
+
+def run(scheme: str, job: profiles.Profile, rate: float, before: int, after: int) -> list[Phase]:
+    """Trains, and changes the network once `before` steps were made by the first plan.
+
+    Args:
+        scheme: As in `compare.py`, for example "forward:auto".
+        job: What is replayed.
+        rate: Of the links after the change, bytes/s.
+        before: Steps under the first plan.
+        after: Steps after the change.
+    """
+    phases: list[Phase] = []
+    with training(scheme, job) as (step, optimizer):
+
+        def go_on(name: str) -> None:
+            plan = optimizer.plan
+            begin = time.perf_counter()
+            step()
+            seconds = time.perf_counter() - begin
+            if not phases or phases[-1].name != name or last[0] is not plan:
+                phases.append(Phase(name, plan.policy, []))
+            phases[-1].seconds.append(seconds)
+            last[0] = plan
+
+        last = [optimizer.plan]
+        while optimizer.decision is None:
+            go_on("learning")
+        for _ in range(before):
+            go_on("before")
+        ub.barrier()
+        netns.shape_own_link(rate)
+        for _ in range(after):
+            go_on("after")
+    return phases
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--profile", metavar="FILE|NAME", default=profiles.MADE_UP[0], help="What to replay.")
+@scale_options
+@click.option(
+    "--rate", type=Parsed("rate", units.parse_rate), default="200mbit",
+    help="Of each link after the change.",
+)  # fmt: skip
+@click.option("--scheme", default="forward:auto", help="OVERLAP:POLICY.")
+@click.option("--before", type=click.IntRange(1), default=20, help="Steps before the change.")
+@click.option("--after", type=click.IntRange(1), default=90, help="Steps after the change.")
+def main(
+    profile: str, scale_time: float, scale_bytes: float, rate: float, scheme: str, before: int,
+    after: int,
+) -> None:  # fmt: skip
+    """Change the network under a replayed job; to be started on every rank of a lab."""
+    job = profiles.scaled(profiles.load(profile), scale_time, scale_bytes)
+    ub.init()
+    phases = run(scheme, job, rate, before, after)
+    if ub.rank() == 0:
+        click.echo("| network | plan | steps | median s | min | max |\n|---|---|---|---|---|---|")
+        for p in phases:
+            click.echo(
+                f"| {p.name} | {p.policy} | {len(p.seconds)} | {median(p.seconds):.3f} "
+                f"| {min(p.seconds):.3f} | {max(p.seconds):.3f} |"
+            )
+    ub.shutdown()
+
+
+if __name__ == "__main__":
+    main()
