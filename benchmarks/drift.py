@@ -51,7 +51,7 @@ def run(scheme: str, job: profiles.Profile, rate: float, before: int, after: int
             begin = time.perf_counter()
             step()
             seconds = time.perf_counter() - begin
-            if not phases or phases[-1].name != name or last[0] is not plan:
+            if not phases or phases[-1].name != name or last[0] != plan:
                 phases.append(Phase(name, plan.policy, []))
             phases[-1].seconds.append(seconds)
             last[0] = plan
