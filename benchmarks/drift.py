@@ -3,9 +3,9 @@
 Run it on every rank of the emulated cluster of `usbyte lab`:
 
     usbyte lab up --hosts 4 --rate 1gbit
-    usbyte lab run -- python benchmarks/drift.py --rate 200mbit
+    usbyte lab run -- python benchmarks/drift.py --from 1gbit --rate 200mbit
 
-Every host shapes its own link anew in the middle of the run. Compute is sleep, see
+Every host shapes its own link, at first and anew in the middle of the run. Compute is sleep, see
 `usbyte.lab.replay`; gradients are real, and what they add up to is checked at the end.
 """
 
@@ -20,7 +20,8 @@ import click
 import usbyte.torch as ub
 from _contenders import training
 from usbyte import units
-from usbyte.cli.options import Parsed, scale_options
+from usbyte._core import Profile
+from usbyte.cli.options import Parsed, Scheme, parse_scheme, scale_options
 from usbyte.lab import netns, profiles
 
 
@@ -33,17 +34,21 @@ class Phase:
     seconds: list[float]
 
 
-def run(scheme: str, job: profiles.Profile, rate: float, before: int, after: int) -> list[Phase]:
+def run(
+    scheme: str, job: Profile, rates: tuple[float, float], before: int, after: int
+) -> list[Phase]:
     """Trains, and changes the network once `before` steps were made by the first plan.
 
     Args:
         scheme: As in `compare.py`, for example "forward:auto".
         job: What is replayed.
-        rate: Of the links after the change, bytes/s.
+        rates: Of the links before and after the change, bytes/s.
         before: Steps under the first plan.
         after: Steps after the change.
     """
     phases: list[Phase] = []
+    netns.shape_own_link(rates[0])
+    ub.barrier()
     with training(scheme, job) as (step, optimizer):
 
         def go_on(name: str) -> None:
@@ -62,7 +67,7 @@ def run(scheme: str, job: profiles.Profile, rate: float, before: int, after: int
         for _ in range(before):
             go_on("before")
         ub.barrier()
-        netns.shape_own_link(rate)
+        netns.shape_own_link(rates[1])
         for _ in range(after):
             go_on("after")
     return phases
@@ -72,20 +77,31 @@ def run(scheme: str, job: profiles.Profile, rate: float, before: int, after: int
 @click.option("--profile", metavar="FILE|NAME", default=profiles.MADE_UP[0], help="What to replay.")
 @scale_options
 @click.option(
+    "--from", "from_rate", type=Parsed("rate", units.parse_rate), default="1gbit",
+    help="Of each link before the change, and when all is over.",
+)  # fmt: skip
+@click.option(
     "--rate", type=Parsed("rate", units.parse_rate), default="200mbit",
     help="Of each link after the change.",
 )  # fmt: skip
-@click.option("--scheme", default="forward:auto", help="OVERLAP:POLICY.")
+@click.option("--scheme", type=Parsed("scheme", parse_scheme), default="forward:auto",
+    help="POLICY, OVERLAP:POLICY, or sharded:POLICY.",
+)  # fmt: skip
 @click.option("--before", type=click.IntRange(1), default=20, help="Steps before the change.")
 @click.option("--after", type=click.IntRange(1), default=90, help="Steps after the change.")
 def main(
-    profile: str, scale_time: float, scale_bytes: float, rate: float, scheme: str, before: int,
-    after: int,
+    profile: str, scale_time: float, scale_bytes: float, from_rate: float, rate: float,
+    scheme: Scheme, before: int, after: int,
 ) -> None:  # fmt: skip
     """Change the network under a replayed job; to be started on every rank of a lab."""
     job = profiles.scaled(profiles.load(profile), scale_time, scale_bytes)
     ub.init()
-    phases = run(scheme, job, rate, before, after)
+    if ub.size() == 1:
+        raise click.ClickException("a single rank needs no network; start it by `usbyte lab run`")
+    try:
+        phases = run(f"{scheme.mode}:{scheme.policy}", job, (from_rate, rate), before, after)
+    finally:
+        netns.shape_own_link(from_rate)
     if ub.rank() == 0:
         click.echo("| network | plan | steps | median s | min | max |\n|---|---|---|---|---|---|")
         for p in phases:

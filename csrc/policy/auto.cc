@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <queue>
 
 #include "batching.h"
@@ -10,7 +11,7 @@
 namespace usbyte {
 namespace {
 
-constexpr int kImproved = 4;          // drafts that the local search gets
+constexpr int kImproved = 2;          // drafts of a kind that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
 constexpr double kAlmost = 0.003;     // of the iteration
 constexpr int64_t kWork = 500'000;    // of one local search: some 50 ms
@@ -231,10 +232,12 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   LocalSearch search(simulator, fallback, gather, kWork,
-                     simulator.bound_s() - profile.iteration_s());
-  for (size_t i = 0; i < std::min<size_t>(drafts.size(), kImproved); ++i) {
-    search.improve(drafts[i].second);
-    consider(build(drafts[i].second, fallback, gather));
+                     simulator.bound_s() - simulator.iteration_s());
+  std::map<std::pair<int, bool>, int> improved;  // neither of which the search changes
+  for (auto& [lateness, draft] : drafts) {
+    if (improved[{draft.in_flight, draft.split}]++ >= kImproved) continue;
+    search.improve(draft);
+    consider(build(draft, fallback, gather));
   }
   // What is hidden for others may have less time to spare here, but must not come late.
   const Candidate& best = choose(all, std::max(others_s, 0.0), kAlmost * profile.iteration_s());

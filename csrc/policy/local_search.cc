@@ -8,7 +8,8 @@ namespace {
 constexpr double kTolerance = 1e-7;  // of the iteration; smaller gains are rounding
 constexpr size_t kMostKicks = 3;
 constexpr size_t kParts = 16;
-constexpr size_t kFixed = 20;  // what scoring takes beyond each tensor and op
+constexpr int64_t kFixed = 20;  // what scoring takes beyond each tensor and op
+constexpr int64_t kLeastScores = 800;
 
 int64_t numel(const std::vector<Block>& blocks) {
   int64_t sum = 0;
@@ -57,18 +58,20 @@ bool LocalSearch::Score::better_than(const Score& other, double slack_s) const {
 }
 
 LocalSearch::Score LocalSearch::score(const Draft& draft) {
-  left_ -= static_cast<int64_t>(line_->tensors().size() + draft.ops.size() + kFixed);
+  const int64_t before = simulator_->ops();
   const double lateness = simulator_->lateness_s(build(draft, *line_, gather_));
+  left_ -= std::ssize(line_->tensors()) + simulator_->ops() - before + kFixed;
   return {lateness, simulator_->end_s()};
 }
 
 double LocalSearch::improve(Draft& draft) {
-  left_ = work_;
+  left_ = std::max(work_,
+                   kLeastScores * (std::ssize(line_->tensors()) + std::ssize(draft.ops) + kFixed));
   best_ = score(draft);
   slack_s_ = kTolerance * best_.end_s;
   climb(draft);
   std::mt19937 random;
-  while (left_ > 0 && best_.lateness_s > enough_s_ && draft.ops.size() > 1) {
+  while (left_ > 0 && best_.lateness_s > enough_s_ + slack_s_ && draft.ops.size() > 1) {
     const Score before = best_;
     Draft changed = draft;
     for (size_t kicks = 1 + random() % kMostKicks; kicks > 0; --kicks) kick(changed, random);

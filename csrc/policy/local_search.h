@@ -12,7 +12,8 @@ namespace usbyte {
 class LocalSearch {
  public:
   /// `line` holds the tensors of the simulated job; `work` is the budget of each `improve`, in
-  /// tensors and ops simulated; a lateness of `enough_s` ends it too.
+  /// tensors and ops simulated, and more for large jobs. No random changes are tried once the
+  /// lateness is `enough_s`.
   LocalSearch(Simulator& simulator, const Plan& line, const GatherCost& gather, int64_t work,
               double enough_s)
       : simulator_(&simulator), line_(&line), gather_(gather), work_(work), enough_s_(enough_s) {}

@@ -1,3 +1,4 @@
+#include "usbyte/error.h"
 #include "usbyte/network.h"
 
 #include <pybind11/stl.h>
@@ -51,12 +52,13 @@ void register_network(py::module_& m) {
       .def_readonly("reduce_scatter", &NetworkModel::reduce_scatter)
       .def_readonly("all_gather", &NetworkModel::all_gather)
       .def_readonly("concurrent", &NetworkModel::concurrent,
-                    "Whether an op starts up only when the one before has ended.")
+                    "How many ops run at once; 0: any number.")
       .def_readonly("busy_alpha_s", &NetworkModel::busy_alpha_s,
                     "Seconds that an op takes at least while bytes of other ops flow.")
       .def(
           "cost",
           [](const NetworkModel& model, const std::string& kind, int in_flight) {
+            if (in_flight < 1) throw UsageError("network: a cost of fewer than 1 op in flight");
             return model.cost(collective_from_name(kind), in_flight);
           },
           py::arg("kind"), py::arg("in_flight") = 1)

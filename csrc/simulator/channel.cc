@@ -1,8 +1,12 @@
 #include "usbyte/channel.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
+#include <string>
+
+#include "usbyte/error.h"
 
 namespace usbyte {
 namespace {
@@ -31,6 +35,9 @@ void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, doub
   go_on_to(now_s);
   const AlphaBeta cost = network_->cost(kind, in_flight);
   const double work_s = cost.beta_s_per_byte * static_cast<double>(bytes);
+  if (!std::isfinite(now_s + cost.alpha_s + work_s)) {
+    throw UsageError("network: an op of " + std::to_string(bytes) + " bytes would never end");
+  }
   const Starting launched{0, op, cost.alpha_s, work_s, 0};
   const size_t running = starting_.size() + flowing_.size() + held_.size();
   if (network_->concurrent > 0 && running >= static_cast<size_t>(network_->concurrent)) {
@@ -87,6 +94,7 @@ void Channel::go_on_to(double time_s) {
 
 void Channel::start(Starting op) {
   op.until_s = now_s_ + op.startup_s;
+  if (is_idle() && held_.empty()) rounds_ = 0;
   op.rounds_until = is_idle() ? kAlone : rounds_ + 1;
   end_loneliness();
   push(starting_, op);
@@ -105,16 +113,15 @@ void Channel::end_loneliness() {
 void Channel::time_rounds() {
   const double most_s = network_->busy_alpha_s;
   if (most_s == 0) return;
+  all_rounds_s_ = 0;
+  if (starting_.size() + flowing_.size() + held_.size() == 1) return;
   double largest_s = 0;
-  if (starting_.size() + flowing_.size() + held_.size() > 1) {
-    for (const Starting& op : starting_) largest_s = std::max(largest_s, op.work_s);
-    for (const Flow& op : flowing_) {
-      if (largest_s >= most_s) break;
-      largest_s = std::max(largest_s, op.work_s);
-    }
+  for (const Starting& op : starting_) largest_s = std::max(largest_s, op.work_s);
+  for (const Flow& op : flowing_) {
+    if (largest_s >= most_s) break;
+    largest_s = std::max(largest_s, op.work_s);
   }
-  all_rounds_s_ =
-      std::max(std::min(largest_s, most_s), network_->cost(Collective::all_reduce, 1).alpha_s);
+  all_rounds_s_ = std::min(largest_s, most_s);
 }
 
 int Channel::complete(int op) {

@@ -80,10 +80,28 @@ TEST(Channel, RoundsGoOnAtTheirPaceWhenOthersComeAndGo) {
   // Half of the startup is left when the other joins, and then none of it.
   EXPECT_EQ(run(network, {{0, 1}, {2, 20}}), (Done{{0, 6}, {1, 26}}));
   EXPECT_EQ(run(network, {{0, 1}, {4, 20}}), (Done{{0, 5}, {1, 28}}));
-  // From 13 to 19 beside the first, 6 / 8 of them; the rest, alone, takes 4 * 2 / 8.
-  EXPECT_EQ(run(network, {{0, 14}, {13, 1}}), (Done{{0, 19}, {1, 20}}));
-  // A third joins at 19: 8 * 2 / 8.
-  EXPECT_EQ(run(network, {{0, 14}, {13, 1}, {19, 20}}), (Done{{0, 19}, {1, 21}, {2, 43}}));
+  // From 13 to 19 beside the first, 6 / 8 of them; the rest, alone, takes no time.
+  EXPECT_EQ(run(network, {{0, 14}, {13, 1}}), (Done{{0, 19}, {1, 19}}));
+  // A third joins at 18, and the rest takes 8 * 2 / 8 of a second more than until 19.
+  EXPECT_EQ(run(network, {{0, 14}, {13, 1}, {18, 20}}), (Done{{0, 19}, {1, 21}, {2, 42}}));
+}
+
+TEST(Channel, GathersDoNotWaitForTheStartupOfAnAllReduce) {
+  NetworkModel network{2, {{8, 1}}, {{1, 1}}, {{1, 1}}};
+  network.busy_alpha_s = 1;
+  Channel channel(network);
+  for (int op : {0, 1}) channel.launch(op, Collective::all_gather, 1, 2, 0);
+  Done done;
+  while (done.size() < 2) {
+    if (const int op = channel.advance(); op >= 0) done.emplace_back(op, channel.now_s());
+  }
+  EXPECT_EQ(done, (Done{{0, 3}, {1, 3}}));
+}
+
+TEST(Channel, RefusesWhatNeverEnds) {
+  const NetworkModel network{2, {{0, 1e305}}};
+  Channel channel(network);
+  EXPECT_THROW(channel.launch(0, Collective::all_reduce, 1 << 20, 1, 0), UsageError);
 }
 
 // Whoever flows gets a tick of its own in turn, of all the ticks there are.

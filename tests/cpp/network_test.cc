@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <vector>
 
 #include "usbyte/error.h"
@@ -40,6 +41,13 @@ TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
   EXPECT_EQ(NetworkModel::from_json(model.to_json()), model);
   EXPECT_THROW(NetworkModel::from_json("{"), UsageError);
   EXPECT_THROW((NetworkModel{4, {{-1, 0}}}.validate()), UsageError);
+  EXPECT_THROW((NetworkModel{4, {{1, 0}}, {}, {}, -1}.validate()), UsageError);
+  EXPECT_THROW((NetworkModel{4, {{1, 0}}, {}, {}, 0, -1}.validate()), UsageError);
+  EXPECT_THROW((NetworkModel{4, {{1, 0}}, {}, {}, 0, std::nan("")}.validate()), UsageError);
+  const NetworkModel busy{4, {{1, 10}}, {}, {}, 2, 0.5};
+  EXPECT_EQ(NetworkModel::from_json(busy.to_json()), busy);
+  EXPECT_EQ((NetworkModel{4, {{1, 1}, {2, 2}, {3, 3}}, {}, {}, 2}).cost(Collective::all_reduce, 3),
+            (AlphaBeta{2, 2}));
   const NetworkModel ring = NetworkModel::ring(4, 1e-5, 1e9);
   EXPECT_NEAR(ring.cost(Collective::all_reduce, 1).time_s(1'000'000), 6e-5 + 1.5e-3, 1e-12);
   EXPECT_NEAR(ring.least_beta(), 1.5e-9, 1e-18);

@@ -52,6 +52,8 @@ NetworkModel network_for(std::mt19937& rng, const Profile& p, double ratio, doub
     network.reduce_scatter = {{0.6 * alpha_s, 0.45 * beta}};
     network.all_gather = {{0.6 * alpha_s, 0.5 * beta}};
   }
+  network.concurrent = static_cast<int>(uniform(rng, 0, 3));
+  if (uniform(rng, 0, 1)) network.busy_alpha_s = 8 * alpha_s;
   return network;
 }
 

@@ -149,12 +149,29 @@ def test_congestion_control_is_that_of_choice(lab):
         lab.down()
     unknown = command("up", "--congestion", "no_such")
     assert unknown.returncode == 1
+    assert "does not take 'no_such' as TCP's congestion control; it knows " in unknown.stderr
     assert left() == []
     assert command("up", "--hosts", "2", "--congestion", "reno").returncode == 0
     done = subprocess.run(
         ["ip", "-n", f"{NAME}-1", "route"], capture_output=True, text=True, check=True
     )
     assert "src 10.98.0.2 congctl reno" in done.stdout
+    lab.down()
+
+
+@pytest.mark.netns
+def test_only_a_host_of_a_lab_shapes_its_own_link(lab):
+    with pytest.raises(UsageError, match="no host of a lab"):
+        netns.shape_own_link(1e6)
+    if not lab.hosts():
+        lab.up(2)
+    code = "from usbyte.lab import netns; netns.shape_own_link(25e6)"
+    assert command("run", "--", sys.executable, "-c", code).returncode == 0
+    shaped = subprocess.run(
+        ["ip", "netns", "exec", f"{NAME}-1", "tc", "qdisc", "show", "dev", "eth0"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "rate 200Mbit" in shaped.stdout
     lab.down()
 
 

@@ -139,10 +139,10 @@ def drive(drift, step_s, steps, now=0.0):
 def test_drift_wants_a_plan_soon_after_steps_have_changed_for_good():
     drift = Drift()
     drift.reset()
-    quiet, now = drive(drift, 1.0, 300)
+    quiet, now = drive(drift, 1.0, 20)  # not many after the first plan
     assert quiet is None
     assert drift.baseline_s == pytest.approx(1.0)
-    after, now = drive(drift, 4.0, 50, now)
+    after, now = drive(drift, 4.0, 30, now)
     assert after is not None
     drift.reset()
     assert drive(drift, 4.0, 500, now)[0] is None

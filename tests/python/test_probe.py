@@ -111,4 +111,5 @@ def test_small_operations_behind_large_ones(seconds, concurrent, busy):
 
 def test_operations_too_short_to_tell():
     line = [Measured("all_reduce", 1, m, 0.1 + 1e-8 * m) for m in (1 << 12, LARGE)]
-    assert fit(4, [*line, Measured(BUSY, 2, LARGE, 0.4)]).concurrent == 0
+    network = fit(4, [*line, Measured(BUSY, 2, LARGE, 0.4)])
+    assert (network.concurrent, network.busy_alpha_s) == (0, 0)

@@ -110,6 +110,20 @@ def test_values_are_checked(steps):
     assert replay.wrong(2.0) == ["b"]
 
 
+def test_gradients_add_up_where_they_are_kept():
+    replay = Replay(job([("a", 5, 0, 3)]))
+    optimizer = torch.optim.SGD(replay.parameters(), lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        replay(torch.zeros(1, requires_grad=True)).sum().backward()
+        optimizer.step()
+    assert replay.wrong(1.0) == []
+    [(_, param)] = replay.named_tensors()
+    first = param.grad.clone()
+    replay(torch.zeros(1, requires_grad=True)).sum().backward()
+    assert param.grad[0] not in (first[0], 2 * (param.grad[0] - first[0]))
+
+
 def test_a_missing_or_repeated_update_is_noticed():
     for applied in ([0, 1], [0, 0, 1, 2], [0, 1, 1]):
         replay = Replay(job([("a", 5, 0, 3)]))

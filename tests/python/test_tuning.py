@@ -117,10 +117,9 @@ def test_noise_alone_moves_nothing(job):
         noise = torch.Generator().manual_seed(seed)
         tuner = run(
             tuning.POLICIES["tune"](job),
-            lambda _, n=noise: 1 + 0.1 * torch.rand(1, generator=n).item(),
+            lambda _, n=noise: 1 + 0.009 * torch.rand(1, generator=n).item(),
         )
-        if tuner.best() is not tuner.trials[0].candidate:
-            assert tuner.again_s[1] < 0.99 * tuner.again_s[0]
+        assert tuner.best() is tuner.trials[0].candidate
 
 
 def test_a_lead_must_be_confirmed(job):
@@ -178,6 +177,10 @@ def test_without_the_library_the_remedy_is_named(job, monkeypatch, single):
 
 
 def test_trials_must_have_an_interval_to_time(single):
+    with pytest.raises(UsageError, match="tune_steps needs one of the policies tune"):
+        ub.DistributedOptimizer(
+            torch.optim.SGD([nn.Parameter(torch.ones(1))]), policy="auto", tune_steps=4
+        )
     with pytest.raises(UsageError, match="tune_steps must be 2 at least"):
         ub.DistributedOptimizer(
             torch.optim.SGD([nn.Parameter(torch.ones(1))]), policy="tune", tune_steps=1

@@ -17,9 +17,9 @@ namespace usbyte {
 ///
 /// A collective goes in rounds of messages, each of which queues behind what the others in flight
 /// have sent. Beside an op whose bytes flow or are about to, all rounds of another take the
-/// network's `busy_alpha_s`, or what the largest op in flight needs alone if that is less, but its
-/// alpha at least; an op whose bytes are through sooner completes when its rounds are. The rounds
-/// of an op that is alone are its startup.
+/// network's `busy_alpha_s`, or what the largest op in flight needs alone if that is less; an op
+/// whose bytes are through sooner completes when its rounds are. Those of an op that is alone are
+/// its startup, and what is left of them when others are through takes no time.
 ///
 /// Time is seconds and never goes back: nothing is launched before what `advance` has reached, and
 /// `advance` is called before anything is launched after `next_s`.
@@ -33,7 +33,7 @@ class Channel {
   /// When an op's bytes begin to flow or an op completes, if nothing is launched before; infinity
   /// when nothing is in flight.
   double next_s() const;
-  /// Goes on to `next_s` and returns the op that completes there, or -1.
+  /// Goes on to `next_s`, which must be finite, and returns the op that completes there, or -1.
   int advance();
   /// The moment that was last gone on to.
   double now_s() const { return now_s_; }

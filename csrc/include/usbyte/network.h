@@ -23,13 +23,14 @@ struct AlphaBeta {
 
 /// What the network costs `ranks` ranks, on the path that training uses.
 ///
-/// Entry k - 1 of a collective holds while k ops are in flight: k ops of m bytes that are posted
-/// together have all ended after alpha + beta * k * m, since their startups overlap and their bytes
-/// take turns. More ops in flight cost what the last entry says.
+/// Entry k - 1 of a collective is what an op costs that is launched as one of k in flight: its
+/// startup, which overlaps with those of the others, and for each byte its time if it had the
+/// network to itself, which the ops in flight share equally. So k ops of m bytes that are posted
+/// together have all ended after about alpha + beta * k * m, from which a probe finds the entries.
+/// More ops in flight cost what the last entry says.
 ///
-/// Startups overlap where ops have connections of their own and the startup is latency, as in the
-/// engine's slots; how much that is worth a probe tells, by more entries. With one entry it is an
-/// assumption, and the best case for plans with several ops in flight.
+/// Startups overlap where they are latency; how much that is worth a probe tells, by more entries.
+/// With one entry it is an assumption, and the best case for plans with several ops in flight.
 struct NetworkModel {
   int ranks = 1;
   std::vector<AlphaBeta> all_reduce = {{}};

@@ -30,6 +30,8 @@ class Simulator {
   /// something is invalid.
   Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded = false);
 
+  /// Seconds of compute from one forward pass to the next.
+  double iteration_s() const { return iteration_s_; }
   /// Seconds from one forward pass to the next. The plan's tensors are the profile's.
   double step_s(const Plan& plan) { return iteration_s_ + std::max(lateness_s(plan), 0.0); }
   /// The largest arrival minus due date, s; negative where every tensor has time to spare. Of two

@@ -210,7 +210,9 @@ def read_text(path: Path, what: str) -> str:
 def check_writable(*paths: Path | None) -> None:
     """Says before long work that a file could not be written after it."""
     for path in paths:
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        if path is None:
+            continue
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise _unwritable(path, "not writable")
 
 

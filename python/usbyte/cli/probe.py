@@ -17,7 +17,6 @@ from usbyte.env import detect
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from usbyte import _core
     from usbyte.torch.costs import Line, Measured
 
 _EXAMPLES = """\b
@@ -31,7 +30,8 @@ Example:
 @click.command(context_settings={"show_default": True, "max_content_width": 100}, epilog=_EXAMPLES)
 @click.option(
     "--largest", type=BYTES, default="32M",
-    help="Upper limit to the payloads; they end where an operation takes about 0.05 s.",
+    help="Upper limit to the payloads; they end where an operation takes about 0.05 s. Those that "
+    "run beside a small one are up to four times as large.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1), default=10, help="Measurements of each size.")
 @click.option(
@@ -62,7 +62,7 @@ def probe(
             from usbyte.cli import figures  # says early what is missing
     import usbyte.torch as ub
     from usbyte.torch.context import current
-    from usbyte.torch.costs import fit, fit_lines
+    from usbyte.torch.costs import concurrent, fit, fit_lines
     from usbyte.torch.probe import measure_apart
 
     ub.init()
@@ -74,7 +74,7 @@ def probe(
         console = Console(highlight=False)
         console.print(_table(lines, ub.size()), _residuals(lines))
         network = fit(ub.size(), rows)
-        console.print(_together(network))
+        console.print(_together(concurrent(rows), network.busy_alpha_s))
         if json_path is not None:
             write_text(json_path, network.to_json() + "\n")
         if csv_path is not None:
@@ -84,19 +84,13 @@ def probe(
     ub.shutdown()
 
 
-def _together(network: _core.NetworkModel) -> str:
-    most = (
-        "Any number of operations run"
-        if network.concurrent == 0
-        else (
-            "One operation runs"
-            if network.concurrent == 1
-            else f"{network.concurrent} operations run"
-        )
-    )
-    text = f"{most} at once."
-    if network.busy_alpha_s > 0:
-        busy = units.format_seconds(network.busy_alpha_s)
+def _together(concurrent: int | None, busy_alpha_s: float) -> str:
+    if concurrent is None:
+        return "How many operations run at once cannot be told; try a larger --largest."
+    most = {0: "Any number of operations run", 1: "One operation runs"}
+    text = most.get(concurrent, f"{concurrent} operations run") + " at once."
+    if busy_alpha_s > 0:
+        busy = units.format_seconds(busy_alpha_s)
         text += f" A small all_reduce beside a large one takes {busy}."
     return text
 

@@ -66,7 +66,8 @@ def profile(
 
     Started on several ranks, the slowest rank's times are taken. A script with a
     DistributedOptimizer is recorded by that itself, in its first steps, without the time that it
-    waits for the network; --steps and --skip then have no effect. Other communication is refused.
+    waits for the network; --steps and --skip then have no effect. DDP and FSDP are refused; what
+    else communicates counts as compute.
     """
     if not module and not Path(script).is_file():
         raise click.ClickException(

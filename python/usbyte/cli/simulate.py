@@ -137,6 +137,8 @@ def simulate(
     jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
     schemes = _all_sharded(policies) if sharded else policies or all_schemes()
     console = Console(highlight=False)
+    if not workers or not bandwidth:
+        raise click.BadParameter("name one at least", param_hint="--workers and --bandwidth")
     cases: list[Case] = []
     for job, source in jobs:
         model = job.model or Path(source).stem
@@ -155,7 +157,7 @@ def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:
     from usbyte import tuning
 
     untuned = [policy for policy in SHARDING if policy not in tuning.POLICIES]
-    named = [Scheme("forward", policy) for policy in untuned] if policies is None else policies
+    named = policies or [Scheme("forward", policy) for policy in untuned]
     try:
         if any(scheme.mode == "backward" for scheme in named):
             raise ValueError("a sharded optimizer needs overlap forward; name policies alone")

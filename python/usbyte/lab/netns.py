@@ -178,7 +178,14 @@ class Lab:
         # Of the route, since the sysctl belongs to the whole machine in some containers.
         route = ["10.98.0.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link"]
         route += ["src", f"10.98.0.{i + 1}", "congctl", algorithm]
-        _run("ip", "-n", f"{self.name}-{i}", "route", "replace", *route)
+        try:
+            _run("ip", "-n", f"{self.name}-{i}", "route", "replace", *route)
+        except UsageError as error:
+            known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+            raise UsageError(
+                f"the system does not take '{algorithm}' as TCP's congestion control; it knows "
+                + known.read_text().strip().replace(" ", ", ")
+            ) from error
 
     def _name_hosts(self, i: int, hosts: int) -> None:
         # Its own name too, by which some libraries look for the address to listen at.
@@ -248,6 +255,13 @@ def shape_own_link(bytes_per_s: float | None) -> None:
     Raises:
         UsageError: This is not a host of a lab.
     """
+    if missing := unusable():
+        raise UsageError(f"the lab cannot be used here: {missing}")
+    found = [a["local"] for link in _json("ip", "-j", "addr") for a in link["addr_info"]]
+    if not any(address.startswith("10.98.0.") for address in found):
+        raise UsageError(
+            "this is no host of a lab, whose link could be shaped: start it by `usbyte lab run`"
+        )
     _shape_link(["tc"], INTERFACE, bytes_per_s)
 
 

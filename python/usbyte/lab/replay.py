@@ -227,8 +227,10 @@ class Replay(nn.Module):
         for i, param in zip(beat.tensors, params, strict=True):
             # The same memory in each step: the system takes many times as long to hand out new
             # pages as to fill them, and an accelerator's allocator does not ask it. What autograd
-            # gets shares that memory but is nobody else's, so that it makes no copy.
-            if i not in self._grads:
+            # gets shares that memory but is nobody else's, so that it makes no copy. What was kept
+            # from the step before would be overwritten, and then added to itself.
+            kept = param.is_leaf and param.grad is not None
+            if kept or i not in self._grads:
                 self._grads[i] = torch.empty_like(param)
             grads.append(self._grads[i].fill_(self._value * factor * _weight(i)).detach())
         return grads

@@ -88,8 +88,8 @@ def fit_lines(rows: Sequence[Measured]) -> list[Line]:
     return lines
 
 
-def concurrent(rows: Sequence[Measured]) -> int:
-    """How many operations run at once; 0 if as many as were tried, or if it cannot be told.
+def concurrent(rows: Sequence[Measured]) -> int | None:
+    """How many operations run at once; 0 if as many as were tried, None if it cannot be told.
 
     Behind so many large ones a small one waits until one of them has ended.
     """
@@ -98,22 +98,25 @@ def concurrent(rows: Sequence[Measured]) -> int:
         if row.kind == BUSY:
             by_size[row.window, row.bytes].append(row.seconds)
     if not by_size:
-        return 0
+        return None
     costs = [line.cost for line in fit_lines(rows) if line.kind == "all_reduce"]
     alpha = max(cost.alpha_s for cost in costs)
     beta = min(cost.beta_s_per_byte for cost in costs)
     for (window, size), seconds in sorted(by_size.items()):
         if beta * size < _LONG * alpha:
-            break
+            return None
         if float(np.median(seconds)) > _WAITS_FOR_THEM * beta * size:
             return window - 1
     return 0
 
 
 def busy_alpha_s(rows: Sequence[Measured]) -> float:
-    """How long a small operation takes beside a large one, s: the median; 0 if it takes turns."""
+    """How long a small operation takes beside a large one, s: the median; 0 if it takes turns.
+
+    Also 0 where it cannot be told.
+    """
     times = [row.seconds for row in rows if row.kind == BUSY and row.window == 2]
-    return float(np.median(times)) if times and concurrent(rows) != 1 else 0.0
+    return float(np.median(times)) if concurrent(rows) not in (None, 1) else 0.0
 
 
 def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
@@ -130,7 +133,7 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
         costs["all_reduce"],
         costs.get("reduce_scatter", []),
         costs.get("all_gather", []),
-        concurrent(rows),
+        concurrent(rows) or 0,
         busy_alpha_s(rows),
     )
 

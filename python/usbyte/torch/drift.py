@@ -6,14 +6,15 @@ from statistics import median
 
 _WINDOW = 6  # steps whose median counts
 _THRESHOLD = 0.25  # relative; smaller changes are noise, or not worth a new plan
-_QUIET_STEPS = 100  # after a new plan, doubled with each
+_QUIET_STEPS = 100  # after the second plan, doubled with each
 
 
 class Drift:
     """Watches the times between steps.
 
-    A change must last for two windows. After each new plan it takes twice as many steps until the
-    next one may be asked for, so that a job whose steps vary by nature does not learn for ever.
+    A change must last for two windows. The plan that answers the first one is kept for some steps,
+    and each after it for twice as many, so that a job whose steps vary by nature does not learn for
+    ever.
 
     Attributes:
         wanted: A new plan should be made.
@@ -21,8 +22,7 @@ class Drift:
     """
 
     def __init__(self) -> None:
-        self._quiet = 0
-        self._plans = 0
+        self._answers = -2  # plans after the first; one comes into force here and now
         self.reset()
 
     def reset(self) -> None:
@@ -33,8 +33,8 @@ class Drift:
         self._steps = 0
         self._recent: list[float] = []
         self._suspicious = False
-        self._quiet = _QUIET_STEPS * 2 ** (self._plans - 1) if self._plans else 0
-        self._plans += 1
+        self._answers += 1
+        self._quiet = _QUIET_STEPS * 2 ** (self._answers - 1) if self._answers > 0 else 0
 
     def step(self, now_s: float) -> None:
         """A step has ended; steady clock seconds."""

@@ -87,6 +87,9 @@ class Gates:
 
     def close(self) -> None:
         """Removes every hook."""
+        if self._reads is not None:  # what ended the forward pass was no Exception
+            self._reads.__exit__(None, None, None)
+            self._reads = None
         for handle in [*self._handles, self._finder]:
             if handle is not None:
                 handle.remove()

@@ -106,8 +106,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy = policy or env.policy or "auto"
         if isinstance(policy, str) and policy not in tuning.policies():
             raise UsageError(f"unknown policy '{policy}'; known are {', '.join(tuning.policies())}")
-        if policy in tuning.POLICIES:
+        if isinstance(policy, str) and policy in tuning.POLICIES:
             tuning.check_installed()
+        elif tune_steps is not None:
+            raise UsageError(f"tune_steps needs one of the policies {', '.join(tuning.POLICIES)}")
         if tune_steps is not None and tune_steps < 2:
             raise UsageError(f"tune_steps must be 2 at least to time a step, not {tune_steps}")
         self._inner = optimizer

@@ -26,7 +26,8 @@ LARGEST_BYTES = 32 << 20
 _STEP_S = 0.05  # about how long the largest operation may take
 _REPEATS = 3
 _GROWTH = 16
-_LONGER = 4  # times the largest: lasts until a small operation beside it is through
+_LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
+# operation beside it is through
 _MOST_AHEAD = 3  # more than that in flight is as good as any number
 _GROUPS = 3  # one after the other without a pause, as in training
 _FLOAT_BYTES = 4
@@ -86,7 +87,8 @@ def measure(
     Args:
         context: The ranks.
         communicator: Its registered buffer is replaced.
-        largest_bytes: Upper limit to the payloads.
+        largest_bytes: Upper limit to the payloads that lines are fitted to. What runs beside a
+            small operation is up to four times as large.
         repeats: Measurements of each size.
         growth: From one size to the next.
     """
@@ -100,11 +102,11 @@ def measure(
     rows = []
     for window in _WINDOWS:
         rows += _time(context, communicator, window, sizes, repeats)
-    large = min(_LONGER * largest, LARGEST_BYTES)
+    large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
     for ahead in range(1, _MOST_AHEAD + 1):
-        rows += _time_busy(context, communicator, large, ahead, _REPEATS)
-        found = context.eager.broadcast_bytes("probe.concurrent", b"%d" % concurrent(rows), 0)
-        if int(found) > 0:
+        rows += _time_busy(context, communicator, large, ahead, repeats)
+        found = str(concurrent(rows) or 0).encode()  # on which all ranks must agree
+        if int(context.eager.broadcast_bytes("probe.concurrent", found, 0)) > 0:
             break
     return rows
 

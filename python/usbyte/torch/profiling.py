@@ -49,6 +49,8 @@ class Recording:
         if steps < 1 or skip < 0:
             raise UsageError(f"cannot record {steps} steps after {skip}; at least 1 after 0")
         self._model, self._optimizer = model, optimizer
+        if path is not None and not Path(path).parent.is_dir():
+            raise UsageError(f"cannot write '{path}': there is no folder '{Path(path).parent}'")
         self._steps, self._skip = steps, skip
         self._path, self._name = path, name or type(model).__name__
         self._recorder: Recorder | None = None
@@ -87,20 +89,33 @@ class Recording:
         self._distributed = distributed_owner(params)
         if self._distributed is not None:
             return self
-        self._recorder = recorder = Recorder(params, self._skip, self._steps, self._model)
+        self._params = params
         self._names = names_of(params, [self._model])
+        self._recorder = Recorder(params, self._skip, self._steps, self._model)
+        try:
+            self._hook_on()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _hook_on(self) -> None:
         optimizer = self._optimizer
         if optimizer is None:
             self._handles = [
-                register_optimizer_step_pre_hook(recorder.before_step),
+                register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
             ]
-        else:
+            return
+        try:
             self._handles = [
-                optimizer.register_step_pre_hook(recorder.before_step),
+                optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
-        return self
+        except AttributeError as error:  # of a wrapper that never was initialised as an Optimizer
+            raise UsageError(
+                f"{type(optimizer).__name__} takes no step hooks; give the optimizer that it wraps"
+            ) from error
 
     def __exit__(
         self,
@@ -112,17 +127,32 @@ class Recording:
         if kind is None:
             self.result()
 
+    # Both stay until the block ends: torch does not bear that a hook of steps removes one.
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._result is not None:
+            return
+        if distributed_owner(self._params) is not None:
+            raise UsageError("make the DistributedOptimizer before ub.profile, not inside it")
+        assert self._recorder is not None
+        self._recorder.before_step(optimizer, args, kwargs)
+
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._result is not None:
+            return
         assert self._recorder is not None
         self._recorder.after_step(optimizer, args, kwargs)
         if self._recorder.done:
-            self._close()
+            self._recorder.close()
             self._finish(self._recorder.profile(self._names, self._name))
 
     def _finish(self, result: _core.Profile) -> None:
         self._result = result
-        if self._path is not None and rank() == 0:
+        if self._path is None or rank() != 0:
+            return
+        try:
             Path(self._path).write_text(to_json(result))
+        except OSError as error:
+            raise UsageError(f"cannot write '{self._path}': {error.strerror}") from error
 
     def _close(self) -> None:
         for handle in self._handles:
@@ -162,8 +192,8 @@ def profile(
 
     A job under `DistributedOptimizer` with several ranks waits for the network. Of it nothing is
     recorded here: the profile is what it has learned itself in its first steps, less that waiting
-    (`optimizer.decision.profile`); then `steps` and `skip` have no effect. Other jobs that
-    communicate (DDP, FSDP) are refused: profile them as a single process.
+    (`optimizer.decision.profile`); then `steps` and `skip` have no effect. DDP and FSDP are
+    refused, and what else communicates counts as compute: profile it as a single process.
 
     Args:
         model: What is trained.
@@ -187,12 +217,22 @@ NOT_PLANNED = (
 
 
 def distributed_owner(params: Sequence[nn.Parameter]) -> DistributedOptimizer | None:
-    """The DistributedOptimizer that sends their gradients to other ranks."""
+    """The DistributedOptimizer that sends their gradients to other ranks.
+
+    Raises:
+        UsageError: They have several.
+    """
+    found: list[DistributedOptimizer] = []
     for param in params:
         owner: DistributedOptimizer | None = getattr(param, "_usbyte_owner", lambda: None)()
-        if owner is not None and owner.plan is not None:
-            return owner
-    return None
+        if owner is not None and owner.plan is not None and all(owner is not o for o in found):
+            found.append(owner)
+    if len(found) > 1:
+        raise UsageError(
+            f"the parameters belong to {len(found)} DistributedOptimizers, each of which has a "
+            "profile of its own: take optimizer.decision.profile of each"
+        )
+    return found[0] if found else None
 
 
 def too_few(seen: int, wanted: int, unfinished: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class Recorder:
         skip: Iterations of warm-up.
         steps: Iterations to record after them.
         model: The module that owns them; found at the first forward pass if None.
+        refuse: Told why the job cannot be recorded; by default raises UsageError.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Recorder:
         skip: int,
         steps: int,
         model: nn.Module | None = None,
+        refuse: Callable[[str], None] | None = None,
     ) -> None:
         self._params = params
+        self._refuse = refuse or _raise
         self._index = {p: i for i, p in enumerate(params)}
         for i, param in enumerate(params):
             dtype_name(f"of shape {tuple(param.shape)}, number {i}", param)
@@ -54,7 +57,7 @@ class Recorder:
         self._step_begin_s = 0.0
         self._depth = 0  # of steps in steps: those of a subclass call its base class's
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
-        self._handles.append(register_module_forward_pre_hook(_refuse_communication))
+        self._handles.append(register_module_forward_pre_hook(self._refuse_communication))
 
     def __len__(self) -> int:
         """Iterations seen, those of warm-up included."""
@@ -83,7 +86,7 @@ class Recorder:
 
     def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """A post-hook of optimizers; of those of other parameters too."""
-        self._depth -= 1
+        self._depth = max(self._depth - 1, 0)
         if self._depth > 0:
             return
         own = {self._index[p] for p in parameters_of(optimizer) if p in self._index}
@@ -129,6 +132,15 @@ class Recorder:
         self._gates.begin_iteration(used)
         self._begin_iteration()
 
+    def _refuse_communication(self, module: nn.Module, _args: Any) -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            kind = type(module)
+            if any(c.__name__ in _COMMUNICATING for c in kind.__mro__):
+                self._refuse(
+                    f"the job communicates through {kind.__name__}, whose waiting would count as "
+                    "compute: profile it as a single process, or under ub.DistributedOptimizer"
+                )
+
     def _on_gradient(self, param: nn.Parameter) -> None:
         i = self._index[param]
         self._ready_s[i] = _core.now_s()
@@ -162,11 +174,5 @@ def _unique(name: str, taken: set[str]) -> str:
     return result
 
 
-def _refuse_communication(module: nn.Module, _args: Any) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        kind = type(module)
-        if any(c.__name__ in _COMMUNICATING for c in kind.__mro__):
-            raise UsageError(
-                f"the job communicates through {kind.__name__}, whose waiting would count as "
-                "compute: profile it as a single process, or under ub.DistributedOptimizer"
-            )
+def _raise(why: str) -> None:
+    raise UsageError(why)

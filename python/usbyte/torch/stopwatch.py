@@ -8,9 +8,9 @@ from statistics import median
 class Stopwatch:
     """Times steps from the end of one backward pass to the next.
 
-    The first such time does not count if there are others: it pays for fresh memory. A step that
-    ends with the plan's last backward, and the one that begins with its first, never count, as they
-    belong to two plans.
+    The first such time does not count if there are others: it pays for fresh memory. The step
+    that ends with the plan's first backward, and the one that begins with its last, never count, as
+    they belong to two plans.
 
     Args:
         steps: Backward passes until the trial is over; 2 at least.

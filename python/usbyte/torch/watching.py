@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
+from usbyte.errors import UsageError
 from usbyte.lab.profiles import without_flags
 from usbyte.torch.profiling import NOT_PLANNED, distributed_owner, too_few
 from usbyte.torch.recording import Recorder, names_of, parameters_of
@@ -53,7 +54,10 @@ class Watch:
         self._distributed: DistributedOptimizer | None = None
         self._params: list[nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
+        self._optimizer: Optimizer | None = None
+        self._forward: RemovableHandle | None = None
         self._problem = ""
+        self._over = False
         self.finished = False
 
     def __enter__(self) -> Watch:
@@ -85,59 +89,77 @@ class Watch:
         seen = 1 + len(self._recorder)
         return too_few(seen, self._skip + self._steps, self._recorder.unfinished)
 
+    # The hooks of steps stay until the script ends, or between steps: torch does not bear that one
+    # of them removes one.
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._recorder is not None:
+        if self._recorder is not None and not self._over:
             self._recorder.before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._over:
+            return
         recorder = self._recorder
         if recorder is None:
-            self._begin(parameters_of(optimizer))
+            try:
+                self._begin(optimizer)
+            except UsageError as error:
+                self._fail(str(error))
             return
-        if not set(parameters_of(optimizer)) <= set(self._params):
-            self._close()
-            self._problem = (
+        if optimizer is not self._optimizer and not _all_of(optimizer) <= _all_of(self._optimizer):
+            self._fail(
                 "it steps several optimizers, and which of them belong to the job cannot be told: "
                 "record it with ub.profile(model) inside the script"
             )
-            raise Enough
+            return
         recorder.after_step(optimizer, args, kwargs)
         if recorder.done:
-            self._close()
+            recorder.close()
             model = type(recorder.roots[0]).__name__ if recorder.roots else "job"
             names = names_of(self._params, recorder.roots)
             self._end(recorder.profile(names, self._name or model))
 
-    def _begin(self, params: list[nn.Parameter]) -> None:
-        if not params:
+    def _begin(self, optimizer: Optimizer) -> None:
+        params = parameters_of(optimizer)
+        if not params or self._distributed is not None:
             return
         self._distributed = distributed_owner(params)
         if self._distributed is None:
-            self._params = params
-            self._recorder = Recorder(params, self._skip - 1, self._steps)
+            self._params, self._optimizer = params, optimizer
+            self._recorder = Recorder(params, self._skip - 1, self._steps, refuse=self._fail)
             return
+        self._forward = register_module_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
         # It defers no update while somebody hooks on to steps.
-        self._close()
-        self._handles = [
-            # The outermost module comes first.
-            register_module_forward_pre_hook(lambda m, _: self._take_decision(type(m).__name__))
-        ]
+        for handle in self._handles:
+            handle.remove()
+        self._take_decision(type(module).__name__)  # the outermost module comes first
+
+    def _fail(self, why: str) -> None:
+        self._problem, self._over = why, True
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._stop:
+            raise Enough
 
     def _take_decision(self, model: str) -> None:
         owner = self._distributed
-        if owner is not None and owner.decision is not None:
-            self._close()
+        if owner is not None and owner.decision is not None and not self._over:
             self._end(without_flags(owner.decision.profile, self._name or model))
 
     def _end(self, result: _core.Profile) -> None:
-        self.finished = True
+        self.finished = self._over = True
         self._finish(result)
         if self._stop:
             raise Enough
 
     def _close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for handle in [*self._handles, self._forward]:
+            if handle is not None:
+                handle.remove()
         if self._recorder is not None:
             self._recorder.close()
+
+
+def _all_of(optimizer: Optimizer | None) -> set[nn.Parameter]:
+    return {p for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
