@@ -14,7 +14,7 @@ namespace {
 constexpr int kImproved = 2;          // drafts of a kind that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
 constexpr double kAlmost = 0.003;     // of the iteration
-constexpr int64_t kWork = 500'000;    // of one local search: some 50 ms
+constexpr int64_t kWork = 700'000;    // of one local search: some 80 ms
 
 // How a draft is made: ops take up the channel for startup_s + s_per_byte * bytes.
 struct Pace {

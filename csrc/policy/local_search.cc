@@ -9,7 +9,7 @@ constexpr double kTolerance = 1e-7;  // of the iteration; smaller gains are roun
 constexpr size_t kMostKicks = 3;
 constexpr size_t kParts = 16;
 constexpr int64_t kFixed = 20;  // what scoring takes beyond each tensor and op
-constexpr int64_t kLeastScores = 800;
+constexpr int64_t kLeastScores = 600;
 
 int64_t numel(const std::vector<Block>& blocks) {
   int64_t sum = 0;

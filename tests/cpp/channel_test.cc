@@ -6,6 +6,8 @@
 #include <cmath>
 #include <random>
 
+#include "usbyte/error.h"
+
 namespace usbyte {
 namespace {
 

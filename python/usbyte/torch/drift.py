@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 _WINDOW = 6  # steps whose median counts
+_LASTING = 3  # windows
 _THRESHOLD = 0.25  # relative; smaller changes are noise, or not worth a new plan
 _QUIET_STEPS = 100  # after the second plan, doubled with each
 
@@ -12,7 +13,7 @@ _QUIET_STEPS = 100  # after the second plan, doubled with each
 class Drift:
     """Watches the times between steps.
 
-    A change must last for two windows. The plan that answers the first one is kept for some steps,
+    A change must last for three windows. The plan that answers the first one is kept for some steps,
     and each after it for twice as many, so that a job whose steps vary by nature does not learn for
     ever.
 
@@ -32,7 +33,7 @@ class Drift:
         self._last_s: float | None = None
         self._steps = 0
         self._recent: list[float] = []
-        self._suspicious = False
+        self._suspicious = 0  # windows in a row
         self._answers += 1
         self._quiet = _QUIET_STEPS * 2 ** (self._answers - 1) if self._answers > 0 else 0
 
@@ -51,5 +52,5 @@ class Drift:
             self.baseline_s = typical
             return
         changed = abs(typical / self.baseline_s - 1) > _THRESHOLD
-        self.wanted = changed and self._suspicious and self._steps >= self._quiet
-        self._suspicious = changed
+        self._suspicious = self._suspicious + 1 if changed else 0
+        self.wanted = self._suspicious >= _LASTING and self._steps >= self._quiet
