@@ -13,9 +13,9 @@ _QUIET_STEPS = 100  # after the second plan, doubled with each
 class Drift:
     """Watches the times between steps.
 
-    A change must last for three windows. The plan that answers the first one is kept for some steps,
-    and each after it for twice as many, so that a job whose steps vary by nature does not learn for
-    ever.
+    A change must last for three windows. The plan that answers the first one is kept for some
+    steps, and each after it for twice as many, so that a job whose steps vary by nature does not
+    learn for ever.
 
     Attributes:
         wanted: A new plan should be made.
