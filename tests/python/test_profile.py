@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import usbyte.torch as ub
 from _models import Awkward
@@ -175,7 +176,7 @@ def test_hooks_of_others_come_to_no_harm():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     with ub.profile(model, steps=1, skip=1) as recording:
-        other = torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: seen.append(1))
+        other = register_optimizer_step_post_hook(lambda *_: seen.append(1))
         with ub.profile(model, steps=2, skip=1) as longer:
             train(model, [optimizer], 4)
     other.remove()
