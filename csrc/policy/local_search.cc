@@ -7,6 +7,7 @@ namespace {
 
 constexpr double kTolerance = 1e-7;  // of the iteration; smaller gains are rounding
 constexpr size_t kMostKicks = 3;
+constexpr int kMostFruitless = 60;  // random changes in a row; small jobs are exhausted by then
 constexpr size_t kParts = 16;
 constexpr int64_t kFixed = 20;  // what scoring takes beyond each tensor and op
 constexpr int64_t kLeastScores = 600;
@@ -71,7 +72,9 @@ double LocalSearch::improve(Draft& draft) {
   slack_s_ = kTolerance * best_.end_s;
   climb(draft);
   std::mt19937 random;
-  while (left_ > 0 && best_.lateness_s > enough_s_ + slack_s_ && draft.ops.size() > 1) {
+  int fruitless = 0;
+  while (left_ > 0 && best_.lateness_s > enough_s_ + slack_s_ && draft.ops.size() > 1 &&
+         fruitless < kMostFruitless) {
     const Score before = best_;
     Draft changed = draft;
     for (size_t kicks = 1 + random() % kMostKicks; kicks > 0; --kicks) kick(changed, random);
@@ -79,8 +82,10 @@ double LocalSearch::improve(Draft& draft) {
     climb(changed);
     if (best_.better_than(before, slack_s_)) {
       draft = std::move(changed);
+      fruitless = 0;
     } else {
       best_ = before;
+      ++fruitless;
     }
   }
   return best_.lateness_s;
