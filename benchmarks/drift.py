@@ -20,7 +20,7 @@ import click
 import usbyte.torch as ub
 from _contenders import training
 from usbyte import units
-from usbyte._core import Profile
+from usbyte._core import Plan, Profile
 from usbyte.cli.options import Parsed, Scheme, parse_scheme, scale_options
 from usbyte.lab import netns, profiles
 
@@ -29,8 +29,8 @@ from usbyte.lab import netns, profiles
 class Phase:
     """Steps under one plan on one network."""
 
-    name: str
-    policy: str
+    network: str
+    plan: Plan
     seconds: list[float]
 
 
@@ -51,19 +51,17 @@ def run(
     ub.barrier()
     with training(scheme, job) as (step, optimizer):
 
-        def go_on(name: str) -> None:
+        def go_on(network: str) -> None:
             plan = optimizer.plan
             begin = time.perf_counter()
             step()
             seconds = time.perf_counter() - begin
-            if not phases or phases[-1].name != name or last[0] != plan:
-                phases.append(Phase(name, plan.policy, []))
+            if not phases or (phases[-1].network, phases[-1].plan) != (network, plan):
+                phases.append(Phase(network, plan, []))
             phases[-1].seconds.append(seconds)
-            last[0] = plan
 
-        last = [optimizer.plan]
         while optimizer.decision is None:
-            go_on("learning")
+            go_on("before")
         for _ in range(before):
             go_on("before")
         ub.barrier()
@@ -99,14 +97,14 @@ def main(
     if ub.size() == 1:
         raise click.ClickException("a single rank needs no network; start it by `usbyte lab run`")
     try:
-        phases = run(f"{scheme.mode}:{scheme.policy}", job, (from_rate, rate), before, after)
+        phases = run(str(scheme), job, (from_rate, rate), before, after)
     finally:
         netns.shape_own_link(from_rate)
     if ub.rank() == 0:
         click.echo("| network | plan | steps | median s | min | max |\n|---|---|---|---|---|---|")
         for p in phases:
             click.echo(
-                f"| {p.name} | {p.policy} | {len(p.seconds)} | {median(p.seconds):.3f} "
+                f"| {p.network} | {p.plan.policy} | {len(p.seconds)} | {median(p.seconds):.3f} "
                 f"| {min(p.seconds):.3f} | {max(p.seconds):.3f} |"
             )
     ub.shutdown()

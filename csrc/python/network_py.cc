@@ -1,4 +1,3 @@
-#include "usbyte/error.h"
 #include "usbyte/network.h"
 
 #include <pybind11/stl.h>
@@ -7,6 +6,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "usbyte/error.h"
 
 namespace py = pybind11;
 

@@ -110,15 +110,6 @@ def concurrent(rows: Sequence[Measured]) -> int | None:
     return 0
 
 
-def busy_alpha_s(rows: Sequence[Measured]) -> float:
-    """How long a small operation takes beside a large one, s: the median; 0 if it takes turns.
-
-    Also 0 where it cannot be told.
-    """
-    times = [row.seconds for row in rows if row.kind == BUSY and row.window == 2]
-    return float(np.median(times)) if concurrent(rows) not in (None, 1) else 0.0
-
-
 def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
     """What the measurements say; a window that was not measured costs what the next does."""
     by_kind: dict[str, dict[int, _core.AlphaBeta]] = defaultdict(dict)
@@ -128,13 +119,15 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
         kind: [by_window[min(w for w in by_window if w >= k)] for k in range(1, max(by_window) + 1)]
         for kind, by_window in by_kind.items()
     }
+    together = concurrent(rows)
+    beside = [row.seconds for row in rows if row.kind == BUSY and row.window == 2]
     return _core.NetworkModel(
         ranks,
         costs["all_reduce"],
         costs.get("reduce_scatter", []),
         costs.get("all_gather", []),
-        concurrent(rows) or 0,
-        busy_alpha_s(rows),
+        together or 0,
+        float(np.median(beside)) if together not in (None, 1) else 0.0,
     )
 
 

@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from usbyte import _core
 from usbyte.env import detect
 from usbyte.errors import UsageError
 from usbyte.lab.profiles import dumps, without_flags
 from usbyte.torch.context import current, is_initialized
-from usbyte.torch.recording import Recorder, names_of, parameters_of
+from usbyte.torch.recording import Recorder, hook_on_all_steps, names_of, parameters_of
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
@@ -48,9 +44,9 @@ class Recording:
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
         if steps < 1 or skip < 0:
             raise UsageError(f"cannot record {steps} steps after {skip}; at least 1 after 0")
-        self._model, self._optimizer = model, optimizer
         if path is not None and not Path(path).parent.is_dir():
             raise UsageError(f"cannot write '{path}': there is no folder '{Path(path).parent}'")
+        self._model, self._optimizer = model, optimizer
         self._steps, self._skip = steps, skip
         self._path, self._name = path, name or type(model).__name__
         self._recorder: Recorder | None = None
@@ -102,10 +98,7 @@ class Recording:
     def _hook_on(self) -> None:
         optimizer = self._optimizer
         if optimizer is None:
-            self._handles = [
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            ]
+            self._handles = hook_on_all_steps(self._before_step, self._after_step)
             return
         try:
             self._handles = [

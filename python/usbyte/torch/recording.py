@@ -9,6 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import UsageError
@@ -20,6 +25,9 @@ from usbyte.torch.ops import Max, allreduce
 
 # By name, since torch has moved them about.
 _COMMUNICATING = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+_StepHook = Callable[[Optimizer, Any, Any], None]
 
 
 class Recorder:
@@ -145,6 +153,11 @@ class Recorder:
         i = self._index[param]
         self._ready_s[i] = _core.now_s()
         self._waiting.add(i)
+
+
+def hook_on_all_steps(before: _StepHook, after: _StepHook) -> list[RemovableHandle]:
+    """Calls both around the steps of every optimizer of this process."""
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.lab.profiles import without_flags
 from usbyte.torch.profiling import NOT_PLANNED, distributed_owner, too_few
-from usbyte.torch.recording import Recorder, names_of, parameters_of
+from usbyte.torch.recording import Recorder, hook_on_all_steps, names_of, parameters_of
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
@@ -61,10 +57,7 @@ class Watch:
         self.finished = False
 
     def __enter__(self) -> Watch:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._handles = hook_on_all_steps(self._before_step, self._after_step)
         return self
 
     def __exit__(
