@@ -53,7 +53,7 @@ tsan: ## run the C++ tests under the thread sanitizer
 
 PRESET ?= release
 ctest: cpp
-	ctest --preset $(PRESET)
+	ctest --preset $(PRESET) --parallel $$(getconf _NPROCESSORS_ONLN)
 
 cpp: $(SYSTEM_STAMP)
 	cmake --preset $(PRESET) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/$(PRESET).log 2>&1 \

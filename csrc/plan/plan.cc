@@ -110,26 +110,27 @@ void Plan::validate() const {
   std::map<Block, bool> gathered;  // scattered block -> has been gathered
   for (size_t i = 0; i < ops_.size(); ++i) {
     const Op& op = ops_[i];
-    const std::string where = "op " + std::to_string(i) + ": ";
+    const auto error = [i](const std::string& what) {
+      return PlanError("op " + std::to_string(i) + ": " + what);
+    };
     if (op.kind > Collective::all_gather) {
-      throw PlanError(where + "a plan cannot hold " + std::string(name(op.kind)));
+      throw error("a plan cannot hold " + std::string(name(op.kind)));
     }
-    if (op.blocks.empty()) throw PlanError(where + "no blocks");
-    if (op.window_bytes <= 0) throw PlanError(where + "window_bytes must be positive");
+    if (op.blocks.empty()) throw error("no blocks");
+    if (op.window_bytes <= 0) throw error("window_bytes must be positive");
     for (Block b : op.blocks) {
       if (b.begin < 0 || b.begin >= b.end || b.end > numel()) {
-        throw PlanError(where + "block " + text(b) + " is empty or outside the arena " +
-                        text({0, numel()}));
+        throw error("block " + text(b) + " is empty or outside the arena " + text({0, numel()}));
       }
       if (b.end > segment(b.begin).end || dtype(b) != dtype(op.blocks.front())) {
-        throw PlanError(where + "block " + text(b) + " mixes dtypes");
+        throw error("block " + text(b) + " mixes dtypes");
       }
       if (op.kind == Collective::all_gather) {
         auto it = gathered.find(b);
         if (it == gathered.end()) {
-          throw PlanError(where + "block " + text(b) + " was not scattered by an earlier op");
+          throw error("block " + text(b) + " was not scattered by an earlier op");
         }
-        if (it->second) throw PlanError(where + "block " + text(b) + " is gathered twice");
+        if (it->second) throw error("block " + text(b) + " is gathered twice");
         it->second = true;
       } else {
         if (op.kind == Collective::reduce_scatter) gathered[b] = false;

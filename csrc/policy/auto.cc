@@ -16,19 +16,19 @@ constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not wo
 constexpr double kAlmost = 0.003;     // of the iteration
 constexpr int64_t kWork = 700'000;    // of one local search: some 80 ms
 
-// How a draft is made: ops take up the channel for startup_s + s_per_byte * bytes.
+// How a draft is made.
 struct Pace {
   int in_flight;
   bool split;
-  double startup_s, s_per_byte;
+  AlphaBeta cost;      // for how long an op takes up the channel
   double least_bytes;  // of an op in backward, if that much is there
 };
 
 // Plays out one iteration. In backward, whenever the channel is free, the ready bytes nearest to
 // the input go next, with what follows them on the line: as many as can be sent until the next
-// gradient appears, but no op below `least_bytes` if there is more. An op that costs more startup
-// than transfer waits for the next gradient and goes with it. After backward, what is left goes in
-// the order of due dates, in the batches that are exactly best.
+// gradient appears, but no op below `least_bytes` if there is more. An op whose bytes are less than
+// half of its time waits for the next gradient and goes with it. After backward, what is left goes
+// in the order of due dates, in the batches that are exactly best.
 class Drafting {
  public:
   Drafting(const Profile& profile, const Plan& line, const std::vector<double>& due_s)
@@ -46,6 +46,7 @@ class Drafting {
     sent_.assign(due_s_.size(), 0);
     ready_.assign(due_s_.size(), false);
     std::priority_queue<int, std::vector<int>, std::greater<>> queue;  // ranks by due date
+    const double s_per_byte = pace.cost.beta_s_per_byte;
     double now = 0;
     for (size_t next = 0; next < backward_.size();) {
       const double release = profile_.ready_s[at(backward_[next])];
@@ -57,16 +58,17 @@ class Drafting {
         continue;
       }
       const double fill =
-          std::max((release - now - pace.startup_s) / pace.s_per_byte, pace.least_bytes);
+          std::max((release - now - pace.cost.latency_s()) / s_per_byte, pace.least_bytes);
       const std::vector<Block> blocks = gather(by_due_[at(queue.top())], fill);
-      const double length = pace.s_per_byte * static_cast<double>(line_.bytes({{}, blocks}));
-      if (length < pace.startup_s && release - now < pace.startup_s + length) {
+      const int64_t bytes = line_.bytes({{}, blocks});
+      const double length = pace.cost.time_s(bytes);
+      if (2 * s_per_byte * static_cast<double>(bytes) < length && release - now < length) {
         now = release;
         continue;
       }
       mark(blocks);
       out.ops.push_back(blocks);
-      now += pace.startup_s + length;
+      now += length;
     }
     finish(out, pace, now);
     return out;
@@ -113,10 +115,11 @@ class Drafting {
       if (rest(t) == 0) continue;
       const TensorSpec& spec = profile_.tensors[at(t)];
       left.push_back(t);
-      length.push_back(pace.s_per_byte * static_cast<double>(rest(t) * itemsize(spec.dtype)));
+      length.push_back(pace.cost.beta_s_per_byte *
+                       static_cast<double>(rest(t) * itemsize(spec.dtype)));
       due.push_back(due_s_[at(t)] - now);
     }
-    const Batching batching = batch_exactly(length, due, pace.startup_s);
+    const Batching batching = batch_exactly(length, due, pace.cost.latency_s(), pace.cost.alpha_s);
     for (size_t i = 0, batch = 0; i < left.size(); ++i) {
       const bool first =
           batch < batching.begins.size() && static_cast<int>(i) == batching.begins[batch];
@@ -143,14 +146,15 @@ std::vector<Pace> paces(const NetworkModel& network, double total_bytes, bool sh
     if (sharded && !split) continue;
     const Collective kind = split ? Collective::reduce_scatter : Collective::all_reduce;
     for (size_t k = 1; k <= windows; ++k) {
-      const AlphaBeta cost = network.cost(kind, static_cast<int>(k));
-      const double s_per_byte = std::max(cost.beta_s_per_byte, 1e-15);
+      AlphaBeta cost = network.cost(kind, static_cast<int>(k));
+      cost.beta_s_per_byte = std::max(cost.beta_s_per_byte, 1e-15);
       // With k in flight, a startup passes while the ops before are on the channel.
-      const double startup = cost.alpha_s / static_cast<double>(k);
+      cost.alpha_s /= static_cast<double>(k);
+      cost.overlap_s /= static_cast<double>(k);
       for (double least = 0; least < total_bytes;
-           least = std::max({4 * least, startup / s_per_byte, 1.0})) {
-        out.push_back({static_cast<int>(k), split, startup, s_per_byte, least});
-        if (startup == 0) break;
+           least = std::max({4 * least, cost.alpha_s / cost.beta_s_per_byte, 1.0})) {
+        out.push_back({static_cast<int>(k), split, cost, least});
+        if (cost.alpha_s == 0) break;
       }
     }
   }
@@ -206,9 +210,7 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   const Plan fallback =
       options.sharded ? dear(profile, network, options) : ddp(profile, network, options);
   if (profile.tensors.empty()) return fallback;
-  const GatherCost gather = {network.cost(Collective::all_gather, 1).alpha_s,
-                             network.cost(Collective::all_gather, 1).beta_s_per_byte,
-                             &simulator.due_s()};
+  const GatherCost gather = {network.cost(Collective::all_gather, 1), &simulator.due_s()};
 
   std::vector<Candidate> all;
   const auto consider = [&](Plan plan) {

@@ -6,7 +6,7 @@
 namespace usbyte {
 
 Batching batch_exactly(std::span<const double> length_s, std::span<const double> due_s,
-                       double startup_s) {
+                       double startup_s, double least_s) {
   const size_t n = length_s.size();
   constexpr double kNever = std::numeric_limits<double>::infinity();
   // best[j]: least lateness of jobs j, j + 1, ... if the channel is free at time 0.
@@ -14,9 +14,10 @@ Batching batch_exactly(std::span<const double> length_s, std::span<const double>
   std::vector<size_t> next(n + 1, n);
   best[n] = -kNever;
   for (size_t j = n; j-- > 0;) {
-    double busy = startup_s;
+    double sum = startup_s;
     for (size_t k = j + 1; k <= n; ++k) {
-      busy += length_s[k - 1];
+      sum += length_s[k - 1];
+      const double busy = std::max(sum, least_s);
       const double lateness = std::max(best[k] + busy, busy - due_s[j]);
       // Among equals the longer batch: fewer startups.
       if (lateness <= best[j]) {

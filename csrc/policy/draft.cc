@@ -9,7 +9,7 @@ namespace usbyte {
 namespace {
 
 std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
-                                        const GatherCost& cost) {
+                                        const GatherCost& gather) {
   struct Job {
     Block block;
     DType dtype;
@@ -20,9 +20,10 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
     for (Block b : blocks) {
       const Op op{Collective::all_gather, {b}};
       double due = std::numeric_limits<double>::infinity();
-      for (int t : line.tensors_of(op)) due = std::min(due, (*cost.due_s)[static_cast<size_t>(t)]);
-      jobs.push_back(
-          {b, line.dtype(b), cost.s_per_byte * static_cast<double>(line.bytes(op)), due});
+      for (int t : line.tensors_of(op))
+        due = std::min(due, (*gather.due_s)[static_cast<size_t>(t)]);
+      jobs.push_back({b, line.dtype(b),
+                      gather.cost.beta_s_per_byte * static_cast<double>(line.bytes(op)), due});
     }
   }
   std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
@@ -33,7 +34,8 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
     length.push_back(job.length_s);
     due.push_back(job.due_s);
   }
-  const Batching batching = batch_exactly(length, due, cost.startup_s);
+  const Batching batching =
+      batch_exactly(length, due, gather.cost.latency_s(), gather.cost.alpha_s);
   std::vector<std::vector<Block>> out;
   for (size_t i = 0, batch = 0; i < jobs.size(); ++i) {
     const bool first =

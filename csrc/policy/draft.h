@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "usbyte/network.h"
 #include "usbyte/plan.h"
 
 namespace usbyte {
@@ -14,11 +15,9 @@ struct Draft {
   bool split = false;
 };
 
-/// How the gathers of a split draft are batched: seconds for one op and for a byte of payload, and
-/// when each tensor is due.
+/// How the gathers of a split draft are batched: what one costs, and when each tensor is due.
 struct GatherCost {
-  double startup_s;
-  double s_per_byte;
+  AlphaBeta cost;
   const std::vector<double>* due_s;
 };
 

@@ -22,15 +22,21 @@ std::vector<Sample> rows(const std::vector<std::pair<int64_t, double>>& samples)
 }  // namespace
 
 void register_network(py::module_& m) {
-  py::class_<AlphaBeta>(m, "AlphaBeta", "Cost of one op of m bytes: alpha_s + beta_s_per_byte * m.")
-      .def(py::init<double, double>(), py::arg("alpha_s") = 0.0, py::arg("beta_s_per_byte") = 0.0)
+  py::class_<AlphaBeta>(m, "AlphaBeta",
+                        "Cost of one op of m bytes: alpha_s + beta_s_per_byte * m, or less where "
+                        "bytes already travel during the last overlap_s of the startup: "
+                        "max(alpha_s, alpha_s - overlap_s + beta_s_per_byte * m).")
+      .def(py::init<double, double, double>(), py::arg("alpha_s") = 0.0,
+           py::arg("beta_s_per_byte") = 0.0, py::arg("overlap_s") = 0.0)
       .def_readonly("alpha_s", &AlphaBeta::alpha_s)
       .def_readonly("beta_s_per_byte", &AlphaBeta::beta_s_per_byte)
+      .def_readonly("overlap_s", &AlphaBeta::overlap_s)
       .def("time_s", &AlphaBeta::time_s, py::arg("bytes"))
       .def("__eq__", &AlphaBeta::operator==)
       .def("__repr__", [](const AlphaBeta& c) {
         return "AlphaBeta(alpha_s=" + std::to_string(c.alpha_s) +
-               ", ns_per_byte=" + std::to_string(c.beta_s_per_byte * 1e9) + ")";
+               ", ns_per_byte=" + std::to_string(c.beta_s_per_byte * 1e9) +
+               ", overlap_s=" + std::to_string(c.overlap_s) + ")";
       });
   using Costs = std::vector<AlphaBeta>;
   py::class_<NetworkModel>(m, "NetworkModel",

@@ -38,8 +38,8 @@ void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, doub
   if (!std::isfinite(now_s + cost.alpha_s + work_s)) {
     throw UsageError("network: an op of " + std::to_string(bytes) + " bytes would never end");
   }
-  const Starting launched{0, op, cost.alpha_s, work_s, 0};
-  const size_t running = starting_.size() + flowing_.size() + held_.size();
+  const Flight launched{0, op, cost.latency_s(), cost.alpha_s, work_s, 0, 0};
+  const size_t running = starting_up_or_flowing() + held_.size();
   if (network_->concurrent > 0 && running >= static_cast<size_t>(network_->concurrent)) {
     waiting_.push_back(launched);
   } else {
@@ -47,30 +47,38 @@ void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, doub
   }
 }
 
-double Channel::next_s() const { return std::min({flows_s(), ends_s(), rounds_end_s()}); }
+double Channel::next_s() const {
+  return std::min({flows_s(), ends_s(), lingers_s(), rounds_end_s()});
+}
 
 int Channel::advance() {
-  const double flows = flows_s(), ends = ends_s(), rounds_end = rounds_end_s();
-  if (rounds_end <= std::min(flows, ends)) {
+  const double flows = flows_s(), ends = ends_s(), lingers = lingers_s();
+  const double rounds_end = rounds_end_s();
+  if (rounds_end <= std::min({flows, ends, lingers})) {
     go_on_to(rounds_end);
     const auto [rounds, op] = pop(held_);
     rounds_ = std::max(rounds_, rounds);
     time_rounds();
     return complete(op);
   }
+  if (lingers <= std::min(flows, ends)) {
+    go_on_to(lingers);
+    return settle(pop(lingering_));
+  }
   if (flows < ends) {
-    const Starting first = pop(starting_);
+    Flight first = pop(starting_);
     go_on_to(flows);
-    push(flowing_, {share_s_ + first.work_s, first.op, first.work_s, first.rounds_until});
+    first.until_s = share_s_ + first.work_s;
+    push(flowing_, first);
     return -1;
   }
   go_on_to(ends);
-  const Flow through = pop(flowing_);
+  Flight through = pop(flowing_);
   share_s_ = flowing_.empty() ? 0 : through.until_s;
-  const bool is_held = network_->busy_alpha_s > 0 && through.rounds_until > rounds_;
-  if (is_held) push(held_, {through.rounds_until, through.op});
-  time_rounds();
-  return is_held ? -1 : complete(through.op);
+  if (through.started_up_s <= now_s_) return settle(through);
+  through.until_s = through.started_up_s;
+  push(lingering_, through);
+  return -1;
 }
 
 double Channel::flows_s() const { return starting_.empty() ? kNever : starting_.front().until_s; }
@@ -78,6 +86,10 @@ double Channel::flows_s() const { return starting_.empty() ? kNever : starting_.
 double Channel::ends_s() const {
   if (flowing_.empty()) return kNever;
   return now_s_ + (flowing_.front().until_s - share_s_) * static_cast<double>(flowing_.size());
+}
+
+double Channel::lingers_s() const {
+  return lingering_.empty() ? kNever : lingering_.front().until_s;
 }
 
 double Channel::rounds_end_s() const {
@@ -92,21 +104,25 @@ void Channel::go_on_to(double time_s) {
   now_s_ = time_s;
 }
 
-void Channel::start(Starting op) {
-  op.until_s = now_s_ + op.startup_s;
-  if (is_idle() && held_.empty()) rounds_ = 0;
-  op.rounds_until = is_idle() ? kAlone : rounds_ + 1;
+void Channel::start(Flight op) {
+  op.until_s = now_s_ + op.latency_s;
+  op.started_up_s = now_s_ + op.alpha_s;
+  const bool alone = starting_up_or_flowing() == 0;
+  if (alone && held_.empty()) rounds_ = 0;
+  op.rounds_until = alone ? kAlone : rounds_ + 1;
   end_loneliness();
   push(starting_, op);
   time_rounds();
 }
 
 void Channel::end_loneliness() {
-  if (starting_.size() + flowing_.size() != 1) return;
-  for (Starting& op : starting_) {
-    if (op.rounds_until != kAlone) continue;
-    const double left_s = op.until_s - now_s_;
-    op.rounds_until = left_s > 0 ? rounds_ + left_s / op.startup_s : rounds_;
+  if (starting_up_or_flowing() != 1) return;
+  for (std::vector<Flight>* flights : {&starting_, &flowing_, &lingering_}) {
+    for (Flight& op : *flights) {
+      const double left_s = op.started_up_s - now_s_;
+      if (op.rounds_until != kAlone || (flights == &flowing_ && left_s <= 0)) continue;
+      op.rounds_until = left_s > 0 ? rounds_ + left_s / op.alpha_s : rounds_;
+    }
   }
 }
 
@@ -114,14 +130,23 @@ void Channel::time_rounds() {
   const double most_s = network_->busy_alpha_s;
   if (most_s == 0) return;
   all_rounds_s_ = 0;
-  if (starting_.size() + flowing_.size() + held_.size() == 1) return;
+  if (starting_up_or_flowing() + held_.size() == 1) return;
   double largest_s = 0;
-  for (const Starting& op : starting_) largest_s = std::max(largest_s, op.work_s);
-  for (const Flow& op : flowing_) {
-    if (largest_s >= most_s) break;
-    largest_s = std::max(largest_s, op.work_s);
+  for (const std::vector<Flight>* flights : {&starting_, &flowing_}) {
+    for (const Flight& op : *flights) {
+      if (largest_s >= most_s) break;
+      largest_s = std::max(largest_s, op.work_s);
+    }
   }
   all_rounds_s_ = std::min(largest_s, most_s);
+}
+
+// An op whose startup and bytes are through.
+int Channel::settle(const Flight& through) {
+  const bool is_held = network_->busy_alpha_s > 0 && through.rounds_until > rounds_;
+  if (is_held) push(held_, {through.rounds_until, through.op});
+  time_rounds();
+  return is_held ? -1 : complete(through.op);
 }
 
 int Channel::complete(int op) {

@@ -41,6 +41,25 @@ TEST(Channel, OneOpTakesStartupAndBytes) {
   EXPECT_EQ(run({2, {{1, 0.5}}}, {{3, 8, Collective::all_gather}}), (Done{{0, 5.5}}));
 }
 
+TEST(Channel, BytesTravelDuringTheEndOfTheStartup) {
+  const NetworkModel network{2, {{4, 1, 3}}};  // from 1 s on
+  EXPECT_EQ(run(network, {{0, 2}, {10, 3}, {20, 8}}), (Done{{0, 4}, {1, 14}, {2, 29}}));
+  // Both flow from 1: the first has its bytes at 3, the other at 4 + 2.
+  EXPECT_EQ(run(network, {{0, 1}, {0, 4}}), (Done{{0, 4}, {1, 6}}));
+  // No more than one byte in a second, however many start up.
+  EXPECT_EQ(run(network, {{0, 2}, {0, 2}, {0, 2}, {0, 2}}), (Done{{0, 9}, {1, 9}, {2, 9}, {3, 9}}));
+  NetworkModel one = network;
+  one.concurrent = 1;
+  EXPECT_EQ(run(one, {{0, 1}, {0, 1}}), (Done{{0, 4}, {1, 8}}));
+}
+
+TEST(Channel, RoundsOfAStartupThatOverlapsGoOnBesideOthers) {
+  NetworkModel network{2, {{4, 1, 4}}};
+  network.busy_alpha_s = 8;
+  // Its byte is through at 1; at 2, when the other joins, half of its rounds are left.
+  EXPECT_EQ(run(network, {{0, 1}, {2, 20}}), (Done{{0, 6}, {1, 22}}));
+}
+
 TEST(Channel, BytesInFlightShareEqually) {
   // Both flow from 1; the small one is through at 5 and the other has got as much.
   EXPECT_EQ(run({2, {{1, 1}}}, {{0, 6}, {0, 2}}), (Done{{1, 5}, {0, 9}}));

@@ -20,12 +20,28 @@ TEST(FitCost, SmallSizesTellTheStartupAndTheLargestTheByte) {
   const Fit one = fit_cost(samples);
   EXPECT_NEAR(one.line.alpha_s, 3e-3, 0.2e-3);
   EXPECT_NEAR(one.line.beta_s_per_byte, 1e-8, 1e-15);
-  EXPECT_LT(one.residual, 0.15);
+  EXPECT_NEAR(one.line.latency_s(), 0, 1e-12);
+  EXPECT_LT(one.residual, 0.05);
+}
+
+TEST(FitCost, TellsHowMuchOfTheStartupIsHidden) {
+  for (double overlap_s : {0.0, 1e-3, 3e-3}) {
+    const AlphaBeta cost{3e-3, 1e-8, overlap_s};
+    std::vector<Sample> samples;
+    for (int64_t bytes : {100, 1'000, 1'000'000, 4'000'000, 100'000'000}) {
+      samples.push_back({bytes, cost.time_s(bytes)});
+    }
+    const Fit fit = fit_cost(samples);
+    EXPECT_NEAR(fit.line.alpha_s, 3e-3, 2e-5);
+    EXPECT_NEAR(fit.line.beta_s_per_byte, 1e-8, 1e-11);
+    EXPECT_NEAR(fit.line.overlap_s, overlap_s, 3e-4);
+    EXPECT_LT(fit.residual, 1e-2);
+  }
 }
 
 TEST(FitCost, OneSizeCountsAsBeta) {
   const Fit fit = fit_cost(std::vector<Sample>{{100, 1}, {100, 3}, {100, 1}});
-  EXPECT_EQ(fit.line, (AlphaBeta{0, 0.01}));
+  EXPECT_EQ(fit.line, (AlphaBeta{0, 0.01, 0}));
   EXPECT_EQ(fit.residual, 0);
   // Too near each other to tell small from large: the smallest tells the startup.
   EXPECT_NEAR(fit_cost(std::vector<Sample>{{100, 2}, {400, 2}}).line.alpha_s, 1.5, 1e-12);
@@ -41,10 +57,13 @@ TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
   EXPECT_EQ(NetworkModel::from_json(model.to_json()), model);
   EXPECT_THROW(NetworkModel::from_json("{"), UsageError);
   EXPECT_THROW((NetworkModel{4, {{-1, 0}}}.validate()), UsageError);
+  for (double overlap_s : {-1.0, 1.5, std::nan("")}) {
+    EXPECT_THROW((NetworkModel{4, {{1, 0, overlap_s}}}.validate()), UsageError);
+  }
   EXPECT_THROW((NetworkModel{4, {{1, 0}}, {}, {}, -1}.validate()), UsageError);
   EXPECT_THROW((NetworkModel{4, {{1, 0}}, {}, {}, 0, -1}.validate()), UsageError);
   EXPECT_THROW((NetworkModel{4, {{1, 0}}, {}, {}, 0, std::nan("")}.validate()), UsageError);
-  const NetworkModel busy{4, {{1, 10}}, {}, {}, 2, 0.5};
+  const NetworkModel busy{4, {{1, 10, 0.25}}, {}, {}, 2, 0.5};
   EXPECT_EQ(NetworkModel::from_json(busy.to_json()), busy);
   EXPECT_EQ((NetworkModel{4, {{1, 1}, {2, 2}, {3, 3}}, {}, {}, 2}).cost(Collective::all_reduce, 3),
             (AlphaBeta{2, 2}));

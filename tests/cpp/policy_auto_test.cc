@@ -46,7 +46,7 @@ Profile layers(std::mt19937& rng, int count) {
 // A byte takes so long that communication is `ratio` times the computation.
 NetworkModel network_for(std::mt19937& rng, const Profile& p, double ratio, double alpha_s) {
   const double beta = ratio * p.step_s / static_cast<double>(p.bytes());
-  NetworkModel network{4, {{alpha_s, beta}}};
+  NetworkModel network{4, {{alpha_s, beta, uniform(rng, 0, 1) ? alpha_s * real(rng, 0, 1) : 0}}};
   if (uniform(rng, 0, 1)) network.all_reduce.push_back({1.5 * alpha_s, 1.05 * beta});
   if (uniform(rng, 0, 1)) {
     network.reduce_scatter = {{0.6 * alpha_s, 0.45 * beta}};
@@ -59,17 +59,18 @@ NetworkModel network_for(std::mt19937& rng, const Profile& p, double ratio, doub
 
 // Least lateness over every way to cut the jobs into consecutive batches.
 double brute_force(const std::vector<double>& length, const std::vector<double>& due,
-                   double startup) {
+                   double startup, double least) {
   const size_t n = length.size();
   double best = kNever;
   for (unsigned cuts = 0; cuts < 1U << (n - 1); ++cuts) {
     double now = 0, lateness = -kNever;
     for (size_t j = 0; j < n;) {
       const size_t first = j;
-      now += startup;
+      double busy = startup;
       do {
-        now += length[j++];
+        busy += length[j++];
       } while (j < n && !(cuts >> (j - 1) & 1U));
+      now += std::max(busy, least);
       lateness = std::max(lateness, now - due[first]);
     }
     best = std::min(best, lateness);
@@ -86,16 +87,18 @@ TEST(Batching, EqualsBruteForce) {
     for (double& x : due) x = real(rng, -5, 10);
     std::sort(due.begin(), due.end());
     const double startup = uniform(rng, 0, 3) ? real(rng, 0, 3) : 0;
-    const Batching got = batch_exactly(length, due, startup);
-    EXPECT_NEAR(got.lateness_s, brute_force(length, due, startup), 1e-9);
+    const double least = uniform(rng, 0, 1) ? startup + real(rng, 0, 4) : 0;
+    const Batching got = batch_exactly(length, due, startup, least);
+    EXPECT_NEAR(got.lateness_s, brute_force(length, due, startup, least), 1e-9);
     // The batches are what it says.
     double now = 0, lateness = -kNever;
     for (size_t b = 0; b < got.begins.size(); ++b) {
       const auto first = static_cast<size_t>(got.begins[b]);
       const size_t end = b + 1 < got.begins.size() ? static_cast<size_t>(got.begins[b + 1]) : n;
       ASSERT_LT(first, end);
-      now += startup;
-      for (size_t j = first; j < end; ++j) now += length[j];
+      double busy = startup;
+      for (size_t j = first; j < end; ++j) busy += length[j];
+      now += std::max(busy, least);
       lateness = std::max(lateness, now - due[first]);
     }
     EXPECT_EQ(got.begins.front(), 0);
@@ -110,7 +113,7 @@ TEST(Draft, WindowsAdmitSoManyOps) {
                   {{Collective::all_reduce, {{0, 100}}, 1, false}});
   Draft draft{{{{90, 100}}, {{40, 90}}, {{0, 10}, {20, 40}}, {{10, 20}}}, 2, false};
   const std::vector<double> due = {0};
-  const Plan two = build(draft, line, {0, 0, &due});
+  const Plan two = build(draft, line, {{}, &due});
   ASSERT_EQ(two.ops().size(), 4);
   const std::vector<int64_t> windows = {40, 240, 320, 160};
   for (size_t i = 0; i < 4; ++i) {
@@ -118,10 +121,10 @@ TEST(Draft, WindowsAdmitSoManyOps) {
     EXPECT_FALSE(two.ops()[i].fence);
   }
   draft.in_flight = 1;
-  const Plan one = build(draft, line, {0, 0, &due});
+  const Plan one = build(draft, line, {{}, &due});
   for (const Op& op : one.ops()) EXPECT_TRUE(op.fence);
   draft.split = true;
-  const Plan split = build(draft, line, {0, 0, &due});
+  const Plan split = build(draft, line, {{}, &due});
   EXPECT_EQ(split.ops().front().kind, Collective::reduce_scatter);
   EXPECT_EQ(split.ops().back().kind, Collective::all_gather);
 }
@@ -137,7 +140,7 @@ TEST(LocalSearch, NeverMakesItWorse) {
     for (bool split : {false, true}) {
       Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), split};
       for (const Op& op : line.ops()) draft.ops.push_back(op.blocks);
-      const GatherCost gather{1, 0.125, &due};
+      const GatherCost gather{{1, 0.125}, &due};
       const double before = simulator.lateness_s(build(draft, line, gather));
       const double after = LocalSearch(simulator, line, gather, 50000, -1e9).improve(draft);
       EXPECT_LE(after, before);

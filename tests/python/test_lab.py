@@ -19,6 +19,7 @@ from usbyte.lab.netns import Lab
 
 ROOT = Path(usbyte.__file__).parents[1]
 NAME = f"t{os.getpid() % 10_000_000}"
+METRICS = "/proc/sys/net/ipv4/tcp_no_metrics_save"
 
 
 def command(*arguments, **options):
@@ -115,6 +116,15 @@ def test_rates_change_while_ranks_run(lab):
         assert "--kill" in refused.stderr
     assert command("rate", "unlimited").returncode == 0
     assert rates() == [None, None]
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(not os.access(METRICS, os.W_OK), reason="/proc/sys is read-only")
+def test_connections_inherit_nothing_from_earlier_ones(lab):
+    done = subprocess.run(
+        ["ip", "netns", "exec", f"{NAME}-1", "cat", METRICS], capture_output=True, check=True
+    )
+    assert done.stdout == b"1\n"
 
 
 @pytest.mark.netns

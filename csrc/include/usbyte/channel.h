@@ -11,9 +11,10 @@
 namespace usbyte {
 
 /// The network as predicted: one channel that the ops in flight share. An op starts up, for its
-/// alpha, and then its bytes flow; where those of several ops flow, each gets an equal share of the
-/// channel, as concurrent collectives do on real networks. Beyond the network's `concurrent`, an op
-/// starts up when one that was launched before has completed. Not thread-safe.
+/// alpha. Its bytes flow from the overlap at the end of the startup on; where those of several ops
+/// flow, each gets an equal share of the channel, as concurrent collectives do on real networks. It
+/// completes when startup and bytes are through. Beyond the network's `concurrent`, an op starts up
+/// when one that was launched before has completed. Not thread-safe.
 ///
 /// A collective goes in rounds of messages, each of which queues behind what the others in flight
 /// have sent. Beside an op whose bytes flow or are about to, all rounds of another take the
@@ -30,8 +31,8 @@ class Channel {
 
   /// Starts `op` at `now_s` as one of `in_flight` >= 1 ops, itself included.
   void launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s);
-  /// When an op's bytes begin to flow or an op completes, if nothing is launched before; infinity
-  /// when nothing is in flight.
+  /// When the next op's bytes begin or cease to flow or an op completes, if nothing is launched
+  /// before; infinity when nothing is in flight.
   double next_s() const;
   /// Goes on to `next_s`, which must be finite, and returns the op that completes there, or -1.
   int advance();
@@ -39,30 +40,28 @@ class Channel {
   double now_s() const { return now_s_; }
 
  private:
-  struct Starting {
-    double until_s;
+  struct Flight {
+    double until_s;  // which moves it on; while its bytes flow in `share_s_`
     int op;
-    double startup_s;
-    double work_s;        // how long its bytes take with the channel to themselves
-    double rounds_until;  // in `rounds_`
-    auto operator<=>(const Starting&) const = default;
-  };
-  struct Flow {
-    double until_s;  // in `share_s_`
-    int op;
-    double work_s;
-    double rounds_until;
-    auto operator<=>(const Flow&) const = default;
+    double latency_s, alpha_s;  // from its start until bytes flow, and until the startup is over
+    double work_s;              // how long its bytes take with the channel to themselves
+    double started_up_s;        // when the startup is over
+    double rounds_until;        // in `rounds_`
+    auto operator<=>(const Flight&) const = default;
   };
 
-  bool is_idle() const { return starting_.empty() && flowing_.empty(); }
+  size_t starting_up_or_flowing() const {
+    return starting_.size() + flowing_.size() + lingering_.size();
+  }
   double flows_s() const;
+  double lingers_s() const;
   double ends_s() const;
   double rounds_end_s() const;
   void go_on_to(double time_s);
-  void start(Starting op);
+  void start(Flight op);
   void end_loneliness();
   void time_rounds();
+  int settle(const Flight& through);
   int complete(int op);
 
   const NetworkModel* network_;
@@ -75,10 +74,11 @@ class Channel {
   double rounds_ = 0;
   double all_rounds_s_ = 0;  // how long all of them take now
   // Heaps, what comes first on top.
-  std::vector<Starting> starting_;
-  std::vector<Flow> flowing_;
-  std::vector<std::pair<double, int>> held_;  // their bytes are through: until when in rounds_, op
-  std::deque<Starting> waiting_;              // launched, not begun
+  std::vector<Flight> starting_;
+  std::vector<Flight> flowing_;
+  std::vector<Flight> lingering_;             // their bytes are through, their startup is not
+  std::vector<std::pair<double, int>> held_;  // both are through: until when in rounds_, op
+  std::deque<Flight> waiting_;                // launched, not begun
 };
 
 }  // namespace usbyte

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -10,13 +11,17 @@
 
 namespace usbyte {
 
-/// Cost of one operation of m payload bytes: alpha + beta * m.
+/// Cost of one operation of m payload bytes: alpha + beta * m, or less where bytes already travel
+/// during the startup: max(alpha, alpha - overlap + beta * m).
 struct AlphaBeta {
   double alpha_s = 0;
   double beta_s_per_byte = 0;
+  double overlap_s = 0;  ///< the end of the startup, during which bytes travel; at most alpha_s
 
+  /// From the launch until the first byte travels.
+  double latency_s() const { return alpha_s - overlap_s; }
   double time_s(int64_t bytes) const {
-    return alpha_s + beta_s_per_byte * static_cast<double>(bytes);
+    return std::max(alpha_s, latency_s() + beta_s_per_byte * static_cast<double>(bytes));
   }
   bool operator==(const AlphaBeta&) const = default;
 };
@@ -26,7 +31,7 @@ struct AlphaBeta {
 /// Entry k - 1 of a collective is what an op costs that is launched as one of k in flight: its
 /// startup, which overlaps with those of the others, and for each byte its time if it had the
 /// network to itself, which the ops in flight share equally. So k ops of m bytes that are posted
-/// together have all ended after about alpha + beta * k * m, from which a probe finds the entries.
+/// together have all ended after about time_s(k * m), from which a probe finds the entries.
 /// More ops in flight cost what the last entry says.
 ///
 /// Startups overlap where they are latency; how much that is worth a probe tells, by more entries.
@@ -76,11 +81,10 @@ struct Fit {
   double residual;  ///< median over sizes of |predicted - measured| / measured
 };
 
-/// A cost from repeated measurements of several sizes. Real networks are no line: small operations
-/// take a constant time, large ones a time in proportion. So alpha is what the small ones take
-/// beyond their share (below a sixteenth of the largest, medians of repeats), and beta is what a
-/// byte of the largest takes. What lies between is overestimated, which favours fewer operations.
-/// Throws UsageError on no samples.
+/// A cost from repeated measurements of several sizes, by medians of the repeats. alpha is what the
+/// small ones take beyond their bytes, where these are no more than a tenth of it. The largest size
+/// costs what was measured. The overlap is the largest of those that fit the sizes between within 1
+/// % of the best, so that beta is not made small by noise. Throws UsageError on no samples.
 Fit fit_cost(std::span<const Sample> samples);
 
 }  // namespace usbyte

@@ -8,6 +8,7 @@ is no state file to go stale.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -107,6 +108,7 @@ class Lab:
             _run("ip", "link", "set", self._bridge, "up")
             for i in range(hosts):
                 self._add_host(i)
+                self._forget_connections(i)
                 if congestion is not None:
                     self._control_congestion(i, congestion)
                 self._name_hosts(i, hosts)
@@ -186,6 +188,13 @@ class Lab:
                 f"the system does not take '{algorithm}' as TCP's congestion control; it knows "
                 + known.read_text().strip().replace(" ", ", ")
             ) from error
+
+    def _forget_connections(self, i: int) -> None:
+        # Else a connection starts from what an earlier one to the same host met with, and who is
+        # measured after whom decides. Some containers have /proc/sys read-only.
+        inside = ["ip", "netns", "exec", f"{self.name}-{i}"]
+        with contextlib.suppress(UsageError):
+            _run(*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save")
 
     def _name_hosts(self, i: int, hosts: int) -> None:
         # Its own name too, by which some libraries look for the address to listen at.

@@ -29,7 +29,9 @@ _GROWTH = 16
 _LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
 # operation beside it is through
 _MOST_AHEAD = 3  # more than that in flight is as good as any number
-_GROUPS = 3  # one after the other without a pause, as in training
+# One after the other without a pause, as in training. The first does not count, since ranks begin
+# it apart. Times of the smallest vary most.
+_GROUPS, _SMALL_OPS = 3, 48
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
 
@@ -123,14 +125,17 @@ def _time(
     context: Context, communicator: TorchCommunicator, window: int, sizes: list[int], repeats: int
 ) -> list[Measured]:
     rows = []
-    buffer = torch.zeros(_GROUPS * max(*sizes, window * _FLOAT_BYTES), dtype=torch.uint8)
+    longest = max(_groups(size, window) * max(size, window * _FLOAT_BYTES) for size in sizes)
+    buffer = torch.zeros(longest, dtype=torch.uint8)
     communicator.register(buffer)
     for size in sizes:
         numel = max(size // _FLOAT_BYTES // window, 1)
+        payload = numel * window * _FLOAT_BYTES
         for kinds in _WINDOWS[window]:
-            with _engine(context, communicator, buffer, _plan(kinds, window, numel)) as engine:
+            plan = _plan(kinds, window, numel, _groups(size, window))
+            with _engine(context, communicator, buffer, plan) as engine:
                 for _ in range(repeats):
-                    rows += _one_step(engine, kinds, window, numel * window * _FLOAT_BYTES)
+                    rows += _one_step(engine, kinds, window, payload)
     return rows
 
 
@@ -179,11 +184,17 @@ def _run(engine: _core.Engine, tensors: int) -> None:
     for i in range(tensors):
         engine.ready(i)
     engine.end_backward()
+    for i in range(tensors):  # as the gates of the forward pass do
+        engine.wait(i)
     engine.drain()
 
 
-def _plan(kinds: list[str], window: int, numel: int) -> _core.Plan:
-    count = window * _GROUPS
+def _groups(size: int, window: int) -> int:
+    return _SMALL_OPS // window if size <= _SMALLEST_BYTES else _GROUPS
+
+
+def _plan(kinds: list[str], window: int, numel: int, groups: int) -> _core.Plan:
+    count = window * groups
     tensors = line((f"probe{i}", numel, "float32") for i in range(count))
     ops = [
         _core.Op(kind, [(i * numel, (i + 1) * numel)], _UNLIMITED, fence=i % window == 0)
@@ -194,12 +205,12 @@ def _plan(kinds: list[str], window: int, numel: int) -> _core.Plan:
 
 
 def _one_step(engine: _core.Engine, kinds: list[str], window: int, payload: int) -> list[Measured]:
-    count = window * _GROUPS
+    count = len(engine.plan.tensors)
     _run(engine, count)
     times = engine.op_times()
     rows = []
     for k, kind in enumerate(kinds):
-        ops = times[k * count : (k + 1) * count]
-        seconds = (max(end for _, end in ops) - ops[0][0]) / _GROUPS
+        ends = [end for _, end in times[k * count : (k + 1) * count]]
+        seconds = (max(ends[-window:]) - max(ends[:window])) / (count // window - 1)
         rows.append(Measured(kind, window, payload, seconds))
     return rows
