@@ -178,12 +178,12 @@ class Hub {
     idle_.notify_all();
   }
 
-  // Startups run side by side, transfers take turns.
+  // Startups run side by side, transfers take turns; bytes travel during the end of a startup.
   void await_network(std::unique_lock<std::mutex>& lock, double posted_s, const Request& request) {
     if (cost_.alpha_s == 0 && cost_.beta_s_per_byte == 0) return;
-    channel_free_s_ = std::max(channel_free_s_, posted_s + cost_.alpha_s) +
+    channel_free_s_ = std::max(channel_free_s_, posted_s + cost_.latency_s()) +
                       cost_.beta_s_per_byte * static_cast<double>(payload_bytes(request));
-    const std::chrono::duration<double> until(channel_free_s_);
+    const std::chrono::duration<double> until(std::max(channel_free_s_, posted_s + cost_.alpha_s));
     const auto deadline = std::chrono::steady_clock::time_point(
         std::chrono::ceil<std::chrono::steady_clock::duration>(until));
     work_.wait_until(lock, deadline, [&] { return left_ >= 0; });
@@ -238,9 +238,7 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, Al
     throw UsageError("make_local_communicators: size " + std::to_string(size) +
                      " must be at least 1");
   }
-  if (!(cost.alpha_s >= 0) || !(cost.beta_s_per_byte >= 0) || !std::isfinite(cost.time_s(1))) {
-    throw UsageError("make_local_communicators: alpha and beta must be finite and not negative");
-  }
+  cost.validate("make_local_communicators");
   std::vector<std::unique_ptr<Communicator>> out;
   if (size == 1) {
     out.push_back(std::make_unique<SoloCommunicator>());

@@ -14,6 +14,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
+constexpr int kRounds = 4;         // of alpha from beta and beta from alpha
 constexpr int kOverlaps = 32;      // values that are tried
 constexpr double kAsGood = 0.005;  // in mean relative error: a difference that tells nothing
 constexpr double kSmall = 0.1;     // of its time: what bytes may take of a small operation
@@ -44,7 +45,45 @@ std::vector<AlphaBeta> costs(const ordered_json& rows) {
   return out;
 }
 
+// What points, by size, say if so much of the startup overlaps.
+AlphaBeta with_overlap(const std::vector<Sample>& points, double part) {
+  const Sample largest = points.back();
+  const double s_per_byte = largest.seconds / static_cast<double>(largest.bytes);
+  AlphaBeta cost{0, s_per_byte, 0};
+  if (points.size() == 1) return cost;
+  const auto transfer_s = [](const Sample& p, double beta) {
+    return beta * static_cast<double>(p.bytes);
+  };
+  std::vector<Sample> small;
+  for (const Sample& p : points) {
+    if (transfer_s(p, s_per_byte) <= kSmall * p.seconds) small.push_back(p);
+  }
+  if (small.empty()) small.push_back(points.front());
+  for (int round = 0; round < kRounds; ++round) {
+    std::vector<double> startups;
+    for (const Sample& p : small) {
+      const double bytes_s = transfer_s(p, cost.beta_s_per_byte);
+      const bool hidden = part == 1 || part * p.seconds >= bytes_s;
+      startups.push_back(hidden ? p.seconds : std::max(p.seconds - bytes_s, 0.0) / (1 - part));
+    }
+    cost.alpha_s = median(startups);
+    cost.overlap_s = part * cost.alpha_s;
+    cost.beta_s_per_byte =
+        std::max(largest.seconds - cost.latency_s(), 0.0) / static_cast<double>(largest.bytes);
+  }
+  return cost;
+}
+
 }  // namespace
+
+void AlphaBeta::validate(const std::string& what) const {
+  if (!(alpha_s >= 0 && beta_s_per_byte >= 0 && std::isfinite(alpha_s + beta_s_per_byte))) {
+    throw UsageError(what + ": a cost is negative or not finite");
+  }
+  if (!(overlap_s >= 0 && overlap_s <= alpha_s)) {
+    throw UsageError(what + ": the overlap is negative or longer than the startup");
+  }
+}
 
 AlphaBeta NetworkModel::cost(Collective kind, int in_flight) const {
   if (concurrent > 0) in_flight = std::min(in_flight, concurrent);
@@ -87,15 +126,7 @@ void NetworkModel::validate() const {
   }
   if (all_reduce.empty()) throw UsageError("network: no cost of all_reduce");
   for (const auto* row : {&all_reduce, &reduce_scatter, &all_gather}) {
-    for (const AlphaBeta& c : *row) {
-      if (!(c.alpha_s >= 0 && c.beta_s_per_byte >= 0 &&
-            std::isfinite(c.alpha_s + c.beta_s_per_byte))) {
-        throw UsageError("network: a cost is negative or not finite");
-      }
-      if (!(c.overlap_s >= 0 && c.overlap_s <= c.alpha_s)) {
-        throw UsageError("network: overlap_s is negative or more than alpha_s");
-      }
-    }
+    for (const AlphaBeta& c : *row) c.validate("network");
   }
 }
 
@@ -125,35 +156,20 @@ Fit fit_cost(std::span<const Sample> samples) {
   if (samples.empty()) throw UsageError("fit_cost: no samples");
   std::map<int64_t, std::vector<double>> by_size;
   for (const Sample& s : samples) by_size[s.bytes].push_back(s.seconds);
-  std::vector<std::pair<double, double>> points;
-  for (const auto& [bytes, seconds] : by_size) {
-    points.emplace_back(static_cast<double>(bytes), median(seconds));
-  }
-  const auto [most, slowest] = points.back();
-  std::vector<double> startups;
-  for (const auto& [x, y] : points) {
-    if (slowest / most * x <= kSmall * y) startups.push_back(std::max(y - slowest / most * x, 0.0));
-  }
-  if (startups.empty() && points.size() > 1) {
-    startups.push_back(std::max(points[0].second - slowest / most * points[0].first, 0.0));
-  }
-  const double alpha = startups.empty() ? 0 : median(startups);
-  const auto errors = [&](const AlphaBeta& cost) {
-    std::vector<double> out;
-    for (const auto& [x, y] : points) {
-      out.push_back(std::abs(cost.time_s(static_cast<int64_t>(x)) - y) / std::max(y, 1e-12));
-    }
-    return out;
-  };
+  std::vector<Sample> points;
+  for (const auto& [bytes, seconds] : by_size) points.push_back({bytes, median(seconds)});
+
   std::vector<std::pair<double, Fit>> tried;  // mean error first
   double least = std::numeric_limits<double>::infinity();
   for (int i = 0; i <= kOverlaps; ++i) {
-    const double overlap = alpha * i / kOverlaps;
-    const AlphaBeta cost{alpha, std::max(slowest - alpha + overlap, 0.0) / most, overlap};
-    const std::vector<double> all = errors(cost);
+    const AlphaBeta cost = with_overlap(points, static_cast<double>(i) / kOverlaps);
+    std::vector<double> errors;
+    for (const auto& [bytes, seconds] : points) {
+      errors.push_back(std::abs(cost.time_s(bytes) - seconds) / std::max(seconds, 1e-12));
+    }
     const double mean =
-        std::accumulate(all.begin(), all.end(), 0.0) / static_cast<double>(all.size());
-    tried.push_back({mean, {cost, median(all)}});
+        std::accumulate(errors.begin(), errors.end(), 0.0) / static_cast<double>(errors.size());
+    tried.push_back({mean, {cost, median(std::move(errors))}});
     least = std::min(least, mean);
   }
   while (tried.back().first > least + kAsGood) tried.pop_back();

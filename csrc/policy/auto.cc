@@ -13,8 +13,9 @@ namespace {
 
 constexpr int kImproved = 2;          // drafts of a kind that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
-constexpr double kAlmost = 0.003;     // of the iteration
-constexpr int64_t kWork = 700'000;    // of one local search: some 80 ms
+constexpr double kAlmost = 0.005;     // of the iteration
+constexpr double kCredited = 0.5;     // of the overlap of startups, while searching
+constexpr int64_t kWork = 600'000;    // of one local search: some 100 ms
 
 // How a draft is made.
 struct Pace {
@@ -28,7 +29,7 @@ struct Pace {
 // the input go next, with what follows them on the line: as many as can be sent until the next
 // gradient appears, but no op below `least_bytes` if there is more. An op whose bytes are less than
 // half of its time waits for the next gradient and goes with it. After backward, what is left goes
-// in the order of due dates, in the batches that are exactly best.
+// in the order of due dates, in the best batches of that order.
 class Drafting {
  public:
   Drafting(const Profile& profile, const Plan& line, const std::vector<double>& due_s)
@@ -57,8 +58,9 @@ class Drafting {
         queue.push(rank_[at(backward_[next++])]);
         continue;
       }
-      const double fill =
-          std::max((release - now - pace.cost.latency_s()) / s_per_byte, pace.least_bytes);
+      const double fill = std::max(
+          (std::max(release - now, pace.cost.alpha_s) - pace.cost.latency_s()) / s_per_byte,
+          pace.least_bytes);
       const std::vector<Block> blocks = gather(by_due_[at(queue.top())], fill);
       const int64_t bytes = line_.bytes({{}, blocks});
       const double length = pace.cost.time_s(bytes);
@@ -142,10 +144,12 @@ std::vector<Pace> paces(const NetworkModel& network, double total_bytes, bool sh
   std::vector<Pace> out;
   size_t windows = std::max<size_t>(network.all_reduce.size(), 2);
   if (network.concurrent > 0) windows = std::min(windows, static_cast<size_t>(network.concurrent));
+  // Whenever a rank is late, an op alone in flight leaves the channel idle.
+  const size_t fewest = network.concurrent > 1 ? 2 : 1;
   for (bool split : {false, true}) {
     if (sharded && !split) continue;
     const Collective kind = split ? Collective::reduce_scatter : Collective::all_reduce;
-    for (size_t k = 1; k <= windows; ++k) {
+    for (size_t k = fewest; k <= windows; ++k) {
       AlphaBeta cost = network.cost(kind, static_cast<int>(k));
       cost.beta_s_per_byte = std::max(cost.beta_s_per_byte, 1e-15);
       // With k in flight, a startup passes while the ops before are on the channel.
@@ -159,6 +163,15 @@ std::vector<Pace> paces(const NetworkModel& network, double total_bytes, bool sh
     }
   }
   return out;
+}
+
+// Ranks that are a little late use up the overlap: where the model credits all of it, small ops
+// look free.
+NetworkModel cautious(NetworkModel network) {
+  for (auto* row : {&network.all_reduce, &network.reduce_scatter, &network.all_gather}) {
+    for (AlphaBeta& cost : *row) cost.overlap_s *= kCredited;
+  }
+  return network;
 }
 
 struct Candidate {
@@ -210,7 +223,9 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   const Plan fallback =
       options.sharded ? dear(profile, network, options) : ddp(profile, network, options);
   if (profile.tensors.empty()) return fallback;
-  const GatherCost gather = {network.cost(Collective::all_gather, 1), &simulator.due_s()};
+  const NetworkModel assumed = cautious(network);
+  Simulator searched(profile, assumed, options.overlap, options.sharded);
+  const GatherCost gather = {assumed.cost(Collective::all_gather, 1), &simulator.due_s()};
 
   std::vector<Candidate> all;
   const auto consider = [&](Plan plan) {
@@ -226,15 +241,16 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
 
   std::vector<std::pair<double, Draft>> drafts;
   Drafting drafting(profile, fallback, simulator.due_s());
-  for (const Pace& pace : paces(network, static_cast<double>(profile.bytes()), options.sharded)) {
+  for (const Pace& pace : paces(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
     Draft draft = drafting.draft(pace);
-    const double lateness = consider(build(draft, fallback, gather));
-    drafts.emplace_back(lateness, std::move(draft));
+    Plan plan = build(draft, fallback, gather);
+    drafts.emplace_back(searched.lateness_s(plan), std::move(draft));
+    consider(std::move(plan));
   }
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
-  LocalSearch search(simulator, fallback, gather, kWork,
-                     simulator.bound_s() - simulator.iteration_s());
+  LocalSearch search(searched, fallback, gather, kWork,
+                     searched.bound_s() - searched.iteration_s());
   std::map<std::pair<int, bool>, int> improved;  // neither of which the search changes
   for (auto& [lateness, draft] : drafts) {
     if (improved[{draft.in_flight, draft.split}]++ >= kImproved) continue;

@@ -11,9 +11,10 @@ struct Batching {
   std::vector<int> begins;  ///< first job of each batch, ascending
 };
 
-/// Exact serial batching to minimise the largest lateness (1|s-batch|Lmax): a batch takes
-/// `startup_s` plus the lengths of its jobs, at least `least_s`, and its jobs complete with it. All
-/// jobs are available at time 0; `due_s` ascends and may be negative. O(n^2). Webster and Baker,
+/// Serial batching to minimise the largest lateness (1|s-batch|Lmax): a batch takes `startup_s`
+/// plus the lengths of its jobs, at least `least_s`, and its jobs complete with it. All jobs are
+/// available at time 0; `due_s` ascends and may be negative. The best of all cuts in this order; no
+/// other order is better unless a batch is shorter than `least_s`. O(n^2). Webster and Baker,
 /// "Scheduling Groups of Jobs on a Single Machine", Operations Research 1995.
 Batching batch_exactly(std::span<const double> length_s, std::span<const double> due_s,
                        double startup_s, double least_s = 0);

@@ -22,8 +22,8 @@ Plan dcredit(const Profile& profile, const NetworkModel& network, const PolicyOp
   };
   for (int next : job.backward) {
     const double boundary_s = profile.ready_s[static_cast<size_t>(next)];
-    double room_s = boundary_s - channel_s - job.cost.alpha_s;
-    if (room_s > -job.cost.alpha_s && room_s <= 0 && !backlog.empty()) {
+    double room_s = boundary_s - channel_s - job.cost.latency_s();
+    if (room_s > -job.cost.latency_s() && room_s <= 0 && !backlog.empty()) {
       window.push_back(backlog.take(0));
     }
     while (room_s > 0 && !backlog.empty()) {

@@ -42,11 +42,14 @@ Plan mgwfbp(const Profile& profile, const NetworkModel& network, const PolicyOpt
   for (int i : backward_order(profile)) {
     const TensorSpec& t = profile.tensors[static_cast<size_t>(i)];
     const double ready_s = profile.ready_s[static_cast<size_t>(i)];
-    const bool merge = !group.empty() && t.dtype == dtype && ready_s - start_s < cost.alpha_s;
+    const int64_t more = t.numel * itemsize(t.dtype);
+    // A startup, where it costs the same whatever follows it.
+    const double saved_s = cost.time_s(bytes) + cost.time_s(more) - cost.time_s(bytes + more);
+    const bool merge = !group.empty() && t.dtype == dtype && ready_s - start_s < saved_s;
     if (!merge) close();
     group.push_back({t.offset, t.end()});
     dtype = t.dtype;
-    bytes += t.numel * itemsize(t.dtype);
+    bytes += more;
     start_s = std::max(free_s, ready_s);
   }
   close();

@@ -11,8 +11,7 @@ double ready_s(const UnitJob& job, int tensor) {
 
 void append(const UnitJob& job, UsByteSchedule& schedule, Slice slice, double start_s) {
   const size_t t = static_cast<size_t>(slice.tensor);
-  const double end_s =
-      start_s + job.cost.alpha_s + job.cost.beta_s_per_byte * static_cast<double>(slice.bytes());
+  const double end_s = start_s + job.cost.time_s(slice.bytes());
   schedule.sends.push_back({slice, start_s, end_s});
   schedule.channel_s = end_s;
   schedule.rest[t] = job.bytes[t] - slice.end;
@@ -40,7 +39,13 @@ UsByteSchedule usbyte_phase1(const UnitJob& job, std::span<const int> order) {
       const int tensor = backlog.first();
       // The op before goes on if it is of the same tensor: the channel has not been idle since.
       const bool extend = !schedule.sends.empty() && schedule.sends.back().slice.tensor == tensor;
-      const double room_s = boundary_s - channel_s - (extend ? 0 : job.cost.alpha_s);
+      // For bytes beyond those that the op has already.
+      double room_s = boundary_s - channel_s - job.cost.latency_s();
+      if (extend) {
+        const Send& last = schedule.sends.back();
+        room_s = boundary_s - last.start_s - job.cost.latency_s() -
+                 job.cost.beta_s_per_byte * static_cast<double>(last.slice.bytes());
+      }
       double bytes = static_cast<double>(backlog.rest(tensor));
       if (room_s < 0) {
         bytes = 0;  // one unit

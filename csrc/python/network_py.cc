@@ -78,7 +78,7 @@ void register_network(py::module_& m) {
       "fit_cost",
       [](const std::vector<std::pair<int64_t, double>>& s) {
         const Fit fit = fit_cost(rows(s));
-        return std::pair(fit.line, fit.residual);
+        return std::pair(fit.cost, fit.residual);
       },
       py::arg("samples"),
       "Cost from repeated measurements of several sizes, and the median of its relative errors.");

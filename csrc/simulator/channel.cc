@@ -39,7 +39,7 @@ void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, doub
     throw UsageError("network: an op of " + std::to_string(bytes) + " bytes would never end");
   }
   const Flight launched{0, op, cost.latency_s(), cost.alpha_s, work_s, 0, 0};
-  const size_t running = starting_up_or_flowing() + held_.size();
+  const size_t running = unsettled() + held_.size();
   if (network_->concurrent > 0 && running >= static_cast<size_t>(network_->concurrent)) {
     waiting_.push_back(launched);
   } else {
@@ -78,6 +78,7 @@ int Channel::advance() {
   if (through.started_up_s <= now_s_) return settle(through);
   through.until_s = through.started_up_s;
   push(lingering_, through);
+  time_rounds();
   return -1;
 }
 
@@ -107,7 +108,7 @@ void Channel::go_on_to(double time_s) {
 void Channel::start(Flight op) {
   op.until_s = now_s_ + op.latency_s;
   op.started_up_s = now_s_ + op.alpha_s;
-  const bool alone = starting_up_or_flowing() == 0;
+  const bool alone = unsettled() == 0;
   if (alone && held_.empty()) rounds_ = 0;
   op.rounds_until = alone ? kAlone : rounds_ + 1;
   end_loneliness();
@@ -116,7 +117,7 @@ void Channel::start(Flight op) {
 }
 
 void Channel::end_loneliness() {
-  if (starting_up_or_flowing() != 1) return;
+  if (unsettled() != 1) return;
   for (std::vector<Flight>* flights : {&starting_, &flowing_, &lingering_}) {
     for (Flight& op : *flights) {
       const double left_s = op.started_up_s - now_s_;
@@ -130,7 +131,7 @@ void Channel::time_rounds() {
   const double most_s = network_->busy_alpha_s;
   if (most_s == 0) return;
   all_rounds_s_ = 0;
-  if (starting_up_or_flowing() + held_.size() == 1) return;
+  if (unsettled() + held_.size() == 1) return;
   double largest_s = 0;
   for (const std::vector<Flight>* flights : {&starting_, &flowing_}) {
     for (const Flight& op : *flights) {

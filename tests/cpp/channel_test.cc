@@ -58,6 +58,10 @@ TEST(Channel, RoundsOfAStartupThatOverlapsGoOnBesideOthers) {
   network.busy_alpha_s = 8;
   // Its byte is through at 1; at 2, when the other joins, half of its rounds are left.
   EXPECT_EQ(run(network, {{0, 1}, {2, 20}}), (Done{{0, 6}, {1, 22}}));
+  // The gather's byte has flown at 6, its rounds wait for the other's bytes, which end at 7.
+  network = {2, {{10, 1, 10}}, {}, {{1, 1}}};
+  network.busy_alpha_s = 8;
+  EXPECT_EQ(run(network, {{0, 6}, {3, 1, Collective::all_gather}}), (Done{{1, 7}, {0, 10}}));
 }
 
 TEST(Channel, BytesInFlightShareEqually) {
@@ -126,19 +130,22 @@ TEST(Channel, RefusesWhatNeverEnds) {
 }
 
 // Whoever flows gets a tick of its own in turn, of all the ticks there are.
-Done by_small_steps(double alpha_s, double s_per_byte, const std::vector<Launch>& launches,
-                    double tick_s) {
+Done by_small_steps(const AlphaBeta& cost, const std::vector<Launch>& launches, double tick_s) {
   std::vector<double> rest;
-  for (const Launch& l : launches) rest.push_back(s_per_byte * static_cast<double>(l.bytes));
+  for (const Launch& l : launches) {
+    rest.push_back(cost.beta_s_per_byte * static_cast<double>(l.bytes));
+  }
   Done done;
   for (double now = 0; done.size() < launches.size(); now += tick_s) {
     std::vector<size_t> flowing;
     for (size_t i = 0; i < launches.size(); ++i) {
-      if (rest[i] > 0 && launches[i].at_s + alpha_s <= now) flowing.push_back(i);
+      if (rest[i] > 0 && launches[i].at_s + cost.latency_s() <= now) flowing.push_back(i);
     }
     for (size_t i : flowing) {
       rest[i] -= tick_s / static_cast<double>(flowing.size());
-      if (rest[i] <= 0) done.emplace_back(static_cast<int>(i), now + tick_s);
+      if (rest[i] > 0) continue;
+      done.emplace_back(static_cast<int>(i),
+                        std::max(now + tick_s, launches[i].at_s + cost.alpha_s));
     }
   }
   return done;
@@ -146,7 +153,7 @@ Done by_small_steps(double alpha_s, double s_per_byte, const std::vector<Launch>
 
 TEST(Channel, EqualsSmallSteps) {
   std::mt19937 rng(3);
-  const double alpha = 0.75, beta = 0.25, tick = 1.0 / 512;
+  const double tick = 1.0 / 512;
   for (int round = 0; round < 200; ++round) {
     std::vector<Launch> launches;
     double at = 0;
@@ -154,8 +161,9 @@ TEST(Channel, EqualsSmallSteps) {
       launches.push_back({at, 1 + static_cast<int64_t>(rng() % 20)});
       at += static_cast<double>(rng() % 8) / 4;
     }
-    Done exact = run({2, {{alpha, beta}}}, launches);
-    Done expected = by_small_steps(alpha, beta, launches, tick);
+    const AlphaBeta cost{0.75, 0.25, 0.25 * static_cast<double>(rng() % 4)};
+    Done exact = run({2, {cost}}, launches);
+    Done expected = by_small_steps(cost, launches, tick);
     std::sort(exact.begin(), exact.end());
     std::sort(expected.begin(), expected.end());
     for (size_t i = 0; i < exact.size(); ++i) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <random>
 #include <vector>
 
 #include "usbyte/error.h"
@@ -18,33 +19,45 @@ TEST(FitCost, SmallSizesTellTheStartupAndTheLargestTheByte) {
     samples.insert(samples.end(), {{bytes, seconds}, {bytes, seconds}, {bytes, 5 * seconds}});
   }
   const Fit one = fit_cost(samples);
-  EXPECT_NEAR(one.line.alpha_s, 3e-3, 0.2e-3);
-  EXPECT_NEAR(one.line.beta_s_per_byte, 1e-8, 1e-15);
-  EXPECT_NEAR(one.line.latency_s(), 0, 1e-12);
+  EXPECT_NEAR(one.cost.alpha_s, 3e-3, 0.2e-3);
+  EXPECT_NEAR(one.cost.beta_s_per_byte, 1e-8, 1e-15);
+  EXPECT_NEAR(one.cost.latency_s(), 0, 1e-12);
   EXPECT_LT(one.residual, 0.05);
 }
 
-TEST(FitCost, TellsHowMuchOfTheStartupIsHidden) {
-  for (double overlap_s : {0.0, 1e-3, 3e-3}) {
-    const AlphaBeta cost{3e-3, 1e-8, overlap_s};
-    std::vector<Sample> samples;
-    for (int64_t bytes : {100, 1'000, 1'000'000, 4'000'000, 100'000'000}) {
-      samples.push_back({bytes, cost.time_s(bytes)});
+TEST(FitCost, TellsHowMuchOfTheStartupOverlaps) {
+  std::mt19937 rng(5);
+  for (double alpha_s : {25e-6, 3e-3}) {
+    for (double beta : {1e-8, 1e-9, 1e-10}) {
+      for (double part : {0.0, 0.3, 1.0}) {
+        const AlphaBeta cost{alpha_s, beta, part * alpha_s};
+        std::vector<Sample> samples;
+        for (int64_t bytes : {4'096, 65'536, 1'048'576, 16'777'216, 33'554'432}) {
+          for (int repeat = 0; repeat < 9; ++repeat) {
+            const double noise = std::uniform_real_distribution<double>(0.99, 1.01)(rng);
+            samples.push_back({bytes, noise * cost.time_s(bytes)});
+          }
+        }
+        const AlphaBeta fitted = fit_cost(samples).cost;
+        if (beta * 4096 < alpha_s) {
+          EXPECT_NEAR(fitted.alpha_s / alpha_s, 1, 0.2);
+        }
+        EXPECT_NEAR(fitted.beta_s_per_byte / beta, 1, 0.05);
+        for (const Sample& s : samples) {
+          EXPECT_NEAR(fitted.time_s(s.bytes) / cost.time_s(s.bytes), 1, 0.06) << s.bytes;
+        }
+      }
     }
-    const Fit fit = fit_cost(samples);
-    EXPECT_NEAR(fit.line.alpha_s, 3e-3, 2e-5);
-    EXPECT_NEAR(fit.line.beta_s_per_byte, 1e-8, 1e-11);
-    EXPECT_NEAR(fit.line.overlap_s, overlap_s, 3e-4);
-    EXPECT_LT(fit.residual, 1e-2);
   }
 }
 
 TEST(FitCost, OneSizeCountsAsBeta) {
   const Fit fit = fit_cost(std::vector<Sample>{{100, 1}, {100, 3}, {100, 1}});
-  EXPECT_EQ(fit.line, (AlphaBeta{0, 0.01, 0}));
+  EXPECT_EQ(fit.cost, (AlphaBeta{0, 0.01, 0}));
   EXPECT_EQ(fit.residual, 0);
-  // Too near each other to tell small from large: the smallest tells the startup.
-  EXPECT_NEAR(fit_cost(std::vector<Sample>{{100, 2}, {400, 2}}).line.alpha_s, 1.5, 1e-12);
+  // Two sizes do not tell how much overlaps: all of it.
+  EXPECT_EQ(fit_cost(std::vector<Sample>{{100, 2}, {400, 2}}).cost, (AlphaBeta{2, 0.005, 2}));
+  EXPECT_EQ(fit_cost(std::vector<Sample>{{1, 2}, {400, 8}}).cost, (AlphaBeta{2, 0.02, 2}));
   EXPECT_THROW(fit_cost(std::vector<Sample>{}), UsageError);
 }
 

@@ -80,6 +80,7 @@ inline NetworkModel random_network(std::mt19937& rng) {
     if (uniform(rng, 0, 4)) {
       c.beta_s_per_byte = std::exp(uniform_real(rng, std::log(1e-11), std::log(1e-7)));
     }
+    if (uniform(rng, 0, 1)) c.overlap_s = c.alpha_s * uniform_real(rng, 0, 1);
     return c;
   };
   NetworkModel network{4, {cost()}};

@@ -168,7 +168,9 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
   std::mt19937 rng(11);
   for (int i = 0; i < 500; ++i) {
     const Profile p = random_profile(rng);
-    NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 3)), 0.25}, {2, 0.5}}};
+    const double alpha = static_cast<double>(uniform(rng, 0, 3));
+    NetworkModel network{
+        4, {{alpha, 0.25, alpha * static_cast<double>(uniform(rng, 0, 2)) / 2}, {2, 0.5, 1}}};
     network.concurrent = static_cast<int>(uniform(rng, 0, 3));
     network.busy_alpha_s = static_cast<double>(uniform(rng, 0, 4));
     for (Overlap overlap : {Overlap::backward, Overlap::forward}) {

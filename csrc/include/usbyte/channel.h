@@ -41,7 +41,7 @@ class Channel {
 
  private:
   struct Flight {
-    double until_s;  // which moves it on; while its bytes flow in `share_s_`
+    double until_s;  // when it moves on; while its bytes flow, a value of `share_s_`
     int op;
     double latency_s, alpha_s;  // from its start until bytes flow, and until the startup is over
     double work_s;              // how long its bytes take with the channel to themselves
@@ -50,9 +50,7 @@ class Channel {
     auto operator<=>(const Flight&) const = default;
   };
 
-  size_t starting_up_or_flowing() const {
-    return starting_.size() + flowing_.size() + lingering_.size();
-  }
+  size_t unsettled() const { return starting_.size() + flowing_.size() + lingering_.size(); }
   double flows_s() const;
   double lingers_s() const;
   double ends_s() const;

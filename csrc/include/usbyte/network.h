@@ -23,6 +23,9 @@ struct AlphaBeta {
   double time_s(int64_t bytes) const {
     return std::max(alpha_s, latency_s() + beta_s_per_byte * static_cast<double>(bytes));
   }
+  /// Throws UsageError, beginning with `what`, unless all are finite and not negative and the
+  /// overlap is no longer than the startup.
+  void validate(const std::string& what) const;
   bool operator==(const AlphaBeta&) const = default;
 };
 
@@ -61,8 +64,7 @@ struct NetworkModel {
   /// Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
   static NetworkModel ring(int ranks, double latency_s, double bytes_per_s, int concurrent = 0);
 
-  /// Throws UsageError unless there is a rank, all_reduce has an entry, and every cost is finite
-  /// and not negative.
+  /// Throws UsageError unless there is a rank, all_reduce has an entry, and every cost is valid.
   void validate() const;
   std::string to_json() const;
   static NetworkModel from_json(std::string_view json);
@@ -75,16 +77,18 @@ struct Sample {
   double seconds;
 };
 
-/// A line and how well it fits.
+/// A cost and how well it fits.
 struct Fit {
-  AlphaBeta line;
+  AlphaBeta cost;
   double residual;  ///< median over sizes of |predicted - measured| / measured
 };
 
 /// A cost from repeated measurements of several sizes, by medians of the repeats. alpha is what the
-/// small ones take beyond their bytes, where these are no more than a tenth of it. The largest size
-/// costs what was measured. The overlap is the largest of those that fit the sizes between within 1
-/// % of the best, so that beta is not made small by noise. Throws UsageError on no samples.
+/// small ones take, whose bytes are no more than a tenth of it, and beta makes the largest size
+/// cost what was measured. Of 33 overlaps from none to the whole startup, the one is taken that
+/// makes the mean relative error over all sizes least; of those that are as good within .005 the
+/// largest, which is also what too few sizes to tell end in: beta must not be made small by noise,
+/// since bounds come from it. Throws UsageError on no samples.
 Fit fit_cost(std::span<const Sample> samples);
 
 }  // namespace usbyte

@@ -125,7 +125,10 @@ def narrowed(search: Search, best: Candidate) -> Search:
 def _scaled(network: _core.NetworkModel, alpha: float, beta: float) -> _core.NetworkModel:
     def costs(column: list[_core.AlphaBeta]) -> list[_core.AlphaBeta]:
         return [
-            _core.AlphaBeta(c.alpha_s * alpha, c.beta_s_per_byte * beta, c.overlap_s * alpha)
+            # What is added is not hidden.
+            _core.AlphaBeta(
+                c.alpha_s * alpha, c.beta_s_per_byte * beta, min(c.overlap_s, c.alpha_s * alpha)
+            )
             for c in column
         ]
 
