@@ -13,7 +13,7 @@ from rich.console import Console
 import usbyte.torch as ub
 from usbyte import _core
 from usbyte.cli.tables import for_terminal, in_markdown
-from usbyte.units import format_seconds
+from usbyte.units import format_cost
 
 _COLUMNS = ("contender", "median s", "min", "max", "predicted s", "against DDP")
 
@@ -76,8 +76,8 @@ class Comparison:
         )
         if self.bound_s is not None and self.network is not None:
             line = self.network.all_reduce[0]
-            text += f"bound {self.bound_s:.3f} s (all_reduce {format_seconds(line.alpha_s)} + "
-            text += f"{line.beta_s_per_byte * 1e9:.3g} ns/byte), "
+            text += f"bound {self.bound_s:.3f} s (all_reduce "
+            text += f"{format_cost(line.alpha_s, line.beta_s_per_byte, line.overlap_s)}), "
         text += f"energy by {self.energy}, " if self.energy else ""
         return f"{text}torch {torch.__version__}"
 

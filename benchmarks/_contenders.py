@@ -49,7 +49,7 @@ def unavailable(name: str) -> str:
             return f"torch {torch.__version__} has no fully_shard; 2.6 has"
     elif name == "horovod":
         try:
-            _horovod.start()
+            importlib.import_module("horovod.torch")
         except ImportError as error:
             return f"cannot be imported: {error}"
     return ""
@@ -124,7 +124,7 @@ def _hvd(replay: Replay, _setting: str, _kind: str) -> Trainer:
     optimizer = _horovod.start().DistributedOptimizer(
         _sgd(replay), named_parameters=replay.named_tensors()
     )
-    return Trainer(replay, optimizer)
+    return Trainer(replay, optimizer, close=_horovod.stop)
 
 
 def _usbyte(replay: Replay, policy: str, mode: str) -> Trainer:

@@ -9,11 +9,12 @@ from typing import Any
 import usbyte.torch as ub
 from usbyte.env import detect
 
-_server: Any = None  # lives as long as the process
+_server: Any = None  # between start and stop
+_ours = False  # not started by Horovod's launcher
 
 
 def start() -> Any:
-    """Returns horovod.torch, initialised. All ranks call it.
+    """Returns horovod.torch, initialised. All ranks call it; `stop` ends it.
 
     Horovod's own launcher tells ranks their places by environment variables and opens a server at
     which they meet; under any other launcher rank 0 opens it here.
@@ -22,13 +23,30 @@ def start() -> Any:
         ImportError: Horovod is not installed.
         RuntimeError: It does not see all ranks.
     """
+    global _ours
     hvd = importlib.import_module("horovod.torch")
-    if "HOROVOD_RANK" not in os.environ and not hvd.is_initialized():
+    _ours = _ours or "HOROVOD_RANK" not in os.environ
+    if _ours:
         os.environ.update(_environment())
     hvd.init()
     if hvd.size() != ub.size():
         raise RuntimeError(f"Horovod sees {hvd.size()} ranks of {ub.size()}")
     return hvd
+
+
+def stop() -> None:
+    """Ends it on all ranks, since its thread takes part in every millisecond of what comes after.
+
+    Under Horovod's own launcher it goes on: ranks meet there only once.
+    """
+    global _server
+    if not _ours:
+        return
+    importlib.import_module("horovod.torch").shutdown()
+    ub.barrier()
+    if _server is not None:
+        _server.stop()
+        _server = None
 
 
 def _environment() -> dict[str, str]:

@@ -14,10 +14,10 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr int kRounds = 4;         // of alpha from beta and beta from alpha
-constexpr int kOverlaps = 32;      // values that are tried
-constexpr double kAsGood = 0.005;  // in mean relative error: a difference that tells nothing
-constexpr double kSmall = 0.1;     // of its time: what bytes may take of a small operation
+constexpr int kRounds = 4;        // of alpha from beta and beta from alpha
+constexpr int kOverlaps = 32;     // values that are tried
+constexpr double kAsGood = 0.02;  // in mean relative error: a difference that tells nothing
+constexpr double kSmall = 0.1;    // of its time: what bytes may take of a small operation
 
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);

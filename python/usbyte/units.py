@@ -89,6 +89,12 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.4g}ns" if seconds else "0s"
 
 
+def format_cost(alpha_s: float, beta_s_per_byte: float, overlap_s: float) -> str:
+    """Writes what an operation costs as "6ms (overlap 5ms) + 12.6 ns/byte"."""
+    overlap = f" (overlap {format_seconds(overlap_s)})" if overlap_s else ""
+    return f"{format_seconds(alpha_s)}{overlap} + {beta_s_per_byte * 1e9:.3g} ns/byte"
+
+
 def _positive(value: float) -> bool:
     return 0 < value < math.inf
 

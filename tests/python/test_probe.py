@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from usbyte import _core
 from usbyte.torch.costs import BUSY, Measured, fit, fit_lines
+
+probe = importlib.import_module("usbyte.torch.probe")  # ub.probe is the function
 
 
 def usbyte_probe(tmp_path, *arguments, ranks=1):
@@ -60,6 +64,33 @@ def test_what_it_says_where_it_cannot(tmp_path):
     done = usbyte_probe(tmp_path, "--json", "no/network.json", ranks=2)
     assert done.returncode == 1
     assert "cannot write 'no/network.json'" in done.stderr
+
+
+class Played:
+    """An engine whose operations take what was said."""
+
+    def __init__(self, tensors, times):
+        self.plan = SimpleNamespace(tensors=[None] * tensors)
+        self._times = times
+
+    def op_times(self):
+        return self._times
+
+    def _nothing(self, *_):
+        pass
+
+    begin_step = ready = end_backward = wait = drain = _nothing
+
+
+def test_the_first_group_does_not_count():
+    # Three groups of two, each kind; the first group is late, ends within a group in any order.
+    ends = [9.0, 8.0, 10.0, 10.5, 11.5, 12.0, 20.0, 20.5, 21.0, 20.75, 21.5, 22.5]
+    engine = Played(6, [(0.0, end) for end in ends])
+    rows = probe._one_step(engine, ["reduce_scatter", "all_gather"], 2, 4096)
+    assert rows == [
+        Measured("reduce_scatter", 2, 4096, (12.0 - 9.0) / 2),
+        Measured("all_gather", 2, 4096, (22.5 - 20.5) / 2),
+    ]
 
 
 def test_residuals_of_a_line_and_of_none():

@@ -64,6 +64,11 @@ def test_bad_seconds(text):
         units.parse_seconds(text)
 
 
+def test_costs():
+    assert units.format_cost(6e-3, 12.6e-9, 5e-3) == "6ms (overlap 5ms) + 12.6 ns/byte"
+    assert units.format_cost(25e-6, 1e-9, 0) == "25us + 1 ns/byte"
+
+
 @given(st.floats(1e-3, 1e13))
 def test_a_rate_survives_being_written(rate):
     assert units.parse_rate(units.format_rate(rate)) == pytest.approx(rate, rel=1e-5)

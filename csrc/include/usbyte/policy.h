@@ -24,6 +24,9 @@ struct PolicyOptions {
   int64_t fusion_bytes = 25 << 20;       ///< dear: the most that a group of tensors holds
 };
 
+/// Profile x NetworkModel -> Plan. The papers count a + b m for an op; where the network's startups
+/// overlap with bytes, durations follow its costs and what is left for an op's bytes before a
+/// deadline begins after its latency.
 using Policy = Plan (*)(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// Wait-free backpropagation: one all_reduce for each tensor, first ready first sent, one at a

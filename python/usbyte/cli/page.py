@@ -8,7 +8,7 @@ from importlib import resources
 from string import Template
 
 from usbyte.cli.scene import Bar, Lane, Scene
-from usbyte.units import format_seconds
+from usbyte.units import format_cost
 
 _ROW, _GAP, _AXIS = 18, 10, 26  # pixels: a row, between lanes, the axis at the top
 _NUMBERED = 0.012  # bars above this share of the width carry their op's number
@@ -50,7 +50,7 @@ def _facts(scene: Scene) -> Iterator[tuple[str, str, str, str]]:
     yield "bytes", "gradients", f"{scene.profile.bytes / 1e6:.4g} MB", ""
     yield "ops-count", "operations", str(len(scene.plan.ops)), ""
     yield "ranks", "ranks", str(scene.network.ranks), ""
-    cost = f"{format_seconds(line.alpha_s)} + {line.beta_s_per_byte * 1e9:.3g} ns/byte"
+    cost = format_cost(line.alpha_s, line.beta_s_per_byte, line.overlap_s)
     yield "network", "all_reduce", cost, ""
 
 

@@ -46,9 +46,10 @@ def probe(
     """Measure the network between ranks.
 
     Start it on every rank, as a training script; rank 0 reports. With k operations in flight a
-    group of k takes alpha + beta for each byte of the group. The bus bandwidth is what a ring's
-    links carry at that beta. The residual is how far the line lies from the median of a size, as a
-    median over sizes; the second table has it by size.
+    group of k takes alpha - overlap + beta for each byte of the group, but at least alpha: bytes
+    travel during the end of the startup already. The bus bandwidth is what a ring's links carry at
+    that beta. The residual is how far this lies from the median of a size, as a median over sizes;
+    the second table has it by size.
     """
     cluster = detect()
     if cluster.size == 1:
@@ -101,7 +102,7 @@ def _table(lines: Sequence[Line], ranks: int) -> Table:
 
     table = Table(title=f"{ranks} ranks")
     table.add_column("collective")
-    for column in ("in flight", "alpha", "beta ns/B", "bus bandwidth", "residual"):
+    for column in ("in flight", "alpha", "overlap", "beta ns/B", "bus bandwidth", "residual"):
         table.add_column(column, justify="right")
     for line in lines:
         beta = line.cost.beta_s_per_byte
@@ -111,6 +112,7 @@ def _table(lines: Sequence[Line], ranks: int) -> Table:
             line.kind,
             str(line.window),
             units.format_seconds(line.cost.alpha_s),
+            units.format_seconds(line.cost.overlap_s),
             f"{beta * 1e9:.4f}",
             units.format_rate(float(f"{8 * share / beta:.3g}") / 8) if beta else "-",
             f"{line.residual:.1%}",

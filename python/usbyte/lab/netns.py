@@ -8,8 +8,8 @@ is no state file to go stale.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from usbyte.errors import UsageError
+
+log = logging.getLogger("usbyte")
 
 #: Name of the lab that commands mean where none is given.
 DEFAULT = "usbyte"
@@ -193,8 +195,10 @@ class Lab:
         # Else a connection starts from what an earlier one to the same host met with, and who is
         # measured after whom decides. Some containers have /proc/sys read-only.
         inside = ["ip", "netns", "exec", f"{self.name}-{i}"]
-        with contextlib.suppress(UsageError):
+        try:
             _run(*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save")
+        except UsageError as error:
+            log.warning("connections of host %d inherit from earlier ones: %s", i, error)
 
     def _name_hosts(self, i: int, hosts: int) -> None:
         # Its own name too, by which some libraries look for the address to listen at.

@@ -17,6 +17,7 @@ from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
 from usbyte.torch.learning import Times, combine, job_profile
 from usbyte.torch.ops import Max, allreduce
+from usbyte.units import format_cost
 
 log = logging.getLogger("usbyte")
 
@@ -255,11 +256,11 @@ class Planner:
         log.info(
             "%s: policy %s, overlap %s: %d ops for %d gradients%s; a step takes %.4g s without "
             "communication, predicted %.4g s, bound %.4g s, DDP's buckets %.4g s; all_reduce costs "
-            "%.3g ms + %.3g ns/B",
+            "%s",
             self._label, plan.policy, self._overlap, len(plan.ops), len(self._names), reason,
             profile.iteration_s, decision.predicted_s, decision.bound_s,
             _core.simulate(ddp, profile, network, "backward").step_s,
-            one.alpha_s * 1e3, one.beta_s_per_byte * 1e9,
+            format_cost(one.alpha_s, one.beta_s_per_byte, one.overlap_s),
         )  # fmt: skip
 
     def _profile(self, times: Times) -> _core.Profile:

@@ -29,9 +29,10 @@ _GROWTH = 16
 _LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
 # operation beside it is through
 _MOST_AHEAD = 3  # more than that in flight is as good as any number
-# One after the other without a pause, as in training. The first does not count, since ranks begin
-# it apart. Times of the smallest vary most.
-_GROUPS, _SMALL_OPS = 3, 48
+# Groups go one after the other without a pause, as in training, for about that long. The first
+# does not count, since ranks begin it apart.
+_SPAN_S = 0.15
+_FEWEST_GROUPS, _MOST_GROUPS = 3, 48
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
 
@@ -94,16 +95,25 @@ def measure(
         repeats: Measurements of each size.
         growth: From one size to the next.
     """
-    rows = _time(context, communicator, 1, [_SMALLEST_BYTES, min(1 << 20, largest_bytes)], 2)
-    # Every rank must choose the same sizes.
-    slowest = max(row.seconds for row in rows if row.kind == "all_reduce")
-    largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(slowest, 1e-6), 1)))
-    text = context.eager.broadcast_bytes("probe.largest", str(largest).encode(), 0)
-    largest = max(int(text), _SMALLEST_BYTES)
+    some = max(min(1 << 20, largest_bytes), 2 * _SMALLEST_BYTES)
+    fewest = {_SMALLEST_BYTES: _FEWEST_GROUPS, some: _FEWEST_GROUPS}
+    rows = [row for row in _time(context, communicator, 1, fewest, 2) if row.kind == "all_reduce"]
+    small_s, some_s = (max(r.seconds for r in rows if r.bytes == size) for size in fewest)
+    # Every rank must choose the same sizes and numbers of groups.
+    text = context.eager.broadcast_bytes("probe.times", f"{small_s} {some_s}".encode(), 0)
+    small_s, some_s = (max(float(word), 1e-6) for word in text.split())
+    largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
+    largest = max(largest, _SMALLEST_BYTES)
+
+    def groups(size: int, window: int) -> int:
+        seconds = max(window * small_s, some_s * size / some)
+        return min(max(int(_SPAN_S / seconds), _FEWEST_GROUPS), _MOST_GROUPS)
+
     sizes = [*_sizes(_SMALLEST_BYTES, largest, growth), largest]
     rows = []
     for window in _WINDOWS:
-        rows += _time(context, communicator, window, sizes, repeats)
+        counts = {size: groups(size, window) for size in sizes}
+        rows += _time(context, communicator, window, counts, repeats)
     large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(context, communicator, large, ahead, repeats)
@@ -122,17 +132,22 @@ def _sizes(low: int, high: int, growth: int) -> list[int]:
 
 
 def _time(
-    context: Context, communicator: TorchCommunicator, window: int, sizes: list[int], repeats: int
+    context: Context,
+    communicator: TorchCommunicator,
+    window: int,
+    groups: dict[int, int],
+    repeats: int,
 ) -> list[Measured]:
+    """`groups`: how many of each size."""
     rows = []
-    longest = max(_groups(size, window) * max(size, window * _FLOAT_BYTES) for size in sizes)
+    longest = max(count * max(size, window * _FLOAT_BYTES) for size, count in groups.items())
     buffer = torch.zeros(longest, dtype=torch.uint8)
     communicator.register(buffer)
-    for size in sizes:
+    for size, count in groups.items():
         numel = max(size // _FLOAT_BYTES // window, 1)
         payload = numel * window * _FLOAT_BYTES
         for kinds in _WINDOWS[window]:
-            plan = _plan(kinds, window, numel, _groups(size, window))
+            plan = _plan(kinds, window, numel, count)
             with _engine(context, communicator, buffer, plan) as engine:
                 for _ in range(repeats):
                     rows += _one_step(engine, kinds, window, payload)
@@ -187,10 +202,6 @@ def _run(engine: _core.Engine, tensors: int) -> None:
     for i in range(tensors):  # as the gates of the forward pass do
         engine.wait(i)
     engine.drain()
-
-
-def _groups(size: int, window: int) -> int:
-    return _SMALL_OPS // window if size <= _SMALLEST_BYTES else _GROUPS
 
 
 def _plan(kinds: list[str], window: int, numel: int, groups: int) -> _core.Plan:
