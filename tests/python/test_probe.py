@@ -82,15 +82,18 @@ class Played:
     begin_step = ready = end_backward = wait = drain = _nothing
 
 
-def test_the_first_group_does_not_count():
-    # Three groups of two, each kind; the first group is late, ends within a group in any order.
-    ends = [9.0, 8.0, 10.0, 10.5, 11.5, 12.0, 20.0, 20.5, 21.0, 20.75, 21.5, 22.5]
-    engine = Played(6, [(0.0, end) for end in ends])
-    rows = probe._one_step(engine, ["reduce_scatter", "all_gather"], 2, 4096)
+def test_groups_behind_small_ones_count():
+    # Four groups of two, each kind; the first is late, and ends are in any order within a group.
+    scatters = [9.0, 8.0, 10.0, 10.5, 11.5, 12.0, 14.0, 13.0]
+    gathers = [20.0, 20.5, 21.0, 20.75, 21.5, 22.5, 23.5, 22.0]
+    engine = Played(8, [(0.0, end) for end in scatters + gathers])
+    rows = probe._one_step(engine, ["reduce_scatter", "all_gather"], 2, 4096, 2)
     assert rows == [
-        Measured("reduce_scatter", 2, 4096, (12.0 - 9.0) / 2),
-        Measured("all_gather", 2, 4096, (22.5 - 20.5) / 2),
+        Measured("reduce_scatter", 2, 4096, (10.5 - 9.0 + 14.0 - 12.0) / 2),
+        Measured("all_gather", 2, 4096, (21.0 - 20.5 + 23.5 - 22.5) / 2),
     ]
+    alike = probe._one_step(engine, ["reduce_scatter", "all_gather"], 2, 4096, 1)
+    assert [row.seconds for row in alike] == [(14.0 - 9.0) / 3, (23.5 - 20.5) / 3]
 
 
 def test_residuals_of_a_line_and_of_none():
@@ -102,7 +105,7 @@ def test_residuals_of_a_line_and_of_none():
     line, stepped = fit_lines(exact + step + outlier)
     assert (line.kind, line.window, len(line.points)) == ("all_reduce", 1, len(sizes))
     assert line.residual < 0.01
-    assert line.cost.alpha_s == pytest.approx(1e-3, rel=0.02)
+    assert line.cost.alpha_s == pytest.approx(1e-3, rel=0.05)
     assert all(abs(point.residual) < 0.02 for point in line.points)
     first = stepped.points[0]
     assert first.seconds == 1e-3  # the median of three

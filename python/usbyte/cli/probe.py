@@ -101,8 +101,8 @@ def _table(lines: Sequence[Line], ranks: int) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{ranks} ranks")
-    table.add_column("collective")
-    for column in ("in flight", "alpha", "overlap", "beta ns/B", "bus bandwidth", "residual"):
+    table.add_column("collective", no_wrap=True)
+    for column in ("ops", "alpha", "overlap", "beta ns/B", "bus bandwidth", "residual"):
         table.add_column(column, justify="right")
     for line in lines:
         beta = line.cost.beta_s_per_byte

@@ -27,7 +27,7 @@ class Measured:
         kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY`.
         window: Operations in a group.
         bytes: Payload of a group; if `BUSY`, of the large ones.
-        seconds: Mean time of a group, of all but the first; if `BUSY`, of the small one.
+        seconds: Mean time of a group; if `BUSY`, of the small one.
     """
 
     kind: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import fmean
 
 import torch
 
@@ -29,10 +30,12 @@ _GROWTH = 16
 _LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
 # operation beside it is through
 _MOST_AHEAD = 3  # more than that in flight is as good as any number
-# Groups go one after the other without a pause, as in training, for about that long. The first
-# does not count, since ranks begin it apart.
-_SPAN_S = 0.15
+# Groups go one after the other without a pause, as in training, for about that long. Each that
+# counts comes behind one of the smallest size: behind its like it would start up a little sooner.
+# So every second one counts, or all but the first where all are of that size.
+_SPAN_S = 0.2
 _FEWEST_GROUPS, _MOST_GROUPS = 3, 48
+_MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
 
@@ -106,8 +109,9 @@ def measure(
     largest = max(largest, _SMALLEST_BYTES)
 
     def groups(size: int, window: int) -> int:
-        seconds = max(window * small_s, some_s * size / some)
-        return min(max(int(_SPAN_S / seconds), _FEWEST_GROUPS), _MOST_GROUPS)
+        seconds = window * small_s + max(window * small_s, some_s * size / some)
+        most = min(_MOST_GROUPS, _MOST_BYTES // size)
+        return max(min(int(_SPAN_S / seconds), most), _FEWEST_GROUPS)
 
     sizes = [*_sizes(_SMALLEST_BYTES, largest, growth), largest]
     rows = []
@@ -140,17 +144,22 @@ def _time(
 ) -> list[Measured]:
     """`groups`: how many of each size."""
     rows = []
-    longest = max(count * max(size, window * _FLOAT_BYTES) for size, count in groups.items())
+    longest = max(
+        count * (max(size, window * _FLOAT_BYTES) + _SMALLEST_BYTES)
+        for size, count in groups.items()
+    )
     buffer = torch.zeros(longest, dtype=torch.uint8)
     communicator.register(buffer)
+    small = _SMALLEST_BYTES // _FLOAT_BYTES // window
     for size, count in groups.items():
         numel = max(size // _FLOAT_BYTES // window, 1)
         payload = numel * window * _FLOAT_BYTES
         for kinds in _WINDOWS[window]:
-            plan = _plan(kinds, window, numel, count)
+            every = 1 if numel == small else 2
+            plan = _plan(kinds, window, [small, numel] * count)
             with _engine(context, communicator, buffer, plan) as engine:
                 for _ in range(repeats):
-                    rows += _one_step(engine, kinds, window, payload)
+                    rows += _one_step(engine, kinds, window, payload, every)
     return rows
 
 
@@ -204,24 +213,28 @@ def _run(engine: _core.Engine, tensors: int) -> None:
     engine.drain()
 
 
-def _plan(kinds: list[str], window: int, numel: int, groups: int) -> _core.Plan:
-    count = window * groups
-    tensors = line((f"probe{i}", numel, "float32") for i in range(count))
+def _plan(kinds: list[str], window: int, numels: list[int]) -> _core.Plan:
+    """Groups of `window` operations, each of that many elements."""
+    each = [numel for numel in numels for _ in range(window)]
+    tensors = line((f"probe{i}", numel, "float32") for i, numel in enumerate(each))
     ops = [
-        _core.Op(kind, [(i * numel, (i + 1) * numel)], _UNLIMITED, fence=i % window == 0)
+        _core.Op(kind, [(t.offset, t.end)], _UNLIMITED, fence=i % window == 0)
         for kind in kinds
-        for i in range(count)
+        for i, t in enumerate(tensors)
     ]
     return _core.Plan("probe", tensors, ops)
 
 
-def _one_step(engine: _core.Engine, kinds: list[str], window: int, payload: int) -> list[Measured]:
+def _one_step(
+    engine: _core.Engine, kinds: list[str], window: int, payload: int, every: int
+) -> list[Measured]:
     count = len(engine.plan.tensors)
     _run(engine, count)
     times = engine.op_times()
     rows = []
     for k, kind in enumerate(kinds):
-        ends = [end for _, end in times[k * count : (k + 1) * count]]
-        seconds = (max(ends[-window:]) - max(ends[:window])) / (count // window - 1)
+        done = [end for _, end in times[k * count : (k + 1) * count]]
+        ends = [max(done[i : i + window]) for i in range(0, count, window)]
+        seconds = fmean(ends[i] - ends[i - 1] for i in range(1, len(ends), every))
         rows.append(Measured(kind, window, payload, seconds))
     return rows
