@@ -33,8 +33,8 @@ _MOST_AHEAD = 3  # more than that in flight is as good as any number
 # Groups go one after the other without a pause, as in training, for about that long. Each that
 # counts comes behind one of the smallest size: behind its like it would start up a little sooner.
 # So every second one counts, or all but the first where all are of that size.
-_SPAN_S = 0.2
-_FEWEST_GROUPS, _MOST_GROUPS = 3, 48
+_SPAN_S = 0.01
+_FEWEST_GROUPS, _MOST_GROUPS = 3, 16
 _MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
