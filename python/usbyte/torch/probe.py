@@ -30,10 +30,11 @@ _GROWTH = 16
 _LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
 # operation beside it is through
 _MOST_AHEAD = 3  # more than that in flight is as good as any number
-# Groups go one after the other without a pause, as in training, for about that long. Each that
-# counts comes behind one of the smallest size: behind its like it would start up a little sooner.
-# So every second one counts, or all but the first where all are of that size.
-_SPAN_S = 0.01
+# Groups go one after the other without a pause, as in training, for as long as that many operations
+# of the smallest size would take. Each that counts comes behind one of that size: behind its like it
+# would start up a little sooner. So every second one counts, or all but the first where all are of
+# that size.
+_SPAN = 32
 _FEWEST_GROUPS, _MOST_GROUPS = 3, 16
 _MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups
 _FLOAT_BYTES = 4
@@ -111,7 +112,7 @@ def measure(
     def groups(size: int, window: int) -> int:
         seconds = window * small_s + max(window * small_s, some_s * size / some)
         most = min(_MOST_GROUPS, _MOST_BYTES // size)
-        return max(min(int(_SPAN_S / seconds), most), _FEWEST_GROUPS)
+        return max(min(int(_SPAN * small_s / seconds), most), _FEWEST_GROUPS)
 
     sizes = [*_sizes(_SMALLEST_BYTES, largest, growth), largest]
     rows = []
