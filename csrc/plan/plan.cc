@@ -170,20 +170,25 @@ int64_t Plan::bytes(const Op& op) const {
 }
 
 std::vector<int> Plan::tensors_of(const Op& op) const {
-  const std::vector<TensorSpec>& all = tensors();
   std::vector<int> touched;
+  append_tensors_of(op, touched);
+  return touched;
+}
+
+void Plan::append_tensors_of(const Op& op, std::vector<int>& out) const {
+  const std::vector<TensorSpec>& all = tensors();
+  const auto before = static_cast<std::ptrdiff_t>(out.size());
   for (Block b : op.blocks) {
     auto it = std::upper_bound(all.begin(), all.end(), b.begin,
                                [](int64_t e, const TensorSpec& t) { return e < t.end(); });
     for (; it != all.end() && it->offset < b.end; ++it) {
-      touched.push_back(static_cast<int>(it - all.begin()));
+      out.push_back(static_cast<int>(it - all.begin()));
     }
   }
   if (op.blocks.size() > 1) {
-    std::sort(touched.begin(), touched.end());
-    touched.erase(std::unique(touched.begin(), touched.end()), touched.end());
+    std::sort(out.begin() + before, out.end());
+    out.erase(std::unique(out.begin() + before, out.end()), out.end());
   }
-  return touched;
 }
 
 std::string Plan::describe(int index) const {

@@ -1,44 +1,73 @@
 #include "usbyte/step.h"
 
-#include <map>
+#include <algorithm>
+#include <limits>
+#include <numeric>
 
 namespace usbyte {
 
 Step::Step(const Plan& plan, bool hold_gathers)
     : plan_(&plan),
-      ops_of_(plan.tensors().size()),
       to_arrive_(plan.tensors().size()),
       hold_gathers_(hold_gathers),
       next_(plan.ops().size()),
       completed_(next_),
       pending_(to_arrive_.size()) {
-  std::map<Block, size_t> scattered_by;
+  const auto at = [](int i) { return static_cast<size_t>(i); };
+  std::vector<std::pair<Block, int>> scattered_by;
+  std::vector<std::pair<int, int>> ops_of, gathers_of;
   ops_.reserve(plan.ops().size());
-  for (size_t i = 0; i < plan.ops().size(); ++i) {
+  for (const Op& op : plan.ops()) {
+    const int index = static_cast<int>(ops_.size());
+    plan.append_tensors_of(op, tensors_of_.items);
+    tensors_of_.ends.push_back(tensors_of_.items.size());
+    ops_.push_back({plan.bytes(op), 0});
+    if (op.kind == Collective::all_gather) continue;
+    ++reductions_;
+    for (int t : tensors(index)) ops_of.push_back({t, index});
+    if (op.kind == Collective::reduce_scatter) {
+      for (Block b : op.blocks) scattered_by.push_back({b, index});
+    } else {
+      for (int t : tensors(index)) ++to_arrive_[at(t)];
+    }
+    ops_.back().inputs = static_cast<int>(tensors(index).size());
+  }
+  ops_of_ = Lists::of(to_arrive_.size(), ops_of);
+  if (scattered_by.empty()) return;
+  std::sort(scattered_by.begin(), scattered_by.end());
+  for (size_t i = 0; i < ops_.size(); ++i) {
     const Op& op = plan.ops()[i];
     const int index = static_cast<int>(i);
-    Info info{plan.bytes(op), plan.tensors_of(op), {}, 0};
-    if (op.kind == Collective::all_gather) {
-      if (hold_gathers) ++info.inputs;
-      for (Block b : op.blocks) {
-        std::vector<int>& gathers = ops_[scattered_by.at(b)].gathers;
-        if (gathers.empty() || gathers.back() != index) {
-          gathers.push_back(index);
-          ++info.inputs;
-        }
-      }
-    } else {
-      ++reductions_;
-      info.inputs = static_cast<int>(info.tensors.size());
-      for (int t : info.tensors) ops_of_[static_cast<size_t>(t)].push_back(index);
+    if (op.kind != Collective::all_gather) continue;
+    for (int t : tensors(index)) ++to_arrive_[at(t)];
+    const size_t before = gathers_of.size();
+    for (Block b : op.blocks) {
+      const auto it = std::lower_bound(scattered_by.begin(), scattered_by.end(),
+                                       std::pair(b, std::numeric_limits<int>::min()));
+      gathers_of.push_back({it->second, index});
     }
-    if (op.kind == Collective::reduce_scatter) {
-      for (Block b : op.blocks) scattered_by[b] = i;
-    } else {
-      for (int t : info.tensors) ++to_arrive_[static_cast<size_t>(t)];
-    }
-    ops_.push_back(std::move(info));
+    const auto own = gathers_of.begin() + static_cast<std::ptrdiff_t>(before);
+    std::sort(own, gathers_of.end());
+    gathers_of.erase(std::unique(own, gathers_of.end()), gathers_of.end());
+    ops_[i].inputs = static_cast<int>(gathers_of.size() - before) + (hold_gathers ? 1 : 0);
   }
+  gathers_of_ = Lists::of(ops_.size(), gathers_of);
+}
+
+std::span<const int> Step::Lists::operator[](int list) const {
+  const size_t begin = ends[static_cast<size_t>(list)];
+  return {items.data() + begin, ends[static_cast<size_t>(list) + 1] - begin};
+}
+
+Step::Lists Step::Lists::of(size_t count, const std::vector<std::pair<int, int>>& pairs) {
+  Lists out;
+  out.ends.resize(count + 1);
+  for (const auto& [list, item] : pairs) ++out.ends[static_cast<size_t>(list) + 1];
+  std::partial_sum(out.ends.begin(), out.ends.end(), out.ends.begin());
+  std::vector<size_t> next(out.ends.begin(), out.ends.end() - 1);
+  out.items.resize(pairs.size());
+  for (const auto& [list, item] : pairs) out.items[next[static_cast<size_t>(list)]++] = item;
+  return out;
 }
 
 void Step::begin() {
@@ -52,7 +81,7 @@ void Step::begin() {
 
 Step::Change Step::ready(int tensor) {
   queued_.clear();
-  for (int op : ops_of_[static_cast<size_t>(tensor)]) input_arrived(op);
+  for (int op : ops_of_[tensor]) input_arrived(op);
   return {queued_, {}};
 }
 
@@ -62,16 +91,16 @@ int Step::launch() {
 }
 
 Step::Change Step::complete(int op) {
-  const Info& info = ops_[static_cast<size_t>(op)];
-  admission_.completed(info.bytes);
+  const Collective kind = plan_->ops()[static_cast<size_t>(op)].kind;
+  admission_.completed(bytes(op));
   ++completed_;
   queued_.clear();
   arrived_.clear();
-  if (plan_->ops()[static_cast<size_t>(op)].kind != Collective::all_gather) --to_reduce_;
-  if (plan_->ops()[static_cast<size_t>(op)].kind == Collective::reduce_scatter) {
-    for (int gather : info.gathers) input_arrived(gather);
+  if (kind != Collective::all_gather) --to_reduce_;
+  if (kind == Collective::reduce_scatter) {
+    for (int gather : gathers_of_[op]) input_arrived(gather);
   } else {
-    for (int t : info.tensors) {
+    for (int t : tensors(op)) {
       if (--pending_[static_cast<size_t>(t)] == 0) arrived_.push_back(t);
     }
   }

@@ -84,6 +84,8 @@ class Plan {
   int64_t bytes(const Op& op) const;
   /// Indices of the tensors that `op` touches, ascending.
   std::vector<int> tensors_of(const Op& op) const;
+  /// The same, behind what `out` holds.
+  void append_tensors_of(const Op& op, std::vector<int>& out) const;
   /// "op 3 (all_reduce, 8.0 MB: conv1.weight, conv1.bias and 2 more)", for messages.
   std::string describe(int op) const;
 

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "usbyte/admission.h"
@@ -57,22 +58,32 @@ class Step {
   bool arrived(int tensor) const { return pending_[static_cast<size_t>(tensor)] == 0; }
 
   int64_t bytes(int op) const { return ops_[static_cast<size_t>(op)].bytes; }
-  const std::vector<int>& tensors(int op) const { return ops_[static_cast<size_t>(op)].tensors; }
+  std::span<const int> tensors(int op) const { return tensors_of_[op]; }
 
  private:
   struct Info {
     int64_t bytes;
-    std::vector<int> tensors;
-    std::vector<int> gathers;  // all_gathers that need this reduce_scatter
-    int inputs;                // tensors, or reduce_scatters for an all_gather, that it waits for
+    int inputs;  // tensors, or reduce_scatters for an all_gather, that it waits for
+  };
+
+  // Lists one after the other: planners make a Step for each plan that they try.
+  struct Lists {
+    std::vector<size_t> ends{0};  // the first one: where the first list begins
+    std::vector<int> items;
+
+    std::span<const int> operator[](int list) const;
+    // Of `count` lists; each pair is a list and an item, in the order of the items.
+    static Lists of(size_t count, const std::vector<std::pair<int, int>>& pairs);
   };
 
   void input_arrived(int op);
 
   const Plan* plan_;
   std::vector<Info> ops_;
-  std::vector<std::vector<int>> ops_of_;  // by tensor: ops that wait for its gradient
-  std::vector<int> to_arrive_;            // by tensor: ops after which it has arrived
+  Lists tensors_of_;            // by op
+  Lists ops_of_;                // by tensor: ops that wait for its gradient
+  Lists gathers_of_;            // by reduce_scatter: all_gathers that need it
+  std::vector<int> to_arrive_;  // by tensor: ops after which it has arrived
 
   Admission admission_;
   bool hold_gathers_;
