@@ -45,8 +45,9 @@ std::vector<AlphaBeta> costs(const ordered_json& rows) {
   return out;
 }
 
-// What points, by size, say if so much of the startup overlaps.
-AlphaBeta with_overlap(const std::vector<Sample>& points, double part) {
+// What samples, and their medians by size, say if so much of the startup overlaps.
+AlphaBeta with_overlap(std::span<const Sample> samples, const std::vector<Sample>& points,
+                       double part) {
   const Sample largest = points.back();
   const double s_per_byte = largest.seconds / static_cast<double>(largest.bytes);
   AlphaBeta cost{0, s_per_byte, 0};
@@ -54,14 +55,14 @@ AlphaBeta with_overlap(const std::vector<Sample>& points, double part) {
   const auto transfer_s = [](const Sample& p, double beta) {
     return beta * static_cast<double>(p.bytes);
   };
-  std::vector<Sample> small;
+  int64_t small_bytes = points.front().bytes;
   for (const Sample& p : points) {
-    if (transfer_s(p, s_per_byte) <= kSmall * p.seconds) small.push_back(p);
+    if (transfer_s(p, s_per_byte) <= kSmall * p.seconds) small_bytes = p.bytes;
   }
-  if (small.empty()) small.push_back(points.front());
   for (int round = 0; round < kRounds; ++round) {
     std::vector<double> startups;
-    for (const Sample& p : small) {
+    for (const Sample& p : samples) {
+      if (p.bytes > small_bytes) continue;
       const double bytes_s = transfer_s(p, cost.beta_s_per_byte);
       const bool hidden = part == 1 || part * p.seconds >= bytes_s;
       startups.push_back(hidden ? p.seconds : std::max(p.seconds - bytes_s, 0.0) / (1 - part));
@@ -162,7 +163,7 @@ Fit fit_cost(std::span<const Sample> samples) {
   std::vector<std::pair<double, Fit>> tried;  // mean error first
   double least = std::numeric_limits<double>::infinity();
   for (int i = 0; i <= kOverlaps; ++i) {
-    const AlphaBeta cost = with_overlap(points, static_cast<double>(i) / kOverlaps);
+    const AlphaBeta cost = with_overlap(samples, points, static_cast<double>(i) / kOverlaps);
     std::vector<double> errors;
     for (const auto& [bytes, seconds] : points) {
       errors.push_back(std::abs(cost.time_s(bytes) - seconds) / std::max(seconds, 1e-12));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 
@@ -25,15 +25,14 @@ _WINDOWS = {
 _SMALLEST_BYTES = 4 << 10
 LARGEST_BYTES = 32 << 20
 _STEP_S = 0.05  # about how long the largest operation may take
-_REPEATS = 3
+_REPEATS = 4
 _GROWTH = 16
 _LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
 # operation beside it is through
 _MOST_AHEAD = 3  # more than that in flight is as good as any number
 # Groups go one after the other without a pause, as in training, for as long as that many operations
-# of the smallest size would take. Each that counts comes behind one of that size: behind its like it
-# would start up a little sooner. So every second one counts, or all but the first where all are of
-# that size.
+# of the smallest size would take. Every second one is of that size, as a large one behind its like
+# would start up a little sooner, and as the times of small ones vary so much that many must count.
 _SPAN = 32
 _FEWEST_GROUPS, _MOST_GROUPS = 3, 16
 _MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups
@@ -99,32 +98,36 @@ def measure(
         repeats: Measurements of each size.
         growth: From one size to the next.
     """
-    some = max(min(1 << 20, largest_bytes), 2 * _SMALLEST_BYTES)
+    some = max(min(1 << 20, largest_bytes), 2 * _SMALLEST_BYTES) // _FLOAT_BYTES * _FLOAT_BYTES
     fewest = {_SMALLEST_BYTES: _FEWEST_GROUPS, some: _FEWEST_GROUPS}
     rows = [row for row in _time(context, communicator, 1, fewest, 2) if row.kind == "all_reduce"]
-    small_s, some_s = (max(r.seconds for r in rows if r.bytes == size) for size in fewest)
+    small_s, some_s = (median(r.seconds for r in rows if r.bytes == size) for size in fewest)
     # Every rank must choose the same sizes and numbers of groups.
     text = context.eager.broadcast_bytes("probe.times", f"{small_s} {some_s}".encode(), 0)
     small_s, some_s = (max(float(word), 1e-6) for word in text.split())
     largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
     largest = max(largest, _SMALLEST_BYTES)
-
-    def groups(size: int, window: int) -> int:
-        seconds = window * small_s + max(window * small_s, some_s * size / some)
-        most = min(_MOST_GROUPS, _MOST_BYTES // size)
-        return max(min(int(_SPAN * small_s / seconds), most), _FEWEST_GROUPS)
-
     sizes = [*_sizes(_SMALLEST_BYTES, largest, growth), largest]
-    rows = []
-    for window in _WINDOWS:
-        counts = {size: groups(size, window) for size in sizes}
-        rows += _time(context, communicator, window, counts, repeats)
+
+    def time(window: int) -> list[Measured]:
+        counts = {}
+        for size in sizes:
+            seconds = window * small_s + max(window * small_s, some_s * size / some)
+            most = min(_MOST_GROUPS, _MOST_BYTES // size)
+            counts[size] = max(min(int(_SPAN * small_s / seconds), most), _FEWEST_GROUPS)
+        return _time(context, communicator, window, counts, repeats)
+
+    rows = time(1)
     large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(context, communicator, large, ahead, repeats)
         found = str(concurrent(rows) or 0).encode()  # on which all ranks must agree
-        if int(context.eager.broadcast_bytes("probe.concurrent", found, 0)) > 0:
+        together = int(context.eager.broadcast_bytes("probe.concurrent", found, 0))
+        if together > 0:
             break
+    for window in _WINDOWS:
+        if 1 < window <= (together or max(_WINDOWS)):
+            rows += time(window)
     return rows
 
 
@@ -154,13 +157,11 @@ def _time(
     small = _SMALLEST_BYTES // _FLOAT_BYTES // window
     for size, count in groups.items():
         numel = max(size // _FLOAT_BYTES // window, 1)
-        payload = numel * window * _FLOAT_BYTES
         for kinds in _WINDOWS[window]:
-            every = 1 if numel == small else 2
             plan = _plan(kinds, window, [small, numel] * count)
             with _engine(context, communicator, buffer, plan) as engine:
                 for _ in range(repeats):
-                    rows += _one_step(engine, kinds, window, payload, every)
+                    rows += _one_step(engine, kinds, window)
     return rows
 
 
@@ -226,16 +227,18 @@ def _plan(kinds: list[str], window: int, numels: list[int]) -> _core.Plan:
     return _core.Plan("probe", tensors, ops)
 
 
-def _one_step(
-    engine: _core.Engine, kinds: list[str], window: int, payload: int, every: int
-) -> list[Measured]:
-    count = len(engine.plan.tensors)
+def _one_step(engine: _core.Engine, kinds: list[str], window: int) -> list[Measured]:
+    """For each collective the mean time of the small groups, but the first, and of the others."""
+    tensors = engine.plan.tensors
+    count = len(tensors)
     _run(engine, count)
     times = engine.op_times()
     rows = []
     for k, kind in enumerate(kinds):
         done = [end for _, end in times[k * count : (k + 1) * count]]
         ends = [max(done[i : i + window]) for i in range(0, count, window)]
-        seconds = fmean(ends[i] - ends[i - 1] for i in range(1, len(ends), every))
-        rows.append(Measured(kind, window, payload, seconds))
+        for first in (1, 2):
+            payload = window * tensors[window * (first % 2)].numel * _FLOAT_BYTES
+            seconds = fmean(ends[i] - ends[i - 1] for i in range(first, len(ends), 2))
+            rows.append(Measured(kind, window, payload, seconds))
     return rows
