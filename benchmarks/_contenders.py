@@ -43,7 +43,7 @@ class Trainer:
 
 
 def unavailable(name: str) -> str:
-    """Why a contender cannot run here, the same on all ranks; "" if it can."""
+    """Why a contender cannot run on this host; "" if it can."""
     if name == "fsdp":
         if not hasattr(importlib.import_module("torch.distributed.fsdp"), "fully_shard"):
             return f"torch {torch.__version__} has no fully_shard; 2.6 has"

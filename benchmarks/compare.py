@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 import torch.distributed as dist
 
 import usbyte.torch as ub
@@ -167,7 +168,11 @@ def main(
     profile = profiles.scaled(profiles.load(source), scale_time, scale_bytes)
     network = read_network(network_path) if network_path else ring
     ub.init()
-    skipped = {name: reason for name in others if (reason := unavailable(name))}
+    skipped = {}
+    for name in others:
+        reason = unavailable(name)
+        if ub.allreduce(torch.tensor(bool(reason)).int(), op=ub.Max):
+            skipped[name] = reason or "cannot run on all hosts"
     names = [name for name in others if name not in skipped]
     names += [f"ddp:{bucket:g}" for bucket in ddp_buckets]
     names += policies or [str(scheme) for scheme in all_schemes()]

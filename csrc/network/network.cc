@@ -18,12 +18,26 @@ constexpr int kRounds = 4;         // of alpha from beta and beta from alpha
 constexpr int kOverlaps = 32;      // values that are tried
 constexpr double kAsGood = 0.002;  // difference of errors that tells nothing
 constexpr double kSmall = 0.1;     // of its time: what bytes may take of a small operation
+constexpr double kOutlier = 2;     // times the median, or its part
 
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
   if (values.size() % 2) return *middle;
   return (*std::max_element(values.begin(), middle) + *middle) / 2;
+}
+
+// Of the values between half and twice the median: costs add up, so that the mean tells more.
+double mean_without_outliers(const std::vector<double>& values) {
+  const double middle = median(values);
+  double sum = 0;
+  int count = 0;
+  for (double value : values) {
+    if (value < middle / kOutlier || value > middle * kOutlier) continue;
+    sum += value;
+    ++count;
+  }
+  return count > 0 ? sum / count : middle;  // an even number of values may all be far away
 }
 
 ordered_json rows(const std::vector<AlphaBeta>& costs) {
@@ -67,7 +81,7 @@ AlphaBeta with_overlap(std::span<const Sample> samples, const std::vector<Sample
       const bool hidden = part == 1 || part * p.seconds >= bytes_s;
       startups.push_back(hidden ? p.seconds : std::max(p.seconds - bytes_s, 0.0) / (1 - part));
     }
-    cost.alpha_s = median(startups);
+    cost.alpha_s = mean_without_outliers(startups);
     cost.overlap_s = part * cost.alpha_s;
     cost.beta_s_per_byte =
         std::max(largest.seconds - cost.latency_s(), 0.0) / static_cast<double>(largest.bytes);

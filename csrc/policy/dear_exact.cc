@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dear.h"
+#include "usbyte/simulator.h"
 
 namespace usbyte {
 namespace {
@@ -35,14 +36,17 @@ class RunMax {
 // either. Tensors are numbered from the end of the line, as groups are cut.
 class Groupings {
  public:
-  Groupings(const Profile& p, const NetworkModel& network, Overlap overlap)
-      : scatter_(network.cost(Collective::reduce_scatter, 1)),
+  Groupings(const Profile& p, const NetworkModel& network, const PolicyOptions& options)
+      : sharded_(options.sharded),
+        backward_end_s_(p.backward_end_s()),
+        shard_update_s_(p.update_s / network.ranks),
+        scatter_(network.cost(Collective::reduce_scatter, 1)),
         gather_(network.cost(Collective::all_gather, 1)),
         end_of_dtype_(p.tensors.size()),
         sum_{0},
         ready_s_({p.ready_s.rbegin(), p.ready_s.rend()}),
         earliness_(negated(p.need_s)),
-        urgency_(negated(due_times(p, overlap))) {
+        urgency_(negated(Simulator(p, network, options.overlap, options.sharded).due_s())) {
     const size_t n = p.tensors.size();
     for (size_t i = 0; i < n; ++i) {
       const TensorSpec& t = p.tensors[n - 1 - i];
@@ -78,6 +82,10 @@ class Groupings {
     sort([](const Group& g) { return std::pair(g.ready_s, g.begin); });
     for (const Group& g : groups_) {
       channel_s = std::max(channel_s, g.ready_s) + scatter_.time_s(g.bytes);
+    }
+    if (sharded_) {  // the update waits for all scatters, the gathers for the update
+      delay_s = std::max(channel_s - backward_end_s_, 0.0);
+      channel_s = backward_end_s_ + delay_s + shard_update_s_;
     }
     std::reverse(groups_.begin(), groups_.end());  // as a rule the order of need
     sort([](const Group& g) { return std::pair(g.need_s, ~g.begin); });
@@ -119,6 +127,8 @@ class Groupings {
     return std::max(static_cast<size_t>(over - sum_.begin()) - 1, begin + 1);
   }
 
+  bool sharded_;
+  double backward_end_s_, shard_update_s_;
   AlphaBeta scatter_, gather_;
   std::vector<size_t> end_of_dtype_;  // by tensor: where the run of its dtype ends
   std::vector<int64_t> sum_;          // bytes of the first i tensors
@@ -132,7 +142,7 @@ Plan best_dear(const Profile& profile, const NetworkModel& network, const Policy
   // All sizes cost about L^2 log L groups; beyond some 4,000 tensors only the most promising
   // of them are tried.
   constexpr size_t kGroups = 50'000'000;
-  Groupings groupings(profile, network, options.overlap);
+  Groupings groupings(profile, network, options);
   size_t groups = 0;
   int64_t best = options.fusion_bytes;
   double least_s = std::numeric_limits<double>::infinity();

@@ -117,12 +117,17 @@ std::vector<double> due_times(const Profile& profile, Overlap overlap) {
   std::vector<double> due(n);
   const double begin = profile.iteration_s() - profile.update_s;
   const double update_s_per_byte = n ? profile.update_s / static_cast<double>(profile.bytes()) : 0;
-  double updated = 0;
+  double updated = 0, module_s = 0, need_s = 0;
   for (int i : forward_order(profile)) {
     const size_t t = static_cast<size_t>(i);
     const TensorSpec& spec = profile.tensors[t];
-    due[t] = begin + profile.need_s[t] + updated;
-    updated += update_s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
+    if (profile.need_s[t] != need_s) {  // what a module needs is updated together
+      updated += module_s;
+      module_s = 0;
+      need_s = profile.need_s[t];
+    }
+    due[t] = begin + need_s + updated;
+    module_s += update_s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
   }
   return due;
 }

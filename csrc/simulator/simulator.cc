@@ -59,7 +59,7 @@ Prediction Simulator::predict(const Plan& plan) {
   } else {
     const bool at_gates = !sharded_ && p.bytes() > 0;
     const double s_per_byte = at_gates ? p.update_s / static_cast<double>(p.bytes()) : 0;
-    double delay = reduced_late_s_;
+    double delay = reduced_late_s_, need_s = -1, update_s = 0;
     for (int t : forward_order(p)) {
       const size_t i = static_cast<size_t>(t);
       const double asked = due_s_[i] + delay;
@@ -67,8 +67,15 @@ Prediction Simulator::predict(const Plan& plan) {
       const double passed = due_s_[i] + delay;
       if (passed > asked) record.gates.push_back({t, {asked, passed}});
       const TensorSpec& spec = p.tensors[i];
-      const double update = s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
-      if (at_gates) record.updates.push_back({{t}, {passed, passed + update}});
+      if (!at_gates) continue;
+      if (p.need_s[i] != need_s) {
+        record.updates.push_back({});
+        need_s = p.need_s[i];
+        update_s = 0;
+      }
+      update_s += s_per_byte * static_cast<double>(spec.numel * itemsize(spec.dtype));
+      record.updates.back().first.push_back(t);
+      record.updates.back().second = {passed, passed + update_s};
     }
   }
   return {step, arrived_s_, std::move(record)};

@@ -83,7 +83,8 @@ TEST(DearExact, EqualsTheBestOfAllFusionSizes) {
     const NetworkModel network = random_network(rng);
     PolicyOptions options = fusion(uniform(rng, 1, 50 << 20));
     options.overlap = uniform(rng, 0, 3) ? Overlap::forward : Overlap::backward;
-    Simulator simulator(p, network, options.overlap);
+    options.sharded = options.overlap == Overlap::forward && uniform(rng, 0, 1);
+    Simulator simulator(p, network, options.overlap, options.sharded);
     const double dear_s = simulator.step_s(make_plan("dear", p, network, options));
     double least_s = dear_s;
     for (size_t begin = 0; begin < p.tensors.size(); ++begin) {

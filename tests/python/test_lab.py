@@ -154,6 +154,15 @@ def test_a_failing_up_leaves_nothing(lab, monkeypatch):
 
 
 @pytest.mark.netns
+def test_down_removes_what_an_interrupted_up_left(lab):
+    if lab.hosts():
+        lab.down()
+    subprocess.run(["ip", "netns", "add", f"{NAME}-0"], check=True)
+    assert command("down").returncode == 0
+    assert left() == []
+
+
+@pytest.mark.netns
 def test_congestion_control_is_that_of_choice(lab):
     if lab.hosts():
         lab.down()

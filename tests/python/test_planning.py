@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ import usbyte.torch as ub
 from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
+from usbyte.errors import UsageError
 from usbyte.torch.costs import Measured, fit
 from usbyte.torch.drift import Drift
 from usbyte.torch.learning import NEVER, Iteration, Learning
@@ -61,7 +63,7 @@ def test_a_new_plan_in_the_middle_changes_no_number():
 
 def decides(rank, size):
     ub.init()
-    network = ub.probe(1 << 16)
+    network = ub.probe((1 << 16) - 3)
     assert network.ranks == size
     assert all(cost.beta_s_per_byte > 0 for cost in network.all_reduce)
     assert network.reduce_scatter
@@ -90,6 +92,64 @@ def decides(rank, size):
 def test_all_ranks_know_the_same_network_and_decision():
     answers = run_ranks(3, decides, timeout=60)
     assert answers[0] == answers[1] == answers[2]
+
+
+def fails_to_plan(rank, size):
+    ub.init()
+    made = []
+
+    def policy(profile, network):
+        made.append(profile)
+        tensors = [_core.TensorSpec(t.name, t.numel + 1, offset=0) for t in profile.tensors[:1]]
+        wrong = [None, _core.Plan("mine", tensors, [_core.Op("all_reduce", [(0, tensors[0].end)])])]
+        if len(made) <= len(wrong):
+            return wrong[len(made) - 1]
+        return _core.make_plan("wfbp", profile, network)
+
+    model = nn.Linear(3, 2, bias=False)
+    opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), policy=policy)
+    errors = []
+    for step in range(6):
+        opt.zero_grad()
+        model(torch.full((1, 3), float(step + rank))).sum().backward()
+        # What the ranks agree on, also after a probe without a plan.
+        assert torch.equal(model.weight.grad, torch.full((2, 3), step + 0.5))
+        try:
+            opt.step()
+        except UsageError as error:
+            errors.append(str(error))
+    return [errors, opt.plan.policy]
+
+
+def test_training_goes_on_when_no_plan_comes_of_a_probe():
+    answers = run_ranks(2, fails_to_plan, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+    for errors, policy in answers:
+        assert policy == "wfbp"
+        assert "the policy gave a NoneType instead of a Plan" in errors[0]
+        assert "the policy's plan is not for the profile's tensors" in errors[1]
+        assert len(errors) == 2
+
+
+def calls_a_closure(rank, size):
+    ub.init()
+    model = nn.Linear(2, 2)
+    opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def closure():
+        opt.zero_grad()
+        time.sleep(0.3)
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    while opt.decision is None:
+        opt.step(closure)
+    return opt.decision.profile.update_s
+
+
+def test_a_closure_is_no_part_of_the_update():
+    for update_s in run_ranks(2, calls_a_closure, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"}):
+        assert 0 < update_s < 0.3
 
 
 def test_one_process_needs_no_probe(single):

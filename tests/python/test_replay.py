@@ -200,6 +200,12 @@ def test_a_published_trace(tmp_path):
     assert profiles.load(str(again)).ready_s == profile.ready_s
 
 
+def test_names_without_a_module_in_a_trace_stand_for_themselves():
+    job = profiles.read_trace(trace(tensors=[["second", 3, 100], ["first", 4, 100]]))
+    assert [t.name for t in job.tensors] == ["first", "second"]
+    assert job.need_s == pytest.approx([0, 50e-6])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -175,6 +175,22 @@ def differs(rank, size):
             )
 
 
+def settings_differ(rank, size):
+    ub.init()
+    for options, text in [
+        ({"op": ub.Sum if rank else ub.Average}, "op is Average on rank 0 but Sum on rank 1"),
+        ({"bucket_bytes": 1 << (20 + rank)}, "bucket_bytes is 1048576 on rank 0 but 2097152 on"),
+        ({"overlap": "forward" if rank else "backward"}, "overlap is backward on rank 0 but forw"),
+    ]:
+        model = nn.Linear(4, 4)
+        with pytest.raises(MismatchError, match=text):
+            ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), **options)
+
+
+def test_arguments_that_differ_are_the_same_error_on_every_rank():
+    run_ranks(2, settings_differ, timeout=60)
+
+
 def test_parameters_that_differ_are_the_same_error_on_every_rank():
     run_ranks(2, differs, timeout=60)
 
@@ -190,5 +206,7 @@ def test_bad_arguments(single):
         ub.DistributedOptimizer(opt, model.parameters())
     with pytest.raises(UsageError, match="overlap"):
         ub.DistributedOptimizer(opt, overlap="sideways")
+    with pytest.raises(UsageError, match="bucket_bytes must be positive, not 0"):
+        ub.DistributedOptimizer(opt, bucket_bytes=0)
     with pytest.raises(UsageError, match=r"unknown policy 'fast'.*bytescheduler"):
         ub.DistributedOptimizer(opt, policy="fast")

@@ -230,6 +230,10 @@ def test_unsupported_optimizers_and_modes_are_errors(single):
         ub.DistributedOptimizer(torch.optim.LBFGS(params), shard_optimizer=True, overlap="forward")
     with pytest.raises(UsageError, match='overlap="forward"'):
         ub.DistributedOptimizer(torch.optim.SGD(params, lr=1), shard_optimizer=True)
+    with pytest.raises(UsageError, match="'wfbp' cannot serve shard_optimizer=True; take one of a"):
+        ub.DistributedOptimizer(
+            torch.optim.SGD(params, lr=1), shard_optimizer=True, overlap="forward", policy="wfbp"
+        )
     with pytest.raises(UsageError, match="max_grad_norm needs shard_optimizer"):
         ub.DistributedOptimizer(torch.optim.SGD(params, lr=1), max_grad_norm=1.0)
 

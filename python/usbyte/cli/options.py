@@ -54,10 +54,6 @@ RATE = Parsed("rate", units.parse_rate)
 SECONDS = Parsed("time", units.parse_seconds)
 
 
-#: Policies that a sharded optimizer can follow.
-SHARDING = ("auto", "dear", "dear_exact", "tune", "tune:dear")
-
-
 class Scheme(NamedTuple):
     """How a job is trained.
 
@@ -102,10 +98,10 @@ def parse_scheme(text: str) -> Scheme:
     if policy not in tuning.policies():
         known = ", ".join(tuning.policies())
         raise ValueError(f"{text!r}: unknown policy {policy!r}; known are {known}")
-    if mode == "sharded" and policy not in SHARDING:
+    if mode == "sharded" and policy not in tuning.SHARDING:
         raise ValueError(
             f"{text!r}: {policy} cannot serve a sharded optimizer; write one of "
-            f"{', '.join(SHARDING)}"
+            f"{', '.join(tuning.SHARDING)}"
         )
     return Scheme(mode, policy)
 

@@ -15,7 +15,6 @@ from usbyte import units
 from usbyte.cli.options import (
     SECONDS,
     SERIAL_HELP,
-    SHARDING,
     Parsed,
     Scheme,
     all_schemes,
@@ -156,7 +155,7 @@ def simulate(
 def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:
     from usbyte import tuning
 
-    untuned = [policy for policy in SHARDING if policy not in tuning.POLICIES]
+    untuned = [policy for policy in tuning.SHARDING if policy not in tuning.POLICIES]
     named = policies or [Scheme("forward", policy) for policy in untuned]
     try:
         if any(scheme.mode == "backward" for scheme in named):

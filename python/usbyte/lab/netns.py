@@ -129,7 +129,7 @@ class Lab:
         found = []
         for i in range(self.hosts()):
             namespace = f"{self.name}-{i}"
-            pids = [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
+            pids = _pids(namespace)
             shaping = _json("tc", "-j", "qdisc", "show", "dev", f"{self.name}-v{i}", "root")
             rate = next((q["options"]["rate"] for q in shaping if q["kind"] == "tbf"), None)
             found.append(Host(namespace, f"10.98.0.{i + 1}", rate, pids))
@@ -157,7 +157,7 @@ class Lab:
         """
         if not self._links():  # also true of one that was left half built
             self._require()
-        pids = [pid for host in self.status() for pid in host.pids]
+        pids = [pid for namespace in self._namespaces() for pid in _pids(namespace)]
         if pids and not kill:
             raise UsageError(
                 f"lab '{self.name}' is in use by the processes {', '.join(map(str, pids))}; wait "
@@ -248,6 +248,10 @@ class Lab:
 
     def _command(self, verb: str) -> str:
         return f"usbyte lab {verb}" + ("" if self.name == DEFAULT else f" --name {self.name}")
+
+
+def _pids(namespace: str) -> list[int]:
+    return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
 
 
 def unusable() -> str:

@@ -89,8 +89,9 @@ def read_trace(text: str) -> Profile:
     rows: list[tuple[str, int, float, float]] = []
     now, need, module = 0.0, 0.0, None
     for (name, numel, gap), ready in zip(reversed(trace), reversed(ready_s), strict=True):
-        if name.rpartition(".")[0] != module:
-            module, need = name.rpartition(".")[0], now
+        owner = name.rpartition(".")[0] or name
+        if owner != module:
+            module, need = owner, now
         rows.append((name, numel, need, ready))
         now += gap / 2
     return _profile(str(root.get("model", "")), rows)

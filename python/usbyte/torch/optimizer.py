@@ -106,6 +106,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy = policy or env.policy or "auto"
         if isinstance(policy, str) and policy not in tuning.policies():
             raise UsageError(f"unknown policy '{policy}'; known are {', '.join(tuning.policies())}")
+        if shard_optimizer and isinstance(policy, str) and policy not in tuning.SHARDING:
+            raise UsageError(
+                f"policy '{policy}' cannot serve shard_optimizer=True; take one of "
+                f"{', '.join(tuning.SHARDING)}"
+            )
         if isinstance(policy, str) and policy in tuning.POLICIES:
             tuning.check_installed()
         elif tune_steps is not None:
@@ -115,12 +120,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self._overlap = overlap
         self._model = model
+        self._op = op
         self._scale = 1.0 / context.size if op == Average else 1.0
         self._policy, self._tune_steps = policy, tune_steps
         self._options = {
-            "partition_bytes": partition_bytes or env.partition_bytes,
-            "credit_bytes": credit_bytes or env.credit_bytes,
-            "bucket_bytes": bucket_bytes or env.bucket_bytes,
+            "partition_bytes": _bytes("partition_bytes", partition_bytes, env.partition_bytes),
+            "credit_bytes": _bytes("credit_bytes", credit_bytes, env.credit_bytes),
+            "bucket_bytes": _bytes("bucket_bytes", bucket_bytes, env.bucket_bytes),
         }
         self._given_names = _check_names(named_parameters)
         self.label = context.next_label()
@@ -220,7 +226,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
             result = self._step_now(closure)
             if reducer is not None:
-                reducer.finish_step(_core.now_s() - start)
+                reducer.finish_step(start)
                 if reducer.learning:
                     self._learned = False
                 elif not self._learned:
@@ -366,21 +372,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._sharded,
             self._options,
             self._tune_steps,
+            alike={"op": str(self._op), "max_grad_norm": self._max_grad_norm},
         )
-        self._gates = Gates(self._params, self._apply, self.synchronize, self._model)
-        self._reducer = Reducer(
-            self._context,
-            names,
-            self._params,
-            planner,
-            self._gates,
-            self._scale,
-            self._policy in ("auto", "tune"),
-            self._sharded,
-            self._before_first_gradient,
-            self._on_gradient,
-            self._on_backward_end,
-        )
+        self._gates = gates = Gates(self._params, self._apply, self.synchronize, self._model)
+        try:
+            self._reducer = Reducer(
+                self._context,
+                names,
+                self._params,
+                planner,
+                gates,
+                self._scale,
+                self._policy in ("auto", "tune"),
+                self._sharded,
+                self._before_first_gradient,
+                self._on_gradient,
+                self._on_backward_end,
+            )
+        except BaseException:
+            gates.close()
+            raise
         self._closed = False
 
     def _claim(self, names: Sequence[str]) -> None:
@@ -450,7 +461,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if reducer.plan_ends:
             self._apply_all()
             self._end_sharding()
-            reducer.finish_step(0.0)
+            reducer.finish_step(_core.now_s())
             if reducer.learning:
                 self._learned = False
                 self._zero_spent(shards.used)
@@ -551,6 +562,14 @@ def _forwarded(name: str) -> property:
 # GradScaler hands these to optimizers that unscale by themselves.
 for _name in ("grad_scale", "found_inf"):
     setattr(DistributedOptimizer, _name, _forwarded(_name))
+
+
+def _bytes(name: str, given: int | None, default: int) -> int:
+    if given is None:
+        return default
+    if given <= 0:
+        raise UsageError(f"{name} must be positive, not {given}")
+    return given
 
 
 def _check_names(

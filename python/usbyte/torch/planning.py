@@ -99,6 +99,10 @@ class Planner:
         sharded: Whether each rank updates its shard, and parameters are gathered.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
         tune_steps: Steps of each trial of a tuned policy; None for as many as the policy says.
+        alike: What else all ranks must have alike, by the names that users know.
+
+    Raises:
+        MismatchError: Ranks differ, in that or in what their first steps depend on.
 
     Attributes:
         decision: What the plan in force was made from; None while it is not made from measurements.
@@ -115,6 +119,7 @@ class Planner:
         sharded: bool,
         options: Mapping[str, int],
         tune_steps: int | None = None,
+        alike: Mapping[str, object] | None = None,
     ) -> None:
         self._context, self._label = context, label
         self._names, self._params = names, params
@@ -123,7 +128,13 @@ class Planner:
         self._policy, self._tune_steps = policy, tune_steps
         self._tuner: tuning.Tuner | None = None  # rank 0's, while or after a policy is tuned
         self.decision: Decision | None = None
-        self._check_alike()
+        settings = {
+            "overlap": overlap,
+            "shard_optimizer": sharded,
+            "bucket_bytes": self._options.get("bucket_bytes"),
+            "USBYTE_LEARNING_STEPS": context.env.learning_steps,
+        }
+        self._check_alike(settings | dict(alike or {}))
 
     def learning_plan(self) -> _core.Plan:
         """DDP's buckets in order of registration."""
@@ -232,8 +243,13 @@ class Planner:
         trial_steps: int,
     ) -> Decision:
         """The decision for a plan, if ranks can follow it."""
-        if [t.name for t in plan.tensors] != [t.name for t in profile.tensors]:
-            raise UsageError("the policy's plan is not for the profile's tensors")
+        if not isinstance(plan, _core.Plan):
+            raise UsageError(f"the policy gave a {type(plan).__name__} instead of a Plan")
+        if list(plan.tensors) != list(profile.tensors):
+            raise UsageError(
+                "the policy's plan is not for the profile's tensors: names, sizes, dtypes and "
+                "order must be the same"
+            )
         if self._sharded:
             if any(op.kind == "all_reduce" for op in plan.ops):
                 raise UsageError(
@@ -266,21 +282,28 @@ class Planner:
     def _profile(self, times: Times) -> _core.Profile:
         return job_profile(self._names, self._params, times, flags=True)
 
-    def _check_alike(self) -> None:
-        """Raises the same MismatchError on every rank if parameters differ."""
-        spec = [
+    def _check_alike(self, settings: Mapping[str, object]) -> None:
+        """Raises the same MismatchError on every rank if settings or parameters differ."""
+        rows = [
             [name, list(p.shape), list(p.stride()), dtype]
             for name, p, dtype in zip(self._names, self._params, self._dtypes, strict=True)
         ]
-        text = json.dumps(spec).encode()
+        text = json.dumps([dict(settings), rows]).encode()
         eager, label = self._context.eager, f"{self._label}.parameters"
         digests = eager.allgather_bytes(f"{label}.hash", hashlib.sha256(text).digest())
         if len(set(digests)) == 1:
             return
         specs = [json.loads(s) for s in eager.allgather_bytes(label, text)]
-        raise MismatchError(
-            f"{self._label}: {_difference(specs)}. Build the same model on all ranks."
-        )
+        for name in settings:
+            values = [given.get(name) for given, _ in specs]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise MismatchError(
+                        f"{self._label}: {name} is {values[0]} on rank 0 but {value} on rank "
+                        f"{rank}. Give all ranks the same arguments and environment."
+                    )
+        difference = _difference([rows for _, rows in specs])
+        raise MismatchError(f"{self._label}: {difference}. Build the same model on all ranks.")
 
 
 def _difference(specs: Sequence[Sequence[list[object]]]) -> str:

@@ -79,6 +79,7 @@ class Reducer:
         self._drift = Drift() if adapt else None
         self._replan_agreed = False
         self._waited_s = 0.0  # for the network, after the last backward
+        self._settled_s = 0.0  # when that was over
         self._local_used = [False] * len(params)
         self._versions = [0] * len(params)
         self._holds_result = [False] * len(params)  # param.grad is what the ranks agreed on
@@ -189,7 +190,8 @@ class Reducer:
         """
         start = _core.now_s()
         self._engine.drain()
-        self._waited_s += _core.now_s() - start
+        self._settled_s = _core.now_s()
+        self._waited_s += self._settled_s - start
         for i, param in enumerate(self.params):
             if self._grads[i]._version != self._versions[i]:
                 raise self._touched(i, "was modified")
@@ -227,14 +229,16 @@ class Reducer:
             "touch gradients."
         )
 
-    def finish_step(self, updated_s: float) -> None:
+    def finish_step(self, began_s: float) -> None:
         """Counts a completed step; after the last one under a plan, all ranks adopt the next plan.
 
         To be called when everything is drained and no update is pending.
 
         Args:
-            updated_s: Seconds that the optimizer's step took.
+            began_s: When the optimizer's step began, steady clock; a closure may have run backward
+                in it.
         """
+        updated_s = _core.now_s() - max(began_s, self._settled_s)
         if self._replan_agreed:
             self._replan_agreed = self._fresh = False
             log.info("steps take another time than before: learning anew")
@@ -260,7 +264,10 @@ class Reducer:
         times = self._learning.times()
         total = sum(p.numel() * p.element_size() for p in self.params)
         largest = min(max(total, 1 << 20), LARGEST_BYTES)
-        measured = measure(self._context, self._communicator, largest)
+        try:
+            measured = measure(self._context, self._communicator, largest)
+        finally:  # should no plan come of it, the old one goes on
+            self._communicator.register(self._arena.buffer)
         decision = self._planner.decide(times, measured)
         self._learning = None
         self._follow(decision)

@@ -10,6 +10,7 @@ from usbyte.tuning.tuner import Candidate, Search, Trial, Tuner, check_installed
 
 __all__ = [
     "POLICIES",
+    "SHARDING",
     "Candidate",
     "Job",
     "Search",
@@ -23,6 +24,9 @@ __all__ = [
 
 #: What each searches, by name.
 POLICIES = {"tune": ours, "tune:bytescheduler": bytescheduler, "tune:dear": dear}
+
+#: Policies that a sharded optimizer can follow.
+SHARDING = ("auto", "dear", "dear_exact", "tune", "tune:dear")
 
 
 def policies() -> list[str]:

@@ -19,7 +19,7 @@ Point = tuple[float, ...]
 
 _NOISE = 1e-2  # variance of a measurement, relative to that between points
 _CONFIRMED = 0.01  # what a second measurement must show of an advantage
-_REPEATS = 3  # for each trial, suggestions whose plan is known already
+_REPEATS = 6  # suggestions in a row whose plans are known: the search is over
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,6 @@ class Tuner:
         self._starts = list(self.search.starts)
         self._points: set[Point] = set()
         self._known: dict[int, Trial] = {}  # by the plan's hash
-        self._repeats = _REPEATS * self.search.trials
         self._asked: Candidate | None = None
 
     def ask(self) -> Candidate | None:
@@ -159,12 +158,13 @@ class Tuner:
         return self.trials[0], min(self.trials, key=lambda trial: trial.step_s)
 
     def _next(self) -> Candidate | None:
-        while len(self.trials) < self.search.trials and self._repeats > 0:
+        for _ in range(_REPEATS + len(self._starts)):
+            if len(self.trials) >= self.search.trials:
+                break
             candidate = self._starts.pop(0) if self._starts else self._suggest()
             known = self._known.get(candidate.plan.hash())
             if known is None:
                 return candidate
-            self._repeats -= 1
             self._register(candidate, known.step_s)
         return None
 
