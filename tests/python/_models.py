@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -79,8 +80,10 @@ def train(
 ) -> dict[str, torch.Tensor]:
     """Trains `Awkward` under "ddp", "forward" or "backward" and returns its state_dict.
 
-    Every mode sees the same data and starts from the same parameters.
+    Every mode sees the same data and starts from the same parameters. Probes are short: what plans
+    cost is not what those who train here ask.
     """
+    importlib.import_module("usbyte.torch.probe")._SPAN = 1
     torch.manual_seed(3)
     model = Awkward(mixed)
     if double:

@@ -51,8 +51,9 @@ Plan bytescheduler(const Profile&, const NetworkModel&, const PolicyOptions&);
 Plan mgwfbp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// P3: tensors cut into slices of 40,000 parameters; among the ready slices the one nearest the
-/// input goes first, one at a time. Jayarajan et al., "Priority-based Parameter Propagation for
-/// Distributed DNN Training", MLSys 2019.
+/// input goes first, one at a time. With collectives instead of its parameter servers, a slice
+/// waits until the one before it has come back. Jayarajan et al., "Priority-based Parameter
+/// Propagation for Distributed DNN Training", MLSys 2019.
 Plan p3(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// US-Byte: during backward the ready tensor of the highest priority is sent up to the next
