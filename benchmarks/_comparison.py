@@ -24,18 +24,23 @@ class Result:
 
     Attributes:
         step_s: Seconds of every measured step on rank 0.
-        predicted_s: What usbyte had foreseen, where it says so.
+        foreseen_s: What usbyte had foreseen for a step, of each turn; empty for others.
         step_j: Joules for a step, of each turn, all machines together; empty without counters.
     """
 
     step_s: list[float] = field(default_factory=list)
-    predicted_s: float | None = None
+    foreseen_s: list[float] = field(default_factory=list)
     step_j: list[float] = field(default_factory=list)
 
     @property
     def median_s(self) -> float:
         """Seconds of the middle step."""
         return statistics.median(self.step_s)
+
+    @property
+    def predicted_s(self) -> float | None:
+        """The middle one of what was foreseen."""
+        return statistics.median(self.foreseen_s) if self.foreseen_s else None
 
 
 @dataclass
@@ -114,7 +119,11 @@ class Comparison:
             "bound_s": self.bound_s,
             "best_ddp": self.best_ddp,
             "results": {
-                name: {"median_s": result.median_s, **asdict(result)}
+                name: {
+                    "median_s": result.median_s,
+                    "predicted_s": result.predicted_s,
+                    **asdict(result),
+                }
                 for name, result in self.results.items()
             },
             "skipped": self.skipped,

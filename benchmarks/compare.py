@@ -70,7 +70,7 @@ def run(
                     step()
                 decision = getattr(optimizer, "decision", None)
                 if decision is not None:
-                    result.predicted_s = decision.predicted_s
+                    result.foreseen_s.append(decision.predicted_s)
                     # What was measured here and now wins over what the user has given.
                     comparison.network = decision.network
                     if folder:
