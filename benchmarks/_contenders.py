@@ -49,7 +49,8 @@ def unavailable(name: str) -> str:
             return f"torch {torch.__version__} has no fully_shard; 2.6 has"
     elif name == "horovod":
         try:
-            importlib.import_module("horovod.torch")
+            for module in ("horovod.torch", "horovod.runner.gloo_run"):
+                importlib.import_module(module)
         except ImportError as error:
             return f"cannot be imported: {error}"
     return ""
