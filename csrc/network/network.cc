@@ -14,11 +14,11 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr int kRounds = 4;         // of alpha from beta and beta from alpha
-constexpr int kOverlaps = 32;      // values that are tried
-constexpr double kAsGood = 0.002;  // difference of errors that tells nothing
-constexpr double kSmall = 0.1;     // of its time: what bytes may take of a small operation
-constexpr double kOutlier = 2;     // times the median, or its part
+constexpr int kRounds = 4;                           // of alpha from beta and beta from alpha
+constexpr int kOverlaps = 32;                        // values that are tried
+constexpr double kAsGood = 1.25, kRounding = 0.002;  // of errors: more than that tells something
+constexpr double kSmall = 0.1;  // of its time: what bytes may take of a small operation
+constexpr double kOutlier = 2;  // times the median, or its part
 
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -187,7 +187,7 @@ Fit fit_cost(std::span<const Sample> samples) {
     tried.push_back({mean, {cost, median(std::move(errors))}});
     least = std::min(least, mean);
   }
-  while (tried.back().first > least + kAsGood) tried.pop_back();
+  while (tried.back().first > kAsGood * least + kRounding) tried.pop_back();
   return tried.back().second;
 }
 

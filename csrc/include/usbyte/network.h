@@ -86,9 +86,9 @@ struct Fit {
 /// A cost from repeated measurements of several sizes. alpha is what the small ones take on
 /// average, outliers aside, whose bytes are no more than a tenth of it; beta makes the largest size
 /// cost its median. Of 33 overlaps from none to the whole startup, the one is taken that makes the
-/// mean relative error over all sizes least; of those that are as good the largest, which is also
-/// what too few sizes to tell end in: beta must not be made small by noise, since bounds come from
-/// it. Throws UsageError on no samples.
+/// mean relative error over all sizes least; of those that are nearly as good the largest, which is
+/// also what too few sizes to tell end in: beta must not be made small by noise, since bounds come
+/// from it. Throws UsageError on no samples.
 Fit fit_cost(std::span<const Sample> samples);
 
 }  // namespace usbyte
