@@ -204,10 +204,6 @@ def misuse(rank, size):
     with pytest.raises(UsageError, match="no rank has whole gradients"):
         opt.synchronize()
     opt.step()
-    model, opt = small(shard=True, policy="wfbp")
-    with pytest.raises(UsageError, match="needs auto, dear or dear_exact"):  # on every rank
-        run(model, opt, 4, rank)
-    opt.close()
     model, opt = small(shard=True, policy=lambda p, n: _core.make_plan("ddp", p, n))
     with pytest.raises(UsageError, match="plans all_reduces"):
         run(model, opt, 4, rank)
