@@ -72,6 +72,9 @@ TEST(Policies, UnknownNamesAndBadSizesAreErrors) {
   PolicyOptions zero;
   zero.credit_bytes = 0;
   EXPECT_THROW(make_plan("ddp", p, {}, zero), UsageError);
+  PolicyOptions sharded;
+  sharded.sharded = true;
+  EXPECT_THROW(make_plan("wfbp", p, {}, sharded), UsageError);
 }
 
 TEST(Wfbp, OneFencedOpForEachTensorInBackwardOrder) {

@@ -137,7 +137,7 @@ def calls_a_closure(rank, size):
 
     def closure():
         opt.zero_grad()
-        time.sleep(0.3)
+        time.sleep(0.3)  # what the step computes, long enough to be told from an update
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
         return loss

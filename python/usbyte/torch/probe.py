@@ -109,7 +109,7 @@ def measure(
     largest = max(largest, _SMALLEST_BYTES)
     sizes = [*_sizes(_SMALLEST_BYTES, largest, growth), largest]
 
-    def time(window: int) -> list[Measured]:
+    def time_window(window: int) -> list[Measured]:
         counts = {}
         for size in sizes:
             seconds = window * small_s + max(window * small_s, some_s * size / some)
@@ -117,7 +117,7 @@ def measure(
             counts[size] = max(min(int(_SPAN * small_s / seconds), most), _FEWEST_GROUPS)
         return _time(context, communicator, window, counts, repeats)
 
-    rows = time(1)
+    rows = time_window(1)
     large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(context, communicator, large, ahead, repeats)
@@ -127,7 +127,7 @@ def measure(
             break
     for window in _WINDOWS:
         if 1 < window <= (together or max(_WINDOWS)):
-            rows += time(window)
+            rows += time_window(window)
     return rows
 
 
