@@ -139,6 +139,9 @@ void NetworkModel::validate() const {
   if (!(busy_alpha_s >= 0 && std::isfinite(busy_alpha_s))) {
     throw UsageError("network: busy_alpha_s is negative or not finite");
   }
+  if (!(pack_s_per_byte >= 0 && std::isfinite(pack_s_per_byte))) {
+    throw UsageError("network: pack_s_per_byte is negative or not finite");
+  }
   if (all_reduce.empty()) throw UsageError("network: no cost of all_reduce");
   for (const auto* row : {&all_reduce, &reduce_scatter, &all_gather}) {
     for (const AlphaBeta& c : *row) c.validate("network");
@@ -149,7 +152,7 @@ std::string NetworkModel::to_json() const {
   return ordered_json{{"format", "usbyte-network-1"},   {"ranks", ranks},
                       {"all_reduce", rows(all_reduce)}, {"reduce_scatter", rows(reduce_scatter)},
                       {"all_gather", rows(all_gather)}, {"concurrent", concurrent},
-                      {"busy_alpha_s", busy_alpha_s}}
+                      {"busy_alpha_s", busy_alpha_s},   {"pack_s_per_byte", pack_s_per_byte}}
       .dump();
 }
 
@@ -157,9 +160,10 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
   try {
     const ordered_json root = ordered_json::parse(json);
     if (root.at("format") != "usbyte-network-1") throw UsageError("network: unknown format");
-    NetworkModel model{root.at("ranks").get<int>(),      costs(root.at("all_reduce")),
-                       costs(root.at("reduce_scatter")), costs(root.at("all_gather")),
-                       root.value("concurrent", 0),      root.value("busy_alpha_s", 0.0)};
+    NetworkModel model{root.at("ranks").get<int>(),       costs(root.at("all_reduce")),
+                       costs(root.at("reduce_scatter")),  costs(root.at("all_gather")),
+                       root.value("concurrent", 0),       root.value("busy_alpha_s", 0.0),
+                       root.value("pack_s_per_byte", 0.0)};
     model.validate();
     return model;
   } catch (const ordered_json::exception& e) {

@@ -42,17 +42,21 @@ void register_network(py::module_& m) {
   py::class_<NetworkModel>(m, "NetworkModel",
                            "What the network costs, on the path of training: for each collective "
                            "its cost with 1, 2, ... ops in flight.")
-      .def(
-          py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
-                      int concurrent, double busy_alpha_s) {
-            NetworkModel model{
-                ranks,      std::move(all_reduce), std::move(reduce_scatter), std::move(all_gather),
-                concurrent, busy_alpha_s};
-            model.validate();
-            return model;
-          }),
-          py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
-          py::arg("all_gather") = Costs{}, py::arg("concurrent") = 0, py::arg("busy_alpha_s") = 0.0)
+      .def(py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
+                       int concurrent, double busy_alpha_s, double pack_s_per_byte) {
+             NetworkModel model{ranks,
+                                std::move(all_reduce),
+                                std::move(reduce_scatter),
+                                std::move(all_gather),
+                                concurrent,
+                                busy_alpha_s,
+                                pack_s_per_byte};
+             model.validate();
+             return model;
+           }),
+           py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
+           py::arg("all_gather") = Costs{}, py::arg("concurrent") = 0,
+           py::arg("busy_alpha_s") = 0.0, py::arg("pack_s_per_byte") = 0.0)
       .def_readonly("ranks", &NetworkModel::ranks)
       .def_readonly("all_reduce", &NetworkModel::all_reduce)
       .def_readonly("reduce_scatter", &NetworkModel::reduce_scatter)
@@ -61,6 +65,9 @@ void register_network(py::module_& m) {
                     "How many ops run at once; 0: any number.")
       .def_readonly("busy_alpha_s", &NetworkModel::busy_alpha_s,
                     "Seconds that an op takes at least while bytes of other ops flow.")
+      .def_readonly(
+          "pack_s_per_byte", &NetworkModel::pack_s_per_byte,
+          "Seconds per byte to pack an all_reduce of several blocks and to put them back.")
       .def(
           "cost",
           [](const NetworkModel& model, const std::string& kind, int in_flight) {

@@ -31,14 +31,18 @@ T pop(std::vector<T>& heap) {
 
 }  // namespace
 
-void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s) {
+void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s,
+                     bool packed) {
   go_on_to(now_s);
   const AlphaBeta cost = network_->cost(kind, in_flight);
   const double work_s = cost.beta_s_per_byte * static_cast<double>(bytes);
-  if (!std::isfinite(now_s + cost.alpha_s + work_s)) {
+  const double pack_s = packed && kind == Collective::all_reduce
+                            ? network_->pack_s_per_byte * static_cast<double>(bytes)
+                            : 0;
+  if (!std::isfinite(now_s + cost.alpha_s + pack_s + work_s)) {
     throw UsageError("network: an op of " + std::to_string(bytes) + " bytes would never end");
   }
-  const Flight launched{0, op, cost.latency_s(), cost.alpha_s, work_s, 0, 0};
+  const Flight launched{0, op, cost.latency_s() + pack_s, cost.alpha_s + pack_s, work_s, 0, 0};
   const size_t running = unsettled() + held_.size();
   if (network_->concurrent > 0 && running >= static_cast<size_t>(network_->concurrent)) {
     waiting_.push_back(launched);

@@ -110,7 +110,8 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
     while (step.launchable()) {
       const int op = step.launch();
       const size_t i = static_cast<size_t>(op);
-      channel.launch(op, plan.ops()[i].kind, step.bytes(op), step.in_flight(), now);
+      const Op& what = plan.ops()[i];
+      channel.launch(op, what.kind, step.bytes(op), step.in_flight(), now, what.blocks.size() > 1);
       if (record) record->launched_s[i] = now;
     }
     const double ready = next_ready < backward_order_.size()

@@ -29,8 +29,11 @@ class Channel {
   /// `network` outlives it.
   explicit Channel(const NetworkModel& network) : network_(&network) {}
 
-  /// Starts `op` at `now_s` as one of `in_flight` >= 1 ops, itself included.
-  void launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s);
+  /// Starts `op` at `now_s` as one of `in_flight` >= 1 ops, itself included. `packed`: it consists
+  /// of several blocks, which lengthens the startup of an all_reduce by the network's
+  /// `pack_s_per_byte`.
+  void launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s,
+              bool packed = false);
   /// When the next op's bytes begin or cease to flow or an op completes, if nothing is launched
   /// before; infinity when nothing is in flight.
   double next_s() const;

@@ -52,6 +52,9 @@ struct NetworkModel {
   /// theirs, step after step. That is why a small op beside a large one is slow, although it takes
   /// next to nothing of the channel.
   double busy_alpha_s = 0;
+  /// What it takes to pack an all_reduce of several blocks into one message and to put the blocks
+  /// back, s/byte. Other collectives go block by block.
+  double pack_s_per_byte = 0;
 
   /// Cost of a plan's op while `in_flight` >= 1 ops are in flight, itself included, of which no
   /// more than `concurrent` count.

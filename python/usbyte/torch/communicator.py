@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class TorchCommunicator:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._staging = _Staging()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         self._in_flight: set[int] = set()  # tickets
@@ -93,22 +95,19 @@ class TorchCommunicator:
         self._in_flight.add(ticket)
         views = [self._view(address, count, dtype) for address, count in spans]
         if kind == "all_reduce":
-            tensor = views[0] if len(views) == 1 else torch.cat(views)
+            staged = None if len(views) == 1 else self._staging.pack(views)
+            tensor = views[0] if staged is None else staged.message
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
-            self._tasks.put(partial(self._finish, ticket, work, tensor, views))
+            self._tasks.put(partial(self._finish, ticket, work, staged))
         else:
             self._tasks.put(partial(self._ring, ticket, kind, views))
 
-    def _finish(
-        self, ticket: int, work: dist.Work, tensor: torch.Tensor, views: list[torch.Tensor]
-    ) -> None:
+    def _finish(self, ticket: int, work: dist.Work, staged: _Staged | None) -> None:
         error = None
         try:
             work.wait()
-            if len(views) > 1:
-                parts = tensor.split([view.numel() for view in views])
-                for view, part in zip(views, parts, strict=True):
-                    view.copy_(part)
+            if staged is not None:
+                self._staging.unpack(staged)
         except RuntimeError as e:
             error = _brief(e)
         self._complete(ticket, error)
@@ -131,6 +130,44 @@ class TorchCommunicator:
     def _complete(self, ticket: int, error: str | None) -> None:
         self._in_flight.discard(ticket)
         self.core.complete(ticket, error)
+
+
+class _Staged(NamedTuple):
+    views: list[torch.Tensor]
+    buffer: torch.Tensor
+    message: torch.Tensor  # at the beginning of the buffer
+
+
+class _Staging:
+    """Memory in which ops of several blocks travel as one message.
+
+    It is kept, as new pages cost more than the copy: as many buffers as there were such ops in
+    flight. The engine's thread packs, the waiters unpack.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()  # guards _free
+
+    def pack(self, views: list[torch.Tensor]) -> _Staged:
+        """Copies the views' elements into one message."""
+        size = sum(view.nbytes for view in views)
+        with self._lock:
+            self._free.sort(key=len)
+            fits = next((i for i, buffer in enumerate(self._free) if len(buffer) >= size), -1)
+            buffer = self._free.pop(fits) if self._free else None
+        if buffer is None or len(buffer) < size:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        message = torch.cat(views, out=buffer[:size].view(views[0].dtype))
+        return _Staged(views, buffer, message)
+
+    def unpack(self, staged: _Staged) -> None:
+        """Copies the elements back; `staged` is not used any more."""
+        parts = staged.message.split([view.numel() for view in staged.views])
+        for view, part in zip(staged.views, parts, strict=True):
+            view.copy_(part)
+        with self._lock:
+            self._free.append(staged.buffer)
 
 
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 
 from usbyte import _core
 
-#: Kind of a measurement: a small all_reduce that was posted right behind large ones.
-BUSY = "busy"
+#: Kinds of measurements: a small all_reduce that was posted right behind large ones; and what an
+#: all_reduce took longer as it had two blocks.
+BUSY, PACKED = "busy", "packed"
 
 # Of the time that large operations take together. With slots of their own beside them, small ones
 # wait for messages only.
@@ -24,10 +25,10 @@ class Measured:
     """Groups of operations, each group posted when the one before has ended.
 
     Attributes:
-        kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY`.
+        kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY` or `PACKED`.
         window: Operations in a group.
         bytes: Payload of a group; if `BUSY`, of the large ones.
-        seconds: Mean time of a group; if `BUSY`, of the small one.
+        seconds: Mean time of a group; if `BUSY`, of the small one; if `PACKED`, the difference.
     """
 
     kind: str
@@ -78,7 +79,7 @@ def fit_lines(rows: Sequence[Measured]) -> list[Line]:
     """A line for each collective and window, in order of measurement; see `_core.fit_cost`."""
     samples: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.kind != BUSY:
+        if row.kind not in (BUSY, PACKED):
             samples[row.kind, row.window][row.bytes].append(row.seconds)
     lines = []
     for (kind, window), by_size in samples.items():
@@ -121,6 +122,7 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
     }
     together = concurrent(rows)
     beside = [row.seconds for row in rows if row.kind == BUSY and row.window == 2]
+    packing = [row.seconds / row.bytes for row in rows if row.kind == PACKED]
     return _core.NetworkModel(
         ranks,
         costs["all_reduce"],
@@ -128,6 +130,7 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
         costs.get("all_gather", []),
         together or 0,
         float(np.median(beside)) if together not in (None, 1) else 0.0,
+        max(float(np.median(packing)), 0.0) if packing else 0.0,
     )
 
 

@@ -12,7 +12,7 @@ from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.context import Context, current
-from usbyte.torch.costs import BUSY, Measured, concurrent, fit
+from usbyte.torch.costs import BUSY, PACKED, Measured, concurrent, fit
 
 __all__ = ["probe"]
 
@@ -94,7 +94,7 @@ def measure(
         context: The ranks.
         communicator: Its registered buffer is replaced.
         largest_bytes: Upper limit to the payloads that lines are fitted to. What runs beside a
-            small operation is up to four times as large.
+            small operation, or is packed, is up to four times as large.
         repeats: Measurements of each size.
         growth: From one size to the next.
     """
@@ -112,13 +112,14 @@ def measure(
     def time_window(window: int) -> list[Measured]:
         counts = {}
         for size in sizes:
-            seconds = window * small_s + max(window * small_s, some_s * size / some)
-            most = min(_MOST_GROUPS, _MOST_BYTES // size)
+            seconds = window * (small_s + max(small_s, some_s * size / some))
+            most = min(_MOST_GROUPS, _MOST_BYTES // (window * size))
             counts[size] = max(min(int(_SPAN * small_s / seconds), most), _FEWEST_GROUPS)
         return _time(context, communicator, window, counts, repeats)
 
     rows = time_window(1)
     large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
+    rows += _time_packed(context, communicator, large, repeats)
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(context, communicator, large, ahead, repeats)
         found = str(concurrent(rows) or 0).encode()  # on which all ranks must agree
@@ -146,23 +147,41 @@ def _time(
     groups: dict[int, int],
     repeats: int,
 ) -> list[Measured]:
-    """`groups`: how many of each size."""
+    """`groups`: how many, by the size of each of their operations."""
     rows = []
-    longest = max(
-        count * (max(size, window * _FLOAT_BYTES) + _SMALLEST_BYTES)
-        for size, count in groups.items()
-    )
+    longest = max(count * window * (size + _SMALLEST_BYTES) for size, count in groups.items())
     buffer = torch.zeros(longest, dtype=torch.uint8)
     communicator.register(buffer)
-    small = _SMALLEST_BYTES // _FLOAT_BYTES // window
+    small = _SMALLEST_BYTES // _FLOAT_BYTES
     for size, count in groups.items():
-        numel = max(size // _FLOAT_BYTES // window, 1)
+        numel = size // _FLOAT_BYTES
         for kinds in _WINDOWS[window]:
             plan = _plan(kinds, window, [small, numel] * count)
             with _engine(context, communicator, buffer, plan) as engine:
                 for _ in range(repeats):
                     rows += _one_step(engine, kinds, window)
     return rows
+
+
+def _time_packed(
+    context: Context, communicator: TorchCommunicator, size: int, repeats: int
+) -> list[Measured]:
+    """An operation of two blocks, and one as large of one block."""
+    half = size // _FLOAT_BYTES // 2
+    tensors = line((f"probe{i}", n, "float32") for i, n in enumerate([half, 1, half, 2 * half]))
+    ops = [
+        _core.Op("all_reduce", [(tensors[i].offset, tensors[i].end) for i in own], 1, fence=True)
+        for own in ([0, 2], [1], [3])
+    ]
+    buffer = torch.zeros(_FLOAT_BYTES * tensors[-1].end, dtype=torch.uint8)
+    communicator.register(buffer)
+    rows = []
+    with _engine(context, communicator, buffer, _core.Plan("probe", tensors, ops)) as engine:
+        for _ in range(2 * repeats + 1):
+            _run(engine, len(tensors))
+            packed_s, _, plain_s = (done - posted for posted, done in engine.op_times())
+            rows.append(Measured(PACKED, 1, 2 * half * _FLOAT_BYTES, packed_s - plain_s))
+    return rows[1:]  # the first one touches new memory
 
 
 def _time_busy(

@@ -139,6 +139,7 @@ def _scaled(network: _core.NetworkModel, alpha: float, beta: float) -> _core.Net
         costs(network.all_gather),
         network.concurrent,
         network.busy_alpha_s * alpha,
+        network.pack_s_per_byte,
     )
 
 
