@@ -123,6 +123,19 @@ TEST(Channel, GathersDoNotWaitForTheStartupOfAnAllReduce) {
   EXPECT_EQ(done, (Done{{0, 3}, {1, 3}}));
 }
 
+TEST(Channel, PackingLengthensTheStartupOfAnAllReduceOnly) {
+  NetworkModel network{2, {{1, 1}}, {{1, 1}}};
+  network.pack_s_per_byte = 0.5;
+  for (const auto& [kind, end] :
+       {std::pair(Collective::all_reduce, 7.0), std::pair(Collective::reduce_scatter, 5.0)}) {
+    Channel channel(network);
+    channel.launch(0, kind, 4, 1, 0, true);
+    while (channel.advance() < 0) {
+    }
+    EXPECT_EQ(channel.now_s(), end);
+  }
+}
+
 TEST(Channel, RefusesWhatNeverEnds) {
   const NetworkModel network{2, {{0, 1e305}}};
   Channel channel(network);

@@ -80,6 +80,12 @@ TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
   EXPECT_EQ(NetworkModel::from_json(busy.to_json()), busy);
   EXPECT_EQ((NetworkModel{4, {{1, 1}, {2, 2}, {3, 3}}, {}, {}, 2}).cost(Collective::all_reduce, 3),
             (AlphaBeta{2, 2}));
+  const NetworkModel packing{4, {{1, 10}}, {}, {}, 0, 0, 0.125};
+  EXPECT_EQ(NetworkModel::from_json(packing.to_json()), packing);
+  EXPECT_NE(packing, (NetworkModel{4, {{1, 10}}}));
+  for (double s_per_byte : {-1.0, std::nan("")}) {
+    EXPECT_THROW((NetworkModel{4, {{1, 0}}, {}, {}, 0, 0, s_per_byte}.validate()), UsageError);
+  }
   const NetworkModel ring = NetworkModel::ring(4, 1e-5, 1e9);
   EXPECT_NEAR(ring.cost(Collective::all_reduce, 1).time_s(1'000'000), 6e-5 + 1.5e-3, 1e-12);
   EXPECT_NEAR(ring.least_beta(), 1.5e-9, 1e-18);

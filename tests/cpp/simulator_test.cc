@@ -52,6 +52,28 @@ TEST(Simulator, OneOpAtATime) {
   EXPECT_EQ(Simulator(p, network, Overlap::backward).step_s(plan), 12);
 }
 
+TEST(Simulator, OpsOfSeveralBlocksAreOfPackedBytes) {
+  const Profile p = three_layers();
+  NetworkModel network{2, {{1, 0.1}}};
+  network.pack_s_per_byte = 0.05;
+  const auto ends_s = [&](const std::vector<std::vector<int>>& ops) {
+    std::vector<Op> all;
+    for (const std::vector<int>& tensors : ops) {
+      all.push_back({Collective::all_reduce, {}, kUnlimited});
+      for (int t : tensors) {
+        const TensorSpec& spec = p.tensors[static_cast<size_t>(t)];
+        all.back().blocks.push_back({spec.offset, spec.end()});
+      }
+    }
+    Simulator simulator(p, network, Overlap::backward);
+    simulator.predict(Plan("test", p.tensors, all));
+    return simulator.end_s();
+  };
+  // "a" is ready at 9: its 10 bytes take 2 s alone, 3 s with as many others, and 1 s to pack.
+  EXPECT_EQ(ends_s({{2}, {1}, {0}}), 11);
+  EXPECT_EQ(ends_s({{1}, {0, 2}}), 9 + 3 + 1);
+}
+
 TEST(Simulator, StartupsOverlapWithinTheWindow) {
   Profile p = three_layers();
   p.ready_s = {5, 5, 5};
@@ -173,6 +195,7 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
         4, {{alpha, 0.25, alpha * static_cast<double>(uniform(rng, 0, 2)) / 2}, {2, 0.5, 1}}};
     network.concurrent = static_cast<int>(uniform(rng, 0, 3));
     network.busy_alpha_s = static_cast<double>(uniform(rng, 0, 4));
+    network.pack_s_per_byte = 0.125 * static_cast<double>(uniform(rng, 0, 4));
     for (Overlap overlap : {Overlap::backward, Overlap::forward}) {
       Simulator simulator(p, network, overlap);
       const Plan plan = random_plan(rng, p.tensors);

@@ -14,6 +14,7 @@ from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
+from usbyte.torch.communicator import _Staging
 from usbyte.torch.costs import Measured, fit
 from usbyte.torch.drift import Drift
 from usbyte.torch.learning import NEVER, Iteration, Learning
@@ -37,6 +38,53 @@ def test_every_policy_equals_ddp_bit_for_bit():
 
 def test_every_policy_equals_ddp_closely_on_four_ranks():
     run_ranks(4, every_policy, 1e-6, True, timeout=280, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def in_thirds(profile, _network):
+    """Every third tensor of one dtype in one op: nothing but operations of many blocks."""
+    by_dtype = {}
+    for t in profile.tensors:
+        by_dtype.setdefault(t.dtype, []).append((t.offset, t.end))
+    ops = [
+        _core.Op("all_reduce", blocks[first::3], 1 << 62)
+        for blocks in by_dtype.values()
+        for first in range(min(len(blocks), 3))
+    ]
+    return _core.Plan("thirds", profile.tensors, ops)
+
+
+def packs(rank, size, tolerance, double):
+    ub.init()
+    expected = train("ddp", "adam", rank, size, steps=12, double=double)
+    got = train("forward", "adam", rank, size, steps=12, policy=in_thirds, double=double)
+    assert difference(got, expected) <= tolerance
+
+
+def test_operations_of_many_blocks_equal_ddp():
+    run_ranks(2, packs, 0.0, False, env={"USBYTE_LEARNING_STEPS": "2"})
+    run_ranks(4, packs, 1e-6, True, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def test_memory_to_pack_in_is_kept_for_as_many_as_are_in_flight():
+    staging = _Staging()
+    arena = torch.arange(12.0)
+    first = staging.pack([arena[:2], arena[6:9]])
+    second = staging.pack([arena[2:4], arena[5:6]])
+    assert first.message.tolist() == [0, 1, 6, 7, 8]
+    assert second.message.tolist() == [2, 3, 5]
+    assert first.buffer is not second.buffer
+    first.message.neg_()
+    staging.unpack(first)
+    assert arena.tolist() == [0, -1, 2, 3, 4, 5, -6, -7, -8, 9, 10, 11]
+    staging.unpack(second)
+    assert staging.pack([arena[0:1], arena[2:3]]).buffer is second.buffer  # the smallest that fits
+    assert staging.pack([arena[0:2], arena[3:6]]).buffer is first.buffer
+    # One that is too small gives way.
+    staging.unpack(first)
+    larger = staging.pack([arena[0:5], arena[6:]])
+    assert larger.message.tolist() == [*arena[0:5].tolist(), *arena[6:].tolist()]
+    staging.unpack(larger)
+    assert [buffer is larger.buffer for buffer in staging._free] == [True]
 
 
 def replans(rank, size):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from usbyte import _core
-from usbyte.torch.costs import BUSY, Measured, fit, fit_lines
+from usbyte.torch.costs import BUSY, PACKED, Measured, fit, fit_lines
 
 probe = importlib.import_module("usbyte.torch.probe")  # ub.probe is the function
 
@@ -41,13 +41,18 @@ def test_on_two_ranks(tmp_path):
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "times.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert all(float(row["seconds"]) > 0 for row in rows)
+    assert all(float(row["seconds"]) > 0 for row in rows if row["collective"] != "packed")
     busy = [row for row in rows if row["collective"] == "busy"]
     for ahead in range(1, len(busy) // 3 + 1):
         row = busy[3 * (ahead - 1)]
         assert (row["in_flight"], row["bytes"]) == (str(ahead + 1), str(ahead * 4 * 65536))
-    # 4, 16 and 64 KiB, each three times and each beside 4 KiB.
-    timed = [row for row in rows if row["collective"] != "busy"]
+    packed = [row for row in rows if row["collective"] == "packed"]
+    assert [row["bytes"] for row in packed] == 6 * [str(4 * 65536)]
+    assert network.pack_s_per_byte >= 0
+    # Operations of 4, 16 and 64 KiB, each three times and each beside 4 KiB.
+    timed = [row for row in rows if row["collective"] not in ("busy", "packed")]
+    for row in timed:
+        assert int(row["bytes"]) // int(row["in_flight"]) in (4096, 16384, 65536)
     assert len(timed) == 3 * 3 * 2 * (len(windows) + 2 * len(halves))
     for row in timed:
         cost = network.cost(row["collective"], int(row["in_flight"]))
@@ -147,6 +152,15 @@ def test_small_operations_behind_large_ones(seconds, concurrent, busy):
     network = fit(4, behind(*seconds))
     assert network.concurrent == concurrent
     assert network.busy_alpha_s == busy
+
+
+def test_what_packing_takes():
+    def packed(*seconds):
+        return fit(4, behind() + [Measured(PACKED, 1, 1000, s) for s in seconds]).pack_s_per_byte
+
+    assert packed() == 0
+    assert packed(2e-6, 3e-6, 90e-6) == pytest.approx(3e-9)
+    assert packed(-2e-6, -3e-6, 90e-6) == 0  # noise
 
 
 def test_operations_too_short_to_tell():

@@ -75,7 +75,9 @@ def probe(
         console = Console(highlight=False)
         console.print(_table(lines, ub.size()), _residuals(lines))
         network = fit(ub.size(), rows)
-        console.print(_together(concurrent(rows), network.busy_alpha_s))
+        console.print(
+            _together(concurrent(rows), network.busy_alpha_s), _packing(network.pack_s_per_byte)
+        )
         if json_path is not None:
             write_text(json_path, network.to_json() + "\n")
         if csv_path is not None:
@@ -94,6 +96,10 @@ def _together(concurrent: int | None, busy_alpha_s: float) -> str:
         busy = units.format_seconds(busy_alpha_s)
         text += f" A small all_reduce beside a large one takes {busy}."
     return text
+
+
+def _packing(s_per_byte: float) -> str:
+    return f"Packing an all_reduce of several blocks takes {s_per_byte * 1e9:.2f} ns/B."
 
 
 def _table(lines: Sequence[Line], ranks: int) -> Table:
@@ -124,7 +130,7 @@ def _residuals(lines: Sequence[Line]) -> Table:
     """How far each line lies above the measured medians, by size."""
     from rich.table import Table
 
-    table = Table(title="residual by bytes in flight: above what was measured, in percent")
+    table = Table(title="residual by bytes of an operation: above what was measured, in percent")
     table.add_column("collective")
     table.add_column("ops", justify="right")
     for point in lines[0].points:
