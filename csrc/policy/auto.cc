@@ -14,6 +14,7 @@ namespace {
 constexpr int kImproved = 2;          // drafts of a kind that the local search gets
 constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
 constexpr double kAlmost = 0.005;     // of the iteration
+constexpr double kSimpler = 0.002;    // of the iteration: what fewer ops may cost
 constexpr double kCredited = 0.5;     // of the overlap of startups, while searching
 constexpr int64_t kWork = 600'000;    // of one local search: some 100 ms
 
@@ -255,6 +256,7 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   for (auto& [lateness, draft] : drafts) {
     if (improved[{draft.in_flight, draft.split}]++ >= kImproved) continue;
     search.improve(draft);
+    search.simplify(draft, kSimpler * profile.iteration_s());
     consider(build(draft, fallback, gather));
   }
   // What is hidden for others may have less time to spare here, but must not come late.

@@ -91,6 +91,26 @@ double LocalSearch::improve(Draft& draft) {
   return best_.lateness_s;
 }
 
+void LocalSearch::simplify(Draft& draft, double worse_s) {
+  const double limit_s = score(draft).lateness_s + worse_s;
+  for (size_t i = 0; i + 1 < draft.ops.size();) {
+    Draft changed = draft;
+    if (join_next(changed, i) && score(changed).lateness_s <= limit_s) {
+      draft = std::move(changed);
+    } else {
+      ++i;
+    }
+  }
+}
+
+bool LocalSearch::join_next(Draft& draft, size_t op) const {
+  const auto next = draft.ops.begin() + static_cast<std::ptrdiff_t>(op) + 1;
+  if (line_->dtype(draft.ops[op].front()) != line_->dtype(next->front())) return false;
+  for (Block b : *next) add(draft.ops[op], b, *line_);
+  draft.ops.erase(next);
+  return true;
+}
+
 void LocalSearch::kick(Draft& draft, std::mt19937& random) const {
   const auto any = [&](size_t count) { return static_cast<size_t>(random()) % count; };
   const size_t i = any(draft.ops.size());
@@ -136,14 +156,8 @@ bool LocalSearch::accept(Draft& draft, Draft changed) {
 bool LocalSearch::join(Draft& draft) {
   bool found = false;
   for (size_t i = 0; i + 1 < draft.ops.size() && left_ > 0;) {
-    if (line_->dtype(draft.ops[i].front()) != line_->dtype(draft.ops[i + 1].front())) {
-      ++i;
-      continue;
-    }
     Draft changed = draft;
-    for (Block b : draft.ops[i + 1]) add(changed.ops[i], b, *line_);
-    changed.ops.erase(changed.ops.begin() + static_cast<std::ptrdiff_t>(i) + 1);
-    if (accept(draft, std::move(changed))) {
+    if (join_next(changed, i) && accept(draft, std::move(changed))) {
       found = true;
     } else {
       ++i;

@@ -23,6 +23,9 @@ class LocalSearch {
   /// order; cut an op in two; shift the edge between two blocks of different ops on the line.
   /// Returns the predicted lateness, s.
   double improve(Draft& draft);
+  /// Joins neighbours in launch order as long as the predicted lateness grows by no more than
+  /// `worse_s`: fewer ops, of which the model may know too little.
+  void simplify(Draft& draft, double worse_s);
 
  private:
   struct Score {
@@ -34,6 +37,7 @@ class LocalSearch {
   Score score(const Draft& draft);
   void climb(Draft& draft);
   void kick(Draft& draft, std::mt19937& random) const;
+  bool join_next(Draft& draft, size_t op) const;
   bool accept(Draft& draft, Draft changed);
   bool join(Draft& draft);
   bool move(Draft& draft);

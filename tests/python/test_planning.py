@@ -14,7 +14,7 @@ from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.communicator import _Staging
+from usbyte.torch.communicator import Staging
 from usbyte.torch.costs import Measured, fit
 from usbyte.torch.drift import Drift
 from usbyte.torch.learning import NEVER, Iteration, Learning
@@ -66,7 +66,7 @@ def test_operations_of_many_blocks_equal_ddp():
 
 
 def test_memory_to_pack_in_is_kept_for_as_many_as_are_in_flight():
-    staging = _Staging()
+    staging = Staging()
     arena = torch.arange(12.0)
     first = staging.pack([arena[:2], arena[6:9]])
     second = staging.pack([arena[2:4], arena[5:6]])
@@ -77,10 +77,13 @@ def test_memory_to_pack_in_is_kept_for_as_many_as_are_in_flight():
     staging.unpack(first)
     assert arena.tolist() == [0, -1, 2, 3, 4, 5, -6, -7, -8, 9, 10, 11]
     staging.unpack(second)
-    assert staging.pack([arena[0:1], arena[2:3]]).buffer is second.buffer  # the smallest that fits
-    assert staging.pack([arena[0:2], arena[3:6]]).buffer is first.buffer
-    # One that is too small gives way.
-    staging.unpack(first)
+    doubles = staging.pack([torch.ones(1, dtype=torch.float64)])
+    assert doubles.buffer is second.buffer  # the smallest that fits
+    assert doubles.message.tolist() == [1]
+    again = staging.pack([arena[0:2], arena[3:6]])
+    assert again.buffer is first.buffer
+    # One that is too small gives way; one that is not unpacked is nobody's.
+    staging.unpack(again)
     larger = staging.pack([arena[0:5], arena[6:]])
     assert larger.message.tolist() == [*arena[0:5].tolist(), *arena[6:].tolist()]
     staging.unpack(larger)

@@ -41,14 +41,15 @@ def test_on_two_ranks(tmp_path):
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "times.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert all(float(row["seconds"]) > 0 for row in rows if row["collective"] != "packed")
+    assert all(float(row["seconds"]) > 0 for row in rows)
     busy = [row for row in rows if row["collective"] == "busy"]
     for ahead in range(1, len(busy) // 3 + 1):
         row = busy[3 * (ahead - 1)]
         assert (row["in_flight"], row["bytes"]) == (str(ahead + 1), str(ahead * 4 * 65536))
     packed = [row for row in rows if row["collective"] == "packed"]
-    assert [row["bytes"] for row in packed] == 6 * [str(4 * 65536)]
-    assert network.pack_s_per_byte >= 0
+    assert [row["bytes"] for row in packed] == 3 * [str(4 * 65536)]
+    times = sorted(float(row["seconds"]) for row in packed)
+    assert network.pack_s_per_byte == pytest.approx(times[1] / (4 * 65536), rel=0.01)
     # Operations of 4, 16 and 64 KiB, each three times and each beside 4 KiB.
     timed = [row for row in rows if row["collective"] not in ("busy", "packed")]
     for row in timed:
@@ -160,7 +161,6 @@ def test_what_packing_takes():
 
     assert packed() == 0
     assert packed(2e-6, 3e-6, 90e-6) == pytest.approx(3e-9)
-    assert packed(-2e-6, -3e-6, 90e-6) == 0  # noise
 
 
 def test_operations_too_short_to_tell():

@@ -53,7 +53,7 @@ struct NetworkModel {
   /// next to nothing of the channel.
   double busy_alpha_s = 0;
   /// What it takes to pack an all_reduce of several blocks into one message and to put the blocks
-  /// back, s/byte. Other collectives go block by block.
+  /// back, s/byte; the number of blocks does not count. Other collectives go block by block.
   double pack_s_per_byte = 0;
 
   /// Cost of a plan's op while `in_flight` >= 1 ops are in flight, itself included, of which no

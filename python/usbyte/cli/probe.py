@@ -30,8 +30,8 @@ Example:
 @click.command(context_settings={"show_default": True, "max_content_width": 100}, epilog=_EXAMPLES)
 @click.option(
     "--largest", type=BYTES, default="32M",
-    help="Upper limit to the payloads; they end where an operation takes about 0.05 s. Those that "
-    "run beside a small one are up to four times as large.",
+    help="Upper limit to the payloads; they end where an operation takes about 0.05 s. What "
+    "runs beside a small one, or is packed, is up to four times as large.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1), default=10, help="Measurements of each size.")
 @click.option(
@@ -133,11 +133,12 @@ def _residuals(lines: Sequence[Line]) -> Table:
     table = Table(title="residual by bytes of an operation: above what was measured, in percent")
     table.add_column("collective")
     table.add_column("ops", justify="right")
-    for point in lines[0].points:
-        table.add_column(_size(point.bytes), justify="right")
+    sizes = sorted({point.bytes // line.window for line in lines for point in line.points})
+    for size in sizes:
+        table.add_column(_size(size), justify="right")
     for line in lines:
-        residuals = (f"{100 * point.residual:+.0f}" for point in line.points)
-        table.add_row(line.kind, str(line.window), *residuals)
+        residuals = {p.bytes // line.window: f"{100 * p.residual:+.0f}" for p in line.points}
+        table.add_row(line.kind, str(line.window), *(residuals.get(size, "") for size in sizes))
     return table
 
 

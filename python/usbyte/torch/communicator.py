@@ -37,7 +37,7 @@ class TorchCommunicator:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
-        self._staging = _Staging()
+        self._staging = Staging()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         self._in_flight: set[int] = set()  # tickets
@@ -63,6 +63,7 @@ class TorchCommunicator:
         """Names the buffer (1-d uint8) that the addresses in later launches point into."""
         self._arena = arena
         self._views.clear()
+        self._staging = Staging()  # as large as the ops need that follow
 
     def close(self) -> None:
         """Ends the waiters; what is still in flight, after a fault, is aborted."""
@@ -102,7 +103,7 @@ class TorchCommunicator:
         else:
             self._tasks.put(partial(self._ring, ticket, kind, views))
 
-    def _finish(self, ticket: int, work: dist.Work, staged: _Staged | None) -> None:
+    def _finish(self, ticket: int, work: dist.Work, staged: Staged | None) -> None:
         error = None
         try:
             work.wait()
@@ -132,24 +133,33 @@ class TorchCommunicator:
         self.core.complete(ticket, error)
 
 
-class _Staged(NamedTuple):
+class Staged(NamedTuple):
+    """A packed message.
+
+    Attributes:
+        views: Where its elements come from and go to.
+        buffer: 1-d uint8.
+        message: The elements, at the beginning of the buffer.
+    """
+
     views: list[torch.Tensor]
     buffer: torch.Tensor
-    message: torch.Tensor  # at the beginning of the buffer
+    message: torch.Tensor
 
 
-class _Staging:
+class Staging:
     """Memory in which ops of several blocks travel as one message.
 
     It is kept, as new pages cost more than the copy: as many buffers as there were such ops in
-    flight. The engine's thread packs, the waiters unpack.
+    flight. The engine's thread packs, the waiters unpack. A message whose op has failed keeps its
+    buffer: the backend may still write there.
     """
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()  # guards _free
 
-    def pack(self, views: list[torch.Tensor]) -> _Staged:
+    def pack(self, views: list[torch.Tensor]) -> Staged:
         """Copies the views' elements into one message."""
         size = sum(view.nbytes for view in views)
         with self._lock:
@@ -159,9 +169,9 @@ class _Staging:
         if buffer is None or len(buffer) < size:
             buffer = torch.empty(size, dtype=torch.uint8)
         message = torch.cat(views, out=buffer[:size].view(views[0].dtype))
-        return _Staged(views, buffer, message)
+        return Staged(views, buffer, message)
 
-    def unpack(self, staged: _Staged) -> None:
+    def unpack(self, staged: Staged) -> None:
         """Copies the elements back; `staged` is not used any more."""
         parts = staged.message.split([view.numel() for view in staged.views])
         for view, part in zip(staged.views, parts, strict=True):
@@ -174,6 +184,7 @@ def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     with torch.no_grad():
         while (task := tasks.get()) is not None:
             task()
+            del task  # and what it refers to, while this waits for the next one
 
 
 def _brief(error: Exception) -> str:

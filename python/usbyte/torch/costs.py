@@ -10,8 +10,8 @@ import numpy as np
 
 from usbyte import _core
 
-#: Kinds of measurements: a small all_reduce that was posted right behind large ones; and what an
-#: all_reduce took longer as it had two blocks.
+#: Kinds of measurements: a small all_reduce that was posted right behind large ones; and two
+#: blocks that were packed into one message and put back.
 BUSY, PACKED = "busy", "packed"
 
 # Of the time that large operations take together. With slots of their own beside them, small ones
@@ -28,7 +28,7 @@ class Measured:
         kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY` or `PACKED`.
         window: Operations in a group.
         bytes: Payload of a group; if `BUSY`, of the large ones.
-        seconds: Mean time of a group; if `BUSY`, of the small one; if `PACKED`, the difference.
+        seconds: Mean time of a group; if `BUSY`, of the small one; if `PACKED`, of the copies.
     """
 
     kind: str
@@ -130,7 +130,7 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
         costs.get("all_gather", []),
         together or 0,
         float(np.median(beside)) if together not in (None, 1) else 0.0,
-        max(float(np.median(packing)), 0.0) if packing else 0.0,
+        float(np.median(packing)) if packing else 0.0,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from usbyte import _core
 from usbyte.lab.profiles import line
-from usbyte.torch.communicator import TorchCommunicator
+from usbyte.torch.communicator import Staging, TorchCommunicator
 from usbyte.torch.context import Context, current
 from usbyte.torch.costs import BUSY, PACKED, Measured, concurrent, fit
 
@@ -35,7 +35,7 @@ _MOST_AHEAD = 3  # more than that in flight is as good as any number
 # would start up a little sooner, and as the times of small ones vary so much that many must count.
 _SPAN = 32
 _FEWEST_GROUPS, _MOST_GROUPS = 3, 16
-_MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups
+_MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups, small operations aside
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
 
@@ -111,7 +111,8 @@ def measure(
 
     def time_window(window: int) -> list[Measured]:
         counts = {}
-        for size in sizes:
+        most_bytes = max(_MOST_BYTES // (_FEWEST_GROUPS * window), _SMALLEST_BYTES)
+        for size in sorted({min(size, most_bytes) for size in sizes}):
             seconds = window * (small_s + max(small_s, some_s * size / some))
             most = min(_MOST_GROUPS, _MOST_BYTES // (window * size))
             counts[size] = max(min(int(_SPAN * small_s / seconds), most), _FEWEST_GROUPS)
@@ -119,7 +120,7 @@ def measure(
 
     rows = time_window(1)
     large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
-    rows += _time_packed(context, communicator, large, repeats)
+    rows += _time_packing(context, communicator, large, repeats)
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(context, communicator, large, ahead, repeats)
         found = str(concurrent(rows) or 0).encode()  # on which all ranks must agree
@@ -163,24 +164,23 @@ def _time(
     return rows
 
 
-def _time_packed(
+def _time_packing(
     context: Context, communicator: TorchCommunicator, size: int, repeats: int
 ) -> list[Measured]:
-    """An operation of two blocks, and one as large of one block."""
+    """Packs two blocks of that many bytes together, on all ranks at once as those of a host do."""
+    [tensor] = line([("probe0", 1, "float32")])
+    meet = _core.Op("all_reduce", [(tensor.offset, tensor.end)], _UNLIMITED)
     half = size // _FLOAT_BYTES // 2
-    tensors = line((f"probe{i}", n, "float32") for i, n in enumerate([half, 1, half, 2 * half]))
-    ops = [
-        _core.Op("all_reduce", [(tensors[i].offset, tensors[i].end) for i in own], 1, fence=True)
-        for own in ([0, 2], [1], [3])
-    ]
-    buffer = torch.zeros(_FLOAT_BYTES * tensors[-1].end, dtype=torch.uint8)
+    floats = torch.zeros(2 * half)
+    views, staging, rows = [floats[:half], floats[half:]], Staging(), []
+    buffer = torch.zeros(_FLOAT_BYTES, dtype=torch.uint8)
     communicator.register(buffer)
-    rows = []
-    with _engine(context, communicator, buffer, _core.Plan("probe", tensors, ops)) as engine:
-        for _ in range(2 * repeats + 1):
-            _run(engine, len(tensors))
-            packed_s, _, plain_s = (done - posted for posted, done in engine.op_times())
-            rows.append(Measured(PACKED, 1, 2 * half * _FLOAT_BYTES, packed_s - plain_s))
+    with _engine(context, communicator, buffer, _core.Plan("probe", [tensor], [meet])) as engine:
+        for _ in range(repeats + 1):
+            _run(engine, 1)
+            start = _core.now_s()
+            staging.unpack(staging.pack(views))
+            rows.append(Measured(PACKED, 1, floats.nbytes, _core.now_s() - start))
     return rows[1:]  # the first one touches new memory
 
 
