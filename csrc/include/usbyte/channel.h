@@ -30,8 +30,8 @@ class Channel {
   explicit Channel(const NetworkModel& network) : network_(&network) {}
 
   /// Starts `op` at `now_s` as one of `in_flight` >= 1 ops, itself included. `packed`: it consists
-  /// of several blocks, which lengthens the startup of an all_reduce by the network's
-  /// `pack_s_per_byte`.
+  /// of several blocks, which lengthens the startup of an all_reduce, with all that goes for one,
+  /// by the network's `pack_s_per_byte`.
   void launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s,
               bool packed = false);
   /// When the next op's bytes begin or cease to flow or an op completes, if nothing is launched
