@@ -149,6 +149,39 @@ TEST(LocalSearch, NeverMakesItWorse) {
   }
 }
 
+TEST(LocalSearch, SimplifiesWithinItsLimit) {
+  std::mt19937 rng(5);
+  int fewer = 0;
+  for (int i = 0; i < 60; ++i) {
+    const Profile p = random_profile(rng);
+    const NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}};
+    Simulator simulator(p, network, Overlap::forward);
+    const Plan line = make_plan("wfbp", p, network);
+    const std::vector<double> due = simulator.due_s();
+    const GatherCost gather{{1, 0.125}, &due};
+    const auto lateness_s = [&](const Draft& d) {
+      return simulator.lateness_s(build(d, line, gather));
+    };
+    Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), false};
+    for (const Op& op : line.ops()) draft.ops.push_back(op.blocks);
+    LocalSearch search(simulator, line, gather, 0, 0);
+
+    const double limit = lateness_s(draft) + static_cast<double>(uniform(rng, 0, 10));
+    Draft some = draft;
+    search.simplify(some, limit - lateness_s(draft));
+    EXPECT_LE(lateness_s(some), limit + 1e-9);
+    EXPECT_LE(some.ops.size(), draft.ops.size());
+    fewer += some.ops.size() < draft.ops.size();
+
+    Draft all = draft;
+    search.simplify(all, kNever);
+    for (size_t op = 0; op + 1 < all.ops.size(); ++op) {
+      EXPECT_NE(line.dtype(all.ops[op].front()), line.dtype(all.ops[op + 1].front()));
+    }
+  }
+  EXPECT_GT(fewer, 0);
+}
+
 TEST(Auto, IsNeverWorseThanAnyOtherPolicy) {
   std::mt19937 rng(3);
   for (int i = 0; i < 40; ++i) {
