@@ -131,7 +131,7 @@ TEST(Draft, WindowsAdmitSoManyOps) {
 
 TEST(LocalSearch, NeverMakesItWorse) {
   std::mt19937 rng(2);
-  for (int i = 0; i < 60; ++i) {
+  for (int i = 0; i < cases(60); ++i) {
     const Profile p = random_profile(rng);
     const NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}};
     Simulator simulator(p, network, Overlap::forward);
@@ -184,7 +184,7 @@ TEST(LocalSearch, SimplifiesWithinItsLimit) {
 
 TEST(Auto, IsNeverWorseThanAnyOtherPolicy) {
   std::mt19937 rng(3);
-  for (int i = 0; i < 40; ++i) {
+  for (int i = 0; i < cases(40); ++i) {
     const Profile p = layers(rng, static_cast<int>(uniform(rng, 1, 40)));
     const NetworkModel network =
         network_for(rng, p, real(rng, 0.1, 3), uniform(rng, 0, 3) ? real(rng, 0, 0.02) : 0);
@@ -207,7 +207,7 @@ TEST(Auto, IsNeverWorseThanAnyOtherPolicy) {
 
 TEST(Auto, ReachesTheBoundWithoutStartups) {
   std::mt19937 rng(4);
-  for (int i = 0; i < 60; ++i) {
+  for (int i = 0; i < cases(60); ++i) {
     const Profile p = layers(rng, static_cast<int>(uniform(rng, 1, 60)));
     const NetworkModel network{
         4, {{0, real(rng, 0.2, 3) * p.step_s / static_cast<double>(p.bytes())}}};

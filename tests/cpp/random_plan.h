@@ -10,6 +10,15 @@
 
 namespace usbyte {
 
+/// How many random cases a property test tries. Sanitizers make the policies twenty times slower.
+constexpr int cases(int count) {
+#ifdef USBYTE_SANITIZED
+  return std::max(count / 10, 1);
+#else
+  return count;
+#endif
+}
+
 inline int64_t uniform(std::mt19937& rng, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(rng);
 }
