@@ -23,8 +23,8 @@ class LocalSearch {
   /// order; cut an op in two; shift the edge between two blocks of different ops on the line.
   /// Returns the predicted lateness, s.
   double improve(Draft& draft);
-  /// Joins neighbours in launch order as long as the predicted lateness grows by no more than
-  /// `worse_s`: fewer ops, of which the model may know too little.
+  /// Goes once over the ops in launch order and joins neighbours where the predicted lateness does
+  /// not grow by more than `worse_s` in all: fewer ops, of which the model may know too little.
   void simplify(Draft& draft, double worse_s);
 
  private:

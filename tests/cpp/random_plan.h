@@ -10,7 +10,7 @@
 
 namespace usbyte {
 
-/// How many random cases a property test tries. Sanitizers make the policies twenty times slower.
+/// How many random cases a property test of policies tries: fewer where sanitizers make them slow.
 constexpr int cases(int count) {
 #ifdef USBYTE_SANITIZED
   return std::max(count / 10, 1);
