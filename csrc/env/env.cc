@@ -78,6 +78,8 @@ constexpr std::array kKnobs = {
          "Bytes in flight at a time, for policies with a constant window"},
     Knob{"USBYTE_BUCKET_BYTES", &Env::bucket_bytes, "25M", "bytes", kBytesAccepted,
          "Bucket of the ddp policy"},
+    Knob{"USBYTE_ONE_SHOT_BYTES", &Env::one_shot_bytes, "32K", "bytes", kBytesAccepted,
+         "Sent by a rank for a small all_reduce that goes in one round of messages; 1: none do"},
     Knob{"USBYTE_LEARNING_STEPS", &Env::learning_steps, "5", "", "a whole number >= 1",
          "Steps that are measured before the plan is made"},
     Knob{"USBYTE_STALL_WARNING_S", &Env::stall_warning_s, "60", "s", kSecondsAccepted,

@@ -142,6 +142,11 @@ void NetworkModel::validate() const {
   if (!(pack_s_per_byte >= 0 && std::isfinite(pack_s_per_byte))) {
     throw UsageError("network: pack_s_per_byte is negative or not finite");
   }
+  const double shot_s = one_shot.latency_s + one_shot.gap_s;
+  if (!(one_shot.most_bytes >= 0 && one_shot.latency_s >= 0 && one_shot.gap_s >= 0 &&
+        std::isfinite(shot_s))) {
+    throw UsageError("network: a number of one_shot is negative or not finite");
+  }
   if (all_reduce.empty()) throw UsageError("network: no cost of all_reduce");
   for (const auto* row : {&all_reduce, &reduce_scatter, &all_gather}) {
     for (const AlphaBeta& c : *row) c.validate("network");
@@ -149,10 +154,18 @@ void NetworkModel::validate() const {
 }
 
 std::string NetworkModel::to_json() const {
-  return ordered_json{{"format", "usbyte-network-1"},   {"ranks", ranks},
-                      {"all_reduce", rows(all_reduce)}, {"reduce_scatter", rows(reduce_scatter)},
-                      {"all_gather", rows(all_gather)}, {"concurrent", concurrent},
-                      {"busy_alpha_s", busy_alpha_s},   {"pack_s_per_byte", pack_s_per_byte}}
+  const ordered_json shot = {{"most_bytes", one_shot.most_bytes},
+                             {"latency_s", one_shot.latency_s},
+                             {"gap_s", one_shot.gap_s}};
+  return ordered_json{{"format", "usbyte-network-1"},
+                      {"ranks", ranks},
+                      {"all_reduce", rows(all_reduce)},
+                      {"reduce_scatter", rows(reduce_scatter)},
+                      {"all_gather", rows(all_gather)},
+                      {"concurrent", concurrent},
+                      {"busy_alpha_s", busy_alpha_s},
+                      {"pack_s_per_byte", pack_s_per_byte},
+                      {"one_shot", shot}}
       .dump();
 }
 
@@ -164,6 +177,11 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
                        costs(root.at("reduce_scatter")),  costs(root.at("all_gather")),
                        root.value("concurrent", 0),       root.value("busy_alpha_s", 0.0),
                        root.value("pack_s_per_byte", 0.0)};
+    if (root.contains("one_shot")) {
+      const auto& shot = root.at("one_shot");
+      model.one_shot = {shot.at("most_bytes").get<int64_t>(), shot.at("latency_s").get<double>(),
+                        shot.at("gap_s").get<double>()};
+    }
     model.validate();
     return model;
   } catch (const ordered_json::exception& e) {

@@ -177,8 +177,15 @@ NetworkModel cautious(NetworkModel network) {
 
 struct Candidate {
   double lateness_s;
+  size_t ops;  // but those that go in one shot, which have the network to themselves
   Plan plan;
 };
+
+size_t count_ops(const Plan& plan, const OneShot& one_shot) {
+  return static_cast<size_t>(std::count_if(plan.ops().begin(), plan.ops().end(), [&](const Op& op) {
+    return !one_shot.takes(op.kind, plan.bytes(op));
+  }));
+}
 
 // The one with the fewest ops among those that are no later than `limit_s` and almost the best:
 // what the model does not know about ops is seldom in their favour.
@@ -188,9 +195,7 @@ const Candidate& choose(const std::vector<Candidate>& all, double limit_s, doubl
   limit_s = std::max(best, std::min(limit_s, best + almost_s));
   const Candidate* chosen = nullptr;
   for (const Candidate& c : all) {
-    if (c.lateness_s <= limit_s && (!chosen || c.plan.ops().size() < chosen->plan.ops().size())) {
-      chosen = &c;
-    }
+    if (c.lateness_s <= limit_s && (!chosen || c.ops < chosen->ops)) chosen = &c;
   }
   return *chosen;
 }
@@ -226,11 +231,11 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   if (profile.tensors.empty()) return fallback;
   const NetworkModel assumed = cautious(network);
   Simulator searched(profile, assumed, options.overlap, options.sharded);
-  const GatherCost gather = {assumed.cost(Collective::all_gather, 1), &simulator.due_s()};
+  const DraftCosts costs(assumed, simulator.due_s());
 
   std::vector<Candidate> all;
   const auto consider = [&](Plan plan) {
-    all.push_back({simulator.lateness_s(plan), std::move(plan)});
+    all.push_back({simulator.lateness_s(plan), count_ops(plan, network.one_shot), std::move(plan)});
     return all.back().lateness_s;
   };
   double others_s = consider(fallback);
@@ -244,20 +249,19 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   Drafting drafting(profile, fallback, simulator.due_s());
   for (const Pace& pace : paces(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
     Draft draft = drafting.draft(pace);
-    Plan plan = build(draft, fallback, gather);
+    Plan plan = build(draft, fallback, costs);
     drafts.emplace_back(searched.lateness_s(plan), std::move(draft));
     consider(std::move(plan));
   }
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
-  LocalSearch search(searched, fallback, gather, kWork,
-                     searched.bound_s() - searched.iteration_s());
+  LocalSearch search(searched, fallback, costs, kWork, searched.bound_s() - searched.iteration_s());
   std::map<std::pair<int, bool>, int> improved;  // neither of which the search changes
   for (auto& [lateness, draft] : drafts) {
     if (improved[{draft.in_flight, draft.split}]++ >= kImproved) continue;
     search.improve(draft);
     search.simplify(draft, kSimpler * profile.iteration_s());
-    consider(build(draft, fallback, gather));
+    consider(build(draft, fallback, costs));
   }
   // What is hidden for others may have less time to spare here, but must not come late.
   const Candidate& best = choose(all, std::max(others_s, 0.0), kAlmost * profile.iteration_s());

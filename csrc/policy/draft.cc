@@ -9,7 +9,7 @@ namespace usbyte {
 namespace {
 
 std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
-                                        const GatherCost& gather) {
+                                        const DraftCosts& costs) {
   struct Job {
     Block block;
     DType dtype;
@@ -20,10 +20,9 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
     for (Block b : blocks) {
       const Op op{Collective::all_gather, {b}};
       double due = std::numeric_limits<double>::infinity();
-      for (int t : line.tensors_of(op))
-        due = std::min(due, (*gather.due_s)[static_cast<size_t>(t)]);
+      for (int t : line.tensors_of(op)) due = std::min(due, (*costs.due_s)[static_cast<size_t>(t)]);
       jobs.push_back({b, line.dtype(b),
-                      gather.cost.beta_s_per_byte * static_cast<double>(line.bytes(op)), due});
+                      costs.gather.beta_s_per_byte * static_cast<double>(line.bytes(op)), due});
     }
   }
   std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
@@ -35,7 +34,7 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
     due.push_back(job.due_s);
   }
   const Batching batching =
-      batch_exactly(length, due, gather.cost.latency_s(), gather.cost.alpha_s);
+      batch_exactly(length, due, costs.gather.latency_s(), costs.gather.alpha_s);
   std::vector<std::vector<Block>> out;
   for (size_t i = 0, batch = 0; i < jobs.size(); ++i) {
     const bool first =
@@ -48,13 +47,15 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
 }
 
 void append(std::vector<Op>& ops, Collective kind, const std::vector<std::vector<Block>>& all,
-            int in_flight, const Plan& line) {
+            int in_flight, const OneShot& one_shot, const Plan& line) {
   for (const auto& blocks : all) {
-    Op op{kind, blocks, 1, in_flight == 1};
+    Op op{kind, blocks, 1};
     op.window_bytes = line.bytes(op);
-    for (size_t before = 1; before < static_cast<size_t>(in_flight) && before <= ops.size();
-         ++before) {
-      op.window_bytes += line.bytes(ops[ops.size() - before]);
+    int beside = in_flight - (one_shot.takes(kind, op.window_bytes) ? 0 : 1);
+    for (auto before = ops.rbegin(); before != ops.rend(); ++before) {
+      const int64_t bytes = line.bytes(*before);
+      if (!one_shot.takes(before->kind, bytes) && beside-- == 0) break;
+      op.window_bytes += bytes;
     }
     ops.push_back(std::move(op));
   }
@@ -62,13 +63,14 @@ void append(std::vector<Op>& ops, Collective kind, const std::vector<std::vector
 
 }  // namespace
 
-Plan build(const Draft& draft, const Plan& line, const GatherCost& gather) {
+Plan build(const Draft& draft, const Plan& line, const DraftCosts& costs) {
   std::vector<Op> ops;
   if (draft.split) {
-    append(ops, Collective::reduce_scatter, draft.ops, draft.in_flight, line);
-    append(ops, Collective::all_gather, gathers(draft, line, gather), draft.in_flight, line);
+    append(ops, Collective::reduce_scatter, draft.ops, draft.in_flight, costs.one_shot, line);
+    append(ops, Collective::all_gather, gathers(draft, line, costs), draft.in_flight,
+           costs.one_shot, line);
   } else {
-    append(ops, Collective::all_reduce, draft.ops, draft.in_flight, line);
+    append(ops, Collective::all_reduce, draft.ops, draft.in_flight, costs.one_shot, line);
   }
   return line.with("auto", std::move(ops));
 }

@@ -15,16 +15,21 @@ struct Draft {
   bool split = false;
 };
 
-/// How the gathers of a split draft are batched: what one costs, and when each tensor is due.
-struct GatherCost {
-  AlphaBeta cost;
+/// What shapes a plan beyond its draft: the costs of the network, and when each tensor is due, s.
+struct DraftCosts {
+  DraftCosts(const NetworkModel& network, const std::vector<double>& due)
+      : gather(network.cost(Collective::all_gather, 1)), one_shot(network.one_shot), due_s(&due) {}
+
+  AlphaBeta gather;
+  OneShot one_shot;
   const std::vector<double>* due_s;
 };
 
-/// The plan that a draft means, for the tensors of `line`. With k > 1 in flight, the window of each
-/// op is the bytes of the k - 1 ops before it and its own. The gathers of a split draft come by due
-/// date, in the batches that `batch_exactly` finds.
-Plan build(const Draft& draft, const Plan& line, const GatherCost& gather);
+/// The plan that a draft means, for the tensors of `line`. With k in flight, the window of each op
+/// is the bytes of the k - 1 ops before it and its own; those that go in one shot do not count and
+/// need no room. The gathers of a split draft come by due date, in the batches that `batch_exactly`
+/// finds.
+Plan build(const Draft& draft, const Plan& line, const DraftCosts& costs);
 
 /// Adds `block` to `blocks`, which are ascending and apart, joining neighbours of one dtype.
 void add(std::vector<Block>& blocks, Block block, const Plan& line);

@@ -60,7 +60,7 @@ bool LocalSearch::Score::better_than(const Score& other, double slack_s) const {
 
 LocalSearch::Score LocalSearch::score(const Draft& draft) {
   const int64_t before = simulator_->ops();
-  const double lateness = simulator_->lateness_s(build(draft, *line_, gather_));
+  const double lateness = simulator_->lateness_s(build(draft, *line_, costs_));
   left_ -= std::ssize(line_->tensors()) + simulator_->ops() - before + kFixed;
   return {lateness, simulator_->end_s()};
 }
@@ -95,7 +95,9 @@ void LocalSearch::simplify(Draft& draft, double worse_s) {
   const double limit_s = score(draft).lateness_s + worse_s;
   for (size_t i = 0; i + 1 < draft.ops.size();) {
     Draft changed = draft;
-    if (join_next(changed, i) && score(changed).lateness_s <= limit_s) {
+    const bool shot = one_shot(draft, i) || one_shot(draft, i + 1);
+    if (join_next(changed, i) && shot == one_shot(changed, i) &&
+        score(changed).lateness_s <= limit_s) {
       draft = std::move(changed);
     } else {
       ++i;
@@ -109,6 +111,28 @@ bool LocalSearch::join_next(Draft& draft, size_t op) const {
   for (Block b : *next) add(draft.ops[op], b, *line_);
   draft.ops.erase(next);
   return true;
+}
+
+bool LocalSearch::one_shot(const Draft& draft, size_t op) const {
+  return !draft.split &&
+         costs_.one_shot.takes(Collective::all_reduce, line_->bytes({{}, draft.ops[op]}));
+}
+
+// Elements of the whole tensors at the beginning of `op` that go in one shot.
+int64_t LocalSearch::head(const Draft& draft, size_t op) const {
+  const std::vector<Block>& blocks = draft.ops[op];
+  const int64_t most =
+      costs_.one_shot.most_bytes / static_cast<int64_t>(itemsize(line_->dtype(blocks.front())));
+  int64_t whole = 0, before = 0;
+  for (Block b : blocks) {
+    for (int t : line_->tensors_of({{}, {b}})) {
+      const int64_t end = std::min(line_->tensors()[static_cast<size_t>(t)].end(), b.end);
+      if (before + end - b.begin > most) return whole;
+      whole = before + end - b.begin;
+    }
+    before += b.numel();
+  }
+  return whole;
 }
 
 void LocalSearch::kick(Draft& draft, std::mt19937& random) const {
@@ -190,10 +214,12 @@ bool LocalSearch::cut(Draft& draft) {
   bool found = false;
   for (size_t i = 0; i < draft.ops.size(); ++i) {
     const int64_t all = numel(draft.ops[i]);
-    for (double part : {0.5, 0.25, 0.75}) {
+    for (double part : {0.0, 0.5, 0.25, 0.75}) {
       if (left_ <= 0) return found;
       int64_t count = static_cast<int64_t>(part * static_cast<double>(all));
-      if (draft.ops[i].size() == 1) {
+      if (part == 0) {
+        count = draft.split ? 0 : head(draft, i);
+      } else if (draft.ops[i].size() == 1) {
         const Block b = draft.ops[i].front();
         count = snap(*line_, b.begin + count, b.begin, b.end) - b.begin;
       }

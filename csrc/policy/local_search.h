@@ -14,17 +14,18 @@ class LocalSearch {
   /// `line` holds the tensors of the simulated job; `work` is the budget of each `improve`, in
   /// tensors and ops simulated, and more for large jobs. No random changes are tried once the
   /// lateness is `enough_s`.
-  LocalSearch(Simulator& simulator, const Plan& line, const GatherCost& gather, int64_t work,
+  LocalSearch(Simulator& simulator, const Plan& line, const DraftCosts& costs, int64_t work,
               double enough_s)
-      : simulator_(&simulator), line_(&line), gather_(gather), work_(work), enough_s_(enough_s) {}
+      : simulator_(&simulator), line_(&line), costs_(costs), work_(work), enough_s_(enough_s) {}
 
   /// Hill climbing, and again after a few random changes to the best that was found. It goes over
   /// these changes: join two ops that are neighbours in launch order; move an op elsewhere in the
-  /// order; cut an op in two; shift the edge between two blocks of different ops on the line.
-  /// Returns the predicted lateness, s.
+  /// order; cut an op in two, also so that the first goes in one shot; shift the edge between two
+  /// blocks of different ops on the line. Returns the predicted lateness, s.
   double improve(Draft& draft);
   /// Goes once over the ops in launch order and joins neighbours where the predicted lateness does
   /// not grow by more than `worse_s` in all: fewer ops, of which the model may know too little.
+  /// What goes in one shot stays apart from what does not.
   void simplify(Draft& draft, double worse_s);
 
  private:
@@ -37,6 +38,8 @@ class LocalSearch {
   Score score(const Draft& draft);
   void climb(Draft& draft);
   void kick(Draft& draft, std::mt19937& random) const;
+  bool one_shot(const Draft& draft, size_t op) const;
+  int64_t head(const Draft& draft, size_t op) const;
   bool join_next(Draft& draft, size_t op) const;
   bool accept(Draft& draft, Draft changed);
   bool join(Draft& draft);
@@ -46,7 +49,7 @@ class LocalSearch {
 
   Simulator* simulator_;
   const Plan* line_;
-  GatherCost gather_;
+  DraftCosts costs_;
   int64_t work_;
   double enough_s_;
   double slack_s_ = 0;

@@ -39,8 +39,7 @@ std::vector<Op> priority_trace(const std::vector<Part>& parts, const NetworkMode
       Op op{Collective::all_reduce, {part.block}, window_bytes, fence};
       if (credit.admits(op, part.bytes)) {
         credit.launched(part.bytes);
-        channel.launch(static_cast<int>(ops.size()), op.kind, part.bytes, credit.ops_in_flight(),
-                       now);
+        channel.launch(static_cast<int>(ops.size()), op.kind, part.bytes, now);
         launched_bytes.push_back(part.bytes);
         ops.push_back(std::move(op));
         ready.pop();

@@ -38,25 +38,32 @@ void register_network(py::module_& m) {
                ", ns_per_byte=" + std::to_string(c.beta_s_per_byte * 1e9) +
                ", overlap_s=" + std::to_string(c.overlap_s) + ")";
       });
+  py::class_<OneShot>(m, "OneShot",
+                      "Small all_reduces in one round of messages, on connections of their own: "
+                      "latency_s for one, and gap_s between the ends of two.")
+      .def(py::init<int64_t, double, double>(), py::arg("most_bytes") = 0,
+           py::arg("latency_s") = 0.0, py::arg("gap_s") = 0.0)
+      .def_readonly("most_bytes", &OneShot::most_bytes)
+      .def_readonly("latency_s", &OneShot::latency_s)
+      .def_readonly("gap_s", &OneShot::gap_s)
+      .def("__eq__", &OneShot::operator==);
   using Costs = std::vector<AlphaBeta>;
   py::class_<NetworkModel>(m, "NetworkModel",
                            "What the network costs, on the path of training: for each collective "
                            "its cost with 1, 2, ... ops in flight.")
-      .def(py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
-                       int concurrent, double busy_alpha_s, double pack_s_per_byte) {
-             NetworkModel model{ranks,
-                                std::move(all_reduce),
-                                std::move(reduce_scatter),
-                                std::move(all_gather),
-                                concurrent,
-                                busy_alpha_s,
-                                pack_s_per_byte};
-             model.validate();
-             return model;
-           }),
-           py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
-           py::arg("all_gather") = Costs{}, py::arg("concurrent") = 0,
-           py::arg("busy_alpha_s") = 0.0, py::arg("pack_s_per_byte") = 0.0)
+      .def(
+          py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
+                      int concurrent, double busy_alpha_s, double pack_s_per_byte,
+                      OneShot one_shot) {
+            NetworkModel model{
+                ranks,      std::move(all_reduce), std::move(reduce_scatter), std::move(all_gather),
+                concurrent, busy_alpha_s,          pack_s_per_byte,           one_shot};
+            model.validate();
+            return model;
+          }),
+          py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
+          py::arg("all_gather") = Costs{}, py::arg("concurrent") = 0, py::arg("busy_alpha_s") = 0.0,
+          py::arg("pack_s_per_byte") = 0.0, py::arg("one_shot") = OneShot{})
       .def_readonly("ranks", &NetworkModel::ranks)
       .def_readonly("all_reduce", &NetworkModel::all_reduce)
       .def_readonly("reduce_scatter", &NetworkModel::reduce_scatter)
@@ -68,6 +75,7 @@ void register_network(py::module_& m) {
       .def_readonly(
           "pack_s_per_byte", &NetworkModel::pack_s_per_byte,
           "Seconds per byte to pack an all_reduce of several blocks and to put them back.")
+      .def_readonly("one_shot", &NetworkModel::one_shot)
       .def(
           "cost",
           [](const NetworkModel& model, const std::string& kind, int in_flight) {

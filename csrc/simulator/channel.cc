@@ -31,10 +31,10 @@ T pop(std::vector<T>& heap) {
 
 }  // namespace
 
-void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s,
-                     bool packed) {
+void Channel::launch(int op, Collective kind, int64_t bytes, double now_s, bool packed) {
   go_on_to(now_s);
-  const AlphaBeta cost = network_->cost(kind, in_flight);
+  const size_t running = unsettled() + held_.size();
+  const AlphaBeta cost = network_->cost(kind, static_cast<int>(running + waiting_.size()) + 1);
   const double work_s = cost.beta_s_per_byte * static_cast<double>(bytes);
   const double pack_s = packed && kind == Collective::all_reduce
                             ? network_->pack_s_per_byte * static_cast<double>(bytes)
@@ -42,8 +42,11 @@ void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, doub
   if (!std::isfinite(now_s + cost.alpha_s + pack_s + work_s)) {
     throw UsageError("network: an op of " + std::to_string(bytes) + " bytes would never end");
   }
+  if (network_->one_shot.takes(kind, bytes)) {
+    shoot(op, work_s * std::max(network_->ranks / 2.0, 1.0));
+    return;
+  }
   const Flight launched{0, op, cost.latency_s() + pack_s, cost.alpha_s + pack_s, work_s, 0, 0};
-  const size_t running = unsettled() + held_.size();
   if (network_->concurrent > 0 && running >= static_cast<size_t>(network_->concurrent)) {
     waiting_.push_back(launched);
   } else {
@@ -52,10 +55,16 @@ void Channel::launch(int op, Collective kind, int64_t bytes, int in_flight, doub
 }
 
 double Channel::next_s() const {
-  return std::min({flows_s(), ends_s(), lingers_s(), rounds_end_s()});
+  return std::min({shot_ends_s(), flows_s(), ends_s(), lingers_s(), rounds_end_s()});
 }
 
 int Channel::advance() {
+  if (!shots_.empty() && shot_ends_s() <= next_s()) {
+    go_on_to(shot_ends_s());
+    const int op = shots_.front().second;
+    shots_.pop_front();
+    return op;
+  }
   const double flows = flows_s(), ends = ends_s(), lingers = lingers_s();
   const double rounds_end = rounds_end_s();
   if (rounds_end <= std::min({flows, ends, lingers})) {
@@ -73,6 +82,7 @@ int Channel::advance() {
     Flight first = pop(starting_);
     go_on_to(flows);
     first.until_s = share_s_ + first.work_s;
+    if (flowing_.empty()) share_s_ -= std::max(shot_until_s_ - now_s_, 0.0);
     push(flowing_, first);
     return -1;
   }
@@ -85,6 +95,8 @@ int Channel::advance() {
   time_rounds();
   return -1;
 }
+
+double Channel::shot_ends_s() const { return shots_.empty() ? kNever : shots_.front().first; }
 
 double Channel::flows_s() const { return starting_.empty() ? kNever : starting_.front().until_s; }
 
@@ -107,6 +119,18 @@ void Channel::go_on_to(double time_s) {
   if (!flowing_.empty()) share_s_ += passed_s / static_cast<double>(flowing_.size());
   if (all_rounds_s_ > 0) rounds_ += passed_s / all_rounds_s_;
   now_s_ = time_s;
+}
+
+void Channel::shoot(int op, double work_s) {
+  if (flowing_.empty()) {
+    shot_until_s_ = std::max(shot_until_s_, now_s_) + work_s;
+  } else {
+    share_s_ -= work_s / static_cast<double>(flowing_.size());
+  }
+  const OneShot& cost = network_->one_shot;
+  last_shot_s_ = std::max(now_s_ + std::max(cost.latency_s, work_s),
+                          last_shot_s_ + std::max(cost.gap_s, work_s));
+  shots_.emplace_back(last_shot_s_, op);
 }
 
 void Channel::start(Flight op) {

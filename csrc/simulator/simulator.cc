@@ -111,7 +111,7 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
       const int op = step.launch();
       const size_t i = static_cast<size_t>(op);
       const Op& what = plan.ops()[i];
-      channel.launch(op, what.kind, step.bytes(op), step.in_flight(), now, what.blocks.size() > 1);
+      channel.launch(op, what.kind, step.bytes(op), now, what.blocks.size() > 1);
       if (record) record->launched_s[i] = now;
     }
     const double ready = next_ready < backward_order_.size()

@@ -26,8 +26,7 @@ Done run(const NetworkModel& network, const std::vector<Launch>& launches) {
   while (done.size() < launches.size()) {
     if (next < launches.size() && launches[next].at_s <= channel.next_s()) {
       const Launch& l = launches[next];
-      const int in_flight = static_cast<int>(next + 1 - done.size());
-      channel.launch(static_cast<int>(next++), l.kind, l.bytes, in_flight, l.at_s);
+      channel.launch(static_cast<int>(next++), l.kind, l.bytes, l.at_s);
     } else if (const int op = channel.advance(); op >= 0) {
       done.emplace_back(op, channel.now_s());
     }
@@ -115,7 +114,7 @@ TEST(Channel, GathersDoNotWaitForTheStartupOfAnAllReduce) {
   NetworkModel network{2, {{8, 1}}, {{1, 1}}, {{1, 1}}};
   network.busy_alpha_s = 1;
   Channel channel(network);
-  for (int op : {0, 1}) channel.launch(op, Collective::all_gather, 1, 2, 0);
+  for (int op : {0, 1}) channel.launch(op, Collective::all_gather, 1, 0);
   Done done;
   while (done.size() < 2) {
     if (const int op = channel.advance(); op >= 0) done.emplace_back(op, channel.now_s());
@@ -129,17 +128,33 @@ TEST(Channel, PackingLengthensTheStartupOfAnAllReduceOnly) {
   for (const auto& [kind, end] :
        {std::pair(Collective::all_reduce, 7.0), std::pair(Collective::reduce_scatter, 5.0)}) {
     Channel channel(network);
-    channel.launch(0, kind, 4, 1, 0, true);
+    channel.launch(0, kind, 4, 0, true);
     while (channel.advance() < 0) {
     }
     EXPECT_EQ(channel.now_s(), end);
   }
 }
 
+TEST(Channel, OneShotPassesByWhatIsInFlight) {
+  NetworkModel network{2, {{1, 1}}};
+  network.concurrent = 1;
+  network.busy_alpha_s = 50;
+  network.one_shot = {2, 3, 2};
+  // At once, however many run; its bytes keep the others from the channel.
+  EXPECT_EQ(run(network, {{0, 6}, {0, 4}, {2, 1}, {20, 2}}),
+            (Done{{2, 5}, {0, 8}, {1, 13}, {3, 23}}));
+  // One after the other, and only all_reduces.
+  EXPECT_EQ(run(network, {{0, 1}, {0, 1}, {0, 1}}), (Done{{0, 3}, {1, 5}, {2, 7}}));
+  EXPECT_EQ(run(network, {{0, 2, Collective::all_gather}}), (Done{{0, 1.5}}));
+  // Bytes that begin to flow wait for those of a shot; in 6 ranks these take three times as long.
+  EXPECT_EQ(run({6, {{1, 1}}, {}, {}, 0, 0, 0, {2, 3, 2}}, {{0, 4}, {0, 1}, {0, 2}}),
+            (Done{{1, 3}, {2, 9}, {0, 13}}));
+}
+
 TEST(Channel, RefusesWhatNeverEnds) {
   const NetworkModel network{2, {{0, 1e305}}};
   Channel channel(network);
-  EXPECT_THROW(channel.launch(0, Collective::all_reduce, 1 << 20, 1, 0), UsageError);
+  EXPECT_THROW(channel.launch(0, Collective::all_reduce, 1 << 20, 0), UsageError);
 }
 
 // Whoever flows gets a tick of its own in turn, of all the ticks there are.

@@ -62,6 +62,7 @@ TEST_F(EnvTest, Defaults) {
   EXPECT_EQ(env.partition_bytes, 8 * kMiB);
   EXPECT_EQ(env.credit_bytes, 16 * kMiB);
   EXPECT_EQ(env.bucket_bytes, 25 * kMiB);
+  EXPECT_EQ(env.one_shot_bytes, 32 * 1024);
   EXPECT_EQ(env.learning_steps, 5);
   EXPECT_EQ(env.stall_warning_s, 60);
   EXPECT_EQ(env.stall_limit_s, 300);

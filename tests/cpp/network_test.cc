@@ -86,6 +86,14 @@ TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
   for (double s_per_byte : {-1.0, std::nan("")}) {
     EXPECT_THROW((NetworkModel{4, {{1, 0}}, {}, {}, 0, 0, s_per_byte}.validate()), UsageError);
   }
+  NetworkModel shots{4, {{1, 10}}};
+  shots.one_shot = {1024, 0.5, 0.25};
+  EXPECT_EQ(NetworkModel::from_json(shots.to_json()), shots);
+  EXPECT_NE(shots, (NetworkModel{4, {{1, 10}}}));
+  for (const OneShot& wrong : {OneShot{-1, 0, 0}, {1, -1, 0}, {1, 0, -1}, {1, std::nan(""), 0}}) {
+    shots.one_shot = wrong;
+    EXPECT_THROW(shots.validate(), UsageError);
+  }
   const NetworkModel ring = NetworkModel::ring(4, 1e-5, 1e9);
   EXPECT_NEAR(ring.cost(Collective::all_reduce, 1).time_s(1'000'000), 6e-5 + 1.5e-3, 1e-12);
   EXPECT_NEAR(ring.least_beta(), 1.5e-9, 1e-18);

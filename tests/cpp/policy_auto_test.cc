@@ -54,6 +54,7 @@ NetworkModel network_for(std::mt19937& rng, const Profile& p, double ratio, doub
   }
   network.concurrent = static_cast<int>(uniform(rng, 0, 3));
   if (uniform(rng, 0, 1)) network.busy_alpha_s = 8 * alpha_s;
+  if (uniform(rng, 0, 1)) network.one_shot = {uniform(rng, 0, 1 << 20), alpha_s, alpha_s / 4};
   return network;
 }
 
@@ -113,18 +114,25 @@ TEST(Draft, WindowsAdmitSoManyOps) {
                   {{Collective::all_reduce, {{0, 100}}, 1, false}});
   Draft draft{{{{90, 100}}, {{40, 90}}, {{0, 10}, {20, 40}}, {{10, 20}}}, 2, false};
   const std::vector<double> due = {0};
-  const Plan two = build(draft, line, {{}, &due});
-  ASSERT_EQ(two.ops().size(), 4);
-  const std::vector<int64_t> windows = {40, 240, 320, 160};
-  for (size_t i = 0; i < 4; ++i) {
-    EXPECT_EQ(two.ops()[i].window_bytes, windows[i]);
-    EXPECT_FALSE(two.ops()[i].fence);
-  }
+  const auto windows = [&](const NetworkModel& network) {
+    const Plan plan = build(draft, line, {network, due});
+    std::vector<int64_t> out;
+    for (const Op& op : plan.ops()) {
+      EXPECT_FALSE(op.fence);
+      out.push_back(op.window_bytes);
+    }
+    return out;
+  };
+  EXPECT_EQ(windows({}), (std::vector<int64_t>{40, 240, 320, 160}));
+  // The first and the last one beside any two.
+  NetworkModel network;
+  network.one_shot.most_bytes = 40;
+  EXPECT_EQ(windows(network), (std::vector<int64_t>{40, 240, 360, 400}));
   draft.in_flight = 1;
-  const Plan one = build(draft, line, {{}, &due});
-  for (const Op& op : one.ops()) EXPECT_TRUE(op.fence);
+  EXPECT_EQ(windows({}), (std::vector<int64_t>{40, 200, 120, 40}));
+  EXPECT_EQ(windows(network), (std::vector<int64_t>{40, 240, 120, 160}));
   draft.split = true;
-  const Plan split = build(draft, line, {{}, &due});
+  const Plan split = build(draft, line, {network, due});
   EXPECT_EQ(split.ops().front().kind, Collective::reduce_scatter);
   EXPECT_EQ(split.ops().back().kind, Collective::all_gather);
 }
@@ -133,18 +141,19 @@ TEST(LocalSearch, NeverMakesItWorse) {
   std::mt19937 rng(2);
   for (int i = 0; i < cases(60); ++i) {
     const Profile p = random_profile(rng);
-    const NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}};
+    NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}, {}, {{1, 0.125}}};
+    network.one_shot = {uniform(rng, 0, 40), 1, 0.25};
     Simulator simulator(p, network, Overlap::forward);
     const Plan line = make_plan("wfbp", p, network);
     const std::vector<double> due = simulator.due_s();
     for (bool split : {false, true}) {
       Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), split};
       for (const Op& op : line.ops()) draft.ops.push_back(op.blocks);
-      const GatherCost gather{{1, 0.125}, &due};
-      const double before = simulator.lateness_s(build(draft, line, gather));
-      const double after = LocalSearch(simulator, line, gather, 50000, -1e9).improve(draft);
+      const DraftCosts costs(network, due);
+      const double before = simulator.lateness_s(build(draft, line, costs));
+      const double after = LocalSearch(simulator, line, costs, 50000, -1e9).improve(draft);
       EXPECT_LE(after, before);
-      EXPECT_NEAR(simulator.lateness_s(build(draft, line, gather)), after, 1e-12);
+      EXPECT_NEAR(simulator.lateness_s(build(draft, line, costs)), after, 1e-12);
     }
   }
 }
@@ -154,17 +163,18 @@ TEST(LocalSearch, SimplifiesWithinItsLimit) {
   int fewer = 0;
   for (int i = 0; i < 60; ++i) {
     const Profile p = random_profile(rng);
-    const NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}};
+    NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}, {}, {{1, 0.125}}};
+    network.one_shot = {uniform(rng, 0, 40), 1, 0.25};
     Simulator simulator(p, network, Overlap::forward);
     const Plan line = make_plan("wfbp", p, network);
     const std::vector<double> due = simulator.due_s();
-    const GatherCost gather{{1, 0.125}, &due};
+    const DraftCosts costs(network, due);
     const auto lateness_s = [&](const Draft& d) {
-      return simulator.lateness_s(build(d, line, gather));
+      return simulator.lateness_s(build(d, line, costs));
     };
     Draft draft{{}, static_cast<int>(uniform(rng, 1, 3)), false};
     for (const Op& op : line.ops()) draft.ops.push_back(op.blocks);
-    LocalSearch search(simulator, line, gather, 0, 0);
+    LocalSearch search(simulator, line, costs, 0, 0);
 
     const double limit = lateness_s(draft) + static_cast<double>(uniform(rng, 0, 10));
     Draft some = draft;
@@ -176,7 +186,12 @@ TEST(LocalSearch, SimplifiesWithinItsLimit) {
     Draft all = draft;
     search.simplify(all, kNever);
     for (size_t op = 0; op + 1 < all.ops.size(); ++op) {
-      EXPECT_NE(line.dtype(all.ops[op].front()), line.dtype(all.ops[op + 1].front()));
+      const auto shot = [&](size_t of) {
+        return network.one_shot.takes(Collective::all_reduce, line.bytes({{}, all.ops[of]}));
+      };
+      const bool of_one_dtype =
+          line.dtype(all.ops[op].front()) == line.dtype(all.ops[op + 1].front());
+      EXPECT_FALSE(of_one_dtype && !shot(op) && !shot(op + 1));
     }
   }
   EXPECT_GT(fewer, 0);

@@ -196,6 +196,8 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
     network.concurrent = static_cast<int>(uniform(rng, 0, 3));
     network.busy_alpha_s = static_cast<double>(uniform(rng, 0, 4));
     network.pack_s_per_byte = 0.125 * static_cast<double>(uniform(rng, 0, 4));
+    network.one_shot = {uniform(rng, 0, 20), static_cast<double>(uniform(rng, 0, 3)),
+                        static_cast<double>(uniform(rng, 0, 2))};
     for (Overlap overlap : {Overlap::backward, Overlap::forward}) {
       Simulator simulator(p, network, overlap);
       const Plan plan = random_plan(rng, p.tensors);

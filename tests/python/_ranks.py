@@ -97,6 +97,8 @@ class _Rank:
                     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
+                    # Small enough that of tests' small models some operations do and some do not.
+                    "USBYTE_ONE_SHOT_BYTES": "2048",
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(size),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from usbyte import _core
-from usbyte.torch.costs import BUSY, PACKED, Measured, fit, fit_lines
+from usbyte.torch.costs import BUSY, ONE_SHOT, PACKED, Measured, fit, fit_lines
 
 probe = importlib.import_module("usbyte.torch.probe")  # ub.probe is the function
 
@@ -30,7 +30,7 @@ def usbyte_probe(tmp_path, *arguments, ranks=1):
 def test_on_two_ranks(tmp_path):
     pytest.importorskip("matplotlib")
     files = ["--json", "network.json", "--csv", "times.csv", "--plot", "probe.png"]
-    done = usbyte_probe(tmp_path, "--largest", "64k", "--repeats", "3", *files, ranks=2)
+    done = usbyte_probe(tmp_path, "--largest", "1M", "--repeats", "3", *files, ranks=2)
     assert done.returncode == 0, done.stderr
     network = _core.NetworkModel.from_json((tmp_path / "network.json").read_text())
     assert network.ranks == 2
@@ -45,15 +45,21 @@ def test_on_two_ranks(tmp_path):
     busy = [row for row in rows if row["collective"] == "busy"]
     for ahead in range(1, len(busy) // 3 + 1):
         row = busy[3 * (ahead - 1)]
-        assert (row["in_flight"], row["bytes"]) == (str(ahead + 1), str(ahead * 4 * 65536))
+        assert (row["in_flight"], row["bytes"]) == (str(ahead + 1), str(ahead * 4 << 20))
     packed = [row for row in rows if row["collective"] == "packed"]
-    assert [row["bytes"] for row in packed] == 3 * [str(4 * 65536)]
+    assert [row["bytes"] for row in packed] == 3 * [str(4 << 20)]
     times = sorted(float(row["seconds"]) for row in packed)
-    assert network.pack_s_per_byte == pytest.approx(times[1] / (4 * 65536), rel=0.01)
-    # Operations of 4, 16 and 64 KiB, each three times and each beside 4 KiB.
-    timed = [row for row in rows if row["collective"] not in ("busy", "packed")]
+    assert network.pack_s_per_byte == pytest.approx(times[1] / (4 << 20), rel=0.01)
+    shots = [row for row in rows if row["collective"] == "one_shot"]
+    assert [(row["in_flight"], row["bytes"]) for row in shots] == (
+        3 * [("1", str(32 << 10))] + 3 * [("16", str(16 * 32 << 10))]
+    )
+    assert network.one_shot.most_bytes == 32 << 10
+    assert f"{32 << 10} bytes goes in one shot" in done.stdout.replace("\n", " ")
+    # Larger operations of 64, 256 and 1,024 KiB, each three times and each beside 64 KiB.
+    timed = [row for row in rows if row["collective"] not in ("busy", "packed", "one_shot")]
     for row in timed:
-        assert int(row["bytes"]) // int(row["in_flight"]) in (4096, 16384, 65536)
+        assert int(row["bytes"]) // int(row["in_flight"]) in (1 << 16, 1 << 18, 1 << 20)
     assert len(timed) == 3 * 3 * 2 * (len(windows) + 2 * len(halves))
     for row in timed:
         cost = network.cost(row["collective"], int(row["in_flight"]))
@@ -161,6 +167,19 @@ def test_what_packing_takes():
 
     assert packed() == 0
     assert packed(2e-6, 3e-6, 90e-6) == pytest.approx(3e-9)
+
+
+def test_what_one_shot_takes():
+    def shots(*rows):
+        return fit(4, behind() + [Measured(ONE_SHOT, *row) for row in rows]).one_shot
+
+    assert shots() == _core.OneShot()
+    alone = [(1, 100, s) for s in (4e-3, 5e-3, 90e-3)]
+    assert shots(*alone) == _core.OneShot(100, 5e-3, 0)
+    four = shots(*alone, *[(5, 500, s) for s in (1e-3, 13e-3, 14e-3)])
+    assert (four.most_bytes, four.latency_s) == (100, 5e-3)
+    assert four.gap_s == pytest.approx(2e-3)
+    assert shots(*alone, (5, 500, 1e-3)).gap_s == 0  # noise
 
 
 def test_operations_too_short_to_tell():

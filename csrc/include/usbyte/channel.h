@@ -22,6 +22,9 @@ namespace usbyte {
 /// whose bytes are through sooner completes when its rounds are. Those of an op that is alone are
 /// its startup, and what is left of them when others are through takes no time.
 ///
+/// What the network's `one_shot` takes passes by all of this; while its bytes are on the channel,
+/// in n/2 times the time that they take in a ring of n, no others flow.
+///
 /// Time is seconds and never goes back: nothing is launched before what `advance` has reached, and
 /// `advance` is called before anything is launched after `next_s`.
 class Channel {
@@ -29,11 +32,9 @@ class Channel {
   /// `network` outlives it.
   explicit Channel(const NetworkModel& network) : network_(&network) {}
 
-  /// Starts `op` at `now_s` as one of `in_flight` >= 1 ops, itself included. `packed`: it consists
-  /// of several blocks, which lengthens the startup of an all_reduce, with all that goes for one,
-  /// by the network's `pack_s_per_byte`.
-  void launch(int op, Collective kind, int64_t bytes, int in_flight, double now_s,
-              bool packed = false);
+  /// Starts `op` at `now_s`. `packed`: it consists of several blocks, which lengthens the startup
+  /// of an all_reduce, with all that goes for one, by the network's `pack_s_per_byte`.
+  void launch(int op, Collective kind, int64_t bytes, double now_s, bool packed = false);
   /// When the next op's bytes begin or cease to flow or an op completes, if nothing is launched
   /// before; infinity when nothing is in flight.
   double next_s() const;
@@ -54,6 +55,8 @@ class Channel {
   };
 
   size_t unsettled() const { return starting_.size() + flowing_.size() + lingering_.size(); }
+  void shoot(int op, double work_s);
+  double shot_ends_s() const;
   double flows_s() const;
   double lingers_s() const;
   double ends_s() const;
@@ -80,6 +83,9 @@ class Channel {
   std::vector<Flight> lingering_;             // their bytes are through, their startup is not
   std::vector<std::pair<double, int>> held_;  // both are through: until when in rounds_, op
   std::deque<Flight> waiting_;                // launched, not begun
+  std::deque<std::pair<double, int>> shots_;  // in one shot: when it ends, op
+  double last_shot_s_ = -1e300;               // when the last of all ends
+  double shot_until_s_ = 0;                   // until when their bytes take the channel
 };
 
 }  // namespace usbyte

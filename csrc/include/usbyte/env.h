@@ -27,6 +27,7 @@ struct Env {
   int64_t partition_bytes;     ///< USBYTE_PARTITION_BYTES
   int64_t credit_bytes;        ///< USBYTE_CREDIT_BYTES
   int64_t bucket_bytes;        ///< USBYTE_BUCKET_BYTES
+  int64_t one_shot_bytes;      ///< USBYTE_ONE_SHOT_BYTES
   int64_t learning_steps;      ///< USBYTE_LEARNING_STEPS
   double stall_warning_s;      ///< USBYTE_STALL_WARNING_S
   double stall_limit_s;        ///< USBYTE_STALL_LIMIT_S

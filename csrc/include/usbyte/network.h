@@ -29,6 +29,19 @@ struct AlphaBeta {
   bool operator==(const AlphaBeta&) const = default;
 };
 
+/// Small all_reduces in one round of messages, on connections of their own: each rank sends all of
+/// its elements to every other one and adds up what it gets. They wait for nothing else in flight.
+struct OneShot {
+  int64_t most_bytes = 0;  ///< of an all_reduce that goes this way
+  /// Of the LogP model (Culler et al., 1993): how long one takes, and between the ends of two.
+  double latency_s = 0, gap_s = 0;
+
+  bool takes(Collective kind, int64_t bytes) const {
+    return kind == Collective::all_reduce && bytes <= most_bytes;
+  }
+  bool operator==(const OneShot&) const = default;
+};
+
 /// What the network costs `ranks` ranks, on the path that training uses.
 ///
 /// Entry k - 1 of a collective is what an op costs that is launched as one of k in flight: its
@@ -55,6 +68,7 @@ struct NetworkModel {
   /// What it takes to pack an all_reduce of several blocks into one message and to put the blocks
   /// back, s/byte; the number of blocks does not count. Other collectives go block by block.
   double pack_s_per_byte = 0;
+  OneShot one_shot = {};
 
   /// Cost of a plan's op while `in_flight` >= 1 ops are in flight, itself included, of which no
   /// more than `concurrent` count.
@@ -67,7 +81,7 @@ struct NetworkModel {
   /// Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
   static NetworkModel ring(int ranks, double latency_s, double bytes_per_s, int concurrent = 0);
 
-  /// Throws UsageError unless there is a rank, all_reduce has an entry, and every cost is valid.
+  /// Throws UsageError unless there is a rank, all_reduce has an entry, and all numbers are valid.
   void validate() const;
   std::string to_json() const;
   static NetworkModel from_json(std::string_view json);

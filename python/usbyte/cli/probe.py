@@ -17,6 +17,7 @@ from usbyte.env import detect
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from usbyte import _core
     from usbyte.torch.costs import Line, Measured
 
 _EXAMPLES = """\b
@@ -78,6 +79,8 @@ def probe(
         console.print(
             _together(concurrent(rows), network.busy_alpha_s), _packing(network.pack_s_per_byte)
         )
+        if network.one_shot.most_bytes > 0:
+            console.print(_shots(network.one_shot))
         if json_path is not None:
             write_text(json_path, network.to_json() + "\n")
         if csv_path is not None:
@@ -100,6 +103,14 @@ def _together(concurrent: int | None, busy_alpha_s: float) -> str:
 
 def _packing(s_per_byte: float) -> str:
     return f"Packing an all_reduce of several blocks takes {s_per_byte * 1e9:.2f} ns/B."
+
+
+def _shots(one: _core.OneShot) -> str:
+    return (
+        f"An all_reduce of up to {one.most_bytes} bytes goes in one shot, which takes "
+        f"{units.format_seconds(one.latency_s)} beside a large one; of several, one ends every "
+        f"{units.format_seconds(one.gap_s)}."
+    )
 
 
 def _table(lines: Sequence[Line], ranks: int) -> Table:

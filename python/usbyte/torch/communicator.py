@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from usbyte import _core
 from usbyte.torch.collectives import abort, all_gather_ranges, ring_reduce_scatter
+from usbyte.torch.one_shot import OneShot
 
 _WAITERS = 4  # threads that wait for ops to end, and run rings
+_TAGS = 0x20000000  # tickets are counted modulo that where they tell messages apart
 
 
 class TorchCommunicator:
@@ -24,26 +26,30 @@ class TorchCommunicator:
 
     The engine's thread calls `_launch` with the GIL held, in plan order, so every rank uses the
     group in one order. The waiters take what was launched in the same order, so the oldest op is
-    always being looked after. Completion is not taken from the backend's futures: their callbacks
-    would run Python code on the backend's threads, which cannot be joined before the interpreter
-    ends.
+    always being looked after; one of them has those of one shot to itself. Completion is not taken
+    from the backend's futures: their callbacks would run Python code on the backend's threads,
+    which cannot be joined before the interpreter ends.
 
     Args:
         group: A process group that nothing else uses.
+        one_shot: Where small all_reduces go, if the backend allows it; closed with this.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, one_shot: OneShot | None = None) -> None:
         self._group = group
+        self._one_shot = one_shot
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
         self._staging = Staging()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
+        self._shots: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._in_flight: set[int] = set()  # tickets
+        self._served = [self._tasks] * _WAITERS + [self._shots]  # by waiter
         self._waiters = [
-            threading.Thread(target=_serve, args=(self._tasks,), name="usbyte-waiter", daemon=True)
-            for _ in range(_WAITERS)
+            threading.Thread(target=_serve, args=(tasks,), name="usbyte-waiter", daemon=True)
+            for tasks in self._served
         ]
         for waiter in self._waiters:
             waiter.start()
@@ -59,6 +65,11 @@ class TorchCommunicator:
 
         self.core = _core.PythonCommunicator(self._rank, self._size, call)
 
+    @property
+    def one_shot_bytes(self) -> int:
+        """All_reduces of no more than that go in one shot."""
+        return self._one_shot.most_bytes if self._one_shot is not None else 0
+
     def register(self, arena: torch.Tensor) -> None:
         """Names the buffer (1-d uint8) that the addresses in later launches point into."""
         self._arena = arena
@@ -70,14 +81,17 @@ class TorchCommunicator:
         if self._closed:
             return
         self._closed = True
-        if self._in_flight and dist.is_initialized():
-            abort(self._group)
-        for _ in self._waiters:
-            self._tasks.put(None)
+        groups = [self._group] if self._one_shot is None else [self._group, self._one_shot.group]
+        for group in groups:
+            if self._in_flight and dist.is_initialized():
+                abort(group)
+        for tasks in self._served:
+            tasks.put(None)
         for waiter in self._waiters:
             waiter.join()
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        for group in groups:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
 
     def __del__(self) -> None:
         self.close()
@@ -95,40 +109,41 @@ class TorchCommunicator:
     def _launch(self, ticket: int, kind: str, dtype: str, spans: list[tuple[int, int]]) -> None:
         self._in_flight.add(ticket)
         views = [self._view(address, count, dtype) for address, count in spans]
-        if kind == "all_reduce":
+        one_shot = self._one_shot
+        size = sum(view.nbytes for view in views)
+        if one_shot is not None and kind == "all_reduce" and size <= one_shot.most_bytes:
+            shot = one_shot.start(ticket % _TAGS, views)
+            self._shots.put(partial(self._finish, ticket, shot.finish))
+        elif kind == "all_reduce":
             staged = None if len(views) == 1 else self._staging.pack(views)
             tensor = views[0] if staged is None else staged.message
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
-            self._tasks.put(partial(self._finish, ticket, work, staged))
+            self._tasks.put(partial(self._finish, ticket, partial(self._settle, work, staged)))
         else:
-            self._tasks.put(partial(self._ring, ticket, kind, views))
+            ring = partial(self._ring, ticket, kind, views)
+            self._tasks.put(partial(self._finish, ticket, ring))
 
-    def _finish(self, ticket: int, work: dist.Work, staged: Staged | None) -> None:
-        error = None
-        try:
-            work.wait()
-            if staged is not None:
-                self._staging.unpack(staged)
-        except RuntimeError as e:
-            error = _brief(e)
-        self._complete(ticket, error)
+    def _settle(self, work: dist.Work, staged: Staged | None) -> None:
+        work.wait()
+        if staged is not None:
+            self._staging.unpack(staged)
 
     def _ring(self, ticket: int, kind: str, views: list[torch.Tensor]) -> None:
+        for i, view in enumerate(views):
+            bounds = shards(view.numel(), self._size)
+            # Tickets count up alike on every rank; the tag keeps concurrent rings apart.
+            tag = (ticket * 1024 + i) % _TAGS
+            if kind == "reduce_scatter":
+                ring_reduce_scatter(view, bounds, self._group, dist.ReduceOp.SUM, tag)
+            else:
+                all_gather_ranges(view, bounds, self._group, tag)
+
+    def _finish(self, ticket: int, wait: Callable[[], None]) -> None:
         error = None
         try:
-            for i, view in enumerate(views):
-                bounds = shards(view.numel(), self._size)
-                # Tickets count up alike on every rank; the tag keeps concurrent rings apart.
-                tag = (ticket * 1024 + i) & 0x1FFFFFFF
-                if kind == "reduce_scatter":
-                    ring_reduce_scatter(view, bounds, self._group, dist.ReduceOp.SUM, tag)
-                else:
-                    all_gather_ranges(view, bounds, self._group, tag)
+            wait()
         except Exception as e:
             error = _brief(e)
-        self._complete(ticket, error)
-
-    def _complete(self, ticket: int, error: str | None) -> None:
         self._in_flight.discard(ticket)
         self.core.complete(ticket, error)
 

@@ -18,9 +18,11 @@ import torch.distributed as dist
 
 from usbyte import _core
 from usbyte.env import Cluster, detect
-from usbyte.errors import Error, FaultError, UsageError
+from usbyte.errors import Error, FaultError, MismatchError, UsageError
+from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
+from usbyte.torch.one_shot import OneShot
 from usbyte.torch.store import private_store
 
 if TYPE_CHECKING:
@@ -98,6 +100,25 @@ class Context:
         hosts = self.eager.allgather_bytes("usbyte.hosts", socket.gethostname().encode())
         mine = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
         return mine.index(self.rank), len(mine)
+
+    def new_communicator(self) -> TorchCommunicator:
+        """A communicator between all ranks. Collective.
+
+        Raises:
+            MismatchError: The ranks would send small operations in different ways.
+        """
+        # Of the backends that torch brings, Gloo alone sends messages with tags beside collectives.
+        if (self.env.backend or "gloo") != "gloo":
+            return TorchCommunicator(self.new_group())
+        sent = str(self.env.one_shot_bytes).encode()
+        for rank, other in enumerate(self.eager.allgather_bytes("usbyte.one_shot", sent)):
+            if other != sent:
+                raise MismatchError(
+                    f"USBYTE_ONE_SHOT_BYTES is {sent.decode()} on rank {self.rank} but "
+                    f"{other.decode()} on rank {rank}. Give all ranks the same environment."
+                )
+        one_shot = OneShot(self.new_group(), self.env.one_shot_bytes)
+        return TorchCommunicator(self.new_group(), one_shot)
 
     def new_group(self) -> dist.ProcessGroup:
         """A process group over all ranks that nothing else uses. Collective."""

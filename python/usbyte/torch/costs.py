@@ -10,9 +10,9 @@ import numpy as np
 
 from usbyte import _core
 
-#: Kinds of measurements: a small all_reduce that was posted right behind large ones; and two
-#: blocks that were packed into one message and put back.
-BUSY, PACKED = "busy", "packed"
+#: Kinds of measurements: a small all_reduce that was posted right behind large ones; two blocks
+#: that were packed into one message and put back; and all_reduces of one shot beside a large one.
+BUSY, PACKED, ONE_SHOT = "busy", "packed", "one_shot"
 
 # Of the time that large operations take together. With slots of their own beside them, small ones
 # wait for messages only.
@@ -25,7 +25,7 @@ class Measured:
     """Groups of operations, each group posted when the one before has ended.
 
     Attributes:
-        kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY` or `PACKED`.
+        kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY`, `PACKED` or `ONE_SHOT`.
         window: Operations in a group.
         bytes: Payload of a group; if `BUSY`, of the large ones.
         seconds: Mean time of a group; if `BUSY`, of the small one; if `PACKED`, of the copies.
@@ -79,7 +79,7 @@ def fit_lines(rows: Sequence[Measured]) -> list[Line]:
     """A line for each collective and window, in order of measurement; see `_core.fit_cost`."""
     samples: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.kind not in (BUSY, PACKED):
+        if row.kind not in (BUSY, PACKED, ONE_SHOT):
             samples[row.kind, row.window][row.bytes].append(row.seconds)
     lines = []
     for (kind, window), by_size in samples.items():
@@ -131,7 +131,21 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
         together or 0,
         float(np.median(beside)) if together not in (None, 1) else 0.0,
         float(np.median(packing)) if packing else 0.0,
+        _one_shot(rows),
     )
+
+
+def _one_shot(rows: Sequence[Measured]) -> _core.OneShot:
+    by_window: dict[int, list[Measured]] = defaultdict(list)
+    for row in rows:
+        if row.kind == ONE_SHOT:
+            by_window[row.window].append(row)
+    if not by_window:
+        return _core.OneShot()
+    seconds = {k: float(np.median([row.seconds for row in of])) for k, of in by_window.items()}
+    one, many = min(seconds), max(seconds)
+    gap = (seconds[many] - seconds[one]) / (many - one) if many > one else 0.0
+    return _core.OneShot(by_window[one][0].bytes, seconds[one], max(gap, 0.0))
 
 
 def _point(size: int, times: Sequence[float], cost: _core.AlphaBeta) -> Point:

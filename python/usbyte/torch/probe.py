@@ -12,7 +12,7 @@ from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.communicator import Staging, TorchCommunicator
 from usbyte.torch.context import Context, current
-from usbyte.torch.costs import BUSY, PACKED, Measured, concurrent, fit
+from usbyte.torch.costs import BUSY, ONE_SHOT, PACKED, Measured, concurrent, fit
 
 __all__ = ["probe"]
 
@@ -22,7 +22,7 @@ _WINDOWS = {
     2: [["all_reduce"], ["reduce_scatter", "all_gather"]],
     4: [["all_reduce"]],
 }
-_SMALLEST_BYTES = 4 << 10
+_SMALLEST_BYTES = 4 << 10  # or more, as smaller ones may go in one shot
 LARGEST_BYTES = 32 << 20
 _STEP_S = 0.05  # about how long the largest operation may take
 _REPEATS = 4
@@ -36,6 +36,7 @@ _MOST_AHEAD = 3  # more than that in flight is as good as any number
 _SPAN = 32
 _FEWEST_GROUPS, _MOST_GROUPS = 3, 16
 _MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups, small operations aside
+_SHOTS = 16  # of one shot each, together
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
 
@@ -73,7 +74,7 @@ def measure_apart(
     growth: int = _GROWTH,
 ) -> list[Measured]:
     """Measures over a process group of its own. Collective; see `measure`."""
-    communicator = TorchCommunicator(context.new_group())
+    communicator = context.new_communicator()
     try:
         return measure(context, communicator, largest_bytes, repeats=repeats, growth=growth)
     finally:
@@ -98,20 +99,21 @@ def measure(
         repeats: Measurements of each size.
         growth: From one size to the next.
     """
-    some = max(min(1 << 20, largest_bytes), 2 * _SMALLEST_BYTES) // _FLOAT_BYTES * _FLOAT_BYTES
-    fewest = {_SMALLEST_BYTES: _FEWEST_GROUPS, some: _FEWEST_GROUPS}
+    smallest = _smallest(communicator)
+    some = max(min(1 << 20, largest_bytes), 2 * smallest) // _FLOAT_BYTES * _FLOAT_BYTES
+    fewest = {smallest: _FEWEST_GROUPS, some: _FEWEST_GROUPS}
     rows = [row for row in _time(context, communicator, 1, fewest, 2) if row.kind == "all_reduce"]
     small_s, some_s = (median(r.seconds for r in rows if r.bytes == size) for size in fewest)
     # Every rank must choose the same sizes and numbers of groups.
     text = context.eager.broadcast_bytes("probe.times", f"{small_s} {some_s}".encode(), 0)
     small_s, some_s = (max(float(word), 1e-6) for word in text.split())
     largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
-    largest = max(largest, _SMALLEST_BYTES)
-    sizes = [*_sizes(_SMALLEST_BYTES, largest, growth), largest]
+    largest = max(largest, smallest)
+    sizes = [*_sizes(smallest, largest, growth), largest]
 
     def time_window(window: int) -> list[Measured]:
         counts = {}
-        most_bytes = max(_MOST_BYTES // (_FEWEST_GROUPS * window), _SMALLEST_BYTES)
+        most_bytes = max(_MOST_BYTES // (_FEWEST_GROUPS * window), smallest)
         for size in sorted({min(size, most_bytes) for size in sizes}):
             seconds = window * (small_s + max(small_s, some_s * size / some))
             most = min(_MOST_GROUPS, _MOST_BYTES // (window * size))
@@ -127,10 +129,18 @@ def measure(
         together = int(context.eager.broadcast_bytes("probe.concurrent", found, 0))
         if together > 0:
             break
+    if communicator.one_shot_bytes > 0:
+        for shots in (1, _SHOTS):
+            rows += _time_one_shot(context, communicator, large, shots, repeats)
     for window in _WINDOWS:
         if 1 < window <= (together or max(_WINDOWS)):
             rows += time_window(window)
     return rows
+
+
+def _smallest(communicator: TorchCommunicator) -> int:
+    """Of the operations that a line is fitted to."""
+    return max(_SMALLEST_BYTES, 1 << communicator.one_shot_bytes.bit_length())
 
 
 def _sizes(low: int, high: int, growth: int) -> list[int]:
@@ -150,10 +160,11 @@ def _time(
 ) -> list[Measured]:
     """`groups`: how many, by the size of each of their operations."""
     rows = []
-    longest = max(count * window * (size + _SMALLEST_BYTES) for size, count in groups.items())
+    smallest = _smallest(communicator)
+    longest = max(count * window * (size + smallest) for size, count in groups.items())
     buffer = torch.zeros(longest, dtype=torch.uint8)
     communicator.register(buffer)
-    small = _SMALLEST_BYTES // _FLOAT_BYTES
+    small = smallest // _FLOAT_BYTES
     for size, count in groups.items():
         numel = size // _FLOAT_BYTES
         for kinds in _WINDOWS[window]:
@@ -188,21 +199,41 @@ def _time_busy(
     context: Context, communicator: TorchCommunicator, large_bytes: int, ahead: int, repeats: int
 ) -> list[Measured]:
     """Small operations, each posted right behind `ahead` large ones."""
-    numels = [*[large_bytes // _FLOAT_BYTES] * ahead, _SMALLEST_BYTES // _FLOAT_BYTES]
-    tensors = line((f"probe{i}", numel, "float32") for i, numel in enumerate(numels))
+    sizes = [*[large_bytes] * ahead, _smallest(communicator)]
+    rows = []
+    for times in _time_together(context, communicator, sizes, repeats):
+        posted, done = times[-1]
+        rows.append(Measured(BUSY, ahead + 1, ahead * large_bytes, done - posted))
+    return rows
+
+
+def _time_one_shot(
+    context: Context, communicator: TorchCommunicator, large_bytes: int, shots: int, repeats: int
+) -> list[Measured]:
+    """Operations of one shot, posted together right behind a large one."""
+    size = communicator.one_shot_bytes // _FLOAT_BYTES * _FLOAT_BYTES
+    rows = []
+    for times in _time_together(context, communicator, [large_bytes, *[size] * shots], repeats):
+        seconds = max(done for _, done in times[1:]) - times[1][0]
+        rows.append(Measured(ONE_SHOT, shots, shots * size, seconds))
+    return rows
+
+
+def _time_together(
+    context: Context, communicator: TorchCommunicator, sizes: list[int], repeats: int
+) -> Iterator[list[tuple[float, float]]]:
+    """When all_reduces of these sizes, posted together, have begun and ended, time and again."""
+    tensors = line((f"probe{i}", size // _FLOAT_BYTES, "float32") for i, size in enumerate(sizes))
     ops = [
         _core.Op("all_reduce", [(t.offset, t.end)], _UNLIMITED, fence=i == 0)
         for i, t in enumerate(tensors)
     ]
-    buffer = torch.zeros(_FLOAT_BYTES * sum(numels), dtype=torch.uint8)
+    buffer = torch.zeros(sum(sizes), dtype=torch.uint8)
     communicator.register(buffer)
-    rows = []
     with _engine(context, communicator, buffer, _core.Plan("probe", tensors, ops)) as engine:
         for _ in range(repeats):
             _run(engine, len(tensors))
-            posted, done = engine.op_times()[-1]
-            rows.append(Measured(BUSY, ahead + 1, ahead * large_bytes, done - posted))
-    return rows
+            yield engine.op_times()
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from torch.autograd import Variable
 from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.arena import Arena
-from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.context import Context
 from usbyte.torch.drift import Drift
 from usbyte.torch.gates import Gates
@@ -87,7 +86,7 @@ class Reducer:
         self.in_flight = False
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
-        self._communicator = TorchCommunicator(context.new_group())
+        self._communicator = context.new_communicator()
         plan = planner.learning_plan()
         self._lay_out(plan)
         self._engine = self._start_engine(plan, steps_before=0)

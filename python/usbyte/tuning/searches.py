@@ -132,6 +132,7 @@ def _scaled(network: _core.NetworkModel, alpha: float, beta: float) -> _core.Net
             for c in column
         ]
 
+    shot = network.one_shot
     return _core.NetworkModel(
         network.ranks,
         costs(network.all_reduce),
@@ -140,6 +141,7 @@ def _scaled(network: _core.NetworkModel, alpha: float, beta: float) -> _core.Net
         network.concurrent,
         network.busy_alpha_s * alpha,
         network.pack_s_per_byte,
+        _core.OneShot(shot.most_bytes, shot.latency_s * alpha, shot.gap_s * alpha),
     )
 
 
