@@ -66,7 +66,8 @@ int bench_plan(const bench::Options& options) {
   for (int64_t tensors = std::min<int64_t>(80, most); tensors <= most; tensors *= 5) {
     const Profile job = make_job(static_cast<int>(tensors), 1);
     const double beta = ratio * job.step_s / static_cast<double>(job.bytes());
-    const NetworkModel network{8, {{alpha_s, beta}, {1.2 * alpha_s, beta}}};
+    NetworkModel network{8, {{alpha_s, beta}, {1.2 * alpha_s, beta}}};
+    network.one_shot = {4096, alpha_s / 2, alpha_s / 4};
     Simulator simulator(job, network, Overlap::forward);
     for (const auto& [name, policy] : policies()) {
       std::vector<double> ms;

@@ -16,7 +16,7 @@ constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not wo
 constexpr double kAlmost = 0.005;     // of the iteration
 constexpr double kSimpler = 0.002;    // of the iteration: what fewer ops may cost
 constexpr double kCredited = 0.5;     // of the overlap of startups, while searching
-constexpr int64_t kWork = 600'000;    // of one local search: some 100 ms
+constexpr int64_t kWork = 500'000;    // of one local search: some 100 ms
 
 // How a draft is made.
 struct Pace {

@@ -48,14 +48,15 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
 
 void append(std::vector<Op>& ops, Collective kind, const std::vector<std::vector<Block>>& all,
             int in_flight, const OneShot& one_shot, const Plan& line) {
+  std::vector<int64_t> bytes;
+  for (const Op& op : ops) bytes.push_back(line.bytes(op));
   for (const auto& blocks : all) {
     Op op{kind, blocks, 1};
     op.window_bytes = line.bytes(op);
-    int beside = in_flight - (one_shot.takes(kind, op.window_bytes) ? 0 : 1);
-    for (auto before = ops.rbegin(); before != ops.rend(); ++before) {
-      const int64_t bytes = line.bytes(*before);
-      if (!one_shot.takes(before->kind, bytes) && beside-- == 0) break;
-      op.window_bytes += bytes;
+    bytes.push_back(op.window_bytes);
+    int beside = in_flight - (one_shot.takes(kind, bytes.back()) ? 0 : 1);
+    for (size_t i = bytes.size() - 1; i-- > 0; op.window_bytes += bytes[i]) {
+      if (!one_shot.takes(ops[i].kind, bytes[i]) && beside-- == 0) break;
     }
     ops.push_back(std::move(op));
   }

@@ -140,9 +140,11 @@ def test_a_lost_peer_is_an_error():
     run_ranks(2, lost, dies=[0, 1])
 
 
-def test_groups_of_one_and_of_many_have_none():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert OneShot(dist.group.WORLD, 32 << 10).most_bytes == 0
-    finally:
-        dist.destroy_process_group()
+def alone(rank, size):
+    dist.init_process_group("gloo")
+    assert OneShot(dist.group.WORLD, 32 << 10).most_bytes == 0
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_has_none():
+    run_ranks(1, alone)

@@ -16,16 +16,11 @@ from usbyte import _core
 from usbyte.errors import UsageError
 
 
-def equals_ddp(rank, size, optimizers, tolerance, double):
+def equals_ddp(rank, size, optimizers, modes, tolerance, double):
     ub.init()
     for optimizer in optimizers:
         expected = train("ddp", optimizer, rank, size, double=double)
-        for mode, policy in [
-            ("backward", None),
-            ("forward", None),
-            ("forward", "wfbp"),
-            ("forward", "bytescheduler"),
-        ]:
+        for mode, policy in modes:
             got = train(
                 mode, optimizer, rank, size, policy=policy, partition_bytes=2048, double=double
             )
@@ -34,15 +29,22 @@ def equals_ddp(rank, size, optimizers, tolerance, double):
 
 
 def test_two_ranks_equal_ddp_bit_for_bit():
-    run_ranks(2, equals_ddp, list(OPTIMIZERS), 0.0, False, timeout=120)
+    modes = [
+        ("backward", None),
+        ("forward", None),
+        ("forward", "wfbp"),
+        ("forward", "bytescheduler"),
+    ]
+    run_ranks(2, equals_ddp, list(OPTIMIZERS), modes, 0.0, False, timeout=120)
 
 
 def test_four_ranks_equal_ddp_closely():
     # Four ranks sum in another order. Adam divides noise by noise where a gradient is zero but for
     # rounding (the bias of attention's keys), so that its runs can only be compared where rounding
     # stays far below its epsilon.
-    run_ranks(4, equals_ddp, ["sgd", "nesterov"], 1e-6, False, timeout=120)
-    run_ranks(4, equals_ddp, ["adam", "adamw"], 1e-6, True, timeout=120)
+    modes = [("backward", None), ("forward", None)]
+    run_ranks(4, equals_ddp, ["sgd", "nesterov"], modes, 1e-6, False, timeout=120)
+    run_ranks(4, equals_ddp, ["adam", "adamw"], modes, 1e-6, True, timeout=120)
 
 
 def equals_ddp_variants(rank, size):
