@@ -52,6 +52,24 @@ std::optional<Number> number(std::string_view text) {
   return value;
 }
 
+std::optional<int64_t> bytes(std::string_view text) {
+  const size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
+  const auto count = number<int64_t>(text.substr(0, digits));
+  std::string_view suffix = text.substr(digits);
+  if (suffix.size() == 3 && suffix.ends_with("iB")) suffix.remove_suffix(2);
+  constexpr std::string_view suffixes = "kKmMgG";
+  if (!count || suffix.size() > 1 || suffixes.find(suffix) == suffixes.npos) return std::nullopt;
+  const size_t power = suffix.empty() ? 0 : 1 + suffixes.find(suffix) / 2;
+  const int64_t unit = int64_t{1} << (10 * power);
+  if (*count < 1 || *count > std::numeric_limits<int64_t>::max() / unit) return std::nullopt;
+  return *count * unit;
+}
+
+bool is_one_shot(std::string_view text) {
+  const auto value = bytes(text);
+  return value && *value <= int64_t{1} << 20;  // what is large should not go this way
+}
+
 bool is_step_range(std::string_view text) {
   try {
     StepRange::parse(text);
@@ -78,8 +96,10 @@ constexpr std::array kKnobs = {
          "Bytes in flight at a time, for policies with a constant window"},
     Knob{"USBYTE_BUCKET_BYTES", &Env::bucket_bytes, "25M", "bytes", kBytesAccepted,
          "Bucket of the ddp policy"},
-    Knob{"USBYTE_ONE_SHOT_BYTES", &Env::one_shot_bytes, "32K", "bytes", kBytesAccepted,
-         "Sent by a rank for a small all_reduce that goes in one round of messages; 1: none do"},
+    Knob{"USBYTE_ONE_SHOT_BYTES", &Env::one_shot_bytes, "32K", "bytes",
+         "a whole number of bytes from 1 to 1M, such as 32768 or 32K",
+         "Sent by a rank for a small all_reduce that goes in one round of messages; 1: none do",
+         is_one_shot},
     Knob{"USBYTE_LEARNING_STEPS", &Env::learning_steps, "5", "", "a whole number >= 1",
          "Steps that are measured before the plan is made"},
     Knob{"USBYTE_STALL_WARNING_S", &Env::stall_warning_s, "60", "s", kSecondsAccepted,
@@ -106,19 +126,6 @@ constexpr std::array kKnobs = {
                  ". Correct it or unset it (default: \"" + std::string(knob.fallback) + "\").");
 }
 
-std::optional<int64_t> bytes(std::string_view text) {
-  const size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
-  const auto count = number<int64_t>(text.substr(0, digits));
-  std::string_view suffix = text.substr(digits);
-  if (suffix.size() == 3 && suffix.ends_with("iB")) suffix.remove_suffix(2);
-  constexpr std::string_view suffixes = "kKmMgG";
-  if (!count || suffix.size() > 1 || suffixes.find(suffix) == suffixes.npos) return std::nullopt;
-  const size_t power = suffix.empty() ? 0 : 1 + suffixes.find(suffix) / 2;
-  const int64_t unit = int64_t{1} << (10 * power);
-  if (*count < 1 || *count > std::numeric_limits<int64_t>::max() / unit) return std::nullopt;
-  return *count * unit;
-}
-
 std::optional<double> seconds(std::string_view text) {
   const auto value = number<double>(text);
   if (!value || !std::isfinite(*value) || *value <= 0) return std::nullopt;
@@ -139,6 +146,7 @@ struct Assign {
   std::string operator()(int64_t Env::* field) const {
     const auto value = knob.unit == "bytes" ? bytes(text) : number<int64_t>(text);
     if (!value || *value < 1) reject(knob, text);
+    if (knob.check != nullptr && !knob.check(text)) reject(knob, text);
     return std::to_string(env.*field = *value);
   }
   std::string operator()(double Env::* field) const {

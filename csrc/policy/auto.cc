@@ -177,18 +177,20 @@ NetworkModel cautious(NetworkModel network) {
 
 struct Candidate {
   double lateness_s;
-  size_t ops;  // but those that go in one shot, which have the network to themselves
+  std::pair<size_t, size_t> ops;  // without those that go in one shot; all
   Plan plan;
 };
 
-size_t count_ops(const Plan& plan, const OneShot& one_shot) {
-  return static_cast<size_t>(std::count_if(plan.ops().begin(), plan.ops().end(), [&](const Op& op) {
-    return !one_shot.takes(op.kind, plan.bytes(op));
-  }));
+std::pair<size_t, size_t> count_ops(const Plan& plan, const OneShot& one_shot) {
+  const auto shots = std::count_if(plan.ops().begin(), plan.ops().end(), [&](const Op& op) {
+    return one_shot.takes(op.kind, plan.bytes(op));
+  });
+  return {plan.ops().size() - static_cast<size_t>(shots), plan.ops().size()};
 }
 
 // The one with the fewest ops among those that are no later than `limit_s` and almost the best:
-// what the model does not know about ops is seldom in their favour.
+// what the model does not know about ops is seldom in their favour. Those that go in one shot, on
+// connections of their own, count less.
 const Candidate& choose(const std::vector<Candidate>& all, double limit_s, double almost_s) {
   double best = std::numeric_limits<double>::infinity();
   for (const Candidate& c : all) best = std::min(best, c.lateness_s);

@@ -48,16 +48,19 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
 
 void append(std::vector<Op>& ops, Collective kind, const std::vector<std::vector<Block>>& all,
             int in_flight, const OneShot& one_shot, const Plan& line) {
-  std::vector<int64_t> bytes;
-  for (const Op& op : ops) bytes.push_back(line.bytes(op));
+  int64_t launched_bytes = 0;
+  std::vector<int64_t> ends;  // of those that do not go in one shot, in bytes launched
+  const auto count = [&](const Op& op) {
+    const int64_t bytes = line.bytes(op);
+    launched_bytes += bytes;
+    if (!one_shot.takes(op.kind, bytes)) ends.push_back(launched_bytes);
+  };
+  for (const Op& op : ops) count(op);
   for (const auto& blocks : all) {
     Op op{kind, blocks, 1};
-    op.window_bytes = line.bytes(op);
-    bytes.push_back(op.window_bytes);
-    int beside = in_flight - (one_shot.takes(kind, bytes.back()) ? 0 : 1);
-    for (size_t i = bytes.size() - 1; i-- > 0; op.window_bytes += bytes[i]) {
-      if (!one_shot.takes(ops[i].kind, bytes[i]) && beside-- == 0) break;
-    }
+    count(op);
+    const auto outside = std::ssize(ends) - in_flight - 1;  // the last one before the window
+    op.window_bytes = launched_bytes - (outside >= 0 ? ends[static_cast<size_t>(outside)] : 0);
     ops.push_back(std::move(op));
   }
 }

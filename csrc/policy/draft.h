@@ -26,9 +26,9 @@ struct DraftCosts {
 };
 
 /// The plan that a draft means, for the tensors of `line`. With k in flight, the window of each op
-/// is the bytes of the k - 1 ops before it and its own; those that go in one shot do not count and
-/// need no room. The gathers of a split draft come by due date, in the batches that `batch_exactly`
-/// finds.
+/// is the bytes of the k - 1 ops before it and its own; those that go in one shot are not counted
+/// among the k, and there is room for them besides. The gathers of a split draft come by due date,
+/// in the batches that `batch_exactly` finds.
 Plan build(const Draft& draft, const Plan& line, const DraftCosts& costs);
 
 /// Adds `block` to `blocks`, which are ascending and apart, joining neighbours of one dtype.

@@ -82,7 +82,6 @@ int Channel::advance() {
     Flight first = pop(starting_);
     go_on_to(flows);
     first.until_s = share_s_ + first.work_s;
-    if (flowing_.empty()) share_s_ -= std::max(shot_until_s_ - now_s_, 0.0);
     push(flowing_, first);
     return -1;
   }
@@ -102,7 +101,8 @@ double Channel::flows_s() const { return starting_.empty() ? kNever : starting_.
 
 double Channel::ends_s() const {
   if (flowing_.empty()) return kNever;
-  return now_s_ + (flowing_.front().until_s - share_s_) * static_cast<double>(flowing_.size());
+  return std::max(now_s_, shot_until_s_) +
+         (flowing_.front().until_s - share_s_) * static_cast<double>(flowing_.size());
 }
 
 double Channel::lingers_s() const {
@@ -116,17 +116,14 @@ double Channel::rounds_end_s() const {
 
 void Channel::go_on_to(double time_s) {
   const double passed_s = time_s - now_s_;
-  if (!flowing_.empty()) share_s_ += passed_s / static_cast<double>(flowing_.size());
+  const double flowed_s = std::max(time_s - std::max(now_s_, shot_until_s_), 0.0);
+  if (!flowing_.empty()) share_s_ += flowed_s / static_cast<double>(flowing_.size());
   if (all_rounds_s_ > 0) rounds_ += passed_s / all_rounds_s_;
   now_s_ = time_s;
 }
 
 void Channel::shoot(int op, double work_s) {
-  if (flowing_.empty()) {
-    shot_until_s_ = std::max(shot_until_s_, now_s_) + work_s;
-  } else {
-    share_s_ -= work_s / static_cast<double>(flowing_.size());
-  }
+  shot_until_s_ = std::max(shot_until_s_, now_s_) + work_s;
   const OneShot& cost = network_->one_shot;
   last_shot_s_ = std::max(now_s_ + std::max(cost.latency_s, work_s),
                           last_shot_s_ + std::max(cost.gap_s, work_s));

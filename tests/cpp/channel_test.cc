@@ -151,6 +151,14 @@ TEST(Channel, OneShotPassesByWhatIsInFlight) {
             (Done{{1, 3}, {2, 9}, {0, 13}}));
 }
 
+TEST(Channel, BytesOfOneShotAreThereOnceOnly) {
+  NetworkModel network{2, {{0, 1}}};
+  network.one_shot = {10, 0, 0};
+  // Both large ones wait for the 20 s of the shots, and then share.
+  EXPECT_EQ(run(network, {{0, 1000}, {0, 10}, {0, 10}, {0, 11}}),
+            (Done{{1, 10}, {2, 20}, {3, 42}, {0, 1031}}));
+}
+
 TEST(Channel, RefusesWhatNeverEnds) {
   const NetworkModel network{2, {{0, 1e305}}};
   Channel channel(network);

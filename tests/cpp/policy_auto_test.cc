@@ -160,7 +160,7 @@ TEST(LocalSearch, NeverMakesItWorse) {
 
 TEST(LocalSearch, SimplifiesWithinItsLimit) {
   std::mt19937 rng(5);
-  int fewer = 0;
+  int fewer = 0, kept_apart = 0;
   for (int i = 0; i < 60; ++i) {
     const Profile p = random_profile(rng);
     NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 5)), 0.25}}, {}, {{1, 0.125}}};
@@ -183,18 +183,48 @@ TEST(LocalSearch, SimplifiesWithinItsLimit) {
     EXPECT_LE(some.ops.size(), draft.ops.size());
     fewer += some.ops.size() < draft.ops.size();
 
+    // Whatever it may cost, all are joined but shots with others.
     Draft all = draft;
     search.simplify(all, kNever);
+    const auto shot = [&](const std::vector<Block>& blocks) {
+      return network.one_shot.takes(Collective::all_reduce, line.bytes({{}, blocks}));
+    };
     for (size_t op = 0; op + 1 < all.ops.size(); ++op) {
-      const auto shot = [&](size_t of) {
-        return network.one_shot.takes(Collective::all_reduce, line.bytes({{}, all.ops[of]}));
-      };
-      const bool of_one_dtype =
-          line.dtype(all.ops[op].front()) == line.dtype(all.ops[op + 1].front());
-      EXPECT_FALSE(of_one_dtype && !shot(op) && !shot(op + 1));
+      const auto &one = all.ops[op], &next = all.ops[op + 1];
+      const bool of_one_dtype = line.dtype(one.front()) == line.dtype(next.front());
+      EXPECT_FALSE(of_one_dtype && !shot(one) && !shot(next));
+    }
+    for (const auto& before : draft.ops) {
+      for (const auto& after : all.ops) {
+        if (!shot(before) || shot(after)) continue;
+        for (Block b : after) EXPECT_FALSE(b.begin <= before[0].begin && before[0].end <= b.end);
+        ++kept_apart;
+      }
     }
   }
+  EXPECT_GT(kept_apart, 0);
   EXPECT_GT(fewer, 0);
+}
+
+// The first layer's few bytes are the last to be ready and the first to be due.
+TEST(Auto, SendsWhatIsUrgentAndSmallInOneShot) {
+  Profile p;
+  p.tensors = {{"small", 16, DType::float32, 0},
+               {"next", 1000, DType::float32, 16},
+               {"large", 100000, DType::float32, 1016}};
+  p.need_s = {0, 0.25, 0.5};
+  p.ready_s = {2, 1.9, 1};
+  p.step_s = 2;
+  NetworkModel network{4, {{0.01, 1e-6}, {0.01, 1e-6}}, {}, {}, 2, 0.1};
+  network.one_shot = {64, 0.005, 0.001};
+  const Plan plan = make_plan("auto", p, network);
+  const auto shot = std::find_if(plan.ops().begin(), plan.ops().end(), [&](const Op& op) {
+    return network.one_shot.takes(op.kind, plan.bytes(op));
+  });
+  ASSERT_NE(shot, plan.ops().end());
+  EXPECT_EQ(shot->blocks, (std::vector<Block>{{0, 16}}));
+  Simulator simulator(p, network, Overlap::forward);
+  EXPECT_NEAR(simulator.step_s(plan), 2.005, 1e-9);
 }
 
 TEST(Auto, IsNeverWorseThanAnyOtherPolicy) {

@@ -192,7 +192,8 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
     const Profile p = random_profile(rng);
     const double alpha = static_cast<double>(uniform(rng, 0, 3));
     NetworkModel network{
-        4, {{alpha, 0.25, alpha * static_cast<double>(uniform(rng, 0, 2)) / 2}, {2, 0.5, 1}}};
+        static_cast<int>(uniform(rng, 2, 6)),
+        {{alpha, 0.25, alpha * static_cast<double>(uniform(rng, 0, 2)) / 2}, {2, 0.5, 1}}};
     network.concurrent = static_cast<int>(uniform(rng, 0, 3));
     network.busy_alpha_s = static_cast<double>(uniform(rng, 0, 4));
     network.pack_s_per_byte = 0.125 * static_cast<double>(uniform(rng, 0, 4));

@@ -31,8 +31,9 @@ Example:
 @click.command(context_settings={"show_default": True, "max_content_width": 100}, epilog=_EXAMPLES)
 @click.option(
     "--largest", type=BYTES, default="32M",
-    help="Upper limit to the payloads; they end where an operation takes about 0.05 s. What "
-    "runs beside a small one, or is packed, is up to four times as large.",
+    help="Upper limit to the payloads, of which there are two sizes at least; they end where an "
+    "operation takes about 0.05 s. What runs beside a small one, or is packed, is up to four times "
+    "as large.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1), default=10, help="Measurements of each size.")
 @click.option(

@@ -32,12 +32,22 @@ class TorchCommunicator:
 
     Args:
         group: A process group that nothing else uses.
-        one_shot: Where small all_reduces go, if the backend allows it; closed with this.
+        small: Another one, for small all_reduces.
+        most_one_shot_bytes: Payload of the largest that goes there, in one shot.
+
+    Attributes:
+        most_one_shot_bytes: As given.
     """
 
-    def __init__(self, group: dist.ProcessGroup, one_shot: OneShot | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        small: dist.ProcessGroup | None = None,
+        most_one_shot_bytes: int = 0,
+    ) -> None:
         self._group = group
-        self._one_shot = one_shot
+        self._one_shot = OneShot(small) if small is not None else None
+        self.most_one_shot_bytes = most_one_shot_bytes
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
@@ -64,11 +74,6 @@ class TorchCommunicator:
             method(ticket, kind, dtype, spans)
 
         self.core = _core.PythonCommunicator(self._rank, self._size, call)
-
-    @property
-    def one_shot_bytes(self) -> int:
-        """All_reduces of no more than that go in one shot."""
-        return self._one_shot.most_bytes if self._one_shot is not None else 0
 
     def register(self, arena: torch.Tensor) -> None:
         """Names the buffer (1-d uint8) that the addresses in later launches point into."""
@@ -109,11 +114,10 @@ class TorchCommunicator:
     def _launch(self, ticket: int, kind: str, dtype: str, spans: list[tuple[int, int]]) -> None:
         self._in_flight.add(ticket)
         views = [self._view(address, count, dtype) for address, count in spans]
-        one_shot = self._one_shot
-        size = sum(view.nbytes for view in views)
-        if one_shot is not None and kind == "all_reduce" and size <= one_shot.most_bytes:
-            shot = one_shot.start(ticket % _TAGS, views)
-            self._shots.put(partial(self._finish, ticket, shot.finish))
+        small = sum(view.nbytes for view in views) <= self.most_one_shot_bytes
+        if small and kind == "all_reduce" and self._one_shot is not None:
+            shot = self._one_shot.start(ticket % _TAGS, views)
+            self._shots.put(partial(self._finish, ticket, partial(self._one_shot.finish, shot)))
         elif kind == "all_reduce":
             staged = None if len(views) == 1 else self._staging.pack(views)
             tensor = views[0] if staged is None else staged.message

@@ -22,7 +22,7 @@ from usbyte.errors import Error, FaultError, MismatchError, UsageError
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
-from usbyte.torch.one_shot import OneShot
+from usbyte.torch.one_shot import most_one_shot_bytes
 from usbyte.torch.store import private_store
 
 if TYPE_CHECKING:
@@ -107,18 +107,19 @@ class Context:
         Raises:
             MismatchError: The ranks would send small operations in different ways.
         """
-        # Of the backends that torch brings, Gloo alone sends messages with tags beside collectives.
-        if (self.env.backend or "gloo") != "gloo":
-            return TorchCommunicator(self.new_group())
-        sent = str(self.env.one_shot_bytes).encode()
-        for rank, other in enumerate(self.eager.allgather_bytes("usbyte.one_shot", sent)):
-            if other != sent:
+        sent = self.env.one_shot_bytes
+        others = self.eager.allgather_bytes("usbyte.one_shot", str(sent).encode())
+        for rank, other in enumerate(others):
+            if int(other) != sent:
                 raise MismatchError(
-                    f"USBYTE_ONE_SHOT_BYTES is {sent.decode()} on rank {self.rank} but "
-                    f"{other.decode()} on rank {rank}. Give all ranks the same environment."
+                    f"USBYTE_ONE_SHOT_BYTES is {sent} on rank {self.rank} but {int(other)} on rank "
+                    f"{rank}. Give all ranks the same environment."
                 )
-        one_shot = OneShot(self.new_group(), self.env.one_shot_bytes)
-        return TorchCommunicator(self.new_group(), one_shot)
+        # Of the backends that torch brings, Gloo alone sends messages with tags beside collectives.
+        gloo = (self.env.backend or "gloo") == "gloo"
+        most = most_one_shot_bytes(self.size, sent) if gloo else 0
+        group = self.new_group()
+        return TorchCommunicator(group, self.new_group() if most > 0 else None, most)
 
     def new_group(self) -> dist.ProcessGroup:
         """A process group over all ranks that nothing else uses. Collective."""

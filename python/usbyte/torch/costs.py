@@ -28,7 +28,8 @@ class Measured:
         kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY`, `PACKED` or `ONE_SHOT`.
         window: Operations in a group.
         bytes: Payload of a group; if `BUSY`, of the large ones.
-        seconds: Mean time of a group; if `BUSY`, of the small one; if `PACKED`, of the copies.
+        seconds: Mean time of a group; if `BUSY`, of the small one; if `PACKED`, of the copies; if
+            `ONE_SHOT`, from the launch of the first until all have ended.
     """
 
     kind: str

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 _MOST_RANKS = 16  # as each rank sends a message to each other one
+
+
+def most_one_shot_bytes(size: int, most_sent: int) -> int:
+    """Payload of the largest all_reduce between `size` ranks that should go in one shot.
+
+    Args:
+        size: Number of ranks.
+        most_sent: Bytes that a rank may send for one operation, to all others together; few, for
+            they must not show among those of large operations.
+
+    Returns:
+        Whole elements of every dtype; 0 if none should.
+    """
+    return most_sent // (size - 1) // 8 * 8 if 1 < size <= _MOST_RANKS else 0
 
 
 class OneShot:
@@ -21,24 +35,23 @@ class OneShot:
 
     Args:
         group: A process group that nothing else uses, of a backend whose messages have tags.
-        most_sent: Bytes that a rank may send for one operation, to all others together; few, for
-            they must not show among those of large operations. The same on all ranks.
 
     Attributes:
         group: As given.
-        most_bytes: Of an operation that may go this way.
     """
 
-    def __init__(self, group: dist.ProcessGroup, most_sent: int) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._peers = [
             (r, dist.get_global_rank(group, r)) for r in range(self._size) if r != self._rank
         ]
-        self.most_bytes = most_sent // (self._size - 1) if 1 < self._size <= _MOST_RANKS else 0
+        # Those that fail stay here: Gloo's thread would spin on messages for which there is no
+        # memory any more.
+        self._in_flight: dict[int, Shot] = {}  # by tag
 
     def start(self, tag: int, views: Sequence[torch.Tensor]) -> Shot:
-        """Sends the views' elements, one after the other, to all ranks.
+        """Sends the views' elements, one after the other, to all ranks. Does not raise.
 
         Args:
             tag: From 0 on; the same on all ranks, and another one for each operation in flight.
@@ -47,36 +60,51 @@ class OneShot:
         numel = sum(view.numel() for view in views)
         parts = views[0].new_empty(self._size, numel)
         torch.cat(list(views), out=parts[self._rank])
-        work = [dist.irecv(parts[r], peer, self.group, tag) for r, peer in self._peers]
-        work += [dist.isend(parts[self._rank], peer, self.group, tag) for _, peer in self._peers]
-        return Shot(views, parts, work)
+        shot = self._in_flight[tag] = Shot(tag, views, parts)
+        try:
+            # Receives first: Gloo sends what its receiver has announced to be ready for.
+            for r, peer in self._peers:
+                shot.work.append(dist.irecv(parts[r], peer, self.group, tag))
+            for _, peer in self._peers:
+                shot.work.append(dist.isend(parts[self._rank], peer, self.group, tag))
+        except RuntimeError as e:  # a connection is lost
+            shot.error = e
+        return shot
 
-
-class Shot(NamedTuple):
-    """An operation in flight.
-
-    Attributes:
-        views: Where its elements come from and go to.
-        parts: What each rank has sent, by rank.
-        work: The messages.
-    """
-
-    views: Sequence[torch.Tensor]
-    parts: torch.Tensor
-    work: Sequence[dist.Work | None]
-
-    def finish(self) -> None:
+    def finish(self, shot: Shot) -> None:
         """Waits for the messages, without the GIL, and puts the sums into the views.
 
         Raises:
             RuntimeError: The backend's error, for example when a peer is lost.
         """
-        for work in self.work:
+        if shot.error is not None:
+            raise shot.error
+        for work in shot.work:
             assert work is not None  # this rank is in the group
             work.wait()
-        total = self.parts[0]
-        for part in self.parts[1:]:
+        total = shot.parts[0]
+        for part in shot.parts[1:]:
             total += part
-        sums = total.split([view.numel() for view in self.views])
-        for view, values in zip(self.views, sums, strict=True):
+        sums = total.split([view.numel() for view in shot.views])
+        for view, values in zip(shot.views, sums, strict=True):
             view.copy_(values)
+        del self._in_flight[shot.tag]
+
+
+@dataclass(eq=False)
+class Shot:
+    """An operation in flight.
+
+    Attributes:
+        tag: Of its messages.
+        views: Where its elements come from and go to.
+        parts: What each rank has sent, by rank.
+        work: The messages.
+        error: Why not all of them could be posted.
+    """
+
+    tag: int
+    views: Sequence[torch.Tensor]
+    parts: torch.Tensor
+    work: list[dist.Work | None] = field(default_factory=list)
+    error: RuntimeError | None = None

@@ -26,7 +26,7 @@ _SMALLEST_BYTES = 4 << 10  # or more, as smaller ones may go in one shot
 LARGEST_BYTES = 32 << 20
 _STEP_S = 0.05  # about how long the largest operation may take
 _REPEATS = 4
-_GROWTH = 16
+_GROWTH = 16  # from one size to the next
 _LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
 # operation beside it is through
 _MOST_AHEAD = 3  # more than that in flight is as good as any number
@@ -94,10 +94,11 @@ def measure(
     Args:
         context: The ranks.
         communicator: Its registered buffer is replaced.
-        largest_bytes: Upper limit to the payloads that lines are fitted to. What runs beside a
-            small operation, or is packed, is up to four times as large.
+        largest_bytes: Upper limit to the payloads that lines are fitted to, though these are no
+            smaller than a line needs. What runs beside a small operation, or is packed, is up to
+            four times as large.
         repeats: Measurements of each size.
-        growth: From one size to the next.
+        growth: From one size to the next, but for the two largest.
     """
     smallest = _smallest(communicator)
     some = max(min(1 << 20, largest_bytes), 2 * smallest) // _FLOAT_BYTES * _FLOAT_BYTES
@@ -108,8 +109,8 @@ def measure(
     text = context.eager.broadcast_bytes("probe.times", f"{small_s} {some_s}".encode(), 0)
     small_s, some_s = (max(float(word), 1e-6) for word in text.split())
     largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
-    largest = max(largest, smallest)
-    sizes = [*_sizes(smallest, largest, growth), largest]
+    largest = max(largest, 4 * smallest)  # a line takes two sizes
+    sizes = _sizes(smallest, largest, growth)
 
     def time_window(window: int) -> list[Measured]:
         counts = {}
@@ -129,7 +130,7 @@ def measure(
         together = int(context.eager.broadcast_bytes("probe.concurrent", found, 0))
         if together > 0:
             break
-    if communicator.one_shot_bytes > 0:
+    if communicator.most_one_shot_bytes > 0:
         for shots in (1, _SHOTS):
             rows += _time_one_shot(context, communicator, large, shots, repeats)
     for window in _WINDOWS:
@@ -140,15 +141,16 @@ def measure(
 
 def _smallest(communicator: TorchCommunicator) -> int:
     """Of the operations that a line is fitted to."""
-    return max(_SMALLEST_BYTES, 1 << communicator.one_shot_bytes.bit_length())
+    return max(_SMALLEST_BYTES, 1 << communicator.most_one_shot_bytes.bit_length())
 
 
 def _sizes(low: int, high: int, growth: int) -> list[int]:
-    sizes, size = [], low
-    while size < high:
+    """From high / 4 down in steps of that growth; high; low."""
+    sizes, size = [high], high // 4
+    while size >= 2 * low:
         sizes.append(size)
-        size *= growth
-    return sizes
+        size //= growth
+    return sorted({low, *sizes})
 
 
 def _time(
@@ -198,12 +200,18 @@ def _time_packing(
 def _time_busy(
     context: Context, communicator: TorchCommunicator, large_bytes: int, ahead: int, repeats: int
 ) -> list[Measured]:
-    """Small operations, each posted right behind `ahead` large ones."""
+    """Small operations, each posted right behind `ahead` large ones.
+
+    And the large one, where it is the only one: the larger, the better it tells what a byte takes.
+    """
     sizes = [*[large_bytes] * ahead, _smallest(communicator)]
     rows = []
     for times in _time_together(context, communicator, sizes, repeats):
         posted, done = times[-1]
         rows.append(Measured(BUSY, ahead + 1, ahead * large_bytes, done - posted))
+        if ahead == 1:
+            posted, done = times[0]
+            rows.append(Measured("all_reduce", 1, large_bytes, done - posted))
     return rows
 
 
@@ -211,7 +219,7 @@ def _time_one_shot(
     context: Context, communicator: TorchCommunicator, large_bytes: int, shots: int, repeats: int
 ) -> list[Measured]:
     """Operations of one shot, posted together right behind a large one."""
-    size = communicator.one_shot_bytes // _FLOAT_BYTES * _FLOAT_BYTES
+    size = communicator.most_one_shot_bytes
     rows = []
     for times in _time_together(context, communicator, [large_bytes, *[size] * shots], repeats):
         seconds = max(done for _, done in times[1:]) - times[1][0]
