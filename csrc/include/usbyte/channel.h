@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -84,8 +85,8 @@ class Channel {
   std::vector<std::pair<double, int>> held_;  // both are through: until when in rounds_, op
   std::deque<Flight> waiting_;                // launched, not begun
   std::deque<std::pair<double, int>> shots_;  // in one shot: when it ends, op
-  double last_shot_s_ = -1e300;               // when the last of all ends
-  double shot_until_s_ = 0;                   // until when their bytes take the channel
+  double last_shot_s_ = -std::numeric_limits<double>::infinity();  // when the last of all ends
+  double shot_until_s_ = 0;  // until when their bytes take the channel
 };
 
 }  // namespace usbyte
