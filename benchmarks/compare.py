@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import usbyte.torch as ub
 from _comparison import Comparison, Result
-from _contenders import OTHERS, training, unavailable
+from _contenders import OTHERS, on_trial, training, unavailable
 from _energy import Meter
 from usbyte import _core
 from usbyte.cli.options import (
@@ -38,6 +38,8 @@ from usbyte.cli.options import (
 )
 from usbyte.lab import profiles
 from usbyte.lab.replay import Replay
+
+_SETTLING = 2  # steps after trials: the plan that stays first pays for fresh memory
 
 
 def run(
@@ -66,8 +68,11 @@ def run(
             with training(name, comparison.profile) as (step, optimizer):
                 for _ in range(warmup):
                     step()
-                while _on_trial(optimizer):
-                    step()
+                if on_trial(optimizer):
+                    while on_trial(optimizer):
+                        step()
+                    for _ in range(_SETTLING):
+                        step()
                 decision = getattr(optimizer, "decision", None)
                 if decision is not None:
                     result.foreseen_s.append(decision.predicted_s)
@@ -88,12 +93,6 @@ def run(
                     result.step_j.append((after_j - before_j) / steps)
             if folder:
                 ub.stop_timeline()
-
-
-def _on_trial(optimizer: Any) -> bool:
-    """Whether a tuned policy still tries plans, the same on all ranks."""
-    decision = getattr(optimizer, "decision", None)
-    return decision is not None and decision.trial_steps > 0
 
 
 def _record(stem: Path, decision: Any) -> None:
@@ -146,7 +145,7 @@ def _other(text: str) -> str:
 @click.option(
     "--warmup",
     default=8,
-    help="Steps before, which include usbyte's learning; tuned policies take theirs on top.",
+    help="Steps before, which include usbyte's learning; trials of plans come on top.",
 )
 @network_options
 @click.option(

@@ -18,32 +18,32 @@ from statistics import median
 import click
 
 import usbyte.torch as ub
-from _contenders import training
+from _contenders import on_trial, training
 from usbyte import units
-from usbyte._core import Plan, Profile
+from usbyte._core import Profile
 from usbyte.cli.options import Parsed, Scheme, parse_scheme, scale_options
 from usbyte.lab import netns, profiles
 
 
 @dataclass
 class Phase:
-    """Steps under one plan on one network."""
+    """Steps under one plan, or all plans on trial, on one network."""
 
     network: str
-    plan: Plan
+    plan: str
     seconds: list[float]
 
 
 def run(
     scheme: str, job: Profile, rates: tuple[float, float], before: int, after: int
 ) -> list[Phase]:
-    """Trains, and changes the network once `before` steps were made by the first plan.
+    """Trains, and changes the network once `before` steps were made by the first plan that stayed.
 
     Args:
         scheme: As in `compare.py`, for example "forward:auto".
         job: What is replayed.
         rates: Of the links before and after the change, bytes/s.
-        before: Steps under the first plan.
+        before: Steps under that plan.
         after: Steps after the change.
     """
     phases: list[Phase] = []
@@ -52,7 +52,9 @@ def run(
     with training(scheme, job) as (step, optimizer):
 
         def go_on(network: str) -> None:
-            plan = optimizer.plan
+            plan = optimizer.plan.policy
+            if on_trial(optimizer):
+                plan += ", on trial"
             begin = time.perf_counter()
             step()
             seconds = time.perf_counter() - begin
@@ -60,7 +62,7 @@ def run(
                 phases.append(Phase(network, plan, []))
             phases[-1].seconds.append(seconds)
 
-        while optimizer.decision is None:
+        while optimizer.decision is None or on_trial(optimizer):
             go_on("before")
         for _ in range(before):
             go_on("before")
@@ -85,8 +87,10 @@ def run(
 @click.option("--scheme", type=Parsed("scheme", parse_scheme), default="forward:auto",
     help="POLICY, OVERLAP:POLICY, or sharded:POLICY.",
 )  # fmt: skip
-@click.option("--before", type=click.IntRange(1), default=20, help="Steps before the change.")
-@click.option("--after", type=click.IntRange(1), default=90, help="Steps after the change.")
+@click.option(
+    "--before", type=click.IntRange(1), default=20, help="Steps before the change, trials over."
+)
+@click.option("--after", type=click.IntRange(1), default=120, help="Steps after the change.")
 def main(
     profile: str, scale_time: float, scale_bytes: float, from_rate: float, rate: float,
     scheme: Scheme, before: int, after: int,
@@ -104,7 +108,7 @@ def main(
         click.echo("| network | plan | steps | median s | min | max |\n|---|---|---|---|---|---|")
         for p in phases:
             click.echo(
-                f"| {p.network} | {p.plan.policy} | {len(p.seconds)} | {median(p.seconds):.3f} "
+                f"| {p.network} | {p.plan} | {len(p.seconds)} | {median(p.seconds):.3f} "
                 f"| {min(p.seconds):.3f} | {max(p.seconds):.3f} |"
             )
     ub.shutdown()

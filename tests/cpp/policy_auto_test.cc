@@ -206,6 +206,27 @@ TEST(LocalSearch, SimplifiesWithinItsLimit) {
   EXPECT_GT(fewer, 0);
 }
 
+// "first" is due at once and fits in one shot; whatever else goes before "last" makes that late.
+TEST(LocalSearch, CutsOffWhatFitsInOneShot) {
+  Profile p;
+  p.tensors = {{"first", 16, DType::float32, 0},
+               {"next", 3000, DType::float32, 16},
+               {"last", 1000, DType::float32, 3016}};
+  p.need_s = {0, 500, 50};
+  p.ready_s = {900, 900, 900};
+  p.step_s = 1000;
+  NetworkModel network{4, {{100, 0.01}}};
+  network.one_shot = {64, 1, 0.25};
+  Simulator simulator(p, network, Overlap::forward);
+  const Plan line = make_plan("wfbp", p, network);
+  const std::vector<double> due = simulator.due_s();
+  Draft draft{{{{0, 16}, {3016, 4016}}, {{16, 3016}}}, 1, false};
+  LocalSearch search(simulator, line, {network, due}, 0, kNever);
+  EXPECT_LE(search.improve(draft), 0);
+  EXPECT_NE(std::find(draft.ops.begin(), draft.ops.end(), std::vector<Block>{{0, 16}}),
+            draft.ops.end());
+}
+
 // The first layer's few bytes are the last to be ready and the first to be due.
 TEST(Auto, SendsWhatIsUrgentAndSmallInOneShot) {
   Profile p;

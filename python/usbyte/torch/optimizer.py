@@ -46,10 +46,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `step()` returns at once, and each layer of the next forward pass waits only for its own
             parameters; results are the same bit for bit.
         policy: How communication is planned: "auto" (the default) plans from what the first steps
-            and a probe of the network have shown, and anew when steps come to take another time;
-            others of `usbyte._core.policies()` are published systems; "tune" tries plans like
-            auto's in the running job and keeps the fastest, "tune:bytescheduler" and "tune:dear"
-            tune as published; or a callable Profile x NetworkModel -> Plan.
+            and a probe of the network have shown, tries a few plans that are as good on paper and
+            keeps the fastest, and does so anew when steps come to take another time; others of
+            `usbyte._core.policies()` are published systems; "tune:bytescheduler" and "tune:dear"
+            tune theirs as published; or a callable Profile x NetworkModel -> Plan.
         op: `Average` or `Sum` over ranks.
         model: The module that owns the parameters; found at the first forward pass if left out.
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
@@ -62,8 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         partition_bytes: bytescheduler: larger tensors are split.
         credit_bytes: bytescheduler: bytes in flight.
         bucket_bytes: ddp: bucket size.
-        tune_steps: With a tuned policy: steps for which each plan is tried, 2 at least; else 12, as
-            published 100 (tune:bytescheduler) or 5 (tune:dear).
+        tune_steps: Steps for which each plan is tried, 2 at least; else 7 (auto), or as published
+            100 (tune:bytescheduler) and 5 (tune:dear). With auto, 0 means that none is tried.
 
     Raises:
         UsageError: Bad arguments, names missing or used twice.
@@ -113,10 +113,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if isinstance(policy, str) and policy in tuning.POLICIES:
             tuning.check_installed()
-        elif tune_steps is not None:
-            raise UsageError(f"tune_steps needs one of the policies {', '.join(tuning.POLICIES)}")
-        if tune_steps is not None and tune_steps < 2:
-            raise UsageError(f"tune_steps must be 2 at least to time a step, not {tune_steps}")
+        elif tune_steps is not None and policy != "auto":
+            raise UsageError(f"tune_steps needs one of the policies {', '.join(tuning.TRIED)}")
+        if tune_steps is not None and tune_steps < 2 and (policy, tune_steps) != ("auto", 0):
+            raise UsageError(
+                f"tune_steps must be 2 at least to time a step, not {tune_steps}; 0 lets auto try "
+                "nothing"
+            )
         self._inner = optimizer
         self._overlap = overlap
         self._model = model
@@ -383,7 +386,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 planner,
                 gates,
                 self._scale,
-                self._policy in ("auto", "tune"),
+                self._policy == "auto",
                 self._sharded,
                 self._before_first_gradient,
                 self._on_gradient,

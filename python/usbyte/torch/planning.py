@@ -98,7 +98,7 @@ class Planner:
         overlap: What communication may hide behind.
         sharded: Whether each rank updates its shard, and parameters are gathered.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
-        tune_steps: Steps of each trial of a tuned policy; None for as many as the policy says.
+        tune_steps: Steps of each trial; None for as many as the policy says, 0 for no trials.
         alike: What else all ranks must have alike, by the names that users know.
 
     Raises:
@@ -126,7 +126,7 @@ class Planner:
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._overlap, self._sharded = dict(options), overlap, sharded
         self._policy, self._tune_steps = policy, tune_steps
-        self._tuner: tuning.Tuner | None = None  # rank 0's, while or after a policy is tuned
+        self._tuner: tuning.Tuner | None = None  # rank 0's, once plans are tried
         self.decision: Decision | None = None
         settings = {
             "overlap": overlap,
@@ -150,7 +150,7 @@ class Planner:
     def decide(self, times: Times, measured: Sequence[Measured]) -> Decision:
         """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
 
-        With a tuned policy, it is the first plan to try.
+        Where plans are tried, it is the first of them.
 
         Args:
             times: Of this rank.
@@ -189,8 +189,8 @@ class Planner:
         trial_steps = 0
         if callable(self._policy):
             plan = self._policy(profile, network)
-        elif self._policy in tuning.POLICIES:
-            plan, trial_steps = self._begin_tuning(self._policy, profile, network)
+        elif self._policy in tuning.TRIED and self._tune_steps != 0:
+            plan, trial_steps = self._begin_trials(self._policy, profile, network)
         else:
             plan = _core.make_plan(
                 self._policy, profile, network, self._options, self._overlap, self._sharded
@@ -199,20 +199,20 @@ class Planner:
         self._log(decision)
         return decision
 
-    def _begin_tuning(
+    def _begin_trials(
         self, policy: str, profile: _core.Profile, network: _core.NetworkModel
     ) -> tuple[_core.Plan, int]:
-        """The first plan to try, and for how many steps."""
-        search = tuning.POLICIES[policy](
+        """The first plan to try, and for how many steps; 0 if there is no other."""
+        search = tuning.TRIED[policy](
             tuning.Job(profile, network, self._options, self._overlap, self._sharded)
         )
-        if self._tuner is not None:
-            # How far the job's costs are from the probe's is the machines', not the network's.
-            search = tuning.narrowed(search, self._tuner.best())
+        steps = self._tune_steps or search.steps
+        if search.space is None and len(search.starts) == 1:
+            return search.starts[0].plan, 0
         self._tuner = tuning.Tuner(search)
         first = self._tuner.ask()
         assert first is not None
-        return first.plan, self._tune_steps or search.steps
+        return first.plan, steps
 
     def _tell(self, step_s: float) -> Decision:
         last, tuner = self.decision, self._tuner
@@ -223,7 +223,7 @@ class Planner:
         tuner.tell(step_s)
         log.info(
             "%s: trial %d: %s: %.4g s a step",
-            self._label, len(tuner.trials) + len(tuner.again_s), tried.what, step_s,
+            self._label, len(tuner.trials), tried.what, step_s,
         )  # fmt: skip
         following = tuner.ask()
         if following is not None:

@@ -5,28 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from usbyte import _core
-from usbyte.tuning.searches import Job, bytescheduler, dear, narrowed, ours
-from usbyte.tuning.tuner import Candidate, Search, Trial, Tuner, check_installed
+from usbyte.tuning.searches import Job, auto, bytescheduler, dear
+from usbyte.tuning.tuner import Candidate, Search, Space, Trial, Tuner, check_installed
 
 __all__ = [
     "POLICIES",
     "SHARDING",
+    "TRIED",
     "Candidate",
     "Job",
     "Search",
+    "Space",
     "Trial",
     "Tuner",
+    "auto",
     "check_installed",
     "make_plan",
-    "narrowed",
     "policies",
 ]
 
-#: What each searches, by name.
-POLICIES = {"tune": ours, "tune:bytescheduler": bytescheduler, "tune:dear": dear}
+#: What each tuned policy searches, by name.
+POLICIES = {"tune:bytescheduler": bytescheduler, "tune:dear": dear}
+
+#: What is tried in a running job, by policy.
+TRIED = {"auto": auto, **POLICIES}
 
 #: Policies that a sharded optimizer can follow.
-SHARDING = ("auto", "dear", "dear_exact", "tune", "tune:dear")
+SHARDING = ("auto", "dear", "dear_exact", "tune:dear")
 
 
 def policies() -> list[str]:

@@ -1,4 +1,4 @@
-"""A search for the plan with the shortest step, by Bayesian optimisation."""
+"""A search for the plan with the shortest step: given plans, then Bayesian optimisation."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from usbyte import _core
 from usbyte.errors import UsageError
-
-if TYPE_CHECKING:
-    from bayes_opt import BayesianOptimization
 
 #: Coordinates between 0 and 1: one length scale serves all axes of the Gaussian process.
 Point = tuple[float, ...]
 
 _NOISE = 1e-2  # variance of a measurement, relative to that between points
-_CONFIRMED = 0.01  # what a second measurement must show of an advantage
 _REPEATS = 6  # suggestions in a row whose plans are known: the search is over
 
 
@@ -38,28 +34,36 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Search:
-    """What a tuner may choose, and how long it may take.
+class Space:
+    """Where Bayesian optimisation looks for plans.
 
     Attributes:
         axes: Names of the coordinates.
         at: The candidate at a point.
-        starts: Tried first; the first of them is what the others are compared with.
-        trials: Plans that are measured.
-        steps: Of each trial, in a running job.
+        trials: Plans that are measured, those tried before included.
         xi: Expected improvement counts from this much above the best speed, where 1 is the speed
             of the first candidate; more explores more.
-        confirm: The fastest and the first are measured again at the end, and the fastest wins only
-            if it does so once more: the best of many noisy measurements flatters.
     """
 
     axes: Sequence[str]
     at: Callable[[Point], Candidate]
-    starts: Sequence[Candidate]
     trials: int
-    steps: int
     xi: float
-    confirm: bool = False
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a tuner may choose, and how long it may take.
+
+    Attributes:
+        starts: Tried first; the first of them is what the others are compared with.
+        steps: Of each trial, in a running job.
+        space: What is tried then; None for nothing more.
+    """
+
+    starts: Sequence[Candidate]
+    steps: int
+    space: Space | None = None
 
 
 @dataclass
@@ -74,38 +78,36 @@ class Trial:
 class Tuner:
     """Asks for one measurement after the other, then knows the best plan.
 
-    The Gaussian process and the expected improvement are bayesian-optimization's. What it sees is
-    the speed relative to the first candidate's. Points that give a plan which was measured before
-    are not measured again, and do not count as trials. Equal measurements lead to equal questions.
+    What Bayesian optimisation sees is the speed relative to the first candidate's. A plan that was
+    measured before is not measured again, and does not count as a trial. Equal measurements lead
+    to equal questions.
 
     Args:
         search: What to choose from.
         seed: Of the library's random numbers.
 
     Attributes:
-        trials: Measured so far, without the last confirmation.
-        again_s: The confirmation: the first candidate's seconds, then those of the fastest.
+        trials: Measured so far.
 
     Raises:
-        UsageError: bayesian-optimization is not installed.
+        UsageError: There is a space to search, and bayesian-optimization is not installed.
     """
 
     search: Search
     seed: int = 0
     trials: list[Trial] = field(default_factory=list, init=False)
-    again_s: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._optimizer = _optimizer(self.search, self.seed)
+        space = self.search.space
+        self._sampler = _Sampler(space, self.seed) if space else None
         self._starts = list(self.search.starts)
-        self._points: set[Point] = set()
         self._known: dict[int, Trial] = {}  # by the plan's hash
         self._asked: Candidate | None = None
 
     def ask(self) -> Candidate | None:
         """What to measure next, the same until it is told; None once `best` is certain."""
         if self._asked is None:
-            self._asked = self._next() or self._next_confirmation()
+            self._asked = self._next()
         return self._asked
 
     def tell(self, step_s: float) -> None:
@@ -123,71 +125,46 @@ class Tuner:
                 "be compared; return a finite time above 0"
             )
         self._asked = None
-        if asked.plan.hash() in self._known:
-            self.again_s.append(step_s)
-            return
         trial = Trial(asked, step_s)
         self.trials.append(trial)
         self._known[asked.plan.hash()] = trial
         self._register(asked, step_s)
 
     def best(self) -> Candidate:
-        """The fastest candidate, or the first where the fastest has not confirmed its lead."""
-        first, fastest = self._finalists()
-        if self.search.confirm and fastest is not first:
-            certain = len(self.again_s) == 2
-            if not certain or self.again_s[1] > self.again_s[0] * (1 - _CONFIRMED):
-                return first.candidate
-        return fastest.candidate
+        """The fastest candidate so far."""
+        return self._fastest().candidate
 
     def summary(self) -> str:
         """What was tried and found, in a line."""
-        first, fastest = self._finalists()
-        text = (
+        fastest, first = self._fastest(), self.trials[0]
+        return (
             f"{len(self.trials)} plans tried, the best '{fastest.candidate.what}' with "
             f"{fastest.step_s:.4g} s a step against {first.step_s:.4g} s of "
             f"'{first.candidate.what}'"
         )
-        if self.again_s:
-            text += f"; again, {self.again_s[1]:.4g} s against {self.again_s[0]:.4g} s"
-        return f"{text}; '{self.best().what}' stays"
 
-    def _finalists(self) -> tuple[Trial, Trial]:
+    def _fastest(self) -> Trial:
         if not self.trials:
             raise UsageError("a tuner has no best plan before it was told a time")
-        return self.trials[0], min(self.trials, key=lambda trial: trial.step_s)
+        return min(self.trials, key=lambda trial: trial.step_s)
 
     def _next(self) -> Candidate | None:
         for _ in range(_REPEATS + len(self._starts)):
-            if len(self.trials) >= self.search.trials:
+            if self._starts:
+                candidate = self._starts.pop(0)
+            elif self._sampler is not None and len(self.trials) < self._sampler.space.trials:
+                candidate = self._sampler.suggest()
+            else:
                 break
-            candidate = self._starts.pop(0) if self._starts else self._suggest()
             known = self._known.get(candidate.plan.hash())
             if known is None:
                 return candidate
             self._register(candidate, known.step_s)
         return None
 
-    def _next_confirmation(self) -> Candidate | None:
-        first, fastest = self._finalists()
-        if not self.search.confirm or fastest is first or len(self.again_s) == 2:
-            return None
-        return (first, fastest)[len(self.again_s)].candidate
-
-    def _suggest(self) -> Candidate:
-        point = self._point(self._optimizer.suggest())
-        if point in self._points:  # nothing more is to be expected anywhere
-            point = self._point(self._optimizer.random_sample()[0])
-        return self.search.at(point)
-
-    def _point(self, params: Mapping[str, Any]) -> Point:
-        return tuple(float(params[axis]) for axis in self.search.axes)
-
     def _register(self, candidate: Candidate, step_s: float) -> None:
-        if candidate.point is not None and candidate.point not in self._points:
-            self._points.add(candidate.point)
-            params: dict[str, Any] = dict(zip(self.search.axes, candidate.point, strict=True))
-            self._optimizer.register(params, self.trials[0].step_s / step_s)
+        if self._sampler is not None and candidate.point is not None:
+            self._sampler.register(candidate.point, self.trials[0].step_s / step_s)
 
 
 def check_installed() -> None:
@@ -199,16 +176,34 @@ def check_installed() -> None:
         )
 
 
-def _optimizer(search: Search, seed: int) -> BayesianOptimization:
-    check_installed()
-    from bayes_opt import BayesianOptimization, acquisition
+class _Sampler:
+    """Points by expected improvement over a Gaussian process, both bayesian-optimization's."""
 
-    optimizer = BayesianOptimization(
-        f=None,
-        pbounds={axis: (0.0, 1.0) for axis in search.axes},
-        acquisition_function=acquisition.ExpectedImprovement(xi=search.xi),
-        random_state=seed,
-        verbose=0,
-    )
-    optimizer.set_gp_params(alpha=_NOISE)
-    return optimizer
+    def __init__(self, space: Space, seed: int) -> None:
+        check_installed()
+        from bayes_opt import BayesianOptimization, acquisition
+
+        self.space = space
+        self._points: set[Point] = set()
+        self._optimizer = BayesianOptimization(
+            f=None,
+            pbounds={axis: (0.0, 1.0) for axis in space.axes},
+            acquisition_function=acquisition.ExpectedImprovement(xi=space.xi),
+            random_state=seed,
+            verbose=0,
+        )
+        self._optimizer.set_gp_params(alpha=_NOISE)
+
+    def suggest(self) -> Candidate:
+        point = self._point(self._optimizer.suggest())
+        if point in self._points:  # nothing more is to be expected anywhere
+            point = self._point(self._optimizer.random_sample()[0])
+        return self.space.at(point)
+
+    def register(self, point: Point, speed: float) -> None:
+        if point not in self._points:
+            self._points.add(point)
+            self._optimizer.register(dict(zip(self.space.axes, point, strict=True)), speed)
+
+    def _point(self, params: Mapping[str, Any]) -> Point:
+        return tuple(float(params[axis]) for axis in self.space.axes)
