@@ -94,12 +94,6 @@ def training(name: str, profile: _core.Profile) -> Iterator[tuple[Callable[[], N
         )
 
 
-def on_trial(optimizer: Any) -> bool:
-    """Whether plans are still being tried, the same on all ranks."""
-    decision = getattr(optimizer, "decision", None)
-    return decision is not None and decision.trial_steps > 0
-
-
 def _sgd(replay: Replay) -> torch.optim.Optimizer:
     return torch.optim.SGD(replay.parameters(), lr=1.0)
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import usbyte.torch as ub
 from _comparison import Comparison, Result
-from _contenders import OTHERS, on_trial, training, unavailable
+from _contenders import OTHERS, training, unavailable
 from _energy import Meter
 from usbyte import _core
 from usbyte.cli.options import (
@@ -39,7 +39,7 @@ from usbyte.cli.options import (
 from usbyte.lab import profiles
 from usbyte.lab.replay import Replay
 
-_SETTLING = 2  # steps after trials: the plan that stays first pays for fresh memory
+_SETTLING = 2  # steps of a plan that stays: at first it pays for fresh memory
 
 
 def run(
@@ -68,8 +68,8 @@ def run(
             with training(name, comparison.profile) as (step, optimizer):
                 for _ in range(warmup):
                     step()
-                if on_trial(optimizer):
-                    while on_trial(optimizer):
+                if not getattr(optimizer, "settled", True):
+                    while not optimizer.settled:
                         step()
                     for _ in range(_SETTLING):
                         step()

@@ -18,7 +18,7 @@ from statistics import median
 import click
 
 import usbyte.torch as ub
-from _contenders import on_trial, training
+from _contenders import training
 from usbyte import units
 from usbyte._core import Profile
 from usbyte.cli.options import Parsed, Scheme, parse_scheme, scale_options
@@ -53,7 +53,7 @@ def run(
 
         def go_on(network: str) -> None:
             plan = optimizer.plan.policy
-            if on_trial(optimizer):
+            if optimizer.decision and optimizer.decision.trial_steps:
                 plan += ", on trial"
             begin = time.perf_counter()
             step()
@@ -62,7 +62,7 @@ def run(
                 phases.append(Phase(network, plan, []))
             phases[-1].seconds.append(seconds)
 
-        while optimizer.decision is None or on_trial(optimizer):
+        while not optimizer.settled:
             go_on("before")
         for _ in range(before):
             go_on("before")

@@ -7,7 +7,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,7 +40,12 @@ def parser(description: str, *, epochs: int, batch_size: int, lr: float) -> argp
     add("--checkpoint", type=Path, help="written after every epoch and at the end")
     add("--resume", action="store_true", help="continue from --checkpoint")
     add("--json", type=Path, help="where to write the results")
-    add("--warmup", type=int, default=10, help="steps that are made and undone before training")
+    add(
+        "--warmup",
+        type=int,
+        default=10,
+        help="steps that are made and undone before training, at least",
+    )
     return result
 
 
@@ -101,18 +105,22 @@ def warmup_cosine(total: int) -> Callable[[int], float]:
     return factor
 
 
-@contextmanager
-def rehearsal(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Undoes the steps made inside it.
+def rehearse(model: nn.Module, optimizer: Optimizer, step: Callable[[], None], least: int) -> None:
+    """Calls `step` `least` times, more until usbyte's plan has settled, and undoes it all.
 
     A script of your own needs none of this. Both usbyte and DDP make their first steps on a
-    provisional plan and then lay the gradients out anew, by what they saw. With three workers or
-    more another layout sums in another order, so a resumed run could differ from one never
-    stopped in the last bit. Here both have settled before the first step that counts, and the
-    step times hold no warm-up either.
+    provisional plan and then lay the gradients out anew, by what they saw; usbyte then tries some
+    plans. With three workers or more another layout sums in another order, so a resumed run could
+    differ from one never stopped in the last bit. Here both have settled before the first step that
+    counts, and the step times hold no warm-up either.
     """
+    if not least:
+        return
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    yield
+    made = 0
+    while made < least or not getattr(optimizer, "settled", True):
+        step()
+        made += 1
     optimizer.load_state_dict(saved[1])
     model.load_state_dict(saved[0])
     optimizer.zero_grad()

@@ -22,7 +22,7 @@ from _common import (
     library,
     load_checkpoint,
     parser,
-    rehearsal,
+    rehearse,
     save_checkpoint,
     set_up,
     settings,
@@ -115,12 +115,14 @@ def train(args: argparse.Namespace, ub: ModuleType) -> None:
         overlap=args.overlap,
         policy=args.policy,
     )
-    with rehearsal(model, optimizer):
-        index = next(batches.epoch(0))
-        for _ in range(args.warmup):
-            optimizer.zero_grad()
-            loss_of(network, text[index]).backward()
-            optimizer.step()
+    index = next(batches.epoch(0))
+
+    def warm_up() -> None:
+        optimizer.zero_grad()
+        loss_of(network, text[index]).backward()
+        optimizer.step()
+
+    rehearse(model, optimizer, warm_up, args.warmup)
     ub.broadcast_parameters(model.state_dict(), root_rank=0)
     ub.broadcast_optimizer_state(optimizer, root_rank=0)
     step = ub.broadcast_object(step, root_rank=0)

@@ -259,6 +259,15 @@ def test_drift_wants_a_plan_soon_after_steps_have_changed_for_good():
     assert drive(drift, 4.0, 500, now)[0] is None
 
 
+def test_drift_knows_what_steps_took_on_trial():
+    drift = Drift()
+    drift.reset(1.0)
+    assert drive(drift, 1.0, 100)[0] is None
+    drift = Drift()
+    drift.reset(1.0)
+    assert drive(drift, 1.5, 30)[0] is not None  # the network became slower while plans were tried
+
+
 def test_drift_bears_noise_and_short_changes():
     drift = Drift()
     drift.reset()

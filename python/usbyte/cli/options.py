@@ -88,7 +88,7 @@ def parse_scheme(text: str) -> Scheme:
     from usbyte import tuning
 
     first, colon, second = text.strip().partition(":")
-    alone = not colon or text.strip() in tuning.POLICIES  # "tune:dear" names no overlap
+    alone = not colon or text.strip() in tuning.TUNED  # "tune:dear" names no overlap
     mode, policy = ("forward", text.strip()) if alone else (first, second)
     if mode not in ("forward", "backward", "sharded"):
         raise ValueError(

@@ -155,7 +155,7 @@ def simulate(
 def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:
     from usbyte import tuning
 
-    untuned = [policy for policy in tuning.SHARDING if policy not in tuning.POLICIES]
+    untuned = [policy for policy in tuning.SHARDING if policy not in tuning.TUNED]
     named = policies or [Scheme("forward", policy) for policy in untuned]
     try:
         if any(scheme.mode == "backward" for scheme in named):

@@ -19,17 +19,21 @@ class Drift:
 
     Attributes:
         wanted: A new plan should be made.
-        baseline_s: Median of the first steps under the plan; None while there are too few.
+        baseline_s: What steps took when the plan was new; None while that is not known.
     """
 
     def __init__(self) -> None:
         self._answers = -2  # plans after the first; one comes into force here and now
         self.reset()
 
-    def reset(self) -> None:
-        """A plan has come into force."""
+    def reset(self, baseline_s: float | None = None) -> None:
+        """A plan has come into force.
+
+        Args:
+            baseline_s: What its steps took on trial; None for what its first steps take.
+        """
         self.wanted = False
-        self.baseline_s: float | None = None
+        self.baseline_s = baseline_s
         self._last_s: float | None = None
         self._steps = 0
         self._recent: list[float] = []

@@ -111,7 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"policy '{policy}' cannot serve shard_optimizer=True; take one of "
                 f"{', '.join(tuning.SHARDING)}"
             )
-        if isinstance(policy, str) and policy in tuning.POLICIES:
+        if isinstance(policy, str) and policy in tuning.TUNED:
             tuning.check_installed()
         elif tune_steps is not None and policy != "auto":
             raise UsageError(f"tune_steps needs one of the policies {', '.join(tuning.TRIED)}")
@@ -295,6 +295,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def decision(self) -> Decision | None:
         """What the plan was made from and what is predicted; None until it is made."""
         return self._planner.decision if self._planner is not None else None
+
+    @property
+    def settled(self) -> bool:
+        """True while the plan is there to stay: nothing is being learned or tried."""
+        if self._reducer is None:
+            return True
+        decision = self.decision
+        return not self._reducer.learning and decision is not None and not decision.trial_steps
 
     # Used by Context.
 

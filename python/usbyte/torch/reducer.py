@@ -75,6 +75,7 @@ class Reducer:
         self._sync = True
         self._learning: Learning | None = Learning()
         self._stopwatch: Stopwatch | None = None  # while a plan is on trial
+        self._tried_s: dict[int, float] = {}  # what a step took first, by the plan's hash
         self._drift = Drift() if adapt else None
         self._replan_agreed = False
         self._waited_s = 0.0  # for the network, after the last backward
@@ -246,6 +247,7 @@ class Reducer:
             self._gates.begin_learning()
             return
         if self._stopwatch is not None and self._stopwatch.done:
+            self._tried_s.setdefault(self.plan.hash(), self._stopwatch.step_s)
             self._follow(self._planner.next_trial(self._stopwatch.step_s))
             return
         if self._learning is None or not self._fresh:
@@ -269,13 +271,16 @@ class Reducer:
             self._communicator.register(self._arena.buffer)
         decision = self._planner.decide(times, measured)
         self._learning = None
+        self._tried_s.clear()
         self._follow(decision)
 
     def _follow(self, decision: Decision) -> None:
-        self._adopt(decision.plan)
+        if decision.plan.hash() != self.plan.hash():
+            self._adopt(decision.plan)
         self._stopwatch = Stopwatch(decision.trial_steps) if decision.trial_steps else None
         if self._drift is not None and self._stopwatch is None:
-            self._drift.reset()
+            # Should the network have changed since, there is soon to be a new plan.
+            self._drift.reset(self._tried_s.get(decision.plan.hash()))
 
     def _adopt(self, plan: _core.Plan) -> None:
         """Goes on with another plan; everything is drained. Gradients keep their values."""

@@ -1,4 +1,4 @@
-"""Policies that are tuned: they try plans and keep the fastest, on the simulator or in the job."""
+"""Plans that are tried, in the running job or on the simulator, to keep the fastest."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Mapping
 
 from usbyte import _core
 from usbyte.tuning.searches import Job, auto, bytescheduler, dear
-from usbyte.tuning.tuner import Candidate, Search, Space, Trial, Tuner, check_installed
+from usbyte.tuning.tuner import Candidate, Search, Tuner, check_installed
 
 __all__ = [
-    "POLICIES",
     "SHARDING",
     "TRIED",
+    "TUNED",
     "Candidate",
     "Job",
     "Search",
-    "Space",
-    "Trial",
     "Tuner",
     "auto",
     "check_installed",
@@ -25,10 +23,10 @@ __all__ = [
 ]
 
 #: What each tuned policy searches, by name.
-POLICIES = {"tune:bytescheduler": bytescheduler, "tune:dear": dear}
+TUNED = {"tune:bytescheduler": bytescheduler, "tune:dear": dear}
 
 #: What is tried in a running job, by policy.
-TRIED = {"auto": auto, **POLICIES}
+TRIED = {"auto": auto, **TUNED}
 
 #: Policies that a sharded optimizer can follow.
 SHARDING = ("auto", "dear", "dear_exact", "tune:dear")
@@ -36,7 +34,7 @@ SHARDING = ("auto", "dear", "dear_exact", "tune:dear")
 
 def policies() -> list[str]:
     """Names of all policies, the tuned ones last."""
-    return [*_core.policies(), *POLICIES]
+    return [*_core.policies(), *TUNED]
 
 
 def make_plan(
@@ -52,10 +50,10 @@ def make_plan(
     Raises:
         UsageError: The policy is unknown, or tuned and bayesian-optimization is not installed.
     """
-    if policy not in POLICIES:
+    if policy not in TUNED:
         return _core.make_plan(policy, profile, network, dict(options), overlap, sharded)
     job = Job(profile, network, options, overlap, sharded)
-    tuner = Tuner(POLICIES[policy](job))
+    tuner = Tuner(TUNED[policy](job))
     while (candidate := tuner.ask()) is not None:
         tuner.tell(job.simulated_s(candidate.plan))
     return tuner.best().plan

@@ -59,11 +59,15 @@ class Search:
         starts: Tried first; the first of them is what the others are compared with.
         steps: Of each trial, in a running job.
         space: What is tried then; None for nothing more.
+        confirm: The first and the fastest are measured again at the end, one after the other, and
+            the fastest wins only if it is faster once more: the best of many noisy measurements
+            flatters, and what was measured long before may no longer be true.
     """
 
     starts: Sequence[Candidate]
     steps: int
     space: Space | None = None
+    confirm: bool = False
 
 
 @dataclass
@@ -79,7 +83,7 @@ class Tuner:
     """Asks for one measurement after the other, then knows the best plan.
 
     What Bayesian optimisation sees is the speed relative to the first candidate's. A plan that was
-    measured before is not measured again, and does not count as a trial. Equal measurements lead
+    measured before is not tried again, and does not count as a trial. Equal measurements lead
     to equal questions.
 
     Args:
@@ -87,7 +91,8 @@ class Tuner:
         seed: Of the library's random numbers.
 
     Attributes:
-        trials: Measured so far.
+        trials: Measured so far, without the confirmation.
+        again_s: The confirmation: the first candidate's seconds, then those of the fastest.
 
     Raises:
         UsageError: There is a space to search, and bayesian-optimization is not installed.
@@ -96,6 +101,7 @@ class Tuner:
     search: Search
     seed: int = 0
     trials: list[Trial] = field(default_factory=list, init=False)
+    again_s: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         space = self.search.space
@@ -107,7 +113,7 @@ class Tuner:
     def ask(self) -> Candidate | None:
         """What to measure next, the same until it is told; None once `best` is certain."""
         if self._asked is None:
-            self._asked = self._next()
+            self._asked = self._next() or self._next_confirmation()
         return self._asked
 
     def tell(self, step_s: float) -> None:
@@ -125,28 +131,38 @@ class Tuner:
                 "be compared; return a finite time above 0"
             )
         self._asked = None
+        if asked.plan.hash() in self._known:
+            self.again_s.append(step_s)
+            return
         trial = Trial(asked, step_s)
         self.trials.append(trial)
         self._known[asked.plan.hash()] = trial
         self._register(asked, step_s)
 
     def best(self) -> Candidate:
-        """The fastest candidate so far."""
-        return self._fastest().candidate
+        """The fastest candidate, or the first where the fastest has not confirmed its lead."""
+        first, fastest = self._finalists()
+        if self.search.confirm and fastest is not first:
+            confirmed = len(self.again_s) == 2 and self.again_s[1] < self.again_s[0]
+            return (fastest if confirmed else first).candidate
+        return fastest.candidate
 
     def summary(self) -> str:
         """What was tried and found, in a line."""
-        fastest, first = self._fastest(), self.trials[0]
-        return (
+        first, fastest = self._finalists()
+        text = (
             f"{len(self.trials)} plans tried, the best '{fastest.candidate.what}' with "
             f"{fastest.step_s:.4g} s a step against {first.step_s:.4g} s of "
             f"'{first.candidate.what}'"
         )
+        if self.again_s:
+            text += f"; again, {self.again_s[1]:.4g} s against {self.again_s[0]:.4g} s"
+        return f"{text}; '{self.best().what}' stays"
 
-    def _fastest(self) -> Trial:
+    def _finalists(self) -> tuple[Trial, Trial]:
         if not self.trials:
             raise UsageError("a tuner has no best plan before it was told a time")
-        return min(self.trials, key=lambda trial: trial.step_s)
+        return self.trials[0], min(self.trials, key=lambda trial: trial.step_s)
 
     def _next(self) -> Candidate | None:
         for _ in range(_REPEATS + len(self._starts)):
@@ -161,6 +177,12 @@ class Tuner:
                 return candidate
             self._register(candidate, known.step_s)
         return None
+
+    def _next_confirmation(self) -> Candidate | None:
+        first, fastest = self._finalists()
+        if not self.search.confirm or fastest is first or len(self.again_s) == 2:
+            return None
+        return (first, fastest)[len(self.again_s)].candidate
 
     def _register(self, candidate: Candidate, step_s: float) -> None:
         if self._sampler is not None and candidate.point is not None:
