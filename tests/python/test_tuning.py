@@ -22,7 +22,7 @@ from usbyte.cli import main
 from usbyte.cli.options import all_schemes, parse_scheme
 from usbyte.errors import UsageError
 from usbyte.lab import profiles
-from usbyte.torch import drift
+from usbyte.torch import drift, reducer
 from usbyte.torch.stopwatch import Stopwatch
 from usbyte.tuning import searches
 
@@ -117,6 +117,18 @@ def test_auto_tries_nothing_with_shards_or_where_nothing_is_to_be_won(job):
     for alone in ({"sharded": True}, {"network": hidden}):
         other = dataclasses.replace(job, **alone)
         assert [start.plan for start in tuning.auto(other).starts] == [other.plan("auto")]
+
+
+def test_costs_that_are_not_scaled_stay():
+    cost = _core.AlphaBeta(0.25, 0.5, 0.125)
+    network = _core.NetworkModel(
+        4, [cost, cost], [cost], [cost, cost], 2, 0.75, 0.0625, _core.OneShot(100, 0.5, 0.25)
+    )
+    assert searches._scaled(network, 1.0, 1.0).to_json() == network.to_json()
+    scaled = searches._scaled(network, 2.0, 0.5)
+    assert scaled.all_reduce[1] == _core.AlphaBeta(0.5, 0.25, 0.25)
+    assert scaled.one_shot == _core.OneShot(100, 1.0, 0.5)
+    assert (scaled.busy_alpha_s, scaled.pack_s_per_byte, scaled.concurrent) == (1.5, 0.0625, 2)
 
 
 def test_auto_stops_planning_variants_in_time(job, monkeypatch):
@@ -266,7 +278,7 @@ def tunes(rank, size, cases):
                 if left[-1]:
                     drift.wanted = True  # must not matter while plans are on trial
                 else:
-                    assert drift.baseline_s == opt._reducer._tried_s[plans[-1]]
+                    assert drift.baseline_s is None  # one interval is not enough
 
         steps = 2 + 2 * (trials + 2) + 3
         expected = train("ddp", "adam", rank, size, steps=steps, **variant)
@@ -326,6 +338,25 @@ def tries_again(rank, size):
 
 def test_a_new_plan_is_tried_against_others_too():
     run_ranks(2, tries_again, timeout=120, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def knows_its_first_trial(rank, size):
+    ub.init()
+    tuning.TRIED["auto"] = fixed_trials
+    took = iter([4.0, 3.0, 2.0, 4.5, 2.5])  # three plans; the first and the last again
+    reducer.Stopwatch = type("Fixed", (Stopwatch,), {"step_s": property(lambda _: next(took))})
+    seen = []
+
+    def on_step(_step, _model, opt):
+        seen.append((opt.decision and opt.decision.trial_steps, opt._reducer._drift.baseline_s))
+
+    train("forward", "adam", rank, size, 2 + 5 * 3 + 2, on_step=on_step, tune_steps=3)
+    return seen
+
+
+def test_drift_is_measured_from_the_first_trial():
+    for seen in run_ranks(2, knows_its_first_trial, env={"USBYTE_LEARNING_STEPS": "2"}):
+        assert seen[-1] == (0, 4.0)
 
 
 def untried(rank, size):

@@ -19,7 +19,7 @@ class Drift:
 
     Attributes:
         wanted: A new plan should be made.
-        baseline_s: What steps took when the plan was new; None while that is not known.
+        baseline_s: What steps should take; None while that is not known.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Drift:
         """A plan has come into force.
 
         Args:
-            baseline_s: What its steps took on trial; None for what its first steps take.
+            baseline_s: What steps should take; None for what the first ones will have taken.
         """
         self.wanted = False
         self.baseline_s = baseline_s

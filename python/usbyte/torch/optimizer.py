@@ -46,10 +46,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `step()` returns at once, and each layer of the next forward pass waits only for its own
             parameters; results are the same bit for bit.
         policy: How communication is planned: "auto" (the default) plans from what the first steps
-            and a probe of the network have shown, tries a few plans that are as good on paper and
-            keeps the fastest, and does so anew when steps come to take another time; others of
-            `usbyte._core.policies()` are published systems; "tune:bytescheduler" and "tune:dear"
-            tune theirs as published; or a callable Profile x NetworkModel -> Plan.
+            and a probe of the network have shown, tries (without shards) a few plans that are as
+            good on paper, keeps the fastest, and does so anew when steps come to take another time;
+            others of `usbyte._core.policies()` are published systems; "tune:bytescheduler" and
+            "tune:dear" tune theirs as published; or a callable Profile x NetworkModel -> Plan.
         op: `Average` or `Sum` over ranks.
         model: The module that owns the parameters; found at the first forward pass if left out.
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state

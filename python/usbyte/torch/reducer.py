@@ -75,7 +75,7 @@ class Reducer:
         self._sync = True
         self._learning: Learning | None = Learning()
         self._stopwatch: Stopwatch | None = None  # while a plan is on trial
-        self._tried_s: dict[int, float] = {}  # what a step took first, by the plan's hash
+        self._first_s: float | None = None  # a step of the first plan on trial
         self._drift = Drift() if adapt else None
         self._replan_agreed = False
         self._waited_s = 0.0  # for the network, after the last backward
@@ -247,7 +247,8 @@ class Reducer:
             self._gates.begin_learning()
             return
         if self._stopwatch is not None and self._stopwatch.done:
-            self._tried_s.setdefault(self.plan.hash(), self._stopwatch.step_s)
+            if self._first_s is None and self._stopwatch.steady:
+                self._first_s = self._stopwatch.step_s
             self._follow(self._planner.next_trial(self._stopwatch.step_s))
             return
         if self._learning is None or not self._fresh:
@@ -271,7 +272,7 @@ class Reducer:
             self._communicator.register(self._arena.buffer)
         decision = self._planner.decide(times, measured)
         self._learning = None
-        self._tried_s.clear()
+        self._first_s = None
         self._follow(decision)
 
     def _follow(self, decision: Decision) -> None:
@@ -279,8 +280,8 @@ class Reducer:
             self._adopt(decision.plan)
         self._stopwatch = Stopwatch(decision.trial_steps) if decision.trial_steps else None
         if self._drift is not None and self._stopwatch is None:
-            # Should the network have changed since, there is soon to be a new plan.
-            self._drift.reset(self._tried_s.get(decision.plan.hash()))
+            # All take about as long, unless the network has changed since.
+            self._drift.reset(self._first_s)
 
     def _adopt(self, plan: _core.Plan) -> None:
         """Goes on with another plan; everything is drained. Gradients keep their values."""

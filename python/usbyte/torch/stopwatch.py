@@ -30,6 +30,11 @@ class Stopwatch:
         return len(self._ends_s) >= self._steps
 
     @property
+    def steady(self) -> bool:
+        """There are times that hold no first use of memory."""
+        return self._steps > 2
+
+    @property
     def step_s(self) -> float:
         """Median seconds of the steps that count."""
         times = [b - a for a, b in zip(self._ends_s, self._ends_s[1:], strict=False)]

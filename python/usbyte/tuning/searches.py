@@ -17,7 +17,7 @@ _SCALES = [  # of startups and bytes, from which variants of a plan come
 ]
 _VARIANTS = 5  # that are tried
 _ALMOST = 0.005  # of the step: differences that the model cannot tell
-_PLANNING_S = 5.0  # for variants; large jobs have to do with fewer
+_PLANNING_S = 5.0  # after which no more variants are planned
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,18 @@ def auto(job: Job) -> Search:
     Nothing but its plan is tried where that is DDP's already, as nothing is to be won; nor with
     shards, as state moves between ranks with each change of plans.
     """
+    end = time.monotonic() + _PLANNING_S
     first = job.plan("auto")
     starts = [Candidate("auto", first)]
     if not job.sharded and first.ops != (usual := job.plan("ddp")).ops:
-        starts += [*_variants(job, first), Candidate("ddp", _named("auto", usual))]
+        starts += [*_variants(job, first, end), Candidate("ddp", _named("auto", usual))]
     return Search(starts, steps=7, confirm=True)
 
 
-def _variants(job: Job, first: _core.Plan) -> list[Candidate]:
+def _variants(job: Job, first: _core.Plan, end: float) -> list[Candidate]:
     worst_s = job.simulated_s(first) * (1 + _ALMOST)
     known = {first.hash()}
     found: list[Candidate] = []
-    end = time.monotonic() + _PLANNING_S
     for alpha, beta in _SCALES:
         if len(found) == _VARIANTS or time.monotonic() > end:
             break
