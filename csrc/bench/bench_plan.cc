@@ -67,7 +67,7 @@ int bench_plan(const bench::Options& options) {
     const Profile job = make_job(static_cast<int>(tensors), 1);
     const double beta = ratio * job.step_s / static_cast<double>(job.bytes());
     NetworkModel network{8, {{alpha_s, beta}, {1.2 * alpha_s, beta}}};
-    network.one_shot = {4096, alpha_s / 2, alpha_s / 4};
+    network.one_shot = {4096, alpha_s / 2, alpha_s / 4, alpha_s};
     Simulator simulator(job, network, Overlap::forward);
     for (const auto& [name, policy] : policies()) {
       std::vector<double> ms;

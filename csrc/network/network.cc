@@ -142,9 +142,9 @@ void NetworkModel::validate() const {
   if (!(pack_s_per_byte >= 0 && std::isfinite(pack_s_per_byte))) {
     throw UsageError("network: pack_s_per_byte is negative or not finite");
   }
-  const double shot_s = one_shot.latency_s + one_shot.gap_s;
+  const double shot_s = one_shot.latency_s + one_shot.gap_s + one_shot.busy_latency_s;
   if (!(one_shot.most_bytes >= 0 && one_shot.latency_s >= 0 && one_shot.gap_s >= 0 &&
-        std::isfinite(shot_s))) {
+        one_shot.busy_latency_s >= 0 && std::isfinite(shot_s))) {
     throw UsageError("network: a number of one_shot is negative or not finite");
   }
   if (all_reduce.empty()) throw UsageError("network: no cost of all_reduce");
@@ -156,7 +156,8 @@ void NetworkModel::validate() const {
 std::string NetworkModel::to_json() const {
   const ordered_json shot = {{"most_bytes", one_shot.most_bytes},
                              {"latency_s", one_shot.latency_s},
-                             {"gap_s", one_shot.gap_s}};
+                             {"gap_s", one_shot.gap_s},
+                             {"busy_latency_s", one_shot.busy_latency_s}};
   return ordered_json{{"format", "usbyte-network-1"},
                       {"ranks", ranks},
                       {"all_reduce", rows(all_reduce)},
@@ -180,7 +181,7 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
     if (root.contains("one_shot")) {
       const auto& shot = root.at("one_shot");
       model.one_shot = {shot.at("most_bytes").get<int64_t>(), shot.at("latency_s").get<double>(),
-                        shot.at("gap_s").get<double>()};
+                        shot.at("gap_s").get<double>(), shot.at("busy_latency_s").get<double>()};
     }
     model.validate();
     return model;

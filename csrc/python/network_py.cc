@@ -40,12 +40,14 @@ void register_network(py::module_& m) {
       });
   py::class_<OneShot>(m, "OneShot",
                       "Small all_reduces in one round of messages, on connections of their own: "
-                      "latency_s for one, and gap_s between the ends of two.")
-      .def(py::init<int64_t, double, double>(), py::arg("most_bytes") = 0,
-           py::arg("latency_s") = 0.0, py::arg("gap_s") = 0.0)
+                      "latency_s for one, busy_latency_s at least while an op is in flight that "
+                      "does not go this way, and gap_s between the ends of two.")
+      .def(py::init<int64_t, double, double, double>(), py::arg("most_bytes") = 0,
+           py::arg("latency_s") = 0.0, py::arg("gap_s") = 0.0, py::arg("busy_latency_s") = 0.0)
       .def_readonly("most_bytes", &OneShot::most_bytes)
       .def_readonly("latency_s", &OneShot::latency_s)
       .def_readonly("gap_s", &OneShot::gap_s)
+      .def_readonly("busy_latency_s", &OneShot::busy_latency_s)
       .def("__eq__", &OneShot::operator==);
   using Costs = std::vector<AlphaBeta>;
   py::class_<NetworkModel>(m, "NetworkModel",

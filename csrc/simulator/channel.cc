@@ -125,8 +125,10 @@ void Channel::go_on_to(double time_s) {
 void Channel::shoot(int op, double work_s) {
   shot_until_s_ = std::max(shot_until_s_, now_s_) + work_s;
   const OneShot& cost = network_->one_shot;
-  last_shot_s_ = std::max(now_s_ + std::max(cost.latency_s, work_s),
-                          last_shot_s_ + std::max(cost.gap_s, work_s));
+  const bool busy = unsettled() + held_.size() > 0;
+  const double latency_s = busy ? std::max(cost.busy_latency_s, cost.latency_s) : cost.latency_s;
+  last_shot_s_ =
+      std::max(now_s_ + std::max(latency_s, work_s), last_shot_s_ + std::max(cost.gap_s, work_s));
   shots_.emplace_back(last_shot_s_, op);
 }
 

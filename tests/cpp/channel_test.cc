@@ -145,6 +145,10 @@ TEST(Channel, OneShotPassesByWhatIsInFlight) {
             (Done{{2, 5}, {0, 8}, {1, 13}, {3, 23}}));
   // One after the other, and only all_reduces.
   EXPECT_EQ(run(network, {{0, 1}, {0, 1}, {0, 1}}), (Done{{0, 3}, {1, 5}, {2, 7}}));
+  // Slower beside others than beside their like.
+  network.one_shot.busy_latency_s = 4;
+  EXPECT_EQ(run(network, {{0, 6}, {2, 1}, {20, 1}, {21, 1}}),
+            (Done{{1, 6}, {0, 8}, {2, 23}, {3, 25}}));
   EXPECT_EQ(run(network, {{0, 2, Collective::all_gather}}), (Done{{0, 1.5}}));
   // Bytes that begin to flow wait for those of a shot; in 6 ranks these take three times as long.
   EXPECT_EQ(run({6, {{1, 1}}, {}, {}, 0, 0, 0, {2, 3, 2}}, {{0, 4}, {0, 1}, {0, 2}}),

@@ -87,10 +87,11 @@ TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
     EXPECT_THROW((NetworkModel{4, {{1, 0}}, {}, {}, 0, 0, s_per_byte}.validate()), UsageError);
   }
   NetworkModel shots{4, {{1, 10}}};
-  shots.one_shot = {1024, 0.5, 0.25};
+  shots.one_shot = {1024, 0.5, 0.25, 0.75};
   EXPECT_EQ(NetworkModel::from_json(shots.to_json()), shots);
   EXPECT_NE(shots, (NetworkModel{4, {{1, 10}}}));
-  for (const OneShot& wrong : {OneShot{-1, 0, 0}, {1, -1, 0}, {1, 0, -1}, {1, std::nan(""), 0}}) {
+  for (const OneShot& wrong :
+       {OneShot{-1, 0, 0}, {1, -1, 0}, {1, 0, -1}, {1, 0, 0, -1}, {1, std::nan(""), 0}}) {
     shots.one_shot = wrong;
     EXPECT_THROW(shots.validate(), UsageError);
   }

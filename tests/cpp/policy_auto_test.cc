@@ -54,7 +54,8 @@ NetworkModel network_for(std::mt19937& rng, const Profile& p, double ratio, doub
   }
   network.concurrent = static_cast<int>(uniform(rng, 0, 3));
   if (uniform(rng, 0, 1)) network.busy_alpha_s = 8 * alpha_s;
-  if (uniform(rng, 0, 1)) network.one_shot = {uniform(rng, 0, 1 << 20), alpha_s, alpha_s / 4};
+  if (uniform(rng, 0, 1))
+    network.one_shot = {uniform(rng, 0, 1 << 20), alpha_s, alpha_s / 4, 2 * alpha_s};
   return network;
 }
 

@@ -198,7 +198,8 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
     network.busy_alpha_s = static_cast<double>(uniform(rng, 0, 4));
     network.pack_s_per_byte = 0.125 * static_cast<double>(uniform(rng, 0, 4));
     network.one_shot = {uniform(rng, 0, 20), static_cast<double>(uniform(rng, 0, 3)),
-                        static_cast<double>(uniform(rng, 0, 2))};
+                        static_cast<double>(uniform(rng, 0, 2)),
+                        static_cast<double>(uniform(rng, 0, 5))};
     for (Overlap overlap : {Overlap::backward, Overlap::forward}) {
       Simulator simulator(p, network, overlap);
       const Plan plan = random_plan(rng, p.tensors);

@@ -35,6 +35,8 @@ struct OneShot {
   int64_t most_bytes = 0;  ///< of an all_reduce that goes this way
   /// Of the LogP model (Culler et al., 1993): how long one takes, and between the ends of two.
   double latency_s = 0, gap_s = 0;
+  /// How long one takes at least while another op is in flight that does not go this way.
+  double busy_latency_s = 0;
 
   bool takes(Collective kind, int64_t bytes) const {
     return kind == Collective::all_reduce && bytes <= most_bytes;

@@ -109,7 +109,8 @@ def _packing(s_per_byte: float) -> str:
 def _shots(one: _core.OneShot) -> str:
     return (
         f"An all_reduce of up to {one.most_bytes} bytes goes in one shot, which takes "
-        f"{units.format_seconds(one.latency_s)} beside a large one; of several, one ends every "
+        f"{units.format_seconds(one.latency_s)}, beside a large one "
+        f"{units.format_seconds(one.busy_latency_s)}; of several, one ends every "
         f"{units.format_seconds(one.gap_s)}."
     )
 

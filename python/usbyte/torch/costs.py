@@ -11,8 +11,9 @@ import numpy as np
 from usbyte import _core
 
 #: Kinds of measurements: a small all_reduce that was posted right behind large ones; two blocks
-#: that were packed into one message and put back; and all_reduces of one shot beside a large one.
-BUSY, PACKED, ONE_SHOT = "busy", "packed", "one_shot"
+#: that were packed into one message and put back; an all_reduce of one shot, and several that were
+#: posted right behind a large one.
+BUSY, PACKED, ONE_SHOT, SHOTS_BUSY = "busy", "packed", "one_shot", "one_shot_busy"
 
 # Of the time that large operations take together. With slots of their own beside them, small ones
 # wait for messages only.
@@ -25,11 +26,11 @@ class Measured:
     """Groups of operations, each group posted when the one before has ended.
 
     Attributes:
-        kind: "all_reduce", "reduce_scatter" or "all_gather"; or `BUSY`, `PACKED` or `ONE_SHOT`.
-        window: Operations in a group.
-        bytes: Payload of a group; if `BUSY`, of the large ones.
+        kind: "all_reduce", "reduce_scatter" or "all_gather"; or one of the kinds above.
+        window: Operations in a group; if `SHOTS_BUSY`, without the large one.
+        bytes: Payload of a group; if `BUSY`, of the large ones; if `SHOTS_BUSY`, of the small ones.
         seconds: Mean time of a group; if `BUSY`, of the small one; if `PACKED`, of the copies; if
-            `ONE_SHOT`, from the launch of the first until all have ended.
+            `SHOTS_BUSY`, from the launch of the first small one until all of them have ended.
     """
 
     kind: str
@@ -80,7 +81,7 @@ def fit_lines(rows: Sequence[Measured]) -> list[Line]:
     """A line for each collective and window, in order of measurement; see `_core.fit_cost`."""
     samples: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.kind not in (BUSY, PACKED, ONE_SHOT):
+        if row.kind not in (BUSY, PACKED, ONE_SHOT, SHOTS_BUSY):
             samples[row.kind, row.window][row.bytes].append(row.seconds)
     lines = []
     for (kind, window), by_size in samples.items():
@@ -137,16 +138,21 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
 
 
 def _one_shot(rows: Sequence[Measured]) -> _core.OneShot:
-    by_window: dict[int, list[Measured]] = defaultdict(list)
-    for row in rows:
-        if row.kind == ONE_SHOT:
-            by_window[row.window].append(row)
-    if not by_window:
+    alone = [row for row in rows if row.kind == ONE_SHOT]
+    if not alone:
         return _core.OneShot()
-    seconds = {k: float(np.median([row.seconds for row in of])) for k, of in by_window.items()}
-    one, many = min(seconds), max(seconds)
-    gap = (seconds[many] - seconds[one]) / (many - one) if many > one else 0.0
-    return _core.OneShot(by_window[one][0].bytes, seconds[one], max(gap, 0.0))
+    busy: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.kind == SHOTS_BUSY:
+            busy[row.window].append(row.seconds)
+    one, many = min(busy), max(busy)
+    first_s, all_s = float(np.median(busy[one])), float(np.median(busy[many]))
+    return _core.OneShot(
+        alone[0].bytes,
+        float(np.median([row.seconds for row in alone])),
+        max(all_s - first_s, 0.0) / (many - one),
+        first_s,
+    )
 
 
 def _point(size: int, times: Sequence[float], cost: _core.AlphaBeta) -> Point:

@@ -12,7 +12,7 @@ from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.communicator import Staging, TorchCommunicator
 from usbyte.torch.context import Context, current
-from usbyte.torch.costs import BUSY, ONE_SHOT, PACKED, Measured, concurrent, fit
+from usbyte.torch.costs import BUSY, ONE_SHOT, PACKED, SHOTS_BUSY, Measured, concurrent, fit
 
 __all__ = ["probe"]
 
@@ -131,8 +131,7 @@ def measure(
         if together > 0:
             break
     if communicator.most_one_shot_bytes > 0:
-        for shots in (1, _SHOTS):
-            rows += _time_one_shot(context, communicator, large, shots, repeats)
+        rows += _time_one_shot(context, communicator, large, repeats)
     for window in _WINDOWS:
         if 1 < window <= (together or max(_WINDOWS)):
             rows += time_window(window)
@@ -216,14 +215,18 @@ def _time_busy(
 
 
 def _time_one_shot(
-    context: Context, communicator: TorchCommunicator, large_bytes: int, shots: int, repeats: int
+    context: Context, communicator: TorchCommunicator, large_bytes: int, repeats: int
 ) -> list[Measured]:
-    """Operations of one shot, posted together right behind a large one."""
+    """Operations of one shot: one alone; one, and several together, right behind a large one."""
     size = communicator.most_one_shot_bytes
     rows = []
-    for times in _time_together(context, communicator, [large_bytes, *[size] * shots], repeats):
-        seconds = max(done for _, done in times[1:]) - times[1][0]
-        rows.append(Measured(ONE_SHOT, shots, shots * size, seconds))
+    for [(posted, done)] in _time_together(context, communicator, [size], repeats):
+        rows.append(Measured(ONE_SHOT, 1, size, done - posted))
+    for shots in (1, _SHOTS):
+        sizes = [large_bytes, *[size] * shots]
+        for times in _time_together(context, communicator, sizes, repeats):
+            seconds = max(done for _, done in times[1:]) - times[1][0]
+            rows.append(Measured(SHOTS_BUSY, shots, shots * size, seconds))
     return rows
 
 

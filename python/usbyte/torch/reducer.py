@@ -247,9 +247,10 @@ class Reducer:
             self._gates.begin_learning()
             return
         if self._stopwatch is not None and self._stopwatch.done:
+            took_s = self._stopwatch.step_s
             if self._first_s is None and self._stopwatch.steady:
-                self._first_s = self._stopwatch.step_s
-            self._follow(self._planner.next_trial(self._stopwatch.step_s))
+                self._first_s = took_s
+            self._follow(self._planner.next_trial(took_s))
             return
         if self._learning is None or not self._fresh:
             return

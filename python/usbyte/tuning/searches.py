@@ -144,7 +144,9 @@ def _scaled(network: _core.NetworkModel, alpha: float, beta: float) -> _core.Net
         network.concurrent,
         network.busy_alpha_s * alpha,
         network.pack_s_per_byte,
-        _core.OneShot(shot.most_bytes, shot.latency_s * alpha, shot.gap_s * alpha),
+        _core.OneShot(
+            shot.most_bytes, shot.latency_s * alpha, shot.gap_s * alpha, shot.busy_latency_s * alpha
+        ),
     )
 
 
