@@ -217,11 +217,21 @@ def _time_busy(
 def _time_one_shot(
     context: Context, communicator: TorchCommunicator, large_bytes: int, repeats: int
 ) -> list[Measured]:
-    """Operations of one shot: one alone; one, and several together, right behind a large one."""
-    size = communicator.most_one_shot_bytes
+    """Operations of one shot: between small others, and one or several right behind a large one."""
     rows = []
-    for [(posted, done)] in _time_together(context, communicator, [size], repeats):
-        rows.append(Measured(ONE_SHOT, 1, size, done - posted))
+    small, numel = (
+        bytes_ // _FLOAT_BYTES
+        for bytes_ in (_smallest(communicator), communicator.most_one_shot_bytes)
+    )
+    size = numel * _FLOAT_BYTES
+    buffer = torch.zeros(_SHOTS * (small + numel) * _FLOAT_BYTES, dtype=torch.uint8)
+    communicator.register(buffer)
+    plan = _plan(["all_reduce"], 1, [small, numel] * _SHOTS)
+    with _engine(context, communicator, buffer, plan) as engine:
+        for _ in range(repeats):
+            for row in _one_step(engine, ["all_reduce"], 1):
+                if row.bytes == size:
+                    rows.append(Measured(ONE_SHOT, 1, size, row.seconds))
     for shots in (1, _SHOTS):
         sizes = [large_bytes, *[size] * shots]
         for times in _time_together(context, communicator, sizes, repeats):
