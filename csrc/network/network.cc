@@ -133,6 +133,22 @@ NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s,
   return model;
 }
 
+NetworkModel NetworkModel::scaled(double startups, double bytes) const {
+  NetworkModel model = *this;
+  for (auto* row : {&model.all_reduce, &model.reduce_scatter, &model.all_gather}) {
+    for (AlphaBeta& c : *row) {
+      c = {c.alpha_s * startups, c.beta_s_per_byte * bytes, c.overlap_s * startups};
+    }
+  }
+  model.busy_alpha_s *= startups;
+  for (double* s :
+       {&model.one_shot.latency_s, &model.one_shot.gap_s, &model.one_shot.busy_latency_s}) {
+    *s *= startups;
+  }
+  model.validate();
+  return model;
+}
+
 void NetworkModel::validate() const {
   if (ranks < 1) throw UsageError("network: " + std::to_string(ranks) + " ranks");
   if (concurrent < 0) throw UsageError("network: concurrent is negative");

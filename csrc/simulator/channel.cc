@@ -46,12 +46,15 @@ void Channel::launch(int op, Collective kind, int64_t bytes, double now_s, bool 
     shoot(op, work_s * std::max(network_->ranks / 2.0, 1.0));
     return;
   }
-  const Flight launched{0, op, cost.latency_s() + pack_s, cost.alpha_s + pack_s, work_s, 0, 0};
+  Flight launched{0, op, cost.latency_s() + pack_s, cost.alpha_s + pack_s, work_s, 0, 0};
   if (network_->concurrent > 0 && running >= static_cast<size_t>(network_->concurrent)) {
     waiting_.push_back(launched);
-  } else {
-    start(launched);
+    return;
   }
+  const double late_s = std::max(shots_sent_s_ - now_s_, 0.0);
+  launched.latency_s += late_s;
+  launched.alpha_s += late_s;
+  start(launched);
 }
 
 double Channel::next_s() const {
@@ -123,8 +126,9 @@ void Channel::go_on_to(double time_s) {
 }
 
 void Channel::shoot(int op, double work_s) {
-  shot_until_s_ = std::max(shot_until_s_, now_s_) + work_s;
   const OneShot& cost = network_->one_shot;
+  shot_until_s_ = std::max(shot_until_s_, now_s_) + work_s;
+  shots_sent_s_ = std::max(shots_sent_s_, now_s_) + cost.gap_s;
   const bool busy = unsettled() + held_.size() > 0;
   const double latency_s = busy ? std::max(cost.busy_latency_s, cost.latency_s) : cost.latency_s;
   last_shot_s_ =

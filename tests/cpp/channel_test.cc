@@ -145,6 +145,9 @@ TEST(Channel, OneShotPassesByWhatIsInFlight) {
             (Done{{2, 5}, {0, 8}, {1, 13}, {3, 23}}));
   // One after the other, and only all_reduces.
   EXPECT_EQ(run(network, {{0, 1}, {0, 1}, {0, 1}}), (Done{{0, 3}, {1, 5}, {2, 7}}));
+  // What comes behind them is launched behind them, unless it waits for another one anyway.
+  EXPECT_EQ(run(network, {{0, 1}, {0, 1}, {1, 6}}), (Done{{0, 3}, {1, 5}, {2, 11}}));
+  EXPECT_EQ(run(network, {{0, 6}, {0, 1}, {0, 4}}), (Done{{1, 3}, {0, 7}, {2, 12}}));
   // Slower beside others than beside their like.
   network.one_shot.busy_latency_s = 4;
   EXPECT_EQ(run(network, {{0, 6}, {2, 1}, {20, 1}, {21, 1}}),

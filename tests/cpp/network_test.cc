@@ -107,5 +107,15 @@ TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
   EXPECT_EQ(NetworkModel::from_json(old), (NetworkModel{2, {{1, 2}}}));
 }
 
+TEST(NetworkModel, ScalesStartupsAndBytes) {
+  const NetworkModel network{4,   {{2, 3, 1}, {4, 3, 2}}, {{2, 1, 0}}, {{4, 1, 1}}, 2, 6,
+                             0.5, {100, 8, 10, 12}};
+  const NetworkModel scaled{
+      4, {{1, 9, 0.5}, {2, 9, 1}}, {{1, 3, 0}}, {{2, 3, 0.5}}, 2, 3, 0.5, {100, 4, 5, 6}};
+  EXPECT_EQ(network.scaled(0.5, 3), scaled);
+  EXPECT_EQ(network.scaled(1, 1), network);
+  EXPECT_THROW(network.scaled(-1, 1), UsageError);
+}
+
 }  // namespace
 }  // namespace usbyte

@@ -119,18 +119,6 @@ def test_auto_tries_nothing_with_shards_or_where_nothing_is_to_be_won(job):
         assert [start.plan for start in tuning.auto(other).starts] == [other.plan("auto")]
 
 
-def test_costs_that_are_not_scaled_stay():
-    cost = _core.AlphaBeta(0.25, 0.5, 0.125)
-    network = _core.NetworkModel(
-        4, [cost, cost], [cost], [cost, cost], 2, 0.75, 0.0625, _core.OneShot(100, 0.5, 0.25, 0.75)
-    )
-    assert searches._scaled(network, 1.0, 1.0).to_json() == network.to_json()
-    scaled = searches._scaled(network, 2.0, 0.5)
-    assert scaled.all_reduce[1] == _core.AlphaBeta(0.5, 0.25, 0.25)
-    assert scaled.one_shot == _core.OneShot(100, 1.0, 0.5, 1.5)
-    assert (scaled.busy_alpha_s, scaled.pack_s_per_byte, scaled.concurrent) == (1.5, 0.0625, 2)
-
-
 def test_auto_stops_planning_variants_in_time(job, monkeypatch):
     monkeypatch.setattr(searches, "_PLANNING_S", -1.0)
     assert [start.what for start in tuning.auto(job).starts] == ["auto", "ddp"]

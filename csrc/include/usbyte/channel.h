@@ -24,7 +24,8 @@ namespace usbyte {
 /// its startup, and what is left of them when others are through takes no time.
 ///
 /// What the network's `one_shot` takes passes by all of this; while its bytes are on the channel,
-/// in n/2 times the time that they take in a ring of n, no others flow.
+/// in n/2 times the time that they take in a ring of n, no others flow. Each is launched for its
+/// gap, and what is launched behind it comes after that.
 ///
 /// Time is seconds and never goes back: nothing is launched before what `advance` has reached, and
 /// `advance` is called before anything is launched after `next_s`.
@@ -87,6 +88,7 @@ class Channel {
   std::deque<std::pair<double, int>> shots_;  // in one shot: when it ends, op
   double last_shot_s_ = -std::numeric_limits<double>::infinity();  // when the last of all ends
   double shot_until_s_ = 0;  // until when their bytes take the channel
+  double shots_sent_s_ = 0;  // until when they are being launched
 };
 
 }  // namespace usbyte

@@ -78,6 +78,10 @@ struct NetworkModel {
   /// The least time in which any number of ops moves a byte through a whole all_reduce, s/byte.
   double least_beta() const;
 
+  /// The same with every startup, and what is made of startups, `startups` times as long, and every
+  /// byte `bytes` times.
+  NetworkModel scaled(double startups, double bytes) const;
+
   /// Ring collectives over links of `bytes_per_s` whose messages take `latency_s`: all_reduce
   /// 2(n-1) (latency + m / (n bytes_per_s)), reduce_scatter and all_gather half of it. Thakur,
   /// Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.

@@ -120,34 +120,12 @@ def _variants(job: Job, first: _core.Plan, end: float) -> list[Candidate]:
     for alpha, beta in _SCALES:
         if len(found) == _VARIANTS or time.monotonic() > end:
             break
-        plan = job.plan("auto", _scaled(job.network, alpha, beta))
+        plan = job.plan("auto", job.network.scaled(alpha, beta))
         if plan.hash() not in known and job.simulated_s(plan) <= worst_s:
             known.add(plan.hash())
             what = f"auto with startups x {alpha:.2g}, bytes x {beta:.2f}"
             found.append(Candidate(what, plan))
     return found
-
-
-def _scaled(network: _core.NetworkModel, alpha: float, beta: float) -> _core.NetworkModel:
-    def costs(column: list[_core.AlphaBeta]) -> list[_core.AlphaBeta]:
-        return [
-            _core.AlphaBeta(c.alpha_s * alpha, c.beta_s_per_byte * beta, c.overlap_s * alpha)
-            for c in column
-        ]
-
-    shot = network.one_shot
-    return _core.NetworkModel(
-        network.ranks,
-        costs(network.all_reduce),
-        costs(network.reduce_scatter),
-        costs(network.all_gather),
-        network.concurrent,
-        network.busy_alpha_s * alpha,
-        network.pack_s_per_byte,
-        _core.OneShot(
-            shot.most_bytes, shot.latency_s * alpha, shot.gap_s * alpha, shot.busy_latency_s * alpha
-        ),
-    )
 
 
 def _named(policy: str, plan: _core.Plan) -> _core.Plan:
