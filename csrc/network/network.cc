@@ -133,17 +133,17 @@ NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s,
   return model;
 }
 
-NetworkModel NetworkModel::scaled(double startups, double bytes) const {
+NetworkModel NetworkModel::scaled(double alpha, double beta) const {
   NetworkModel model = *this;
   for (auto* row : {&model.all_reduce, &model.reduce_scatter, &model.all_gather}) {
     for (AlphaBeta& c : *row) {
-      c = {c.alpha_s * startups, c.beta_s_per_byte * bytes, c.overlap_s * startups};
+      c = {c.alpha_s * alpha, c.beta_s_per_byte * beta, c.overlap_s * alpha};
     }
   }
-  model.busy_alpha_s *= startups;
+  model.busy_alpha_s *= alpha;
   for (double* s :
        {&model.one_shot.latency_s, &model.one_shot.gap_s, &model.one_shot.busy_latency_s}) {
-    *s *= startups;
+    *s *= alpha;
   }
   model.validate();
   return model;

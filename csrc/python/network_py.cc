@@ -85,8 +85,8 @@ void register_network(py::module_& m) {
             return model.cost(collective_from_name(kind), in_flight);
           },
           py::arg("kind"), py::arg("in_flight") = 1)
-      .def("scaled", &NetworkModel::scaled, py::arg("startups"), py::arg("bytes") = 1.0,
-           "The same with every startup and every byte that many times as long.")
+      .def("scaled", &NetworkModel::scaled, py::arg("alpha"), py::arg("beta"),
+           "The same with startups, shots too, and bytes that many times as long.")
       .def_static("ring", &NetworkModel::ring, py::arg("ranks"), py::arg("latency_s"),
                   py::arg("bytes_per_s"), py::arg("concurrent") = 0,
                   "Ring collectives over links of that speed.")

@@ -33,8 +33,7 @@ T pop(std::vector<T>& heap) {
 
 void Channel::launch(int op, Collective kind, int64_t bytes, double now_s, bool packed) {
   go_on_to(now_s);
-  const size_t running = unsettled() + held_.size();
-  const AlphaBeta cost = network_->cost(kind, static_cast<int>(running + waiting_.size()) + 1);
+  const AlphaBeta cost = network_->cost(kind, static_cast<int>(running() + waiting_.size()) + 1);
   const double work_s = cost.beta_s_per_byte * static_cast<double>(bytes);
   const double pack_s = packed && kind == Collective::all_reduce
                             ? network_->pack_s_per_byte * static_cast<double>(bytes)
@@ -46,19 +45,13 @@ void Channel::launch(int op, Collective kind, int64_t bytes, double now_s, bool 
     shoot(op, work_s * std::max(network_->ranks / 2.0, 1.0));
     return;
   }
-  Flight launched{0, op, cost.latency_s() + pack_s, cost.alpha_s + pack_s, work_s, 0, 0};
-  if (network_->concurrent > 0 && running >= static_cast<size_t>(network_->concurrent)) {
-    waiting_.push_back(launched);
-    return;
-  }
-  const double late_s = std::max(shots_sent_s_ - now_s_, 0.0);
-  launched.latency_s += late_s;
-  launched.alpha_s += late_s;
-  start(launched);
+  waiting_.push_back({std::max(shots_sent_s_, now_s_), op, cost.latency_s() + pack_s,
+                      cost.alpha_s + pack_s, work_s, 0, 0});
+  if (starts_s() <= now_s_) start_next();
 }
 
 double Channel::next_s() const {
-  return std::min({shot_ends_s(), flows_s(), ends_s(), lingers_s(), rounds_end_s()});
+  return std::min({shot_ends_s(), starts_s(), flows_s(), ends_s(), lingers_s(), rounds_end_s()});
 }
 
 int Channel::advance() {
@@ -67,6 +60,11 @@ int Channel::advance() {
     const int op = shots_.front().second;
     shots_.pop_front();
     return op;
+  }
+  if (starts_s() <= next_s()) {
+    go_on_to(starts_s());
+    start_next();
+    return -1;
   }
   const double flows = flows_s(), ends = ends_s(), lingers = lingers_s();
   const double rounds_end = rounds_end_s();
@@ -100,6 +98,12 @@ int Channel::advance() {
 
 double Channel::shot_ends_s() const { return shots_.empty() ? kNever : shots_.front().first; }
 
+double Channel::starts_s() const {
+  const bool full =
+      network_->concurrent > 0 && running() >= static_cast<size_t>(network_->concurrent);
+  return waiting_.empty() || full ? kNever : std::max(waiting_.front().until_s, now_s_);
+}
+
 double Channel::flows_s() const { return starting_.empty() ? kNever : starting_.front().until_s; }
 
 double Channel::ends_s() const {
@@ -129,14 +133,16 @@ void Channel::shoot(int op, double work_s) {
   const OneShot& cost = network_->one_shot;
   shot_until_s_ = std::max(shot_until_s_, now_s_) + work_s;
   shots_sent_s_ = std::max(shots_sent_s_, now_s_) + cost.gap_s;
-  const bool busy = unsettled() + held_.size() > 0;
+  const bool busy = running() > 0;
   const double latency_s = busy ? std::max(cost.busy_latency_s, cost.latency_s) : cost.latency_s;
   last_shot_s_ =
       std::max(now_s_ + std::max(latency_s, work_s), last_shot_s_ + std::max(cost.gap_s, work_s));
   shots_.emplace_back(last_shot_s_, op);
 }
 
-void Channel::start(Flight op) {
+void Channel::start_next() {
+  Flight op = waiting_.front();
+  waiting_.pop_front();
   op.until_s = now_s_ + op.latency_s;
   op.started_up_s = now_s_ + op.alpha_s;
   const bool alone = unsettled() == 0;
@@ -182,10 +188,7 @@ int Channel::settle(const Flight& through) {
 }
 
 int Channel::complete(int op) {
-  if (!waiting_.empty()) {
-    start(waiting_.front());
-    waiting_.pop_front();
-  }
+  if (starts_s() <= now_s_) start_next();
   return op;
 }
 

@@ -148,6 +148,8 @@ TEST(Channel, OneShotPassesByWhatIsInFlight) {
   // What comes behind them is launched behind them, unless it waits for another one anyway.
   EXPECT_EQ(run(network, {{0, 1}, {0, 1}, {1, 6}}), (Done{{0, 3}, {1, 5}, {2, 11}}));
   EXPECT_EQ(run(network, {{0, 6}, {0, 1}, {0, 4}}), (Done{{1, 3}, {0, 7}, {2, 12}}));
+  EXPECT_EQ(run(network, {{0, 3}, {3, 1}, {3, 1}, {3, 1}, {3, 1}, {3, 6}}),
+            (Done{{1, 6}, {2, 8}, {0, 8}, {3, 10}, {4, 12}, {5, 18}}));
   // Slower beside others than beside their like.
   network.one_shot.busy_latency_s = 4;
   EXPECT_EQ(run(network, {{0, 6}, {2, 1}, {20, 1}, {21, 1}}),
@@ -156,6 +158,21 @@ TEST(Channel, OneShotPassesByWhatIsInFlight) {
   // Bytes that begin to flow wait for those of a shot; in 6 ranks these take three times as long.
   EXPECT_EQ(run({6, {{1, 1}}, {}, {}, 0, 0, 0, {2, 3, 2}}, {{0, 4}, {0, 1}, {0, 2}}),
             (Done{{1, 3}, {2, 9}, {0, 13}}));
+}
+
+TEST(Channel, WhatIsLaunchedBehindShotsHasNotBegun) {
+  NetworkModel network{2, {{1, 1}}};
+  network.concurrent = 2;
+  network.one_shot = {2, 3, 4};
+  // One does not overtake another.
+  EXPECT_EQ(run(network, {{0, 3}, {0, 1}, {0, 1}, {0, 1}, {0, 1}, {0, 6}, {0, 6}}),
+            (Done{{1, 3}, {2, 7}, {0, 7}, {3, 11}, {4, 15}, {5, 29}, {6, 29}}));
+  // None of its rounds are through when it begins.
+  network = {2, {{4, 1, 4}}};
+  network.busy_alpha_s = 8;
+  network.one_shot = {2, 1, 4};
+  EXPECT_EQ(run(network, {{0, 1}, {0, 3}, {4, 20}}), (Done{{0, 1}, {1, 12}, {2, 27}}));
+  EXPECT_EQ(run(network, {{0, 20}, {0, 1}, {0, 3}}), (Done{{1, 1}, {2, 12}, {0, 24}}));
 }
 
 TEST(Channel, BytesOfOneShotAreThereOnceOnly) {

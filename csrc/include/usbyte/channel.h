@@ -24,8 +24,8 @@ namespace usbyte {
 /// its startup, and what is left of them when others are through takes no time.
 ///
 /// What the network's `one_shot` takes passes by all of this; while its bytes are on the channel,
-/// in n/2 times the time that they take in a ring of n, no others flow. Each is launched for its
-/// gap, and what is launched behind it comes after that.
+/// in n/2 times the time that they take in a ring of n, no others flow. Launching one takes its
+/// gap: what is launched behind it starts up no sooner.
 ///
 /// Time is seconds and never goes back: nothing is launched before what `advance` has reached, and
 /// `advance` is called before anything is launched after `next_s`.
@@ -37,8 +37,8 @@ class Channel {
   /// Starts `op` at `now_s`. `packed`: it consists of several blocks, which lengthens the startup
   /// of an all_reduce, with all that goes for one, by the network's `pack_s_per_byte`.
   void launch(int op, Collective kind, int64_t bytes, double now_s, bool packed = false);
-  /// When the next op's bytes begin or cease to flow or an op completes, if nothing is launched
-  /// before; infinity when nothing is in flight.
+  /// When the next op starts up, its bytes begin or cease to flow, or it completes, if nothing is
+  /// launched before; infinity when nothing is in flight.
   double next_s() const;
   /// Goes on to `next_s`, which must be finite, and returns the op that completes there, or -1.
   int advance();
@@ -57,14 +57,16 @@ class Channel {
   };
 
   size_t unsettled() const { return starting_.size() + flowing_.size() + lingering_.size(); }
+  size_t running() const { return unsettled() + held_.size(); }
   void shoot(int op, double work_s);
   double shot_ends_s() const;
+  double starts_s() const;
   double flows_s() const;
   double lingers_s() const;
   double ends_s() const;
   double rounds_end_s() const;
   void go_on_to(double time_s);
-  void start(Flight op);
+  void start_next();
   void end_loneliness();
   void time_rounds();
   int settle(const Flight& through);
@@ -84,7 +86,7 @@ class Channel {
   std::vector<Flight> flowing_;
   std::vector<Flight> lingering_;             // their bytes are through, their startup is not
   std::vector<std::pair<double, int>> held_;  // both are through: until when in rounds_, op
-  std::deque<Flight> waiting_;                // launched, not begun
+  std::deque<Flight> waiting_;                // until others complete and shots are launched
   std::deque<std::pair<double, int>> shots_;  // in one shot: when it ends, op
   double last_shot_s_ = -std::numeric_limits<double>::infinity();  // when the last of all ends
   double shot_until_s_ = 0;  // until when their bytes take the channel

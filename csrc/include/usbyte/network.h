@@ -33,7 +33,8 @@ struct AlphaBeta {
 /// its elements to every other one and adds up what it gets. They wait for nothing else in flight.
 struct OneShot {
   int64_t most_bytes = 0;  ///< of an all_reduce that goes this way
-  /// Of the LogP model (Culler et al., 1993): how long one takes, and between the ends of two.
+  /// Of the LogP model (Culler et al., 1993): how long one takes, and between the ends of two,
+  /// which is taken for what launching one takes.
   double latency_s = 0, gap_s = 0;
   /// How long one takes at least while another op is in flight that does not go this way.
   double busy_latency_s = 0;
@@ -78,9 +79,9 @@ struct NetworkModel {
   /// The least time in which any number of ops moves a byte through a whole all_reduce, s/byte.
   double least_beta() const;
 
-  /// The same with every startup, and what is made of startups, `startups` times as long, and every
-  /// byte `bytes` times.
-  NetworkModel scaled(double startups, double bytes) const;
+  /// The same where everything takes `alpha` times as long but what goes by the byte: beta takes
+  /// `beta` times as long, packing stays.
+  NetworkModel scaled(double alpha, double beta) const;
 
   /// Ring collectives over links of `bytes_per_s` whose messages take `latency_s`: all_reduce
   /// 2(n-1) (latency + m / (n bytes_per_s)), reduce_scatter and all_gather half of it. Thakur,
