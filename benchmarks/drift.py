@@ -90,7 +90,7 @@ def run(
 @click.option(
     "--before", type=click.IntRange(1), default=20, help="Steps before the change, trials over."
 )
-@click.option("--after", type=click.IntRange(1), default=120, help="Steps after the change.")
+@click.option("--after", type=click.IntRange(1), default=150, help="Steps after the change.")
 def main(
     profile: str, scale_time: float, scale_bytes: float, from_rate: float, rate: float,
     scheme: Scheme, before: int, after: int,

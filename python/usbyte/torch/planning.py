@@ -223,7 +223,7 @@ class Planner:
         tuner.tell(step_s)
         log.info(
             "%s: trial %d: %s: %.4g s a step",
-            self._label, len(tuner.trials) + len(tuner.again_s), tried.what, step_s,
+            self._label, tuner.measurements, tried.what, step_s,
         )  # fmt: skip
         following = tuner.ask()
         if following is not None:

@@ -100,7 +100,7 @@ def auto(job: Job) -> Search:
     compute for cores and memory, and ranks are late by chance: the job knows better than any model.
     Variants are what `auto` plans under startups and bytes a little dearer or cheaper, as far as
     the predicted step hardly suffers. DDP's plan is there for the case that the model is wrong
-    altogether. What wins is measured once more, against `auto`'s plan.
+    altogether. The faster ones are measured again.
 
     Nothing but its plan is tried where that is DDP's already, as nothing is to be won; nor with
     shards, as state moves between ranks with each change of plans.
@@ -110,7 +110,7 @@ def auto(job: Job) -> Search:
     starts = [Candidate("auto", first)]
     if not job.sharded and first.ops != (usual := job.plan("ddp")).ops:
         starts += [*_variants(job, first, end), Candidate("ddp", _named("auto", usual))]
-    return Search(starts, steps=7, confirm=True)
+    return Search(starts, steps=7, halve=True)
 
 
 def _variants(job: Job, first: _core.Plan, end: float) -> list[Candidate]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from statistics import fmean
 from typing import Any
 
 from usbyte import _core
@@ -59,23 +60,29 @@ class Search:
         starts: Tried first; the first of them is what the others are compared with.
         steps: Of each trial, in a running job.
         space: What is tried then; None for nothing more.
-        confirm: The first and the fastest are measured again at the end, one after the other, and
-            the fastest wins only if it is faster once more: the best of many noisy measurements
-            flatters, and what was measured long before may no longer be true.
+        halve: The faster half is measured again, then the faster half of that, until one is left;
+            a plan counts with the mean of its measurements. The best of many noisy ones flatters.
+            Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter
+            Optimization", 2016.
     """
 
     starts: Sequence[Candidate]
     steps: int
     space: Space | None = None
-    confirm: bool = False
+    halve: bool = False
 
 
 @dataclass
 class Trial:
-    """A candidate and the seconds that its step was measured to take."""
+    """A candidate and the seconds that its step was measured to take, each time."""
 
     candidate: Candidate
-    step_s: float
+    times_s: list[float]
+
+    @property
+    def step_s(self) -> float:
+        """Their mean."""
+        return fmean(self.times_s)
 
 
 @dataclass
@@ -91,8 +98,7 @@ class Tuner:
         seed: Of the library's random numbers.
 
     Attributes:
-        trials: Measured so far, without the confirmation.
-        again_s: The confirmation: the first candidate's seconds, then those of the fastest.
+        trials: The plans that were measured so far.
 
     Raises:
         UsageError: There is a space to search, and bayesian-optimization is not installed.
@@ -101,7 +107,6 @@ class Tuner:
     search: Search
     seed: int = 0
     trials: list[Trial] = field(default_factory=list, init=False)
-    again_s: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         space = self.search.space
@@ -109,11 +114,13 @@ class Tuner:
         self._starts = list(self.search.starts)
         self._known: dict[int, Trial] = {}  # by the plan's hash
         self._asked: Candidate | None = None
+        self._rivals = self.trials  # that are left
+        self._round: list[Trial] = []  # of them, those to measure again
 
     def ask(self) -> Candidate | None:
         """What to measure next, the same until it is told; None once `best` is certain."""
         if self._asked is None:
-            self._asked = self._next() or self._next_confirmation()
+            self._asked = self._next() or self._next_again()
         return self._asked
 
     def tell(self, step_s: float) -> None:
@@ -131,38 +138,37 @@ class Tuner:
                 "be compared; return a finite time above 0"
             )
         self._asked = None
-        if asked.plan.hash() in self._known:
-            self.again_s.append(step_s)
+        known = self._known.get(asked.plan.hash())
+        if known is not None:
+            known.times_s.append(step_s)
             return
-        trial = Trial(asked, step_s)
+        trial = Trial(asked, [step_s])
         self.trials.append(trial)
         self._known[asked.plan.hash()] = trial
         self._register(asked, step_s)
 
     def best(self) -> Candidate:
-        """The fastest candidate, or the first where the fastest has not confirmed its lead."""
-        first, fastest = self._finalists()
-        if self.search.confirm and fastest is not first:
-            confirmed = len(self.again_s) == 2 and self.again_s[1] < self.again_s[0]
-            return (fastest if confirmed else first).candidate
-        return fastest.candidate
+        """The fastest candidate of those that are left."""
+        return self._fastest().candidate
 
     def summary(self) -> str:
         """What was tried and found, in a line."""
-        first, fastest = self._finalists()
-        text = (
-            f"{len(self.trials)} plans tried, the best '{fastest.candidate.what}' with "
+        fastest, first = self._fastest(), self.trials[0]
+        return (
+            f"{len(self.trials)} plans tried, '{fastest.candidate.what}' stays with "
             f"{fastest.step_s:.4g} s a step against {first.step_s:.4g} s of "
             f"'{first.candidate.what}'"
         )
-        if self.again_s:
-            text += f"; again, {self.again_s[1]:.4g} s against {self.again_s[0]:.4g} s"
-        return f"{text}; '{self.best().what}' stays"
 
-    def _finalists(self) -> tuple[Trial, Trial]:
+    @property
+    def measurements(self) -> int:
+        """How many times it was told."""
+        return sum(len(trial.times_s) for trial in self.trials)
+
+    def _fastest(self) -> Trial:
         if not self.trials:
             raise UsageError("a tuner has no best plan before it was told a time")
-        return self.trials[0], min(self.trials, key=lambda trial: trial.step_s)
+        return min(self._rivals, key=lambda trial: trial.step_s)
 
     def _next(self) -> Candidate | None:
         for _ in range(_REPEATS + len(self._starts)):
@@ -178,11 +184,13 @@ class Tuner:
             self._register(candidate, known.step_s)
         return None
 
-    def _next_confirmation(self) -> Candidate | None:
-        first, fastest = self._finalists()
-        if not self.search.confirm or fastest is first or len(self.again_s) == 2:
-            return None
-        return (first, fastest)[len(self.again_s)].candidate
+    def _next_again(self) -> Candidate | None:
+        if self.search.halve and not self._round and len(self._rivals) > 1:
+            by_time = sorted(self._rivals, key=lambda trial: trial.step_s)
+            self._rivals = by_time[: (len(by_time) + 1) // 2]
+            if len(self._rivals) > 1:
+                self._round = list(self._rivals)
+        return self._round.pop(0).candidate if self._round else None
 
     def _register(self, candidate: Candidate, step_s: float) -> None:
         if self._sampler is not None and candidate.point is not None:
