@@ -45,8 +45,8 @@ void Channel::launch(int op, Collective kind, int64_t bytes, double now_s, bool 
     shoot(op, work_s * std::max(network_->ranks / 2.0, 1.0));
     return;
   }
-  waiting_.push_back({std::max(shots_sent_s_, now_s_), op, cost.latency_s() + pack_s,
-                      cost.alpha_s + pack_s, work_s, 0, 0});
+  waiting_.push_back(
+      {shots_sent_s_, op, cost.latency_s() + pack_s, cost.alpha_s + pack_s, work_s, 0, 0});
   if (starts_s() <= now_s_) start_next();
 }
 
@@ -61,13 +61,13 @@ int Channel::advance() {
     shots_.pop_front();
     return op;
   }
-  if (starts_s() <= next_s()) {
-    go_on_to(starts_s());
+  const double flows = flows_s(), ends = ends_s(), lingers = lingers_s();
+  const double rounds_end = rounds_end_s();
+  if (const double starts = starts_s(); starts < std::min({rounds_end, flows, ends, lingers})) {
+    go_on_to(starts);
     start_next();
     return -1;
   }
-  const double flows = flows_s(), ends = ends_s(), lingers = lingers_s();
-  const double rounds_end = rounds_end_s();
   if (rounds_end <= std::min({flows, ends, lingers})) {
     go_on_to(rounds_end);
     const auto [rounds, op] = pop(held_);
@@ -133,7 +133,7 @@ void Channel::shoot(int op, double work_s) {
   const OneShot& cost = network_->one_shot;
   shot_until_s_ = std::max(shot_until_s_, now_s_) + work_s;
   shots_sent_s_ = std::max(shots_sent_s_, now_s_) + cost.gap_s;
-  const bool busy = running() > 0;
+  const bool busy = running() + waiting_.size() > 0;
   const double latency_s = busy ? std::max(cost.busy_latency_s, cost.latency_s) : cost.latency_s;
   last_shot_s_ =
       std::max(now_s_ + std::max(latency_s, work_s), last_shot_s_ + std::max(cost.gap_s, work_s));
@@ -168,7 +168,7 @@ void Channel::time_rounds() {
   const double most_s = network_->busy_alpha_s;
   if (most_s == 0) return;
   all_rounds_s_ = 0;
-  if (unsettled() + held_.size() == 1) return;
+  if (running() == 1) return;
   double largest_s = 0;
   for (const std::vector<Flight>* flights : {&starting_, &flowing_}) {
     for (const Flight& op : *flights) {

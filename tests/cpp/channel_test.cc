@@ -145,12 +145,12 @@ TEST(Channel, OneShotPassesByWhatIsInFlight) {
             (Done{{2, 5}, {0, 8}, {1, 13}, {3, 23}}));
   // One after the other, and only all_reduces.
   EXPECT_EQ(run(network, {{0, 1}, {0, 1}, {0, 1}}), (Done{{0, 3}, {1, 5}, {2, 7}}));
-  // What comes behind them is launched behind them, unless it waits for another one anyway.
+  // What comes behind them is launched behind them, even if it waits for another one.
   EXPECT_EQ(run(network, {{0, 1}, {0, 1}, {1, 6}}), (Done{{0, 3}, {1, 5}, {2, 11}}));
   EXPECT_EQ(run(network, {{0, 6}, {0, 1}, {0, 4}}), (Done{{1, 3}, {0, 7}, {2, 12}}));
   EXPECT_EQ(run(network, {{0, 3}, {3, 1}, {3, 1}, {3, 1}, {3, 1}, {3, 6}}),
             (Done{{1, 6}, {2, 8}, {0, 8}, {3, 10}, {4, 12}, {5, 18}}));
-  // Slower beside others than beside their like.
+  // Slower beside others than beside their like, begun or not.
   network.one_shot.busy_latency_s = 4;
   EXPECT_EQ(run(network, {{0, 6}, {2, 1}, {20, 1}, {21, 1}}),
             (Done{{1, 6}, {0, 8}, {2, 23}, {3, 25}}));
@@ -167,6 +167,10 @@ TEST(Channel, WhatIsLaunchedBehindShotsHasNotBegun) {
   // One does not overtake another.
   EXPECT_EQ(run(network, {{0, 3}, {0, 1}, {0, 1}, {0, 1}, {0, 1}, {0, 6}, {0, 6}}),
             (Done{{1, 3}, {2, 7}, {0, 7}, {3, 11}, {4, 15}, {5, 29}, {6, 29}}));
+  // Shots behind it are beside it.
+  network = {2, {{1, 1}}};
+  network.one_shot = {2, 3, 2, 10};
+  EXPECT_EQ(run(network, {{0, 1}, {0, 6}, {0, 1}}), (Done{{0, 3}, {1, 9}, {2, 10}}));
   // None of its rounds are through when it begins.
   network = {2, {{4, 1, 4}}};
   network.busy_alpha_s = 8;

@@ -34,7 +34,7 @@ class Channel {
   /// `network` outlives it.
   explicit Channel(const NetworkModel& network) : network_(&network) {}
 
-  /// Starts `op` at `now_s`. `packed`: it consists of several blocks, which lengthens the startup
+  /// Launches `op` at `now_s`. `packed`: it consists of several blocks, which lengthens the startup
   /// of an all_reduce, with all that goes for one, by the network's `pack_s_per_byte`.
   void launch(int op, Collective kind, int64_t bytes, double now_s, bool packed = false);
   /// When the next op starts up, its bytes begin or cease to flow, or it completes, if nothing is

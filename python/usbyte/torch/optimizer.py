@@ -62,8 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         partition_bytes: bytescheduler: larger tensors are split.
         credit_bytes: bytescheduler: bytes in flight.
         bucket_bytes: ddp: bucket size.
-        tune_steps: Steps for which each plan is tried, 2 at least; else 7 (auto), or as published
-            100 (tune:bytescheduler) and 5 (tune:dear). With auto, 0 means that none is tried.
+        tune_steps: Steps of each trial of a plan, 2 at least; else 7 (auto), or as published 100
+            (tune:bytescheduler) and 5 (tune:dear). With auto, 0 means that none is tried.
 
     Raises:
         UsageError: Bad arguments, names missing or used twice.

@@ -57,13 +57,14 @@ class Search:
     """What a tuner may choose, and how long it may take.
 
     Attributes:
-        starts: Tried first; the first of them is what the others are compared with.
-        steps: Of each trial, in a running job.
+        starts: Tried first.
+        steps: Of each measurement, in a running job.
         space: What is tried then; None for nothing more.
-        halve: The faster half is measured again, then the faster half of that, until one is left;
-            a plan counts with the mean of its measurements. The best of many noisy ones flatters.
-            Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter
-            Optimization", 2016.
+        halve: The faster half is measured again, then the faster half of that, until one is left,
+            and none is by a single measurement; a plan counts with the mean of its measurements.
+            After the sequential halving of Karnin, Koren and Somekh, "Almost Optimal Exploration in
+            Multi-Armed Bandits", 2013, with one more measurement in each round instead of twice as
+            many. Not together with a space.
     """
 
     starts: Sequence[Candidate]
@@ -90,8 +91,8 @@ class Tuner:
     """Asks for one measurement after the other, then knows the best plan.
 
     What Bayesian optimisation sees is the speed relative to the first candidate's. A plan that was
-    measured before is not tried again, and does not count as a trial. Equal measurements lead
-    to equal questions.
+    measured before is not tried again, but to halve, and does not count as a trial. Equal
+    measurements lead to equal questions.
 
     Args:
         search: What to choose from.
@@ -156,8 +157,8 @@ class Tuner:
         fastest, first = self._fastest(), self.trials[0]
         return (
             f"{len(self.trials)} plans tried, '{fastest.candidate.what}' stays with "
-            f"{fastest.step_s:.4g} s a step against {first.step_s:.4g} s of "
-            f"'{first.candidate.what}'"
+            f"{fastest.step_s:.4g} s a step in {len(fastest.times_s)} trials against "
+            f"{first.step_s:.4g} s of '{first.candidate.what}' in {len(first.times_s)}"
         )
 
     @property
@@ -187,7 +188,8 @@ class Tuner:
     def _next_again(self) -> Candidate | None:
         if self.search.halve and not self._round and len(self._rivals) > 1:
             by_time = sorted(self._rivals, key=lambda trial: trial.step_s)
-            self._rivals = by_time[: (len(by_time) + 1) // 2]
+            measured_once = len(by_time[0].times_s) == 1
+            self._rivals = by_time[: max((len(by_time) + 1) // 2, 1 + measured_once)]
             if len(self._rivals) > 1:
                 self._round = list(self._rivals)
         return self._round.pop(0).candidate if self._round else None
