@@ -188,8 +188,8 @@ class Tuner:
     def _next_again(self) -> Candidate | None:
         if self.search.halve and not self._round and len(self._rivals) > 1:
             by_time = sorted(self._rivals, key=lambda trial: trial.step_s)
-            measured_once = len(by_time[0].times_s) == 1
-            self._rivals = by_time[: max((len(by_time) + 1) // 2, 1 + measured_once)]
+            fewest = 2 if len(by_time[0].times_s) == 1 else 1
+            self._rivals = by_time[: max((len(by_time) + 1) // 2, fewest)]
             if len(self._rivals) > 1:
                 self._round = list(self._rivals)
         return self._round.pop(0).candidate if self._round else None
