@@ -78,6 +78,34 @@ def test_ranks_meet_over_the_shaped_links(lab):
 
 
 @pytest.mark.netns
+def test_hosts_have_their_own_cores(lab):
+    cores = os.sched_getaffinity(0)
+    code = "import os; print(sorted(os.sched_getaffinity(0)), os.environ.get('LAB_CORES'))"
+    done = command("run", "--", sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line[-5:] for line in lines] == [" None"] * 2
+    first, second = ({int(c) for c in line[5:-6].split(",")} for line in lines)
+    if len(cores) > 1:
+        assert not first & second
+    assert first | second == cores
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shares"),
+    [
+        (1, [[1, 4, 5, 6, 7]]),
+        (2, [[1, 4], [5, 6, 7]]),
+        (5, [[1], [4], [5], [6], [7]]),
+        (7, [[1], [4], [5], [6], [7], [1], [4]]),
+    ],
+)
+def test_cores_are_shared_out_evenly(monkeypatch, hosts, shares):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 1, 5, 6, 4})
+    assert netns._shares(hosts) == shares
+
+
+@pytest.mark.netns
 def test_the_first_failing_rank_gives_its_code_and_ends_the_others(lab):
     done = command("run", "--", "sh", "-c", '[ "$RANK" = 1 ] && exit 7; sleep 1000')
     assert done.returncode == 7
@@ -201,6 +229,9 @@ def test_what_is_missing_is_named(monkeypatch):
         Lab()
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UsageError, match="'ip' is missing; install iproute2"):
+        Lab()
+    monkeypatch.setattr("shutil.which", {"ip": "/sbin/ip", "tc": "/sbin/tc"}.get)
+    with pytest.raises(UsageError, match="'taskset' is missing; install util-linux"):
         Lab()
     with pytest.raises(UsageError, match="8 lower-case"):
         Lab("Not a name")

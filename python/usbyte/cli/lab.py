@@ -35,8 +35,9 @@ _RATE = Parsed("rate", _rate)
 def lab() -> None:
     """Emulate a cluster on this machine.
 
-    Hosts are network namespaces whose links have a given rate; they share this machine's cores and
-    memory. Needs Linux, root and iproute2.
+    Hosts are network namespaces whose links have a given rate. Each has its own share of this
+    machine's cores; with fewer cores than hosts, some share a core. Needs Linux, root, iproute2 and
+    util-linux.
     """
 
 
@@ -64,7 +65,7 @@ def up(hosts: int, rate: float, congestion: str | None, name: str) -> None:
 @_NAME
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(name: str, command: tuple[str, ...]) -> None:
-    """Run COMMAND, one rank on each host.
+    """Run COMMAND, one rank on each host, on its cores.
 
     Ranks get torchrun's environment, and their lines are shown with the rank in front. The first
     rank that fails ends all others, and its exit code is this command's.

@@ -1,9 +1,10 @@
 """An emulated cluster on one machine.
 
 Each host is a network namespace; all are joined by a bridge, and each link is shaped by tbf in both
-directions. Host i of the lab NAME is 10.98.0.(i+1) on eth0, and called NAME-i. Needs Linux, root,
-iproute2, and the kernel's bridge, veth and sch_tbf. What is up is asked of `ip` every time: there
-is no state file to go stale.
+directions. Host i of the lab NAME is 10.98.0.(i+1) on eth0, and called NAME-i. Each host
+computes on its own share of the cores; where there are fewer cores than hosts, several share one.
+Needs Linux, root, iproute2, util-linux, and the kernel's bridge, veth and sch_tbf. What is up is
+asked of `ip` every time: there is no state file to go stale.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ MAX_HOSTS = 250
 _BURST_S, _LEAST_BURST = 1e-3, 128 << 10
 _QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
 
-# Each rank enters its host. It must not look for the launcher's own store, which is outside.
+# Each rank enters its host, on that host's cores. It must not look for the launcher's own store,
+# which is outside.
 _ENTER = (
-    'exec ip netns exec "$LAB_PREFIX$RANK" env -u LAB_PREFIX -u TORCHELASTIC_USE_AGENT_STORE '
+    'cores=$(echo "$LAB_CORES" | cut -d " " -f $((RANK + 1))); '
+    'exec ip netns exec "$LAB_PREFIX$RANK" taskset -c "$cores" '
+    "env -u LAB_PREFIX -u LAB_CORES -u TORCHELASTIC_USE_AGENT_STORE "
     "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.98.0.1 GLOO_SOCKET_IFNAME=eth0 "
     'NCCL_SOCKET_IFNAME=eth0 "$@"'
 )
@@ -136,12 +140,13 @@ class Lab:
         return found
 
     def run(self, command: Sequence[str]) -> NoReturn:
-        """Becomes a usbyterun that starts one rank of `command` on each host.
+        """Becomes a usbyterun that starts one rank of `command` on each host, on its own cores.
 
         The first rank that fails ends all others, and the exit status is its code.
         """
         size = self._require()
-        env = os.environ | {"LAB_PREFIX": f"{self.name}-"}
+        shares = " ".join(",".join(map(str, share)) for share in _shares(size))
+        env = os.environ | {"LAB_PREFIX": f"{self.name}-", "LAB_CORES": shares}
         launcher = [sys.executable, "-m", "usbyte.run", "-np", str(size)]
         sys.stdout.flush()
         os.execve(sys.executable, [*launcher, "sh", "-c", _ENTER, "sh", *command], env)
@@ -250,6 +255,14 @@ class Lab:
         return f"usbyte lab {verb}" + ("" if self.name == DEFAULT else f" --name {self.name}")
 
 
+def _shares(hosts: int) -> list[list[int]]:
+    """The cores of each host, of those that this process may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    if hosts > len(cores):
+        return [[cores[i % len(cores)]] for i in range(hosts)]
+    return [cores[len(cores) * i // hosts : len(cores) * (i + 1) // hosts] for i in range(hosts)]
+
+
 def _pids(namespace: str) -> list[int]:
     return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
 
@@ -258,9 +271,9 @@ def unusable() -> str:
     """Why labs cannot be used here, and what to do; "" if they can."""
     if not sys.platform.startswith("linux"):
         return "it needs Linux's network namespaces; use a Linux machine"
-    for tool in ("ip", "tc"):
+    for tool, package in ("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux"):
         if shutil.which(tool) is None:
-            return f"the command '{tool}' is missing; install iproute2"
+            return f"the command '{tool}' is missing; install {package}"
     if os.geteuid() != 0:
         return "network namespaces need root; run the command with sudo"
     return ""
