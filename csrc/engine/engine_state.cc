@@ -99,8 +99,17 @@ void Engine::State::complete(int op, const std::exception_ptr& error) {
   const Step::Change change = step.complete(op);
   queued(change.queued, now);
   while (oldest < step.launched() && record.done_s[oldest] > 0) ++oldest;
-  if (!change.arrived.empty() || step.reduced()) arrived.notify_all();
-  if (stopping || launchable()) work.notify_one();
+  // A waiter that goes on takes the core, or Python's lock, from the thread that keeps the network
+  // busy; so that one goes first.
+  const bool next = launchable();
+  if (!change.arrived.empty() || step.reduced()) to_signal = true;
+  if (to_signal && !next) signal_waiters();
+  if (stopping || next) work.notify_one();
+}
+
+void Engine::State::signal_waiters() {
+  to_signal = false;
+  arrived.notify_all();
 }
 
 void Engine::State::launch_next(std::unique_lock<std::mutex>& lock,
@@ -111,6 +120,7 @@ void Engine::State::launch_next(std::unique_lock<std::mutex>& lock,
   communicator.launch(requests[static_cast<size_t>(op)],
                       [self, op](std::exception_ptr error) { self->complete(op, error); });
   lock.lock();
+  if (to_signal) signal_waiters();
 }
 
 void Engine::State::watch_stall(double now, std::unique_lock<std::mutex>& lock) {
@@ -183,6 +193,8 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
       report_fault(lock);
     } else if (launchable()) {
       launch_next(lock, self);
+    } else if (to_signal) {  // what was to be launched is not any more
+      signal_waiters();
     } else if (!outbox.empty()) {
       write_outbox(lock);
     } else if (stopping && (!in_flight || !fault.empty())) {

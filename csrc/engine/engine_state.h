@@ -35,6 +35,7 @@ struct Engine::State {
   mutable std::mutex mutex;
   std::condition_variable work;     // signals the engine's thread
   std::condition_variable arrived;  // signals waiters
+  bool to_signal = false;           // waiters, as soon as the engine's thread has launched an op
   bool running = false;
   bool stopping = false;
   std::string fault;                     // not empty: final
@@ -74,6 +75,7 @@ struct Engine::State {
   double waiting_since() const;
   void launch_next(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self);
   void complete(int op, const std::exception_ptr& error);
+  void signal_waiters();
   void watch_stall(double now, std::unique_lock<std::mutex>& lock);
   void report_fault(std::unique_lock<std::mutex>& lock);
   void write_outbox(std::unique_lock<std::mutex>& lock);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -80,12 +81,17 @@ def test_ranks_meet_over_the_shaped_links(lab):
 @pytest.mark.netns
 def test_hosts_have_their_own_cores(lab):
     cores = os.sched_getaffinity(0)
-    code = "import os; print(sorted(os.sched_getaffinity(0)), os.environ.get('LAB_CORES'))"
+    code = """if True:
+        import json, os
+        inherited = "LAB_CORES" in os.environ or "LAB_PREFIX" in os.environ
+        policy = os.sched_getscheduler(0)
+        print(json.dumps([sorted(os.sched_getaffinity(0)), policy, inherited]))
+    """
     done = command("run", "--", sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.splitlines())
-    assert [line[-5:] for line in lines] == [" None"] * 2
-    first, second = ({int(c) for c in line[5:-6].split(",")} for line in lines)
+    lines = [json.loads(line[4:]) for line in sorted(done.stdout.splitlines())]
+    assert [line[1:] for line in lines] == [[os.SCHED_BATCH, False]] * 2
+    first, second = (set(line[0]) for line in lines)
     if len(cores) > 1:
         assert not first & second
     assert first | second == cores
@@ -230,8 +236,9 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UsageError, match="'ip' is missing; install iproute2"):
         Lab()
-    monkeypatch.setattr("shutil.which", {"ip": "/sbin/ip", "tc": "/sbin/tc"}.get)
-    with pytest.raises(UsageError, match="'taskset' is missing; install util-linux"):
+    found = {"ip": "/sbin/ip", "tc": "/sbin/tc", "taskset": "/bin/taskset"}
+    monkeypatch.setattr("shutil.which", found.get)
+    with pytest.raises(UsageError, match="'chrt' is missing; install util-linux"):
         Lab()
     with pytest.raises(UsageError, match="8 lower-case"):
         Lab("Not a name")

@@ -12,7 +12,16 @@ from types import SimpleNamespace
 import pytest
 
 from usbyte import _core
-from usbyte.torch.costs import BUSY, ONE_SHOT, PACKED, SHOTS_BUSY, Measured, fit, fit_lines
+from usbyte.torch.costs import (
+    BUSY,
+    ONE_SHOT,
+    PACKED,
+    SHOT_BUSY,
+    SHOTS,
+    Measured,
+    fit,
+    fit_lines,
+)
 
 probe = importlib.import_module("usbyte.torch.probe")  # ub.probe is the function
 
@@ -50,12 +59,10 @@ def test_on_two_ranks(tmp_path):
     assert [row["bytes"] for row in packed] == 3 * [str(1 << 20)]
     times = sorted(float(row["seconds"]) for row in packed)
     assert network.pack_s_per_byte == pytest.approx(times[1] / (1 << 20), rel=0.01)
-    alone = [row for row in rows if row["collective"] == "one_shot"]
-    assert [(row["in_flight"], row["bytes"]) for row in alone] == 3 * [("1", str(32 << 10))]
-    shots = [row for row in rows if row["collective"] == "one_shot_busy"]
-    assert [(row["in_flight"], row["bytes"]) for row in shots] == (
-        3 * [("1", str(32 << 10))] + 3 * [("16", str(16 * 32 << 10))]
-    )
+    for kind, count in (("one_shot", 1), ("one_shot_together", 16), ("one_shot_busy", 1)):
+        shots = [row for row in rows if row["collective"] == kind]
+        expected = (str(count), str(count * 32 << 10))
+        assert [(row["in_flight"], row["bytes"]) for row in shots] == 3 * [expected]
     assert network.one_shot.most_bytes == 32 << 10
     assert f"{32 << 10} bytes goes in one shot" in done.stdout.replace("\n", " ")
     # Larger ones of 64 and 256 KiB, each three times and each beside 64 KiB; three of 1 MiB.
@@ -177,13 +184,13 @@ def test_what_packing_takes():
 def test_what_one_shot_takes():
     assert fit(4, behind()).one_shot == _core.OneShot()
     alone = [Measured(ONE_SHOT, 1, 100, s) for s in (2e-3, 3e-3, 90e-3)]
-    one = [Measured(SHOTS_BUSY, 1, 100, s) for s in (4e-3, 5e-3, 90e-3)]
-    five = [Measured(SHOTS_BUSY, 5, 500, s) for s in (1e-3, 13e-3, 14e-3)]
-    shot = fit(4, [*behind(), *alone, *five, *one]).one_shot
+    five = [Measured(SHOTS, 5, 500, s) for s in (1e-3, 11e-3, 12e-3)]
+    busy = [Measured(SHOT_BUSY, 1, 100, s) for s in (4e-3, 5e-3, 90e-3)]
+    shot = fit(4, [*behind(), *alone, *five, *busy]).one_shot
     assert (shot.most_bytes, shot.latency_s, shot.busy_latency_s) == (100, 3e-3, 5e-3)
     assert shot.gap_s == pytest.approx(2e-3)
-    noise = Measured(SHOTS_BUSY, 5, 500, 1e-3)
-    assert fit(4, [*behind(), *alone, *one, noise]).one_shot.gap_s == 0
+    noise = Measured(SHOTS, 5, 500, 1e-3)
+    assert fit(4, [*behind(), *alone, noise, *busy]).one_shot.gap_s == 0
 
 
 def test_operations_too_short_to_tell():

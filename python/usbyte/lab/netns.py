@@ -1,10 +1,17 @@
 """An emulated cluster on one machine.
 
 Each host is a network namespace; all are joined by a bridge, and each link is shaped by tbf in both
-directions. Host i of the lab NAME is 10.98.0.(i+1) on eth0, and called NAME-i. Each host
-computes on its own share of the cores; where there are fewer cores than hosts, several share one.
-Needs Linux, root, iproute2, util-linux, and the kernel's bridge, veth and sch_tbf. What is up is
-asked of `ip` every time: there is no state file to go stale.
+directions. Host i of the lab NAME is 10.98.0.(i+1) on eth0, and called NAME-i. What is up is asked
+of `ip` every time: there is no state file to go stale. Needs Linux, root, iproute2, util-linux, and
+the kernel's bridge, veth and sch_tbf.
+
+Each host computes on its own share of the cores; where there are fewer cores than hosts, several
+share one. There a message would at once wake its receiver in the sender's place, who answers, and
+then Gloo's thread in the sender, which spins for up to a tick of the scheduler on the lock that the
+sender still holds: a small all_reduce takes six times as long as without. Hosts of a cluster cannot
+do that to each other, so ranks run as batch jobs, which are not woken in one another's place. The
+price: where layers really compute, instead of waiting as in `usbyte.lab.replay`, messages wait for
+the scheduler's tick on a shared core.
 """
 
 from __future__ import annotations
@@ -39,11 +46,11 @@ MAX_HOSTS = 250
 _BURST_S, _LEAST_BURST = 1e-3, 128 << 10
 _QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
 
-# Each rank enters its host, on that host's cores. It must not look for the launcher's own store,
-# which is outside.
+# Each rank enters its host, on that host's cores, as a batch job. It must not look for the
+# launcher's own store, which is outside.
 _ENTER = (
     'cores=$(echo "$LAB_CORES" | cut -d " " -f $((RANK + 1))); '
-    'exec ip netns exec "$LAB_PREFIX$RANK" taskset -c "$cores" '
+    'exec ip netns exec "$LAB_PREFIX$RANK" taskset -c "$cores" chrt --batch 0 '
     "env -u LAB_PREFIX -u LAB_CORES -u TORCHELASTIC_USE_AGENT_STORE "
     "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.98.0.1 GLOO_SOCKET_IFNAME=eth0 "
     'NCCL_SOCKET_IFNAME=eth0 "$@"'
@@ -271,9 +278,11 @@ def unusable() -> str:
     """Why labs cannot be used here, and what to do; "" if they can."""
     if not sys.platform.startswith("linux"):
         return "it needs Linux's network namespaces; use a Linux machine"
-    for tool, package in ("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux"):
-        if shutil.which(tool) is None:
-            return f"the command '{tool}' is missing; install {package}"
+    tools = {"iproute2": ("ip", "tc"), "util-linux": ("taskset", "chrt")}
+    for package, commands in tools.items():
+        for command in commands:
+            if shutil.which(command) is None:
+                return f"the command '{command}' is missing; install {package}"
     if os.geteuid() != 0:
         return "network namespaces need root; run the command with sudo"
     return ""

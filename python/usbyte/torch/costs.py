@@ -11,9 +11,10 @@ import numpy as np
 from usbyte import _core
 
 #: Kinds of measurements: a small all_reduce that was posted right behind large ones; two blocks
-#: that were packed into one message and put back; an all_reduce of one shot, and several that were
-#: posted right behind a large one.
-BUSY, PACKED, ONE_SHOT, SHOTS_BUSY = "busy", "packed", "one_shot", "one_shot_busy"
+#: that were packed into one message and put back; an all_reduce of one shot, several that were
+#: posted together, and one that was posted right behind a large one.
+BUSY, PACKED = "busy", "packed"
+ONE_SHOT, SHOTS, SHOT_BUSY = "one_shot", "one_shot_together", "one_shot_busy"
 
 # Of the time that large operations take together. With slots of their own beside them, small ones
 # wait for messages only.
@@ -27,10 +28,10 @@ class Measured:
 
     Attributes:
         kind: "all_reduce", "reduce_scatter" or "all_gather"; or one of the kinds above.
-        window: Operations in a group; if `SHOTS_BUSY`, without the large one.
-        bytes: Payload of a group; if `BUSY`, of the large ones; if `SHOTS_BUSY`, of the small ones.
-        seconds: Mean time of a group; if `BUSY`, of the small one; if `PACKED`, of the copies; if
-            `SHOTS_BUSY`, from the launch of the first small one until all of them have ended.
+        window: Operations in a group; if `SHOT_BUSY`, without the large one.
+        bytes: Payload of a group; if `BUSY`, of the large ones; if `SHOT_BUSY`, of the small one.
+        seconds: Mean time of a group; if `BUSY` or `SHOT_BUSY`, of the small one; if `PACKED`, of
+            the copies.
     """
 
     kind: str
@@ -81,7 +82,7 @@ def fit_lines(rows: Sequence[Measured]) -> list[Line]:
     """A line for each collective and window, in order of measurement; see `_core.fit_cost`."""
     samples: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.kind not in (BUSY, PACKED, ONE_SHOT, SHOTS_BUSY):
+        if row.kind not in (BUSY, PACKED, ONE_SHOT, SHOTS, SHOT_BUSY):
             samples[row.kind, row.window][row.bytes].append(row.seconds)
     lines = []
     for (kind, window), by_size in samples.items():
@@ -138,21 +139,18 @@ def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
 
 
 def _one_shot(rows: Sequence[Measured]) -> _core.OneShot:
-    alone = [row for row in rows if row.kind == ONE_SHOT]
-    if not alone:
-        return _core.OneShot()
-    busy: dict[int, list[float]] = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        if row.kind == SHOTS_BUSY:
-            busy[row.window].append(row.seconds)
-    one, many = min(busy), max(busy)
-    first_s, all_s = float(np.median(busy[one])), float(np.median(busy[many]))
-    return _core.OneShot(
-        alone[0].bytes,
-        float(np.median([row.seconds for row in alone])),
-        max(all_s - first_s, 0.0) / (many - one),
-        first_s,
+        seconds[row.kind].append(row.seconds)
+    if not seconds[ONE_SHOT]:
+        return _core.OneShot()
+    first_s, all_s, busy_s = (
+        float(np.median(seconds[kind])) for kind in (ONE_SHOT, SHOTS, SHOT_BUSY)
     )
+    [most_bytes] = {row.bytes for row in rows if row.kind == ONE_SHOT}
+    [together] = {row.window for row in rows if row.kind == SHOTS}
+    gap_s = max(all_s - first_s, 0.0) / (together - 1)
+    return _core.OneShot(most_bytes, first_s, gap_s, busy_s)
 
 
 def _point(size: int, times: Sequence[float], cost: _core.AlphaBeta) -> Point:

@@ -12,7 +12,7 @@ from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.communicator import Staging, TorchCommunicator
 from usbyte.torch.context import Context, current
-from usbyte.torch.costs import BUSY, ONE_SHOT, PACKED, SHOTS_BUSY, Measured, concurrent, fit
+from usbyte.torch.costs import BUSY, ONE_SHOT, PACKED, SHOT_BUSY, SHOTS, Measured, concurrent, fit
 
 __all__ = ["probe"]
 
@@ -217,7 +217,7 @@ def _time_busy(
 def _time_one_shot(
     context: Context, communicator: TorchCommunicator, large_bytes: int, repeats: int
 ) -> list[Measured]:
-    """Operations of one shot: between small others, and one or several right behind a large one."""
+    """Operations of one shot: between small others, several together, and behind a large one."""
     rows = []
     small, numel = (
         bytes_ // _FLOAT_BYTES
@@ -232,11 +232,12 @@ def _time_one_shot(
             for row in _one_step(engine, ["all_reduce"], 1):
                 if row.bytes == size:
                     rows.append(Measured(ONE_SHOT, 1, size, row.seconds))
-    for shots in (1, _SHOTS):
-        sizes = [large_bytes, *[size] * shots]
-        for times in _time_together(context, communicator, sizes, repeats):
-            seconds = max(done for _, done in times[1:]) - times[1][0]
-            rows.append(Measured(SHOTS_BUSY, shots, shots * size, seconds))
+    for times in _time_together(context, communicator, [size] * _SHOTS, repeats):
+        seconds = max(done for _, done in times) - times[0][0]
+        rows.append(Measured(SHOTS, _SHOTS, _SHOTS * size, seconds))
+    for times in _time_together(context, communicator, [large_bytes, size], repeats):
+        posted, done = times[1]
+        rows.append(Measured(SHOT_BUSY, 1, size, done - posted))
     return rows
 
 
