@@ -160,6 +160,23 @@ TEST(EngineWait, PollRunsWhileOtherTensorsArrive) {
 
 // The ranks may have come to different tensors when backward is abandoned; what one rank goes on to
 // launch, another never would.
+TEST(EngineWait, EndsOnceTheNextOpIsLaunched) {
+  Rig rig(plan_of(2, 1));
+  for (int step = 0; step < 10; ++step) {
+    rig.backward();
+    std::atomic<bool> waiting = false;
+    std::thread waiter([&] {
+      rig->wait(0, [&] { waiting = true; });
+      EXPECT_EQ(rig.communicator.launched(), 2 * step + 2);
+    });
+    while (!waiting) std::this_thread::sleep_for(milliseconds(1));
+    rig.complete(2 * step);
+    waiter.join();
+    rig.complete(2 * step + 1);
+    rig->drain();
+  }
+}
+
 TEST(EngineEnd, InsideBackwardWaitsForOpsInFlightAndLaunchesNoMore) {
   Rig rig(plan_of(3, 1));
   rig->begin_step();

@@ -26,15 +26,14 @@ _SMALLEST_BYTES = 4 << 10  # or more, as smaller ones may go in one shot
 LARGEST_BYTES = 32 << 20
 _STEP_S = 0.05  # about how long the largest operation may take
 _REPEATS = 4
-_GROWTH = 16  # from one size to the next
+_GROWTH = 4  # from one size to the next
 _LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
 # operation beside it is through
 _MOST_AHEAD = 3  # more than that in flight is as good as any number
-# Groups go one after the other without a pause, as in training, for as long as that many operations
-# of the smallest size would take. Every second one is of that size, as a large one behind its like
-# would start up a little sooner, and as the times of small ones vary so much that many must count.
-_SPAN = 32
-_FEWEST_GROUPS, _MOST_GROUPS = 3, 16
+# Groups of one size go one after the other without a pause, as in training, for as long as that
+# many of the smallest size would take: the times of small ones vary so much that many must count.
+_SPAN = 64
+_FEWEST_GROUPS, _MOST_GROUPS = 3, 32
 _MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups, small operations aside
 _SHOTS = 16  # of one shot each, together
 _FLOAT_BYTES = 4
@@ -116,7 +115,7 @@ def measure(
         counts = {}
         most_bytes = max(_MOST_BYTES // (_FEWEST_GROUPS * window), smallest)
         for size in sorted({min(size, most_bytes) for size in sizes}):
-            seconds = window * (small_s + max(small_s, some_s * size / some))
+            seconds = window * max(small_s, some_s * size / some)
             most = min(_MOST_GROUPS, _MOST_BYTES // (window * size))
             counts[size] = max(min(int(_SPAN * small_s / seconds), most), _FEWEST_GROUPS)
         return _time(context, communicator, window, counts, repeats)
@@ -161,18 +160,18 @@ def _time(
 ) -> list[Measured]:
     """`groups`: how many, by the size of each of their operations."""
     rows = []
-    smallest = _smallest(communicator)
-    longest = max(count * window * (size + smallest) for size, count in groups.items())
+    longest = max((count + 1) * window * size for size, count in groups.items())
     buffer = torch.zeros(longest, dtype=torch.uint8)
     communicator.register(buffer)
-    small = smallest // _FLOAT_BYTES
     for size, count in groups.items():
-        numel = size // _FLOAT_BYTES
         for kinds in _WINDOWS[window]:
-            plan = _plan(kinds, window, [small, numel] * count)
+            plan = _plan(kinds, window, [size // _FLOAT_BYTES] * (count + 1))
             with _engine(context, communicator, buffer, plan) as engine:
                 for _ in range(repeats):
-                    rows += _one_step(engine, kinds, window)
+                    _run(engine, len(plan.tensors))
+                    for kind, (first, *_, last) in zip(kinds, _ends(engine, window), strict=True):
+                        seconds = (last - first) / count
+                        rows.append(Measured(kind, window, window * size, seconds))
     return rows
 
 
@@ -229,9 +228,10 @@ def _time_one_shot(
     plan = _plan(["all_reduce"], 1, [small, numel] * _SHOTS)
     with _engine(context, communicator, buffer, plan) as engine:
         for _ in range(repeats):
-            for row in _one_step(engine, ["all_reduce"], 1):
-                if row.bytes == size:
-                    rows.append(Measured(ONE_SHOT, 1, size, row.seconds))
+            _run(engine, len(plan.tensors))
+            [ends] = _ends(engine, 1)
+            seconds = fmean(ends[i] - ends[i - 1] for i in range(1, len(ends), 2))
+            rows.append(Measured(ONE_SHOT, 1, size, seconds))
     for times in _time_together(context, communicator, [size] * _SHOTS, repeats):
         seconds = max(done for _, done in times) - times[0][0]
         rows.append(Measured(SHOTS, _SHOTS, _SHOTS * size, seconds))
@@ -299,18 +299,11 @@ def _plan(kinds: list[str], window: int, numels: list[int]) -> _core.Plan:
     return _core.Plan("probe", tensors, ops)
 
 
-def _one_step(engine: _core.Engine, kinds: list[str], window: int) -> list[Measured]:
-    """For each collective the mean time of the small groups, but the first, and of the others."""
-    tensors = engine.plan.tensors
-    count = len(tensors)
-    _run(engine, count)
-    times = engine.op_times()
-    rows = []
-    for k, kind in enumerate(kinds):
-        done = [end for _, end in times[k * count : (k + 1) * count]]
-        ends = [max(done[i : i + window]) for i in range(0, count, window)]
-        for first in (1, 2):
-            payload = window * tensors[window * (first % 2)].numel * _FLOAT_BYTES
-            seconds = fmean(ends[i] - ends[i - 1] for i in range(first, len(ends), 2))
-            rows.append(Measured(kind, window, payload, seconds))
-    return rows
+def _ends(engine: _core.Engine, window: int) -> list[list[float]]:
+    """For each collective, when its groups have ended."""
+    times, count = engine.op_times(), len(engine.plan.tensors)
+    done = [end for _, end in times]
+    return [
+        [max(done[i : i + window]) for i in range(k, k + count, window)]
+        for k in range(0, len(done), count)
+    ]
