@@ -189,12 +189,12 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
   arrived.notify_all();
   for (;;) {
     const bool in_flight = step.in_flight() > 0;
-    if (raw_fault && fault.empty()) {
+    if (to_signal && !launchable()) {  // a fault came between, or the end
+      signal_waiters();
+    } else if (raw_fault && fault.empty()) {
       report_fault(lock);
     } else if (launchable()) {
       launch_next(lock, self);
-    } else if (to_signal) {  // what was to be launched is not any more
-      signal_waiters();
     } else if (!outbox.empty()) {
       write_outbox(lock);
     } else if (stopping && (!in_flight || !fault.empty())) {

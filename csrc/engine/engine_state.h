@@ -35,7 +35,7 @@ struct Engine::State {
   mutable std::mutex mutex;
   std::condition_variable work;     // signals the engine's thread
   std::condition_variable arrived;  // signals waiters
-  bool to_signal = false;           // waiters, as soon as the engine's thread has launched an op
+  bool to_signal = false;           // waiters, once the engine's thread has launched an op
   bool running = false;
   bool stopping = false;
   std::string fault;                     // not empty: final

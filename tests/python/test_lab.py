@@ -83,31 +83,45 @@ def test_hosts_have_their_own_cores(lab):
     cores = os.sched_getaffinity(0)
     code = """if True:
         import json, os
-        inherited = "LAB_CORES" in os.environ or "LAB_PREFIX" in os.environ
+        inherited = any(name.startswith("LAB_") for name in os.environ)
         policy = os.sched_getscheduler(0)
         print(json.dumps([sorted(os.sched_getaffinity(0)), policy, inherited]))
     """
     done = command("run", "--", sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line[4:]) for line in sorted(done.stdout.splitlines())]
-    assert [line[1:] for line in lines] == [[os.SCHED_BATCH, False]] * 2
+    policy = os.SCHED_OTHER if len(cores) > 1 else os.SCHED_BATCH
+    assert [line[1:] for line in lines] == [[policy, False]] * 2
     first, second = (set(line[0]) for line in lines)
-    if len(cores) > 1:
-        assert not first & second
-    assert first | second == cores
+    assert len(first) == len(second) == max(len(cores) // 2, 1)
+    assert first | second <= cores
+    assert first == second if len(cores) == 1 else not first & second
+
+
+@pytest.mark.netns
+def test_ranks_that_share_a_core_are_batch_jobs(lab):
+    core = min(os.sched_getaffinity(0))
+    code = "import os; print(os.sched_getaffinity(0), os.sched_getscheduler(0))"
+    # Of the lab, not of this process.
+    alone = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
+    done = command("run", "--", sys.executable, "-c", code, preexec_fn=alone)
+    assert done.returncode == 0, done.stderr
+    expected = f"{{{core}}} {os.SCHED_BATCH}"
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
 
 
 @pytest.mark.parametrize(
     ("hosts", "shares"),
     [
         (1, [[1, 4, 5, 6, 7]]),
-        (2, [[1, 4], [5, 6, 7]]),
+        (2, [[1, 4], [5, 6]]),
         (5, [[1], [4], [5], [6], [7]]),
         (7, [[1], [4], [5], [6], [7], [1], [4]]),
     ],
 )
 def test_cores_are_shared_out_evenly(monkeypatch, hosts, shares):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 1, 5, 6, 4})
+    monkeypatch.setattr(netns, "_place", lambda core: (0, core))
     assert netns._shares(hosts) == shares
 
 

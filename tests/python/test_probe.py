@@ -102,7 +102,10 @@ def test_groups_end_when_the_last_of_their_operations_has():
     engine = SimpleNamespace(
         plan=SimpleNamespace(tensors=[None] * 8), op_times=lambda: [(0.0, end) for end in ends]
     )
-    assert probe._ends(engine, 2) == [[9.0, 10.5, 12.0, 14.0], [21, 23, 25, 27]]
+    groups, others = probe._ends(engine, 2)
+    assert (groups, others) == ([9.0, 10.5, 12.0, 14.0], [21, 23, 25, 27])
+    assert probe._mean_s(groups) == (14.0 - 9.0) / 3
+    assert probe._mean_s(groups, every=2) == (10.5 - 9.0 + 14.0 - 12.0) / 2
 
 
 def test_residuals_of_a_line_and_of_none():

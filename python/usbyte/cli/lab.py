@@ -67,9 +67,9 @@ def up(hosts: int, rate: float, congestion: str | None, name: str) -> None:
 def run(name: str, command: tuple[str, ...]) -> None:
     """Run COMMAND, one rank on each host, on its cores.
 
-    Ranks run as batch jobs (chrt --batch), as hosts of a cluster do not interrupt each other. They
-    get torchrun's environment, and their lines are shown with the rank in front. The first rank
-    that fails ends all others, and its exit code is this command's.
+    Ranks that share a core run as batch jobs (chrt --batch), since hosts of a cluster do not
+    interrupt each other. Ranks get torchrun's environment, and their lines are shown with the rank
+    in front. The first rank that fails ends all others, and its exit code is this command's.
     """
     _lab(name).run(command)
 

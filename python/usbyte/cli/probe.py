@@ -69,7 +69,7 @@ def probe(
     from usbyte.torch.probe import measure_apart
 
     ub.init()
-    rows = measure_apart(current(), largest, repeats=repeats, growth=4)
+    rows = measure_apart(current(), largest, repeats=repeats)
     if ub.rank() == 0:
         from rich.console import Console
 

@@ -5,13 +5,13 @@ directions. Host i of the lab NAME is 10.98.0.(i+1) on eth0, and called NAME-i. 
 of `ip` every time: there is no state file to go stale. Needs Linux, root, iproute2, util-linux, and
 the kernel's bridge, veth and sch_tbf.
 
-Each host computes on its own share of the cores; where there are fewer cores than hosts, several
-share one. There a message would at once wake its receiver in the sender's place, who answers, and
-then Gloo's thread in the sender, which spins for up to a tick of the scheduler on the lock that the
-sender still holds: a small all_reduce takes six times as long as without. Hosts of a cluster cannot
-do that to each other, so ranks run as batch jobs, which are not woken in one another's place. The
-price: where layers really compute, instead of waiting as in `usbyte.lab.replay`, messages wait for
-the scheduler's tick on a shared core.
+Each host computes on its own share of the cores. With fewer cores than hosts, several share one. A
+message would then at once wake its receiver in the sender's place, who answers, and then Gloo's
+thread in the sender, which spins for up to a tick of the scheduler on the lock that the sender
+still holds: a small all_reduce takes six times as long as without. Hosts of a cluster cannot do
+that to each other, so ranks that share a core run as batch jobs, which are not woken in one
+another's place. The price: where layers really compute, instead of waiting as in
+`usbyte.lab.replay`, messages wait for the scheduler's tick, also those of the rank itself.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ MAX_HOSTS = 250
 _BURST_S, _LEAST_BURST = 1e-3, 128 << 10
 _QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
 
-# Each rank enters its host, on that host's cores, as a batch job. It must not look for the
-# launcher's own store, which is outside.
+# Each rank enters its host, on that host's cores. It must not look for the launcher's own store,
+# which is outside.
 _ENTER = (
     'cores=$(echo "$LAB_CORES" | cut -d " " -f $((RANK + 1))); '
-    'exec ip netns exec "$LAB_PREFIX$RANK" taskset -c "$cores" chrt --batch 0 '
-    "env -u LAB_PREFIX -u LAB_CORES -u TORCHELASTIC_USE_AGENT_STORE "
+    'exec ip netns exec "$LAB_PREFIX$RANK" taskset -c "$cores" chrt "$LAB_POLICY" 0 '
+    "env -u LAB_PREFIX -u LAB_CORES -u LAB_POLICY -u TORCHELASTIC_USE_AGENT_STORE "
     "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.98.0.1 GLOO_SOCKET_IFNAME=eth0 "
     'NCCL_SOCKET_IFNAME=eth0 "$@"'
 )
@@ -79,7 +79,7 @@ class Lab:
 
     Raises:
         UsageError: The name cannot be part of an interface's name, or this is not root on Linux
-            with iproute2.
+            with iproute2 and util-linux.
     """
 
     def __init__(self, name: str = DEFAULT) -> None:
@@ -152,8 +152,12 @@ class Lab:
         The first rank that fails ends all others, and the exit status is its code.
         """
         size = self._require()
-        shares = " ".join(",".join(map(str, share)) for share in _shares(size))
-        env = os.environ | {"LAB_PREFIX": f"{self.name}-", "LAB_CORES": shares}
+        shares = [",".join(map(str, share)) for share in _shares(size)]
+        env = os.environ | {
+            "LAB_PREFIX": f"{self.name}-",
+            "LAB_CORES": " ".join(shares),
+            "LAB_POLICY": "--batch" if len(set(shares)) < size else "--other",
+        }
         launcher = [sys.executable, "-m", "usbyte.run", "-np", str(size)]
         sys.stdout.flush()
         os.execve(sys.executable, [*launcher, "sh", "-c", _ENTER, "sh", *command], env)
@@ -263,11 +267,22 @@ class Lab:
 
 
 def _shares(hosts: int) -> list[list[int]]:
-    """The cores of each host, of those that this process may use."""
-    cores = sorted(os.sched_getaffinity(0))
+    """The cores of each host, of those that this process may use, as many for each."""
+    cores = sorted(os.sched_getaffinity(0), key=_place)
     if hosts > len(cores):
         return [[cores[i % len(cores)]] for i in range(hosts)]
-    return [cores[len(cores) * i // hosts : len(cores) * (i + 1) // hosts] for i in range(hosts)]
+    each = len(cores) // hosts
+    return [cores[i * each : (i + 1) * each] for i in range(hosts)]
+
+
+def _place(core: int) -> tuple[int, ...]:
+    """Sorts the threads of one physical core beside each other, where the system tells."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    try:
+        names = ("physical_package_id", "core_id")
+        return (*(int((topology / name).read_text()) for name in names), core)
+    except OSError:
+        return (0, core, core)
 
 
 def _pids(namespace: str) -> list[int]:

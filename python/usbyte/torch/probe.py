@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from statistics import fmean, median
 
 import torch
@@ -31,10 +32,11 @@ _LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts u
 # operation beside it is through
 _MOST_AHEAD = 3  # more than that in flight is as good as any number
 # Groups of one size go one after the other without a pause, as in training, for as long as that
-# many of the smallest size would take: the times of small ones vary so much that many must count.
-_SPAN = 64
+# many of the smallest size would take, but not much longer than the time below: the times of small
+# ones vary so much that many must count.
+_SPAN, _SPAN_S = 64, 0.15
 _FEWEST_GROUPS, _MOST_GROUPS = 3, 32
-_MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups, small operations aside
+_MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups that count
 _SHOTS = 16  # of one shot each, together
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
@@ -70,12 +72,11 @@ def measure_apart(
     largest_bytes: int,
     *,
     repeats: int = _REPEATS,
-    growth: int = _GROWTH,
 ) -> list[Measured]:
     """Measures over a process group of its own. Collective; see `measure`."""
     communicator = context.new_communicator()
     try:
-        return measure(context, communicator, largest_bytes, repeats=repeats, growth=growth)
+        return measure(context, communicator, largest_bytes, repeats=repeats)
     finally:
         communicator.close()
 
@@ -86,7 +87,6 @@ def measure(
     largest_bytes: int,
     *,
     repeats: int = _REPEATS,
-    growth: int = _GROWTH,
 ) -> list[Measured]:
     """Times collectives over the communicator, which nothing else uses meanwhile. Collective.
 
@@ -97,7 +97,6 @@ def measure(
             smaller than a line needs. What runs beside a small operation, or is packed, is up to
             four times as large.
         repeats: Measurements of each size.
-        growth: From one size to the next, but for the two largest.
     """
     smallest = _smallest(communicator)
     some = max(min(1 << 20, largest_bytes), 2 * smallest) // _FLOAT_BYTES * _FLOAT_BYTES
@@ -109,7 +108,7 @@ def measure(
     small_s, some_s = (max(float(word), 1e-6) for word in text.split())
     largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
     largest = max(largest, 4 * smallest)  # a line takes two sizes
-    sizes = _sizes(smallest, largest, growth)
+    sizes = _sizes(smallest, largest)
 
     def time_window(window: int) -> list[Measured]:
         counts = {}
@@ -117,7 +116,8 @@ def measure(
         for size in sorted({min(size, most_bytes) for size in sizes}):
             seconds = window * max(small_s, some_s * size / some)
             most = min(_MOST_GROUPS, _MOST_BYTES // (window * size))
-            counts[size] = max(min(int(_SPAN * small_s / seconds), most), _FEWEST_GROUPS)
+            span_s = min(_SPAN * small_s, _SPAN_S)
+            counts[size] = max(min(int(span_s / seconds), most), _FEWEST_GROUPS)
         return _time(context, communicator, window, counts, repeats)
 
     rows = time_window(1)
@@ -142,12 +142,12 @@ def _smallest(communicator: TorchCommunicator) -> int:
     return max(_SMALLEST_BYTES, 1 << communicator.most_one_shot_bytes.bit_length())
 
 
-def _sizes(low: int, high: int, growth: int) -> list[int]:
-    """From high / 4 down in steps of that growth; high; low."""
-    sizes, size = [high], high // 4
+def _sizes(low: int, high: int) -> list[int]:
+    """From low to high, each about `_GROWTH` times the one before."""
+    sizes, size = [high], high // _GROWTH
     while size >= 2 * low:
         sizes.append(size)
-        size //= growth
+        size //= _GROWTH
     return sorted({low, *sizes})
 
 
@@ -163,15 +163,13 @@ def _time(
     longest = max((count + 1) * window * size for size, count in groups.items())
     buffer = torch.zeros(longest, dtype=torch.uint8)
     communicator.register(buffer)
-    for size, count in groups.items():
-        for kinds in _WINDOWS[window]:
-            plan = _plan(kinds, window, [size // _FLOAT_BYTES] * (count + 1))
-            with _engine(context, communicator, buffer, plan) as engine:
-                for _ in range(repeats):
-                    _run(engine, len(plan.tensors))
-                    for kind, (first, *_, last) in zip(kinds, _ends(engine, window), strict=True):
-                        seconds = (last - first) / count
-                        rows.append(Measured(kind, window, window * size, seconds))
+    # All sizes anew in each repetition, so that no disturbance meets all measurements of one.
+    for _, size, kinds in product(range(repeats), groups, _WINDOWS[window]):
+        plan = _plan(kinds, window, [size // _FLOAT_BYTES] * (groups[size] + 1))
+        with _engine(context, communicator, buffer, plan) as engine:
+            _run(engine, len(plan.tensors))
+            for kind, ends in zip(kinds, _ends(engine, window), strict=True):
+                rows.append(Measured(kind, window, window * size, _mean_s(ends)))
     return rows
 
 
@@ -225,16 +223,18 @@ def _time_one_shot(
     size = numel * _FLOAT_BYTES
     buffer = torch.zeros(_SHOTS * (small + numel) * _FLOAT_BYTES, dtype=torch.uint8)
     communicator.register(buffer)
-    plan = _plan(["all_reduce"], 1, [small, numel] * _SHOTS)
-    with _engine(context, communicator, buffer, plan) as engine:
+    alternating = _plan(["all_reduce"], 1, [small, numel] * _SHOTS)
+    with _engine(context, communicator, buffer, alternating) as engine:
         for _ in range(repeats):
-            _run(engine, len(plan.tensors))
+            _run(engine, len(alternating.tensors))
             [ends] = _ends(engine, 1)
-            seconds = fmean(ends[i] - ends[i - 1] for i in range(1, len(ends), 2))
-            rows.append(Measured(ONE_SHOT, 1, size, seconds))
-    for times in _time_together(context, communicator, [size] * _SHOTS, repeats):
-        seconds = max(done for _, done in times) - times[0][0]
-        rows.append(Measured(SHOTS, _SHOTS, _SHOTS * size, seconds))
+            rows.append(Measured(ONE_SHOT, 1, size, _mean_s(ends, every=2)))
+    together = _plan(["all_reduce"], 1, [small] + [numel] * _SHOTS, fences=2)
+    with _engine(context, communicator, buffer, together) as engine:
+        for _ in range(repeats):
+            _run(engine, len(together.tensors))
+            [(before, *ends)] = _ends(engine, 1)
+            rows.append(Measured(SHOTS, _SHOTS, _SHOTS * size, max(ends) - before))
     for times in _time_together(context, communicator, [large_bytes, size], repeats):
         posted, done = times[1]
         rows.append(Measured(SHOT_BUSY, 1, size, done - posted))
@@ -287,16 +287,27 @@ def _run(engine: _core.Engine, tensors: int) -> None:
     engine.drain()
 
 
-def _plan(kinds: list[str], window: int, numels: list[int]) -> _core.Plan:
-    """Groups of `window` operations, each of that many elements."""
+def _plan(
+    kinds: list[str], window: int, numels: list[int], fences: int | None = None
+) -> _core.Plan:
+    """Groups of `window` operations, each of that many elements.
+
+    The first `fences` groups wait for those before them; all if it is None.
+    """
     each = [numel for numel in numels for _ in range(window)]
+    fenced = range(0, len(each) if fences is None else fences * window, window)
     tensors = line((f"probe{i}", numel, "float32") for i, numel in enumerate(each))
     ops = [
-        _core.Op(kind, [(t.offset, t.end)], _UNLIMITED, fence=i % window == 0)
+        _core.Op(kind, [(t.offset, t.end)], _UNLIMITED, fence=i in fenced)
         for kind in kinds
         for i, t in enumerate(tensors)
     ]
     return _core.Plan("probe", tensors, ops)
+
+
+def _mean_s(ends: list[float], every: int = 1) -> float:
+    """Mean time of all groups but the first, or of every second one of those, and so on."""
+    return fmean(ends[i] - ends[i - 1] for i in range(1, len(ends), every))
 
 
 def _ends(engine: _core.Engine, window: int) -> list[list[float]]:
