@@ -35,7 +35,7 @@ _MOST_AHEAD = 3  # more than that in flight is as good as any number
 # many of the smallest size would take, but not much longer than the time below: the times of small
 # ones vary so much that many must count.
 _SPAN, _SPAN_S = 64, 0.15
-_FEWEST_GROUPS, _MOST_GROUPS = 3, 32
+_FEWEST_GROUPS, _MOST_GROUPS = 2, 32
 _MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups that count
 _SHOTS = 16  # of one shot each, together
 _FLOAT_BYTES = 4
