@@ -8,7 +8,7 @@ the kernel's bridge, veth and sch_tbf.
 Each host computes on its own share of the cores. With fewer cores than hosts, several share one. A
 message would then at once wake its receiver in the sender's place, who answers, and then Gloo's
 thread in the sender, which spins for up to a tick of the scheduler on the lock that the sender
-still holds: a small all_reduce takes six times as long as without. Hosts of a cluster cannot do
+still holds: a small all_reduce takes several times as long as without. Hosts of a cluster cannot do
 that to each other, so ranks that share a core run as batch jobs, which are not woken in one
 another's place. The price: where layers really compute, instead of waiting as in
 `usbyte.lab.replay`, messages wait for the scheduler's tick, also those of the rank itself.

@@ -110,13 +110,14 @@ def measure(
     largest = max(largest, 4 * smallest)  # a line takes two sizes
     sizes = _sizes(smallest, largest)
 
+    span_s = min(_SPAN * small_s, _SPAN_S)
+
     def time_window(window: int) -> list[Measured]:
         counts = {}
         most_bytes = max(_MOST_BYTES // (_FEWEST_GROUPS * window), smallest)
         for size in sorted({min(size, most_bytes) for size in sizes}):
             seconds = window * max(small_s, some_s * size / some)
             most = min(_MOST_GROUPS, _MOST_BYTES // (window * size))
-            span_s = min(_SPAN * small_s, _SPAN_S)
             counts[size] = max(min(int(span_s / seconds), most), _FEWEST_GROUPS)
         return _time(context, communicator, window, counts, repeats)
 
@@ -245,16 +246,12 @@ def _time_together(
     context: Context, communicator: TorchCommunicator, sizes: list[int], repeats: int
 ) -> Iterator[list[tuple[float, float]]]:
     """When all_reduces of these sizes, posted together, have begun and ended, time and again."""
-    tensors = line((f"probe{i}", size // _FLOAT_BYTES, "float32") for i, size in enumerate(sizes))
-    ops = [
-        _core.Op("all_reduce", [(t.offset, t.end)], _UNLIMITED, fence=i == 0)
-        for i, t in enumerate(tensors)
-    ]
+    plan = _plan(["all_reduce"], 1, [size // _FLOAT_BYTES for size in sizes], fences=1)
     buffer = torch.zeros(sum(sizes), dtype=torch.uint8)
     communicator.register(buffer)
-    with _engine(context, communicator, buffer, _core.Plan("probe", tensors, ops)) as engine:
+    with _engine(context, communicator, buffer, plan) as engine:
         for _ in range(repeats):
-            _run(engine, len(tensors))
+            _run(engine, len(sizes))
             yield engine.op_times()
 
 
