@@ -70,7 +70,7 @@ void Engine::ready(int tensor) {
   ++s.ready_count;
   s.queued(s.step.ready(tensor).queued, now);
   // An op in flight or a later head cannot become launchable here, so only the head matters.
-  if (s.launchable()) s.work.notify_one();
+  if (s.launchable() && !s.launching) s.work.notify_one();
 }
 
 std::vector<int> Engine::unready() const {

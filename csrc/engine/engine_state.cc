@@ -81,9 +81,10 @@ double Engine::State::waiting_since() const {
   return std::max(record.launched_s[oldest], last_done_s);
 }
 
-void Engine::State::complete(int op, const std::exception_ptr& error) {
+void Engine::State::complete(int op, const std::exception_ptr& error,
+                             const std::shared_ptr<State>& self) {
   const std::string message = error ? what(error) : "";
-  std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   if (error) {
     step.fail(op);
     if (fault.empty() && !raw_fault) {
@@ -100,11 +101,14 @@ void Engine::State::complete(int op, const std::exception_ptr& error) {
   queued(change.queued, now);
   while (oldest < step.launched() && record.done_s[oldest] > 0) ++oldest;
   // A waiter that goes on takes the core, or Python's lock, from the thread that keeps the network
-  // busy; so that one goes first.
-  const bool next = launchable();
+  // busy; so that one goes first. It is this one, since another would have to be woken.
   if (!change.arrived.empty() || step.reduced()) to_signal = true;
-  if (to_signal && !next) signal_waiters();
-  if (stopping || next) work.notify_one();
+  if (launchable() && !launching) {
+    launch_all(lock, self);
+  } else if (to_signal && !launchable()) {
+    signal_waiters();
+  }
+  if (stopping) work.notify_one();
 }
 
 void Engine::State::signal_waiters() {
@@ -112,15 +116,22 @@ void Engine::State::signal_waiters() {
   arrived.notify_all();
 }
 
-void Engine::State::launch_next(std::unique_lock<std::mutex>& lock,
-                                const std::shared_ptr<State>& self) {
-  const int op = step.launch();
-  record.launched_s[static_cast<size_t>(op)] = now_s();
-  lock.unlock();
-  communicator.launch(requests[static_cast<size_t>(op)],
-                      [self, op](std::exception_ptr error) { self->complete(op, error); });
-  lock.lock();
-  if (to_signal) signal_waiters();
+void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
+                               const std::shared_ptr<State>& self) {
+  launching = true;
+  while (launchable()) {
+    const int op = step.launch();
+    record.launched_s[static_cast<size_t>(op)] = now_s();
+    lock.unlock();
+    communicator.launch(
+        requests[static_cast<size_t>(op)],
+        [self, op](std::exception_ptr error) { self->complete(op, error, self); });
+    lock.lock();
+    if (to_signal) signal_waiters();
+  }
+  launching = false;
+  if (to_signal) signal_waiters();  // a fault came between
+  if (!watching) work.notify_one();
 }
 
 void Engine::State::watch_stall(double now, std::unique_lock<std::mutex>& lock) {
@@ -189,15 +200,13 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
   arrived.notify_all();
   for (;;) {
     const bool in_flight = step.in_flight() > 0;
-    if (to_signal && !launchable()) {  // a fault came between, or the end
-      signal_waiters();
-    } else if (raw_fault && fault.empty()) {
+    if (raw_fault && fault.empty()) {
       report_fault(lock);
-    } else if (launchable()) {
-      launch_next(lock, self);
+    } else if (launchable() && !launching) {
+      launch_all(lock, self);
     } else if (!outbox.empty()) {
       write_outbox(lock);
-    } else if (stopping && (!in_flight || !fault.empty())) {
+    } else if (stopping && !launching && (!in_flight || !fault.empty())) {
       if (posted) return;
       post_record();
     } else if (in_flight && fault.empty() && oldest < step.launched()) {
@@ -207,7 +216,9 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
       if (const double now = now_s(); now >= deadline) {
         watch_stall(now, lock);
       } else {
+        watching = true;
         work.wait_until(lock, at(deadline));
+        watching = false;
       }
     } else {
       work.wait(lock);

@@ -21,8 +21,10 @@ namespace usbyte {
 ///
 /// Ownership: the caller's threads and communicator threads change the fields below only with
 /// `mutex` held, and never call out (communicator, callbacks, files) while holding it. Only the
-/// engine's thread launches ops, writes the timeline and calls back. Completions hold the State
-/// alive, so one that comes after the Engine's end is harmless.
+/// engine's thread writes the timeline and calls back. Ops are launched by it and by completions,
+/// by one at a time: whoever has set `launching` launches all that can be, also what others make
+/// launchable meanwhile. Completions hold the State alive, so one that comes after the Engine's end
+/// is harmless.
 struct Engine::State {
   State(Plan p, std::byte* arena, Communicator& c, EngineOptions o);
 
@@ -35,7 +37,9 @@ struct Engine::State {
   mutable std::mutex mutex;
   std::condition_variable work;     // signals the engine's thread
   std::condition_variable arrived;  // signals waiters
-  bool to_signal = false;           // waiters, once the engine's thread has launched an op
+  bool to_signal = false;           // waiters, once an op has been launched
+  bool launching = false;           // a thread is in launch_all, which alone sets and resets this
+  bool watching = false;            // the engine's thread sleeps no longer than until a stall
   bool running = false;
   bool stopping = false;
   std::string fault;                     // not empty: final
@@ -73,8 +77,8 @@ struct Engine::State {
 
  private:
   double waiting_since() const;
-  void launch_next(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self);
-  void complete(int op, const std::exception_ptr& error);
+  void launch_all(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self);
+  void complete(int op, const std::exception_ptr& error, const std::shared_ptr<State>& self);
   void signal_waiters();
   void watch_stall(double now, std::unique_lock<std::mutex>& lock);
   void report_fault(std::unique_lock<std::mutex>& lock);
