@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import _horovod
 import usbyte.torch as ub
 from usbyte import _core
-from usbyte.lab.replay import Replay
+from usbyte.lab.replay import Replay, giving_way
 
 #: Contenders besides PyTorch DDP and usbyte's policies.
 OTHERS = ("alone", "fsdp", "horovod")
@@ -94,8 +94,16 @@ def training(name: str, profile: _core.Profile) -> Iterator[tuple[Callable[[], N
         )
 
 
+class _SGD(torch.optim.SGD):
+    """On an accelerator, as the rest of the job."""
+
+    def step(self, closure: Any = None) -> Any:
+        with giving_way():
+            return super().step(closure)
+
+
 def _sgd(replay: Replay) -> torch.optim.Optimizer:
-    return torch.optim.SGD(replay.parameters(), lr=1.0)
+    return _SGD(replay.parameters(), lr=1.0)
 
 
 def _alone(replay: Replay, _setting: str, _kind: str) -> Trainer:
@@ -131,7 +139,8 @@ def _hvd(replay: Replay, _setting: str, _kind: str) -> Trainer:
 def _usbyte(replay: Replay, policy: str, mode: str) -> Trainer:
     sharded = mode == "sharded"
     optimizer = ub.DistributedOptimizer(
-        _sgd(replay),
+        # Of a subclass, nobody knows that its updates can be cut into shards.
+        torch.optim.SGD(replay.parameters(), lr=1.0) if sharded else _sgd(replay),
         replay.named_tensors(),
         overlap="forward" if sharded else mode,  # type: ignore[arg-type]
         policy=policy,

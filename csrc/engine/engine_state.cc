@@ -123,9 +123,8 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
     const int op = step.launch();
     record.launched_s[static_cast<size_t>(op)] = now_s();
     lock.unlock();
-    communicator.launch(
-        requests[static_cast<size_t>(op)],
-        [self, op](std::exception_ptr error) { self->complete(op, error, self); });
+    communicator.launch(requests[static_cast<size_t>(op)],
+                        [self, op](std::exception_ptr error) { self->complete(op, error, self); });
     lock.lock();
     if (to_signal) signal_waiters();
   }

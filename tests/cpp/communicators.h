@@ -29,12 +29,17 @@ class ManualCommunicator final : public Communicator {
   void launch(const Request&, Completion done) override {
     std::lock_guard lock(mutex_);
     pending_.emplace(launched_++, std::move(done));
+    launcher_ = std::this_thread::get_id();
     changed_.notify_all();
   }
 
   int launched() const {
     std::lock_guard lock(mutex_);
     return launched_;
+  }
+  std::thread::id last_launcher() const {
+    std::lock_guard lock(mutex_);
+    return launcher_;
   }
   /// False if there are still fewer than `count` launches after 20 s.
   bool await_launches(int count) const {
@@ -55,6 +60,7 @@ class ManualCommunicator final : public Communicator {
   mutable std::condition_variable changed_;
   std::map<int, Completion> pending_;
   int launched_ = 0;
+  std::thread::id launcher_;
 };
 
 /// Passes completions on from a thread of its own, late and in random order.

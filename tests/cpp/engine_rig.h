@@ -39,7 +39,7 @@ struct Rig {
     for (int tensor : engine->unready()) engine->ready(tensor);
     engine->end_backward();
   }
-  // Waits for the launch, since the engine launches on its own thread.
+  // Waits for the launch, as it may be up to the engine's own thread.
   void complete(int index, std::exception_ptr error = nullptr) {
     ASSERT_TRUE(communicator.await_launches(index + 1));
     communicator.complete(index, std::move(error));

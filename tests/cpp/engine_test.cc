@@ -191,7 +191,7 @@ class SlowSecondLaunch final : public Communicator {
  private:
   std::mutex mutex_;  // guards first_
   Completion first_;
-  int launched_ = 0;  // only the engine's thread
+  int launched_ = 0;  // by one thread at a time
 };
 
 TEST(EngineWait, IsWokenOnceTheNextOpIsLaunched) {
@@ -216,6 +216,22 @@ TEST(EngineWait, IsWokenOnceTheNextOpIsLaunched) {
   }
   // Whose poll came just then did not have to be woken.
   EXPECT_LE(communicator.too_early, 3);
+}
+
+// Another thread would have to be woken, and wait for a core, or for Python's lock.
+TEST(EngineLaunch, IsUpToTheThreadThatReportsAnEnd) {
+  Rig rig(plan_of(2, 1));
+  int at_once = 0;
+  for (int step = 0; step < 10; ++step) {
+    rig.backward();
+    ASSERT_TRUE(rig.communicator.await_launches(2 * step + 1));
+    std::this_thread::sleep_for(milliseconds(5));  // the engine's thread goes to sleep
+    rig.complete(2 * step);
+    at_once += rig.communicator.last_launcher() == std::this_thread::get_id();
+    rig.complete(2 * step + 1);
+    rig->drain();
+  }
+  EXPECT_GE(at_once, 5);
 }
 
 // The ranks may have come to different tensors when backward is abandoned; what one rank goes on to

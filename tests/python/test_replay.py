@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.lab import profiles
-from usbyte.lab.replay import Replay
+from usbyte.lab.replay import Replay, giving_way
 
 MS = 1e-3
 
@@ -235,3 +236,19 @@ def test_scaling():
     assert (scaled.step_s, scaled.update_s) == pytest.approx((25 * MS, 2 * MS))
     with pytest.raises(UsageError, match="above 0"):
         profiles.scaled(profile, time=0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="may not raise a priority again")
+def test_where_cores_are_shared_what_an_accelerator_would_do_gives_way():
+    def policies():
+        before = os.sched_getscheduler(0)
+        with giving_way():
+            inside = os.sched_getscheduler(0)
+        return before, inside, os.sched_getscheduler(0)
+
+    assert policies() == (os.SCHED_OTHER,) * 3
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        assert policies() == (os.SCHED_BATCH, os.SCHED_IDLE, os.SCHED_BATCH)
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

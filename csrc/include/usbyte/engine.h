@@ -33,8 +33,10 @@ struct EngineOptions {
 /// One step: `begin_step`, `ready` once for every tensor, `end_backward`; then `wait` for tensors
 /// in any order, or `drain`. Ops are launched strictly in plan order, each when all its bytes are
 /// ready and its window admits it; an all_gather also waits for the reduce_scatter of its blocks.
-/// No op of step k+1 is launched before every op of step k has completed. Who waits for an op is
-/// woken once the communicator has launched, and packed, what can be launched at its end.
+/// No op of step k+1 is launched before every op of step k has completed. What an op's end makes
+/// launchable is launched by the thread that reports it, else by the background thread; launches
+/// never overlap. Who waits for the op is woken once the communicator has launched, and packed, the
+/// next.
 ///
 /// After a fault every call that begins, feeds or waits for a step throws the same
 /// FaultError. All methods are thread-safe.

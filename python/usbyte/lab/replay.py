@@ -6,8 +6,10 @@ have the job's sizes, are sent and applied, and what they add up to is checked.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,23 @@ _MERGE_S = 100e-6
 _FACTORS = (4, -1, -2)
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 2e-2}
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+@contextmanager
+def giving_way() -> Iterator[None]:
+    """What an accelerator would do, and what takes this thread's core here instead.
+
+    On a core that ranks of `usbyte lab run` share, every other thread goes before it; elsewhere it
+    is like any other work, as not everybody may raise a thread's priority again.
+    """
+    if not hasattr(os, "SCHED_IDLE") or os.sched_getscheduler(0) != os.SCHED_BATCH:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class _Clock:
@@ -83,7 +102,8 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         replay: Replay = ctx.replay
         # Before the wait: filling a large gradient takes a while, which is part of the compute.
-        grads = replay._enter_backward(ctx.beat, ctx.params)
+        with giving_way():
+            grads = replay._enter_backward(ctx.beat, ctx.params)
         replay.clock.wait_until(ctx.beat.ready_s)
         return grad, None, None, *grads
 

@@ -24,11 +24,12 @@ _TAGS = 0x20000000  # tickets are counted modulo that where they tell messages a
 class TorchCommunicator:
     """Starts the engine's collectives on a process group.
 
-    The engine's thread calls `_launch` with the GIL held, in plan order, so every rank uses the
-    group in one order. The waiters take what was launched in the same order, so the oldest op is
-    always being looked after; one of them has those of one shot to itself. Completion is not taken
-    from the backend's futures: their callbacks would run Python code on the backend's threads,
-    which cannot be joined before the interpreter ends.
+    The engine calls `_launch` with the GIL held, from its own thread or from a waiter that reports
+    an op's end, one at a time and in plan order, so every rank uses the group in one order. The
+    waiters take what was launched in the same order, so the oldest op is always being looked after;
+    one of them has those of one shot to itself. Completion is not taken from the backend's futures:
+    their callbacks would run Python code on the backend's threads, which cannot be joined before
+    the interpreter ends.
 
     Args:
         group: A process group that nothing else uses.
@@ -170,7 +171,7 @@ class Staging:
     """Memory in which ops of several blocks travel as one message.
 
     It is kept, as new pages cost more than the copy: as many buffers as there were such ops in
-    flight. The engine's thread packs, the waiters unpack. A message whose op has failed keeps its
+    flight. Who launches packs, the waiters unpack. A message whose op has failed keeps its
     buffer: the backend may still write there.
     """
 
