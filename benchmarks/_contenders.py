@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import click
@@ -77,7 +78,8 @@ def training(name: str, profile: _core.Profile) -> Iterator[tuple[Callable[[], N
 
     def step() -> None:
         trainer.optimizer.zero_grad()
-        trainer.model(x).sum().backward()
+        with giving_way():
+            trainer.model(x).sum().backward()
         trainer.optimizer.step()
         replay.rest()
 
@@ -94,16 +96,20 @@ def training(name: str, profile: _core.Profile) -> Iterator[tuple[Callable[[], N
         )
 
 
-class _SGD(torch.optim.SGD):
-    """On an accelerator, as the rest of the job."""
-
-    def step(self, closure: Any = None) -> Any:
-        with giving_way():
-            return super().step(closure)
-
-
 def _sgd(replay: Replay) -> torch.optim.Optimizer:
-    return _SGD(replay.parameters(), lr=1.0)
+    return _giving_way(torch.optim.SGD(replay.parameters(), lr=1.0))
+
+
+def _giving_way(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    update = optimizer.step
+
+    @wraps(update)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with giving_way():
+            return update(*args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
 
 
 def _alone(replay: Replay, _setting: str, _kind: str) -> Trainer:
@@ -131,16 +137,15 @@ def _fsdp(replay: Replay, _setting: str, _kind: str) -> Trainer:
 
 def _hvd(replay: Replay, _setting: str, _kind: str) -> Trainer:
     optimizer = _horovod.start().DistributedOptimizer(
-        _sgd(replay), named_parameters=replay.named_tensors()
+        torch.optim.SGD(replay.parameters(), lr=1.0), named_parameters=replay.named_tensors()
     )
-    return Trainer(replay, optimizer, close=_horovod.stop)
+    return Trainer(replay, _giving_way(optimizer), close=_horovod.stop)
 
 
 def _usbyte(replay: Replay, policy: str, mode: str) -> Trainer:
     sharded = mode == "sharded"
     optimizer = ub.DistributedOptimizer(
-        # Of a subclass, nobody knows that its updates can be cut into shards.
-        torch.optim.SGD(replay.parameters(), lr=1.0) if sharded else _sgd(replay),
+        _sgd(replay),
         replay.named_tensors(),
         overlap="forward" if sharded else mode,  # type: ignore[arg-type]
         policy=policy,

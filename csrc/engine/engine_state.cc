@@ -96,7 +96,7 @@ void Engine::State::complete(int op, const std::exception_ptr& error,
   }
   const double now = now_s();
   record.done_s[static_cast<size_t>(op)] = last_done_s = now;
-  warned = false;
+  if (std::exchange(warned, false)) work.notify_one();  // it sleeps until the limit
   const Step::Change change = step.complete(op);
   queued(change.queued, now);
   while (oldest < step.launched() && record.done_s[oldest] > 0) ++oldest;
@@ -117,7 +117,7 @@ void Engine::State::signal_waiters() {
 }
 
 void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
-                               const std::shared_ptr<State>& self) {
+                               const std::shared_ptr<State>& self) noexcept {
   launching = true;
   while (launchable()) {
     const int op = step.launch();

@@ -77,7 +77,7 @@ struct Engine::State {
 
  private:
   double waiting_since() const;
-  void launch_all(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self);
+  void launch_all(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self) noexcept;
   void complete(int op, const std::exception_ptr& error, const std::shared_ptr<State>& self);
   void signal_waiters();
   void watch_stall(double now, std::unique_lock<std::mutex>& lock);

@@ -16,7 +16,7 @@ namespace usbyte {
 namespace {
 
 /// Hands launches to a Python callable, which starts them on a torch.distributed backend and
-/// reports each one's end by `complete(ticket, error)`. The GIL is held only inside the callable.
+/// reports each one's end by `complete(ticket, error)`, which may launch what comes next.
 class PythonCommunicator : public Communicator {
  public:
   PythonCommunicator(int rank, int size, py::function launch)

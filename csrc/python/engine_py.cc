@@ -46,7 +46,7 @@ class PyEngine {
 
 void register_engine(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  py::class_<PyEngine>(m, "Engine", "Executes a plan on one background thread; see engine.h.")
+  py::class_<PyEngine>(m, "Engine", "Executes a plan in the background; see engine.h.")
       .def(py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
                        double stall_warning_s, double stall_limit_s, int64_t steps_before,
                        bool hold_gathers, std::function<void(const std::string&)> on_warning,

@@ -104,6 +104,23 @@ TEST(EngineFault, AStalledOpWarnsOnceThenFails) {
   EXPECT_NE(warnings[0].find("op 0"), std::string::npos) << warnings[0];
 }
 
+// The second one is launched by the thread that reports the first one's end.
+TEST(EngineFault, AfterAStallThatPassedTheNextOneWarnsInTime) {
+  std::vector<double> warned_s;
+  EngineOptions options;
+  options.stall_warning_s = 0.05;
+  options.stall_limit_s = 3;
+  options.on_warning = [&](const std::string&) { warned_s.push_back(now_s()); };
+  Rig rig(plan_of(2, 1), options);
+  rig.backward();
+  std::this_thread::sleep_for(milliseconds(200));
+  const double start = now_s();
+  rig.complete(0);
+  EXPECT_THROW(rig->drain(), FaultError);
+  ASSERT_EQ(warned_s.size(), 2U);
+  EXPECT_LT(warned_s[1] - start, 1.5);
+}
+
 TEST(EngineFault, TheOpThatStalledIsNamedWhateverTheOrderOfTheOthers) {
   EngineOptions options;
   options.stall_limit_s = 0.5;

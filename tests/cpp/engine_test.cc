@@ -273,6 +273,68 @@ TEST(EngineEnd, AFailedEngineDoesNotWaitAndLateCompletionsAreHarmless) {
   rig.fail_op(1, "connection reset");
 }
 
+// Who reports the end of the first op launches the second, which takes until the test lets it.
+class HeldSecondLaunch final : public Communicator {
+ public:
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  void launch(const Request&, Completion done) override {
+    std::unique_lock lock(mutex_);
+    done_.push_back(std::move(done));
+    changed_.notify_all();
+    if (done_.size() == 2) changed_.wait(lock, [&] { return released_; });
+    if (done_.size() == 2) left_ = true;
+  }
+  bool await_launches(size_t count) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::seconds(20), [&] { return done_.size() >= count; });
+  }
+  void complete_first() {
+    std::unique_lock lock(mutex_);
+    const Completion done = done_.front();
+    lock.unlock();
+    done(nullptr);
+  }
+  void release() {
+    std::lock_guard lock(mutex_);
+    released_ = true;
+    changed_.notify_all();
+  }
+  bool left() const {
+    std::lock_guard lock(mutex_);
+    return left_;
+  }
+
+ private:
+  mutable std::mutex mutex_;  // guards the fields below
+  std::condition_variable changed_;
+  std::vector<Completion> done_;
+  bool released_ = false, left_ = false;
+};
+
+TEST(EngineEnd, AFailedEngineWaitsForWhoIsLaunching) {
+  const Plan plan = plan_of(2, 1);
+  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
+  HeldSecondLaunch communicator;
+  auto engine = std::make_unique<Engine>(plan, arena.data(), communicator);
+  engine->begin_step();
+  for (int t : {0, 1}) engine->ready(t);
+  engine->end_backward();
+  ASSERT_TRUE(communicator.await_launches(1));
+  std::this_thread::sleep_for(milliseconds(5));  // the engine's thread goes to sleep
+  std::thread network([&] { communicator.complete_first(); });
+  ASSERT_TRUE(communicator.await_launches(2));
+  engine->fail("another rank is lost");
+  std::thread other([&] {
+    std::this_thread::sleep_for(milliseconds(50));
+    communicator.release();
+  });
+  engine.reset();
+  EXPECT_TRUE(communicator.left());
+  network.join();
+  other.join();
+}
+
 TEST(EngineEnd, MayComeAtAnyMoment) {
   for (int i = 0; i < 200; ++i) {
     auto ranks = make_local_communicators(2);

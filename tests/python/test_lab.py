@@ -36,12 +36,14 @@ def command(*arguments, **options):
 
 
 def left():
-    """What `ip` still knows of the lab."""
+    """What is still there of the lab."""
     text = "".join(
         subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout
         for words in (["netns", "list"], ["link", "show"])
     )
-    return re.findall(rf"\b{NAME}\S*", text) + list(Path("/etc/netns").glob(f"{NAME}*"))
+    groups = (Path("/sys/fs/cgroup").glob(f"{level}usbyte-lab-{NAME}") for level in ("", "cpu/"))
+    files = (Path("/etc/netns").glob(f"{NAME}*"), *groups)
+    return re.findall(rf"\b{NAME}\S*", text) + [file for found in files for file in found]
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +103,13 @@ def test_hosts_have_their_own_cores(lab):
 @pytest.mark.netns
 def test_ranks_that_share_a_core_are_batch_jobs(lab):
     core = min(os.sched_getaffinity(0))
-    code = "import os; print(os.sched_getaffinity(0), os.sched_getscheduler(0))"
+    code = "import os; print(os.sched_getaffinity(0), os.sched_getscheduler(0), end=' ')"
+    code += f"; print('/{lab._cgroup.name}' in open('/proc/self/cgroup').read())"
     # Of the lab, not of this process.
     alone = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
     done = command("run", "--", sys.executable, "-c", code, preexec_fn=alone)
     assert done.returncode == 0, done.stderr
-    expected = f"{{{core}}} {os.SCHED_BATCH}"
+    expected = f"{{{core}}} {os.SCHED_BATCH} {lab._cgroup.is_dir()}"
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
 
 

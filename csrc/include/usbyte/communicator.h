@@ -38,8 +38,8 @@ struct Request {
   std::vector<Span> recv;
 };
 
-/// Called exactly once for each launch, from any thread, with nullptr or the error. The engine's
-/// launch what can be launched then, so no lock may be held that `launch` takes.
+/// Called exactly once for each launch, from any thread, with nullptr or the error. It may call
+/// `launch` in turn, so whoever calls it holds no lock that `launch` takes.
 using Completion = std::function<void(std::exception_ptr)>;
 
 /// Starts collectives. Ranks must launch the same requests in the same order. Implementations:

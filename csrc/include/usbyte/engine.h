@@ -28,7 +28,7 @@ struct EngineOptions {
   std::function<std::string(const std::string&)> on_fault;
 };
 
-/// Executes a plan, step after step, on one background thread.
+/// Executes a plan, step after step, in the background.
 ///
 /// One step: `begin_step`, `ready` once for every tensor, `end_backward`; then `wait` for tensors
 /// in any order, or `drain`. Ops are launched strictly in plan order, each when all its bytes are
@@ -36,7 +36,7 @@ struct EngineOptions {
 /// No op of step k+1 is launched before every op of step k has completed. What an op's end makes
 /// launchable is launched by the thread that reports it, else by the background thread; launches
 /// never overlap. Who waits for the op is woken once the communicator has launched, and packed, the
-/// next.
+/// next, or when another op ends.
 ///
 /// After a fault every call that begins, feeds or waits for a step throws the same
 /// FaultError. All methods are thread-safe.

@@ -24,6 +24,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,17 @@ MAX_HOSTS = 250
 _BURST_S, _LEAST_BURST = 1e-3, 128 << 10
 _QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
 
-# Each rank enters its host, on that host's cores. It must not look for the launcher's own store,
+_CGROUPS = Path("/sys/fs/cgroup")
+_ENDING = 100  # twentieths of a second in which a killed process ends
+
+# Each rank enters its host, on that host's cores; before that its control group, since /sys is
+# another one inside. It must not look for the launcher's own store,
 # which is outside.
 _ENTER = (
+    '[ -z "$LAB_CGROUP" ] || echo 0 > "$LAB_CGROUP/cgroup.procs"; '
     'cores=$(echo "$LAB_CORES" | cut -d " " -f $((RANK + 1))); '
     'exec ip netns exec "$LAB_PREFIX$RANK" taskset -c "$cores" chrt "$LAB_POLICY" 0 '
-    "env -u LAB_PREFIX -u LAB_CORES -u LAB_POLICY -u TORCHELASTIC_USE_AGENT_STORE "
+    "env -u LAB_PREFIX -u LAB_CGROUP -u LAB_CORES -u LAB_POLICY -u TORCHELASTIC_USE_AGENT_STORE "
     "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.98.0.1 GLOO_SOCKET_IFNAME=eth0 "
     'NCCL_SOCKET_IFNAME=eth0 "$@"'
 )
@@ -91,6 +97,8 @@ class Lab:
             raise UsageError(f"the lab cannot be used here: {missing}")
         self.name = name
         self._bridge = f"{name}-br"
+        legacy = _CGROUPS / "cpu"  # of version 1
+        self._cgroup = (legacy if legacy.is_dir() else _CGROUPS) / f"usbyte-lab-{name}"
 
     def hosts(self) -> int:
         """How many hosts are up."""
@@ -127,6 +135,7 @@ class Lab:
                 self._name_hosts(i, hosts)
             if bytes_per_s is not None:
                 self._shape(hosts, bytes_per_s)
+            self._weigh_together()
         except BaseException:
             self._remove()
             raise
@@ -155,6 +164,7 @@ class Lab:
         shares = [",".join(map(str, share)) for share in _shares(size)]
         env = os.environ | {
             "LAB_PREFIX": f"{self.name}-",
+            "LAB_CGROUP": str(self._cgroup) if self._cgroup.is_dir() else "",
             "LAB_CORES": " ".join(shares),
             "LAB_POLICY": "--batch" if len(set(shares)) < size else "--other",
         }
@@ -216,6 +226,17 @@ class Lab:
         except UsageError as error:
             log.warning("connections of host %d inherit from earlier ones: %s", i, error)
 
+    def _weigh_together(self) -> None:
+        # Where the scheduler weighs sessions as wholes (sched_autogroup), and so ranks, no thread
+        # of one gives way to those of another on the same core; in a control group it does not.
+        try:
+            controllers = self._cgroup.parent / "cgroup.subtree_control"  # of version 2
+            if controllers.exists():
+                controllers.write_text("+cpu")
+            self._cgroup.mkdir(exist_ok=True)
+        except OSError as error:
+            log.warning("ranks that share a core do not give way to each other: %s", error)
+
     def _name_hosts(self, i: int, hosts: int) -> None:
         # Its own name too, by which some libraries look for the address to listen at.
         lines = ["127.0.0.1 localhost", f"10.98.0.{i + 1} {socket.gethostname()}"]
@@ -242,10 +263,22 @@ class Lab:
             _run("ip", "link", "del", link)
         for namespace in self._namespaces():
             _run("ip", "netns", "del", namespace)
+        self._remove_cgroup()
         for folder in _ETC.glob(f"{self.name}-*"):
             if re.fullmatch(rf"{self.name}-[0-9]+", folder.name):
                 (folder / "hosts").unlink(missing_ok=True)
                 folder.rmdir()
+
+    def _remove_cgroup(self) -> None:
+        for left in reversed(range(_ENDING)):
+            try:
+                self._cgroup.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                if not left:
+                    raise
+                time.sleep(0.05)  # what was killed has not ended yet
 
     def _namespaces(self) -> list[str]:
         names = [entry["name"] for entry in _json("ip", "-j", "netns", "list")]

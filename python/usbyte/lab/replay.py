@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,12 +33,15 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """What an accelerator would do, and what takes this thread's core here instead.
+    """This thread does what an accelerator, and a core of its host's own, would do.
 
-    On a core that ranks of `usbyte lab run` share, every other thread goes before it; elsewhere it
-    is like any other work, as not everybody may raise a thread's priority again.
+    On a core that ranks of `usbyte lab run` share, threads that communicate go before it; elsewhere
+    it is like any other. Threads that it starts meanwhile would give way for ever.
     """
     if not hasattr(os, "SCHED_IDLE") or os.sched_getscheduler(0) != os.SCHED_BATCH:
+        yield
+        return
+    if not _may_come_back():
         yield
         return
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -44,6 +49,22 @@ def giving_way() -> Iterator[None]:
         yield
     finally:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+@cache
+def _may_come_back() -> bool:
+    """Tried by a thread that ends then, as not everybody may raise a priority again."""
+
+    def there_and_back() -> bool:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        try:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        except PermissionError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(there_and_back).result()
 
 
 class _Clock:
@@ -102,8 +123,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         replay: Replay = ctx.replay
         # Before the wait: filling a large gradient takes a while, which is part of the compute.
-        with giving_way():
-            grads = replay._enter_backward(ctx.beat, ctx.params)
+        grads = replay._enter_backward(ctx.beat, ctx.params)
         replay.clock.wait_until(ctx.beat.ready_s)
         return grad, None, None, *grads
 

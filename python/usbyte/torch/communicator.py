@@ -18,6 +18,7 @@ from usbyte.torch.collectives import abort, all_gather_ranges, ring_reduce_scatt
 from usbyte.torch.one_shot import OneShot
 
 _WAITERS = 4  # threads that wait for ops to end, and run rings
+_SHOT_WAITERS = 2  # as one may be launching, and packing, what comes next
 _TAGS = 0x20000000  # tickets are counted modulo that where they tell messages apart
 
 
@@ -27,9 +28,9 @@ class TorchCommunicator:
     The engine calls `_launch` with the GIL held, from its own thread or from a waiter that reports
     an op's end, one at a time and in plan order, so every rank uses the group in one order. The
     waiters take what was launched in the same order, so the oldest op is always being looked after;
-    one of them has those of one shot to itself. Completion is not taken from the backend's futures:
-    their callbacks would run Python code on the backend's threads, which cannot be joined before
-    the interpreter ends.
+    two of them have those of one shot to themselves. Completion is not taken from the backend's
+    futures: their callbacks would run Python code on the backend's threads, which cannot be joined
+    before the interpreter ends.
 
     Args:
         group: A process group that nothing else uses.
@@ -57,7 +58,7 @@ class TorchCommunicator:
         self._closed = False
         self._shots: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._in_flight: set[int] = set()  # tickets
-        self._served = [self._tasks] * _WAITERS + [self._shots]  # by waiter
+        self._served = [self._tasks] * _WAITERS + [self._shots] * _SHOT_WAITERS
         self._waiters = [
             threading.Thread(target=_serve, args=(tasks,), name="usbyte-waiter", daemon=True)
             for tasks in self._served
