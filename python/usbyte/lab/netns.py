@@ -10,8 +10,9 @@ message would then at once wake its receiver in the sender's place, who answers,
 thread in the sender, which spins for up to a tick of the scheduler on the lock that the sender
 still holds: a small all_reduce takes several times as long as without. Hosts of a cluster cannot do
 that to each other, so ranks that share a core run as batch jobs, which are not woken in one
-another's place. The price: where layers really compute, instead of waiting as in
-`usbyte.lab.replay`, messages wait for the scheduler's tick, also those of the rank itself.
+another's place. The price: where layers really compute, messages wait for the scheduler's tick,
+also those of the rank itself. What `usbyte.lab.replay` computes in place of an accelerator gives
+way to them, also to other ranks': that is what the lab's control group is for.
 """
 
 from __future__ import annotations
@@ -48,11 +49,10 @@ _BURST_S, _LEAST_BURST = 1e-3, 128 << 10
 _QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_ENDING = 100  # twentieths of a second in which a killed process ends
+_TRIES, _PAUSE_S = 100, 0.05  # until what was killed has left its control group
 
-# Each rank enters its host, on that host's cores; before that its control group, since /sys is
-# another one inside. It must not look for the launcher's own store,
-# which is outside.
+# Each rank enters the lab's control group, which cannot be seen from inside a host, then its host,
+# on that host's cores. It must not look for the launcher's own store, which is outside.
 _ENTER = (
     '[ -z "$LAB_CGROUP" ] || echo 0 > "$LAB_CGROUP/cgroup.procs"; '
     'cores=$(echo "$LAB_CORES" | cut -d " " -f $((RANK + 1))); '
@@ -270,15 +270,14 @@ class Lab:
                 folder.rmdir()
 
     def _remove_cgroup(self) -> None:
-        for left in reversed(range(_ENDING)):
+        for _ in range(_TRIES):
             try:
                 self._cgroup.rmdir()
             except FileNotFoundError:
                 return
             except OSError:
-                if not left:
-                    raise
-                time.sleep(0.05)  # what was killed has not ended yet
+                time.sleep(_PAUSE_S)
+        raise UsageError(f"something still runs in {self._cgroup}; end it, then remove that folder")
 
     def _namespaces(self) -> list[str]:
         names = [entry["name"] for entry in _json("ip", "-j", "netns", "list")]
