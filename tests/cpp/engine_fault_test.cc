@@ -106,19 +106,28 @@ TEST(EngineFault, AStalledOpWarnsOnceThenFails) {
 
 // The second one is launched by the thread that reports the first one's end.
 TEST(EngineFault, AfterAStallThatPassedTheNextOneWarnsInTime) {
+  std::mutex mutex;  // guards warned_s
   std::vector<double> warned_s;
+  const auto warnings = [&] {
+    std::lock_guard lock(mutex);
+    return warned_s;
+  };
   EngineOptions options;
   options.stall_warning_s = 0.05;
   options.stall_limit_s = 3;
-  options.on_warning = [&](const std::string&) { warned_s.push_back(now_s()); };
+  options.on_warning = [&](const std::string&) {
+    std::lock_guard lock(mutex);
+    warned_s.push_back(now_s());
+  };
   Rig rig(plan_of(2, 1), options);
   rig.backward();
-  std::this_thread::sleep_for(milliseconds(200));
+  while (warnings().empty()) std::this_thread::sleep_for(milliseconds(1));
+  std::this_thread::sleep_for(milliseconds(5));  // it goes to sleep again
   const double start = now_s();
   rig.complete(0);
   EXPECT_THROW(rig->drain(), FaultError);
-  ASSERT_EQ(warned_s.size(), 2U);
-  EXPECT_LT(warned_s[1] - start, 1.5);
+  ASSERT_EQ(warnings().size(), 2U);
+  EXPECT_LT(warnings()[1] - start, 1.5);
 }
 
 TEST(EngineFault, TheOpThatStalledIsNamedWhateverTheOrderOfTheOthers) {

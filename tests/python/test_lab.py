@@ -214,6 +214,22 @@ def test_down_removes_what_an_interrupted_up_left(lab):
 
 
 @pytest.mark.netns
+def test_without_control_groups_a_lab_is_up_all_the_same(lab, monkeypatch, tmp_path, caplog):
+    (tmp_path / "autogroup").write_text("1\n")
+    monkeypatch.setattr(netns, "_AUTOGROUP", tmp_path / "autogroup")
+    monkeypatch.setattr(netns, "_CGROUPS", tmp_path)
+    if lab.hosts():
+        lab.down()
+    bare = netns.Lab(NAME)
+    bare.up(1)
+    assert bare.hosts() == 1
+    assert "no place for control groups" in caplog.text
+    bare.down()
+    assert [file.name for file in tmp_path.iterdir()] == ["autogroup"]
+    assert left() == []
+
+
+@pytest.mark.netns
 def test_congestion_control_is_that_of_choice(lab):
     if lab.hosts():
         lab.down()

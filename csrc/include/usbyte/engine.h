@@ -36,7 +36,7 @@ struct EngineOptions {
 /// No op of step k+1 is launched before every op of step k has completed. What an op's end makes
 /// launchable is launched by the thread that reports it, else by the background thread; launches
 /// never overlap. Who waits for the op is woken once the communicator has launched, and packed, the
-/// next, or when another op ends.
+/// next; earlier if another op ends first.
 ///
 /// After a fault every call that begins, feeds or waits for a step throws the same
 /// FaultError. All methods are thread-safe.

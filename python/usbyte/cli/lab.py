@@ -68,9 +68,9 @@ def run(name: str, command: tuple[str, ...]) -> None:
     """Run COMMAND, one rank on each host, on its cores.
 
     Ranks that share a core run as batch jobs (chrt --batch), since hosts of a cluster do not
-    interrupt each other; what a replayed job computes gives way to all else there. Ranks get
-    torchrun's environment, and their lines are shown with the rank in front. The first rank that
-    fails ends all others, and its exit code is this command's.
+    interrupt each other; there, what benchmarks/compare.py computes gives way to communication.
+    Ranks get torchrun's environment, and their lines are shown with the rank in front. The first
+    rank that fails ends all others, and its exit code is this command's.
     """
     _lab(name).run(command)
 

@@ -11,12 +11,13 @@ thread in the sender, which spins for up to a tick of the scheduler on the lock 
 still holds: a small all_reduce takes several times as long as without. Hosts of a cluster cannot do
 that to each other, so ranks that share a core run as batch jobs, which are not woken in one
 another's place. The price: where layers really compute, messages wait for the scheduler's tick,
-also those of the rank itself. What `usbyte.lab.replay` computes in place of an accelerator gives
-way to them, also to other ranks': that is what the lab's control group is for.
+also those of the rank itself. What `benchmarks/compare.py` computes in place of an accelerator
+gives way to them, also to other ranks': that is what the lab's control group is for.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -49,6 +50,7 @@ _BURST_S, _LEAST_BURST = 1e-3, 128 << 10
 _QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 _TRIES, _PAUSE_S = 100, 0.05  # until what was killed has left its control group
 
 # Each rank enters the lab's control group, which cannot be seen from inside a host, then its host,
@@ -227,15 +229,21 @@ class Lab:
             log.warning("connections of host %d inherit from earlier ones: %s", i, error)
 
     def _weigh_together(self) -> None:
-        # Where the scheduler weighs sessions as wholes (sched_autogroup), and so ranks, no thread
-        # of one gives way to those of another on the same core; in a control group it does not.
+        # Where the scheduler weighs sessions as wholes, and so ranks, no thread of one gives way to
+        # those of another on the same core. Inside a control group sessions do not count.
+        if not _AUTOGROUP.exists() or _AUTOGROUP.read_text().strip() == "0":
+            return
         try:
             controllers = self._cgroup.parent / "cgroup.subtree_control"  # of version 2
-            if controllers.exists():
+            if controllers.exists() and "cpu" not in controllers.read_text().split():
                 controllers.write_text("+cpu")
+            if not (self._cgroup.parent / "cgroup.procs").exists():
+                raise UsageError(f"{self._cgroup.parent} is no place for control groups")
             self._cgroup.mkdir(exist_ok=True)
-        except OSError as error:
+            _run("sh", "-c", f"echo 0 > {self._cgroup / 'cgroup.procs'}")  # as ranks do
+        except (OSError, UsageError) as error:
             log.warning("ranks that share a core do not give way to each other: %s", error)
+            self._remove_cgroup()
 
     def _name_hosts(self, i: int, hosts: int) -> None:
         # Its own name too, by which some libraries look for the address to listen at.
@@ -263,19 +271,21 @@ class Lab:
             _run("ip", "link", "del", link)
         for namespace in self._namespaces():
             _run("ip", "netns", "del", namespace)
-        self._remove_cgroup()
         for folder in _ETC.glob(f"{self.name}-*"):
             if re.fullmatch(rf"{self.name}-[0-9]+", folder.name):
                 (folder / "hosts").unlink(missing_ok=True)
                 folder.rmdir()
+        self._remove_cgroup()
 
     def _remove_cgroup(self) -> None:
         for _ in range(_TRIES):
+            if not self._cgroup.is_dir():
+                return
             try:
                 self._cgroup.rmdir()
-            except FileNotFoundError:
-                return
-            except OSError:
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise UsageError(f"cannot remove {self._cgroup}: {error.strerror}") from error
                 time.sleep(_PAUSE_S)
         raise UsageError(f"something still runs in {self._cgroup}; end it, then remove that folder")
 

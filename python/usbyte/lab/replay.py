@@ -44,8 +44,8 @@ def giving_way() -> Iterator[None]:
     if not _may_come_back():
         yield
         return
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         yield
     finally:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
