@@ -38,10 +38,8 @@ def giving_way() -> Iterator[None]:
     On a core that ranks of `usbyte lab run` share, threads that communicate go before it; elsewhere
     it is like any other. Threads that it starts meanwhile would give way for ever.
     """
-    if not hasattr(os, "SCHED_IDLE") or os.sched_getscheduler(0) != os.SCHED_BATCH:
-        yield
-        return
-    if not _may_come_back():
+    shared = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH
+    if not (shared and _may_come_back()):
         yield
         return
     try:
