@@ -3,7 +3,8 @@
 Run it on every rank of the emulated cluster of `usbyte lab`:
 
     usbyte lab up --hosts 4 --rate 1gbit
-    usbyte lab run -- python benchmarks/drift.py --from 1gbit --rate 200mbit
+    usbyte lab run -- python benchmarks/drift.py --profile resnet50 --scale-time 0.43 \
+        --scale-bytes 0.15 --from 1gbit --rate 200mbit
 
 Every host shapes its own link, at first and anew in the middle of the run. Compute is sleep, see
 `usbyte.lab.replay`; gradients are real, and what they add up to is checked at the end.
