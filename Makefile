@@ -28,7 +28,7 @@ RUFF_FORMAT = $(BIN)/ruff format --exclude '*.md'
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 10
 
 train: $(PACKAGE_STAMP) ## train examples/digits.py on 2 workers
 	$(BIN)/usbyterun -np 2 $(BIN)/python examples/digits.py --overlap forward
@@ -63,6 +63,14 @@ cpp: $(SYSTEM_STAMP)
 bench: cpp ## run the C++ benchmarks
 	@set -e; for bench in build/$(PRESET)/csrc/bench/usbyte_bench_*; do \
 	  if [ -x $$bench -a -f $$bench ]; then echo "# $${bench##*/}"; $$bench; fi; done
+
+# With PYTHON's own torch, which must see a GPU; what else is missing goes into build/gpu/site, from
+# the folder WHEELS where there is no package index. OUT_DIR takes the report instead of docs/gpu;
+# ONLY names parts; REVISION tells the sources' where git cannot.
+OUT_DIR ?= docs/gpu
+gpu-test: ## build, test and measure on this machine's GPU; writes docs/gpu/<gpu>.md
+	@PYTHONPATH=$(CURDIR)/tools$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m gpu_report --out '$(OUT_DIR)' \
+	  --wheels '$(WHEELS)' --only '$(ONLY)' --revision '$(REVISION)'
 
 lint: $(LINT_STAMP) ## check style and types
 	@status=0; \
@@ -109,4 +117,4 @@ $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test soak asan tsan ctest cpp bench lint format clean
+.PHONY: help train test soak asan tsan ctest cpp bench gpu-test lint format clean

@@ -160,7 +160,7 @@ class GPT2(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         """Maps tokens (batch, time), int64, to logits (batch, vocabulary, time)."""
-        x = self.tokens(text) + self.positions(torch.arange(text.shape[1]))
+        x = self.tokens(text) + self.positions(torch.arange(text.shape[1], device=text.device))
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits.transpose(1, 2)
 
@@ -186,7 +186,7 @@ class BertBase(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         """Maps tokens (batch, time), int64, to logits (batch, vocabulary, time)."""
-        place = torch.arange(text.shape[1])
+        place = torch.arange(text.shape[1], device=text.device)
         x = self.tokens(text) + self.positions(place) + self.segments(torch.zeros_like(place))
         x = self.transform_norm(F.gelu(self.transform(self.blocks(self.norm(x)))))
         logits: Tensor = self.head(x)

@@ -4,11 +4,18 @@
 #include <barrier>
 #include <cstring>
 #include <exception>
+#include <memory>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "bench.h"
+#include "usbyte/cuda_device.h"
+#include "usbyte/env.h"
 #include "usbyte/error.h"
 #include "usbyte/local_communicator.h"
+#include "usbyte/nccl_communicator.h"
 #include "usbyte/timeline.h"
 
 namespace {
@@ -20,7 +27,8 @@ constexpr const char* kAbout =
     "Runs collectives of growing size among ranks and checks every result.\n\n"
     "  size     bytes S of one rank's buffer: what it reduces, or receives in all\n"
     "  count    elements of that buffer\n"
-    "  time     mean of --iters blocking calls, one after the other, over all ranks\n"
+    "  time     mean of --iters calls, one after the other, of the slowest rank; the calls block,\n"
+    "           those of nccl follow one another on the device\n"
     "  algbw    S / time\n"
     "  busbw    algbw times a factor that makes it comparable with the speed of the links,\n"
     "           whatever the number n of ranks; as in nccl-tests, doc/PERFORMANCE.md:\n"
@@ -105,103 +113,244 @@ int64_t expected(const Job& job, int rank, int64_t i) {
   }
 }
 
-// One rank's memory.
+// One rank of a backend.
+struct Rank {
+  std::unique_ptr<Communicator> communicator;
+  std::shared_ptr<Cuda> device;  // null: the memory is the host's
+};
+
+// Memory of a rank; on a device, with a copy of it on the host.
+template <typename T>
+class Memory {
+ public:
+  Memory(Cuda* device, size_t count) : device_(device), host_(count) {
+    if (!device_) return;
+    stream_ = device_->create_stream(false);
+    memory_ = device_->allocate(bytes());
+    upload();
+  }
+  ~Memory() {
+    if (!device_) return;
+    device_->free(memory_);
+    device_->destroy(stream_);
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  void* data() { return device_ ? memory_ : host_.data(); }
+  std::vector<T>& host() { return host_; }
+  void upload() { copy(memory_, host_.data()); }
+  void download() { copy(host_.data(), memory_); }
+
+ private:
+  size_t bytes() const { return host_.size() * sizeof(T); }
+  void copy(void* to, const void* from) {
+    if (!device_) return;
+    device_->copy(to, from, bytes(), stream_);
+    device_->synchronize(stream_);
+  }
+
+  Cuda* const device_;
+  std::vector<T> host_;
+  CudaStream stream_;
+  void* memory_ = nullptr;
+};
+
+// One rank's buffers.
 template <typename T>
 class Buffer {
  public:
-  Buffer(const Job& job, int rank)
+  Buffer(const Job& job, int rank, Cuda* device)
       : job_(job),
         rank_(rank),
-        recv_(static_cast<size_t>(job.count)),
-        send_(job.kind == Collective::all_to_all ? recv_.size() : 0) {}
+        recv_(device, static_cast<size_t>(job.count)),
+        send_(device, job.kind == Collective::all_to_all ? recv_.host().size() : 0) {}
 
   Request request() {
     Request out{job_.kind, job_.dtype, job_.reduce, 0, {}, {{recv_.data(), job_.count}}};
-    if (!send_.empty()) out.send = {{send_.data(), job_.count}};
+    if (has_send()) out.send = {{send_.data(), job_.count}};
     return out;
   }
   void fill() {
-    std::vector<T>& input = send_.empty() ? recv_ : send_;
-    for (size_t i = 0; i < input.size(); ++i) {
-      input[i] = static_cast<T>(value(job_, rank_, static_cast<int64_t>(i)));
+    Memory<T>& input = has_send() ? send_ : recv_;
+    for (size_t i = 0; i < input.host().size(); ++i) {
+      input.host()[i] = static_cast<T>(value(job_, rank_, static_cast<int64_t>(i)));
     }
+    input.upload();
   }
-  int64_t wrong() const {
+  int64_t wrong() {
+    recv_.download();
     Block defined{0, job_.count};
     if (job_.kind == Collective::reduce_scatter) defined = shard(defined, rank_, job_.ranks);
     int64_t out = 0;
     for (int64_t i = defined.begin; i < defined.end; ++i) {
       const T want = static_cast<T>(expected(job_, rank_, i));
-      out += std::memcmp(&recv_[static_cast<size_t>(i)], &want, sizeof want) ? 1 : 0;
+      out += std::memcmp(&recv_.host()[static_cast<size_t>(i)], &want, sizeof want) ? 1 : 0;
     }
     return out;
   }
 
  private:
+  bool has_send() { return !send_.host().empty(); }
+
   const Job& job_;
   int rank_;
-  std::vector<T> recv_, send_;
+  Memory<T> recv_, send_;
+};
+
+// The calls that are timed.
+class Calls {
+ public:
+  Calls(const Rank& rank, Request request)
+      : communicator_(*rank.communicator),
+        device_(rank.device.get()),
+        request_(std::move(request)) {
+    if (!device_) return;
+    request_.order = {{}, device_->create_event(false), device_->create_event(false)};
+  }
+  ~Calls() {
+    if (!device_) return;
+    device_->destroy(request_.order->started);
+    device_->destroy(request_.order->done);
+  }
+  Calls(const Calls&) = delete;
+  Calls& operator=(const Calls&) = delete;
+
+  // Returns when all are over.
+  void run(int64_t count) {
+    for (int64_t i = 0; i < count; ++i) communicator_.run(request_);
+    if (device_ && count > 0) device_->synchronize(request_.order->done);
+  }
+
+ private:
+  Communicator& communicator_;
+  Cuda* const device_;
+  Request request_;
 };
 
 // Buffers start as zeros, which no number of reductions makes overflow; the checked call comes
 // last.
 template <typename T>
-Result measure(const Job& job, Communicator& communicator, std::barrier<>& start, int64_t warmup,
+Result measure(const Job& job, const Rank& rank, std::barrier<>& start, int64_t warmup,
                int64_t iters) {
-  Buffer<T> buffer(job, communicator.rank());
-  const Request request = buffer.request();
-  for (int64_t i = 0; i < warmup; ++i) communicator.run(request);
+  Buffer<T> buffer(job, rank.communicator->rank(), rank.device.get());
+  Calls calls(rank, buffer.request());
+  calls.run(warmup);
   start.arrive_and_wait();
   const double begin = now_s();
-  for (int64_t i = 0; i < iters; ++i) communicator.run(request);
+  calls.run(iters);
   Result result{(now_s() - begin) / static_cast<double>(iters), 0};
   buffer.fill();
-  communicator.run(request);
+  calls.run(1);
   result.wrong = buffer.wrong();
   return result;
 }
 
-Result measure(const Job& job, Communicator& communicator, std::barrier<>& start, int64_t warmup,
+Result measure(const Job& job, const Rank& rank, std::barrier<>& start, int64_t warmup,
                int64_t iters) {
   switch (job.dtype) {
     case DType::float32:
-      return measure<float>(job, communicator, start, warmup, iters);
+      return measure<float>(job, rank, start, warmup, iters);
     case DType::float64:
-      return measure<double>(job, communicator, start, warmup, iters);
+      return measure<double>(job, rank, start, warmup, iters);
     case DType::int32:
-      return measure<int32_t>(job, communicator, start, warmup, iters);
+      return measure<int32_t>(job, rank, start, warmup, iters);
     case DType::int64:
-      return measure<int64_t>(job, communicator, start, warmup, iters);
+      return measure<int64_t>(job, rank, start, warmup, iters);
     default:
       throw UsageError("--dtype must be float32, float64, int32 or int64");
   }
 }
 
-// All ranks, each on a thread: the slowest rank's time, the sum of what is wrong.
-Result measure(const Job& job, std::vector<std::unique_ptr<Communicator>>& communicators,
-               int64_t warmup, int64_t iters) {
-  std::barrier start(job.ranks);
-  std::vector<Result> results(communicators.size());
-  std::vector<std::exception_ptr> errors(communicators.size());
+// Runs `body(rank)` on one thread for each rank; throws what one of them has thrown.
+template <typename Body>
+void on_each(size_t ranks, Body body) {
+  std::vector<std::exception_ptr> errors(ranks);
   std::vector<std::thread> threads;
-  for (size_t r = 0; r < communicators.size(); ++r) {
+  for (size_t r = 0; r < ranks; ++r) {
     threads.emplace_back([&, r] {
       try {
-        results[r] = measure(job, *communicators[r], start, warmup, iters);
+        body(r);
       } catch (...) {
         errors[r] = std::current_exception();
-        start.arrive_and_drop();
       }
     });
   }
   for (std::thread& t : threads) t.join();
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+// The slowest rank's time, the sum of what is wrong.
+Result measure(const Job& job, const std::vector<Rank>& ranks, int64_t warmup, int64_t iters) {
+  std::barrier start(job.ranks);
+  std::vector<Result> results(ranks.size());
+  on_each(ranks.size(), [&](size_t r) {
+    try {
+      results[r] = measure(job, ranks[r], start, warmup, iters);
+    } catch (...) {
+      for (const Rank& rank : ranks) rank.communicator->abort();
+      start.arrive_and_drop();
+      throw;
+    }
+  });
   Result all;
-  for (size_t r = 0; r < results.size(); ++r) {
-    if (errors[r]) std::rethrow_exception(errors[r]);
-    all.seconds = std::max(all.seconds, results[r].seconds);
-    all.wrong += results[r].wrong;
+  for (const Result& result : results) {
+    all.seconds = std::max(all.seconds, result.seconds);
+    all.wrong += result.wrong;
   }
   return all;
+}
+
+// Each rank has a GPU to itself. NCCL tells GPUs that ranks share by host and process, so those of
+// one process share one only where NCCL 2.30 has been told to allow it.
+std::vector<Rank> nccl_ranks(int size) {
+  std::string library;
+  for (const EnvVariable& v : Env::read().variables) {
+    if (v.name == "USBYTE_NCCL_LIB") library = v.value;
+  }
+  const std::shared_ptr<NcclApi> nccl = load_nccl(library);
+  const CudaInfo cuda = cuda_info();
+  const int devices = static_cast<int>(cuda.devices.size());
+  if (devices == 0) throw UsageError("--backend nccl: " + cuda.reason);
+  if (size > devices && nccl->version() < 23000) {
+    throw UsageError("--ranks " + std::to_string(size) + " on " + std::to_string(devices) +
+                     " GPUs: ranks of one process share a GPU from NCCL 2.30 on, with "
+                     "NCCL_MULTI_RANK_GPU_ENABLE=1; this is " +
+                     nccl_version_text(nccl->version()));
+  }
+  std::vector<NcclId> ids(1);
+  if (nccl->unique_id(&ids[0]) != NcclResult::success) {
+    throw FaultError("ncclGetUniqueId: " + nccl->last_error(nullptr));
+  }
+  std::vector<Rank> ranks(static_cast<size_t>(size));
+  on_each(ranks.size(), [&](size_t r) {
+    const int rank = static_cast<int>(r);
+    ranks[r].device = make_cuda(rank % devices);
+    ranks[r].communicator =
+        std::make_unique<NcclCommunicator>(nccl, ranks[r].device, rank, size, ids);
+  });
+  return ranks;
+}
+
+std::vector<Rank> make_ranks(const bench::Options& options) {
+  const int size = static_cast<int>(options.integer("ranks", 1));
+  const std::string& backend = options.text("backend");
+  if (backend == "nccl") return nccl_ranks(size);
+  if (backend != "local") {
+    throw UsageError("--backend '" + backend + "' is unknown; there are local and nccl");
+  }
+  std::vector<Rank> ranks;
+  for (auto& c : make_local_communicators(size, {options.real("alpha"), options.real("beta")})) {
+    ranks.push_back({std::move(c), nullptr});
+  }
+  return ranks;
+}
+
+// NCCL's communicators wait for each other's end.
+void end(std::vector<Rank>& ranks) {
+  on_each(ranks.size(), [&](size_t r) { ranks[r].communicator.reset(); });
 }
 
 std::vector<Collective> chosen(const std::string& op) {
@@ -224,11 +373,7 @@ int bench_collective(const bench::Options& options) {
   const int64_t low = std::max(options.integer("min-bytes"), itemsize(dtype)),
                 high = options.integer("max-bytes", low);
   const int64_t factor = options.integer("factor", 2);
-  if (options.text("backend") != "local") {
-    throw UsageError("--backend '" + options.text("backend") + "' is unknown; there is local");
-  }
-  auto communicators =
-      make_local_communicators(ranks, {options.real("alpha"), options.real("beta")});
+  std::vector<Rank> all = make_ranks(options);
 
   std::vector<std::vector<std::string>> table = {{"op", "size(B)", "count", "type", "redop",
                                                   "time(us)", "algbw(GB/s)", "busbw(GB/s)",
@@ -241,8 +386,7 @@ int bench_collective(const bench::Options& options) {
       Job job{kind, dtype, reduce, ranks, bytes / itemsize(dtype)};
       if (kind == Collective::all_to_all)
         job.count = std::max<int64_t>(job.count / ranks, 1) * ranks;
-      const Result r =
-          measure(job, communicators, options.integer("warmup"), options.integer("iters", 1));
+      const Result r = measure(job, all, options.integer("warmup"), options.integer("iters", 1));
       const int64_t size = job.count * itemsize(dtype);
       const double algbw = static_cast<double>(size) / r.seconds * 1e-9;
       const double busbw = algbw * bus_factor(kind, ranks);
@@ -262,6 +406,7 @@ int bench_collective(const bench::Options& options) {
                       {"wrong", r.wrong}});
     }
   }
+  end(all);
   bench::print_table(options.table(), table);
   std::fprintf(options.table(), "# %d ranks, %s backend; wrong elements: %lld %s\n", ranks,
                options.text("backend").c_str(), static_cast<long long>(wrong),
@@ -274,7 +419,10 @@ int bench_collective(const bench::Options& options) {
 
 int main(int argc, char** argv) {
   bench::Options options(kAbout);
-  options.flag("backend", "local", "communicator: local (ranks are threads of this process)")
+  options
+      .flag("backend", "local",
+            "communicator: local (host memory) or nccl (one GPU each; the system's NCCL, or what "
+            "USBYTE_NCCL_LIB names); ranks are threads")
       .flag("ranks", "4", "number of ranks")
       .flag("op", "all", "all_reduce, reduce_scatter, all_gather, broadcast, all_to_all or all")
       .flag("min-bytes", "1K", "smallest size; K, M and G are 2^10, 2^20 and 2^30")

@@ -29,7 +29,7 @@ Engine::~Engine() {
 
 const Plan& Engine::plan() const { return state_->plan; }
 
-void Engine::begin_step() {
+void Engine::begin_step(CudaStream stream) {
   State& s = *state_;
   std::lock_guard lock(s.mutex);
   s.check();
@@ -38,6 +38,7 @@ void Engine::begin_step() {
   }
   s.post_record();
   if (!s.outbox.empty()) s.work.notify_one();
+  if (s.device) s.device->begin(stream, s.options.timed || s.writer);
   s.posted = false;
   s.in_backward = true;
   s.ready_count = 0;
@@ -54,12 +55,12 @@ void Engine::begin_step() {
   s.record.updates.clear();
 }
 
-void Engine::ready(int tensor) {
+std::vector<int> Engine::ready(int tensor, CudaStream stream, const void* gradient) {
   State& s = *state_;
-  std::lock_guard lock(s.mutex);
+  const size_t t = static_cast<size_t>(tensor);
+  std::unique_lock lock(s.mutex);
   s.check();
   s.check_index(tensor);
-  const size_t t = static_cast<size_t>(tensor);
   if (!s.in_backward) throw UsageError("ready: no backward is open; call begin_step first");
   if (s.record.ready_s[t] > 0) {
     throw UsageError("the gradient of '" + s.plan.tensors()[t].name +
@@ -67,10 +68,17 @@ void Engine::ready(int tensor) {
   }
   const double now = now_s();
   s.record.ready_s[t] = now;
+  std::vector<int> packed;
+  if (s.device) {
+    lock.unlock();
+    packed = s.device->gradient(tensor, stream, gradient);
+    lock.lock();
+  }
   ++s.ready_count;
   s.queued(s.step.ready(tensor).queued, now);
   // An op in flight or a later head cannot become launchable here, so only the head matters.
   if (s.launchable() && !s.launching) s.work.notify_one();
+  return packed;
 }
 
 std::vector<int> Engine::unready() const {
@@ -98,25 +106,32 @@ void Engine::end_backward() {
   s.in_backward = false;
 }
 
-void Engine::wait(int tensor, const std::function<void()>& poll) {
+void Engine::wait(int tensor, const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
-  std::unique_lock lock(s.mutex);
-  s.check();
-  s.check_index(tensor);
-  if (s.step.arrived(tensor)) return;
-  const double start = now_s();
-  s.block(lock, poll, [&] { return s.step.arrived(tensor); });
-  if (s.writer) s.record.gates.push_back({tensor, {start, now_s()}});
+  {
+    std::unique_lock lock(s.mutex);
+    s.check();
+    s.check_index(tensor);
+    if (!s.step.arrived(tensor)) {
+      const double start = now_s();
+      s.block(lock, poll, [&] { return s.step.arrived(tensor); });
+      if (s.writer) s.record.gates.push_back({tensor, {start, now_s()}});
+    }
+  }
+  if (s.device) s.device->wait(tensor, stream);
 }
 
-void Engine::wait_reduced(const std::function<void()>& poll) {
+void Engine::wait_reduced(const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
-  std::unique_lock lock(s.mutex);
-  s.check();
-  s.block(lock, poll, [&] { return s.step.reduced(); });
+  {
+    std::unique_lock lock(s.mutex);
+    s.check();
+    s.block(lock, poll, [&] { return s.step.reduced(); });
+  }
+  if (s.device) s.device->wait_reduced(stream);
 }
 
-void Engine::release_gathers() {
+void Engine::release_gathers(CudaStream stream) {
   State& s = *state_;
   std::lock_guard lock(s.mutex);
   s.check();
@@ -124,16 +139,20 @@ void Engine::release_gathers() {
   if (s.released || !s.step.reduced()) {
     throw UsageError("release_gathers: already released, or not everything is reduced");
   }
+  if (s.device) s.device->release(stream);
   s.released = true;
   s.queued(s.step.release_gathers().queued, now_s());
   s.work.notify_one();
 }
 
-void Engine::drain(const std::function<void()>& poll) {
+void Engine::drain(const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
-  std::unique_lock lock(s.mutex);
-  s.check();
-  s.block(lock, poll, [&] { return s.step.drained(); });
+  {
+    std::unique_lock lock(s.mutex);
+    s.check();
+    s.block(lock, poll, [&] { return s.step.drained(); });
+  }
+  if (s.device) s.device->wait_all(stream);
 }
 
 void Engine::fail(const std::string& message) {
@@ -173,16 +192,20 @@ std::string Engine::status() const {
 }
 
 std::vector<double> Engine::ready_times() const {
+  if (state_->device) return state_->device_times().ready_s;
   std::lock_guard lock(state_->mutex);
   return state_->record.ready_s;
 }
 
 std::vector<std::pair<double, double>> Engine::op_times() const {
   const State& s = *state_;
-  std::lock_guard lock(s.mutex);
+  const StepRecord record = s.device ? s.device_times() : [&] {
+    std::lock_guard lock(s.mutex);
+    return s.record;
+  }();
   std::vector<std::pair<double, double>> out;
-  for (size_t i = 0; i < s.record.done_s.size(); ++i) {
-    out.emplace_back(s.record.launched_s[i], s.record.done_s[i]);
+  for (size_t i = 0; i < record.done_s.size(); ++i) {
+    out.emplace_back(record.launched_s[i], record.done_s[i]);
   }
   return out;
 }
@@ -193,7 +216,9 @@ void Engine::set_timeline(std::shared_ptr<TimelineWriter> writer) {
   if (s.step.drained() && !s.in_backward) s.post_record();
   s.posted = true;  // the new writer starts with the next step
   s.work.notify_all();
-  s.arrived.wait(lock, [&] { return s.outbox.empty() && !s.writing; });
+  s.arrived.wait(lock, [&] {
+    return s.outbox.empty() && (s.unpassed.empty() || !s.fault.empty()) && !s.writing;
+  });
   s.writer = std::move(writer);
 }
 
@@ -202,6 +227,12 @@ void Engine::record_update(const std::vector<int>& tensors, double start_s, doub
   std::lock_guard lock(s.mutex);
   for (int t : tensors) s.check_index(t);
   if (s.writer) s.record.updates.push_back({tensors, {start_s, end_s}});
+}
+
+void Engine::record_update(const std::vector<int>& tensors, const Moment& start,
+                           const Moment& end) {
+  for (int t : tensors) state_->check_index(t);
+  if (state_->device) state_->device->updated(tensors, start, end);
 }
 
 }  // namespace usbyte

@@ -32,10 +32,15 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
     : plan(std::move(p)),
       communicator(c),
       options(std::move(o)),
+      device(options.device ? std::make_unique<DeviceStep>(plan, arena, options.device,
+                                                           options.scale, options.hold_gathers)
+                            : nullptr),
       step(plan, options.hold_gathers),
       oldest(plan.ops().size()) {
   for (const Op& op : plan.ops()) {
     Request request{op.kind, plan.dtype(op.blocks.front()), ReduceOp::sum, 0, {}, {}};
+    request.window_bytes = op.window_bytes;
+    request.fence = op.fence;
     for (Block b : op.blocks) {
       request.recv.push_back({arena + plan.byte_offset(b.begin), b.numel()});
     }
@@ -72,7 +77,14 @@ void Engine::State::set_fault(std::string message) {
 
 // Hands the current step to the timeline, once.
 void Engine::State::post_record() {
-  if (!posted && writer && writer->steps().contains(record.step)) outbox.push_back(record);
+  if (!posted && writer && writer->steps().contains(record.step)) {
+    if (device) {
+      unpassed.push_back(device->record());
+      unpassed.back().step = record.step;
+    } else {
+      outbox.push_back(record);
+    }
+  }
   posted = true;
 }
 
@@ -95,6 +107,8 @@ void Engine::State::complete(int op, const std::exception_ptr& error,
     return;
   }
   const double now = now_s();
+  if (device && communicator.stream_ordered())
+    launched.push_back(device->launched(op, record.step));
   record.done_s[static_cast<size_t>(op)] = last_done_s = now;
   if (std::exchange(warned, false)) work.notify_one();  // it sleeps until the limit
   const Step::Change change = step.complete(op);
@@ -123,8 +137,7 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
     const int op = step.launch();
     record.launched_s[static_cast<size_t>(op)] = now_s();
     lock.unlock();
-    communicator.launch(requests[static_cast<size_t>(op)],
-                        [self, op](std::exception_ptr error) { self->complete(op, error, self); });
+    launch(op, self);
     lock.lock();
     if (to_signal) signal_waiters();
   }
@@ -133,12 +146,26 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
   if (!watching) work.notify_one();
 }
 
-void Engine::State::watch_stall(double now, std::unique_lock<std::mutex>& lock) {
-  const double waited = now - waiting_since();
+// Without the lock. Only who has set `launching` is here, so `requests` needs none.
+void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept {
+  Request& request = requests[static_cast<size_t>(op)];
+  const Completion done = [self, op](std::exception_ptr error) { self->complete(op, error, self); };
+  if (device) {
+    try {
+      request.order = device->order(op);
+    } catch (const Error&) {
+      return done(std::current_exception());
+    }
+  }
+  communicator.launch(request, done);
+}
+
+void Engine::State::judge_stall(int op, int64_t in_step, double waited,
+                                std::unique_lock<std::mutex>& lock) {
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%.3g s", waited);
-  const std::string text = plan.describe(static_cast<int>(oldest)) + " of step " +
-                           std::to_string(record.step) + " has not completed for " + seconds;
+  const std::string text = plan.describe(op) + " of step " + std::to_string(in_step) +
+                           " has not completed for " + seconds;
   if (waited >= options.stall_limit_s) {
     raw_fault = text + ", the stall limit";
   } else if (waited >= options.stall_warning_s && !warned) {
@@ -193,36 +220,106 @@ void Engine::State::write_outbox(std::unique_lock<std::mutex>& lock) {
   arrived.notify_all();
 }
 
+StepRecord Engine::State::device_times() const { return device->record().resolve(device->clock()); }
+
+bool Engine::State::device_busy() const {
+  return device && (!watch.empty() || !launched.empty() || !unpassed.empty());
+}
+
+// What a device does is looked at now and then, as nothing tells the host of it.
+void Engine::State::poll_device(std::unique_lock<std::mutex>& lock) {
+  for (LaunchedOp& op : std::exchange(launched, {})) watch.add(std::move(op));
+  std::deque<DeviceRecord> records = std::exchange(unpassed, {});
+  writing = true;
+  lock.unlock();
+  std::string problem;
+  std::optional<DeviceWatch::Waiting> waiting;
+  std::vector<StepRecord> resolved;
+  try {
+    problem = communicator.failure();
+    waiting = watch.look(device->clock(), now_s());
+    while (!records.empty() && records.front().passed(device->clock())) {
+      resolved.push_back(records.front().resolve(device->clock()));
+      records.pop_front();
+    }
+    if (!resolved.empty()) device->clock().anchor();
+  } catch (const Error& e) {
+    problem = e.what();
+  }
+  lock.lock();
+  for (StepRecord& r : resolved) outbox.push_back(std::move(r));
+  unpassed.insert(unpassed.begin(), records.begin(), records.end());
+  writing = false;
+  arrived.notify_all();
+  if (!problem.empty() && fault.empty() && !raw_fault) raw_fault = problem;
+  if (waiting && fault.empty() && !raw_fault) {
+    judge_stall(waiting->op, waiting->step, polled_s - waiting->since_s, lock);
+  }
+}
+
+// Nothing of this engine may be on the device's streams when it is gone.
+void Engine::State::end_device(std::unique_lock<std::mutex>& lock) {
+  lock.unlock();
+  std::string problem;
+  try {
+    device->synchronize();
+  } catch (const Error& e) {
+    problem = e.what();
+  }
+  lock.lock();
+  if (!problem.empty()) set_fault(problem);
+}
+
 void Engine::State::run(const std::shared_ptr<State>& self) {
   std::unique_lock lock(mutex);
   running = true;
   arrived.notify_all();
   for (;;) {
     const bool in_flight = step.in_flight() > 0;
-    if (raw_fault && fault.empty()) {
+    const bool failed = raw_fault || !fault.empty();
+    if (failed && !aborted) {
+      aborted = true;
+      lock.unlock();
+      communicator.abort();  // first, as a device waits for it, and the host for that
+      lock.lock();
+    } else if (raw_fault && fault.empty()) {
       report_fault(lock);
     } else if (launchable() && !launching) {
       launch_all(lock, self);
+    } else if (device_busy() && !failed && now_s() >= polled_s + poll_interval_s()) {
+      polled_s = now_s();
+      poll_device(lock);
     } else if (!outbox.empty()) {
       write_outbox(lock);
-    } else if (stopping && !launching && (!in_flight || !fault.empty())) {
-      if (posted) return;
-      post_record();
-    } else if (in_flight && fault.empty() && oldest < step.launched()) {
-      const double bound =
-          warned ? options.stall_limit_s : std::min(options.stall_warning_s, options.stall_limit_s);
-      const double deadline = waiting_since() + bound;
-      if (const double now = now_s(); now >= deadline) {
-        watch_stall(now, lock);
-      } else {
-        watching = true;
-        work.wait_until(lock, at(deadline));
-        watching = false;
+    } else if (stopping && !launching && (failed || !(in_flight || device_busy()))) {
+      if (posted) {
+        if (device && !failed) end_device(lock);
+        return;
       }
+      post_record();
     } else {
-      work.wait(lock);
+      sleep(lock);
     }
   }
+}
+
+// Until something changes, or it is time to look at the device or at what stalls.
+void Engine::State::sleep(std::unique_lock<std::mutex>& lock) {
+  std::optional<double> deadline;
+  if (device_busy() && fault.empty()) deadline = polled_s + poll_interval_s();
+  if (step.in_flight() > 0 && fault.empty() && oldest < step.launched()) {
+    const double bound =
+        warned ? options.stall_limit_s : std::min(options.stall_warning_s, options.stall_limit_s);
+    const double stall = waiting_since() + bound;
+    if (const double now = now_s(); now >= stall) {
+      return judge_stall(static_cast<int>(oldest), record.step, now - waiting_since(), lock);
+    }
+    deadline = std::min(deadline.value_or(stall), stall);
+  }
+  if (!deadline) return work.wait(lock);
+  watching = true;
+  work.wait_until(lock, at(*deadline));
+  watching = false;
 }
 
 }  // namespace usbyte

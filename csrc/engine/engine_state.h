@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -11,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "device_watch.h"
 #include "usbyte/engine.h"
 #include "usbyte/step.h"
 #include "usbyte/step_record.h"
@@ -20,11 +22,11 @@ namespace usbyte {
 /// What the engine's methods, its thread and the communicator's completions share.
 ///
 /// Ownership: the caller's threads and communicator threads change the fields below only with
-/// `mutex` held, and never call out (communicator, callbacks, files) while holding it. Only the
-/// engine's thread writes the timeline and calls back. Ops are launched by it and by completions,
-/// by one at a time: whoever has set `launching` launches all that can be, also what others make
-/// launchable meanwhile. Completions hold the State alive, so one that comes after the Engine's end
-/// is harmless.
+/// `mutex` held, and never call out (communicator, callbacks, files) while holding it; `device`
+/// they may call, but not to pack. Only the engine's thread writes the timeline and calls back. Ops
+/// are launched by it and by completions, by one at a time: whoever has set `launching` launches
+/// all that can be, also what others make launchable meanwhile. Completions hold the State alive,
+/// so one that comes after the Engine's end is harmless.
 struct Engine::State {
   State(Plan p, std::byte* arena, Communicator& c, EngineOptions o);
 
@@ -32,7 +34,8 @@ struct Engine::State {
   const Plan plan;
   Communicator& communicator;
   EngineOptions options;
-  std::vector<Request> requests;  // by op
+  std::vector<Request> requests;             // by op
+  const std::unique_ptr<DeviceStep> device;  // null on the host; has a lock of its own
 
   mutable std::mutex mutex;
   std::condition_variable work;     // signals the engine's thread
@@ -54,10 +57,18 @@ struct Engine::State {
   bool warned = false;     // about what has been in flight since
   StepRecord record;
   bool posted = true;  // `record` is in the outbox, or was not wanted
+  bool aborted = false;
 
   std::shared_ptr<TimelineWriter> writer;
-  std::vector<StepRecord> outbox;  // finished records, for the engine's thread to write
-  bool writing = false;
+  std::vector<StepRecord> outbox;     // finished records, for the engine's thread to write
+  std::deque<DeviceRecord> unpassed;  // of a device, which become such records
+  bool writing = false;               // what was in one of the two
+
+  // The engine's thread's own.
+  DeviceWatch watch;
+  double polled_s = 0;
+
+  std::vector<LaunchedOp> launched;  // on a device's streams, for `watch`
 
   std::thread thread;
 
@@ -68,6 +79,8 @@ struct Engine::State {
   void queued(std::span<const int> ops, double now);
   void set_fault(std::string message);
   void post_record();
+  /// Without it: the device's times of the current step, for which the host waits.
+  StepRecord device_times() const;
   /// Waits for `done`, polling; throws on a fault.
   template <typename Done>
   void block(std::unique_lock<std::mutex>& lock, const std::function<void()>& poll, Done done);
@@ -80,7 +93,13 @@ struct Engine::State {
   void launch_all(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self) noexcept;
   void complete(int op, const std::exception_ptr& error, const std::shared_ptr<State>& self);
   void signal_waiters();
-  void watch_stall(double now, std::unique_lock<std::mutex>& lock);
+  void launch(int op, const std::shared_ptr<State>& self) noexcept;
+  void judge_stall(int op, int64_t in_step, double waited, std::unique_lock<std::mutex>& lock);
+  void sleep(std::unique_lock<std::mutex>& lock);
+  double poll_interval_s() const { return stopping ? 0.001 : 0.1; }
+  bool device_busy() const;
+  void poll_device(std::unique_lock<std::mutex>& lock);
+  void end_device(std::unique_lock<std::mutex>& lock);
   void report_fault(std::unique_lock<std::mutex>& lock);
   void write_outbox(std::unique_lock<std::mutex>& lock);
   void warn(const std::string& text) const;

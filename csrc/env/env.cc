@@ -70,6 +70,13 @@ bool is_one_shot(std::string_view text) {
   return value && *value <= int64_t{1} << 20;  // what is large should not go this way
 }
 
+bool is_nccl_communicators(std::string_view text) {
+  const auto value = number<int64_t>(text);
+  return value && *value <= 8;
+}
+
+bool is_switch(std::string_view text) { return text == "0" || text == "1"; }
+
 bool is_step_range(std::string_view text) {
   try {
     StepRange::parse(text);
@@ -86,8 +93,8 @@ constexpr std::string_view kSecondsAccepted = "a finite number of seconds > 0, s
 
 // clang-format off
 constexpr std::array kKnobs = {
-    Knob{"USBYTE_BACKEND", &Env::backend, "", "", "a torch.distributed backend",
-         "Backend of the default process group; empty: chosen by device (gloo on CPU)"},
+    Knob{"USBYTE_BACKEND", &Env::backend, "", "", "nccl or a torch.distributed backend of the CPU",
+         "Moves gradients; empty: NCCL for CUDA tensors where each rank has a GPU, else gloo"},
     Knob{"USBYTE_POLICY", &Env::policy, "", "", "a policy",
          "Policy that plans the communication; empty: auto"},
     Knob{"USBYTE_PARTITION_BYTES", &Env::partition_bytes, "8M", "bytes", kBytesAccepted,
@@ -113,8 +120,18 @@ constexpr std::array kKnobs = {
          "Steps that the timeline records", is_step_range},
     Knob{"USBYTE_LOG_LEVEL", &Env::log_level, "warning", "", "debug, info, warning or error",
          "Least severity that is logged", is_log_level},
-    Knob{"USBYTE_NCCL_LIB", {}, "", "", "a path",
+    Knob{"USBYTE_CHUNK_BYTES", &Env::chunk_bytes, "4M", "bytes", kBytesAccepted,
+         "Messages that CUDA gradients are cut into where they go over the CPU's network"},
+    Knob{"USBYTE_NCCL_LIB", &Env::nccl_library, "", "", "a path",
          "NCCL library to open; empty: torch's, else the wheel's, else the system's"},
+    Knob{"USBYTE_NCCL_COMMUNICATORS", &Env::nccl_communicators, "2", "",
+         "a whole number from 1 to 8", "Operations that NCCL runs side by side",
+         is_nccl_communicators},
+    Knob{"USBYTE_NCCL_MAX_CTAS", &Env::nccl_max_ctas, "0", "", "a whole number >= 0",
+         "Most multiprocessors that one NCCL operation takes from computing; 0: NCCL's choice"},
+    Knob{"USBYTE_NCCL_REGISTER", &Env::nccl_register, "0", "", "0 or 1",
+         "1: gradients lie in memory registered with NCCL, for networks that then copy less",
+         is_switch},
     Knob{"USBYTE_CUDA", {}, "AUTO", "", "AUTO, ON or OFF",
          "Whether an installation from source builds the CUDA part; no effect at run time"},
 };
@@ -145,7 +162,8 @@ struct Assign {
   }
   std::string operator()(int64_t Env::* field) const {
     const auto value = knob.unit == "bytes" ? bytes(text) : number<int64_t>(text);
-    if (!value || *value < 1) reject(knob, text);
+    const int64_t least = knob.fallback == "0" ? 0 : 1;
+    if (!value || *value < least) reject(knob, text);
     if (knob.check != nullptr && !knob.check(text)) reject(knob, text);
     return std::to_string(env.*field = *value);
   }

@@ -2,7 +2,23 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
+#include <optional>
+#include <utility>
+
 namespace usbyte {
+
+/// The same object, which ends without the GIL: joining its threads, which may be about to call
+/// Python, needs that free.
+template <typename T>
+std::shared_ptr<T> end_unlocked(std::shared_ptr<T> object) {
+  T* const raw = object.get();
+  return {raw, [object = std::move(object)](T*) mutable {
+            std::optional<pybind11::gil_scoped_release> free;
+            if (PyGILState_Check()) free.emplace();
+            object.reset();
+          }};
+}
 
 /// Called about ten times a second by blocking waits, which run without the GIL: lets Ctrl-C end
 /// them.
@@ -18,7 +34,10 @@ void register_simulator(pybind11::module_& m);
 void register_env(pybind11::module_& m);
 void register_timeline(pybind11::module_& m);
 void register_communicator(pybind11::module_& m);
-void register_engine(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);
+void register_device_clock(pybind11::module_& m);
+void register_engine(pybind11::module_& m);
+void register_kernels(pybind11::module_& m);
+void register_nccl(pybind11::module_& m);
 
 }  // namespace usbyte

@@ -9,6 +9,7 @@
 #include "bindings.h"
 #include "usbyte/error.h"
 #include "usbyte/local_communicator.h"
+#include "usbyte/staged_communicator.h"
 
 namespace py = pybind11;
 
@@ -26,6 +27,10 @@ class PythonCommunicator : public Communicator {
   int size() const override { return size_; }
 
   void launch(const Request& request, Completion done) override {
+    if (request.scale != 1) {
+      const UsageError error("torch.distributed does not scale what it sums; do so first");
+      return done(std::make_exception_ptr(error));
+    }
     uint64_t ticket;
     {
       std::lock_guard lock(mutex_);
@@ -71,6 +76,15 @@ class PythonCommunicator : public Communicator {
   std::unordered_map<uint64_t, Completion> pending_;
 };
 
+// Ends with the GIL: a PythonCommunicator holds what Python owns, and its last user may not.
+std::shared_ptr<Communicator> end_locked(std::shared_ptr<Communicator> communicator) {
+  Communicator* const raw = communicator.get();
+  return {raw, [communicator = std::move(communicator)](Communicator*) mutable {
+            py::gil_scoped_acquire gil;
+            communicator.reset();
+          }};
+}
+
 }  // namespace
 
 void register_communicator(py::module_& m) {
@@ -83,6 +97,18 @@ void register_communicator(py::module_& m) {
       .def(py::init<int, int, py::function>(), py::arg("rank"), py::arg("size"), py::arg("launch"))
       .def("complete", &PythonCommunicator::complete, py::arg("ticket"),
            py::arg("error") = std::nullopt);
+  py::class_<StagedCommunicator, Communicator, std::shared_ptr<StagedCommunicator>>(
+      m, "StagedCommunicator", "Collectives on device memory over a communicator of the host.")
+      .def(py::init([](std::shared_ptr<Cuda> cuda, std::shared_ptr<Communicator> inner,
+                       int64_t chunk_bytes, int buffers) {
+             auto held = end_locked(std::move(inner));
+             py::gil_scoped_release free;
+             return end_unlocked(std::make_shared<StagedCommunicator>(
+                 std::move(cuda), std::move(held), StagedOptions{chunk_bytes, buffers}));
+           }),
+           py::arg("cuda").none(false), py::arg("inner").none(false), py::kw_only(),
+           py::arg("chunk_bytes") = StagedOptions{}.chunk_bytes,
+           py::arg("buffers") = StagedOptions{}.buffers);
   m.def(
       "make_local_communicators",
       [](int size, AlphaBeta cost) {

@@ -49,10 +49,12 @@ void register_engine(py::module_& m) {
   py::class_<PyEngine>(m, "Engine", "Executes a plan in the background; see engine.h.")
       .def(py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
                        double stall_warning_s, double stall_limit_s, int64_t steps_before,
-                       bool hold_gathers, std::function<void(const std::string&)> on_warning,
+                       bool hold_gathers, std::shared_ptr<Cuda> device, double scale, bool timed,
+                       std::function<void(const std::string&)> on_warning,
                        std::function<std::string(const std::string&)> on_fault) {
              EngineOptions options{stall_warning_s, stall_limit_s,         steps_before,
-                                   hold_gathers,    std::move(on_warning), std::move(on_fault)};
+                                   hold_gathers,    std::move(device),     scale,
+                                   timed,           std::move(on_warning), std::move(on_fault)};
              py::gil_scoped_release free;
              return std::make_unique<PyEngine>(std::move(plan), arena, std::move(communicator),
                                                std::move(options));
@@ -60,24 +62,42 @@ void register_engine(py::module_& m) {
            py::arg("plan"), py::arg("arena"), py::arg("communicator"), py::kw_only(),
            py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0,
            py::arg("steps_before") = 0, py::arg("hold_gathers") = false,
+           py::arg("device") = nullptr, py::arg("scale") = 1.0, py::arg("timed") = false,
            py::arg("on_warning") = nullptr, py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })
-      .def("begin_step", [](const PyEngine& e) { e.get()->begin_step(); })
-      // Holds the GIL: the lock inside is held for well below a microsecond, never across a call
-      // out.
       .def(
-          "ready", [](const PyEngine& e, int tensor) { e.get()->ready(tensor); }, py::arg("tensor"))
+          "begin_step", [](const PyEngine& e, uintptr_t stream) { e.get()->begin_step({stream}); },
+          py::arg("stream") = 0, Unlocked())
+      // Holds the GIL: the lock inside is held for well below a microsecond, never across a call
+      // out; on a device a launch may come on top.
+      .def(
+          "ready",
+          [](const PyEngine& e, int tensor, uintptr_t stream, uintptr_t gradient) {
+            return e.get()->ready(tensor, {stream}, reinterpret_cast<const void*>(gradient));
+          },
+          py::arg("tensor"), py::arg("stream") = 0, py::arg("gradient") = 0)
       .def("unready", [](const PyEngine& e) { return e.get()->unready(); })
       .def("end_backward", [](const PyEngine& e) { e.get()->end_backward(); })
       .def(
-          "wait", [](const PyEngine& e, int tensor) { e.get()->wait(tensor, check_signals); },
-          py::arg("tensor"), Unlocked())
+          "wait",
+          [](const PyEngine& e, int tensor, uintptr_t stream) {
+            e.get()->wait(tensor, check_signals, {stream});
+          },
+          py::arg("tensor"), py::arg("stream") = 0, Unlocked())
       .def(
-          "wait_reduced", [](const PyEngine& e) { e.get()->wait_reduced(check_signals); },
-          Unlocked())
-      .def("release_gathers", [](const PyEngine& e) { e.get()->release_gathers(); })
+          "wait_reduced",
+          [](const PyEngine& e, uintptr_t stream) {
+            e.get()->wait_reduced(check_signals, {stream});
+          },
+          py::arg("stream") = 0, Unlocked())
       .def(
-          "drain", [](const PyEngine& e) { e.get()->drain(check_signals); }, Unlocked())
+          "release_gathers",
+          [](const PyEngine& e, uintptr_t stream) { e.get()->release_gathers({stream}); },
+          py::arg("stream") = 0, Unlocked())
+      .def(
+          "drain",
+          [](const PyEngine& e, uintptr_t stream) { e.get()->drain(check_signals, {stream}); },
+          py::arg("stream") = 0, Unlocked())
       .def(
           "fail", [](const PyEngine& e, const std::string& message) { e.get()->fail(message); },
           py::arg("message"))
@@ -85,9 +105,10 @@ void register_engine(py::module_& m) {
       .def_property_readonly("fault", [](const PyEngine& e) { return e.get()->fault(); })
       .def_property_readonly("steps", [](const PyEngine& e) { return e.get()->steps(); })
       .def("status", [](const PyEngine& e) { return e.get()->status(); })
-      .def("ready_times", [](const PyEngine& e) { return e.get()->ready_times(); })
       .def(
-          "op_times", [](const PyEngine& e) { return e.get()->op_times(); },
+          "ready_times", [](const PyEngine& e) { return e.get()->ready_times(); }, Unlocked())
+      .def(
+          "op_times", [](const PyEngine& e) { return e.get()->op_times(); }, Unlocked(),
           "(launched, completed) of every op of the current step; 0 where it has not.")
       .def(
           "set_timeline",
@@ -100,7 +121,12 @@ void register_engine(py::module_& m) {
           [](const PyEngine& e, const std::vector<int>& tensors, double start_s, double end_s) {
             e.get()->record_update(tensors, start_s, end_s);
           },
-          py::arg("tensors"), py::arg("start_s"), py::arg("end_s"));
+          py::arg("tensors"), py::arg("start_s"), py::arg("end_s"))
+      .def(
+          "record_update",
+          [](const PyEngine& e, const std::vector<int>& tensors, const Moment& start,
+             const Moment& end) { e.get()->record_update(tensors, start, end); },
+          py::arg("tensors"), py::arg("start"), py::arg("end"));
 }
 
 }  // namespace usbyte

@@ -36,6 +36,11 @@ void register_env(py::module_& m) {
       .def_readonly("timeline", &Env::timeline)
       .def_readonly("timeline_steps", &Env::timeline_steps)
       .def_readonly("log_level", &Env::log_level)
+      .def_readonly("chunk_bytes", &Env::chunk_bytes)
+      .def_readonly("nccl_library", &Env::nccl_library)
+      .def_readonly("nccl_communicators", &Env::nccl_communicators)
+      .def_readonly("nccl_max_ctas", &Env::nccl_max_ctas)
+      .def_readonly("nccl_register", &Env::nccl_register)
       .def_readonly("variables", &Env::variables, "List of EnvVariable, in a fixed order.");
 }
 

@@ -24,9 +24,12 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_simulator(m);
   usbyte::register_env(m);
   usbyte::register_timeline(m);
-  usbyte::register_communicator(m);
-  usbyte::register_engine(m);
   usbyte::register_cuda(m);
+  usbyte::register_device_clock(m);
+  usbyte::register_kernels(m);
+  usbyte::register_communicator(m);
+  usbyte::register_nccl(m);
+  usbyte::register_engine(m);
   m.def(
       "build_info",
       [] {

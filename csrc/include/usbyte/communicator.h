@@ -4,8 +4,11 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <optional>
+#include <string>
 #include <vector>
 
+#include "usbyte/cuda.h"
 #include "usbyte/plan.h"
 
 namespace usbyte {
@@ -16,6 +19,13 @@ enum class ReduceOp : uint8_t { sum, min, max, product };
 struct Span {
   void* data = nullptr;
   int64_t count = 0;  // elements
+};
+
+/// Order of a request on a device, which its memory is then on.
+struct StreamOrder {
+  std::vector<CudaEvent> after;  ///< it begins once these have passed
+  CudaEvent started;             ///< recorded right before it
+  CudaEvent done;                ///< recorded right behind it
 };
 
 /// One collective call; every rank passes the same kind, dtype, reduction, root and counts.
@@ -36,6 +46,14 @@ struct Request {
   int root = 0;
   std::vector<Span> send;
   std::vector<Span> recv;
+  /// Of the op, for communicators that are `stream_ordered`: at most so many bytes in flight with
+  /// it (0: any number), and, with `fence`, nothing before it.
+  int64_t window_bytes = 0;
+  bool fence = false;
+  std::optional<StreamOrder> order = std::nullopt;
+  /// Multiplied with what each rank puts into a sum; 1 / size makes it the average. Only
+  /// NcclCommunicator takes other than 1.
+  double scale = 1;
 };
 
 /// Called exactly once for each launch, from any thread, with nullptr or the error. It may call
@@ -44,7 +62,12 @@ using Completion = std::function<void(std::exception_ptr)>;
 
 /// Starts collectives. Ranks must launch the same requests in the same order. Implementations:
 /// `LocalCommunicator` (ranks are threads of one process), `PythonCommunicator` (any
-/// torch.distributed backend).
+/// torch.distributed backend), `StagedCommunicator` (device memory over one of those),
+/// `NcclCommunicator`.
+///
+/// A request with an `order` is complete for the host once `order->done` has been recorded. Where
+/// the communicator is `stream_ordered` that is at once, and its own streams keep windows and
+/// fences; elsewhere it is when the network has done its part.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -55,6 +78,13 @@ class Communicator {
   /// Starts `request` and returns; may call `done` before it returns. The memory must live until
   /// then. Errors go to `done`; launch itself does not throw.
   virtual void launch(const Request& request, Completion done) = 0;
+
+  /// Requests complete when they are on a stream, not when they are over.
+  virtual bool stream_ordered() const { return false; }
+  /// What has gone wrong with requests that were complete for the host; empty while nothing has.
+  virtual std::string failure() { return ""; }
+  /// Ends what is in flight on devices, for good, so that nothing waits for a lost peer.
+  virtual void abort() {}
 
   /// Launches and waits; throws what `done` was given.
   void run(const Request& request);

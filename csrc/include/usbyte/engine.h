@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "usbyte/communicator.h"
+#include "usbyte/device_clock.h"
 #include "usbyte/plan.h"
 #include "usbyte/timeline.h"
 
@@ -21,6 +22,12 @@ struct EngineOptions {
   int64_t steps_before = 0;
   /// No all_gather is launched before `release_gathers`.
   bool hold_gathers = false;
+  /// The device that holds the arena; null if the host does.
+  std::shared_ptr<Cuda> device = nullptr;
+  /// Multiplied with gradients on a device as they are packed.
+  double scale = 1;
+  /// On a device, times of tensors and gates too; a timeline has them anyway.
+  bool timed = false;
   /// Called on the engine's thread with a line worth logging.
   std::function<void(const std::string&)> on_warning;
   /// Called on the engine's thread when communication failed, with what is known on this rank; the
@@ -38,6 +45,13 @@ struct EngineOptions {
 /// never overlap. Who waits for the op is woken once the communicator has launched, and packed, the
 /// next; earlier if another op ends first.
 ///
+/// On a device nothing here waits for it, but what says so. Gradients stay where they are until the
+/// last one that an op waits for is there: then one launch packs them into the arena. The device
+/// runs what the calls below have put in order: an op comes behind its gradients, and what comes
+/// later on a stream that was given to `wait` behind the op. Whoever waits on the host does so
+/// until the op is on a stream or, if the communicator is not `stream_ordered`, until the network
+/// has done its part.
+///
 /// After a fault every call that begins, feeds or waits for a step throws the same
 /// FaultError. All methods are thread-safe.
 class Engine {
@@ -53,11 +67,15 @@ class Engine {
 
   const Plan& plan() const;
 
-  /// Opens the next step. Throws UsageError unless the previous one is drained.
-  void begin_step();
-  /// The gradient of `tensor` lies in the arena. Throws UsageError if it was already ready in this
-  /// step.
-  void ready(int tensor);
+  /// Opens the next step. Throws UsageError unless the previous one is drained, and while `stream`
+  /// is captured into a CUDA graph. On a device, what comes later on `stream` may write to the
+  /// arena.
+  void begin_step(CudaStream stream = {});
+  /// The gradient of `tensor` lies in the arena; on a device, at `gradient` (in the arena if null)
+  /// behind what is on `stream` now. Returns the tensors that have been packed, whose own memory
+  /// later work on `stream` may use again; none on the host. Throws UsageError if it was already
+  /// ready in this step.
+  std::vector<int> ready(int tensor, CudaStream stream = {}, const void* gradient = nullptr);
   /// Tensors that are not ready yet in this step.
   std::vector<int> unready() const;
   /// Closes backward. Throws UsageError if a tensor is not ready: the caller marks unused ones as
@@ -66,16 +84,16 @@ class Engine {
 
   /// Waits until `tensor` has arrived in the step that was begun last; at once if there was none.
   /// `poll` is called about ten times a second meanwhile, without any lock; what it throws ends the
-  /// wait.
-  void wait(int tensor, const std::function<void()>& poll = {});
+  /// wait. On a device, here and below, later work on `stream` comes behind what is waited for.
+  void wait(int tensor, const std::function<void()>& poll = {}, CudaStream stream = {});
   /// Waits until every all_reduce and reduce_scatter of the current step has completed: each rank's
   /// shards then hold sums over the ranks.
-  void wait_reduced(const std::function<void()>& poll = {});
-  /// The shards hold what the all_gathers shall send. Once in a step; throws UsageError if they are
-  /// not held or not everything is reduced.
-  void release_gathers();
+  void wait_reduced(const std::function<void()>& poll = {}, CudaStream stream = {});
+  /// The shards hold what the all_gathers shall send, on a device behind what is on `stream` now.
+  /// Once in a step; throws UsageError if they are not held or not everything is reduced.
+  void release_gathers(CudaStream stream = {});
   /// Waits until every op of the current step has completed.
-  void drain(const std::function<void()>& poll = {});
+  void drain(const std::function<void()>& poll = {}, CudaStream stream = {});
 
   /// Ends the engine with this message, as a fault that another rank has found.
   void fail(const std::string& message);
@@ -88,16 +106,17 @@ class Engine {
   /// completed, and up to four tensors whose gradients are awaited.
   std::string status() const;
   /// When each tensor became ready in the current step, seconds on the steady clock; 0 where it has
-  /// not.
+  /// not. On a device those are its own times, for which the host waits, and with `timed` only.
   std::vector<double> ready_times() const;
-  /// When each op of the current step was launched and completed, seconds on the steady clock; 0
-  /// where it has not.
+  /// When each op of the current step was launched and completed, likewise.
   std::vector<std::pair<double, double>> op_times() const;
 
   /// Records from the next step on; nullptr stops and writes out what is complete.
   void set_timeline(std::shared_ptr<TimelineWriter> writer);
   /// Adds the time a layer's update took to the timeline. `tensors` name it.
   void record_update(const std::vector<int>& tensors, double start_s, double end_s);
+  /// The same on a device.
+  void record_update(const std::vector<int>& tensors, const Moment& start, const Moment& end);
 
  private:
   struct State;

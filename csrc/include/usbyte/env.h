@@ -34,6 +34,11 @@ struct Env {
   std::string timeline;        ///< USBYTE_TIMELINE
   std::string timeline_steps;  ///< USBYTE_TIMELINE_STEPS
   std::string log_level;       ///< USBYTE_LOG_LEVEL
+  int64_t chunk_bytes;         ///< USBYTE_CHUNK_BYTES
+  std::string nccl_library;    ///< USBYTE_NCCL_LIB
+  int64_t nccl_communicators;  ///< USBYTE_NCCL_COMMUNICATORS
+  int64_t nccl_max_ctas;       ///< USBYTE_NCCL_MAX_CTAS, 0 = NCCL's choice
+  int64_t nccl_register;       ///< USBYTE_NCCL_REGISTER, 0 or 1
 
   std::vector<EnvVariable> variables;
 };

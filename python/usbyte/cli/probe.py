@@ -35,6 +35,10 @@ Example:
     "operation takes about 0.05 s. What runs beside a small one, or is packed, is up to four times "
     "as large.",
 )  # fmt: skip
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu",
+    help="Where payloads are: gradients are on the device of the model.",
+)  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1), default=10, help="Measurements of each size.")
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path),
@@ -43,7 +47,12 @@ Example:
 @click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Write every measurement.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw a picture (matplotlib).")
 def probe(
-    largest: int, repeats: int, json_path: Path | None, csv_path: Path | None, plot: Path | None
+    largest: int,
+    device: str,
+    repeats: int,
+    json_path: Path | None,
+    csv_path: Path | None,
+    plot: Path | None,
 ) -> None:
     """Measure the network between ranks.
 
@@ -63,13 +72,19 @@ def probe(
         check_writable(json_path, csv_path, plot)
         if plot is not None:
             from usbyte.cli import figures  # says early what is missing
+    import torch
+
     import usbyte.torch as ub
     from usbyte.torch.context import current
     from usbyte.torch.costs import concurrent, fit, fit_lines
+    from usbyte.torch.device import device_at
     from usbyte.torch.probe import measure_apart
 
     ub.init()
-    rows = measure_apart(current(), largest, repeats=repeats)
+    if device == "cuda":
+        torch.cuda.set_device(ub.local_rank() % torch.cuda.device_count())
+    place = device_at(torch.device(device))
+    rows = measure_apart(current(), place, largest, repeats=repeats)
     if ub.rank() == 0:
         from rich.console import Console
 

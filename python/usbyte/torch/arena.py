@@ -9,6 +9,7 @@ from torch import nn
 
 from usbyte._core import Plan, TensorSpec
 from usbyte.errors import UsageError
+from usbyte.torch.device import Device
 
 #: First tensor of the arena: a flag for each parameter, set by the ranks that used it in this step,
 #: and one more, set by those that want a new plan.
@@ -26,11 +27,6 @@ _DTYPES = {
 
 def dtype_name(name: str, param: nn.Parameter) -> str:
     """The core's name of a parameter's dtype; UsageError if its gradients cannot be sent."""
-    if param.device.type != "cpu":
-        raise UsageError(
-            f"parameter '{name}' is on {param.device}; this version of usbyte moves CPU gradients, "
-            "so move the model there with model.cpu()"
-        )
     try:
         return _DTYPES[param.dtype]
     except KeyError:
@@ -46,6 +42,8 @@ class Arena:
     Args:
         plan: Its tensors are `USED` and then the parameters' gradients.
         params: In the plan's order, without `USED`.
+        device: Where they are.
+        buffer: 1-d uint8 of the plan's size, there.
 
     Attributes:
         buffer: 1-d uint8.
@@ -55,8 +53,17 @@ class Arena:
             a write to another.
     """
 
-    def __init__(self, plan: Plan, params: Sequence[nn.Parameter]) -> None:
-        self.buffer = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[nn.Parameter],
+        device: Device,
+        buffer: torch.Tensor,
+    ) -> None:
+        self.buffer = buffer
+        self._device = device
+        self._flags: tuple[float, ...] = ()
+        self._flags_there = torch.empty(0)  # on a device
         flags, *tensors = plan.tensors
         self.used = self._flat(plan, flags)
         self.grads = []
@@ -66,6 +73,21 @@ class Arena:
             dense = torch.empty_like(param, device="meta").stride() == param.stride()
             view = flat.as_strided(param.shape, param.stride()) if dense else flat.view(param.shape)
             self.grads.append(view.data)
+
+    def set_flags(self, flags: tuple[float, ...]) -> int:
+        """Makes these this rank's flags.
+
+        Returns:
+            Address of a copy for the engine to pack, on a device; 0 if the arena has them.
+        """
+        if self._device.core is None:
+            self.used.copy_(torch.tensor(flags))
+            return 0
+        if flags != self._flags:
+            there = torch.tensor(flags, dtype=self.used.dtype)
+            self._flags_there = there.to(self.used.device, non_blocking=True)
+            self._flags = flags
+        return self._flags_there.data_ptr()
 
     def _flat(self, plan: Plan, spec: TensorSpec) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, spec.dtype)

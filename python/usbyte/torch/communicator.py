@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 import weakref
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from usbyte import _core
 from usbyte.torch.collectives import abort, all_gather_ranges, ring_reduce_scatter
+from usbyte.torch.device import Device
 from usbyte.torch.one_shot import OneShot
 
 _WAITERS = 4  # threads that wait for ops to end, and run rings
@@ -39,6 +41,7 @@ class TorchCommunicator:
 
     Attributes:
         most_one_shot_bytes: As given.
+        device: The host.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class TorchCommunicator:
         self._group = group
         self._one_shot = OneShot(small) if small is not None else None
         self.most_one_shot_bytes = most_one_shot_bytes
+        self.device = Device()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena: torch.Tensor | None = None
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
         self._staging = Staging()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -76,6 +80,10 @@ class TorchCommunicator:
             method(ticket, kind, dtype, spans)
 
         self.core = _core.PythonCommunicator(self._rank, self._size, call)
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Memory of so many bytes for an arena, 1-d uint8, zeros."""
+        return torch.zeros(size, dtype=torch.uint8)
 
     def register(self, arena: torch.Tensor) -> None:
         """Names the buffer (1-d uint8) that the addresses in later launches point into."""
@@ -108,8 +116,12 @@ class TorchCommunicator:
         view = self._views.get(key)
         if view is None:
             kind: torch.dtype = getattr(torch, dtype)
-            begin = address - self._arena.data_ptr()
-            view = self._arena[begin : begin + count * kind.itemsize].view(kind)
+            if self._arena is None:  # memory that outlives what is in flight
+                memory = (ctypes.c_byte * (count * kind.itemsize)).from_address(address)
+                view = torch.frombuffer(memory, dtype=kind)
+            else:
+                begin = address - self._arena.data_ptr()
+                view = self._arena[begin : begin + count * kind.itemsize].view(kind)
             self._views[key] = view
         return view
 

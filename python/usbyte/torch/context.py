@@ -14,15 +14,19 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from usbyte import _core
 from usbyte.env import Cluster, detect
 from usbyte.errors import Error, FaultError, MismatchError, UsageError
 from usbyte.torch.communicator import TorchCommunicator
+from usbyte.torch.device import CudaDevice, Device
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
+from usbyte.torch.nccl import NcclCommunicator, agree
 from usbyte.torch.one_shot import most_one_shot_bytes
+from usbyte.torch.staged import StagedCommunicator
 from usbyte.torch.store import private_store
 
 if TYPE_CHECKING:
@@ -45,6 +49,10 @@ log = logging.getLogger("usbyte")
 # The backend's own timeout comes after the engine's stall limit, so that the error with names in it
 # comes first.
 _BACKEND_GRACE_S = 30.0
+
+
+#: `core` is for the engine; `allocate` makes an arena, `register` names the one in use.
+EngineCommunicator = TorchCommunicator | StagedCommunicator | NcclCommunicator
 
 
 class _Excepthook(Protocol):
@@ -101,12 +109,42 @@ class Context:
         mine = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
         return mine.index(self.rank), len(mine)
 
-    def new_communicator(self) -> TorchCommunicator:
-        """A communicator between all ranks. Collective.
+    def new_communicator(self, device: Device) -> EngineCommunicator:
+        """A communicator between all ranks for gradients on `device`. Collective.
 
         Raises:
-            MismatchError: The ranks would send small operations in different ways.
+            UsageError: The backend that was asked for cannot be used.
+            MismatchError: The ranks would communicate in different ways.
         """
+        backend = self.env.backend
+        self._check_backend(device)
+        if isinstance(device, CudaDevice):
+            nccl = None
+            if backend in ("", "nccl"):
+                nccl = agree(self.eager, self.env, self.rank, device, backend)
+            if nccl is not None:
+                return NcclCommunicator(self.eager, self.env, nccl, self.rank, self.size, device)
+            return StagedCommunicator(device, self._host_communicator(), self.env.chunk_bytes)
+        return self._host_communicator()
+
+    def _check_backend(self, device: Device) -> None:
+        mine = f"{device.torch_device.type} {self.env.backend}"
+        others = self.eager.allgather_bytes("usbyte.backend", mine.encode())
+        for rank, other in enumerate(others):
+            if other.decode() != mine:
+                raise MismatchError(
+                    f"rank {self.rank} has its parameters on '{mine.split()[0]}' with "
+                    f"USBYTE_BACKEND='{self.env.backend}', rank {rank} has them on "
+                    f"'{other.decode().partition(' ')[0]}' with "
+                    f"'{other.decode().partition(' ')[2]}'. Give all ranks the same."
+                )
+        if self.env.backend == "nccl" and device.core is None:
+            raise UsageError(
+                "USBYTE_BACKEND=nccl moves CUDA tensors, and this model's parameters are on the "
+                "CPU: move the model with model.cuda() before it is wrapped, or unset it"
+            )
+
+    def _host_communicator(self) -> TorchCommunicator:
         sent = self.env.one_shot_bytes
         others = self.eager.allgather_bytes("usbyte.one_shot", str(sent).encode())
         for rank, other in enumerate(others):
@@ -116,16 +154,19 @@ class Context:
                     f"{rank}. Give all ranks the same environment."
                 )
         # Of the backends that torch brings, Gloo alone sends messages with tags beside collectives.
-        gloo = (self.env.backend or "gloo") == "gloo"
+        gloo = self._host_backend() == "gloo"
         most = most_one_shot_bytes(self.size, sent) if gloo else 0
         group = self.new_group()
         return TorchCommunicator(group, self.new_group() if most > 0 else None, most)
 
     def new_group(self) -> dist.ProcessGroup:
         """A process group over all ranks that nothing else uses. Collective."""
-        group = dist.new_group(backend=self.env.backend or "gloo", timeout=self._timeout)
+        group = dist.new_group(backend=self._host_backend(), timeout=self._timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def _host_backend(self) -> str:
+        return self.env.backend if self.env.backend not in ("", "nccl") else "gloo"
 
     def next_label(self) -> str:
         """Name of the next optimizer; the same on all ranks, which construct them in one order."""
@@ -205,7 +246,9 @@ _owns_default_group = False
 def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> None:
     global _owns_default_group
     _owns_default_group = True
-    backend = env.backend or "gloo"
+    backend = env.backend if env.backend not in ("", "nccl") else "gloo"
+    if backend == "gloo" and torch.cuda.is_available() and dist.is_nccl_available():
+        backend = "cpu:gloo,cuda:nccl"  # for the user's own tensors; NCCL starts when it is used
     if cluster.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from statistics import median
+
+from usbyte.torch.device import Mark, passed
 
 _WINDOW = 6  # steps whose median counts
 _LASTING = 3  # windows
@@ -34,6 +37,7 @@ class Drift:
         """
         self.wanted = False
         self.baseline_s = baseline_s
+        self._ends: deque[Mark] = deque()  # not looked at yet
         self._last_s: float | None = None
         self._steps = 0
         self._recent: list[float] = []
@@ -41,8 +45,13 @@ class Drift:
         self._answers += 1
         self._quiet = _QUIET_STEPS * 2 ** (self._answers - 1) if self._answers > 0 else 0
 
-    def step(self, now_s: float) -> None:
-        """A step has ended; steady clock seconds."""
+    def step(self, now: Mark) -> None:
+        """A step has ended; looks at those that have, without waiting for the others."""
+        self._ends.append(now)
+        while self._ends and passed(self._ends[0]):
+            self._count(float(self._ends.popleft()))
+
+    def _count(self, now_s: float) -> None:
         last, self._last_s = self._last_s, now_s
         self._steps += 1
         if last is None or self._steps <= 2:  # the first ones are between two plans

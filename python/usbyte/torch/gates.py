@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from usbyte._core import now_s
+from usbyte.torch.device import Device, Mark
 
 
 class Gates:
@@ -28,7 +28,12 @@ class Gates:
         params: The parameters, whose positions are the indices passed on.
         arrive: Called before a module's forward with the indices it needs.
         drain: Called before anything reads parameters in another way (state_dict, evaluation).
+        device: Of the parameters.
         model: Where the parameters live; found at the first forward pass if None.
+
+    Attributes:
+        needed: By parameter, when it was first used in the current iteration; None: not yet.
+        roots: Where parameters were found.
     """
 
     def __init__(
@@ -36,21 +41,20 @@ class Gates:
         params: Sequence[nn.Parameter],
         arrive: Callable[[Sequence[int]], None],
         drain: Callable[[], None],
+        device: Device,
         model: nn.Module | None = None,
     ) -> None:
         self._index = {p: i for i, p in enumerate(params)}
-        self._arrive, self._drain = arrive, drain
+        self._arrive, self._drain, self._device = arrive, drain, device
         self._handles: list[RemovableHandle] = []
         self._installed: set[nn.Module] = set()
         self._owned: set[int] = set()
-        self.roots: list[nn.Module] = []  # where parameters were found
+        self.roots: list[nn.Module] = []
         self._at_root: set[int] = set()  # waited for at the outermost module's gate
         self._outside: set[int] = set()  # read outside any forward
         self._learning = True
         self._reads: _Reads | None = None
-        self.need_s = [float("inf")] * len(
-            params
-        )  # first use in the current iteration, steady clock
+        self.needed: list[Mark | None] = [None] * len(params)
         self._finder: RemovableHandle | None = None
         if model is None:
             self._finder = register_module_forward_pre_hook(self._find)
@@ -63,15 +67,15 @@ class Gates:
         Args:
             used: Which parameters got a gradient in it.
         """
-        for i, need in enumerate(self.need_s):
-            if used[i] and need == float("inf"):
+        for i, need in enumerate(self.needed):
+            if used[i] and need is None:
                 self._outside.add(i)
-        self.need_s = [float("inf")] * len(self.need_s)
+        self.needed = [None] * len(self.needed)
 
     def begin_learning(self) -> None:
         """Watches again when parameters are used."""
         self._learning = True
-        self.need_s = [float("inf")] * len(self.need_s)
+        self.needed = [None] * len(self.needed)
 
     def finish_learning(self) -> set[int]:
         """Ends the watch for functional use.
@@ -138,7 +142,7 @@ class Gates:
             self._drain()
         elif self._learning:
             if self._reads is None:
-                self._reads = _Reads(self._index, self.need_s, self._at_root)
+                self._reads = _Reads(self._index, self.needed, self._at_root, self._device)
                 self._reads.__enter__()
                 self._reads.root = module
         elif self._at_root:
@@ -152,9 +156,10 @@ class Gates:
     def _gate(self, own: list[int], _module: nn.Module, _args: Any) -> None:
         # Evaluation needs parameters too, but not as the next step does.
         if self._learning and (self._reads is not None or torch.is_grad_enabled()):
-            now = now_s()
+            now = self._device.now()
             for i in own:
-                self.need_s[i] = min(self.need_s[i], now)
+                if self.needed[i] is None:
+                    self.needed[i] = now
         self._arrive(own)
 
 
@@ -172,10 +177,15 @@ class _Reads(TorchFunctionMode):
     root: nn.Module
 
     def __init__(
-        self, index: dict[nn.Parameter, int], need_s: list[float], at_root: set[int]
+        self,
+        index: dict[nn.Parameter, int],
+        needed: list[Mark | None],
+        at_root: set[int],
+        device: Device,
     ) -> None:
         super().__init__()
-        self._index, self._need_s, self._at_root = index, need_s, at_root
+        self._index, self._needed, self._at_root = index, needed, at_root
+        self._device = device
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -184,8 +194,8 @@ class _Reads(TorchFunctionMode):
             for item in arg if isinstance(arg, list | tuple) else (arg,):
                 if isinstance(item, nn.Parameter):
                     i = self._index.get(item)
-                    if i is not None and self._need_s[i] == float("inf") and not _is_metadata(func):
-                        self._need_s[i] = now_s()
+                    if i is not None and self._needed[i] is None and not _is_metadata(func):
+                        self._needed[i] = self._device.now()
                         self._at_root.add(i)
         return func(*args, **(kwargs or {}))
 

@@ -13,6 +13,7 @@ from torch import nn
 from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.arena import USED, dtype_name
+from usbyte.torch.device import Mark
 
 NEVER = float("inf")
 
@@ -22,7 +23,7 @@ class Iteration:
     """One step under DDP's plan, in backward mode; steady clock seconds.
 
     Attributes:
-        need_s: By parameter, when the forward pass first used it; inf where it was not seen to.
+        need_s: By parameter, when the forward pass first used it; NEVER where it was not seen to.
         ready_s: By parameter, when its gradient was ready.
         waited_s: Seconds spent waiting for the network after backward.
         updated_s: Seconds that the optimizer's step took.
@@ -32,6 +33,18 @@ class Iteration:
     ready_s: Sequence[float]
     waited_s: float
     updated_s: float
+
+    @classmethod
+    def of(
+        cls,
+        needed: Sequence[Mark | None],
+        ready: Sequence[float],
+        waited_s: float,
+        updated_s: float,
+    ) -> Iteration:
+        """Waits until all of it has happened."""
+        need = [NEVER if mark is None else float(mark) for mark in needed]
+        return cls(need, ready, waited_s, updated_s)
 
     @property
     def start_s(self) -> float:

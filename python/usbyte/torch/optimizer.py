@@ -16,6 +16,8 @@ from torch.optim import optimizer as torch_optimizer
 from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
 from usbyte.torch.context import current
+from usbyte.torch.device import Mark, device_of
+from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
 from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.planning import Decision, Planner, Policy
@@ -57,6 +59,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "forward" and an optimizer that treats every element by itself. `step()` uses gradients
             up, as if `zero_grad()` followed it. `state_dict` and `load_state_dict` deal in the
             whole state and are collective.
+        fused_update: Updates of torch.optim.SGD, Adam and AdamW on a CUDA device run as one kernel
+            launch for all parameters that are due, to the same results but for the rounding of the
+            last bit. Step hooks are refused.
         max_grad_norm: With shard_optimizer: gradients are scaled so that their norm over all
             parameters is no larger.
         partition_bytes: bytescheduler: larger tensors are split.
@@ -80,6 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         op: ReduceOp = Average,
         model: nn.Module | None = None,
         shard_optimizer: bool = False,
+        fused_update: bool = False,
         max_grad_norm: float | None = None,
         partition_bytes: int | None = None,
         credit_bytes: int | None = None,
@@ -100,7 +106,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "and torch.nn.utils.clip_grad_norm_ between backward() and step()"
             )
         self._context = context = current()
+        if shard_optimizer and fused_update:
+            raise UsageError("fused_update=True does not go with shard_optimizer=True")
         self._sharded, self._max_grad_norm = shard_optimizer, max_grad_norm
+        self._fuses = fused_update
         self._shards: ShardedUpdates | None = None
         env = context.env
         policy = policy or env.policy or "auto"
@@ -146,7 +155,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's. Read between `backward()` and `step()`, gradients are final.
+
+        GradScaler and others take them from here to change them, in ways that leave no trace.
+        """
+        reducer: Reducer | None = getattr(self, "_reducer", None)
+        if reducer is not None and reducer.in_flight:
+            self.synchronize()
         return self._inner.param_groups
 
     @property
@@ -224,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             or self._needs_whole_step()
         ):
             self.synchronize()
-            start = _core.now_s()
+            start: Mark = reducer.device.now() if reducer is not None else 0.0
             if self._max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
             result = self._step_now(closure)
@@ -355,7 +370,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rows = [(p, g) for p, g in rows if p.requires_grad]
         self._params = [p for p, _ in rows]
         self._group_of = [g for _, g in rows]
-        self._updates = DeferredUpdates(self._inner, self._params, self._group_of)
         self._ungated: list[int] = []
         self._learned = False
         self._late: list[bool] = []  # updates that the forward pass did not ask for
@@ -363,6 +377,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._claim(names)
         if not self._params:
             raise UsageError("the optimizer has no parameter that requires a gradient")
+        device = device_of(names, self._params)
+        # Looked up each time, as schedulers replace it.
+        self._take_step: Callable[..., Any] = lambda *args: self._inner.step(*args)
+        if self._fuses:
+            self._take_step = FusedUpdate(self._inner, names, self._params, device).step
+        self._updates = DeferredUpdates(self._inner, self._take_step, self._params, self._group_of)
         if self._sharded:
             check_dense(names, self._params)
         if any(getattr(p, "_usbyte_shard", False) for p in self._inner.state):
@@ -385,12 +405,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._tune_steps,
             alike={"op": str(self._op), "max_grad_norm": self._max_grad_norm},
         )
-        self._gates = gates = Gates(self._params, self._apply, self.synchronize, self._model)
+        self._gates = gates = Gates(
+            self._params, self._apply, self.synchronize, device, self._model
+        )
         try:
             self._reducer = Reducer(
                 self._context,
                 names,
                 self._params,
+                device,
                 planner,
                 gates,
                 self._scale,
@@ -439,9 +462,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_now(self, closure: Callable[[], float] | None) -> float | None:
         args = () if closure is None else (closure,)
         if self._learned or self._overlap == "backward":
-            return self._inner.step(*args)
+            return self._take_step(*args)
         with check_groups_unchanged(self._inner):
-            return self._inner.step(*args)
+            return self._take_step(*args)
 
     def _check_usable(self) -> None:
         if self._context.size == 1:
@@ -472,7 +495,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if reducer.plan_ends:
             self._apply_all()
             self._end_sharding()
-            reducer.finish_step(_core.now_s())
+            reducer.finish_step(reducer.device.now())
             if reducer.learning:
                 self._learned = False
                 self._zero_spent(shards.used)

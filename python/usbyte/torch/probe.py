@@ -12,8 +12,9 @@ import torch
 from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.communicator import Staging, TorchCommunicator
-from usbyte.torch.context import Context, current
+from usbyte.torch.context import Context, EngineCommunicator, current
 from usbyte.torch.costs import BUSY, ONE_SHOT, PACKED, SHOT_BUSY, SHOTS, Measured, concurrent, fit
+from usbyte.torch.device import Device, device_at
 
 __all__ = ["probe"]
 
@@ -42,12 +43,15 @@ _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
 
 
-def probe(largest_bytes: int = LARGEST_BYTES) -> _core.NetworkModel:
+def probe(
+    largest_bytes: int = LARGEST_BYTES, device: torch.device | str = "cpu"
+) -> _core.NetworkModel:
     """Measures the network between all ranks. Collective.
 
     Args:
         largest_bytes: Upper limit to the payloads, which are chosen so that an operation takes
             about 0.05 s.
+        device: Where the payloads are, as gradients are on the device of their parameters.
 
     Returns:
         The same model on every rank.
@@ -55,7 +59,8 @@ def probe(largest_bytes: int = LARGEST_BYTES) -> _core.NetworkModel:
     context = current()
     if context.size == 1:
         return _core.NetworkModel(1, [_core.AlphaBeta()])
-    network = fit(context.size, measure_apart(context, largest_bytes))
+    rows = measure_apart(context, device_at(torch.device(device)), largest_bytes)
+    network = fit(context.size, rows)
     return share(context, "probe", network)
 
 
@@ -69,12 +74,13 @@ def share(context: Context, name: str, network: _core.NetworkModel) -> _core.Net
 
 def measure_apart(
     context: Context,
+    device: Device,
     largest_bytes: int,
     *,
     repeats: int = _REPEATS,
 ) -> list[Measured]:
-    """Measures over a process group of its own. Collective; see `measure`."""
-    communicator = context.new_communicator()
+    """Measures over a communicator of its own. Collective; see `measure`."""
+    communicator = context.new_communicator(device)
     try:
         return measure(context, communicator, largest_bytes, repeats=repeats)
     finally:
@@ -83,7 +89,7 @@ def measure_apart(
 
 def measure(
     context: Context,
-    communicator: TorchCommunicator,
+    communicator: EngineCommunicator,
     largest_bytes: int,
     *,
     repeats: int = _REPEATS,
@@ -123,7 +129,8 @@ def measure(
 
     rows = time_window(1)
     large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
-    rows += _time_packing(context, communicator, large, repeats)
+    if isinstance(communicator, TorchCommunicator):  # devices pack on the way, or not at all
+        rows += _time_packing(context, communicator, large, repeats)
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(context, communicator, large, ahead, repeats)
         found = str(concurrent(rows) or 0).encode()  # on which all ranks must agree
@@ -138,7 +145,7 @@ def measure(
     return rows
 
 
-def _smallest(communicator: TorchCommunicator) -> int:
+def _smallest(communicator: EngineCommunicator) -> int:
     """Of the operations that a line is fitted to."""
     return max(_SMALLEST_BYTES, 1 << communicator.most_one_shot_bytes.bit_length())
 
@@ -154,7 +161,7 @@ def _sizes(low: int, high: int) -> list[int]:
 
 def _time(
     context: Context,
-    communicator: TorchCommunicator,
+    communicator: EngineCommunicator,
     window: int,
     groups: dict[int, int],
     repeats: int,
@@ -162,13 +169,12 @@ def _time(
     """`groups`: how many, by the size of each of their operations."""
     rows = []
     longest = max((count + 1) * window * size for size, count in groups.items())
-    buffer = torch.zeros(longest, dtype=torch.uint8)
-    communicator.register(buffer)
+    buffer = _zeros(communicator, longest)
     # All sizes anew in each repetition, so that no disturbance meets all measurements of one.
     for _, size, kinds in product(range(repeats), groups, _WINDOWS[window]):
         plan = _plan(kinds, window, [size // _FLOAT_BYTES] * (groups[size] + 1))
         with _engine(context, communicator, buffer, plan) as engine:
-            _run(engine, len(plan.tensors))
+            _run(engine, len(plan.tensors), communicator.device.stream())
             for kind, ends in zip(kinds, _ends(engine, window), strict=True):
                 rows.append(Measured(kind, window, window * size, _mean_s(ends)))
     return rows
@@ -183,11 +189,10 @@ def _time_packing(
     half = size // _FLOAT_BYTES // 2
     floats = torch.zeros(2 * half)
     views, staging, rows = [floats[:half], floats[half:]], Staging(), []
-    buffer = torch.zeros(_FLOAT_BYTES, dtype=torch.uint8)
-    communicator.register(buffer)
+    buffer = _zeros(communicator, _FLOAT_BYTES)
     with _engine(context, communicator, buffer, _core.Plan("probe", [tensor], [meet])) as engine:
         for _ in range(repeats + 1):
-            _run(engine, 1)
+            _run(engine, 1, communicator.device.stream())
             start = _core.now_s()
             staging.unpack(staging.pack(views))
             rows.append(Measured(PACKED, 1, floats.nbytes, _core.now_s() - start))
@@ -195,7 +200,7 @@ def _time_packing(
 
 
 def _time_busy(
-    context: Context, communicator: TorchCommunicator, large_bytes: int, ahead: int, repeats: int
+    context: Context, communicator: EngineCommunicator, large_bytes: int, ahead: int, repeats: int
 ) -> list[Measured]:
     """Small operations, each posted right behind `ahead` large ones.
 
@@ -213,7 +218,7 @@ def _time_busy(
 
 
 def _time_one_shot(
-    context: Context, communicator: TorchCommunicator, large_bytes: int, repeats: int
+    context: Context, communicator: EngineCommunicator, large_bytes: int, repeats: int
 ) -> list[Measured]:
     """Operations of one shot: between small others, several together, and behind a large one."""
     rows = []
@@ -222,18 +227,17 @@ def _time_one_shot(
         for bytes_ in (_smallest(communicator), communicator.most_one_shot_bytes)
     )
     size = numel * _FLOAT_BYTES
-    buffer = torch.zeros(_SHOTS * (small + numel) * _FLOAT_BYTES, dtype=torch.uint8)
-    communicator.register(buffer)
+    buffer = _zeros(communicator, _SHOTS * (small + numel) * _FLOAT_BYTES)
     alternating = _plan(["all_reduce"], 1, [small, numel] * _SHOTS)
     with _engine(context, communicator, buffer, alternating) as engine:
         for _ in range(repeats):
-            _run(engine, len(alternating.tensors))
+            _run(engine, len(alternating.tensors), communicator.device.stream())
             [ends] = _ends(engine, 1)
             rows.append(Measured(ONE_SHOT, 1, size, _mean_s(ends, every=2)))
     together = _plan(["all_reduce"], 1, [small] + [numel] * _SHOTS, fences=2)
     with _engine(context, communicator, buffer, together) as engine:
         for _ in range(repeats):
-            _run(engine, len(together.tensors))
+            _run(engine, len(together.tensors), communicator.device.stream())
             [(before, *ends)] = _ends(engine, 1)
             rows.append(Measured(SHOTS, _SHOTS, _SHOTS * size, max(ends) - before))
     for times in _time_together(context, communicator, [large_bytes, size], repeats):
@@ -243,21 +247,20 @@ def _time_one_shot(
 
 
 def _time_together(
-    context: Context, communicator: TorchCommunicator, sizes: list[int], repeats: int
+    context: Context, communicator: EngineCommunicator, sizes: list[int], repeats: int
 ) -> Iterator[list[tuple[float, float]]]:
     """When all_reduces of these sizes, posted together, have begun and ended, time and again."""
     plan = _plan(["all_reduce"], 1, [size // _FLOAT_BYTES for size in sizes], fences=1)
-    buffer = torch.zeros(sum(sizes), dtype=torch.uint8)
-    communicator.register(buffer)
+    buffer = _zeros(communicator, sum(sizes))
     with _engine(context, communicator, buffer, plan) as engine:
         for _ in range(repeats):
-            _run(engine, len(sizes))
+            _run(engine, len(sizes), communicator.device.stream())
             yield engine.op_times()
 
 
 @contextmanager
 def _engine(
-    context: Context, communicator: TorchCommunicator, buffer: torch.Tensor, plan: _core.Plan
+    context: Context, communicator: EngineCommunicator, buffer: torch.Tensor, plan: _core.Plan
 ) -> Iterator[_core.Engine]:
     engine = _core.Engine(
         plan,
@@ -265,6 +268,7 @@ def _engine(
         communicator.core,
         stall_warning_s=context.env.stall_warning_s,
         stall_limit_s=context.env.stall_limit_s,
+        device=communicator.device.core,
         on_warning=context.warn,
         on_fault=context.report_fault,
     )
@@ -274,14 +278,22 @@ def _engine(
         engine.close()
 
 
-def _run(engine: _core.Engine, tensors: int) -> None:
-    engine.begin_step()
+def _zeros(communicator: EngineCommunicator, size: int) -> torch.Tensor:
+    """A buffer of so many bytes, registered."""
+    device = communicator.device.torch_device
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    communicator.register(buffer)
+    return buffer
+
+
+def _run(engine: _core.Engine, tensors: int, stream: int) -> None:
+    engine.begin_step(stream)
     for i in range(tensors):
-        engine.ready(i)
+        engine.ready(i, stream)
     engine.end_backward()
     for i in range(tensors):  # as the gates of the forward pass do
-        engine.wait(i)
-    engine.drain()
+        engine.wait(i, stream)
+    engine.drain(stream)
 
 
 def _plan(

@@ -19,6 +19,7 @@ from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.arena import dtype_name
 from usbyte.torch.context import current, is_initialized
+from usbyte.torch.device import Mark, device_of
 from usbyte.torch.gates import Gates
 from usbyte.torch.learning import NEVER, Iteration, Learning, combine, job_profile
 from usbyte.torch.ops import Max, allreduce
@@ -33,12 +34,13 @@ _StepHook = Callable[[Optimizer, Any, Any], None]
 class Recorder:
     """Records the iterations of a job that does not communicate.
 
-    Hooks note the host's clock and nothing else. An iteration ends with the optimizer step after
-    which no gradient is left without an update, so that several optimizers may share a model. With
-    gradient accumulation a gradient is ready when it was last added to.
+    Hooks note the time and nothing else; each iteration ends with a wait for the device. It ends
+    with the optimizer step after which no gradient is left without an update, so that several
+    optimizers may share a model. With gradient accumulation a gradient is ready when it was last
+    added to.
 
     Args:
-        params: Those to record, on the CPU, of floating dtypes.
+        params: Those to record, on one device, of floating dtypes.
         skip: Iterations of warm-up.
         steps: Iterations to record after them.
         model: The module that owns them; found at the first forward pass if None.
@@ -56,13 +58,15 @@ class Recorder:
         self._params = params
         self._refuse = refuse or _raise
         self._index = {p: i for i, p in enumerate(params)}
-        for i, param in enumerate(params):
-            dtype_name(f"of shape {tuple(param.shape)}, number {i}", param)
+        names = [f"of shape {tuple(param.shape)}, number {i}" for i, param in enumerate(params)]
+        for name, param in zip(names, params, strict=True):
+            dtype_name(name, param)
+        self._device = device_of(names, params)
         self._wanted = skip + steps
         self._learning = Learning(skip)
-        self._gates = Gates(params, lambda _: None, lambda: None, model)
+        self._gates = Gates(params, lambda _: None, lambda: None, self._device, model)
         self._begin_iteration()
-        self._step_begin_s = 0.0
+        self._step_began: Mark = 0.0
         self._depth = 0  # of steps in steps: those of a subclass call its base class's
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
         self._handles.append(register_module_forward_pre_hook(self._refuse_communication))
@@ -89,7 +93,7 @@ class Recorder:
     def before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """A pre-hook of optimizers."""
         if self._depth == 0:
-            self._step_begin_s = _core.now_s()
+            self._step_began = self._device.now()
         self._depth += 1
 
     def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -101,9 +105,8 @@ class Recorder:
         stepped = own & self._waiting
         if not stepped or self.done:
             return
-        # A closure has run backward inside the step.
-        begin = max(self._step_begin_s, max(self._ready_s[i] for i in stepped))
-        self._updated_s += _core.now_s() - begin
+        last = max(stepped, key=self._order.__getitem__)
+        self._updates.append((self._step_began, self._ready[last], self._device.now()))
         self._waiting -= own
         if not self._waiting:
             self._end_iteration()
@@ -127,16 +130,22 @@ class Recorder:
         return job_profile(names, self._params, times, flags=False, model=model)
 
     def _begin_iteration(self) -> None:
-        self._ready_s = [NEVER] * len(self._params)
+        self._ready: list[Mark] = [NEVER] * len(self._params)
+        self._order = [0] * len(self._params)  # in which gradients have come, from 1
+        self._gradients = 0
         self._waiting: set[int] = set()  # for an update
-        self._updated_s = 0.0
+        self._updates: list[tuple[Mark, Mark, Mark]] = []  # begun, last gradient, ended
 
     def _end_iteration(self) -> None:
-        used = [ready != NEVER for ready in self._ready_s]
-        end = max(ready for ready in self._ready_s if ready != NEVER)
+        used = [order > 0 for order in self._order]
+        ready = [float(mark) for mark in self._ready]
+        end = max(s for s in ready if s != NEVER)
         # What has no gradient is known to have none when backward ends.
-        ready = [min(ready, end) for ready in self._ready_s]
-        self._learning.add(Iteration(self._gates.need_s, ready, 0.0, self._updated_s))
+        ready = [min(s, end) for s in ready]
+        # A closure has run backward inside the step.
+        updated_s = sum(float(end) - max(float(a), float(b)) for a, b, end in self._updates)
+        self._learning.add(Iteration.of(self._gates.needed, ready, 0.0, updated_s))
+        self._device.anchor()
         self._gates.begin_iteration(used)
         self._begin_iteration()
 
@@ -151,7 +160,9 @@ class Recorder:
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         i = self._index[param]
-        self._ready_s[i] = _core.now_s()
+        self._ready[i] = self._device.now()
+        self._gradients += 1
+        self._order[i] = self._gradients
         self._waiting.add(i)
 
 

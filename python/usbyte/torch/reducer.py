@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.arena import Arena
 from usbyte.torch.context import Context
+from usbyte.torch.device import Device, Fetched, Mark
 from usbyte.torch.drift import Drift
 from usbyte.torch.gates import Gates
 from usbyte.torch.learning import Iteration, Learning
@@ -36,7 +38,8 @@ class Reducer:
     Args:
         context: The ranks.
         names: Of the parameters, unique.
-        params: With gradients, on the CPU, of floating dtypes.
+        params: With gradients, on `device`, of floating dtypes.
+        device: Where they are.
         planner: Makes the plans.
         gates: Knows when the forward pass needs each parameter.
         scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
@@ -50,6 +53,7 @@ class Reducer:
     Attributes:
         in_flight: Gradients of the last backward have not been waited for.
         in_backward: A backward pass has begun and not ended.
+        device: Where the parameters are.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Reducer:
         context: Context,
         names: Sequence[str],
         params: Sequence[nn.Parameter],
+        device: Device,
         planner: Planner,
         gates: Gates,
         scale: float,
@@ -67,6 +72,7 @@ class Reducer:
         on_backward_end: Callable[[], None],
     ) -> None:
         self._context, self.names, self.params = context, names, params
+        self.device = device
         self._planner, self._gates = planner, gates
         self._on_first_gradient, self._on_gradient = on_first_gradient, on_gradient
         self._on_backward_end = on_backward_end
@@ -78,8 +84,9 @@ class Reducer:
         self._first_s: float | None = None  # a step of the first plan on trial
         self._drift = Drift() if adapt else None
         self._replan_agreed = False
-        self._waited_s = 0.0  # for the network, after the last backward
-        self._settled_s = 0.0  # when that was over
+        self._votes: deque[Fetched] = deque()  # for a new plan, of steps before
+        self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
+        self._settled: Mark = 0.0  # when that was over
         self._local_used = [False] * len(params)
         self._versions = [0] * len(params)
         self._holds_result = [False] * len(params)  # param.grad is what the ranks agreed on
@@ -87,7 +94,8 @@ class Reducer:
         self.in_flight = False
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
-        self._communicator = context.new_communicator()
+        self._communicator = context.new_communicator(device)
+        self._sources: dict[int, tuple[torch.Tensor, int]] = {}  # not packed yet, and streams
         plan = planner.learning_plan()
         self._lay_out(plan)
         self._engine = self._start_engine(plan, steps_before=0)
@@ -147,11 +155,12 @@ class Reducer:
         Raises:
             Error: Somebody wrote to it while it was in flight.
         """
-        self._engine.wait(self._slot[i])
+        stream = self.device.stream()
+        self._engine.wait(self._slot[i], stream)
         if self._grads[i]._version != self._versions[i]:
             raise self._touched(i, "was modified")
         if not self._local_used[i]:
-            self._engine.wait(0)
+            self._engine.wait(0, stream)
             if not self._arena.used[self._slot[i] - 1]:
                 return None
         return self._grads[i]
@@ -166,21 +175,24 @@ class Reducer:
         Raises:
             Error: Somebody wrote to a gradient while it was in flight.
         """
-        self._engine.wait_reduced()
+        self._engine.wait_reduced(self.device.stream())
         self.check_untouched()
         self.in_flight = False
 
     def used_anywhere(self) -> list[bool]:
         """By parameter, whether any rank has a gradient for it; valid once reduced."""
-        return [bool(self._arena.used[slot - 1]) for slot in self._slot]
+        if all(self._local_used):
+            return list(self._local_used)  # a device need not be waited for
+        used = self._arena.used.tolist()
+        return [bool(used[slot - 1]) for slot in self._slot]
 
     def release_gathers(self) -> None:
         """The shards hold new values: lets the all_gathers go."""
-        self._engine.release_gathers()
+        self._engine.release_gathers(self.device.stream())
 
     def wait_gathered(self, i: int) -> None:
         """Waits until `gradient(i)` holds parameter i's new value."""
-        self._engine.wait(self._slot[i])
+        self._engine.wait(self._slot[i], self.device.stream())
 
     def settle(self) -> None:
         """Waits for everything in flight and makes every `param.grad` final.
@@ -188,10 +200,10 @@ class Reducer:
         Raises:
             Error: Somebody wrote to a gradient while it was in flight.
         """
-        start = _core.now_s()
-        self._engine.drain()
-        self._settled_s = _core.now_s()
-        self._waited_s += self._settled_s - start
+        start = self.device.now()
+        self._engine.drain(self.device.stream())
+        self._settled = self.device.now()
+        self._waits.append((start, self._settled))
         for i, param in enumerate(self.params):
             if self._grads[i]._version != self._versions[i]:
                 raise self._touched(i, "was modified")
@@ -203,10 +215,11 @@ class Reducer:
         """The user has reset the gradients."""
         self._holds_result = [False] * len(self.params)
 
-    def record_update(self, indices: Sequence[int], start_s: float, end_s: float) -> None:
-        """Adds the time an update took to the timeline."""
+    def record_update(self, indices: Sequence[int], start: Mark) -> None:
+        """Adds an update that began at `start` and is over to the timeline."""
         if self._writer is not None:
-            self._engine.record_update([self._slot[i] for i in indices], start_s, end_s)
+            slots = [self._slot[i] for i in indices]
+            self.device.record_update(self._engine, slots, start, self.device.now())
 
     def check_untouched(self) -> None:
         """Raises Error if a gradient in flight was changed, replaced or removed since backward."""
@@ -229,16 +242,14 @@ class Reducer:
             "touch gradients."
         )
 
-    def finish_step(self, began_s: float) -> None:
+    def finish_step(self, began: Mark) -> None:
         """Counts a completed step; after the last one under a plan, all ranks adopt the next plan.
 
         To be called when everything is drained and no update is pending.
 
         Args:
-            began_s: When the optimizer's step began, steady clock; a closure may have run backward
-                in it.
+            began: When the optimizer's step began; a closure may have run backward in it.
         """
-        updated_s = _core.now_s() - max(began_s, self._settled_s)
         if self._replan_agreed:
             self._replan_agreed = self._fresh = False
             log.info("steps take another time than before: learning anew")
@@ -255,12 +266,15 @@ class Reducer:
         if self._learning is None or not self._fresh:
             return
         self._fresh = False
+        updated_s = float(self.device.now()) - max(float(began), float(self._settled))
+        waited_s = sum(float(end) - float(start) for start, end in self._waits)
         ready = self._engine.ready_times()
         self._learning.add(
-            Iteration(
-                self._gates.need_s, [ready[slot] for slot in self._slot], self._waited_s, updated_s
+            Iteration.of(
+                self._gates.needed, [ready[slot] for slot in self._slot], waited_s, updated_s
             )
         )
+        self.device.anchor()
         self._gates.begin_iteration(self._local_used)
         if len(self._learning) < self._context.env.learning_steps:
             return
@@ -303,8 +317,10 @@ class Reducer:
     def _lay_out(self, plan: _core.Plan) -> None:
         position = {t.name: k for k, t in enumerate(plan.tensors)}
         self._slot = [position[name] for name in self.names]  # tensor index in the plan
-        by_slot = sorted(range(len(self.params)), key=self._slot.__getitem__)
-        self._arena = Arena(plan, [self.params[i] for i in by_slot])
+        self._at_slot = sorted(range(len(self.params)), key=self._slot.__getitem__)
+        buffer = self._communicator.allocate(plan.arena_bytes)
+        self._arena = Arena(plan, [self.params[i] for i in self._at_slot], self.device, buffer)
+        self._votes.clear()
         self._grads = [self._arena.grads[slot - 1] for slot in self._slot]
         self._communicator.register(self._arena.buffer)
 
@@ -318,6 +334,9 @@ class Reducer:
             stall_limit_s=env.stall_limit_s,
             steps_before=steps_before,
             hold_gathers=self._sharded and self._learning is None,
+            device=self.device.core,
+            scale=self._scale,
+            timed=self._learning is not None,
             on_warning=self._context.warn,
             on_fault=self._context.report_fault,
         )
@@ -340,32 +359,81 @@ class Reducer:
                 "backward() ran again before step() while gradients were on their way. Accumulate "
                 'under optimizer.no_sync(), or use overlap="backward".'
             )
-        self._engine.drain()
+        stream = self.device.stream()
+        self._engine.drain(stream)
         if self._learning is None:
-            # The sum of the last step's votes, the same on all ranks.
-            self._replan_agreed = bool(self._arena.used[-1])
-        self._engine.begin_step()
+            # The sum of the votes of a step, the same on all ranks.
+            self._votes.append(self.device.fetch(self._arena.used[-1:]))
+            if len(self._votes) > self.device.lag:
+                self._replan_agreed = bool(self._votes.popleft().get())
+        self._engine.begin_step(stream)
         self._local_used = [False] * len(self.params)
         self.in_backward = True
         Variable._execution_engine.queue_callback(self._end)
 
     def _collect(self, i: int, param: torch.Tensor) -> None:
-        grad, view = param.grad, self._grads[i]
+        grad = param.grad
         assert grad is not None
-        if grad is view:
-            self._check_not_summed(i)
-            view.mul_(self._scale)
-        elif grad.layout != torch.strided:
+        if grad.layout != torch.strided:
             raise UsageError(
                 f"the gradient of '{self.names[i]}' is sparse, which usbyte cannot send; "
                 "build the layer with sparse=False"
             )
-        else:
+        if grad is self._grads[i]:
+            self._check_not_summed(i)
+        self._local_used[i] = self._holds_result[i] = True
+        self._send(i, grad)
+
+    def _send(self, i: int, grad: torch.Tensor) -> None:
+        """Gives a gradient, which may be the arena's own, to the engine."""
+        view, param = self._grads[i], self.params[i]
+        if self.device.core is None:
             torch.mul(grad, self._scale, out=view)
             param.grad = view
-        self._versions[i] = view._version
-        self._local_used[i] = self._holds_result[i] = True
-        self._engine.ready(self._slot[i])
+            self._versions[i] = view._version
+            self._engine.ready(self._slot[i])
+            return
+        if grad is view:
+            self._give(i, None)
+        elif grad.stride() == view.stride() and grad.dtype == view.dtype:
+            self._give(i, grad)
+        else:
+            # Into the arena itself only the engine may write: it knows when that is free again.
+            laid_out = torch.empty_strided(
+                view.shape, view.stride(), dtype=view.dtype, device=view.device
+            )
+            self._give(i, laid_out.copy_(grad))
+
+    def _send_zeros(self, i: int) -> None:
+        view = self._grads[i]
+        if self.device.core is None:
+            view.zero_()
+            self._versions[i] = view._version
+            self._engine.ready(self._slot[i])
+        else:
+            self._give(i, torch.zeros_like(view))
+
+    def _give(self, i: int, source: torch.Tensor | None) -> None:
+        """On a device: the engine packs gradients, scaled, once it has all of an op."""
+        self._versions[i] = self._grads[i]._version
+        stream = self.device.stream()
+        address = 0
+        if source is not None:
+            address = source.data_ptr()
+            self._sources[i] = (source, stream)
+        self._release(self._engine.ready(self._slot[i], stream, address), stream)
+
+    def _release(self, packed: Sequence[int], stream: int) -> None:
+        """The arena holds these gradients of the plan, for what comes later on the stream."""
+        for slot in packed:
+            if slot == 0:  # the flags
+                continue
+            i = self._at_slot[slot - 1]
+            source, produced_on = self._sources.pop(i, (None, stream))
+            if source is not None and produced_on != stream:
+                self.device.keep(source)
+            if self.params[i].grad is not None:
+                self.params[i].grad = self._grads[i]
 
     def _check_not_summed(self, i: int) -> None:
         # Averaging an average changes nothing; summing a sum multiplies it.
@@ -380,30 +448,26 @@ class Reducer:
         for i, param in enumerate(self.params):
             if self._local_used[i]:
                 continue
-            view = self._grads[i]
             if param.grad is None:
-                view.zero_()
+                self._send_zeros(i)
             else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP
-                if param.grad is view:
+                if param.grad is self._grads[i]:
                     self._check_not_summed(i)
                 self._local_used[i] = self._holds_result[i] = True
-                torch.mul(param.grad, self._scale, out=view)
-                param.grad = view
-            self._versions[i] = view._version
-            self._engine.ready(self._slot[i])
-        used = self._arena.used
-        used.zero_()
-        slots = [self._slot[i] - 1 for i, was_used in enumerate(self._local_used) if was_used]
-        used[slots] = 1
+                self._send(i, param.grad)
+        wants_plan = False
         if self._stopwatch is not None:
-            self._stopwatch.step(_core.now_s())
+            self._stopwatch.step(self.device.now())
         elif self._drift is not None and self._learning is None:
-            self._drift.step(_core.now_s())
-            used[-1] = self._drift.wanted
-        self._engine.ready(0)
+            self._drift.step(self.device.now())
+            wants_plan = self._drift.wanted
+        used = [self._local_used[k] for k in self._at_slot]
+        stream = self.device.stream()
+        address = self._arena.set_flags((*map(float, used), float(wants_plan)))
+        self._release(self._engine.ready(0, stream, address), stream)
         self._engine.end_backward()
         self.in_backward = False
         self._fresh = True
         self.in_flight = True
-        self._waited_s = 0.0
+        self._waits.clear()
         self._on_backward_end()

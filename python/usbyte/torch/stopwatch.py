@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median
+
+from usbyte.torch.device import Mark
 
 
 class Stopwatch:
@@ -18,16 +21,16 @@ class Stopwatch:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._ends_s: list[float] = []
+        self._ends: list[Mark] = []
 
-    def step(self, now_s: float) -> None:
-        """A backward pass has ended; steady clock seconds."""
-        self._ends_s.append(now_s)
+    def step(self, now: Mark) -> None:
+        """A backward pass has ended."""
+        self._ends.append(now)
 
     @property
     def done(self) -> bool:
         """The trial is over, on all ranks alike, since all count the same passes."""
-        return len(self._ends_s) >= self._steps
+        return len(self._ends) >= self._steps
 
     @property
     def steady(self) -> bool:
@@ -36,6 +39,7 @@ class Stopwatch:
 
     @property
     def step_s(self) -> float:
-        """Median seconds of the steps that count."""
-        times = [b - a for a, b in zip(self._ends_s, self._ends_s[1:], strict=False)]
+        """Median seconds of the steps that count; waits until the last has ended."""
+        ends = [float(end) for end in self._ends]
+        times = [b - a for a, b in pairwise(ends)]
         return median(times[1:] or times)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from usbyte import _core
 from usbyte.errors import Error, UsageError
 from usbyte.torch.reducer import Reducer
 
@@ -22,6 +21,7 @@ class DeferredUpdates:
 
     Args:
         optimizer: The wrapped optimizer.
+        step: Takes its step.
         params: Parameters, by index.
         group_of: The optimizer's group of each parameter.
     """
@@ -29,10 +29,12 @@ class DeferredUpdates:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        step: Callable[[], Any],
         params: Sequence[nn.Parameter],
         group_of: Sequence[int],
     ) -> None:
-        self._optimizer, self._params, self._group_of = optimizer, params, group_of
+        self._optimizer, self._step = optimizer, step
+        self._params, self._group_of = params, group_of
         self._hyper: list[dict[str, Any]] = []
         self._versions: list[int] = []  # of the parameters, when their updates were put off
         self._zero_after: set[int] = set()  # whose gradients the user has zeroed meanwhile
@@ -70,21 +72,21 @@ class DeferredUpdates:
         for i in due:
             self.pending[i] = False
         self.count -= len(due)
-        start = _core.now_s()
+        start = reducer.device.now()
         kept = [self._params[i].grad for i in due]
         try:
             for i, grad in arrived:
                 if grad is not None:
                     self._params[i].grad = grad
-            with self._narrowed(due), _plain_arithmetic():
-                self._optimizer.step()
+            with self._narrowed(due), _plain_arithmetic(reducer.device.torch_device.type):
+                self._step()
         finally:
             for i, before in zip(due, kept, strict=True):
                 if i not in self._zero_after:
                     self._params[i].grad = before
                 elif before is not None:
                     before.zero_()
-        reducer.record_update(due, start, _core.now_s())
+        reducer.record_update(due, start)
 
     def _check_unwritten(self, due: Sequence[int], reducer: Reducer) -> None:
         for i in due:
@@ -111,11 +113,11 @@ class DeferredUpdates:
 
 
 @contextmanager
-def _plain_arithmetic() -> Iterator[None]:
+def _plain_arithmetic(device: str) -> Iterator[None]:
     """Shields an update from the modes of the forward pass that it runs in."""
     with torch.inference_mode(False):
-        if torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
                 yield
         else:
             yield

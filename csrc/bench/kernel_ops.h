@@ -1,0 +1,203 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/host_kernels.h"
+#include "usbyte/cuda.h"
+
+// What bench_pack measures: the kernels, on blocks that are cut out of a list of tensors.
+namespace usbyte::bench {
+
+constexpr int64_t kTensorAlignment = 512;  // bytes, as torch's allocator has it
+constexpr int64_t kScatterWidth = 64;      // elements
+
+// Memory that the ops work on. Tensors lie in the first three, in the same places, and the arena
+// in the last.
+enum Region { kParams, kFirstState, kSecondState, kArena, kRegions };
+
+struct Bytes {
+  int64_t begin = 0, end = 0;
+};
+
+// A list's tensors as far as they are used, and their places.
+struct Layout {
+  std::vector<int64_t> counts;  // elements
+  std::vector<int64_t> places;  // bytes
+  int64_t elements = 0;
+  int64_t bytes = 0;
+
+  Layout(std::vector<int64_t> list, int64_t most_bytes) : counts(std::move(list)) {
+    // From the end: the beginning of gpt2 is one large tensor.
+    elements = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    while (elements * 4 - counts.front() * 4 >= most_bytes) {
+      elements -= counts.front();
+      counts.erase(counts.begin());
+    }
+    const int64_t rest = elements - std::min(elements, most_bytes / 4);
+    counts.front() -= rest;
+    elements -= rest;
+    for (int64_t count : counts) {
+      places.push_back(bytes);
+      bytes += (count * 4 + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
+    }
+  }
+};
+
+// A part of one tensor that belongs to a block.
+struct Part {
+  int64_t place, offset, count;  // bytes in a tensors' region; elements into the block; elements
+};
+
+struct Block {
+  int64_t begin = 0, count = 0;  // elements of the arena
+  std::vector<Part> parts;
+
+  Block(const Layout& layout, int64_t first, int64_t elements) : begin(first), count(elements) {
+    int64_t at = 0;
+    for (size_t i = 0; i < layout.counts.size(); at += layout.counts[i++]) {
+      const int64_t low = std::max(begin, at);
+      const int64_t high = std::min(begin + count, at + layout.counts[i]);
+      if (low < high) parts.push_back({layout.places[i] + (low - at) * 4, low - begin, high - low});
+    }
+  }
+  Bytes range(Region region) const {
+    if (region == kArena) return {begin * 4, (begin + count) * 4};
+    return {parts.front().place, parts.back().place + parts.back().count * 4};
+  }
+};
+
+// Where the regions lie for a run: on the device whole, on the host the ranges that are checked.
+struct Memory {
+  std::array<std::byte*, kRegions> base{};
+  std::array<int64_t, kRegions> origin{};  // bytes of the region before `base`
+  const int64_t* rows = nullptr;           // of scatter_add
+
+  void* at(Region region, int64_t byte) const { return base[region] + (byte - origin[region]); }
+};
+
+// One set of kernels under both roofs, so that an op is written once.
+struct OnDevice {
+  Cuda& cuda;
+  CudaStream stream;
+
+  template <typename... T>
+  void copy_segments(const T&... args) const {
+    cuda.copy_segments(args..., stream);
+  }
+  template <typename... T>
+  void fill(const T&... args) const {
+    cuda.fill(args..., stream);
+  }
+  template <typename... T>
+  void scatter_add(const T&... args) const {
+    cuda.scatter_add(args..., stream);
+  }
+  template <typename... T>
+  void update_sgd(const T&... args) const {
+    cuda.update_sgd(args..., stream);
+  }
+  template <typename... T>
+  void update_adam(const T&... args) const {
+    cuda.update_adam(args..., stream);
+  }
+};
+struct OnHost {
+  static constexpr auto copy_segments = host::copy_segments;
+  static constexpr auto fill = host::fill;
+  static constexpr auto scatter_add = host::scatter_add;
+  static constexpr auto update_sgd = host::update_sgd;
+  static constexpr auto update_adam = host::update_adam;
+};
+
+struct Op {
+  std::string name;
+  double bytes_per_element;  // read and written
+  std::function<void(const OnDevice&, const Memory&, const Block&)> on_device;
+  std::function<void(const OnHost&, const Memory&, const Block&)> on_host;
+
+  template <typename Run>
+  Op(std::string op, double bytes, Run run)
+      : name(std::move(op)), bytes_per_element(bytes), on_device(run), on_host(run) {}
+};
+
+inline Op pack(const std::string& name, DType arena) {
+  return {name, 4.0 + static_cast<double>(itemsize(arena)),
+          [=](const auto& kernels, const Memory& memory, const Block& block) {
+            std::vector<Segment> segments;
+            for (const Part& p : block.parts) {
+              segments.push_back({memory.at(kParams, p.place),
+                                  memory.at(kArena, block.begin * 4 + p.offset * itemsize(arena)),
+                                  p.count});
+            }
+            kernels.copy_segments(segments, DType::float32, arena, 1.0);
+          }};
+}
+
+inline Op unpack(const std::string& name, DType arena) {
+  return {name, 4.0 + static_cast<double>(itemsize(arena)),
+          [=](const auto& kernels, const Memory& memory, const Block& block) {
+            std::vector<Segment> segments;
+            for (const Part& p : block.parts) {
+              segments.push_back({memory.at(kArena, block.begin * 4 + p.offset * itemsize(arena)),
+                                  memory.at(kParams, p.place), p.count});
+            }
+            kernels.copy_segments(segments, arena, DType::float32, 1.0);
+          }};
+}
+
+inline Op sgd() {
+  return {"sgd", 20, [](const auto& kernels, const Memory& memory, const Block& block) {
+            std::vector<SgdTensor> tensors;
+            for (const Part& p : block.parts) {
+              tensors.push_back({memory.at(kParams, p.place),
+                                 memory.at(kArena, (block.begin + p.offset) * 4),
+                                 memory.at(kFirstState, p.place), p.count, false});
+            }
+            const SgdOptions options{.lr = 0.1, .momentum = 0.9, .weight_decay = 1e-4};
+            kernels.update_sgd(tensors, DType::float32, options);
+          }};
+}
+
+inline Op adam() {
+  return {"adam", 28, [](const auto& kernels, const Memory& memory, const Block& block) {
+            std::vector<AdamTensor> tensors;
+            for (const Part& p : block.parts) {
+              tensors.push_back(
+                  {memory.at(kParams, p.place), memory.at(kArena, (block.begin + p.offset) * 4),
+                   memory.at(kFirstState, p.place), memory.at(kSecondState, p.place), p.count, 7});
+            }
+            const AdamOptions options{.lr = 1e-3,
+                                      .beta1 = 0.9,
+                                      .beta2 = 0.999,
+                                      .eps = 1e-8,
+                                      .weight_decay = 0.01,
+                                      .decoupled = true};
+            kernels.update_adam(tensors, DType::float32, options);
+          }};
+}
+
+inline Op fill() {
+  return {"fill", 4, [](const auto& kernels, const Memory& memory, const Block& block) {
+            kernels.fill(memory.at(kArena, block.begin * 4), DType::float32, block.count, 0.5);
+          }};
+}
+
+inline Op scatter_add() {
+  const double rows = 8.0 / kScatterWidth;
+  return {"scatter_add", 4 + 8.0 / 3 + rows,
+          [](const auto& kernels, const Memory& memory, const Block& block) {
+            kernels.scatter_add(memory.at(kArena, block.begin * 4), memory.rows,
+                                memory.at(kParams, block.range(kParams).begin), DType::float32,
+                                block.count / kScatterWidth, kScatterWidth);
+          }};
+}
+
+}  // namespace usbyte::bench

@@ -1,0 +1,36 @@
+#include "usbyte/event_pool.h"
+
+#include <utility>
+
+namespace usbyte {
+
+EventPool::Free::~Free() {
+  for (const auto& list : events) {
+    for (CudaEvent event : list) cuda->destroy(event);
+  }
+}
+
+EventPool::EventPool(std::shared_ptr<Cuda> cuda) : free_(std::make_shared<Free>(std::move(cuda))) {}
+
+PooledEvent EventPool::acquire(bool timed) {
+  CudaEvent event;
+  {
+    std::lock_guard lock(free_->mutex);
+    auto& list = free_->events[timed];
+    if (!list.empty()) {
+      event = list.back();
+      list.pop_back();
+    }
+  }
+  if (event == CudaEvent{}) event = free_->cuda->create_event(timed);
+  const auto give_back = [free = free_, timed](const CudaEvent* mine) {
+    {
+      std::lock_guard lock(free->mutex);
+      free->events[timed].push_back(*mine);
+    }
+    delete mine;
+  };
+  return PooledEvent(std::shared_ptr<const CudaEvent>(new CudaEvent(event), give_back));
+}
+
+}  // namespace usbyte

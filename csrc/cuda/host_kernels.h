@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "usbyte/kernels.h"
+
+// The kernels of kernels.h on host memory, by the code that runs on the device, thread after
+// thread: results are the device's bit for bit, but for the payload of NaNs. For EmulatedCuda and
+// for checks. Arguments and errors are those of Cuda's methods of the same names; UsageError
+// comes before anything is written.
+namespace usbyte::host {
+
+void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale);
+void fill(void* target, DType dtype, int64_t count, double value);
+void scatter_add(void* target, const int64_t* rows, const void* values, DType dtype, int64_t count,
+                 int64_t width);
+void update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options);
+void update_adam(std::span<const AdamTensor> tensors, DType dtype, const AdamOptions& options);
+
+}  // namespace usbyte::host

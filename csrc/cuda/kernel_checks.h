@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "usbyte/kernels.h"
+
+// What the kernels rely on, checked before a launch: on the device a misaligned address or a
+// negative count is an error after which the process has no CUDA any more. All throw UsageError.
+namespace usbyte {
+
+void check_copy(std::span<const Segment> segments, DType from, DType to, double scale);
+/// Returns the element to write, in the lowest bytes.
+uint64_t check_fill(const void* target, DType dtype, int64_t count, double value);
+void check_scatter_add(const void* target, const int64_t* rows, const void* values, DType dtype,
+                       int64_t count, int64_t width);
+void check_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options);
+void check_adam(std::span<const AdamTensor> tensors, DType dtype);
+
+}  // namespace usbyte

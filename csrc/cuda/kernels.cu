@@ -1,0 +1,149 @@
+#include "kernels.h"
+
+#include <cstddef>
+#include <vector>
+
+#include "kernels/launch.h"
+
+namespace usbyte::device {
+namespace {
+
+template <typename Kernel>
+__global__ void __launch_bounds__(kernels::kThreadsPerBlock)
+    run_on_device(const __grid_constant__ Kernel kernel) {
+  kernel({blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
+}
+
+/// Parameters of more than 4 KB came with CUDA 12.1; the driver may be older than this build.
+constexpr bool kBuildTakesLargeTables = CUDART_VERSION >= 12010;
+
+bool takes_large_tables() {
+  static const bool driver_takes_them = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12010;
+  }();
+  return kBuildTakesLargeTables && driver_takes_them;
+}
+
+template <typename Kernel>
+constexpr bool kBuilt = sizeof(Kernel) <= 4096 || kBuildTakesLargeTables;
+
+class RunOnDevice {
+ public:
+  explicit RunOnDevice(cudaStream_t stream) : stream_(stream) {}
+
+  static bool large_tables() { return takes_large_tables(); }
+
+  template <typename Kernel>
+  void operator()(const Kernel& kernel) {
+    if constexpr (kBuilt<Kernel>) {
+      static_assert(sizeof(Kernel) <= 32764);
+      if (error_ != cudaSuccess) return;
+      // Not <<<>>>, which copies the table once more.
+      void* arguments[] = {const_cast<Kernel*>(&kernel)};
+      error_ = cudaLaunchKernel(reinterpret_cast<const void*>(run_on_device<Kernel>),
+                                dim3(kernels::blocks_for(kernel)), dim3(kernels::kThreadsPerBlock),
+                                arguments, 0, stream_);
+      if (error_ != cudaSuccess) cudaGetLastError();
+    }
+  }
+
+  cudaError_t error() const { return error_; }
+
+ private:
+  cudaStream_t stream_;
+  cudaError_t error_ = cudaSuccess;
+};
+
+/// Loads the kernels that it is given to run.
+struct Load {
+  bool large;
+  cudaError_t error = cudaSuccess;
+
+  bool large_tables() const { return large; }
+
+  template <typename Kernel>
+  void operator()(const Kernel&) {
+    if constexpr (kBuilt<Kernel>) {
+      cudaFuncAttributes ignored{};
+      if (error == cudaSuccess) error = cudaFuncGetAttributes(&ignored, run_on_device<Kernel>);
+    }
+  }
+};
+
+}  // namespace
+
+cudaError_t load() {
+  // Arguments that need each kernel once. What they point to is not looked at.
+  alignas(16) static std::byte place[32];
+  const Segment segment{place, place, 1};
+  const SgdTensor sgd{place, place, place, 1, false};
+  const AdamTensor adam{place, place, place, place, 1, 1};
+  const DType all[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16,
+                       DType::uint8};
+  const int64_t row = 0;
+  Load run{false};
+  for (bool large : {false, true}) {
+    if (large && !takes_large_tables()) break;
+    run.large = large;
+    const size_t entries = large ? kSegmentsPerLaunch : 1;
+    const std::vector<Segment> segments(entries, segment);
+    const std::vector<SgdTensor> sgds(entries, sgd);
+    const std::vector<AdamTensor> adams(entries, adam);
+    for (DType from : all) {
+      kernels::copy_segments<Load>(segments, from, from, 1, run);
+      kernels::fill(place, from, 1, 0, run);
+      if (from == DType::uint8) continue;
+      kernels::copy_segments<Load>(segments, from, from, 2, run);
+      for (int64_t width : {1, 16}) {
+        kernels::scatter_add(place, &row, place, from, 1, width, run);
+      }
+      kernels::update_sgd<Load>(sgds, from, {}, run);
+      kernels::update_adam<Load>(adams, from, {}, run);
+      for (DType to : all) {
+        const bool converts = from != to && itemsize(from) <= 4 && itemsize(to) != 8;
+        if (converts && to != DType::uint8) {
+          kernels::copy_segments<Load>(segments, from, to, 1, run);
+        }
+      }
+    }
+  }
+  if (run.error != cudaSuccess) cudaGetLastError();
+  return run.error;
+}
+
+cudaError_t copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+                          cudaStream_t stream) {
+  RunOnDevice run(stream);
+  kernels::copy_segments(segments, from, to, scale, run);
+  return run.error();
+}
+
+cudaError_t fill(void* target, DType dtype, int64_t count, double value, cudaStream_t stream) {
+  RunOnDevice run(stream);
+  kernels::fill(target, dtype, count, value, run);
+  return run.error();
+}
+
+cudaError_t scatter_add(void* target, const int64_t* rows, const void* values, DType dtype,
+                        int64_t count, int64_t width, cudaStream_t stream) {
+  RunOnDevice run(stream);
+  kernels::scatter_add(target, rows, values, dtype, count, width, run);
+  return run.error();
+}
+
+cudaError_t update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options,
+                       cudaStream_t stream) {
+  RunOnDevice run(stream);
+  kernels::update_sgd(tensors, dtype, options, run);
+  return run.error();
+}
+
+cudaError_t update_adam(std::span<const AdamTensor> tensors, DType dtype,
+                        const AdamOptions& options, cudaStream_t stream) {
+  RunOnDevice run(stream);
+  kernels::update_adam(tensors, dtype, options, run);
+  return run.error();
+}
+
+}  // namespace usbyte::device

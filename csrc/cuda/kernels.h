@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <span>
+
+#include "usbyte/kernels.h"
+
+// Launches the kernels on the calling thread's current device, to which `stream` belongs. Arguments
+// are those of Cuda's methods of the same names; nothing is launched for zero elements. They return
+// what the launch returned, without leaving it behind as the thread's last error; an error of the
+// kernel itself shows later, as with any launch. UsageError comes before anything is launched.
+namespace usbyte::device {
+
+/// Loads all kernels onto the current device, a few milliseconds. CUDA would load each at its first
+/// launch, where it may wait for all that runs on the device: also for a collective that waits for
+/// what this rank has yet to launch.
+cudaError_t load();
+
+cudaError_t copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+                          cudaStream_t stream);
+cudaError_t fill(void* target, DType dtype, int64_t count, double value, cudaStream_t stream);
+cudaError_t scatter_add(void* target, const int64_t* rows, const void* values, DType dtype,
+                        int64_t count, int64_t width, cudaStream_t stream);
+cudaError_t update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options,
+                       cudaStream_t stream);
+cudaError_t update_adam(std::span<const AdamTensor> tensors, DType dtype,
+                        const AdamOptions& options, cudaStream_t stream);
+
+}  // namespace usbyte::device

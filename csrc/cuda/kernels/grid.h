@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+
+#include "usbyte/half.h"
+
+#ifdef __CUDA_ARCH__
+#define USBYTE_UNROLL _Pragma("unroll")
+#else
+#define USBYTE_UNROLL
+#endif
+
+// A kernel is a trivially copyable struct of its parameters with
+//   USBYTE_HD void operator()(GridIndex at) const   what one thread does
+//   int64_t threads_wanted() const                  how many find work
+// It uses neither shared memory nor synchronisation, and is right for every shape of the grid.
+// So the host can run it thread after thread, and what a thread does is all there is to test.
+namespace usbyte::kernels {
+
+/// Where a thread is in its grid.
+struct GridIndex {
+  uint32_t block, thread, blocks, threads;
+
+  USBYTE_HD uint64_t global() const { return uint64_t{block} * threads + thread; }
+  USBYTE_HD uint64_t global_threads() const { return uint64_t{blocks} * threads; }
+};
+
+constexpr uint32_t kThreadsPerBlock = 256;
+/// Threads beyond this many blocks take turns. Eight waves of what an H100 holds at a time.
+constexpr int64_t kMostBlocks = 8192;
+
+template <typename Kernel>
+uint32_t blocks_for(const Kernel& kernel) {
+  const int64_t blocks = (kernel.threads_wanted() + kThreadsPerBlock - 1) / kThreadsPerBlock;
+  return static_cast<uint32_t>(blocks < kMostBlocks ? blocks : kMostBlocks);
+}
+
+}  // namespace usbyte::kernels

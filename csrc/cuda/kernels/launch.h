@@ -1,0 +1,209 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include "../kernel_checks.h"
+#include "copy.h"
+#include "fill.h"
+#include "scatter_add.h"
+#include "update.h"
+
+// From the arguments of Cuda's kernel methods to kernels, for the device and for the host alike.
+// `run(kernel)` runs one; `run.large_tables()` says whether its parameters may exceed 4 KB.
+namespace usbyte::kernels {
+
+/// Pieces of a table beyond which it takes no more, so that 32 bits count them.
+constexpr uint32_t kMostPieces = uint32_t{1} << 30;
+
+/// Runs `kernel` on all items, with as many tables as they fill. `make(item, begin)` is the entry
+/// for an item's elements from `begin` on.
+template <typename Kernel, typename Item, typename Make, typename Run>
+void run_tables(Kernel& kernel, std::span<const Item> items, Make make, Run& run) {
+  auto& table = kernel.table;
+  table.size = table.pieces = 0;
+  for (const Item& item : items) {
+    for (int64_t begin = 0; begin < item.count; begin += kMostElements) {
+      if (table.size == table.kCapacity || table.pieces > kMostPieces) {
+        run(kernel);
+        table.size = table.pieces = 0;
+      }
+      auto& entry = table.entries[table.size++];
+      entry = make(item, begin);
+      entry.count = static_cast<uint32_t>(std::min(item.count - begin, kMostElements));
+      entry.first_piece = table.pieces;
+      table.pieces += entry.pieces();
+    }
+  }
+  if (table.size > 0) run(kernel);
+}
+
+/// Calls `launch` with the bytes of the table, as a type, that holds so many entries.
+template <typename Entry, typename Run, typename Launch>
+void with_table_bytes(size_t entries, const Run& run, Launch launch) {
+  if (entries > Table<Entry, kSmallTableBytes>::kCapacity && run.large_tables()) {
+    launch(std::integral_constant<size_t, kLargeTableBytes>{});
+  } else {
+    launch(std::integral_constant<size_t, kSmallTableBytes>{});
+  }
+}
+
+template <typename Convert, typename Run>
+void copy_with(Convert convert, std::span<const Segment> segments, Run& run) {
+  using From = typename Convert::From;
+  using To = typename Convert::To;
+  const auto make = [](const Segment& s, int64_t begin) {
+    return CopyEntry<From, To>{{static_cast<To*>(s.target) + begin, 0, 0},
+                               static_cast<const From*>(s.source) + begin};
+  };
+  with_table_bytes<CopyEntry<From, To>>(segments.size(), run, [&](auto bytes) {
+    CopyKernel<Convert, bytes> kernel;
+    kernel.convert = convert;
+    run_tables(kernel, segments, make, run);
+  });
+}
+
+template <typename From, typename Run>
+void copy_from(DType to, float scale, std::span<const Segment> segments, Run& run) {
+  if (to == DType::float32) return copy_with(Scaled<From, float>{scale}, segments, run);
+  if (to == DType::float16) return copy_with(Scaled<From, Half>{scale}, segments, run);
+  copy_with(Scaled<From, BFloat16>{scale}, segments, run);
+}
+
+template <typename Run>
+void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+                   Run& run) {
+  check_copy(segments, from, to, scale);
+  if (from == to && scale == 1) {
+    const int64_t size = itemsize(from);
+    if (size == 1) return copy_with(Same<uint8_t>{}, segments, run);
+    if (size == 2) return copy_with(Same<uint16_t>{}, segments, run);
+    if (size == 4) return copy_with(Same<uint32_t>{}, segments, run);
+    return copy_with(Same<uint64_t>{}, segments, run);
+  }
+  if (from == DType::float64) return copy_with(Scaled<double, double>{scale}, segments, run);
+  const auto single = static_cast<float>(scale);
+  if (from == DType::float32) return copy_from<float>(to, single, segments, run);
+  if (from == DType::float16) return copy_from<Half>(to, single, segments, run);
+  copy_from<BFloat16>(to, single, segments, run);
+}
+
+template <typename T, typename Run>
+void fill_with(T value, void* target, int64_t count, Run& run) {
+  for (int64_t begin = 0; begin < count; begin += kMostElements) {
+    const auto part = static_cast<uint32_t>(std::min(count - begin, kMostElements));
+    run(FillKernel<T>{{static_cast<T*>(target) + begin, part, 0}, value});
+  }
+}
+
+template <typename Run>
+void fill(void* target, DType dtype, int64_t count, double value, Run& run) {
+  const uint64_t bits = check_fill(target, dtype, count, value);
+  const int64_t size = itemsize(dtype);
+  if (size == 1) return fill_with(static_cast<uint8_t>(bits), target, count, run);
+  if (size == 2) return fill_with(static_cast<uint16_t>(bits), target, count, run);
+  if (size == 4) return fill_with(static_cast<uint32_t>(bits), target, count, run);
+  fill_with(bits, target, count, run);
+}
+
+/// Calls `with` with a value of the type that `dtype`, a floating-point one, names.
+template <typename With>
+void with_floating(DType dtype, With with) {
+  if (dtype == DType::float32) return with(float{});
+  if (dtype == DType::float64) return with(double{});
+  if (dtype == DType::float16) return with(Half{});
+  with(BFloat16{});
+}
+
+template <typename Run>
+void scatter_add(void* target, const int64_t* rows, const void* values, DType dtype, int64_t count,
+                 int64_t width, Run& run) {
+  check_scatter_add(target, rows, values, dtype, count, width);
+  if (count == 0 || width == 0) return;
+  with_floating(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    constexpr uint32_t N = kPieceBytes / sizeof(T);
+    T* const into = static_cast<T*>(target);
+    const T* const from = static_cast<const T*>(values);
+    const auto addresses = reinterpret_cast<uintptr_t>(into) | reinterpret_cast<uintptr_t>(from);
+    if (addresses % kPieceBytes == 0 && width % N == 0) {
+      run(ScatterAddKernel<T, N>{into, rows, from, count, width / N});
+    } else {
+      run(ScatterAddKernel<T, 1>{into, rows, from, count, width});
+    }
+  });
+}
+
+template <typename T>
+SgdRule<T> sgd_rule(const SgdOptions& o) {
+  using Compute = typename SgdRule<T>::Compute;
+  return {.minus_lr = static_cast<Compute>(-o.lr),
+          .momentum = static_cast<Compute>(o.momentum),
+          .one_minus_dampening = static_cast<Compute>(1 - o.dampening),
+          .weight_decay = static_cast<Compute>(o.weight_decay),
+          .grad_scale = static_cast<Compute>(o.maximize ? -o.grad_scale : o.grad_scale),
+          .nesterov = o.nesterov};
+}
+
+template <typename Run>
+void update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options,
+                Run& run) {
+  check_sgd(tensors, dtype, options);
+  with_floating(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto make = [&](const SgdTensor& t, int64_t begin) {
+      T* const momentum = options.momentum != 0 ? static_cast<T*>(t.momentum) + begin : nullptr;
+      return SgdEntry<T>{{static_cast<T*>(t.param) + begin, 0, 0},
+                         static_cast<const T*>(t.grad) + begin,
+                         momentum,
+                         t.first};
+    };
+    with_table_bytes<SgdEntry<T>>(tensors.size(), run, [&](auto bytes) {
+      SgdKernel<T, bytes> kernel;
+      kernel.rule = sgd_rule<T>(options);
+      run_tables(kernel, tensors, make, run);
+    });
+  });
+}
+
+template <typename T>
+AdamRule<T> adam_rule(const AdamOptions& o) {
+  using Compute = typename AdamRule<T>::Compute;
+  return {.one_minus_beta1 = static_cast<Compute>(1 - o.beta1),
+          .beta2 = static_cast<Compute>(o.beta2),
+          .one_minus_beta2 = static_cast<Compute>(1 - o.beta2),
+          .eps = static_cast<Compute>(o.eps),
+          .grad_scale = static_cast<Compute>(o.maximize ? -o.grad_scale : o.grad_scale),
+          .weight_decay = static_cast<Compute>(o.decoupled ? 0 : o.weight_decay),
+          .shrink = static_cast<Compute>(o.decoupled ? 1 - o.lr * o.weight_decay : 1)};
+}
+
+template <typename Run>
+void update_adam(std::span<const AdamTensor> tensors, DType dtype, const AdamOptions& options,
+                 Run& run) {
+  check_adam(tensors, dtype);
+  with_floating(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    using Compute = typename AdamRule<T>::Compute;
+    const auto make = [&](const AdamTensor& t, int64_t begin) {
+      // In double, as Python computes them.
+      const auto step = static_cast<double>(t.step);
+      const double step_size = options.lr / (1 - std::pow(options.beta1, step));
+      const double bias_correction2_sqrt = std::pow(1 - std::pow(options.beta2, step), 0.5);
+      return AdamEntry<T>{
+          {static_cast<T*>(t.param) + begin, 0, 0}, static_cast<const T*>(t.grad) + begin,
+          static_cast<T*>(t.exp_avg) + begin,       static_cast<T*>(t.exp_avg_sq) + begin,
+          static_cast<Compute>(-step_size),         static_cast<Compute>(bias_correction2_sqrt)};
+    };
+    with_table_bytes<AdamEntry<T>>(tensors.size(), run, [&](auto bytes) {
+      AdamKernel<T, bytes> kernel;
+      kernel.rule = adam_rule<T>(options);
+      run_tables(kernel, tensors, make, run);
+    });
+  });
+}
+
+}  // namespace usbyte::kernels

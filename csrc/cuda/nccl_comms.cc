@@ -1,0 +1,176 @@
+#include "nccl_comms.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <thread>
+#include <utility>
+
+#include "usbyte/error.h"
+#include "usbyte/timeline.h"
+
+namespace usbyte {
+namespace {
+
+std::string seconds(double s) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", s);
+  return text;
+}
+
+}  // namespace
+
+NcclComms::NcclComms(std::shared_ptr<NcclApi> nccl, int device, int rank,
+                     const std::vector<NcclId>& ids, int size, const NcclOptions& options)
+    : nccl_(std::move(nccl)),
+      device_(device),
+      rank_(rank),
+      size_(size),
+      options_(options),
+      comms_(ids.size()) {
+  try {
+    const double deadline_s = now_s() + options_.init_timeout_s;
+    for (size_t slot = 0; slot < ids.size(); ++slot) make(slot, ids[slot], deadline_s);
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
+NcclComms::~NcclComms() { close(); }
+
+void NcclComms::make(size_t slot, const NcclId& id, double deadline_s) {
+  std::unique_lock lock(mutex_);
+  nccl_->with_device(device_, [&] {
+    check(nccl_->comm_init(&comms_[slot], size_, id, rank_, options_.limits),
+          "ncclCommInitRankConfig", nullptr);
+  });
+  try {
+    await(lock, slot, deadline_s);
+  } catch (const FaultError& e) {
+    throw FaultError(std::string(e.what()) + " while connecting " + std::to_string(size_) +
+                     " ranks. Likely: another rank has ended or has another number of slots; two "
+                     "ranks use one GPU; a firewall, or the wrong interface (NCCL_SOCKET_IFNAME). "
+                     "NCCL_DEBUG=INFO tells more");
+  }
+}
+
+void NcclComms::call(size_t slot, double timeout_s, const std::function<void(NcclComm*)>& calls) {
+  std::unique_lock lock(mutex_);
+  if (phase_ != Phase::open || !failure_.empty()) throw FaultError(find_failure());
+  nccl_->with_device(device_, [&] { calls(comms_[slot]); });
+  await(lock, slot, now_s() + timeout_s);
+}
+
+void NcclComms::await(std::unique_lock<std::mutex>& lock, size_t slot, double deadline_s) {
+  const double begin_s = now_s();
+  std::chrono::duration<double> pause(10e-6);
+  for (;;) {
+    NcclResult state = NcclResult::success;
+    check(nccl_->comm_async_error(comms_[slot], &state), "ncclCommGetAsyncError", comms_[slot]);
+    if (state == NcclResult::success) return;
+    if (state != NcclResult::in_progress) throw FaultError(find_failure());
+    if (now_s() >= deadline_s) {
+      failure_ = describe(slot) + " has made no progress for " + seconds(now_s() - begin_s);
+      throw FaultError(failure_);
+    }
+    ended_.wait_for(lock, pause, [this] { return phase_ != Phase::open; });
+    if (phase_ != Phase::open) throw FaultError(find_failure());
+    pause = std::min(pause * 1.5, std::chrono::duration<double>(4e-3));
+  }
+}
+
+void NcclComms::check(NcclResult result, const char* function, NcclComm* comm) const {
+  if (result == NcclResult::success || result == NcclResult::in_progress) return;
+  const std::string last = nccl_->last_error(comm);
+  throw FaultError("rank " + std::to_string(rank_) + ": " + function + ": " +
+                   nccl_->error_string(result) + (last.empty() ? "" : " (" + last + ")"));
+}
+
+std::string NcclComms::failure() {
+  std::lock_guard lock(mutex_);
+  return find_failure();
+}
+
+std::string NcclComms::find_failure() {
+  if (!failure_.empty() || phase_ == Phase::closed) return failure_;
+  if (phase_ == Phase::aborted) {
+    return "rank " + std::to_string(rank_) + ": NCCL was aborted";
+  }
+  for (size_t slot = 0; slot < comms_.size() && failure_.empty(); ++slot) {
+    if (!comms_[slot]) continue;  // not made yet
+    NcclResult state = NcclResult::success;
+    const NcclResult asked = nccl_->comm_async_error(comms_[slot], &state);
+    if (asked != NcclResult::success) state = asked;
+    if (state == NcclResult::success || state == NcclResult::in_progress) continue;
+    const std::string last = nccl_->last_error(comms_[slot]);
+    failure_ = describe(slot) + " failed: " + nccl_->error_string(state) +
+               (last.empty() ? "" : " (" + last + ")");
+  }
+  return failure_;
+}
+
+std::string NcclComms::describe(size_t slot) const {
+  return "rank " + std::to_string(rank_) + ": NCCL communicator " + std::to_string(slot) + " of " +
+         std::to_string(comms_.size());
+}
+
+void NcclComms::abort() {
+  // Outlives this call if NCCL does not come back.
+  struct Progress {
+    std::mutex mutex;  // guards `left`
+    std::condition_variable done;
+    int left = 0;
+  };
+  const auto progress = std::make_shared<Progress>();
+  {
+    std::lock_guard lock(mutex_);
+    if (phase_ != Phase::open) return;
+    phase_ = Phase::aborted;
+    ended_.notify_all();
+    // All at once, each on a thread: an abort waits for what is on the communicator's stream, and
+    // that may wait for what hangs on another one.
+    for (NcclComm* comm : comms_) {
+      if (!comm) continue;
+      {
+        std::lock_guard count(progress->mutex);
+        ++progress->left;
+      }
+      std::thread([comm, progress, nccl = nccl_, device = device_] {
+        try {
+          nccl->with_device(device, [&] { nccl->comm_abort(comm); });
+        } catch (const Error&) {  // the device is lost, and all that ran on it
+        }
+        std::lock_guard count(progress->mutex);
+        --progress->left;
+        progress->done.notify_all();
+      }).detach();
+    }
+  }
+  std::unique_lock lock(progress->mutex);
+  progress->done.wait_for(lock, std::chrono::duration<double>(options_.close_timeout_s),
+                          [&] { return progress->left == 0; });
+}
+
+void NcclComms::close() {
+  try {
+    std::unique_lock lock(mutex_);
+    if (phase_ != Phase::open) return;
+    if (!find_failure().empty()) throw FaultError(failure_);
+    const double deadline_s = now_s() + options_.close_timeout_s;
+    nccl_->with_device(device_, [&] {
+      for (NcclComm* comm : comms_) {
+        check(nccl_->comm_finalize(comm), "ncclCommFinalize", comm);
+      }
+    });
+    for (size_t slot = 0; slot < comms_.size(); ++slot) await(lock, slot, deadline_s);
+    phase_ = Phase::closed;
+    nccl_->with_device(device_, [&] {
+      for (NcclComm* comm : comms_) nccl_->comm_destroy(comm);
+    });
+  } catch (const Error&) {
+    abort();
+  }
+}
+
+}  // namespace usbyte

@@ -1,0 +1,11 @@
+#include "usbyte/cuda.h"
+#include "usbyte/cuda_device.h"
+#include "usbyte/error.h"
+
+namespace usbyte {
+
+std::shared_ptr<Cuda> make_cuda(int) {
+  throw UsageError("CUDA cannot be used: " + cuda_info().reason);
+}
+
+}  // namespace usbyte

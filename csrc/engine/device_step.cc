@@ -1,0 +1,257 @@
+#include "device_step.h"
+
+#include <algorithm>
+
+#include "usbyte/error.h"
+
+namespace usbyte {
+namespace {
+
+bool reduces(Collective kind) { return kind != Collective::all_gather; }
+
+bool passed(DeviceClock& clock, const Moment& moment) { return !moment || clock.passed(moment); }
+
+double seconds(DeviceClock& clock, const Moment& moment) {
+  return moment ? clock.seconds(moment) : 0;
+}
+
+std::vector<double> seconds(DeviceClock& clock, const std::vector<Moment>& moments) {
+  std::vector<double> out;
+  for (const Moment& moment : moments) out.push_back(seconds(clock, moment));
+  return out;
+}
+
+}  // namespace
+
+bool DeviceRecord::passed(DeviceClock& clock) const {
+  const auto over = [&](const Moment& moment) { return usbyte::passed(clock, moment); };
+  const auto both_over = [&](const auto& entry) {
+    return over(entry.second.first) && over(entry.second.second);
+  };
+  return std::ranges::all_of(done, over) && std::ranges::all_of(ready, over) &&
+         std::ranges::all_of(gates, both_over) && std::ranges::all_of(updates, both_over);
+}
+
+StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
+  StepRecord out{step,
+                 seconds(clock, ready),
+                 seconds(clock, queued),
+                 seconds(clock, launched),
+                 seconds(clock, done),
+                 {},
+                 {}};
+  for (size_t op = 0; op < out.queued_s.size(); ++op) {
+    if (!queued[op]) out.queued_s[op] = out.launched_s[op];  // all_gathers
+  }
+  for (const auto& [tensor, span] : gates) {
+    out.gates.push_back({tensor, {seconds(clock, span.first), seconds(clock, span.second)}});
+  }
+  for (const auto& [tensors, span] : updates) {
+    out.updates.push_back({tensors, {seconds(clock, span.first), seconds(clock, span.second)}});
+  }
+  return out;
+}
+
+DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda> cuda, double scale,
+                       bool hold_gathers)
+    : plan_(plan),
+      arena_(arena),
+      cuda_(std::move(cuda)),
+      scale_(scale),
+      hold_gathers_(hold_gathers),
+      inputs_of_(plan.tensors().size()),
+      brought_by_(plan.tensors().size()),
+      scatters_of_(plan.ops().size()),
+      clock_(cuda_),
+      events_(cuda_),
+      waited_(plan.ops().size()) {
+  for (size_t i = 0; i < plan.ops().size(); ++i) {
+    const Op& op = plan.ops()[i];
+    tensors_of_.push_back(plan.tensors_of(op));
+    for (int t : tensors_of_.back()) {
+      if (reduces(op.kind)) inputs_of_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
+      if (op.kind != Collective::reduce_scatter) {
+        brought_by_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
+      }
+    }
+    if (op.kind != Collective::all_gather) continue;
+    for (size_t s = 0; s < i; ++s) {
+      const Op& scatter = plan.ops()[s];
+      if (scatter.kind == Collective::reduce_scatter &&
+          std::ranges::find_first_of(op.blocks, scatter.blocks) != op.blocks.end()) {
+        scatters_of_[i].push_back(static_cast<int>(s));
+      }
+    }
+  }
+  record_.done.resize(plan.ops().size());
+}
+
+void DeviceStep::begin(CudaStream stream, bool timed) {
+  std::lock_guard lock(mutex_);
+  check_not_captured(stream, "backward()");
+  for (size_t op = 0; op < record_.done.size(); ++op) {
+    if (record_.done[op]) wait_op(op, stream);
+  }
+  const size_t tensors = plan_.tensors().size(), ops = plan_.ops().size();
+  timed_ = timed;
+  first_stream_ = stream;
+  begun_ = {};
+  released_ = {};
+  gradients_.assign(tensors, {});
+  packed_on_.assign(ops, {});
+  for (auto& streams : waited_) streams.clear();
+  missing_.clear();
+  for (size_t op = 0; op < ops; ++op) {
+    missing_.push_back(reduces(plan_.ops()[op].kind) ? static_cast<int>(tensors_of_[op].size())
+                                                     : 0);
+  }
+  record_ = {};
+  record_.ready.resize(tensors);
+  record_.queued.resize(ops);
+  record_.launched.resize(ops);
+  record_.done.resize(ops);
+}
+
+std::vector<int> DeviceStep::gradient(int tensor, CudaStream stream, const void* source) {
+  const auto t = static_cast<size_t>(tensor);
+  std::lock_guard lock(mutex_);
+  if (stream != first_stream_ && !begun_) {
+    begun_ = events_.acquire(false);
+    cuda_->record(begun_.get(), first_stream_);
+  }
+  gradients_[t] = {source, stream};
+  if (timed_) record_.ready[t] = clock_.mark(stream);
+  std::vector<int> packed;
+  for (int op : inputs_of_[t]) {
+    if (--missing_[static_cast<size_t>(op)] == 0) complete(op, stream, packed);
+  }
+  if (inputs_of_[t].empty()) packed.push_back(tensor);  // it has no elements
+  return packed;
+}
+
+// Everything that `op` sends is behind what is on `stream` when this returns.
+void DeviceStep::complete(int op, CudaStream stream, std::vector<int>& packed) {
+  const auto i = static_cast<size_t>(op);
+  if (stream != first_stream_) cuda_->wait(stream, begun_.get());
+  std::vector<CudaStream> followed{stream};
+  std::vector<Segment> segments;
+  for (int tensor : tensors_of_[i]) {
+    Gradient& gradient = gradients_[static_cast<size_t>(tensor)];
+    const bool mine = gradient.packed_for < 0;
+    const CudaStream other =
+        mine ? gradient.stream : packed_on_[static_cast<size_t>(gradient.packed_for)];
+    if (std::ranges::find(followed, other) == followed.end()) {
+      follow(stream, other);
+      followed.push_back(other);
+    }
+    if (!mine) continue;
+    gradient.packed_for = op;
+    packed.push_back(tensor);
+    const TensorSpec& spec = plan_.tensors()[static_cast<size_t>(tensor)];
+    std::byte* const target = arena_ + plan_.byte_offset(spec.offset);
+    const void* const source = gradient.source ? gradient.source : target;
+    if (source != target || scale_ != 1) segments.push_back({source, target, spec.numel});
+  }
+  packed_on_[i] = stream;
+  if (!segments.empty()) {
+    const DType dtype = plan_.dtype(plan_.ops()[i].blocks.front());
+    cuda_->copy_segments(segments, dtype, dtype, scale_, stream);
+  }
+  record_.queued[i] = clock_.mark(stream);
+}
+
+void DeviceStep::follow(CudaStream stream, CudaStream other) {
+  const PooledEvent event = events_.acquire(false);
+  cuda_->record(event.get(), other);
+  cuda_->wait(stream, event.get());
+}
+
+void DeviceStep::release(CudaStream stream) {
+  std::lock_guard lock(mutex_);
+  released_ = events_.acquire(false);
+  cuda_->record(released_.get(), stream);
+}
+
+StreamOrder DeviceStep::order(int op) {
+  const auto i = static_cast<size_t>(op);
+  std::lock_guard lock(mutex_);
+  StreamOrder out;
+  if (reduces(plan_.ops()[i].kind)) out.after.push_back(record_.queued[i].event());
+  for (int s : scatters_of_[i]) {
+    out.after.push_back(record_.done[static_cast<size_t>(s)].event());
+  }
+  if (hold_gathers_ && released_) out.after.push_back(released_.get());
+  record_.launched[i] = clock_.moment();
+  record_.done[i] = clock_.moment();
+  out.started = record_.launched[i].event();
+  out.done = record_.done[i].event();
+  return out;
+}
+
+LaunchedOp DeviceStep::launched(int op, int64_t step) const {
+  const auto i = static_cast<size_t>(op);
+  std::lock_guard lock(mutex_);
+  return {op, step, record_.launched[i], record_.done[i]};
+}
+
+void DeviceStep::wait(int tensor, CudaStream stream) {
+  std::lock_guard lock(mutex_);
+  const auto& ops = brought_by_[static_cast<size_t>(tensor)];
+  Moment start;
+  if (timed_) start = clock_.mark(stream);
+  for (int op : ops) wait_op(static_cast<size_t>(op), stream);
+  if (timed_) record_.gates.push_back({tensor, {start, clock_.mark(stream)}});
+}
+
+void DeviceStep::wait_reduced(CudaStream stream) {
+  std::lock_guard lock(mutex_);
+  for (size_t op = 0; op < record_.done.size(); ++op) {
+    if (reduces(plan_.ops()[op].kind)) wait_op(op, stream);
+  }
+}
+
+void DeviceStep::wait_all(CudaStream stream) {
+  std::lock_guard lock(mutex_);
+  for (size_t op = 0; op < record_.done.size(); ++op) wait_op(op, stream);
+}
+
+void DeviceStep::wait_op(size_t op, CudaStream stream) {
+  if (!record_.done[op]) return;
+  auto& streams = waited_[op];
+  if (std::ranges::find(streams, stream) != streams.end()) return;
+  check_not_captured(stream, "the forward pass");
+  cuda_->wait(stream, record_.done[op].event());
+  streams.push_back(stream);
+}
+
+void DeviceStep::check_not_captured(CudaStream stream, const char* what) {
+  if (!cuda_->capturing(stream)) return;
+  throw UsageError(
+      std::string(what) +
+      " is being captured into a CUDA graph, which would replay neither the communication of a "
+      "DistributedOptimizer nor its order: capture the model's forward and backward under "
+      "optimizer.no_sync() and call the optimizer outside, or do not capture");
+}
+
+void DeviceStep::synchronize() {
+  std::vector<Moment> moments;
+  {
+    std::lock_guard lock(mutex_);
+    moments = record_.done;
+  }
+  for (const Moment& moment : moments) {
+    if (moment) cuda_->synchronize(moment.event());
+  }
+}
+
+void DeviceStep::updated(std::vector<int> tensors, Moment start, Moment end) {
+  std::lock_guard lock(mutex_);
+  if (timed_) record_.updates.push_back({std::move(tensors), {std::move(start), std::move(end)}});
+}
+
+DeviceRecord DeviceStep::record() const {
+  std::lock_guard lock(mutex_);
+  return record_;
+}
+
+}  // namespace usbyte

@@ -1,0 +1,117 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "usbyte/communicator.h"
+#include "usbyte/cuda.h"
+#include "usbyte/device_clock.h"
+#include "usbyte/plan.h"
+#include "usbyte/step_record.h"
+
+namespace usbyte {
+
+/// The moments of one step on a device; those that have no event yet are empty.
+struct DeviceRecord {
+  int64_t step = 0;
+  std::vector<Moment> ready;                                     // by tensor
+  std::vector<Moment> queued, launched, done;                    // by op
+  std::vector<std::pair<int, std::pair<Moment, Moment>>> gates;  // by tensor waited for
+  std::vector<std::pair<std::vector<int>, std::pair<Moment, Moment>>> updates;
+
+  /// Everything that was recorded has passed.
+  bool passed(DeviceClock& clock) const;
+  /// Times on the steady clock; blocks the host until all have passed.
+  StepRecord resolve(DeviceClock& clock) const;
+};
+
+/// An op that is on a stream.
+struct LaunchedOp {
+  int op;
+  int64_t step;
+  Moment started, done;
+};
+
+/// The device's side of a step: gradients are packed into the arena, and events put streams and ops
+/// in order. Nothing blocks the host but what says so.
+///
+/// The engine calls `order` on the thread that launches and everything else on its callers'. All
+/// fields are guarded by `mutex_`, which is held while CUDA is called, and under which nothing
+/// else is.
+class DeviceStep {
+ public:
+  /// `plan` outlives it. Gradients are multiplied with `scale`. With `hold_gathers`, all_gathers
+  /// wait for `release`.
+  DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda> cuda, double scale,
+             bool hold_gathers);
+
+  /// The next step: what comes later on `stream` may write to the arena. With `timed`, tensors,
+  /// gates and updates are in the record, too. Throws UsageError if the stream is being captured.
+  void begin(CudaStream stream, bool timed);
+  /// The gradient of `tensor` is what `source` holds behind what is on `stream` now; it may be in
+  /// the arena already, and is not there if `source` is null. The last gradient that an op waits
+  /// for packs, on its stream, all that the op touches and that have not been. Returns the tensors
+  /// packed: later work on `stream` may use their memory again.
+  std::vector<int> gradient(int tensor, CudaStream stream, const void* source);
+  /// What the all_gathers send is there behind what is on `stream` now.
+  void release(CudaStream stream);
+  /// For `op`, whose inputs are there. Its events are this object's until the next `begin`.
+  StreamOrder order(int op);
+
+  /// An op that has been launched, for whoever watches it.
+  LaunchedOp launched(int op, int64_t step) const;
+
+  /// Later work on `stream` comes behind the ops that bring `tensor`, which have been launched;
+  /// behind every reduction; behind all ops. Throws UsageError if the stream is being captured and
+  /// would have to wait.
+  void wait(int tensor, CudaStream stream);
+  void wait_reduced(CudaStream stream);
+  void wait_all(CudaStream stream);
+  /// Blocks the host until all ops that were launched are over.
+  void synchronize();
+
+  /// Adds an update to the record.
+  void updated(std::vector<int> tensors, Moment start, Moment end);
+  DeviceRecord record() const;
+  DeviceClock& clock() { return clock_; }
+
+ private:
+  void complete(int op, CudaStream stream, std::vector<int>& packed);
+  void follow(CudaStream stream, CudaStream other);
+  void wait_op(size_t op, CudaStream stream);
+  void check_not_captured(CudaStream stream, const char* what);
+
+  const Plan& plan_;
+  std::byte* const arena_;
+  const std::shared_ptr<Cuda> cuda_;
+  const double scale_;
+  const bool hold_gathers_;
+  std::vector<std::vector<int>> tensors_of_;   // by op
+  std::vector<std::vector<int>> inputs_of_;    // by tensor: ops that wait for its gradient
+  std::vector<std::vector<int>> brought_by_;   // by tensor: ops after which it has arrived
+  std::vector<std::vector<int>> scatters_of_;  // by all_gather: reduce_scatters of its blocks
+
+  DeviceClock clock_;
+  EventPool events_;
+  mutable std::mutex mutex_;
+
+  struct Gradient {
+    const void* source = nullptr;
+    CudaStream stream;
+    int packed_for = -1;  // the op
+  };
+  bool timed_ = false;
+  CudaStream first_stream_;
+  PooledEvent begun_;                            // behind the last step's ops, on first_stream_
+  std::vector<Gradient> gradients_;              // by tensor
+  std::vector<int> missing_;                     // by op: gradients
+  std::vector<CudaStream> packed_on_;            // by op
+  std::vector<std::vector<CudaStream>> waited_;  // by op: streams that are behind it
+  PooledEvent released_;
+  DeviceRecord record_;
+};
+
+}  // namespace usbyte

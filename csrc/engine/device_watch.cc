@@ -1,0 +1,15 @@
+#include "device_watch.h"
+
+namespace usbyte {
+
+std::optional<DeviceWatch::Waiting> DeviceWatch::look(DeviceClock& clock, double now_s) {
+  while (!ops_.empty() && clock.passed(ops_.front().done)) {
+    ops_.pop_front();
+    since_s_ = 0;
+  }
+  if (ops_.empty() || !clock.passed(ops_.front().started)) return std::nullopt;
+  if (since_s_ == 0) since_s_ = now_s;
+  return Waiting{ops_.front().op, ops_.front().step, since_s_};
+}
+
+}  // namespace usbyte

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "usbyte/kernels.h"
+
+namespace usbyte {
+
+/// A cudaStream_t, as torch and others hand it over; 0 is the legacy default stream.
+struct CudaStream {
+  uintptr_t handle = 0;
+  auto operator<=>(const CudaStream&) const = default;
+};
+
+/// A cudaEvent_t.
+struct CudaEvent {
+  uintptr_t handle = 0;
+  auto operator<=>(const CudaEvent&) const = default;
+};
+
+/// What the library uses of CUDA on one device, so that all logic above it runs without a GPU too.
+///
+/// Semantics are CUDA's: work on one stream runs in order, work on different streams runs at any
+/// time unless an event orders it; `wait` refers to the last `record` before the call, and to
+/// nothing if there was none. Nothing here blocks the host but what says so. All methods are
+/// thread-safe, and leave the calling thread's current device as it was. They throw FaultError with
+/// CUDA's error and the call's name.
+///
+/// Implementations: `make_cuda` (the runtime), `EmulatedCuda` (threads on host memory).
+class Cuda {
+ public:
+  virtual ~Cuda() = default;
+
+  /// Ordinal of the device.
+  virtual int device() const = 0;
+
+  /// A stream that does not synchronise with the legacy default stream.
+  virtual CudaStream create_stream(bool high_priority) = 0;
+  /// Work that is on it still runs.
+  virtual void destroy(CudaStream stream) noexcept = 0;
+  /// Blocks the host until all work on the stream is over.
+  virtual void synchronize(CudaStream stream) = 0;
+  /// True while the stream is captured into a CUDA graph.
+  virtual bool capturing(CudaStream stream) = 0;
+
+  /// With `timed`, `elapsed_s` may be asked of it.
+  virtual CudaEvent create_event(bool timed) = 0;
+  virtual void destroy(CudaEvent event) noexcept = 0;
+  virtual void record(CudaEvent event, CudaStream stream) = 0;
+  /// What comes later on `stream` begins once the event has passed.
+  virtual void wait(CudaStream stream, CudaEvent event) = 0;
+  /// Whether all work before the last record is over; true if there was none.
+  virtual bool passed(CudaEvent event) = 0;
+  /// Blocks the host until `passed`.
+  virtual void synchronize(CudaEvent event) = 0;
+  /// Seconds on the device between two timed events that have passed.
+  virtual double elapsed_s(CudaEvent from, CudaEvent to) = 0;
+
+  /// Device memory, aligned to 256 bytes at least; may block.
+  virtual void* allocate(size_t bytes) = 0;
+  virtual void free(void* memory) noexcept = 0;
+  /// Page-locked host memory, which copies to and from run beside everything else; may block.
+  virtual void* allocate_pinned(size_t bytes) = 0;
+  virtual void free_pinned(void* memory) noexcept = 0;
+  /// Copies between any two of host, pinned and device memory. The host does not wait if the host
+  /// side is pinned.
+  virtual void copy(void* target, const void* source, size_t bytes, CudaStream stream) = 0;
+
+  // Kernels; see kernels.h. Arguments are taken before the call returns.
+
+  /// target[i] = scale * source[i] in every segment, converted between the types; one launch for up
+  /// to `kSegmentsPerLaunch` segments. Segments' targets must not overlap anything else.
+  virtual void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+                             CudaStream stream) = 0;
+  /// `count` elements of `value`.
+  virtual void fill(void* target, DType dtype, int64_t count, double value, CudaStream stream) = 0;
+  /// target[rows[i]] += values[i], for rows of `width` elements. `rows` must not decrease; equal
+  /// ones are added in order, so that the result does not depend on timing.
+  virtual void scatter_add(void* target, const int64_t* rows, const void* values, DType dtype,
+                           int64_t count, int64_t width, CudaStream stream) = 0;
+  /// One SGD step of every parameter.
+  virtual void update_sgd(std::span<const SgdTensor> tensors, DType dtype,
+                          const SgdOptions& options, CudaStream stream) = 0;
+  /// One Adam or AdamW step of every parameter.
+  virtual void update_adam(std::span<const AdamTensor> tensors, DType dtype,
+                           const AdamOptions& options, CudaStream stream) = 0;
+
+  /// Opens and closes a named range for profilers on the calling thread; no more than a few
+  /// nanoseconds where none listens.
+  virtual void push_range(const char* name) = 0;
+  virtual void pop_range() = 0;
+};
+
+/// The CUDA runtime on `device`. Throws UsageError if this build has no CUDA part or there is no
+/// such device, with the remedy.
+std::shared_ptr<Cuda> make_cuda(int device);
+
+}  // namespace usbyte

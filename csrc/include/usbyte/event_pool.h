@@ -1,0 +1,46 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "usbyte/cuda.h"
+
+namespace usbyte {
+
+/// An event of a pool; the last copy gives it back. Work that is still ahead of its record does not
+/// matter to whoever gets it next, as CUDA's waits refer to the record before them.
+class PooledEvent {
+ public:
+  PooledEvent() = default;
+  explicit PooledEvent(std::shared_ptr<const CudaEvent> event) : event_(std::move(event)) {}
+
+  CudaEvent get() const { return *event_; }
+  explicit operator bool() const { return event_ != nullptr; }
+
+ private:
+  std::shared_ptr<const CudaEvent> event_;
+};
+
+/// Events that are made once and used again and again, as making one costs more than recording it.
+/// Thread-safe. Events may outlive the pool object.
+class EventPool {
+ public:
+  explicit EventPool(std::shared_ptr<Cuda> cuda);
+
+  PooledEvent acquire(bool timed);
+
+ private:
+  // Shared with the events, which come back to it, and destroyed with the last of them.
+  struct Free {
+    explicit Free(std::shared_ptr<Cuda> c) : cuda(std::move(c)) {}
+    ~Free();
+
+    const std::shared_ptr<Cuda> cuda;
+    std::mutex mutex;                  // guards the lists
+    std::vector<CudaEvent> events[2];  // by `timed`
+  };
+  std::shared_ptr<Free> free_;
+};
+
+}  // namespace usbyte

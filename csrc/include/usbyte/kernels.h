@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+
+#include "usbyte/tensor.h"
+
+namespace usbyte {
+
+/// A run of elements to copy. Both sides are aligned to their element, to no more. Types, from and
+/// to: float32, float16 and bfloat16 as one likes, multiplied in float32 and rounded once, to
+/// nearest; float64 to itself, multiplied in float64; every type to itself with scale 1, when bytes
+/// are moved as they are. Otherwise a NaN stays a NaN, but its payload may change. A target may be
+/// its own source, if both types have one size.
+struct Segment {
+  const void* source = nullptr;
+  void* target = nullptr;
+  int64_t count = 0;  // elements
+};
+
+/// Segments that one launch takes; longer lists take several, and so do, with drivers older than
+/// CUDA 12.1, those of more than 160.
+constexpr int64_t kSegmentsPerLaunch = 1024;
+
+// The updates make the operations of torch.optim's foreach=True implementation on a device, in its
+// order, each rounded to the parameters' type: results are the same bit for bit. (fused=True, and
+// torch's own kernels on the CPU, fuse other operations, or none.) Parameters, gradients and state
+// have one type: float32, float64, float16 or bfloat16. Gradients are not changed.
+
+/// Hyper-parameters of torch.optim.SGD, as of one step.
+struct SgdOptions {
+  double lr = 0;
+  double momentum = 0;
+  double dampening = 0;
+  double weight_decay = 0;
+  bool nesterov = false;
+  bool maximize = false;
+  double grad_scale = 1;  ///< multiplied with the gradient first, in its type
+};
+
+/// One parameter of a step. All have `count` elements; `momentum` is null without momentum.
+struct SgdTensor {
+  void* param = nullptr;
+  const void* grad = nullptr;
+  void* momentum = nullptr;
+  int64_t count = 0;
+  bool first = false;  ///< the momentum buffer is set to the gradient, not added to
+};
+
+/// Hyper-parameters of torch.optim.Adam, as of one step; `decoupled` makes it AdamW.
+struct AdamOptions {
+  double lr = 0;
+  double beta1 = 0;
+  double beta2 = 0;
+  double eps = 0;
+  double weight_decay = 0;
+  bool decoupled = false;
+  bool maximize = false;
+  double grad_scale = 1;  ///< multiplied with the gradient first, in its type
+};
+
+/// One parameter of a step, which is its `step`-th, counted from 1.
+struct AdamTensor {
+  void* param = nullptr;
+  const void* grad = nullptr;
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  int64_t count = 0;
+  int64_t step = 1;
+};
+
+}  // namespace usbyte

@@ -1,0 +1,189 @@
+"""Where gradients are, and how work there is put in order: on the host, or on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol, SupportsFloat
+
+import torch
+
+from usbyte import _core
+from usbyte.errors import UsageError
+
+#: When something happened, seconds on the steady clock. `float` may have to wait until it has.
+Mark = SupportsFloat
+
+
+class Device:
+    """The host: a call returns when its work is done.
+
+    Attributes:
+        core: The device as the engine sees it; None for the host.
+        torch_device: The same as torch names it.
+        lag: Steps after which values that the device has computed are looked at without waiting.
+    """
+
+    core: _core.Cuda | None = None
+    torch_device = torch.device("cpu")
+    lag = 0
+
+    def stream(self) -> int:
+        """The stream that work of this thread goes to."""
+        return 0
+
+    def now(self) -> Mark:
+        """When the work that was given to the device so far is over."""
+        return _core.now_s()
+
+    def anchor(self) -> None:
+        """Keeps the times to come exact; called now and then."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Work on the present stream uses the tensor, which belongs to another one."""
+
+    def fetch(self, tensor: torch.Tensor) -> Fetched:
+        """What a tensor of one element holds behind the work given to the device so far."""
+        return Fetched(tensor.clone(), None)
+
+    def record_update(
+        self, engine: _core.Engine, tensors: Sequence[int], start: Mark, end: Mark
+    ) -> None:
+        """Adds an update to the engine's timeline."""
+        engine.record_update(tensors, float(start), float(end))
+
+
+class CudaDevice(Device):
+    """A CUDA device: work is put on streams, and the host goes on.
+
+    Args:
+        device: As torch names it, with an index.
+        core: The same for the engine; made from the index if None.
+    """
+
+    lag = 1
+
+    def __init__(self, device: torch.device, core: _core.Cuda | None = None) -> None:
+        self.torch_device = device
+        self.core = core if core is not None else _core.make_cuda(device.index)
+        self._clock = _core.DeviceClock(self.core)
+
+    def stream(self) -> int:
+        """See `Device`."""
+        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+
+    def now(self) -> Mark:
+        """See `Device`."""
+        return DeviceMark(self._clock, self._clock.mark(self.stream()))
+
+    def anchor(self) -> None:
+        """See `Device`."""
+        self._clock.anchor()
+
+    def identity(self) -> str:
+        """Another text for each GPU of a host, the same in all its processes."""
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return str(getattr(properties, "uuid", None) or f"{properties.name} {self.torch_device}")
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """See `Device`."""
+        tensor.record_stream(torch.cuda.current_stream(self.torch_device))
+
+    def fetch(self, tensor: torch.Tensor) -> Fetched:
+        """See `Device`."""
+        value = torch.empty(1, dtype=tensor.dtype, pin_memory=True)
+        value.copy_(tensor, non_blocking=True)
+        return Fetched(value, self.now())
+
+    def record_update(
+        self, engine: _core.Engine, tensors: Sequence[int], start: Mark, end: Mark
+    ) -> None:
+        """See `Device`."""
+        assert isinstance(start, DeviceMark)
+        assert isinstance(end, DeviceMark)
+        engine.record_update(tensors, start.moment, end.moment)
+
+
+class DeviceMark:
+    """A moment on a device.
+
+    Attributes:
+        moment: For the engine.
+    """
+
+    __slots__ = ("_clock", "moment")
+
+    def __init__(self, clock: _core.DeviceClock, moment: _core.Moment) -> None:
+        self._clock, self.moment = clock, moment
+
+    def __float__(self) -> float:
+        return self._clock.seconds(self.moment)
+
+    def passed(self) -> bool:
+        """Whether `float` does not have to wait."""
+        return self._clock.passed(self.moment)
+
+
+class Fetched:
+    """A value on its way to the host.
+
+    Args:
+        value: Where it will be.
+        arrives: When; None if it is there.
+    """
+
+    def __init__(self, value: torch.Tensor, arrives: Mark | None) -> None:
+        self._value, self._arrives = value, arrives
+
+    def get(self) -> float:
+        """The value; waits for it."""
+        if self._arrives is not None:
+            float(self._arrives)
+        return float(self._value)
+
+
+class _HasDevice(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
+def passed(mark: Mark) -> bool:
+    """Whether `float(mark)` does not have to wait."""
+    return not isinstance(mark, DeviceMark) or mark.passed()
+
+
+@cache
+def _cuda(index: int) -> CudaDevice:
+    return CudaDevice(torch.device("cuda", index))
+
+
+def device_at(device: torch.device) -> Device:
+    """The host, or a CUDA device: the current one if `device` has no index."""
+    if device.type == "cpu":
+        return Device()
+    return _cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def device_of(names: Sequence[str], tensors: Sequence[_HasDevice]) -> Device:
+    """The device that all tensors are on.
+
+    Args:
+        names: Of the tensors, for messages.
+        tensors: One at least.
+
+    Raises:
+        UsageError: They are on several, or on one that is neither the host nor a CUDA device.
+    """
+    first = tensors[0].device
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise UsageError(
+                f"parameter '{name}' is on {tensor.device}; usbyte moves gradients on the CPU and "
+                "on CUDA devices"
+            )
+        if tensor.device != first:
+            raise UsageError(
+                f"parameter '{names[0]}' is on {first} and '{name}' on {tensor.device}; one "
+                "optimizer's parameters must be on one device: wrap one optimizer for each"
+            )
+    return device_at(first)

@@ -1,0 +1,169 @@
+"""SGD, Adam and AdamW in one launch for all parameters of an update, on CUDA devices.
+
+Results are those of torch.optim's own steps up to the rounding of the last bit; so is the state,
+which a checkpoint can move between the two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.torch.arena import dtype_name
+from usbyte.torch.device import Device
+
+StepClosure = Callable[[], float] | None
+
+_KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_REFUSED = ("amsgrad", "differentiable", "capturable", "fused")
+
+
+class FusedUpdate:
+    """Takes the steps of an optimizer whose groups, state and hyper-parameters stay its own.
+
+    Args:
+        optimizer: A torch.optim.SGD, Adam or AdamW, not of a subclass.
+        names: Of the parameters.
+        params: Its parameters.
+        device: Where they are.
+
+    Raises:
+        UsageError: An option of the optimizer, or a parameter, is not served.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        device: Device,
+    ) -> None:
+        kind = type(optimizer)
+        if kind not in _KINDS:
+            known = ", ".join(k.__name__ for k in _KINDS)
+            raise UsageError(f"fused_update=True serves torch.optim.{known}, not {kind.__name__}")
+        if device.core is None:
+            raise UsageError("fused_update=True serves parameters on CUDA devices: leave it out")
+        for name, param in zip(names, params, strict=True):
+            if torch.empty_like(param, device="meta").stride() != param.stride():
+                raise UsageError(
+                    f"fused_update=True needs parameters without gaps, and '{name}' has strides "
+                    f"{param.stride()}"
+                )
+        self._optimizer, self._device, self._core = optimizer, device, device.core
+        self._update = self._update_sgd if kind is torch.optim.SGD else self._update_adam
+        self._decoupled = kind is torch.optim.AdamW
+        for group in optimizer.param_groups:
+            self._check(group)
+
+    @torch.no_grad()
+    def step(self, closure: StepClosure = None) -> float | None:
+        """Updates every parameter of the optimizer's groups that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        own = self._optimizer
+        if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
+            raise UsageError("fused_update=True does not call step hooks: leave one of them out")
+        for group in self._optimizer.param_groups:
+            self._check(group)
+            by_dtype: dict[str, list[nn.Parameter]] = defaultdict(list)
+            for param in group["params"]:
+                if param.grad is not None:
+                    by_dtype[dtype_name("of the optimizer", param)].append(param)
+            for dtype, params in by_dtype.items():
+                self._update(group, dtype, params)
+        return loss
+
+    def _check(self, group: dict[str, Any]) -> None:
+        for option in _REFUSED:
+            if group.get(option):
+                raise UsageError(f"fused_update=True does not go with {option}=True: leave it out")
+        if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
+            raise UsageError("fused_update=True needs a learning rate on the host: lr=float(...)")
+
+    def _update_sgd(self, group: dict[str, Any], dtype: str, params: list[nn.Parameter]) -> None:
+        momentum = float(group["momentum"])
+        rows = []
+        for param in params:
+            state = self._optimizer.state[param]
+            buffer = state.get("momentum_buffer") if momentum else None
+            first = momentum != 0 and buffer is None
+            if first:
+                buffer = state["momentum_buffer"] = torch.empty_like(param)
+            address = buffer.data_ptr() if buffer is not None else 0
+            rows.append((param.data_ptr(), _grad(param), address, param.numel(), first))
+        _core.update_sgd(
+            self._core,
+            rows,
+            dtype,
+            _core.SgdOptions(
+                lr=float(group["lr"]),
+                momentum=momentum,
+                dampening=float(group["dampening"]),
+                weight_decay=float(group["weight_decay"]),
+                nesterov=bool(group["nesterov"]),
+                maximize=bool(group["maximize"]),
+            ),
+            self._device.stream(),
+        )
+        _written(params)
+
+    def _update_adam(self, group: dict[str, Any], dtype: str, params: list[nn.Parameter]) -> None:
+        beta1, beta2 = map(float, group["betas"])
+        rows = []
+        for param in params:
+            state = self._optimizer.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
+            state["step"] += 1
+            rows.append(
+                (
+                    param.data_ptr(),
+                    _grad(param),
+                    state["exp_avg"].data_ptr(),
+                    state["exp_avg_sq"].data_ptr(),
+                    param.numel(),
+                    int(state["step"]),
+                )
+            )
+        _core.update_adam(
+            self._core,
+            rows,
+            dtype,
+            _core.AdamOptions(
+                lr=float(group["lr"]),
+                beta1=beta1,
+                beta2=beta2,
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                decoupled=self._decoupled or bool(group.get("decoupled_weight_decay")),
+                maximize=bool(group["maximize"]),
+            ),
+            self._device.stream(),
+        )
+        _written(params)
+
+
+def _grad(param: nn.Parameter) -> int:
+    """Address of the gradient, whose elements are in the order of the parameter's."""
+    grad = param.grad
+    assert grad is not None
+    if grad.stride() != param.stride() or grad.dtype != param.dtype:
+        param.grad = grad = torch.empty_like(param).copy_(grad)
+    return grad.data_ptr()
+
+
+def _written(params: Sequence[nn.Parameter]) -> None:
+    """Lets autograd know, which kernels of our own write behind the back of."""
+    for param in params:
+        torch.autograd.graph.increment_version(param)

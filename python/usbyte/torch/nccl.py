@@ -1,0 +1,239 @@
+"""Gradients on CUDA devices over NCCL."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from usbyte import _core
+from usbyte.errors import MismatchError, UsageError
+from usbyte.torch.device import CudaDevice
+from usbyte.torch.eager import EagerQueue
+
+log = logging.getLogger("usbyte")
+
+_RANKS_SHARE_A_GPU = (2, 30)  # first version that can, with NCCL_MULTI_RANK_GPU_ENABLE=1
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What one rank can use.
+
+    Attributes:
+        version: Of NCCL; empty where it cannot be used.
+        why: It cannot.
+        host: As NCCL tells hosts apart.
+        gpu: Identifies the device.
+        shares: NCCL lets ranks share a GPU here.
+    """
+
+    version: str
+    why: str
+    host: str
+    gpu: str
+    shares: bool
+
+
+def find(env: _core.Env) -> _core.Nccl:
+    """Opens the library that this process is to use.
+
+    Raises:
+        UsageError: There is none that can be used.
+    """
+    # Communicators that run side by side must start in one order on every rank. Ours wait for one
+    # another's start as far as events go; NCCL 2.26 and later can see to the rest.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    nccl = _core.load_nccl(env.nccl_library, wheels())
+    log.info("NCCL %s from %s", nccl.version, nccl.path)
+    copies = _core.mapped_nccl_copies()
+    if len(copies) > 1:
+        log.warning(
+            "this process holds %d copies of NCCL (%s); unset USBYTE_NCCL_LIB to share torch's",
+            len(copies), ", ".join(copies),
+        )  # fmt: skip
+    return nccl
+
+
+def wheels() -> list[str]:
+    """NCCL in the packages of this environment."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return []
+    folders = (spec.submodule_search_locations if spec is not None else None) or []
+    candidates = [Path(folder) / "lib" / "libnccl.so.2" for folder in folders]
+    return [str(path) for path in candidates if path.exists()]
+
+
+def agree(
+    eager: EagerQueue, env: _core.Env, rank: int, device: CudaDevice, backend: str
+) -> _core.Nccl | None:
+    """Whether all ranks can use NCCL. Collective.
+
+    Args:
+        eager: The ranks.
+        env: The knobs.
+        rank: This one.
+        device: This rank's.
+        backend: "nccl", or empty where it need not be.
+
+    Returns:
+        The library; None, on every rank, if one of them cannot use it.
+
+    Raises:
+        UsageError: NCCL is a must and cannot be used; on every rank.
+        MismatchError: The ranks have different versions of NCCL, or settings.
+    """
+    nccl, why = None, ""
+    try:
+        nccl = find(env)
+    except UsageError as error:
+        why = str(error)
+    version = nccl.version if nccl is not None else ""
+    can_share = version and tuple(map(int, version.split(".")[:2])) >= _RANKS_SHARE_A_GPU
+    mine = _Offer(
+        version,
+        why,
+        os.environ.get("NCCL_HOSTID") or socket.gethostname(),
+        device.identity(),
+        bool(can_share) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
+    )
+    settings = [env.nccl_communicators, env.nccl_max_ctas, env.nccl_register]
+    text = json.dumps({"offer": asdict(mine), "settings": settings}).encode()
+    rows: list[dict[str, Any]] = [
+        json.loads(row) for row in eager.allgather_bytes("usbyte.nccl", text)
+    ]
+    offers = [_Offer(**row["offer"]) for row in rows]
+    for other, row in enumerate(rows):
+        if row["settings"] != rows[0]["settings"]:
+            raise MismatchError(
+                f"USBYTE_NCCL_COMMUNICATORS, _MAX_CTAS and _REGISTER are {rows[0]['settings']} on "
+                f"rank 0 but {row['settings']} on rank {other}. Give all ranks the same "
+                "environment."
+            )
+    problem = _problem(offers)
+    if not problem:
+        return nccl
+    if backend == "nccl":
+        raise UsageError(f"USBYTE_BACKEND=nccl, but {problem}; unset it to go over the CPU instead")
+    if rank == 0:
+        log.warning("gradients go over the CPU's network, not NCCL: %s", problem)
+    return None
+
+
+def _problem(offers: Sequence[_Offer]) -> str:
+    """Why these ranks cannot use NCCL; empty if they can."""
+    seen: dict[tuple[str, str], int] = {}
+    for rank, offer in enumerate(offers):
+        if not offer.version:
+            return f"rank {rank} cannot use it: {offer.why}"
+        if offer.version != offers[0].version:
+            return (
+                f"its version is {offers[0].version} on rank 0 but {offer.version} on rank {rank}"
+            )
+        other = seen.setdefault((offer.host, offer.gpu), rank)
+        if other != rank and not offer.shares:
+            return (
+                f"ranks {other} and {rank} share a GPU; give each its own with "
+                "torch.cuda.set_device(ub.local_rank()), or set NCCL_MULTI_RANK_GPU_ENABLE=1 with "
+                "NCCL 2.30 or later"
+            )
+    return ""
+
+
+class NcclCommunicator:
+    """The engine's communicator where each rank has a GPU of its own. Collective to make.
+
+    Args:
+        eager: The ranks, for the ids of the communicators.
+        env: The knobs.
+        nccl: The library.
+        rank: This rank.
+        size: Number of ranks.
+        device: This rank's.
+
+    Attributes:
+        core: For the engine.
+        most_one_shot_bytes: 0; NCCL has its own way with small operations.
+        device: As given.
+    """
+
+    most_one_shot_bytes = 0
+
+    def __init__(
+        self,
+        eager: EagerQueue,
+        env: _core.Env,
+        nccl: _core.Nccl,
+        rank: int,
+        size: int,
+        device: CudaDevice,
+    ) -> None:
+        assert device.core is not None
+        count = env.nccl_communicators
+        ids = [nccl.unique_id() for _ in range(count)] if rank == 0 else []
+        sent = eager.broadcast_bytes("usbyte.nccl.ids", b"".join(ids), 0)
+        ids = [sent[k * len(sent) // count : (k + 1) * len(sent) // count] for k in range(count)]
+        self.device, self._registers = device, bool(env.nccl_register)
+        self._registered = 0  # address
+        self.core: _core.NcclCommunicator = _core.NcclCommunicator(
+            nccl,
+            device.core,
+            rank,
+            size,
+            ids,
+            init_timeout_s=env.stall_limit_s,
+            max_ctas=env.nccl_max_ctas,
+        )
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Memory of so many bytes for an arena, 1-d uint8, zeros. Collective."""
+        if not self._registers:
+            return torch.zeros(size, dtype=torch.uint8, device=self.device.torch_device)
+        self._deregister()
+        memory = _Memory(self.core, size)
+        self.core.register_buffer(memory.address, size)
+        self._registered = memory.address
+        return torch.as_tensor(memory, device=self.device.torch_device).zero_()
+
+    def register(self, arena: torch.Tensor) -> None:
+        """Any memory of the device will do."""
+
+    def close(self) -> None:
+        """Ends NCCL's communicators. Collective, unless something has failed."""
+        if not self.core.failure():
+            self._deregister()
+        self.core.close()
+
+    def _deregister(self) -> None:
+        if self._registered:
+            self.core.deregister_buffer(self._registered)
+            self._registered = 0
+
+
+class _Memory:
+    """Device memory that NCCL has allocated; what is made of it keeps this."""
+
+    def __init__(self, core: _core.NcclCommunicator, size: int) -> None:
+        self._core = core
+        self.address = core.allocate(size)
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+    def __del__(self) -> None:
+        torch.cuda.synchronize()  # kernels may still use it
+        self._core.free(self.address)

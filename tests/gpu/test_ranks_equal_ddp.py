@@ -1,0 +1,76 @@
+"""Several ranks: the numbers of DDP on the same backend."""
+
+from __future__ import annotations
+
+import pytest
+
+import usbyte.torch as ub
+from _training import SHARDED, prepare, train, wrong
+from _transport import everywhere, for_ranks
+
+
+def test_how_ranks_can_talk_here(transports, record_property):
+    found, reasons = transports
+    record_property("works", ", ".join(t.name for t in found))
+    for name, reason in reasons.items():
+        record_property(name, reason)
+    assert found, reasons
+
+
+def equal(transport, rank, size, tolerance, cases):
+    ub.init()
+    prepare()
+    for optimizer, modes, variant in cases:
+        expected = train("ddp", transport, optimizer, rank, **variant)
+        for mode, policy in modes:
+            state = train(
+                mode, transport, optimizer, rank, policy=policy, partition_bytes=2048, **variant
+            )
+            bad = wrong(state, expected, tolerance)
+            assert not bad, (optimizer, mode, policy, variant, bad)
+
+
+@pytest.fixture
+def compare(transports, record_property):
+    def run(n, cases, tolerance=0.0):
+        usable = for_ranks(transports, n)
+        record_property("over", ", ".join(t.name for t in usable))
+        everywhere(usable, n, equal, tolerance, cases, timeout=100)
+
+    return run
+
+
+PLANNED = [("backward", None), ("forward", None), ("forward", "bytescheduler")]
+BOTH = PLANNED[:2]
+
+
+def test_two_ranks_bit_for_bit(compare):
+    compare(2, [(name, PLANNED, {}) for name in ("sgd", "adamw")])
+
+
+def test_two_ranks_with_accumulation_and_mixed_dtypes(compare):
+    variants = ({"accumulate": 3, "steps": 12}, {"mixed": True, "steps": 12})
+    compare(2, [("adamw", BOTH, variant) for variant in variants])
+
+
+def test_two_ranks_with_half_precision(compare):
+    of_params = [{"dtype": dtype, "steps": 12} for dtype in ("bfloat16", "float16")]
+    variants = [*of_params, {"autocast": "bfloat16", "steps": 12}]
+    compare(2, [("sgd", BOTH, variant) for variant in variants])
+
+
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_two_ranks_with_a_grad_scaler(mode, compare, device):
+    # A scale that overflows at first: all ranks must leave out the same steps.
+    half, scale = ("float16", 2.0**22) if device == "cuda" else ("bfloat16", 2.0**127)
+    variant = {"autocast": half, "scale": scale, "steps": 12}
+    compare(2, [("sgd", [(mode, None)], variant)])
+
+
+def test_two_ranks_with_a_sharded_optimizer(compare):
+    compare(2, [(name, [(SHARDED, None)], {}) for name in ("sgd", "adamw")])
+
+
+def test_four_ranks_closely(compare):
+    # They sum in another order.
+    compare(4, [("sgd", [*BOTH, (SHARDED, None)], {})], tolerance=1e-6)

@@ -1,0 +1,41 @@
+"""A device that is not there: tensors of the host, streams that are threads and late."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from usbyte import _core
+from usbyte.torch.device import CudaDevice, Fetched
+
+
+class EmulatedDevice(CudaDevice):
+    """Kernels of torch run when they are called, as if each launch blocked the host.
+
+    Everything of usbyte's own, copies and events, goes as it does on a device.
+    """
+
+    def __init__(self) -> None:
+        self.cuda = _core.make_emulated_cuda(most_delay_s=2e-4)
+        super().__init__(torch.device("cpu"), self.cuda)
+
+    def stream(self) -> int:
+        return 0
+
+    def identity(self) -> str:
+        return "emulated"
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def fetch(self, tensor: torch.Tensor) -> Fetched:
+        return Fetched(tensor.clone(), self.now())
+
+
+def emulate() -> EmulatedDevice:
+    """From now on parameters of this process count as on that device."""
+    device = EmulatedDevice()
+    module = importlib.import_module("usbyte.torch.device")
+    module.device_at = lambda _: device
+    return device

@@ -1,0 +1,227 @@
+"""Gradients on a device: everything but torch's own kernels, over an emulated one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import usbyte.torch as ub
+from _emulated import EmulatedDevice, emulate
+from _models import OPTIMIZERS, difference, train
+from _ranks import run_ranks
+from usbyte import _core
+from usbyte.errors import FaultError, UsageError
+from usbyte.torch.device import Device, device_of, passed
+
+
+def equals_ddp(rank, size, optimizers, tolerance, double):
+    ub.init()
+    expected = {
+        optimizer: train("ddp", optimizer, rank, size, 10, double=double)
+        for optimizer in optimizers
+    }
+    device = emulate()
+    for optimizer in optimizers:
+        for mode, policy in [("backward", "ddp"), ("forward", None), ("forward", "bytescheduler")]:
+            got = train(
+                mode, optimizer, rank, size, 10, policy=policy, partition_bytes=2048, double=double
+            )
+            worst = difference(got, expected[optimizer])
+            assert worst <= tolerance, (optimizer, mode, policy, worst)
+    return device.cuda.live
+
+
+def test_two_ranks_equal_ddp_bit_for_bit():
+    live = run_ranks(2, equals_ddp, ["nesterov", "adamw"], 0.0, False, timeout=120)
+    assert max(live) < 100  # the clock's; those of closed engines are gone
+
+
+def test_four_ranks_equal_ddp_closely():
+    run_ranks(4, equals_ddp, ["sgd"], 1e-6, True, timeout=120)
+
+
+def equals_ddp_variants(rank, size):
+    ub.init()
+    variants = [
+        {"set_to_none": False},
+        {"accumulate": 2},
+        {"mixed": True},
+        {"accumulate": 2, "set_to_none": False},
+    ]
+    expected = [train("ddp", "adamw", rank, size, 10, **variant) for variant in variants]
+    emulate()
+    for variant, want in zip(variants, expected, strict=True):
+        for mode in ("backward", "forward"):
+            worst = difference(train(mode, "adamw", rank, size, 10, **variant), want)
+            assert worst == 0, (variant, mode, worst)
+
+
+def test_zero_grad_accumulation_and_mixed_dtypes_equal_ddp():
+    run_ranks(2, equals_ddp_variants, timeout=120)
+
+
+def shards(rank, size):
+    ub.init()
+    expected = train("forward", "adamw", rank, size, 12, shard_optimizer=True)
+    emulate()
+    got = train("forward", "adamw", rank, size, 12, shard_optimizer=True)
+    assert difference(got, expected) == 0
+
+
+def test_sharded_updates_are_the_hosts():
+    run_ranks(2, shards, timeout=120)
+
+
+def layers(rank):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+    optimizer = ub.DistributedOptimizer(
+        OPTIMIZERS["sgd"](model.parameters()), model.named_parameters(), overlap="forward",
+        policy="dear",
+    )  # fmt: skip
+    data = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+
+    def step():
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def timelines(rank, size, folder):
+    ub.init()
+    emulate()
+    _, optimizer, step = layers(rank)
+    for _ in range(6):
+        step()
+    ub.start_timeline(f"{folder}/%r.json")
+    for _ in range(3):
+        step()
+    ub.stop_timeline()
+    with open(f"{folder}/{rank}.json") as file:
+        events = [event for event in json.load(file) if event["ph"] == "X"]
+    ops = [e for e in events if e["cat"] == "communication"]
+    assert len(ops) >= 2 * len(optimizer.plan.ops)
+    assert all(e["dur"] > 0 for e in ops)
+    updates = [e for e in events if e["cat"] == "update"]
+    assert {"0.weight", "5.weight"} <= {name for e in updates for name in e["name"].split(", ")}
+    # An update comes behind the ops that bring its gradients.
+    by_step = {e["args"]["step"] for e in updates}
+    for k in by_step:
+        ends = [e["ts"] + e["dur"] for e in ops if e["args"]["step"] == k]
+        begins = [e["ts"] for e in updates if e["args"]["step"] == k]
+        assert min(begins) > min(ends)
+
+
+def test_timeline_holds_the_devices_times(tmp_path):
+    run_ranks(2, timelines, str(tmp_path), timeout=60)
+
+
+def decided(rank, size):
+    ub.init()
+    emulate()
+    _, optimizer, step = layers(rank)
+    for _ in range(8):
+        step()
+    decision = optimizer.decision
+    optimizer.close()
+    profile, network = decision.profile, decision.network
+    # Ready in the order of backward, needed in that of forward, each time told by the device.
+    weights = [i for i, t in enumerate(profile.tensors) if t.name.endswith("weight")]
+    assert [profile.tensors[i].name for i in weights] == [f"{k}.weight" for k in range(6)]
+    ready = [profile.ready_s[i] for i in weights]
+    assert ready == sorted(ready, reverse=True)
+    assert network.all_reduce[0].alpha_s > 0
+    assert network.ranks == size
+
+
+def test_learns_from_the_devices_times():
+    run_ranks(2, decided, timeout=60)
+
+
+def test_one_ranks_vote_for_a_new_plan_reaches_all_in_the_same_step():
+    assert run_ranks(2, votes, timeout=60) == [3, 3]
+
+
+def votes(rank, size):
+    ub.init()
+    emulate()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = ub.DistributedOptimizer(
+        OPTIMIZERS["sgd"](model.parameters()), model.named_parameters(), tune_steps=0
+    )
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    for _ in range(7):
+        step()
+    reducer = optimizer._reducer
+    assert not reducer.learning
+    if rank == 1:
+        reducer._drift.wanted = True
+        reducer._drift.step = lambda now: None
+    steps = 0
+    while not reducer.learning:
+        step()
+        steps += 1
+        assert steps < 6
+    return steps
+
+
+def dies(rank, size):
+    ub.init()
+    emulate()
+    _, _, step = layers(rank)
+    for k in range(20):
+        if k == 8 and rank == 1:
+            raise RuntimeError("out of luck")
+        step()
+
+
+def test_a_rank_that_dies_ends_the_others():
+    with pytest.raises(AssertionError) as error:
+        run_ranks(2, dies, timeout=60)
+    text = str(error.value)
+    assert "out of luck" in text
+    assert "FaultError" in text.split("--- rank 1")[0]
+
+
+def test_a_model_is_on_one_device_that_usbyte_knows():
+    host = torch.zeros(1)
+    assert device_of(["a", "b"], [host, host]).core is None
+    with pytest.raises(UsageError, match=r"'a' is on cpu and 'b' on meta|'b' is on meta"):
+        device_of(["a", "b"], [host, torch.zeros(1, device="meta")])
+
+
+def test_marks_of_the_host_are_numbers():
+    before = _core.now_s()
+    mark = Device().now()
+    assert passed(mark)
+    assert before <= float(mark) <= _core.now_s()
+
+
+def test_marks_of_a_device_wait_only_when_they_are_read():
+    device = EmulatedDevice()
+    stream = device.cuda.create_stream()
+    device.stream = lambda: stream
+    start = _core.now_s()
+    device.cuda.delay(stream, 0.2)
+    mark = device.now()
+    assert not passed(mark)
+    assert float(mark) >= start + 0.19
+    assert passed(mark)
+    device.cuda.destroy_stream(stream)
+
+
+def test_a_device_that_fails_says_so():
+    device = EmulatedDevice()
+    device.cuda.poison("illegal address")
+    with pytest.raises(FaultError, match="illegal address"):
+        device.now()

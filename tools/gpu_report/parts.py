@@ -1,0 +1,140 @@
+"""What `make gpu-test` runs, in this order."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpu_report.building import Place
+from gpu_report.running import FAILED, PASSED, SKIPPED, Part, read_json
+
+_SANITIZED = ("--small", "1")
+_NO_SANITIZER = ("Device not supported", "not supported on this", "Insufficient permissions")
+
+
+def all_parts(place: Place, only: str = "") -> list[Part]:
+    """The parts; `only` names some, separated by commas.
+
+    Raises:
+        SystemExit: A name in `only` is unknown.
+    """
+    found = [
+        *_benchmarks(place),
+        *_sanitizers(place),
+        _tests(),
+        _overhead(),
+        _training(),
+    ]
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    known = [part.name for part in found]
+    if unknown := [name for name in wanted if name not in known]:
+        raise SystemExit(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
+    return [part for part in found if not wanted or part.name in wanted]
+
+
+def _benchmarks(place: Place) -> list[Part]:
+    rows = (
+        ("pack", "Kernels", (), 60.0),
+        ("collective", "Collectives of NCCL", ("--backend", "nccl"), 45.0),
+        ("step", "A synthetic step", (), 60.0),
+    )
+    return [
+        Part(
+            name,
+            title,
+            [place.binary(f"usbyte_bench_{name}"), *flags, "--json", "{results}"],
+            limit_s,
+            results=read_json,
+            asks_help=True,
+        )
+        for name, title, flags, limit_s in rows
+    ]
+
+
+def _sanitizers(place: Place) -> list[Part]:
+    return [
+        Part(
+            tool,
+            f"compute-sanitizer {tool} on the kernels",
+            [
+                *("compute-sanitizer", "--tool", tool, "--error-exitcode", "99"),
+                *(place.binary("usbyte_bench_pack"), *_SANITIZED),
+            ],
+            75.0,
+            unsupported=_NO_SANITIZER,
+            quoted=("ERROR SUMMARY", "RACECHECK SUMMARY"),
+            meaning=meaning,
+        )
+        for tool, meaning in (
+            ("memcheck", "Accesses out of bounds or misaligned, and errors of CUDA calls."),
+            ("racecheck", "Accesses to shared memory that nothing orders."),
+        )
+    ]
+
+
+def _tests() -> Part:
+    return Part(
+        "tests",
+        "Tests on the GPU",
+        [
+            *(sys.executable, "-m", "pytest", "tests/gpu", "-v", "-p", "no:cacheprovider"),
+            *("--device", "cuda", "--record", "{results}"),
+        ],
+        240.0,
+        results=read_tests,
+        meaning="The tests of tests/gpu; what each has found out about this machine is beside it.",
+    )
+
+
+def _overhead() -> Part:
+    return Part(
+        "overhead",
+        "What usbyte costs where it cannot help",
+        [sys.executable, "benchmarks/gpu_overhead.py", "--json", "{results}"],
+        75.0,
+        results=read_json,
+    )
+
+
+def _training() -> Part:
+    return Part(
+        "training",
+        "Training against DDP",
+        [
+            *(sys.executable, "benchmarks/gpu_training.py", "--rounds", "3", "--steps", "8"),
+            *("--contenders", "alone,ddp:1,ddp:5,ddp:25,forward:auto", "--tune-steps", "3"),
+            *("--budget", "{limit}", "--json", "{results}"),
+        ],
+        300.0,
+        results=read_json,
+    )
+
+
+def read_tests(path: Path) -> dict[str, Any]:
+    """What tests/gpu/conftest.py records: one line of JSON for each test that is over.
+
+    Raises:
+        ValueError: Not one test has passed.
+    """
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    counts = {what: sum(line["verdict"] == what for line in lines) for what in _VERDICTS}
+    if not counts[PASSED]:
+        raise ValueError(f"none of {len(lines)} tests has passed")
+    rows = [
+        {
+            "test": line["test"],
+            "verdict": line["verdict"],
+            "took_s": line["seconds"],
+            "found": "; ".join(f"{name}: {value}" for name, value in line["found"]),
+        }
+        for line in lines
+    ]
+    skipped = {line["test"]: line["reason"] for line in lines if line["verdict"] == SKIPPED}
+    failed = {line["test"]: line["reason"] for line in lines if line["verdict"] == FAILED}
+    notes = [f"{what}: {why}" for what, why in failed.items()]
+    return {"counts": counts, "rows": rows, "skipped": skipped, "notes": notes}
+
+
+_VERDICTS = (PASSED, FAILED, SKIPPED)
