@@ -60,9 +60,9 @@ cpp: $(SYSTEM_STAMP)
 	  || { cat build/$(PRESET).log; exit 1; }
 	cmake --build --preset $(PRESET)
 
-bench: cpp ## run the C++ benchmarks
-	@set -e; for bench in build/$(PRESET)/csrc/bench/usbyte_bench_*; do \
-	  if [ -x $$bench -a -f $$bench ]; then echo "# $${bench##*/}"; $$bench; fi; done
+bench: cpp ## run the C++ benchmarks that need no GPU
+	@set -e; for name in collective engine plan; do \
+	  echo "# usbyte_bench_$$name"; build/$(PRESET)/csrc/bench/usbyte_bench_$$name; done
 
 # With PYTHON's own torch, which must see a GPU; what else is missing goes into build/gpu/site, from
 # the folder WHEELS where there is no package index. OUT_DIR takes the report instead of docs/gpu;

@@ -65,8 +65,9 @@ def set_up(args: argparse.Namespace, ub: ModuleType) -> torch.device:
     enough = torch.cuda.device_count() >= ub.local_size()
     if args.device == "cpu" or (args.device == "auto" and not enough):
         return torch.device("cpu")
-    torch.cuda.set_device(ub.local_rank())
-    return torch.device("cuda", ub.local_rank())
+    index = ub.local_rank() % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 class Batches:

@@ -306,14 +306,11 @@ Result measure(const Job& job, const std::vector<Rank>& ranks, int64_t warmup, i
 // Each rank has a GPU to itself. NCCL tells GPUs that ranks share by host and process, so those of
 // one process share one only where NCCL 2.30 has been told to allow it.
 std::vector<Rank> nccl_ranks(int size) {
-  std::string library;
-  for (const EnvVariable& v : Env::read().variables) {
-    if (v.name == "USBYTE_NCCL_LIB") library = v.value;
-  }
-  const std::shared_ptr<NcclApi> nccl = load_nccl(library);
+  const std::shared_ptr<NcclApi> nccl = load_nccl(Env::read().nccl_library);
   const CudaInfo cuda = cuda_info();
   const int devices = static_cast<int>(cuda.devices.size());
   if (devices == 0) throw UsageError("--backend nccl: " + cuda.reason);
+  if (size == 0) size = devices;
   if (size > devices && nccl->version() < 23000) {
     throw UsageError("--ranks " + std::to_string(size) + " on " + std::to_string(devices) +
                      " GPUs: ranks of one process share a GPU from NCCL 2.30 on, with "
@@ -335,9 +332,9 @@ std::vector<Rank> nccl_ranks(int size) {
 }
 
 std::vector<Rank> make_ranks(const bench::Options& options) {
-  const int size = static_cast<int>(options.integer("ranks", 1));
   const std::string& backend = options.text("backend");
-  if (backend == "nccl") return nccl_ranks(size);
+  if (backend == "nccl") return nccl_ranks(static_cast<int>(options.integer("ranks")));
+  const int size = static_cast<int>(options.integer("ranks", 1));
   if (backend != "local") {
     throw UsageError("--backend '" + backend + "' is unknown; there are local and nccl");
   }
@@ -423,7 +420,7 @@ int main(int argc, char** argv) {
       .flag("backend", "local",
             "communicator: local (host memory) or nccl (one GPU each; the system's NCCL, or what "
             "USBYTE_NCCL_LIB names); ranks are threads")
-      .flag("ranks", "4", "number of ranks")
+      .flag("ranks", "4", "number of ranks; 0 with nccl: one for each GPU")
       .flag("op", "all", "all_reduce, reduce_scatter, all_gather, broadcast, all_to_all or all")
       .flag("min-bytes", "1K", "smallest size; K, M and G are 2^10, 2^20 and 2^30")
       .flag("max-bytes", "16M", "largest size")

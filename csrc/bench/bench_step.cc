@@ -9,6 +9,7 @@
 #include "tensor_lists.h"
 #include "usbyte/emulated_cuda.h"
 #include "usbyte/engine.h"
+#include "usbyte/env.h"
 #include "usbyte/error.h"
 #include "usbyte/nccl_communicator.h"
 #include "usbyte/policy.h"
@@ -47,10 +48,15 @@ class NoNetwork final : public Communicator {
   int size() const override { return 1; }
   bool stream_ordered() const override { return true; }
   void launch(const Request& request, Completion done) override {
-    for (CudaEvent event : request.order->after) cuda_->wait(stream_, event);
-    cuda_->record(request.order->started, stream_);
-    cuda_->record(request.order->done, stream_);
-    done(nullptr);
+    std::exception_ptr error;
+    try {
+      for (CudaEvent event : request.order->after) cuda_->wait(stream_, event);
+      cuda_->record(request.order->started, stream_);
+      cuda_->record(request.order->done, stream_);
+    } catch (const Error&) {
+      error = std::current_exception();
+    }
+    done(error);
   }
 
  private:
@@ -226,7 +232,7 @@ class Training {
 std::unique_ptr<Communicator> network(const std::string& name, const std::shared_ptr<Cuda>& cuda) {
   if (name == "none") return std::make_unique<NoNetwork>(cuda);
   if (name != "nccl") throw UsageError("--network '" + name + "' must be nccl or none");
-  const std::shared_ptr<NcclApi> nccl = load_nccl();
+  const std::shared_ptr<NcclApi> nccl = load_nccl(Env::read().nccl_library);
   NcclId id;
   if (const NcclResult result = nccl->unique_id(&id); result != NcclResult::success) {
     throw FaultError("ncclGetUniqueId: " + nccl->error_string(result));

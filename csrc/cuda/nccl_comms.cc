@@ -57,6 +57,9 @@ void NcclComms::make(size_t slot, const NcclId& id, double deadline_s) {
 
 void NcclComms::call(size_t slot, double timeout_s, const std::function<void(NcclComm*)>& calls) {
   std::unique_lock lock(mutex_);
+  if (phase_ == Phase::closed) {
+    throw FaultError("rank " + std::to_string(rank_) + ": the NCCL communicators are closed");
+  }
   if (phase_ != Phase::open || !failure_.empty()) throw FaultError(find_failure());
   nccl_->with_device(device_, [&] { calls(comms_[slot]); });
   await(lock, slot, now_s() + timeout_s);
@@ -74,9 +77,16 @@ void NcclComms::await(std::unique_lock<std::mutex>& lock, size_t slot, double de
       failure_ = describe(slot) + " has made no progress for " + seconds(now_s() - begin_s);
       throw FaultError(failure_);
     }
-    ended_.wait_for(lock, pause, [this] { return phase_ != Phase::open; });
+    // A launch takes less than the shortest sleep does.
+    if (now_s() - begin_s < 100e-6) {
+      lock.unlock();
+      std::this_thread::yield();
+      lock.lock();
+    } else {
+      ended_.wait_for(lock, pause, [this] { return phase_ != Phase::open; });
+      pause = std::min(pause * 1.5, std::chrono::duration<double>(4e-3));
+    }
     if (phase_ != Phase::open) throw FaultError(find_failure());
-    pause = std::min(pause * 1.5, std::chrono::duration<double>(4e-3));
   }
 }
 

@@ -15,21 +15,6 @@
 namespace usbyte {
 namespace {
 
-class Stream {
- public:
-  explicit Stream(std::shared_ptr<Cuda> cuda)
-      : cuda_(std::move(cuda)), stream_(cuda_->create_stream(true)) {}
-  ~Stream() { cuda_->destroy(stream_); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-
-  CudaStream get() const { return stream_; }
-
- private:
-  const std::shared_ptr<Cuda> cuda_;
-  const CudaStream stream_;
-};
-
 // Host memory of one chunk. Copies out of the device into it go behind `copied_in`, and the network
 // behind `copied_out`, so that it is free as soon as its last copy is on its stream.
 struct Buffer {
@@ -87,8 +72,8 @@ struct StagedCommunicator::State : std::enable_shared_from_this<State> {
         inner(over),
         chunk_bytes(options.chunk_bytes),
         events(cuda),
-        out(cuda),
-        in(cuda) {
+        out(cuda, true),
+        in(cuda, true) {
     for (int b = 0; b < options.buffers; ++b) {
       free.push_back(&buffers.emplace_back(cuda, events, chunk_bytes));
     }
@@ -103,13 +88,15 @@ struct StagedCommunicator::State : std::enable_shared_from_this<State> {
   void leave_locked();
   void fail(const Chunk& chunk, std::exception_ptr error);
   std::vector<std::shared_ptr<Operation>> close(const std::string& why);
+  // No request's memory is touched any more; what was open completes with an error.
+  void end(const std::string& why);
 
   const std::shared_ptr<Cuda> cuda;
   Communicator& inner;  // for the thread alone, which is gone before it
   const int64_t chunk_bytes;
   EventPool events;
-  const Stream out;
-  const Stream in;
+  const OwnedStream out;
+  const OwnedStream in;
   std::deque<Buffer> buffers;  // given back with the state, when all copies are over
   std::thread thread;
 
@@ -280,6 +267,24 @@ void StagedCommunicator::State::fail(const Chunk& chunk, std::exception_ptr erro
   }
 }
 
+void StagedCommunicator::State::end(const std::string& why) {
+  const auto dropped = close(why);
+  {
+    std::unique_lock lock(mutex);
+    idle.wait(lock, [&] { return busy == 0; });
+  }
+  for (CudaStream stream : {out.get(), in.get()}) {
+    try {
+      cuda->synchronize(stream);
+    } catch (const FaultError&) {
+      // Then nothing runs on the device any more.
+    }
+  }
+  for (const auto& operation : dropped) {
+    std::exchange(operation->done, nullptr)(std::make_exception_ptr(FaultError(why)));
+  }
+}
+
 StagedCommunicator::StagedCommunicator(std::shared_ptr<Cuda> cuda,
                                        std::shared_ptr<Communicator> inner, StagedOptions options)
     : inner_(std::move(inner)) {
@@ -299,30 +304,20 @@ StagedCommunicator::StagedCommunicator(std::shared_ptr<Cuda> cuda,
 
 StagedCommunicator::~StagedCommunicator() {
   State& s = *state_;
-  const std::string why = "the staged communicator was destroyed before this request was complete";
-  const auto dropped = s.close(why);
   {
-    std::unique_lock lock(s.mutex);
+    std::lock_guard lock(s.mutex);
     s.stopping = true;
     s.work.notify_one();
-    s.idle.wait(lock, [&] { return s.busy == 0; });
   }
+  s.end("the staged communicator was destroyed before this request was complete");
   if (std::this_thread::get_id() == s.thread.get_id()) {
     s.thread.detach();  // a completion destroys this; the thread shares the state and ends
   } else {
     s.thread.join();
   }
-  for (CudaStream stream : {s.out.get(), s.in.get()}) {
-    try {
-      s.cuda->synchronize(stream);
-    } catch (const FaultError&) {
-      // Then nothing runs on the device any more.
-    }
-  }
-  for (const auto& operation : dropped) {
-    std::exchange(operation->done, nullptr)(std::make_exception_ptr(FaultError(why)));
-  }
 }
+
+void StagedCommunicator::abort() { state_->end("the staged communicator was aborted"); }
 
 int StagedCommunicator::rank() const { return inner_->rank(); }
 int StagedCommunicator::size() const { return inner_->size(); }

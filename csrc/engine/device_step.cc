@@ -7,7 +7,8 @@
 namespace usbyte {
 namespace {
 
-bool reduces(Collective kind) { return kind != Collective::all_gather; }
+// Its inputs are gradients, not what another op has reduced.
+bool takes_gradients(Collective kind) { return kind != Collective::all_gather; }
 
 bool passed(DeviceClock& clock, const Moment& moment) { return !moment || clock.passed(moment); }
 
@@ -67,9 +68,11 @@ DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda>
       waited_(plan.ops().size()) {
   for (size_t i = 0; i < plan.ops().size(); ++i) {
     const Op& op = plan.ops()[i];
+    labels_.push_back(plan.describe(static_cast<int>(i)));
     tensors_of_.push_back(plan.tensors_of(op));
     for (int t : tensors_of_.back()) {
-      if (reduces(op.kind)) inputs_of_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
+      if (takes_gradients(op.kind))
+        inputs_of_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
       if (op.kind != Collective::reduce_scatter) {
         brought_by_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
       }
@@ -88,7 +91,7 @@ DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda>
 
 void DeviceStep::begin(CudaStream stream, bool timed) {
   std::lock_guard lock(mutex_);
-  check_not_captured(stream, "backward()");
+  check_not_captured(stream);
   for (size_t op = 0; op < record_.done.size(); ++op) {
     if (record_.done[op]) wait_op(op, stream);
   }
@@ -102,8 +105,8 @@ void DeviceStep::begin(CudaStream stream, bool timed) {
   for (auto& streams : waited_) streams.clear();
   missing_.clear();
   for (size_t op = 0; op < ops; ++op) {
-    missing_.push_back(reduces(plan_.ops()[op].kind) ? static_cast<int>(tensors_of_[op].size())
-                                                     : 0);
+    missing_.push_back(
+        takes_gradients(plan_.ops()[op].kind) ? static_cast<int>(tensors_of_[op].size()) : 0);
   }
   record_ = {};
   record_.ready.resize(tensors);
@@ -132,6 +135,7 @@ std::vector<int> DeviceStep::gradient(int tensor, CudaStream stream, const void*
 // Everything that `op` sends is behind what is on `stream` when this returns.
 void DeviceStep::complete(int op, CudaStream stream, std::vector<int>& packed) {
   const auto i = static_cast<size_t>(op);
+  const NamedRange shown = range(op);
   if (stream != first_stream_) cuda_->wait(stream, begun_.get());
   std::vector<CudaStream> followed{stream};
   std::vector<Segment> segments;
@@ -176,7 +180,7 @@ StreamOrder DeviceStep::order(int op) {
   const auto i = static_cast<size_t>(op);
   std::lock_guard lock(mutex_);
   StreamOrder out;
-  if (reduces(plan_.ops()[i].kind)) out.after.push_back(record_.queued[i].event());
+  if (takes_gradients(plan_.ops()[i].kind)) out.after.push_back(record_.queued[i].event());
   for (int s : scatters_of_[i]) {
     out.after.push_back(record_.done[static_cast<size_t>(s)].event());
   }
@@ -197,16 +201,18 @@ LaunchedOp DeviceStep::launched(int op, int64_t step) const {
 void DeviceStep::wait(int tensor, CudaStream stream) {
   std::lock_guard lock(mutex_);
   const auto& ops = brought_by_[static_cast<size_t>(tensor)];
+  const NamedRange shown(*cuda_, plan_.tensors()[static_cast<size_t>(tensor)].name);
+  const bool timed = timed_ && !cuda_->capturing(stream);  // its events have no time
   Moment start;
-  if (timed_) start = clock_.mark(stream);
+  if (timed) start = clock_.mark(stream);
   for (int op : ops) wait_op(static_cast<size_t>(op), stream);
-  if (timed_) record_.gates.push_back({tensor, {start, clock_.mark(stream)}});
+  if (timed) record_.gates.push_back({tensor, {start, clock_.mark(stream)}});
 }
 
 void DeviceStep::wait_reduced(CudaStream stream) {
   std::lock_guard lock(mutex_);
   for (size_t op = 0; op < record_.done.size(); ++op) {
-    if (reduces(plan_.ops()[op].kind)) wait_op(op, stream);
+    if (takes_gradients(plan_.ops()[op].kind)) wait_op(op, stream);
   }
 }
 
@@ -219,18 +225,17 @@ void DeviceStep::wait_op(size_t op, CudaStream stream) {
   if (!record_.done[op]) return;
   auto& streams = waited_[op];
   if (std::ranges::find(streams, stream) != streams.end()) return;
-  check_not_captured(stream, "the forward pass");
+  check_not_captured(stream);
   cuda_->wait(stream, record_.done[op].event());
   streams.push_back(stream);
 }
 
-void DeviceStep::check_not_captured(CudaStream stream, const char* what) {
+void DeviceStep::check_not_captured(CudaStream stream) {
   if (!cuda_->capturing(stream)) return;
   throw UsageError(
-      std::string(what) +
-      " is being captured into a CUDA graph, which would replay neither the communication of a "
-      "DistributedOptimizer nor its order: capture the model's forward and backward under "
-      "optimizer.no_sync() and call the optimizer outside, or do not capture");
+      "a training step is being captured into a CUDA graph, which would not replay the "
+      "communication of a DistributedOptimizer: do not capture, or capture only micro-batches "
+      "under optimizer.no_sync() and run the last backward of each step outside of the graph");
 }
 
 void DeviceStep::synchronize() {

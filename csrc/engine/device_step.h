@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -58,6 +59,8 @@ class DeviceStep {
   std::vector<int> gradient(int tensor, CudaStream stream, const void* source);
   /// What the all_gathers send is there behind what is on `stream` now.
   void release(CudaStream stream);
+  /// While it lives, profilers show what this thread does as `op`'s.
+  NamedRange range(int op) const { return {*cuda_, labels_[static_cast<size_t>(op)]}; }
   /// For `op`, whose inputs are there. Its events are this object's until the next `begin`.
   StreamOrder order(int op);
 
@@ -82,13 +85,14 @@ class DeviceStep {
   void complete(int op, CudaStream stream, std::vector<int>& packed);
   void follow(CudaStream stream, CudaStream other);
   void wait_op(size_t op, CudaStream stream);
-  void check_not_captured(CudaStream stream, const char* what);
+  void check_not_captured(CudaStream stream);
 
   const Plan& plan_;
   std::byte* const arena_;
   const std::shared_ptr<Cuda> cuda_;
   const double scale_;
   const bool hold_gathers_;
+  std::vector<std::string> labels_;            // by op
   std::vector<std::vector<int>> tensors_of_;   // by op
   std::vector<std::vector<int>> inputs_of_;    // by tensor: ops that wait for its gradient
   std::vector<std::vector<int>> brought_by_;   // by tensor: ops after which it has arrived

@@ -14,6 +14,7 @@ class DeviceWatch {
  public:
   void add(LaunchedOp op) { ops_.push_back(std::move(op)); }
   bool empty() const { return ops_.empty(); }
+  const LaunchedOp* oldest() const { return ops_.empty() ? nullptr : &ops_.front(); }
 
   struct Waiting {
     int op;

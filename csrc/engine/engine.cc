@@ -16,11 +16,14 @@ Engine::Engine(Plan plan, std::byte* arena, Communicator& communicator, EngineOp
 }
 
 Engine::~Engine() {
+  bool stuck;
   {
     std::lock_guard lock(state_->mutex);
     state_->stopping = true;
     state_->work.notify_all();
+    stuck = state_->launching && !state_->fault.empty();
   }
+  if (stuck) state_->communicator.abort();
   state_->thread.join();
   // Late completions keep the state alive; what the callbacks refer to need not be.
   state_->options.on_warning = {};
@@ -115,7 +118,7 @@ void Engine::wait(int tensor, const std::function<void()>& poll, CudaStream stre
     if (!s.step.arrived(tensor)) {
       const double start = now_s();
       s.block(lock, poll, [&] { return s.step.arrived(tensor); });
-      if (s.writer) s.record.gates.push_back({tensor, {start, now_s()}});
+      if (s.writer && !s.device) s.record.gates.push_back({tensor, {start, now_s()}});
     }
   }
   if (s.device) s.device->wait(tensor, stream);
@@ -156,8 +159,13 @@ void Engine::drain(const std::function<void()>& poll, CudaStream stream) {
 }
 
 void Engine::fail(const std::string& message) {
-  std::lock_guard lock(state_->mutex);
-  state_->set_fault(message);
+  bool stuck;
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->set_fault(message);
+    stuck = state_->launching;
+  }
+  if (stuck) state_->communicator.abort();  // else the engine's thread does so
 }
 
 std::string Engine::fault() const {

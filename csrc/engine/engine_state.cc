@@ -93,6 +93,10 @@ double Engine::State::waiting_since() const {
   return std::max(record.launched_s[oldest], last_done_s);
 }
 
+std::string Engine::State::failed(int op, int64_t in_step, const std::string& why) const {
+  return plan.describe(op) + " of step " + std::to_string(in_step) + " failed: " + why;
+}
+
 void Engine::State::complete(int op, const std::exception_ptr& error,
                              const std::shared_ptr<State>& self) {
   const std::string message = error ? what(error) : "";
@@ -100,8 +104,7 @@ void Engine::State::complete(int op, const std::exception_ptr& error,
   if (error) {
     step.fail(op);
     if (fault.empty() && !raw_fault) {
-      raw_fault =
-          plan.describe(op) + " of step " + std::to_string(record.step) + " failed: " + message;
+      raw_fault = failed(op, record.step, message);
     }
     work.notify_one();
     return;
@@ -150,13 +153,13 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
 void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept {
   Request& request = requests[static_cast<size_t>(op)];
   const Completion done = [self, op](std::exception_ptr error) { self->complete(op, error, self); };
-  if (device) {
-    try {
-      request.order = device->order(op);
-    } catch (const Error&) {
-      return done(std::current_exception());
-    }
+  if (!device) return communicator.launch(request, done);
+  try {
+    request.order = device->order(op);
+  } catch (const Error&) {
+    return done(std::current_exception());
   }
+  const NamedRange shown = device->range(op);
   communicator.launch(request, done);
 }
 
@@ -236,8 +239,8 @@ void Engine::State::poll_device(std::unique_lock<std::mutex>& lock) {
   std::optional<DeviceWatch::Waiting> waiting;
   std::vector<StepRecord> resolved;
   try {
-    problem = communicator.failure();
     waiting = watch.look(device->clock(), now_s());
+    problem = communicator.failure();
     while (!records.empty() && records.front().passed(device->clock())) {
       resolved.push_back(records.front().resolve(device->clock()));
       records.pop_front();
@@ -251,7 +254,10 @@ void Engine::State::poll_device(std::unique_lock<std::mutex>& lock) {
   unpassed.insert(unpassed.begin(), records.begin(), records.end());
   writing = false;
   arrived.notify_all();
-  if (!problem.empty() && fault.empty() && !raw_fault) raw_fault = problem;
+  if (!problem.empty() && fault.empty() && !raw_fault) {
+    const LaunchedOp* op = watch.oldest();
+    raw_fault = op ? failed(op->op, op->step, problem) : problem;
+  }
   if (waiting && fault.empty() && !raw_fault) {
     judge_stall(waiting->op, waiting->step, polled_s - waiting->since_s, lock);
   }

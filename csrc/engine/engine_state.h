@@ -92,6 +92,7 @@ struct Engine::State {
   double waiting_since() const;
   void launch_all(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self) noexcept;
   void complete(int op, const std::exception_ptr& error, const std::shared_ptr<State>& self);
+  std::string failed(int op, int64_t in_step, const std::string& why) const;
   void signal_waiters();
   void launch(int op, const std::shared_ptr<State>& self) noexcept;
   void judge_stall(int op, int64_t in_step, double waited, std::unique_lock<std::mutex>& lock);

@@ -266,6 +266,7 @@ TEST(EngineOnDevice, KeepsGradientsUntilAnOpNeedsThem) {
   EXPECT_EQ(rig.engine->ready(0, rig.compute, source.data()), (std::vector<int>{0, 1}));
   rig.engine->end_backward();
   rig.engine->drain({}, rig.compute);
+  rig.cuda->synchronize(rig.compute);
 }
 
 TEST(EngineOnDevice, RefusesToBeCaptured) {
@@ -325,7 +326,7 @@ TEST(EngineOnDevice, ReportsWhatFailsBehindItsBack) {
   rig.communicator.hangs = true;
   rig.backward();
   rig.communicator.fail("rank 1 is gone");
-  EXPECT_EQ(rig.await_fault(), "rank 1 is gone");
+  EXPECT_EQ(rig.await_fault(), "op 0 (all_reduce, 1.6e-05 MB: a) of step 1 failed: rank 1 is gone");
   EXPECT_TRUE(rig.communicator.aborted());
 }
 

@@ -64,6 +64,13 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def short_probes() -> None:
+    """For those who do not ask what plans cost."""
+    probe = importlib.import_module("usbyte.torch.probe")
+    probe._SPAN, probe._FEWEST_GROUPS = 1, 2
+    importlib.import_module("usbyte.torch.reducer").LARGEST_BYTES = 1 << 14
+
+
 def train(
     mode: str,
     optimizer: str,
@@ -80,12 +87,9 @@ def train(
 ) -> dict[str, torch.Tensor]:
     """Trains `Awkward` under "ddp", "forward" or "backward" and returns its state_dict.
 
-    Every mode sees the same data and starts from the same parameters. Probes are short: what plans
-    cost is not what those who train here ask.
+    Every mode sees the same data and starts from the same parameters.
     """
-    probe = importlib.import_module("usbyte.torch.probe")
-    probe._SPAN, probe._FEWEST_GROUPS = 1, 2
-    importlib.import_module("usbyte.torch.reducer").LARGEST_BYTES = 1 << 14
+    short_probes()
     torch.manual_seed(3)
     model = Awkward(mixed)
     if double:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _emulated import emulate
+from _emulated import EmulatedDevice, emulate
 from _models import difference, train
 from _ranks import run_ranks
 from usbyte.errors import UsageError
-from usbyte.torch.device import Device
 from usbyte.torch.fused import FusedUpdate
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -30,12 +30,13 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def device():
+@pytest.fixture
+def device(monkeypatch):
     """The kernels of the device, run on the host."""
-    from _emulated import EmulatedDevice
-
-    return EmulatedDevice()
+    device = EmulatedDevice()
+    monkeypatch.setattr(
+        importlib.import_module("usbyte.torch.device"), "device_at", lambda _: device
+    )
 
 
 def params(dtype):
@@ -56,13 +57,14 @@ def ulps(got, want):
     return off.max().item() if off.numel() else 0.0
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
-def test_equals_torch(device, kind, options, dtype):
+def test_equals_torch(kind, options, dtype):
     most = 2 if dtype == torch.float32 else 3  # torch's CPU kernels round in other places
     ours, theirs = params(dtype), params(dtype)
     mine, reference = kind(ours, **options), kind(theirs, **options, foreach=True)
-    fused = FusedUpdate(mine, [str(i) for i in range(len(ours))], ours, device)
+    fused = FusedUpdate(mine, [str(i) for i in range(len(ours))], ours)
     generator = torch.Generator().manual_seed(2)
     for step in range(5):
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -86,10 +88,11 @@ def test_equals_torch(device, kind, options, dtype):
                         other.copy_(value)
 
 
-def test_state_goes_to_torch_and_back(device):
+@pytest.mark.usefixtures("device")
+def test_state_goes_to_torch_and_back():
     ours, theirs = params(torch.float32), params(torch.float32)
     mine, reference = ADAM(ours, lr=0.01), ADAM(theirs, lr=0.01)
-    fused = FusedUpdate(mine, [str(i) for i in range(len(ours))], ours, device)
+    fused = FusedUpdate(mine, [str(i) for i in range(len(ours))], ours)
     for p, q in zip(ours, theirs, strict=True):
         p.grad = q.grad = torch.ones_like(p)
     reference.step()
@@ -106,9 +109,26 @@ def test_state_goes_to_torch_and_back(device):
     assert reference.state[theirs[0]]["step"] == 2
 
 
-def test_autograd_sees_the_write(device):
+@pytest.mark.usefixtures("device")
+def test_a_checkpoint_may_have_another_order_of_memory():
+    plain = nn.Parameter(torch.randn(4, 3, 2, 2))
+    ours = nn.Parameter(plain.detach().clone().contiguous(memory_format=torch.channels_last))
+    reference, mine = ADAM([plain], lr=0.01), ADAM([ours], lr=0.01)
+    plain.grad = torch.randn(4, 3, 2, 2)
+    reference.step()
+    mine.load_state_dict(copy.deepcopy(reference.state_dict()))
+    with torch.no_grad():
+        ours.copy_(plain)
+    ours.grad = plain.grad.clone()
+    FusedUpdate(mine, ["p"], [ours]).step()
+    reference.step()
+    assert ulps(ours.detach(), plain.detach()) <= 2
+
+
+@pytest.mark.usefixtures("device")
+def test_autograd_sees_the_write():
     [p] = [nn.Parameter(torch.ones(3))]
-    fused = FusedUpdate(SGD([p], lr=0.1), ["p"], [p], device)
+    fused = FusedUpdate(SGD([p], lr=0.1), ["p"], [p])
     loss = (p * p).sum()
     p.grad = torch.ones(3)
     fused.step()
@@ -116,6 +136,7 @@ def test_autograd_sees_the_write(device):
         loss.backward()
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -126,21 +147,26 @@ def test_autograd_sees_the_write(device):
         (lambda p: SGD(p, lr=0.1, differentiable=True), "differentiable=True"),
     ],
 )
-def test_refuses_what_it_does_not_serve(device, make, reason):
+def test_refuses_what_it_does_not_serve(make, reason):
     p = [nn.Parameter(torch.ones(2))]
     with pytest.raises(UsageError, match=reason):
-        FusedUpdate(make(p), ["p"], p, device)
+        FusedUpdate(make(p), ["p"], p)
 
 
-def test_refuses_gaps_hooks_and_the_host(device):
+def test_refuses_the_host():
+    p = nn.Parameter(torch.ones(2))
+    with pytest.raises(UsageError, match="CUDA devices"):
+        FusedUpdate(SGD([p], lr=0.1), ["p"], [p])
+
+
+@pytest.mark.usefixtures("device")
+def test_refuses_gaps_and_hooks():
     p = nn.Parameter(torch.ones(4, 4)[:, :2])
     with pytest.raises(UsageError, match=r"without gaps, and 'p'"):
-        FusedUpdate(SGD([p], lr=0.1), ["p"], [p], device)
+        FusedUpdate(SGD([p], lr=0.1), ["p"], [p])
     q = nn.Parameter(torch.ones(2))
-    with pytest.raises(UsageError, match="CUDA devices"):
-        FusedUpdate(SGD([q], lr=0.1), ["q"], [q], Device())
     optimizer = SGD([q], lr=0.1)
-    fused = FusedUpdate(optimizer, ["q"], [q], device)
+    fused = FusedUpdate(optimizer, ["q"], [q])
     optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(UsageError, match="step hooks"):
         fused.step()

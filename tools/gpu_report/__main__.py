@@ -39,7 +39,7 @@ def main() -> int:
         return outcome.good
 
     command = [sys.executable, "-m", "gpu_report.building", str(place.folder), options.wheels]
-    chosen = parts.all_parts(place, options.only)
+    chosen = parts.all_parts(place, options.only, str(facts.get("NCCL library", "")))
     built = run(running.Part("build", "Build from source", command, _BUILD_LIMIT_S))
     for part in chosen:
         if built:

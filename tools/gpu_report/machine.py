@@ -37,7 +37,8 @@ print(json.dumps({
     "compute capability": f"{gpu.major}.{gpu.minor}",
     "torch": torch.__version__,
     "CUDA of torch": torch.version.cuda,
-    "NCCL of torch": f"{version}, {', '.join(nccl) or 'linked statically'}",
+    "NCCL of torch": version,
+    "NCCL library": nccl[0] if nccl else "",
 }))
 """
 _REMEDY = (

@@ -14,14 +14,19 @@ _SANITIZED = ("--small", "1")
 _NO_SANITIZER = ("Device not supported", "not supported on this", "Insufficient permissions")
 
 
-def all_parts(place: Place, only: str = "") -> list[Part]:
-    """The parts; `only` names some, separated by commas.
+def all_parts(place: Place, only: str = "", nccl: str = "") -> list[Part]:
+    """The parts.
+
+    Args:
+        place: Of what was built.
+        only: Names some of them, separated by commas.
+        nccl: Path of the library for programs without torch, which finds its own.
 
     Raises:
         SystemExit: A name in `only` is unknown.
     """
     found = [
-        *_benchmarks(place),
+        *_benchmarks(place, nccl),
         *_sanitizers(place),
         _tests(),
         _overhead(),
@@ -34,10 +39,10 @@ def all_parts(place: Place, only: str = "") -> list[Part]:
     return [part for part in found if not wanted or part.name in wanted]
 
 
-def _benchmarks(place: Place) -> list[Part]:
+def _benchmarks(place: Place, nccl: str) -> list[Part]:
     rows = (
         ("pack", "Kernels", (), 60.0),
-        ("collective", "Collectives of NCCL", ("--backend", "nccl"), 45.0),
+        ("collective", "Collectives of NCCL", ("--backend", "nccl", "--ranks", "0"), 45.0),
         ("step", "A synthetic step", (), 60.0),
     )
     return [
@@ -46,6 +51,7 @@ def _benchmarks(place: Place) -> list[Part]:
             title,
             [place.binary(f"usbyte_bench_{name}"), *flags, "--json", "{results}"],
             limit_s,
+            env={"USBYTE_NCCL_LIB": nccl} if nccl else {},
             results=read_json,
             asks_help=True,
         )
@@ -93,7 +99,7 @@ def _overhead() -> Part:
         "overhead",
         "What usbyte costs where it cannot help",
         [sys.executable, "benchmarks/gpu_overhead.py", "--json", "{results}"],
-        75.0,
+        110.0,
         results=read_json,
     )
 

@@ -83,7 +83,8 @@ class Communicator {
   virtual bool stream_ordered() const { return false; }
   /// What has gone wrong with requests that were complete for the host; empty while nothing has.
   virtual std::string failure() { return ""; }
-  /// Ends what is in flight on devices, for good, so that nothing waits for a lost peer.
+  /// Ends what is in flight on devices, for good, so that nothing waits for a lost peer; also while
+  /// another thread is inside `launch`, and more than once.
   virtual void abort() {}
 
   /// Launches and waits; throws what `done` was given.

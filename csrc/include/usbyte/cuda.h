@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
+#include <utility>
 
 #include "usbyte/kernels.h"
 
@@ -93,6 +95,34 @@ class Cuda {
   /// nanoseconds where none listens.
   virtual void push_range(const char* name) = 0;
   virtual void pop_range() = 0;
+};
+
+/// A stream that goes with this object.
+class OwnedStream {
+ public:
+  OwnedStream(std::shared_ptr<Cuda> cuda, bool high_priority)
+      : cuda_(std::move(cuda)), stream_(cuda_->create_stream(high_priority)) {}
+  ~OwnedStream() { cuda_->destroy(stream_); }
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+
+  CudaStream get() const { return stream_; }
+
+ private:
+  const std::shared_ptr<Cuda> cuda_;
+  const CudaStream stream_;
+};
+
+/// A named range for profilers, for as long as this object lives. `name` outlives it.
+class NamedRange {
+ public:
+  NamedRange(Cuda& cuda, const std::string& name) : cuda_(cuda) { cuda_.push_range(name.c_str()); }
+  ~NamedRange() { cuda_.pop_range(); }
+  NamedRange(const NamedRange&) = delete;
+  NamedRange& operator=(const NamedRange&) = delete;
+
+ private:
+  Cuda& cuda_;
 };
 
 /// The CUDA runtime on `device`. Throws UsageError if this build has no CUDA part or there is no

@@ -34,9 +34,6 @@ class Moment {
 class DeviceClock {
  public:
   explicit DeviceClock(std::shared_ptr<Cuda> cuda);
-  ~DeviceClock();
-  DeviceClock(const DeviceClock&) = delete;
-  DeviceClock& operator=(const DeviceClock&) = delete;
 
   /// A moment whose event is yet to be recorded.
   Moment moment();
@@ -45,13 +42,13 @@ class DeviceClock {
   bool passed(const Moment& moment) { return cuda_->passed(moment.event()); }
   /// Seconds on the steady clock; blocks the host until the moment has passed.
   double seconds(const Moment& moment);
-  /// Takes a new anchor for the moments to come. Blocks the host for some microseconds, whatever
-  /// the device is busy with.
+  /// Takes a new anchor for the moments to come, unless that took too long to be exact. Blocks the
+  /// host, most times for some microseconds.
   void anchor();
 
  private:
   const std::shared_ptr<Cuda> cuda_;
-  const CudaStream stream_;  // nothing but anchors is on it
+  const OwnedStream stream_;  // nothing but anchors is on it
   EventPool events_;
   std::mutex mutex_;  // guards anchor_
   std::shared_ptr<const Moment::Anchor> anchor_;

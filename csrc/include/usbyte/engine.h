@@ -52,6 +52,10 @@ struct EngineOptions {
 /// until the op is on a stream or, if the communicator is not `stream_ordered`, until the network
 /// has done its part.
 ///
+/// A fault ends a stream-ordered collective early, and what waits for it on the device goes on:
+/// updates that were on a stream may have been applied to sums that are not whole. State of the
+/// step that failed is not to be used.
+///
 /// After a fault every call that begins, feeds or waits for a step throws the same
 /// FaultError. All methods are thread-safe.
 class Engine {

@@ -33,8 +33,8 @@ struct NcclOptions {
 ///
 /// A request's spans are one launch. Shards that are not equal are reduced, or sent, each by a call
 /// of its own, which moves no more bytes. A request without an `order` takes its memory as it is
-/// when `launch` is called, goes alone and completes when it is over on the device. `scale` takes a
-/// floating-point sum.
+/// when `launch` is called, goes alone and completes when it is over on the device, however long
+/// that takes. `scale` takes a floating-point sum.
 ///
 /// Any thread may call anything, `abort` also while another is inside `launch`; NCCL is called by
 /// one thread at a time.

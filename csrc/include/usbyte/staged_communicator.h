@@ -42,6 +42,8 @@ class StagedCommunicator final : public Communicator {
   int rank() const override;
   int size() const override;
   void launch(const Request& request, Completion done) override;
+  /// Requests that are not complete complete with an error; afterwards their memory is not touched.
+  void abort() override;
 
  private:
   struct State;

@@ -36,6 +36,28 @@ def dtype_name(name: str, param: nn.Parameter) -> str:
         ) from None
 
 
+def is_dense(param: torch.Tensor) -> bool:
+    """Whether the elements are one run of memory, without gaps or overlaps."""
+    # empty_like keeps the strides of what has neither.
+    return torch.empty_like(param, device="meta").stride() == param.stride()
+
+
+def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensors of one shape hold their elements, of one type, in the same order."""
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return a.dtype == b.dtype and all(size <= 1 or x == y for size, x, y in strides)
+
+
+def laid_out_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A value for each element of a parameter, in the order of its memory; as it is if it is so.
+
+    A checkpoint need not have the parameter's order.
+    """
+    if value.stride() == param.stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
 class Arena:
     """Buffer and views for one plan.
 
@@ -69,9 +91,9 @@ class Arena:
         self.grads = []
         for spec, param in zip(tensors, params, strict=True):
             flat = self._flat(plan, spec)
-            # empty_like keeps the strides of what has neither gaps nor overlaps.
-            dense = torch.empty_like(param, device="meta").stride() == param.stride()
-            view = flat.as_strided(param.shape, param.stride()) if dense else flat.view(param.shape)
+            view = flat.view(param.shape)
+            if is_dense(param):
+                view = flat.as_strided(param.shape, param.stride())
             self.grads.append(view.data)
 
     def set_flags(self, flags: tuple[float, ...]) -> int:
@@ -84,10 +106,15 @@ class Arena:
             self.used.copy_(torch.tensor(flags))
             return 0
         if flags != self._flags:
+            self._device.keep(self._flags_there)
             there = torch.tensor(flags, dtype=self.used.dtype)
             self._flags_there = there.to(self.used.device, non_blocking=True)
             self._flags = flags
         return self._flags_there.data_ptr()
+
+    def keep(self) -> None:
+        """Work on the present stream still uses the memory, though this object may go."""
+        self._device.keep(self.buffer)
 
     def _flat(self, plan: Plan, spec: TensorSpec) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, spec.dtype)

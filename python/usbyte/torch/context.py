@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import socket
@@ -128,15 +129,14 @@ class Context:
         return self._host_communicator()
 
     def _check_backend(self, device: Device) -> None:
-        mine = f"{device.torch_device.type} {self.env.backend}"
-        others = self.eager.allgather_bytes("usbyte.backend", mine.encode())
-        for rank, other in enumerate(others):
-            if other.decode() != mine:
+        mine = [device.torch_device.type, self.env.backend]
+        texts = self.eager.allgather_bytes("usbyte.backend", json.dumps(mine).encode())
+        for rank, text in enumerate(texts):
+            if (other := json.loads(text)) != mine:
                 raise MismatchError(
-                    f"rank {self.rank} has its parameters on '{mine.split()[0]}' with "
-                    f"USBYTE_BACKEND='{self.env.backend}', rank {rank} has them on "
-                    f"'{other.decode().partition(' ')[0]}' with "
-                    f"'{other.decode().partition(' ')[2]}'. Give all ranks the same."
+                    f"rank {self.rank} has its parameters on '{mine[0]}' with USBYTE_BACKEND="
+                    f"'{mine[1]}', rank {rank} on '{other[0]}' with '{other[1]}'. Give all ranks "
+                    "the same."
                 )
         if self.env.backend == "nccl" and device.core is None:
             raise UsageError(
@@ -247,7 +247,7 @@ def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) ->
     global _owns_default_group
     _owns_default_group = True
     backend = env.backend if env.backend not in ("", "nccl") else "gloo"
-    if backend == "gloo" and torch.cuda.is_available() and dist.is_nccl_available():
+    if env.backend in ("", "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"  # for the user's own tensors; NCCL starts when it is used
     if cluster.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

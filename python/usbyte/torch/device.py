@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol, SupportsFloat
 
@@ -21,7 +21,8 @@ class Device:
     Attributes:
         core: The device as the engine sees it; None for the host.
         torch_device: The same as torch names it.
-        lag: Steps after which values that the device has computed are looked at without waiting.
+        lag: Steps after which the host looks at what the device has computed; one that is not
+            further ahead than that does not wait.
     """
 
     core: _core.Cuda | None = None
@@ -61,7 +62,7 @@ class CudaDevice(Device):
         core: The same for the engine; made from the index if None.
     """
 
-    lag = 1
+    lag = 8
 
     def __init__(self, device: torch.device, core: _core.Cuda | None = None) -> None:
         self.torch_device = device
@@ -70,7 +71,7 @@ class CudaDevice(Device):
 
     def stream(self) -> int:
         """See `Device`."""
-        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+        return _raw_stream(self.torch_device.index)
 
     def now(self) -> Mark:
         """See `Device`."""
@@ -150,6 +151,14 @@ class _HasDevice(Protocol):
 def passed(mark: Mark) -> bool:
     """Whether `float(mark)` does not have to wait."""
     return not isinstance(mark, DeviceMark) or mark.passed()
+
+
+def _stream_of(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# What torch's own compiler uses, without the object around the number.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 @cache

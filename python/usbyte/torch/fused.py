@@ -15,8 +15,9 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.arena import dtype_name
-from usbyte.torch.device import Device
+from usbyte.torch.arena import dtype_name, is_dense, laid_out_alike, laid_out_like
+from usbyte.torch.device import device_of
+from usbyte.torch.updates import has_step_hooks
 
 StepClosure = Callable[[], float] | None
 
@@ -31,7 +32,6 @@ class FusedUpdate:
         optimizer: A torch.optim.SGD, Adam or AdamW, not of a subclass.
         names: Of the parameters.
         params: Its parameters.
-        device: Where they are.
 
     Raises:
         UsageError: An option of the optimizer, or a parameter, is not served.
@@ -42,16 +42,16 @@ class FusedUpdate:
         optimizer: torch.optim.Optimizer,
         names: Sequence[str],
         params: Sequence[nn.Parameter],
-        device: Device,
     ) -> None:
         kind = type(optimizer)
+        device = device_of(names, params)
         if kind not in _KINDS:
             known = ", ".join(k.__name__ for k in _KINDS)
             raise UsageError(f"fused_update=True serves torch.optim.{known}, not {kind.__name__}")
         if device.core is None:
             raise UsageError("fused_update=True serves parameters on CUDA devices: leave it out")
         for name, param in zip(names, params, strict=True):
-            if torch.empty_like(param, device="meta").stride() != param.stride():
+            if not is_dense(param):
                 raise UsageError(
                     f"fused_update=True needs parameters without gaps, and '{name}' has strides "
                     f"{param.stride()}"
@@ -69,8 +69,7 @@ class FusedUpdate:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = self._optimizer
-        if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
+        if has_step_hooks(self._optimizer):
             raise UsageError("fused_update=True does not call step hooks: leave one of them out")
         for group in self._optimizer.param_groups:
             self._check(group)
@@ -94,11 +93,10 @@ class FusedUpdate:
         rows = []
         for param in params:
             state = self._optimizer.state[param]
-            buffer = state.get("momentum_buffer") if momentum else None
-            first = momentum != 0 and buffer is None
+            first = momentum != 0 and state.get("momentum_buffer") is None
             if first:
-                buffer = state["momentum_buffer"] = torch.empty_like(param)
-            address = buffer.data_ptr() if buffer is not None else 0
+                state["momentum_buffer"] = torch.empty_like(param)
+            address = _state(state, "momentum_buffer", param) if momentum else 0
             rows.append((param.data_ptr(), _grad(param), address, param.numel(), first))
         _core.update_sgd(
             self._core,
@@ -125,13 +123,15 @@ class FusedUpdate:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
+            if state["step"].device.type != "cpu":  # of a checkpoint
+                state["step"] = state["step"].cpu()
             state["step"] += 1
             rows.append(
                 (
                     param.data_ptr(),
                     _grad(param),
-                    state["exp_avg"].data_ptr(),
-                    state["exp_avg_sq"].data_ptr(),
+                    _state(state, "exp_avg", param),
+                    _state(state, "exp_avg_sq", param),
                     param.numel(),
                     int(state["step"]),
                 )
@@ -158,9 +158,18 @@ def _grad(param: nn.Parameter) -> int:
     """Address of the gradient, whose elements are in the order of the parameter's."""
     grad = param.grad
     assert grad is not None
-    if grad.stride() != param.stride() or grad.dtype != param.dtype:
+    if not laid_out_alike(grad, param):
         param.grad = grad = torch.empty_like(param).copy_(grad)
     return grad.data_ptr()
+
+
+def _state(state: dict[str, Any], key: str, param: nn.Parameter) -> int:
+    """Address of a state that has a value of the parameter's type for each element, in its order.
+
+    A checkpoint may have had another one.
+    """
+    state[key] = value = laid_out_like(state[key].to(param.dtype), param)
+    return value.data_ptr()
 
 
 def _written(params: Sequence[nn.Parameter]) -> None:

@@ -200,7 +200,7 @@ class NcclCommunicator:
         if not self._registers:
             return torch.zeros(size, dtype=torch.uint8, device=self.device.torch_device)
         self._deregister()
-        memory = _Memory(self.core, size)
+        memory = _Memory(self.core, size, self.device.torch_device)
         self.core.register_buffer(memory.address, size)
         self._registered = memory.address
         return torch.as_tensor(memory, device=self.device.torch_device).zero_()
@@ -210,8 +210,7 @@ class NcclCommunicator:
 
     def close(self) -> None:
         """Ends NCCL's communicators. Collective, unless something has failed."""
-        if not self.core.failure():
-            self._deregister()
+        self._registered = 0  # ends with them
         self.core.close()
 
     def _deregister(self) -> None:
@@ -223,8 +222,8 @@ class NcclCommunicator:
 class _Memory:
     """Device memory that NCCL has allocated; what is made of it keeps this."""
 
-    def __init__(self, core: _core.NcclCommunicator, size: int) -> None:
-        self._core = core
+    def __init__(self, core: _core.NcclCommunicator, size: int, device: torch.device) -> None:
+        self._core, self._device = core, device
         self.address = core.allocate(size)
         self.__cuda_array_interface__ = {
             "shape": (size,),
@@ -235,5 +234,6 @@ class _Memory:
         }
 
     def __del__(self) -> None:
-        torch.cuda.synchronize()  # kernels may still use it
+        if not self._core.failure():
+            torch.cuda.synchronize(self._device)  # kernels may still use it
         self._core.free(self.address)

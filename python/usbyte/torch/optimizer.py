@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
 
 from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
@@ -23,7 +22,7 @@ from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
-from usbyte.torch.updates import DeferredUpdates, check_groups_unchanged
+from usbyte.torch.updates import DeferredUpdates, check_groups_unchanged, has_step_hooks
 
 __all__ = [
     "DistributedOptimizer",
@@ -377,11 +376,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._claim(names)
         if not self._params:
             raise UsageError("the optimizer has no parameter that requires a gradient")
-        device = device_of(names, self._params)
         # Looked up each time, as schedulers replace it.
         self._take_step: Callable[..., Any] = lambda *args: self._inner.step(*args)
         if self._fuses:
-            self._take_step = FusedUpdate(self._inner, names, self._params, device).step
+            self._take_step = FusedUpdate(self._inner, names, self._params).step
         self._updates = DeferredUpdates(self._inner, self._take_step, self._params, self._group_of)
         if self._sharded:
             check_dense(names, self._params)
@@ -393,6 +391,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
+        device = device_of(names, self._params)
         self._planner = planner = Planner(
             self._context,
             self.label,
@@ -403,7 +402,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._sharded,
             self._options,
             self._tune_steps,
-            alike={"op": str(self._op), "max_grad_norm": self._max_grad_norm},
+            alike={
+                "op": str(self._op),
+                "policy": self._policy if isinstance(self._policy, str) else "a function",
+                "max_grad_norm": self._max_grad_norm,
+            },
         )
         self._gates = gates = Gates(
             self._params, self._apply, self.synchronize, device, self._model
@@ -451,13 +454,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _needs_whole_step(self) -> bool:
         """True if step hooks or a GradScaler want to see this step as a whole."""
-        return bool(
-            getattr(self._inner, "found_inf", None) is not None
-            or self._inner._optimizer_step_pre_hooks
-            or self._inner._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-        )
+        return getattr(self._inner, "found_inf", None) is not None or has_step_hooks(self._inner)
 
     def _step_now(self, closure: Callable[[], float] | None) -> float | None:
         args = () if closure is None else (closure,)

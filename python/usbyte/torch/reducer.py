@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
-from usbyte.torch.arena import Arena
+from usbyte.torch.arena import Arena, laid_out_alike
 from usbyte.torch.context import Context
 from usbyte.torch.device import Device, Fetched, Mark
 from usbyte.torch.drift import Drift
@@ -88,6 +88,7 @@ class Reducer:
         self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
         self._settled: Mark = 0.0  # when that was over
         self._local_used = [False] * len(params)
+        self._used: list[bool] | None = None  # by any rank, once it is known
         self._versions = [0] * len(params)
         self._holds_result = [False] * len(params)  # param.grad is what the ranks agreed on
         self._sums = scale == 1.0
@@ -95,7 +96,7 @@ class Reducer:
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
         self._communicator = context.new_communicator(device)
-        self._sources: dict[int, tuple[torch.Tensor, int]] = {}  # not packed yet, and streams
+        self._sources: dict[int, torch.Tensor] = {}  # gradients that are not packed yet
         plan = planner.learning_plan()
         self._lay_out(plan)
         self._engine = self._start_engine(plan, steps_before=0)
@@ -135,6 +136,7 @@ class Reducer:
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records from the next step on; None stops."""
         self._writer = writer
+        self.device.anchor()
         self._engine.set_timeline(writer)
 
     def set_sync(self, sync: bool) -> bool:
@@ -161,7 +163,7 @@ class Reducer:
             raise self._touched(i, "was modified")
         if not self._local_used[i]:
             self._engine.wait(0, stream)
-            if not self._arena.used[self._slot[i] - 1]:
+            if not self._used_by_slot()[self._slot[i]]:
                 return None
         return self._grads[i]
 
@@ -183,8 +185,14 @@ class Reducer:
         """By parameter, whether any rank has a gradient for it; valid once reduced."""
         if all(self._local_used):
             return list(self._local_used)  # a device need not be waited for
-        used = self._arena.used.tolist()
-        return [bool(used[slot - 1]) for slot in self._slot]
+        used = self._used_by_slot()
+        return [used[slot] for slot in self._slot]
+
+    def _used_by_slot(self) -> list[bool]:
+        """Looked at once in a step, as a device has to be waited for."""
+        if self._used is None:
+            self._used = [True, *map(bool, self._arena.used.tolist())]
+        return self._used
 
     def release_gathers(self) -> None:
         """The shards hold new values: lets the all_gathers go."""
@@ -200,10 +208,14 @@ class Reducer:
         Raises:
             Error: Somebody wrote to a gradient while it was in flight.
         """
-        start = self.device.now()
-        self._engine.drain(self.device.stream())
-        self._settled = self.device.now()
-        self._waits.append((start, self._settled))
+        stream = self.device.stream()
+        if self._learning is None:
+            self._engine.drain(stream)
+        else:
+            start = self.device.now()
+            self._engine.drain(stream)
+            self._settled = self.device.now()
+            self._waits.append((start, self._settled))
         for i, param in enumerate(self.params):
             if self._grads[i]._version != self._versions[i]:
                 raise self._touched(i, "was modified")
@@ -214,6 +226,10 @@ class Reducer:
     def forget_results(self) -> None:
         """The user has reset the gradients."""
         self._holds_result = [False] * len(self.params)
+
+    def begin_update(self) -> Mark:
+        """For `record_update`."""
+        return self.device.now() if self._writer is not None else 0.0
 
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
         """Adds an update that began at `start` and is over to the timeline."""
@@ -304,6 +320,7 @@ class Reducer:
             raise FaultError(self._engine.fault)
         steps, old = self._engine.steps, self._grads
         self._engine.close()
+        self._arena.keep()
         self._lay_out(plan)
         for i, param in enumerate(self.params):
             if param.grad is old[i]:
@@ -361,13 +378,14 @@ class Reducer:
             )
         stream = self.device.stream()
         self._engine.drain(stream)
-        if self._learning is None:
+        if self._drift is not None and self._learning is None:
             # The sum of the votes of a step, the same on all ranks.
             self._votes.append(self.device.fetch(self._arena.used[-1:]))
             if len(self._votes) > self.device.lag:
                 self._replan_agreed = bool(self._votes.popleft().get())
         self._engine.begin_step(stream)
         self._local_used = [False] * len(self.params)
+        self._used = None
         self.in_backward = True
         Variable._execution_engine.queue_callback(self._end)
 
@@ -395,7 +413,7 @@ class Reducer:
             return
         if grad is view:
             self._give(i, None)
-        elif grad.stride() == view.stride() and grad.dtype == view.dtype:
+        elif laid_out_alike(grad, view):
             self._give(i, grad)
         else:
             # Into the arena itself only the engine may write: it knows when that is free again.
@@ -420,17 +438,17 @@ class Reducer:
         address = 0
         if source is not None:
             address = source.data_ptr()
-            self._sources[i] = (source, stream)
-        self._release(self._engine.ready(self._slot[i], stream, address), stream)
+            self._sources[i] = source
+        self._release(self._engine.ready(self._slot[i], stream, address))
 
-    def _release(self, packed: Sequence[int], stream: int) -> None:
-        """The arena holds these gradients of the plan, for what comes later on the stream."""
+    def _release(self, packed: Sequence[int]) -> None:
+        """The arena holds these gradients of the plan, for what comes later on this stream."""
         for slot in packed:
             if slot == 0:  # the flags
                 continue
             i = self._at_slot[slot - 1]
-            source, produced_on = self._sources.pop(i, (None, stream))
-            if source is not None and produced_on != stream:
+            source = self._sources.pop(i, None)
+            if source is not None:
                 self.device.keep(source)
             if self.params[i].grad is not None:
                 self.params[i].grad = self._grads[i]
@@ -464,7 +482,7 @@ class Reducer:
         used = [self._local_used[k] for k in self._at_slot]
         stream = self.device.stream()
         address = self._arena.set_flags((*map(float, used), float(wants_plan)))
-        self._release(self._engine.ready(0, stream, address), stream)
+        self._release(self._engine.ready(0, stream, address))
         self._engine.end_backward()
         self.in_backward = False
         self._fresh = True

@@ -19,7 +19,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import Error, UsageError
-from usbyte.torch.arena import USED
+from usbyte.torch.arena import USED, is_dense, laid_out_like
 from usbyte.torch.communicator import shards
 from usbyte.torch.context import Context
 from usbyte.torch.ops import Max, Sum, allgather, allreduce
@@ -51,8 +51,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
 def check_dense(names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
     """Raises UsageError unless every parameter's elements are one run of memory."""
     for name, param in zip(names, params, strict=True):
-        dense = torch.empty_like(param, device="meta").stride() == param.stride()
-        if param.dim() == 0 or not dense:
+        if param.dim() == 0 or not is_dense(param):
             raise UsageError(
                 f"parameter '{name}' of shape {tuple(param.shape)} and strides {param.stride()} "
                 "cannot be cut into shards: give it one dimension at least, and no gaps or overlaps"
@@ -191,7 +190,7 @@ class ShardedUpdates:
             param = self._params[piece.param]
             if param in state:
                 state[view] = {
-                    key: _flat(_strided_like(value, param))[piece.begin : piece.end].clone()
+                    key: _flat(laid_out_like(value, param))[piece.begin : piece.end].clone()
                     if _is_elementwise(value, param)
                     else _copy(value)
                     for key, value in state[param].items()
@@ -217,7 +216,12 @@ class ShardedUpdates:
             if kind == _ELEMENTS:
                 whole.setdefault(param, {})[key] = torch.zeros_like(param, requires_grad=False)
             elif kind == _SCALAR:
-                whole.setdefault(param, {})[key] = torch.tensor(scalar, dtype=torch.float32)
+                group = self._optimizer.param_groups[self._group_of[i]]
+                on_device = group.get("capturable") or group.get("fused")
+                device = param.device if on_device else None  # where torch wants its step counts
+                whole.setdefault(param, {})[key] = torch.tensor(
+                    scalar, dtype=torch.float32, device=device
+                )
             elif kind == _NOTHING:
                 whole.setdefault(param, {})[key] = None
         for dtype in sorted({p.dtype for p in self._params}, key=str):
@@ -288,13 +292,6 @@ def _is_elementwise(value: Any, like: torch.Tensor) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _strided_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A checkpoint need not have the parameter's order of memory."""
-    if value.stride() == param.stride():
-        return value
-    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 from usbyte.errors import Error, UsageError
 from usbyte.torch.reducer import Reducer
@@ -72,7 +73,7 @@ class DeferredUpdates:
         for i in due:
             self.pending[i] = False
         self.count -= len(due)
-        start = reducer.device.now()
+        start = reducer.begin_update()
         kept = [self._params[i].grad for i in due]
         try:
             for i, grad in arrived:
@@ -121,6 +122,16 @@ def _plain_arithmetic(device: str) -> Iterator[None]:
                 yield
         else:
             yield
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody is called before or after each step of the optimizer."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
 
 
 @contextmanager
