@@ -68,8 +68,8 @@ void register_engine(py::module_& m) {
       .def(
           "begin_step", [](const PyEngine& e, uintptr_t stream) { e.get()->begin_step({stream}); },
           py::arg("stream") = 0, Unlocked())
-      // Holds the GIL: the lock inside is held for well below a microsecond on the host; on a device
-      // for some launches, by threads that need no GIL.
+      // Holds the GIL: the lock inside is held for well below a microsecond on the host; on a
+      // device for some launches, by threads that need no GIL.
       .def(
           "ready",
           [](const PyEngine& e, int tensor, uintptr_t stream, uintptr_t gradient) {
