@@ -51,10 +51,6 @@ struct Result {
   int64_t wrong = 0;
 };
 
-bool reduces(Collective kind) {
-  return kind == Collective::all_reduce || kind == Collective::reduce_scatter;
-}
-
 double bus_factor(Collective kind, int n) {
   const double share = static_cast<double>(n - 1) / n;
   if (kind == Collective::broadcast) return 1;

@@ -7,6 +7,14 @@
 
 namespace usbyte {
 
+bool overlap(const Span& a, const Span& b, int64_t width) {
+  const auto begin = [](const Span& s) { return reinterpret_cast<uintptr_t>(s.data); };
+  const auto end = [&](const Span& s) {
+    return begin(s) + static_cast<uintptr_t>(s.count * width);
+  };
+  return begin(a) < end(b) && begin(b) < end(a);
+}
+
 void Communicator::run(const Request& request) {
   // Shared with the completion, whose thread may still be inside notify_one when run has returned.
   struct Outcome {

@@ -12,10 +12,6 @@ namespace {
 
 constexpr int64_t kChunkBytes = 16 << 10;  // stays in the first-level cache while all ranks reduce
 
-bool reduces(Collective kind) {
-  return kind == Collective::all_reduce || kind == Collective::reduce_scatter;
-}
-
 bool can_reduce(DType dtype) {
   return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::int32 ||
          dtype == DType::int64;
@@ -112,14 +108,6 @@ void send_to_all(const Requests& ranks, size_t span, Block range, size_t from) {
     copy_bytes(element(ranks, r, span, range.begin), element(ranks, from, span, range.begin),
                range.numel() * itemsize(ranks[0]->dtype));
   }
-}
-
-bool overlap(const Span& a, const Span& b, int64_t width) {
-  const auto begin = [](const Span& s) { return reinterpret_cast<uintptr_t>(s.data); };
-  const auto end = [&](const Span& s) {
-    return begin(s) + static_cast<uintptr_t>(s.count * width);
-  };
-  return begin(a) < end(b) && begin(b) < end(a);
 }
 
 void all_to_all(const Requests& ranks) {

@@ -12,6 +12,7 @@ namespace usbyte {
 EventWatch::EventWatch(std::shared_ptr<Cuda> cuda, std::function<std::string()> failure,
                        std::function<void()> on_failure)
     : cuda_(std::move(cuda)),
+      events_(cuda_),
       failure_(std::move(failure)),
       on_failure_(std::move(on_failure)),
       thread_([this] { run(); }) {}
@@ -26,13 +27,8 @@ EventWatch::~EventWatch() {
 }
 
 void EventWatch::add(CudaStream stream, Completion done) {
-  const CudaEvent event = cuda_->create_event(false);
-  try {
-    cuda_->record(event, stream);
-  } catch (...) {
-    cuda_->destroy(event);
-    throw;
-  }
+  const PooledEvent event = events_.acquire(false);
+  cuda_->record(event.get(), stream);
   std::lock_guard lock(mutex_);
   watched_.push_back({event, std::move(done)});
   changed_.notify_one();
@@ -46,8 +42,7 @@ void EventWatch::run() {
     Watched next = std::move(watched_.front());
     watched_.pop_front();
     lock.unlock();
-    std::exception_ptr error = await(next.event);
-    cuda_->destroy(next.event);
+    std::exception_ptr error = await(next.event.get());
     std::exchange(next.done, nullptr)(std::move(error));
     lock.lock();
   }

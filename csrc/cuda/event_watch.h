@@ -10,6 +10,7 @@
 
 #include "usbyte/communicator.h"
 #include "usbyte/cuda.h"
+#include "usbyte/event_pool.h"
 
 namespace usbyte {
 
@@ -33,7 +34,7 @@ class EventWatch {
 
  private:
   struct Watched {
-    CudaEvent event;
+    PooledEvent event;
     Completion done;
   };
 
@@ -41,6 +42,7 @@ class EventWatch {
   std::exception_ptr await(CudaEvent event);
 
   const std::shared_ptr<Cuda> cuda_;
+  EventPool events_;
   const std::function<std::string()> failure_;
   const std::function<void()> on_failure_;
   std::mutex mutex_;  // guards the three below

@@ -11,11 +11,6 @@
 namespace usbyte {
 namespace {
 
-bool is_floating(DType dtype) {
-  return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::float16 ||
-         dtype == DType::bfloat16;
-}
-
 void check_floating(DType dtype, const char* kernel) {
   if (is_floating(dtype)) return;
   throw UsageError(std::string(kernel) + " does not take " + std::string(name(dtype)) +

@@ -24,15 +24,6 @@ NcclReduction reduction_of(ReduceOp op) {
   return NcclReduction::sum;
 }
 
-bool reduces(Collective kind) {
-  return kind == Collective::all_reduce || kind == Collective::reduce_scatter;
-}
-
-bool is_floating(DType dtype) {
-  return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::float16 ||
-         dtype == DType::bfloat16;
-}
-
 /// `value` in the type's own bits, at the low end.
 uint64_t bits_of(double value, DType dtype) {
   const float single = static_cast<float>(value);

@@ -24,14 +24,6 @@ struct Slot {
   size_t staging_bytes = 0;         // of the last, the largest
 };
 
-bool overlap(const Span& a, const Span& b, int64_t width) {
-  const auto begin = [](const Span& s) { return reinterpret_cast<uintptr_t>(s.data); };
-  const auto end = [&](const Span& s) {
-    return begin(s) + static_cast<uintptr_t>(s.count * width);
-  };
-  return begin(a) < end(b) && begin(b) < end(a);
-}
-
 void check_arguments(const NcclApi& nccl, int rank, int size, size_t slots,
                      const NcclConfig& limits) {
   if (size < 1 || rank < 0 || rank >= size) {

@@ -50,16 +50,6 @@ struct Chunk {
   const StagedChunk& layout() const { return operation->chunks[index]; }
 };
 
-std::string what(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "unknown error";
-  }
-}
-
 }  // namespace
 
 // `mutex` guards what is below it and what operations count. It is never held across a call of

@@ -16,16 +16,6 @@ Clock::time_point at(double seconds) {
       std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
 }
 
-std::string what(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "unknown error";
-  }
-}
-
 }  // namespace
 
 Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)

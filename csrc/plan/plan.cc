@@ -46,6 +46,10 @@ void check_tiling(std::vector<Block> blocks, int64_t numel, const std::string& w
 
 std::string_view name(Collective kind) { return kCollectives.at(static_cast<size_t>(kind)); }
 
+bool reduces(Collective kind) {
+  return kind == Collective::all_reduce || kind == Collective::reduce_scatter;
+}
+
 Collective collective_from_name(std::string_view text) {
   auto it = std::find(kCollectives.begin(), kCollectives.end(), text);
   if (it == kCollectives.end()) {

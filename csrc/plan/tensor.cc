@@ -29,6 +29,11 @@ const Entry& entry(DType dtype) { return kTypes.at(static_cast<size_t>(dtype)); 
 
 int64_t itemsize(DType dtype) { return entry(dtype).itemsize; }
 
+bool is_floating(DType dtype) {
+  return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::float16 ||
+         dtype == DType::bfloat16;
+}
+
 std::string_view name(DType dtype) { return entry(dtype).name; }
 
 DType dtype_from_name(std::string_view text) {

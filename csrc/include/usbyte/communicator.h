@@ -21,6 +21,9 @@ struct Span {
   int64_t count = 0;  // elements
 };
 
+/// Whether two runs of elements of `width` bytes share memory.
+bool overlap(const Span& a, const Span& b, int64_t width);
+
 /// Order of a request on a device, which its memory is then on.
 struct StreamOrder {
   std::vector<CudaEvent> after;  ///< it begins once these have passed

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -37,5 +38,16 @@ class FaultError : public Error {
 class EnvError : public Error {
   using Error::Error;
 };
+
+/// Its message, for what is passed on in another one.
+inline std::string what(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "unknown error";
+  }
+}
 
 }  // namespace usbyte

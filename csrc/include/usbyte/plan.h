@@ -25,6 +25,9 @@ std::string_view name(Collective kind);
 /// Inverse of `name`; throws PlanError on an unknown spelling.
 Collective collective_from_name(std::string_view name);
 
+/// all_reduce and reduce_scatter.
+bool reduces(Collective kind);
+
 /// Half-open range of arena elements. May begin and end inside a tensor and may span tensors of one
 /// dtype.
 struct Block {

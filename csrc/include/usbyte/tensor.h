@@ -11,6 +11,8 @@ enum class DType : uint8_t { float32, float64, float16, bfloat16, int32, int64, 
 
 /// Bytes of one element.
 int64_t itemsize(DType dtype);
+/// float32, float64, float16 or bfloat16.
+bool is_floating(DType dtype);
 /// "float32", ... as numpy and torch spell it.
 std::string_view name(DType dtype);
 /// Inverse of `name`; throws UsageError on an unknown spelling.
