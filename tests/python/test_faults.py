@@ -14,12 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-SCRIPT = """
+_SCRIPT = """
 import os, signal, sys, time
 import torch
 import usbyte.torch as ub
 
 what, overlap = sys.argv[1:]
+sys.path.insert(0, TESTS)
+from _models import short_probes
+short_probes()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
 ub.init()
 torch.manual_seed(0)
@@ -53,6 +56,7 @@ for step in range(1000000):
     if what != "last":
         time.sleep(0.01)
 """
+SCRIPT = _SCRIPT.replace("TESTS", repr(str(Path(__file__).parent)))
 
 
 PARAMETER = re.compile(r"\b[01]\.(weight|bias)\b|usbyte\.used")

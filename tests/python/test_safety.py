@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
+from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import Error, MismatchError, UsageError
 
 
 def _warmed(overlap="forward", steps=8, model=None, **options):
+    short_probes()
     model = model or nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     opt = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),

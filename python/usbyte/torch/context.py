@@ -129,14 +129,14 @@ class Context:
         return self._host_communicator()
 
     def _check_backend(self, device: Device) -> None:
-        mine = [device.torch_device.type, self.env.backend]
+        mine = [device.torch_device.type, self.env.backend, self.env.chunk_bytes]
         texts = self.eager.allgather_bytes("usbyte.backend", json.dumps(mine).encode())
         for rank, text in enumerate(texts):
             if (other := json.loads(text)) != mine:
                 raise MismatchError(
-                    f"rank {self.rank} has its parameters on '{mine[0]}' with USBYTE_BACKEND="
-                    f"'{mine[1]}', rank {rank} on '{other[0]}' with '{other[1]}'. Give all ranks "
-                    "the same."
+                    f"parameters are on '{mine[0]}', USBYTE_BACKEND is '{mine[1]}' and "
+                    f"USBYTE_CHUNK_BYTES {mine[2]} on rank {self.rank}, but '{other[0]}', "
+                    f"'{other[1]}' and {other[2]} on rank {rank}. Give all ranks the same."
                 )
         if self.env.backend == "nccl" and device.core is None:
             raise UsageError(

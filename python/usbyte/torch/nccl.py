@@ -91,7 +91,7 @@ def agree(
 
     Raises:
         UsageError: NCCL is a must and cannot be used; on every rank.
-        MismatchError: The ranks have different versions of NCCL, or settings.
+        MismatchError: The ranks have different settings.
     """
     nccl, why = None, ""
     try:

@@ -1,0 +1,147 @@
+"""Whether NCCL is used, and which: with libraries that look like it, on emulated devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import usbyte.torch as ub
+from _emulated import EmulatedDevice, emulate
+from _ranks import run_ranks
+from usbyte import _core
+from usbyte.errors import FaultError, MismatchError, UsageError
+from usbyte.torch.context import current
+from usbyte.torch.device import Device
+from usbyte.torch.nccl import _Offer, _problem, agree, wheels
+from usbyte.torch.staged import StagedCommunicator
+
+SOURCE = Path(__file__).parents[1] / "cpp" / "fake_libnccl.c"
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """Paths of libraries by the version that they tell."""
+    made = {}
+    for version in (22809, 23001):
+        path = tmp_path_factory.mktemp(str(version)) / "libnccl.so.2"
+        compiler = os.environ.get("CC", "cc")
+        command = [compiler, "-shared", "-fPIC", f"-DFAKE_NCCL_VERSION={version}", str(SOURCE)]
+        subprocess.run([*command, "-o", str(path)], check=True)
+        made[version] = str(path)
+    return made
+
+
+def chosen(rank, size, library, gpus, variables):
+    """What is chosen where ranks have these libraries, GPUs and variables."""
+    os.environ |= {"USBYTE_NCCL_LIB": library[rank]} | variables[rank]
+    ub.init()
+    device = emulate()
+    device.identity = lambda: gpus[rank]
+    context = current()
+    try:
+        nccl = agree(context.eager, context.env, rank, device, context.env.backend)
+    except (UsageError, MismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return nccl.version if nccl is not None else "staged"
+
+
+@pytest.mark.parametrize(
+    ("offers", "why"),
+    [
+        ([("2.28.9", "h", "a", False), ("2.28.9", "h", "b", False)], ""),
+        ([("2.28.9", "h", "a", False), ("2.28.9", "i", "a", False)], ""),
+        ([("2.28.9", "h", "a", False), ("2.28.9", "h", "a", False)], "ranks 0 and 1 share a GPU"),
+        ([("2.30.1", "h", "a", True), ("2.30.1", "h", "a", True)], ""),
+        ([("2.30.1", "h", "a", True), ("2.30.1", "h", "a", False)], "ranks 0 and 1 share a GPU"),
+        (
+            [("2.28.9", "h", "a", False), ("2.30.1", "h", "b", False)],
+            "2.28.9 on rank 0 but 2.30.1 on rank 1",
+        ),
+        (
+            [("2.28.9", "h", "a", False), ("", "h", "b", False)],
+            "rank 1 cannot use it: no such file",
+        ),
+    ],
+)
+def test_what_keeps_ranks_from_nccl(offers, why):
+    problem = _problem([_Offer(v, "" if v else "no such file", *rest) for v, *rest in offers])
+    assert why in problem
+    assert bool(why) == bool(problem)
+
+
+def test_a_gpu_for_each_rank_is_taken(libraries):
+    # Two that are one GPU are two for NCCL if hosts are said to be.
+    hosts = [{"NCCL_HOSTID": "x"}, {"NCCL_HOSTID": "y"}]
+    assert run_ranks(2, chosen, [libraries[22809]] * 2, ["a", "a"], hosts) == ["2.28.9"] * 2
+
+
+def test_a_shared_gpu_is_where_nccl_allows_it(libraries):
+    allowed = [{"NCCL_MULTI_RANK_GPU_ENABLE": "1"}] * 2
+    assert run_ranks(2, chosen, [libraries[23001]] * 2, ["a", "a"], allowed) == ["2.30.1"] * 2
+    assert run_ranks(2, chosen, [libraries[22809]] * 2, ["a", "a"], allowed) == ["staged"] * 2
+
+
+def test_every_rank_tells_why_nccl_cannot_be_used_though_it_must(libraries, tmp_path):
+    must = [{"USBYTE_BACKEND": "nccl"}] * 2
+    library = [libraries[22809], str(tmp_path / "none")]
+    for told in run_ranks(2, chosen, library, ["a", "b"], must):
+        assert told.startswith("UsageError: USBYTE_BACKEND=nccl, but rank 1 cannot use it")
+
+
+def test_settings_must_be_the_same_on_all_ranks(libraries):
+    variables = [{}, {"USBYTE_NCCL_MAX_CTAS": "4"}]
+    args = [libraries[22809]] * 2, ["a", "b"], variables
+    for told in run_ranks(2, chosen, *args):
+        assert told.startswith("MismatchError")
+        assert "[2, 0, 0] on rank 0 but [2, 4, 0] on rank 1" in told
+
+
+def makes(rank, size, library, other):
+    """What `new_communicator` gives, or raises, for a device."""
+    os.environ["USBYTE_NCCL_LIB"] = library
+    ub.init()
+    device = emulate()
+    staged = current().new_communicator(device)
+    assert isinstance(staged, StagedCommunicator)
+    staged.close()
+    device.identity = lambda: str(rank)
+    with pytest.raises(FaultError, match=r"while connecting 2 ranks|CUDA's driver"):
+        current().new_communicator(device)  # there is neither NCCL nor a GPU
+    nccl = _core.load_nccl(library)
+    assert len(nccl.unique_id()) == 128
+    with pytest.raises(UsageError, match="5 bytes"):
+        _core.NcclCommunicator(nccl, device.core, 0, 1, [b"short"])
+    with pytest.raises(UsageError, match="which cannot become"):
+        _core.load_nccl(other)
+
+
+def test_communicators_are_made_as_was_agreed(libraries):
+    run_ranks(2, makes, libraries[22809], libraries[23001])
+
+
+def refuses_the_host(rank, size):
+    ub.init()
+    with pytest.raises(UsageError, match=r"model\.cuda\(\)"):
+        current().new_communicator(Device())
+
+
+def differs(rank, size):
+    os.environ["USBYTE_CHUNK_BYTES"] = str((rank + 1) << 20)
+    ub.init()
+    with pytest.raises(MismatchError, match=r"USBYTE_CHUNK_BYTES \d+ on rank [01]"):
+        current().new_communicator(EmulatedDevice())
+
+
+def test_nccl_does_not_move_the_hosts_tensors():
+    run_ranks(2, refuses_the_host, env={"USBYTE_BACKEND": "nccl"})
+
+
+def test_ranks_must_cut_alike():
+    run_ranks(2, differs)
+
+
+def test_wheels_are_paths_that_exist():
+    assert all(Path(path).exists() for path in wheels())
