@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import OPTIMIZERS, Awkward, difference, train
+from _models import OPTIMIZERS, Awkward, difference, short_probes, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
@@ -130,6 +130,7 @@ class Prototypes(nn.Module):
 
 def micro_batches(rank, size):
     ub.init()
+    short_probes()
     results = []
     for mode in ("ddp", "backward", "forward"):
         torch.manual_seed(0)
@@ -165,6 +166,7 @@ def test_micro_batches_that_use_different_layers_equal_ddp():
 
 def scaled(rank, size):
     ub.init()
+    short_probes()
     for overlap in ("backward", "forward"):
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
@@ -188,6 +190,7 @@ def test_fused_optimizers_get_the_scale_of_a_grad_scaler():
 
 def two_optimizers(rank, size):
     ub.init()
+    short_probes()
     torch.manual_seed(1)
     results = []
     for overlap in ("backward", "forward"):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import OPTIMIZERS, difference, train
+from _models import OPTIMIZERS, difference, short_probes, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, UsageError
@@ -72,6 +72,7 @@ def test_variants_and_a_new_plan_equal_ddp():
 
 
 def small(shard, **options):
+    short_probes()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3))
     opt = torch.optim.Adam(model.parameters(), lr=1e-2)
