@@ -120,6 +120,17 @@ void print_table(std::FILE* out, const std::vector<std::vector<std::string>>& ro
   std::fflush(out);
 }
 
+int finish(const Options& options, const std::vector<std::vector<std::string>>& table,
+           const std::string& ran, const std::string& unit, int64_t wrong,
+           nlohmann::ordered_json report) {
+  print_table(options.table(), table);
+  std::fprintf(options.table(), "# %s; wrong %s: %lld %s\n", ran.c_str(), unit.c_str(),
+               static_cast<long long>(wrong), wrong ? "FAILED" : "OK");
+  report["wrong"] = wrong;
+  options.write(std::move(report));
+  return wrong ? 1 : 0;
+}
+
 std::string fixed(double value, int decimals) {
   char out[64];
   std::snprintf(out, sizeof out, "%.*f", decimals, value);

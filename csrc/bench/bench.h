@@ -46,6 +46,12 @@ class Options {
 /// Prints rows in aligned columns. The first row holds the headings.
 void print_table(std::FILE* out, const std::vector<std::vector<std::string>>& rows);
 
+/// Ends a benchmark that checks its results: prints the table, then what ran and how many of its
+/// `unit` (words, elements) are wrong, and writes the report, "wrong" added. Returns the exit code.
+int finish(const Options& options, const std::vector<std::vector<std::string>>& table,
+           const std::string& ran, const std::string& unit, int64_t wrong,
+           nlohmann::ordered_json report);
+
 /// Fixed-point text.
 std::string fixed(double value, int decimals);
 

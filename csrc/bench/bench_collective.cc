@@ -400,12 +400,9 @@ int bench_collective(const bench::Options& options) {
     }
   }
   end(all);
-  bench::print_table(options.table(), table);
-  std::fprintf(options.table(), "# %d ranks, %s backend; wrong elements: %lld %s\n", ranks,
-               options.text("backend").c_str(), static_cast<long long>(wrong),
-               wrong ? "FAILED" : "OK");
-  options.write({{"benchmark", "collective"}, {"wrong", wrong}, {"rows", std::move(rows)}});
-  return wrong ? 1 : 0;
+  const std::string ran = std::to_string(ranks) + " ranks, " + options.text("backend") + " backend";
+  return bench::finish(options, table, ran, "elements", wrong,
+                       {{"benchmark", "collective"}, {"rows", std::move(rows)}});
 }
 
 }  // namespace

@@ -280,14 +280,11 @@ int bench_pack(const Options& options) {
                      {"alone_s", r.alone_s},
                      {"wrong", r.wrong}});
   }
-  print_table(options.table(), table);
-  std::fprintf(options.table(), "# %s; wrong words: %lld %s\n",
-               emulated ? "emulated on the host: the times mean nothing" : "on the device",
-               static_cast<long long>(wrong), wrong ? "FAILED" : "OK");
-  nlohmann::ordered_json report = {{"benchmark", "pack"}, {"wrong", wrong}, {"rows", found}};
+  nlohmann::ordered_json report = {{"benchmark", "pack"}, {"rows", found}};
   if (!small && !emulated) report["targets"] = targets(rows);
-  options.write(std::move(report));
-  return wrong ? 1 : 0;
+  const std::string ran =
+      emulated ? "emulated on the host: the times mean nothing" : "on the device";
+  return finish(options, table, ran, "words", wrong, std::move(report));
 }
 
 }  // namespace

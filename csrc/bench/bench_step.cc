@@ -314,14 +314,11 @@ int bench_step(const Options& options) {
                      {"ahead_s", r.ahead_s},
                      {"wrong", r.wrong}});
   }
-  print_table(options.table(), table);
-  std::fprintf(options.table(), "# %s; wrong elements: %lld %s\n",
-               emulated ? "emulated on the host: the times mean nothing" : "on the device",
-               static_cast<long long>(wrong), wrong ? "FAILED" : "OK");
-  nlohmann::ordered_json report = {{"benchmark", "step"}, {"wrong", wrong}, {"rows", found}};
+  nlohmann::ordered_json report = {{"benchmark", "step"}, {"rows", found}};
   if (!emulated) report["targets"] = targets(rows);
-  options.write(std::move(report));
-  return wrong ? 1 : 0;
+  const std::string ran =
+      emulated ? "emulated on the host: the times mean nothing" : "on the device";
+  return finish(options, table, ran, "elements", wrong, std::move(report));
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +27,7 @@ class EmulatedDevice(CudaDevice):
     def identity(self) -> str:
         return "emulated"
 
-    def keep(self, tensor: torch.Tensor) -> None:
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:

@@ -162,7 +162,7 @@ void update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOption
                          t.first};
     };
     with_table_bytes<SgdEntry<T>>(tensors.size(), run, [&](auto bytes) {
-      SgdKernel<T, bytes> kernel;
+      UpdateKernel<SgdRule<T>, bytes> kernel;
       kernel.rule = sgd_rule<T>(options);
       run_tables(kernel, tensors, make, run);
     });
@@ -199,7 +199,7 @@ void update_adam(std::span<const AdamTensor> tensors, DType dtype, const AdamOpt
           static_cast<Compute>(-step_size),         static_cast<Compute>(bias_correction2_sqrt)};
     };
     with_table_bytes<AdamEntry<T>>(tensors.size(), run, [&](auto bytes) {
-      AdamKernel<T, bytes> kernel;
+      UpdateKernel<AdamRule<T>, bytes> kernel;
       kernel.rule = adam_rule<T>(options);
       run_tables(kernel, tensors, make, run);
     });

@@ -31,15 +31,17 @@ struct SgdEntry : Pieces<T> {
   uint64_t first;  ///< not 0: the momentum buffer is set to the gradient
 };
 
-/// One step of SGD for element values as the type that T is computed with.
+/// A step of SGD.
 template <typename T>
 struct SgdRule {
+  using Entry = SgdEntry<T>;
+  using As = Arithmetic<T>;
   using Round = Rounding<T>;
   using Compute = typename Round::Compute;
   Compute minus_lr, momentum, one_minus_dampening, weight_decay, grad_scale;
   bool nesterov;
 
-  USBYTE_HD void operator()(Compute& param, Compute grad, Compute& buffer, bool first) const {
+  USBYTE_HD void element(Compute& param, Compute grad, Compute& buffer, bool first) const {
     grad = Round::times(grad, grad_scale);
     if (weight_decay != 0) grad = Round::add(grad, param, weight_decay);
     if (momentum != 0) {
@@ -48,30 +50,10 @@ struct SgdRule {
     }
     param = Round::add(param, grad, minus_lr);
   }
-};
 
-template <typename T, size_t Bytes>
-struct SgdKernel {
-  using Entry = SgdEntry<T>;
-  using Compute = Arithmetic<T>;
-  static constexpr uint32_t N = Entry::kElements;
-
-  SgdRule<T> rule;
-  Table<Entry, Bytes> table;
-
-  int64_t threads_wanted() const { return table.pieces; }
-
-  USBYTE_HD void operator()(GridIndex at) const {
-    for (uint64_t p = at.global(); p < table.pieces; p += at.global_threads()) {
-      const auto piece = static_cast<uint32_t>(p);
-      const Entry& entry = table.entries[table.find(piece, 0, table.size - 1)];
-      update(entry, entry.element(piece));
-    }
-  }
-
- private:
-  USBYTE_HD void update(const Entry& entry, int32_t begin) const {
-    const bool reads_momentum = rule.momentum != 0 && !entry.first;
+  USBYTE_HD void piece(const Entry& entry, int32_t begin) const {
+    constexpr uint32_t N = Entry::kElements;
+    const bool reads_momentum = momentum != 0 && !entry.first;
     Fetched<T, N> params, grads, buffers;
     params.fetch(entry.target, begin, entry.count);
     grads.fetch(entry.grad, begin, entry.count);
@@ -82,13 +64,13 @@ struct SgdKernel {
     if (reads_momentum) buffers.get(buffer);
     USBYTE_UNROLL
     for (uint32_t i = 0; i < N; ++i) {
-      auto x = Compute::load(param[i]), b = Compute::load(buffer[i]);
-      rule(x, Compute::load(grad[i]), b, entry.first);
-      param[i] = Compute::store(x);
-      buffer[i] = Compute::store(b);
+      auto x = As::load(param[i]), b = As::load(buffer[i]);
+      element(x, As::load(grad[i]), b, entry.first);
+      param[i] = As::store(x);
+      buffer[i] = As::store(b);
     }
     put(entry.target, begin, entry.count, param);
-    if (rule.momentum != 0) put(entry.momentum, begin, entry.count, buffer);
+    if (momentum != 0) put(entry.momentum, begin, entry.count, buffer);
   }
 };
 
@@ -101,17 +83,19 @@ struct AdamEntry : Pieces<T> {
   typename Arithmetic<T>::Type minus_step_size, bias_correction2_sqrt;
 };
 
-/// One step of Adam or AdamW.
+/// A step of Adam or AdamW.
 template <typename T>
 struct AdamRule {
+  using Entry = AdamEntry<T>;
+  using As = Arithmetic<T>;
   using Round = Rounding<T>;
   using Compute = typename Round::Compute;
   Compute one_minus_beta1, beta2, one_minus_beta2, eps, grad_scale;
   Compute weight_decay;  ///< added to the gradient; 0 if decoupled
   Compute shrink;        ///< multiplied with the parameter; 1 if not decoupled
 
-  USBYTE_HD void operator()(Compute& param, Compute grad, Compute& average, Compute& average_sq,
-                            Compute minus_step_size, Compute bias_correction2_sqrt) const {
+  USBYTE_HD void element(Compute& param, Compute grad, Compute& average, Compute& average_sq,
+                         Compute minus_step_size, Compute bias_correction2_sqrt) const {
     grad = Round::times(grad, grad_scale);
     param = Round::times(param, shrink);
     if (weight_decay != 0) grad = Round::add(grad, param, weight_decay);
@@ -131,29 +115,9 @@ struct AdamRule {
     return one_minus_beta1 < Compute{0.5} ? std::fma(one_minus_beta1, difference, from)
                                           : std::fma(-difference, 1 - one_minus_beta1, to);
   }
-};
 
-template <typename T, size_t Bytes>
-struct AdamKernel {
-  using Entry = AdamEntry<T>;
-  using Compute = Arithmetic<T>;
-  static constexpr uint32_t N = Entry::kElements;
-
-  AdamRule<T> rule;
-  Table<Entry, Bytes> table;
-
-  int64_t threads_wanted() const { return table.pieces; }
-
-  USBYTE_HD void operator()(GridIndex at) const {
-    for (uint64_t p = at.global(); p < table.pieces; p += at.global_threads()) {
-      const auto piece = static_cast<uint32_t>(p);
-      const Entry& entry = table.entries[table.find(piece, 0, table.size - 1)];
-      update(entry, entry.element(piece));
-    }
-  }
-
- private:
-  USBYTE_HD void update(const Entry& entry, int32_t begin) const {
+  USBYTE_HD void piece(const Entry& entry, int32_t begin) const {
+    constexpr uint32_t N = Entry::kElements;
     Fetched<T, N> params, grads, averages, squares;
     params.fetch(entry.target, begin, entry.count);
     grads.fetch(entry.grad, begin, entry.count);
@@ -166,15 +130,34 @@ struct AdamKernel {
     squares.get(square);
     USBYTE_UNROLL
     for (uint32_t i = 0; i < N; ++i) {
-      auto x = Compute::load(param[i]), m = Compute::load(average[i]), v = Compute::load(square[i]);
-      rule(x, Compute::load(grad[i]), m, v, entry.minus_step_size, entry.bias_correction2_sqrt);
-      param[i] = Compute::store(x);
-      average[i] = Compute::store(m);
-      square[i] = Compute::store(v);
+      auto x = As::load(param[i]), m = As::load(average[i]), v = As::load(square[i]);
+      element(x, As::load(grad[i]), m, v, entry.minus_step_size, entry.bias_correction2_sqrt);
+      param[i] = As::store(x);
+      average[i] = As::store(m);
+      square[i] = As::store(v);
     }
     put(entry.target, begin, entry.count, param);
     put(entry.exp_avg, begin, entry.count, average);
     put(entry.exp_avg_sq, begin, entry.count, square);
+  }
+};
+
+/// A rule's step for every element of a table.
+template <typename Rule, size_t Bytes>
+struct UpdateKernel {
+  using Entry = typename Rule::Entry;
+
+  Rule rule;
+  Table<Entry, Bytes> table;
+
+  int64_t threads_wanted() const { return table.pieces; }
+
+  USBYTE_HD void operator()(GridIndex at) const {
+    for (uint64_t p = at.global(); p < table.pieces; p += at.global_threads()) {
+      const auto piece = static_cast<uint32_t>(p);
+      const Entry& entry = table.entries[table.find(piece, 0, table.size - 1)];
+      rule.piece(entry, entry.element(piece));
+    }
   }
 };
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from usbyte._core import Plan, TensorSpec
 from usbyte.errors import UsageError
-from usbyte.torch.device import Device
 
 #: First tensor of the arena: a flag for each parameter, set by the ranks that used it in this step,
 #: and one more, set by those that want a new plan.
@@ -64,8 +63,7 @@ class Arena:
     Args:
         plan: Its tensors are `USED` and then the parameters' gradients.
         params: In the plan's order, without `USED`.
-        device: Where they are.
-        buffer: 1-d uint8 of the plan's size, there.
+        buffer: 1-d uint8 of the plan's size, where they are.
 
     Attributes:
         buffer: 1-d uint8.
@@ -79,13 +77,9 @@ class Arena:
         self,
         plan: Plan,
         params: Sequence[nn.Parameter],
-        device: Device,
         buffer: torch.Tensor,
     ) -> None:
         self.buffer = buffer
-        self._device = device
-        self._flags: tuple[float, ...] = ()
-        self._flags_there = torch.empty(0)  # on a device
         flags, *tensors = plan.tensors
         self.used = self._flat(plan, flags)
         self.grads = []
@@ -95,26 +89,6 @@ class Arena:
             if is_dense(param):
                 view = flat.as_strided(param.shape, param.stride())
             self.grads.append(view.data)
-
-    def set_flags(self, flags: tuple[float, ...]) -> int:
-        """Makes these this rank's flags.
-
-        Returns:
-            Address of a copy for the engine to pack, on a device; 0 if the arena has them.
-        """
-        if self._device.core is None:
-            self.used.copy_(torch.tensor(flags))
-            return 0
-        if flags != self._flags:
-            self._device.keep(self._flags_there)
-            there = torch.tensor(flags, dtype=self.used.dtype)
-            self._flags_there = there.to(self.used.device, non_blocking=True)
-            self._flags = flags
-        return self._flags_there.data_ptr()
-
-    def keep(self) -> None:
-        """Work on the present stream still uses the memory, though this object may go."""
-        self._device.keep(self.buffer)
 
     def _flat(self, plan: Plan, spec: TensorSpec) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, spec.dtype)

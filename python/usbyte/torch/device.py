@@ -40,8 +40,8 @@ class Device:
     def anchor(self) -> None:
         """Keeps the times to come exact; called now and then."""
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Work on the present stream uses the tensor, which belongs to another one."""
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Work on the present stream uses the tensors, which may belong to another one and go."""
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:
         """What a tensor of one element holds behind the work given to the device so far."""
@@ -86,9 +86,11 @@ class CudaDevice(Device):
         properties = torch.cuda.get_device_properties(self.torch_device)
         return str(getattr(properties, "uuid", None) or f"{properties.name} {self.torch_device}")
 
-    def keep(self, tensor: torch.Tensor) -> None:
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Device`."""
-        tensor.record_stream(torch.cuda.current_stream(self.torch_device))
+        stream = torch.cuda.current_stream(self.torch_device)
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:
         """See `Device`."""

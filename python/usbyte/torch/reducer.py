@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
-from usbyte.torch.arena import Arena, laid_out_alike
+from usbyte.torch.arena import Arena
 from usbyte.torch.context import Context
 from usbyte.torch.device import Device, Fetched, Mark
 from usbyte.torch.drift import Drift
@@ -22,6 +22,7 @@ from usbyte.torch.gates import Gates
 from usbyte.torch.learning import Iteration, Learning
 from usbyte.torch.planning import Decision, Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure
+from usbyte.torch.sending import sender
 from usbyte.torch.stopwatch import Stopwatch
 
 log = logging.getLogger("usbyte")
@@ -96,7 +97,6 @@ class Reducer:
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
         self._communicator = context.new_communicator(device)
-        self._sources: dict[int, torch.Tensor] = {}  # gradients that are not packed yet
         plan = planner.learning_plan()
         self._lay_out(plan)
         self._engine = self._start_engine(plan, steps_before=0)
@@ -320,7 +320,7 @@ class Reducer:
             raise FaultError(self._engine.fault)
         steps, old = self._engine.steps, self._grads
         self._engine.close()
-        self._arena.keep()
+        self.device.keep([self._arena.buffer])
         self._lay_out(plan)
         for i, param in enumerate(self.params):
             if param.grad is old[i]:
@@ -336,14 +336,14 @@ class Reducer:
         self._slot = [position[name] for name in self.names]  # tensor index in the plan
         self._at_slot = sorted(range(len(self.params)), key=self._slot.__getitem__)
         buffer = self._communicator.allocate(plan.arena_bytes)
-        self._arena = Arena(plan, [self.params[i] for i in self._at_slot], self.device, buffer)
+        self._arena = Arena(plan, [self.params[i] for i in self._at_slot], buffer)
         self._votes.clear()
         self._grads = [self._arena.grads[slot - 1] for slot in self._slot]
         self._communicator.register(self._arena.buffer)
 
     def _start_engine(self, plan: _core.Plan, steps_before: int) -> _core.Engine:
         env = self._context.env
-        return _core.Engine(
+        engine = _core.Engine(
             plan,
             self._arena.buffer.data_ptr(),
             self._communicator.core,
@@ -357,6 +357,10 @@ class Reducer:
             on_warning=self._context.warn,
             on_fault=self._context.report_fault,
         )
+        self._sender = sender(
+            self.device, self.params, self._at_slot, self._arena, engine, self._scale
+        )
+        return engine
 
     def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(param: torch.Tensor) -> None:
@@ -383,7 +387,7 @@ class Reducer:
             self._votes.append(self.device.fetch(self._arena.used[-1:]))
             if len(self._votes) > self.device.lag:
                 self._replan_agreed = bool(self._votes.popleft().get())
-        self._engine.begin_step(stream)
+        self._sender.begin()
         self._local_used = [False] * len(self.params)
         self._used = None
         self.in_backward = True
@@ -399,59 +403,12 @@ class Reducer:
             )
         if grad is self._grads[i]:
             self._check_not_summed(i)
-        self._local_used[i] = self._holds_result[i] = True
         self._send(i, grad)
 
     def _send(self, i: int, grad: torch.Tensor) -> None:
-        """Gives a gradient, which may be the arena's own, to the engine."""
-        view, param = self._grads[i], self.params[i]
-        if self.device.core is None:
-            torch.mul(grad, self._scale, out=view)
-            param.grad = view
-            self._versions[i] = view._version
-            self._engine.ready(self._slot[i])
-            return
-        if grad is view:
-            self._give(i, None)
-        elif laid_out_alike(grad, view):
-            self._give(i, grad)
-        else:
-            # Into the arena itself only the engine may write: it knows when that is free again.
-            laid_out = torch.empty_strided(
-                view.shape, view.stride(), dtype=view.dtype, device=view.device
-            )
-            self._give(i, laid_out.copy_(grad))
-
-    def _send_zeros(self, i: int) -> None:
-        view = self._grads[i]
-        if self.device.core is None:
-            view.zero_()
-            self._versions[i] = view._version
-            self._engine.ready(self._slot[i])
-        else:
-            self._give(i, torch.zeros_like(view))
-
-    def _give(self, i: int, source: torch.Tensor | None) -> None:
-        """On a device: the engine packs gradients, scaled, once it has all of an op."""
+        self._local_used[i] = self._holds_result[i] = True
+        self._sender.send(i, grad)
         self._versions[i] = self._grads[i]._version
-        stream = self.device.stream()
-        address = 0
-        if source is not None:
-            address = source.data_ptr()
-            self._sources[i] = source
-        self._release(self._engine.ready(self._slot[i], stream, address))
-
-    def _release(self, packed: Sequence[int]) -> None:
-        """The arena holds these gradients of the plan, for what comes later on this stream."""
-        for slot in packed:
-            if slot == 0:  # the flags
-                continue
-            i = self._at_slot[slot - 1]
-            source = self._sources.pop(i, None)
-            if source is not None:
-                self.device.keep(source)
-            if self.params[i].grad is not None:
-                self.params[i].grad = self._grads[i]
 
     def _check_not_summed(self, i: int) -> None:
         # Averaging an average changes nothing; summing a sum multiplies it.
@@ -467,11 +424,11 @@ class Reducer:
             if self._local_used[i]:
                 continue
             if param.grad is None:
-                self._send_zeros(i)
+                self._sender.send_zeros(i)
+                self._versions[i] = self._grads[i]._version
             else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP
                 if param.grad is self._grads[i]:
                     self._check_not_summed(i)
-                self._local_used[i] = self._holds_result[i] = True
                 self._send(i, param.grad)
         wants_plan = False
         if self._stopwatch is not None:
@@ -479,10 +436,8 @@ class Reducer:
         elif self._drift is not None and self._learning is None:
             self._drift.step(self.device.now())
             wants_plan = self._drift.wanted
-        used = [self._local_used[k] for k in self._at_slot]
-        stream = self.device.stream()
-        address = self._arena.set_flags((*map(float, used), float(wants_plan)))
-        self._release(self._engine.ready(0, stream, address))
+        used = [self._local_used[i] for i in self._at_slot]
+        self._sender.send_flags([*map(float, used), float(wants_plan)])
         self._engine.end_backward()
         self.in_backward = False
         self._fresh = True

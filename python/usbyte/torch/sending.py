@@ -1,0 +1,147 @@
+"""Gradients on their way into the arena: torch writes it on the host, the engine elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.torch.arena import Arena, laid_out_alike
+from usbyte.torch.device import Device
+
+
+class HostSender:
+    """Writes each gradient to the arena, scaled, as it comes.
+
+    Args:
+        params: The parameters, by index.
+        at_slot: Their indices in the plan's order, in which the arena holds gradients behind the
+            flags.
+        arena: Where gradients go.
+        engine: Sends what is ready.
+        scale: Multiplied with gradients.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        at_slot: Sequence[int],
+        arena: Arena,
+        engine: _core.Engine,
+        scale: float,
+    ) -> None:
+        self._params, self._at_slot = params, at_slot
+        self._slot = {i: k + 1 for k, i in enumerate(at_slot)}  # 0: the flags
+        self._arena, self._engine, self._scale = arena, engine, scale
+
+    def begin(self) -> None:
+        """Opens a step."""
+        self._engine.begin_step()
+
+    def send(self, i: int, grad: torch.Tensor) -> None:
+        """Sends the gradient of parameter i, which the arena holds from then on, or already."""
+        view = self._view(i)
+        torch.mul(grad, self._scale, out=view)
+        self._params[i].grad = view
+        self._engine.ready(self._slot[i])
+
+    def send_zeros(self, i: int) -> None:
+        """Sends zeros for parameter i, which keeps the gradient that it has, or none."""
+        self._view(i).zero_()
+        self._engine.ready(self._slot[i])
+
+    def send_flags(self, flags: Sequence[float]) -> None:
+        """Sends this rank's flags."""
+        self._arena.used.copy_(torch.tensor(flags))
+        self._engine.ready(0)
+
+    def _view(self, i: int) -> torch.Tensor:
+        return self._arena.grads[self._slot[i] - 1]
+
+
+class DeviceSender(HostSender):
+    """Gives gradients to the engine, which packs them, scaled, once it has all of an operation.
+
+    Until then they stay where they are, also for who reads `param.grad`. Into the arena itself only
+    the engine may write, as it knows when that is free again.
+
+    Args:
+        device: Where all of it is.
+        args: As of `HostSender`; the engine scales.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        params: Sequence[nn.Parameter],
+        at_slot: Sequence[int],
+        arena: Arena,
+        engine: _core.Engine,
+    ) -> None:
+        super().__init__(params, at_slot, arena, engine, 1.0)
+        self._device = device
+        self._sources: dict[int, torch.Tensor] = {}  # not packed yet, by slot
+        self._flags: Sequence[float] = ()
+        self._flags_there = torch.empty(0)
+
+    def begin(self) -> None:
+        """See `HostSender`."""
+        self._engine.begin_step(self._device.stream())
+
+    def send(self, i: int, grad: torch.Tensor) -> None:
+        """See `HostSender`; `param.grad` is the arena's once that holds it."""
+        view = self._view(i)
+        if grad is view:
+            self._give(self._slot[i], None)
+        elif laid_out_alike(grad, view):
+            self._give(self._slot[i], grad)
+        else:
+            laid_out = torch.empty_strided(
+                view.shape, view.stride(), dtype=view.dtype, device=view.device
+            )
+            self._give(self._slot[i], laid_out.copy_(grad))
+
+    def send_zeros(self, i: int) -> None:
+        """See `HostSender`."""
+        self._give(self._slot[i], torch.zeros_like(self._view(i)))
+
+    def send_flags(self, flags: Sequence[float]) -> None:
+        """See `HostSender`; they seldom change, and are on the device then."""
+        if flags != self._flags:
+            there = torch.tensor(flags, dtype=self._arena.used.dtype)
+            self._flags, self._flags_there = (
+                flags,
+                there.to(self._arena.used.device, non_blocking=True),
+            )
+        self._give(0, self._flags_there)
+
+    def _give(self, slot: int, source: torch.Tensor | None) -> None:
+        address = 0
+        if source is not None:
+            address = source.data_ptr()
+            self._sources[slot] = source
+        packed = self._engine.ready(slot, self._device.stream(), address)
+        if not packed:
+            return
+        used = [self._sources.pop(k) for k in packed if k in self._sources]
+        self._device.keep(used)
+        for k in packed:
+            param = self._params[self._at_slot[k - 1]] if k > 0 else None
+            if param is not None and param.grad is not None:
+                param.grad = self._arena.grads[k - 1]
+
+
+def sender(
+    device: Device,
+    params: Sequence[nn.Parameter],
+    at_slot: Sequence[int],
+    arena: Arena,
+    engine: _core.Engine,
+    scale: float,
+) -> HostSender:
+    """The one for the device."""
+    if device.core is None:
+        return HostSender(params, at_slot, arena, engine, scale)
+    return DeviceSender(device, params, at_slot, arena, engine)
