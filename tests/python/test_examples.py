@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SMALL_GPT = ["--layers", "2", "--width", "64", "--context", "64", "--text-bytes", "100000"]
 
 
 def start(tmp_path, launcher, workers, script, *options):
@@ -42,7 +43,7 @@ def test_digits_reaches_97_percent_with_two_workers(tmp_path):
     ("script", "options"),
     [
         ("digits.py", ["--epochs", "2", "--steps", "30"]),
-        ("char_gpt.py", ["--steps", "12", "--text-bytes", "200000"]),
+        ("char_gpt.py", ["--steps", "12", *SMALL_GPT]),
     ],
 )
 def test_two_workers_end_with_ddps_parameters_bit_for_bit(tmp_path, script, options):
@@ -57,7 +58,7 @@ def test_two_workers_end_with_ddps_parameters_bit_for_bit(tmp_path, script, opti
 def test_one_and_four_workers_follow_the_same_loss(tmp_path, script):
     options = ["--epochs", "1", "--steps", "16"]
     if script == "char_gpt.py":
-        options += ["--text-bytes", "200000"]
+        options += SMALL_GPT
     one = start(tmp_path, "plain", 1, script, *options)
     four = start(tmp_path, "usbyterun", 4, script, *options)
     for key, value in one["history"][-1].items():
