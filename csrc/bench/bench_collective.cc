@@ -231,6 +231,8 @@ Result measure(const Job& job, const Rank& rank, std::barrier<>& start, int64_t 
                int64_t iters) {
   Buffer<T> buffer(job, rank.communicator->rank(), rank.device.get());
   Calls calls(rank, buffer.request());
+  // What allocates memory may wait for other ranks' kernels, and those for this rank.
+  start.arrive_and_wait();
   calls.run(warmup);
   start.arrive_and_wait();
   const double begin = now_s();
@@ -360,13 +362,13 @@ std::vector<Collective> chosen(const std::string& op) {
 }
 
 int bench_collective(const bench::Options& options) {
-  const int ranks = static_cast<int>(options.integer("ranks", 1));
   const DType dtype = dtype_from_name(options.text("dtype"));
   const ReduceOp reduce = reduction(options.text("redop"));
   const int64_t low = std::max(options.integer("min-bytes"), itemsize(dtype)),
                 high = options.integer("max-bytes", low);
   const int64_t factor = options.integer("factor", 2);
   std::vector<Rank> all = make_ranks(options);
+  const int ranks = static_cast<int>(all.size());
 
   std::vector<std::vector<std::string>> table = {{"op", "size(B)", "count", "type", "redop",
                                                   "time(us)", "algbw(GB/s)", "busbw(GB/s)",

@@ -125,41 +125,46 @@ std::string NcclComms::describe(size_t slot) const {
          std::to_string(comms_.size());
 }
 
-void NcclComms::abort() {
-  // Outlives this call if NCCL does not come back.
-  struct Progress {
+// Each on a thread of its own; waits for them, but not longer than the close timeout, since a call
+// into NCCL may not come back once another rank is gone.
+void NcclComms::run_bounded(std::vector<std::function<void()>> jobs) const {
+  struct Progress {    // outlives this call if a job does
     std::mutex mutex;  // guards `left`
     std::condition_variable done;
-    int left = 0;
+    size_t left;
   };
   const auto progress = std::make_shared<Progress>();
+  progress->left = jobs.size();
+  for (std::function<void()>& job : jobs) {
+    std::thread([job = std::move(job), progress, nccl = nccl_, device = device_] {
+      try {
+        nccl->with_device(device, job);
+      } catch (const Error&) {  // the device is lost, and all that ran on it
+      }
+      std::lock_guard lock(progress->mutex);
+      --progress->left;
+      progress->done.notify_all();
+    }).detach();
+  }
+  std::unique_lock lock(progress->mutex);
+  progress->done.wait_for(lock, std::chrono::duration<double>(options_.close_timeout_s),
+                          [&] { return progress->left == 0; });
+}
+
+void NcclComms::abort() {
+  // All at once: an abort waits for what is on the communicator's stream, and that may wait for
+  // what hangs on another one.
+  std::vector<std::function<void()>> jobs;
   {
     std::lock_guard lock(mutex_);
     if (phase_ != Phase::open) return;
     phase_ = Phase::aborted;
     ended_.notify_all();
-    // All at once, each on a thread: an abort waits for what is on the communicator's stream, and
-    // that may wait for what hangs on another one.
     for (NcclComm* comm : comms_) {
-      if (!comm) continue;
-      {
-        std::lock_guard count(progress->mutex);
-        ++progress->left;
-      }
-      std::thread([comm, progress, nccl = nccl_, device = device_] {
-        try {
-          nccl->with_device(device, [&] { nccl->comm_abort(comm); });
-        } catch (const Error&) {  // the device is lost, and all that ran on it
-        }
-        std::lock_guard count(progress->mutex);
-        --progress->left;
-        progress->done.notify_all();
-      }).detach();
+      if (comm) jobs.push_back([comm, nccl = nccl_] { nccl->comm_abort(comm); });
     }
   }
-  std::unique_lock lock(progress->mutex);
-  progress->done.wait_for(lock, std::chrono::duration<double>(options_.close_timeout_s),
-                          [&] { return progress->left == 0; });
+  run_bounded(std::move(jobs));
 }
 
 void NcclComms::close() {
@@ -175,12 +180,12 @@ void NcclComms::close() {
     });
     for (size_t slot = 0; slot < comms_.size(); ++slot) await(lock, slot, deadline_s);
     phase_ = Phase::closed;
-    nccl_->with_device(device_, [&] {
-      for (NcclComm* comm : comms_) nccl_->comm_destroy(comm);
-    });
   } catch (const Error&) {
-    abort();
+    return abort();
   }
+  run_bounded({[comms = comms_, nccl = nccl_] {
+    for (NcclComm* comm : comms) nccl->comm_destroy(comm);
+  }});
 }
 
 }  // namespace usbyte

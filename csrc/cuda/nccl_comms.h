@@ -47,6 +47,7 @@ class NcclComms {
   void await(std::unique_lock<std::mutex>& lock, size_t slot, double deadline_s);
   std::string find_failure();
   std::string describe(size_t slot) const;
+  void run_bounded(std::vector<std::function<void()>> jobs) const;
 
   const std::shared_ptr<NcclApi> nccl_;
   const int device_, rank_, size_;

@@ -1,7 +1,9 @@
 #include "usbyte/nccl_communicator.h"
 
+#include <chrono>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "../comm/cpu_collective.h"
@@ -11,6 +13,7 @@
 #include "nccl_comms.h"
 #include "stream_window.h"
 #include "usbyte/error.h"
+#include "usbyte/timeline.h"
 
 namespace usbyte {
 namespace {
@@ -75,13 +78,8 @@ struct NcclCommunicator::State {
     }
   }
 
-  void close() {
-    try {
-      if (comms.failure().empty()) buffers.clear();
-    } catch (const Error&) {  // the communicators' close will find it
-    }
-    comms.close();
-  }
+  void close();
+  bool over(double deadline_s);
   CudaStream enqueue(const Request& request);
   void carry_out(size_t index, const Request& request);
   void stage(Slot& slot, const Span& span, DType dtype);
@@ -102,6 +100,27 @@ struct NcclCommunicator::State {
   const Slot* last = nullptr;       // of the last launch
   std::optional<EventWatch> watch;  // once a request without an order has come
 };
+
+void NcclCommunicator::State::close() {
+  try {
+    // Memory must not be deregistered under what still works on it.
+    if (!over(now_s() + options.close_timeout_s)) return comms.abort();
+    if (comms.failure().empty()) buffers.clear();
+  } catch (const Error&) {  // the communicators' close will find it
+  }
+  comms.close();
+}
+
+// Whether all that was launched is over by then; false after a failure.
+bool NcclCommunicator::State::over(double deadline_s) {
+  for (const Slot& slot : slots) {
+    while (!cuda->passed(slot.done)) {
+      if (now_s() > deadline_s || !comms.failure().empty()) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+  return true;
+}
 
 // Returns the stream that it is on.
 CudaStream NcclCommunicator::State::enqueue(const Request& request) {

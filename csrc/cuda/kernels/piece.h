@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "grid.h"
 
@@ -26,10 +27,16 @@ USBYTE_HD inline void load_aligned(uint32_t* words, const void* address) {
   memcpy(words, &loaded, Bytes);
 }
 
-USBYTE_HD inline void store_aligned(void* address, const void* words) {
-  Words<kPieceBytes> stored;
-  memcpy(&stored, words, kPieceBytes);
-  *static_cast<Words<kPieceBytes>*>(address) = stored;
+template <typename T, uint32_t N>
+USBYTE_HD void store_aligned(T* address, const T (&values)[N]) {
+  // Of words that come from 8-byte elements nvcc would make three stores.
+  struct __attribute__((may_alias, aligned(kPieceBytes))) Elements {
+    T of[N];
+  };
+  using Stored = std::conditional_t<sizeof(T) == 8, Elements, Words<kPieceBytes>>;
+  Stored stored;
+  memcpy(&stored, values, kPieceBytes);
+  *reinterpret_cast<Stored*>(address) = stored;
 }
 
 /// The 32 bits that lie `bits`, less than 32, above the start of high:low.

@@ -21,7 +21,8 @@ from usbyte.torch.eager import EagerQueue
 
 log = logging.getLogger("usbyte")
 
-_RANKS_SHARE_A_GPU = (2, 30)  # first version that can, with NCCL_MULTI_RANK_GPU_ENABLE=1
+_ORDERS_STARTS = (12, 3)  # first CUDA driver that can
+_RANKS_SHARE_A_GPU = (2, 30)  # first NCCL that can, with NCCL_MULTI_RANK_GPU_ENABLE=1
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,7 @@ def find(env: _core.Env) -> _core.Nccl:
     Raises:
         UsageError: There is none that can be used.
     """
-    # Communicators that run side by side must start in one order on every rank. Ours wait for one
-    # another's start as far as events go; NCCL 2.26 and later can see to the rest.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    _ask_for_launch_order(env)
     nccl = _core.load_nccl(env.nccl_library, wheels())
     log.info("NCCL %s from %s", nccl.version, nccl.path)
     copies = _core.mapped_nccl_copies()
@@ -61,6 +60,20 @@ def find(env: _core.Env) -> _core.Nccl:
             len(copies), ", ".join(copies),
         )  # fmt: skip
     return nccl
+
+
+def _ask_for_launch_order(env: _core.Env) -> None:
+    """Lets NCCL (2.26 or newer) see to it that communicators start in the order of their launches.
+
+    Those that run side by side must start in one order on every rank. Ours wait for one another's
+    start as far as events go; this is the rest. With drivers that cannot order starts alone, NCCL
+    would order whole operations, and where another thread launches too (torch's process groups, a
+    second optimizer) in an order that may differ by rank. Nor is it an error where that happens.
+    """
+    driver = tuple(int(part) for part in _core.cuda_info().driver_version.split(".") if part)
+    if env.nccl_communicators > 1 and driver >= _ORDERS_STARTS:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        os.environ.setdefault("NCCL_LAUNCH_RACE_FATAL", "0")
 
 
 def wheels() -> list[str]:
