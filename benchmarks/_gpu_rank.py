@@ -9,6 +9,7 @@ device is idle. Rank 0 writes what it finds after every model.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -130,7 +131,8 @@ def _compare(model: str, spec: dict[str, Any], deadline: float, group: Any) -> d
     plans = {name: _decision(trainings[name]) for name in names}
     for turn in range(spec["rounds"]):
         for name in names if turn % 2 == 0 else reversed(names):
-            if _agreed(time.monotonic() < deadline):
+            longest = max((s for turns in times.values() for s in turns), default=0.0)
+            if _agreed(time.monotonic() + longest * spec["steps"] < deadline):
                 times[name].append(_turn(trainings[name], spec["steps"]))
     if not all(times.values()):
         return {"skipped": "the time was over before all contenders had a turn"}
@@ -149,7 +151,7 @@ def _compare(model: str, spec: dict[str, Any], deadline: float, group: Any) -> d
 
 def main(spec: dict[str, Any]) -> None:
     """Compares on every model of the spec; see `gpu_training.py`."""
-    deadline = time.monotonic() + spec["budget_s"]
+    deadline = spec["deadline"]
     rank = int(os.environ.get("RANK", "0"))
     if spec["device"] == "cuda":
         # Ranks that share a GPU are none of the same host to NCCL.
@@ -165,6 +167,7 @@ def main(spec: dict[str, Any]) -> None:
             found[model] = _compare(model, spec, deadline, group)
         if rank == 0:
             Path(spec["results"]).write_text(json.dumps(found))
+        gc.collect()
         if spec["device"] == "cuda":
             torch.cuda.empty_cache()
     ub.shutdown()

@@ -38,6 +38,7 @@ from usbyte.units import parse_rate
 _RANK = Path(__file__).with_name("_gpu_rank.py")
 _LOOPBACK = "loopback, unshaped"
 _STARTUP_S = 25.0  # of ranks, before they look at the time
+_TEARDOWN_S = 20.0  # of ranks, from their deadline on: a probe may have to end
 _WORTH_S = 80.0  # a launch with less shows too little: rather one network than two halves
 _COLUMNS = {
     "network": "rate of each rank's link in each direction",
@@ -206,10 +207,11 @@ def main(
         if share < 2 * _STARTUP_S and device == "cuda":
             findings.skip(network, f"{left:.0f} s were left")
             continue
-        spec |= {"network": network, "budget_s": share - _STARTUP_S / 2}
+        limit_s = max(share, 2 * _STARTUP_S)
+        spec |= {"network": network, "deadline": time.monotonic() + share - _TEARDOWN_S}
         try:
             with _lab(network, hosts) if network != _LOOPBACK else _loopback(hosts) as words:
-                findings.add(network, _run(words, spec, max(share, 2 * _STARTUP_S)))
+                findings.add(network, _run(words, spec, limit_s))
         except UsageError as error:
             findings.skip(network, str(error))
             if _LOOPBACK not in networks:

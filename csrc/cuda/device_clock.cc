@@ -37,6 +37,12 @@ double DeviceClock::seconds(const Moment& moment) {
   return anchor.host_s + cuda_->elapsed_s(anchor.event.get(), moment.event());
 }
 
+double DeviceClock::between(const Moment& from, const Moment& to) {
+  cuda_->synchronize(from.event());
+  cuda_->synchronize(to.event());
+  return cuda_->elapsed_s(from.event(), to.event());
+}
+
 void DeviceClock::anchor() {
   // Streams share queues, so that an event may come behind kernels.
   constexpr double kExact = 200e-6;

@@ -17,6 +17,8 @@ void register_device_clock(py::module_& m) {
       .def("passed", &DeviceClock::passed, py::arg("moment"))
       .def("seconds", &DeviceClock::seconds, py::arg("moment"), Unlocked(),
            "Seconds on the steady clock; waits until the moment has passed.")
+      .def("between", &DeviceClock::between, py::arg("begin"), py::arg("end"), Unlocked(),
+           "Seconds between two moments; waits until both have passed.")
       .def("anchor", &DeviceClock::anchor, Unlocked(),
            "Keeps the times to come exact; call it now and then.");
 }

@@ -43,7 +43,12 @@ class Transport:
 
     def run(self, n, target, *args, timeout=120.0):
         """`run_ranks` of target(transport, rank, size, *args)."""
-        env = {"USBYTE_BACKEND": self.backend, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **self.env}
+        env = {
+            "USBYTE_BACKEND": self.backend,
+            "USBYTE_LEARNING_STEPS": "2",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            **self.env,
+        }
         where = [target.__code__.co_filename, target.__name__]
         return run_ranks(n, _enter, asdict(self), where, *args, timeout=timeout, env=env)
 

@@ -143,6 +143,8 @@ def build(place: Place, wheels: str = "", options: Iterable[str] = ("-DUSBYTE_CU
     install = ["--component", "python", "--prefix", str(place.package)]
     _run(env, "cmake", "--install", str(cmake), *install)
     answer = "from usbyte import _core; print(_core.build_info(), _core.cuda_info())"
+    if "-DUSBYTE_CUDA=ON" in options:  # a CUDA newer than the driver's, say
+        answer += "; devices = _core.cuda_info(); assert devices.devices, devices.reason"
     _run(env, sys.executable, "-c", answer)
 
 

@@ -28,7 +28,7 @@ def all_parts(place: Place, only: str = "", nccl: str = "") -> list[Part]:
     found = [
         *_benchmarks(place, nccl),
         *_sanitizers(place),
-        _tests(),
+        _tests(240.0 if not only else 420.0),
         _overhead(),
         _training(),
     ]
@@ -80,7 +80,7 @@ def _sanitizers(place: Place) -> list[Part]:
     ]
 
 
-def _tests() -> Part:
+def _tests(limit_s: float) -> Part:
     return Part(
         "tests",
         "Tests on the GPU",
@@ -88,7 +88,7 @@ def _tests() -> Part:
             *(sys.executable, "-m", "pytest", "tests/gpu", "-v", "-p", "no:cacheprovider"),
             *("--device", "cuda", "--record", "{results}"),
         ],
-        240.0,
+        limit_s,
         results=read_tests,
         meaning="The tests of tests/gpu; what each has found out about this machine is beside it.",
     )

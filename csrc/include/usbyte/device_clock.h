@@ -42,6 +42,9 @@ class DeviceClock {
   bool passed(const Moment& moment) { return cuda_->passed(moment.event()); }
   /// Seconds on the steady clock; blocks the host until the moment has passed.
   double seconds(const Moment& moment);
+  /// Seconds from one moment to the other, exact also where both are long after their anchors;
+  /// blocks the host until both have passed.
+  double between(const Moment& from, const Moment& to);
   /// Takes a new anchor for the moments to come, unless that took too long to be exact. Blocks the
   /// host, most times for some microseconds.
   void anchor();

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol, SupportsFloat
+from typing import Any, Protocol
 
 import torch
 
 from usbyte import _core
 from usbyte.errors import UsageError
 
-#: When something happened, seconds on the steady clock. `float` may have to wait until it has.
-Mark = SupportsFloat
+
+class Mark(Protocol):
+    """When something happened, seconds on the steady clock, like a float.
+
+    To ask for it may be to wait until it has. A difference of two stays exact however long after
+    the last `Device.anchor` they are.
+    """
+
+    def __float__(self) -> float: ...
+    def __sub__(self, other: Any, /) -> float: ...
 
 
 class Device:
@@ -121,6 +129,11 @@ class DeviceMark:
 
     def __float__(self) -> float:
         return self._clock.seconds(self.moment)
+
+    def __sub__(self, other: Mark) -> float:
+        if isinstance(other, DeviceMark):
+            return self._clock.between(other.moment, self.moment)
+        return float(self) - float(other)
 
     def passed(self) -> bool:
         """Whether `float` does not have to wait."""

@@ -38,7 +38,7 @@ class Drift:
         self.wanted = False
         self.baseline_s = baseline_s
         self._ends: deque[Mark] = deque()  # not looked at yet
-        self._last_s: float | None = None
+        self._last: Mark | None = None
         self._steps = 0
         self._recent: list[float] = []
         self._suspicious = 0  # windows in a row
@@ -49,14 +49,14 @@ class Drift:
         """A step has ended; looks at those that have, without waiting for the others."""
         self._ends.append(now)
         while self._ends and passed(self._ends[0]):
-            self._count(float(self._ends.popleft()))
+            self._count(self._ends.popleft())
 
-    def _count(self, now_s: float) -> None:
-        last, self._last_s = self._last_s, now_s
+    def _count(self, now: Mark) -> None:
+        last, self._last = self._last, now
         self._steps += 1
         if last is None or self._steps <= 2:  # the first ones are between two plans
             return
-        self._recent.append(now_s - last)
+        self._recent.append(now - last)
         if len(self._recent) < _WINDOW:
             return
         typical = median(self._recent)

@@ -40,6 +40,5 @@ class Stopwatch:
     @property
     def step_s(self) -> float:
         """Median seconds of the steps that count; waits until the last has ended."""
-        ends = [float(end) for end in self._ends]
-        times = [b - a for a, b in pairwise(ends)]
+        times = [b - a for a, b in pairwise(self._ends)]
         return median(times[1:] or times)
