@@ -219,6 +219,7 @@ class FakeNccl final : public NcclApi {
   NcclResult comm_deregister(NcclComm* comm, void* handle) override {
     const Inside inside(*this, comm);
     enter(comm, "deregister");
+    if (comm->on_device > 0) violate("deregistered under work");
     if (comm->handles.erase(handle) == 0) violate("deregistered what was not registered");
     return NcclResult::success;
   }
@@ -242,6 +243,7 @@ class FakeNccl final : public NcclApi {
   NcclResult window_deregister(NcclComm* comm, NcclWindow* window) override {
     const Inside inside(*this, comm);
     enter(comm, "window_deregister");
+    if (comm->on_device > 0) violate("deregistered a window under work");
     if (comm->windows.erase(window) == 0) violate("deregistered no window of this communicator");
     return NcclResult::success;
   }

@@ -284,6 +284,32 @@ TEST(NcclBuffers, PlainMemoryBeforeThat) {
   EXPECT_EQ(rig.nccl().buffers_registered(), 0);
 }
 
+TEST(NcclBuffers, StayRegisteredUntilWhatIsInFlightIsOver) {
+  for (const bool windows : {false, true}) {
+    NcclRig rig(2, 1);
+    on_each_rank(2, [&](int rank) {
+      auto communicator = rig.make(rank, {.windows = windows});
+      EmulatedCuda& cuda = rig.cuda();
+      void* const memory = communicator->allocate(1024);
+      communicator->register_buffer(memory, 1024);
+      const CudaStream late = cuda.create_stream(false);
+      const CudaEvent ready = cuda.create_event(false);
+      cuda.delay(late, 0.02);
+      cuda.record(ready, late);
+      const OrderEvents events(cuda, {ready});
+      std::vector<float> values(4, 1);
+      Request request = sum_of(values);
+      request.order = events.order();
+      Pending(*communicator, request).get();
+      communicator->close();
+      EXPECT_EQ(values, std::vector<float>(4, 2));
+      communicator->free(memory);
+      cuda.destroy(ready);
+      cuda.destroy(late);
+    });
+  }
+}
+
 TEST(NcclBuffers, AreGivenBackAfterAnAbort) {
   NcclRig rig(2, 1);
   rig.on_each([&](int, NcclCommunicator& communicator) {
