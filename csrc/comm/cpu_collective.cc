@@ -7,14 +7,15 @@
 #include <string_view>
 #include <type_traits>
 
+#include "usbyte/half.h"
+
 namespace usbyte {
 namespace {
 
 constexpr int64_t kChunkBytes = 16 << 10;  // stays in the first-level cache while all ranks reduce
 
 bool can_reduce(DType dtype) {
-  return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::int32 ||
-         dtype == DType::int64;
+  return is_floating(dtype) || dtype == DType::int32 || dtype == DType::int64;
 }
 
 std::string text(ReduceOp op) {
@@ -61,8 +62,29 @@ void reduce_into(void* into, const void* from, int64_t count, ReduceOp op) {
   }
 }
 
+// In single precision, each result rounded, as torch and Gloo do.
+template <typename T>
+void reduce_halves(void* into, const void* from, int64_t count, ReduceOp op) {
+  std::array<float, 256> a, b;
+  T* const to = static_cast<T*>(into);
+  const T* const with = static_cast<const T*>(from);
+  for (int64_t begin = 0; begin < count; begin += std::ssize(a)) {
+    const int64_t n = std::min(std::ssize(a), count - begin);
+    for (int64_t i = 0; i < n; ++i) {
+      a[static_cast<size_t>(i)] = to_float(to[begin + i]);
+      b[static_cast<size_t>(i)] = to_float(with[begin + i]);
+    }
+    reduce_into<float>(a.data(), b.data(), n, op);
+    for (int64_t i = 0; i < n; ++i) to[begin + i] = from_float<T>(a[static_cast<size_t>(i)]);
+  }
+}
+
 void reduce_into(void* into, const void* from, int64_t count, DType dtype, ReduceOp op) {
   switch (dtype) {
+    case DType::float16:
+      return reduce_halves<Half>(into, from, count, op);
+    case DType::bfloat16:
+      return reduce_halves<BFloat16>(into, from, count, op);
     case DType::float32:
       return reduce_into<float>(into, from, count, op);
     case DType::float64:
@@ -166,7 +188,7 @@ std::string problem(const Request& request, int size) {
   if (request.scale != 1) return kind + ": the local communicator does not scale; do so first";
   if (reduces(request.kind) && !can_reduce(request.dtype)) {
     return kind + " of " + std::string(name(request.dtype)) +
-           ": the local communicator reduces float32, float64, int32 and int64; cast first";
+           ": the local communicator reduces floats, int32 and int64; cast first";
   }
   if (request.kind == Collective::broadcast && (request.root < 0 || request.root >= size)) {
     return kind + ": root " + std::to_string(request.root) + " is not one of the " +

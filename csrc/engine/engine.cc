@@ -25,6 +25,7 @@ Engine::~Engine() {
   }
   if (stuck) state_->communicator.abort();
   state_->thread.join();
+  if (state_->coding) state_->coding->stop();
   // Late completions keep the state alive; what the callbacks refer to need not be.
   state_->options.on_warning = {};
   state_->options.on_fault = {};

@@ -37,6 +37,14 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
     requests.push_back(std::move(request));
   }
   record.step = options.steps_before;
+  if (std::ranges::all_of(plan.ops(), [](const Op& op) { return op.codec == "none"; })) return;
+  if (device) {
+    throw UsageError("compression works on the CPU only so far: train there, or without it");
+  }
+  coding = std::make_unique<Coding>(
+      plan, arena, options.memory, communicator.rank(), communicator.size(), options.seed,
+      [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
+      [this](int op, const std::exception_ptr& error) { coded(op, error, true); });
 }
 
 void Engine::State::check() const {
@@ -55,7 +63,12 @@ bool Engine::State::launchable() const {
 }
 
 void Engine::State::queued(std::span<const int> ops, double now) {
-  for (int op : ops) record.queued_s[static_cast<size_t>(op)] = now;
+  for (int op : ops) {
+    record.queued_s[static_cast<size_t>(op)] = now;
+    if (!step.coded(op)) continue;
+    ++coding_jobs;
+    coding->encode(op, record.step);
+  }
 }
 
 void Engine::State::set_fault(std::string message) {
@@ -87,18 +100,35 @@ std::string Engine::State::failed(int op, int64_t in_step, const std::string& wh
   return plan.describe(op) + " of step " + std::to_string(in_step) + " failed: " + why;
 }
 
+void Engine::State::fail(int op, const std::string& why) {
+  if (fault.empty() && !raw_fault) raw_fault = failed(op, record.step, why);
+  work.notify_one();
+}
+
 void Engine::State::complete(int op, const std::exception_ptr& error,
                              const std::shared_ptr<State>& self) {
-  const std::string message = error ? what(error) : "";
+  const std::string why = error ? what(error) : "";
   std::unique_lock lock(mutex);
   if (error) {
     step.fail(op);
-    if (fault.empty() && !raw_fault) {
-      raw_fault = failed(op, record.step, message);
-    }
-    work.notify_one();
-    return;
+    return fail(op, why);
   }
+  if (step.coded(op)) {
+    step.received(op);
+    ++coding_jobs;
+    coding->decode(op, record.step);
+  } else {
+    finish(op);
+  }
+  if (launchable() && !launching) {
+    launch_all(lock, self);
+  } else if (to_signal && !launchable()) {
+    signal_waiters();
+  }
+  if (stopping) work.notify_one();
+}
+
+void Engine::State::finish(int op) {
   const double now = now_s();
   if (device && communicator.stream_ordered())
     launched.push_back(device->launched(op, record.step));
@@ -110,12 +140,21 @@ void Engine::State::complete(int op, const std::exception_ptr& error,
   // A waiter that goes on takes the core, or Python's lock, from the thread that keeps the network
   // busy; so that one goes first. It is this one, since another would have to be woken.
   if (!change.arrived.empty() || step.reduced()) to_signal = true;
-  if (launchable() && !launching) {
-    launch_all(lock, self);
-  } else if (to_signal && !launchable()) {
-    signal_waiters();
+}
+
+// The report of `coding`.
+void Engine::State::coded(int op, const std::exception_ptr& error, bool decoded) {
+  const std::string why = error ? what(error) : "";
+  std::lock_guard lock(mutex);
+  --coding_jobs;
+  if (error) return fail(op, why);
+  if (decoded) {
+    finish(op);
+  } else {
+    step.encoded(op);
   }
-  if (stopping) work.notify_one();
+  if (to_signal) signal_waiters();
+  work.notify_one();
 }
 
 void Engine::State::signal_waiters() {
@@ -143,6 +182,7 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
 void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept {
   Request& request = requests[static_cast<size_t>(op)];
   const Completion done = [self, op](std::exception_ptr error) { self->complete(op, error, self); };
+  if (step.coded(op)) return communicator.launch(coding->request(op), done);
   if (!device) return communicator.launch(request, done);
   try {
     request.order = device->order(op);
@@ -271,7 +311,7 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
   running = true;
   arrived.notify_all();
   for (;;) {
-    const bool in_flight = step.in_flight() > 0;
+    const bool in_flight = step.in_flight() > 0 || coding_jobs > 0;
     const bool failed = raw_fault || !fault.empty();
     if (failed && !aborted) {
       aborted = true;

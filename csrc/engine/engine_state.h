@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "coding.h"
 #include "device_watch.h"
 #include "usbyte/engine.h"
 #include "usbyte/step.h"
@@ -72,6 +73,9 @@ struct Engine::State {
 
   std::thread thread;
 
+  int coding_jobs = 0;             // not reported yet
+  std::unique_ptr<Coding> coding;  // null without codecs; goes first, as it reports to this
+
   // With `mutex` held.
   void check() const;
   void check_index(int tensor) const;
@@ -92,6 +96,9 @@ struct Engine::State {
   double waiting_since() const;
   void launch_all(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self) noexcept;
   void complete(int op, const std::exception_ptr& error, const std::shared_ptr<State>& self);
+  void finish(int op);
+  void coded(int op, const std::exception_ptr& error, bool decoded);
+  void fail(int op, const std::string& why);
   std::string failed(int op, int64_t in_step, const std::string& why) const;
   void signal_waiters();
   void launch(int op, const std::shared_ptr<State>& self) noexcept;

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <unordered_set>
 
+#include "usbyte/codec.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -122,12 +123,19 @@ void Plan::validate() const {
     }
     if (op.blocks.empty()) throw error("no blocks");
     if (op.window_bytes <= 0) throw error("window_bytes must be positive");
+    if (op.codec != "none") {
+      make_codec(op.codec);
+      if (op.kind != Collective::all_reduce) throw error("only an all_reduce can have a codec");
+    }
     for (Block b : op.blocks) {
       if (b.begin < 0 || b.begin >= b.end || b.end > numel()) {
         throw error("block " + text(b) + " is empty or outside the arena " + text({0, numel()}));
       }
       if (b.end > segment(b.begin).end || dtype(b) != dtype(op.blocks.front())) {
         throw error("block " + text(b) + " mixes dtypes");
+      }
+      if (op.codec != "none" && !is_floating(dtype(b))) {
+        throw error("codec " + op.codec + " cannot code " + std::string(name(dtype(b))));
       }
       if (op.kind == Collective::all_gather) {
         auto it = gathered.find(b);
@@ -173,6 +181,20 @@ int64_t Plan::bytes(const Op& op) const {
   return elements * itemsize(dtype(op.blocks.front()));
 }
 
+int64_t Plan::message_bytes(const Op& op) const {
+  const std::shared_ptr<const Codec> codec = make_codec(op.codec);
+  if (!codec) return bytes(op);
+  int64_t out = 0;
+  for (Block b : op.blocks) out += codec->message_bytes(b.numel());
+  return out;
+}
+
+std::pair<Collective, int64_t> Plan::traffic(const Op& op, int ranks) const {
+  const std::shared_ptr<const Codec> codec = make_codec(op.codec);
+  if (!codec || codec->adds()) return {op.kind, message_bytes(op)};
+  return {Collective::all_gather, ranks * message_bytes(op)};
+}
+
 std::vector<int> Plan::tensors_of(const Op& op) const {
   std::vector<int> touched;
   append_tensors_of(op, touched);
@@ -199,8 +221,9 @@ std::string Plan::describe(int index) const {
   constexpr size_t kNamed = 4;
   const Op& op = ops_.at(static_cast<size_t>(index));
   char head[64];
-  std::snprintf(head, sizeof head, "op %d (%s, %.3g MB: ", index,
-                std::string(name(op.kind)).c_str(), static_cast<double>(bytes(op)) / 1e6);
+  std::snprintf(head, sizeof head, "op %d (%s, %.3g MB%s: ", index,
+                std::string(name(op.kind)).c_str(), static_cast<double>(bytes(op)) / 1e6,
+                op.codec == "none" ? "" : (" by " + op.codec).c_str());
   std::string out = head;
   const std::vector<int> touched = tensors_of(op);
   for (size_t i = 0; i < std::min(touched.size(), kNamed); ++i) {
@@ -224,6 +247,7 @@ std::string Plan::to_json() const {
                    {"blocks", std::move(blocks)},
                    {"window_bytes", op.window_bytes},
                    {"fence", op.fence}});
+    if (op.codec != "none") ops.back()["codec"] = op.codec;
   }
   return ordered_json{{"format", "usbyte-plan-1"},
                       {"policy", policy_},
@@ -248,7 +272,8 @@ Plan Plan::from_json(std::string_view json) {
       Op op{collective_from_name(o.at("kind").get<std::string>()),
             {},
             o.at("window_bytes").get<int64_t>(),
-            o.at("fence").get<bool>()};
+            o.at("fence").get<bool>(),
+            o.value("codec", "none")};
       for (const auto& b : o.at("blocks")) {
         op.blocks.push_back({b.at(0).get<int64_t>(), b.at(1).get<int64_t>()});
       }

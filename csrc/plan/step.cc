@@ -21,7 +21,8 @@ Step::Step(const Plan& plan, bool hold_gathers)
     const int index = static_cast<int>(ops_.size());
     plan.append_tensors_of(op, tensors_of_.items);
     tensors_of_.ends.push_back(tensors_of_.items.size());
-    ops_.push_back({plan.bytes(op), 0});
+    ops_.push_back({plan.message_bytes(op), 0, op.codec != "none"});
+    any_coded_ |= ops_.back().coded;
     if (op.kind == Collective::all_gather) continue;
     ++reductions_;
     for (int t : tensors(index)) ops_of.push_back({t, index});
@@ -77,6 +78,7 @@ void Step::begin() {
   inputs_.resize(ops_.size());
   for (size_t i = 0; i < ops_.size(); ++i) inputs_[i] = ops_[i].inputs;
   pending_ = to_arrive_;
+  if (any_coded_) encoded_.assign(ops_.size(), false);
 }
 
 Step::Change Step::ready(int tensor) {
@@ -92,7 +94,7 @@ int Step::launch() {
 
 Step::Change Step::complete(int op) {
   const Collective kind = plan_->ops()[static_cast<size_t>(op)].kind;
-  admission_.completed(bytes(op));
+  if (!coded(op)) admission_.completed(bytes(op));
   ++completed_;
   queued_.clear();
   arrived_.clear();

@@ -49,12 +49,21 @@ void register_engine(py::module_& m) {
   py::class_<PyEngine>(m, "Engine", "Executes a plan in the background; see engine.h.")
       .def(py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
                        double stall_warning_s, double stall_limit_s, int64_t steps_before,
-                       bool hold_gathers, std::shared_ptr<Cuda> device, double scale, bool timed,
+                       bool hold_gathers, std::shared_ptr<Cuda> device, double scale,
+                       uintptr_t memory, uint64_t seed, bool timed,
                        std::function<void(const std::string&)> on_warning,
                        std::function<std::string(const std::string&)> on_fault) {
-             EngineOptions options{stall_warning_s, stall_limit_s,         steps_before,
-                                   hold_gathers,    std::move(device),     scale,
-                                   timed,           std::move(on_warning), std::move(on_fault)};
+             EngineOptions options{stall_warning_s,
+                                   stall_limit_s,
+                                   steps_before,
+                                   hold_gathers,
+                                   std::move(device),
+                                   scale,
+                                   reinterpret_cast<float*>(memory),
+                                   seed,
+                                   timed,
+                                   std::move(on_warning),
+                                   std::move(on_fault)};
              py::gil_scoped_release free;
              return std::make_unique<PyEngine>(std::move(plan), arena, std::move(communicator),
                                                std::move(options));
@@ -62,8 +71,9 @@ void register_engine(py::module_& m) {
            py::arg("plan"), py::arg("arena"), py::arg("communicator"), py::kw_only(),
            py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0,
            py::arg("steps_before") = 0, py::arg("hold_gathers") = false,
-           py::arg("device") = nullptr, py::arg("scale") = 1.0, py::arg("timed") = false,
-           py::arg("on_warning") = nullptr, py::arg("on_fault") = nullptr)
+           py::arg("device") = nullptr, py::arg("scale") = 1.0, py::arg("memory") = 0,
+           py::arg("seed") = 0, py::arg("timed") = false, py::arg("on_warning") = nullptr,
+           py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })
       .def(
           "begin_step", [](const PyEngine& e, uintptr_t stream) { e.get()->begin_step({stream}); },

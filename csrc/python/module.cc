@@ -17,6 +17,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "usbyte's C++ core; use it through usbyte and usbyte.torch.";
   usbyte::register_error(m);
   usbyte::register_tensor(m);
+  usbyte::register_codec(m);
   usbyte::register_plan(m);
   usbyte::register_profile(m);
   usbyte::register_network(m);

@@ -14,13 +14,14 @@ void register_plan(py::module_& m) {
   using Range = std::pair<int64_t, int64_t>;
   py::class_<Op>(m, "Op", "One collective on blocks (ranges of arena elements).")
       .def(py::init([](const std::string& kind, const std::vector<Range>& blocks,
-                       int64_t window_bytes, bool fence) {
-             Op op{collective_from_name(kind), {}, window_bytes, fence};
+                       int64_t window_bytes, bool fence, const std::string& codec) {
+             Op op{collective_from_name(kind), {}, window_bytes, fence, codec};
              for (auto [begin, end] : blocks) op.blocks.push_back({begin, end});
              return op;
            }),
            py::arg("kind"), py::arg("blocks"),
-           py::arg("window_bytes") = std::numeric_limits<int64_t>::max(), py::arg("fence") = false)
+           py::arg("window_bytes") = std::numeric_limits<int64_t>::max(), py::arg("fence") = false,
+           py::arg("codec") = "none")
       .def_property_readonly("kind", [](const Op& op) { return std::string(name(op.kind)); })
       .def_property_readonly("blocks",
                              [](const Op& op) {
@@ -30,6 +31,7 @@ void register_plan(py::module_& m) {
                              })
       .def_readonly("window_bytes", &Op::window_bytes)
       .def_readonly("fence", &Op::fence)
+      .def_readonly("codec", &Op::codec)
       .def("__eq__", &Op::operator==);
 
   py::class_<Plan>(m, "Plan", "What one iteration communicates, in launch order.")
@@ -42,12 +44,19 @@ void register_plan(py::module_& m) {
       .def_property_readonly("arena_bytes", &Plan::arena_bytes)
       .def("byte_offset", &Plan::byte_offset, py::arg("element"))
       .def("bytes", &Plan::bytes, py::arg("op"))
+      .def("message_bytes", &Plan::message_bytes, py::arg("op"))
       .def("tensors_of", &Plan::tensors_of, py::arg("op"))
       .def("describe", &Plan::describe, py::arg("op"))
       .def("to_json", &Plan::to_json)
       .def_static("from_json", &Plan::from_json, py::arg("json"))
       .def("hash", &Plan::hash)
       .def("__eq__", &Plan::operator==);
+  m.def(
+      "with_codecs",
+      [](const Plan& plan, const std::vector<std::string>& codec_of) {
+        return with_codecs(plan, codec_of);
+      },
+      py::arg("plan"), py::arg("codec_of"), "The same plan with each tensor's codec; see plan.h.");
 }
 
 }  // namespace usbyte

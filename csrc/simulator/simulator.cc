@@ -103,6 +103,9 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
   size_t next_ready = 0;  // in backward_order_
   double now = 0;
   const auto queued = [&](std::span<const int> ops) {
+    for (int op : ops) {
+      if (step.coded(op)) step.encoded(op);
+    }
     if (!record) return;
     for (int op : ops) record->queued_s[static_cast<size_t>(op)] = now;
   };
@@ -111,7 +114,8 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
       const int op = step.launch();
       const size_t i = static_cast<size_t>(op);
       const Op& what = plan.ops()[i];
-      channel.launch(op, what.kind, step.bytes(op), now, what.blocks.size() > 1);
+      const auto [kind, bytes] = plan.traffic(what, network_.ranks);
+      channel.launch(op, kind, bytes, now, what.blocks.size() > 1 && !step.coded(op));
       if (record) record->launched_s[i] = now;
     }
     const double ready = next_ready < backward_order_.size()
@@ -130,6 +134,7 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
       if (op < 0) continue;
       end_s_ = now;
       if (record) record->done_s[static_cast<size_t>(op)] = now;
+      if (step.coded(op)) step.received(op);
       const Step::Change change = step.complete(op);
       queued(change.queued);
       for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;

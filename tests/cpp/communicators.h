@@ -26,8 +26,9 @@ class ManualCommunicator final : public Communicator {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }
-  void launch(const Request&, Completion done) override {
+  void launch(const Request& request, Completion done) override {
     std::lock_guard lock(mutex_);
+    kinds_.push_back(request.kind);
     pending_.emplace(launched_++, std::move(done));
     launcher_ = std::this_thread::get_id();
     changed_.notify_all();
@@ -40,6 +41,10 @@ class ManualCommunicator final : public Communicator {
   std::thread::id last_launcher() const {
     std::lock_guard lock(mutex_);
     return launcher_;
+  }
+  std::vector<Collective> kinds() const {
+    std::lock_guard lock(mutex_);
+    return kinds_;
   }
   /// False if there are still fewer than `count` launches after 20 s.
   bool await_launches(int count) const {
@@ -60,6 +65,7 @@ class ManualCommunicator final : public Communicator {
   mutable std::condition_variable changed_;
   std::map<int, Completion> pending_;
   int launched_ = 0;
+  std::vector<Collective> kinds_;  // by launch
   std::thread::id launcher_;
 };
 

@@ -109,7 +109,7 @@ TEST(LocalCommunicator, ImpossibleRequestsAreUsageErrorsOnEveryRank) {
   std::vector<float> data(16);
   const Span span{data.data(), 8};
   const std::vector<std::pair<const char*, Request>> requests = {
-      {"all_reduce of float16", {Collective::all_reduce, DType::float16, {}, 0, {}, {span}}},
+      {"all_reduce of int8", {Collective::all_reduce, DType::int8, {}, 0, {}, {span}}},
       {"reduce_scatter of uint8", {Collective::reduce_scatter, DType::uint8, {}, 0, {}, {span}}},
       {"root 7", {Collective::broadcast, DType::uint8, {}, 7, {}, {span}}},
       {"root -1", {Collective::broadcast, DType::uint8, {}, -1, {}, {span}}},

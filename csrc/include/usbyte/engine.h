@@ -26,6 +26,11 @@ struct EngineOptions {
   std::shared_ptr<Cuda> device = nullptr;
   /// Multiplied with gradients on a device as they are packed.
   double scale = 1;
+  /// For codecs with feedback: as many float32 as the arena has elements, which outlive the engine;
+  /// what was not sent. Zeros at first.
+  float* memory = nullptr;
+  /// Of what codecs draw by chance; the same on all ranks.
+  uint64_t seed = 0;
   /// On a device, times of tensors and gates too; a timeline has them anyway.
   bool timed = false;
   /// Called on the engine's thread with a line worth logging.

@@ -2,8 +2,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "usbyte/tensor.h"
@@ -45,12 +47,14 @@ Block shard(Block block, int rank, int size);
 
 /// One collective on one or more blocks, and its admission: at most `window_bytes` are in flight
 /// together with it (an op larger than its window goes alone); with `fence`, every earlier op has
-/// completed first.
+/// completed first. With a `codec` (of codec.h) what travels is that one's messages, one for each
+/// block.
 struct Op {
   Collective kind = Collective::all_reduce;
   std::vector<Block> blocks;
   int64_t window_bytes = 0;
   bool fence = false;
+  std::string codec = "none";
 
   bool operator==(const Op&) const = default;
 };
@@ -64,9 +68,9 @@ class Plan {
  public:
   Plan();
   /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names; ops
-  /// only of the first three kinds with positive windows; every element covered exactly once by
-  /// all_reduce, or exactly once by a reduce_scatter and once by a later all_gather whose block is
-  /// the very block that was scattered.
+  /// only of the first three kinds with positive windows, and codecs for all_reduces of floats
+  /// only; every element covered exactly once by all_reduce, or exactly once by a reduce_scatter
+  /// and once by a later all_gather whose block is the very block that was scattered.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
   /// Another plan for the same tensors, which the two share.
   Plan with(std::string policy, std::vector<Op> ops) const;
@@ -83,8 +87,13 @@ class Plan {
   int64_t byte_offset(int64_t element) const;
   /// Element type at `block`.
   DType dtype(Block block) const;
-  /// Payload of `op` in bytes.
+  /// Bytes of `op`'s gradients.
   int64_t bytes(const Op& op) const;
+  /// Bytes that a rank puts on the network for it, which its window counts: the same, or those of
+  /// its messages.
+  int64_t message_bytes(const Op& op) const;
+  /// What it is for the network, and its payload there: messages that cannot be added are gathered.
+  std::pair<Collective, int64_t> traffic(const Op& op, int ranks) const;
   /// Indices of the tensors that `op` touches, ascending.
   std::vector<int> tensors_of(const Op& op) const;
   /// The same, behind what `out` holds.
@@ -122,5 +131,10 @@ class Plan {
   std::shared_ptr<const Line> line_;
   std::vector<Op> ops_;
 };
+
+/// The same plan with each tensor's codec: ops become one for each codec that their tensors have,
+/// in the place of the op; a reduce_scatter becomes an all_reduce for what has one, and its
+/// all_gather does without that. `codec_of` is by tensor.
+Plan with_codecs(const Plan& plan, std::span<const std::string> codec_of);
 
 }  // namespace usbyte

@@ -16,8 +16,9 @@ namespace usbyte {
 /// follow the same rules. Not thread-safe; the owner guards it.
 ///
 /// Ops are launched strictly in plan order, each when all its bytes are ready and its window admits
-/// it; an all_gather also waits for the reduce_scatter of its blocks. A tensor has arrived when
-/// every all_reduce or all_gather that touches it has completed.
+/// it; an all_gather also waits for the reduce_scatter of its blocks, and an op with a codec for
+/// `encoded`. A tensor has arrived when every all_reduce or all_gather that touches it has
+/// completed.
 class Step {
  public:
   /// What one call has brought about; valid until the next one.
@@ -36,12 +37,16 @@ class Step {
   Change ready(int tensor);
   /// True if the next op may be launched now.
   bool launchable() const {
-    return next_ < ops_.size() && inputs_[next_] == 0 &&
+    return next_ < ops_.size() && inputs_[next_] == 0 && (!ops_[next_].coded || encoded_[next_]) &&
            admission_.admits(plan_->ops()[next_], ops_[next_].bytes);
   }
+  /// The message of `op`, which has a codec and waits for no input, is there; once in a step.
+  void encoded(int op) { encoded_[static_cast<size_t>(op)] = true; }
   /// Puts the next op in flight and returns it.
   int launch();
-  /// `op`, which was in flight, is over.
+  /// The messages for `op`, which has a codec and was in flight, are there: its window is free.
+  void received(int op) { admission_.completed(bytes(op)); }
+  /// `op`, which was in flight, is over; one with a codec, whose messages are there, is decoded.
   Change complete(int op);
   /// What the all_gathers send is there; once in a step, if they are held.
   Change release_gathers();
@@ -57,6 +62,8 @@ class Step {
   bool reduced() const { return to_reduce_ == 0; }
   bool arrived(int tensor) const { return pending_[static_cast<size_t>(tensor)] == 0; }
 
+  bool coded(int op) const { return ops_[static_cast<size_t>(op)].coded; }
+  /// That a window counts.
   int64_t bytes(int op) const { return ops_[static_cast<size_t>(op)].bytes; }
   std::span<const int> tensors(int op) const { return tensors_of_[op]; }
 
@@ -64,6 +71,7 @@ class Step {
   struct Info {
     int64_t bytes;
     int inputs;  // tensors, or reduce_scatters for an all_gather, that it waits for
+    bool coded;
   };
 
   // Lists one after the other: planners make a Step for each plan that they try.
@@ -90,7 +98,9 @@ class Step {
   size_t next_, completed_;
   size_t reductions_ = 0, to_reduce_ = 0;  // ops other than all_gathers; those not completed
   std::vector<int> inputs_;                // by op
-  std::vector<int> pending_;               // by tensor
+  bool any_coded_ = false;
+  std::vector<bool> encoded_;  // by op, if any is coded
+  std::vector<int> pending_;   // by tensor
   std::vector<int> queued_, arrived_;
 };
 

@@ -86,7 +86,7 @@ class TorchCommunicator:
         return torch.zeros(size, dtype=torch.uint8)
 
     def register(self, arena: torch.Tensor) -> None:
-        """Names the buffer (1-d uint8) that the addresses in later launches point into."""
+        """Names the buffer (1-d uint8) of an engine to come; addresses may point into it."""
         self._arena = arena
         self._views.clear()
         self._staging = Staging()  # as large as the ops need that follow
@@ -116,12 +116,13 @@ class TorchCommunicator:
         view = self._views.get(key)
         if view is None:
             kind: torch.dtype = getattr(torch, dtype)
-            if self._arena is None:  # memory that outlives what is in flight
-                memory = (ctypes.c_byte * (count * kind.itemsize)).from_address(address)
+            size = count * kind.itemsize
+            begin = -1 if self._arena is None else address - self._arena.data_ptr()
+            if self._arena is not None and 0 <= begin <= len(self._arena) - size:
+                view = self._arena[begin : begin + size].view(kind)
+            else:  # the engine's own memory, which outlives what is in flight
+                memory = (ctypes.c_byte * size).from_address(address)
                 view = torch.frombuffer(memory, dtype=kind)
-            else:
-                begin = address - self._arena.data_ptr()
-                view = self._arena[begin : begin + count * kind.itemsize].view(kind)
             self._views[key] = view
         return view
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
+from usbyte.torch.compression import Rules, codecs_of
 from usbyte.torch.context import current
 from usbyte.torch.device import Mark, device_of
 from usbyte.torch.fused import FusedUpdate
@@ -53,6 +54,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "tune:dear" tune theirs as published; or a callable Profile x NetworkModel -> Plan.
         op: `Average` or `Sum` over ranks.
         model: The module that owns the parameters; found at the first forward pass if left out.
+        compression: What gradients are made smaller with on their way, with a loss: a codec of
+            `Compression`, for matrices and larger tensors (casts: for all parameters), or codecs by
+            patterns of parameters' names. What codecs with feedback did not send is added to the
+            next gradients. On the CPU only; a single rank sends nothing.
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
             and the work, and parameters are gathered in the next forward pass. Needs overlap
             "forward" and an optimizer that treats every element by itself. `step()` uses gradients
@@ -83,6 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy: str | Policy | None = None,
         op: ReduceOp = Average,
         model: nn.Module | None = None,
+        compression: Rules | None = None,
         shard_optimizer: bool = False,
         fused_update: bool = False,
         max_grad_norm: float | None = None,
@@ -107,6 +113,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._context = context = current()
         if shard_optimizer and fused_update:
             raise UsageError("fused_update=True does not go with shard_optimizer=True")
+        if shard_optimizer and compression is not None:
+            raise UsageError("compression does not go with shard_optimizer=True yet")
+        self._compression: Rules = compression if compression is not None else "none"
         self._sharded, self._max_grad_norm = shard_optimizer, max_grad_norm
         self._fuses = fused_update
         self._shards: ShardedUpdates | None = None
@@ -388,6 +397,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "this optimizer holds shards of its state from before a shutdown: make it anew and "
                 "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
             )
+        codecs = codecs_of(self._compression, names, self._params)
         if self._context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
@@ -399,6 +409,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._params,
             self._policy,
             self._overlap,
+            codecs,
             self._sharded,
             self._options,
             self._tune_steps,

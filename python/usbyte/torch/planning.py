@@ -13,6 +13,7 @@ from torch import nn
 from usbyte import _core, tuning
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.arena import dtype_name
+from usbyte.torch.compression import told
 from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
 from usbyte.torch.learning import Times, combine, job_profile
@@ -96,6 +97,7 @@ class Planner:
         params: The parameters.
         policy: A policy's name, tuned ones included, or a callable Profile x NetworkModel -> Plan.
         overlap: What communication may hide behind.
+        codecs: Specs of the parameters' codecs.
         sharded: Whether each rank updates its shard, and parameters are gathered.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
         tune_steps: Steps of each trial; None for as many as the policy says, 0 for no trials.
@@ -116,6 +118,7 @@ class Planner:
         params: Sequence[nn.Parameter],
         policy: str | Policy,
         overlap: str,
+        codecs: Sequence[str],
         sharded: bool,
         options: Mapping[str, int],
         tune_steps: int | None = None,
@@ -126,11 +129,13 @@ class Planner:
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._overlap, self._sharded = dict(options), overlap, sharded
         self._policy, self._tune_steps = policy, tune_steps
+        self._codecs = dict(zip(names, codecs, strict=True))
         self._tuner: tuning.Tuner | None = None  # rank 0's, once plans are tried
         self.decision: Decision | None = None
         settings = {
             "overlap": overlap,
             "shard_optimizer": sharded,
+            "compression": told(codecs),
             "bucket_bytes": self._options.get("bucket_bytes"),
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
         }
@@ -145,7 +150,7 @@ class Planner:
         network = _core.NetworkModel(self._context.size, [_core.AlphaBeta()])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
         plan = _core.make_plan("ddp", self._profile(times), network, buckets)
-        return _core.Plan("learning", plan.tensors, plan.ops)
+        return self._coded(_core.Plan("learning", plan.tensors, plan.ops))
 
     def decide(self, times: Times, measured: Sequence[Measured]) -> Decision:
         """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
@@ -257,10 +262,15 @@ class Planner:
                     "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
                 )
             plan = flags_apart(plan)
+        plan = self._coded(plan)
         # Under backward mode an iteration ends with its backward.
         predicted = _core.simulate(plan, profile, network, self._overlap, self._sharded).step_s
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
         return Decision(plan, profile, network, predicted, bound, trial_steps)
+
+    def _coded(self, plan: _core.Plan) -> _core.Plan:
+        codecs = [self._codecs.get(t.name, "none") for t in plan.tensors]
+        return plan if set(codecs) == {"none"} else _core.with_codecs(plan, codecs)
 
     def _log(self, decision: Decision) -> None:
         plan, profile, network = decision.plan, decision.profile, decision.network

@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.arena import Arena
+from usbyte.torch.compression import Memory
 from usbyte.torch.context import Context
 from usbyte.torch.device import Device, Fetched, Mark
 from usbyte.torch.drift import Drift
@@ -96,6 +97,7 @@ class Reducer:
         self.in_flight = False
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
+        self._memory = Memory()
         self._communicator = context.new_communicator(device)
         plan = planner.learning_plan()
         self._lay_out(plan)
@@ -337,6 +339,7 @@ class Reducer:
         self._at_slot = sorted(range(len(self.params)), key=self._slot.__getitem__)
         buffer = self._communicator.allocate(plan.arena_bytes)
         self._arena = Arena(plan, [self.params[i] for i in self._at_slot], buffer)
+        self._memory.lay_out(plan)
         self._votes.clear()
         self._grads = [self._arena.grads[slot - 1] for slot in self._slot]
         self._communicator.register(self._arena.buffer)
@@ -353,6 +356,7 @@ class Reducer:
             hold_gathers=self._sharded and self._learning is None,
             device=self.device.core,
             scale=self._scale,
+            memory=self._memory.address,
             timed=self._learning is not None,
             on_warning=self._context.warn,
             on_fault=self._context.report_fault,
