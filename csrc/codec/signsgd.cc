@@ -23,7 +23,7 @@ class SignSgd final : public Signs {
 
  private:
   Meaning meaning_of(std::span<const float> values, const uint32_t*) const override {
-    if (loops().largest(values.data(), std::ssize(values)) > kInfinityBits) {
+    if (loops().largest(values.data(), std::ssize(values)) >= kInfinityBits) {
       return {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::quiet_NaN()};
     }
     return {1, -1};

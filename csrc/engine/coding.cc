@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cfenv>
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -59,7 +60,13 @@ void forget(const Codec& codec, const std::byte* message, const Draw& draw, std:
   // What is not finite must not come again once all ranks have seen it, nor go before.
   std::vector<float> sent(kept.size());
   codec.decode(message, draw, sent);
-  for (size_t i = 0; i < kept.size(); ++i) kept[i] = std::isfinite(sent[i]) ? kept[i] - sent[i] : 0;
+  for (size_t i = 0; i < kept.size(); ++i) {
+    if (std::isfinite(sent[i])) {
+      kept[i] -= sent[i];
+    } else if (!std::isfinite(kept[i])) {
+      kept[i] = 0;
+    }  // else it shared a message with one that is not finite, and is still to come
+  }
 }
 
 }  // namespace
@@ -120,6 +127,7 @@ void Coding::put(const Job& job) {
 }
 
 void Coding::run() {
+  std::fesetenv(FE_DFL_ENV);  // who made the thread may flush subnormals
   std::unique_lock lock(mutex_);
   for (;;) {
     work_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });

@@ -26,6 +26,13 @@ Engine::~Engine() {
   if (stuck) state_->communicator.abort();
   state_->thread.join();
   if (state_->coding) state_->coding->stop();
+  if (state_->coding && !state_->fault.empty()) {
+    // The network may still write to the messages of ops that have failed.
+    static auto& kept = *new std::vector<std::shared_ptr<State>>;
+    static std::mutex mutex;
+    std::lock_guard lock(mutex);
+    kept.push_back(state_);
+  }
   // Late completions keep the state alive; what the callbacks refer to need not be.
   state_->options.on_warning = {};
   state_->options.on_fault = {};

@@ -231,6 +231,8 @@ TEST(EngineCoding, WhatIsNotFiniteIsSeenOnceAndNotRemembered) {
     engine.drain();
     EXPECT_EQ(std::isfinite(arena[5]), step != 1);
     EXPECT_TRUE(std::isfinite(memory[5]));
+    // What was to travel with it is still to come.
+    EXPECT_EQ(std::abs(memory[40]) > 39, step == 1);
   }
 }
 

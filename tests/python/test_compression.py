@@ -191,7 +191,7 @@ def test_a_new_plan_loses_nothing_that_was_remembered():
 def differs(rank, size):
     ub.init()
     model = nn.Linear(3, 2)
-    with pytest.raises(MismatchError, match=r"compression is .*fp16.* on rank 0 but .*bf16"):
+    with pytest.raises(MismatchError, match="has compression fp16 on rank 0 but bf16 on rank 1"):
         ub.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0), compression=["fp16", "bf16"][rank]
         )
@@ -206,6 +206,14 @@ def test_what_cannot_be_is_an_error():
     run_ranks(2, differs)
 
 
+@pytest.fixture
+def doubles():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("doubles")
 def test_memory_goes_over_to_another_order():
     tensors = [_core.TensorSpec("a", 4, offset=0), _core.TensorSpec("b", 6, offset=4)]
     other = [_core.TensorSpec("b", 6, offset=0), _core.TensorSpec("a", 4, offset=6)]
@@ -220,6 +228,12 @@ def test_memory_goes_over_to_another_order():
     assert memory.parts["a"].tolist() == [0, 1, 2, 3]
     assert memory.parts["b"].tolist() == [4, 5, 6, 7, 8, 9]
     assert memory.parts["b"].data_ptr() == memory.address
+    assert memory.parts["b"].dtype == torch.float32
+
+
+def test_a_codec_has_one_spelling():
+    assert ub.Compression.topk(0.1) == Codec("topk:0.1") == Codec("topk:0.10")
+    assert ub.Compression.topk(0.1).spec == "topk:0.1"
 
 
 def test_codecs_are_checked_where_they_are_made():

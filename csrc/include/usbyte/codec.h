@@ -68,8 +68,8 @@ class Codec {
 ///    the norm of each 512 elements. Unbiased. NaN or infinity: all 512 become NaN.
 ///  - terngrad (Wen et al. 2017): -1, 0 or 1 times the largest magnitude, by chance. Unbiased. NaN
 ///    or infinity: all elements of the block become NaN.
-///  - signsgd (Bernstein et al. 2018): signs; together the majority's, 0 where they are even. NaN
-///    anywhere in a block: it becomes NaN.
+///  - signsgd (Bernstein et al. 2018): signs; together the majority's, 0 where they are even. 0
+///    counts as positive. NaN or infinity: the block becomes NaN.
 ///  - efsignsgd (Karimireddy et al. 2019): signs times the mean magnitude. NaN or infinity: the
 ///    block becomes NaN.
 ///  - onebit (Seide et al. 2014): the mean of what is not negative, or that of the rest. Likewise.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,7 +27,9 @@ class Codec:
     spec: str
 
     def __post_init__(self) -> None:
-        _core.make_codec(self.spec)
+        made = _core.make_codec(self.spec)
+        if made is not None:  # one spelling of its parameter
+            object.__setattr__(self, "spec", made.spec)
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """For single collectives, as Horovod's: what travels, and what `decompress` needs.
@@ -114,12 +115,6 @@ def codecs_of(rules: Rules, names: Sequence[str], params: Sequence[nn.Parameter]
     return [next((s for p, s in specs.items() if fnmatchcase(n, p)), "none") for n in names]
 
 
-def told(codecs: Sequence[str]) -> str:
-    """Codecs of all parameters in a few words."""
-    counts = Counter(codecs)
-    return ", ".join(f"{spec} for {n} parameters" for spec, n in sorted(counts.items()))
-
-
 class Memory:
     """What codecs have not sent yet, beside the arena and in its order; it outlives plans.
 
@@ -136,7 +131,7 @@ class Memory:
         codecs = [_core.make_codec(op.codec) for op in plan.ops]
         if not any(codec is not None and codec.wants_feedback for codec in codecs):
             return
-        old, self._buffer = self.parts, torch.zeros(plan.numel)
+        old, self._buffer = self.parts, torch.zeros(plan.numel, dtype=torch.float32, device="cpu")
         self.parts = {t.name: self._buffer[t.offset : t.end] for t in plan.tensors}
         for name, part in old.items():
             self.parts[name].copy_(part)

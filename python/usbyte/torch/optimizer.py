@@ -402,6 +402,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
         device = device_of(names, self._params)
+        if device.core is not None and set(codecs) != {"none"}:
+            raise UsageError("compression works on the CPU only so far: leave it away on a GPU")
         self._planner = planner = Planner(
             self._context,
             self.label,

@@ -13,7 +13,6 @@ from torch import nn
 from usbyte import _core, tuning
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.arena import dtype_name
-from usbyte.torch.compression import told
 from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
 from usbyte.torch.learning import Times, combine, job_profile
@@ -135,7 +134,6 @@ class Planner:
         settings = {
             "overlap": overlap,
             "shard_optimizer": sharded,
-            "compression": told(codecs),
             "bucket_bytes": self._options.get("bucket_bytes"),
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
         }
@@ -295,7 +293,7 @@ class Planner:
     def _check_alike(self, settings: Mapping[str, object]) -> None:
         """Raises the same MismatchError on every rank if settings or parameters differ."""
         rows = [
-            [name, list(p.shape), list(p.stride()), dtype]
+            [name, list(p.shape), list(p.stride()), dtype, self._codecs[name]]
             for name, p, dtype in zip(self._names, self._params, self._dtypes, strict=True)
         ]
         text = json.dumps([dict(settings), rows]).encode()
@@ -316,13 +314,16 @@ class Planner:
         raise MismatchError(f"{self._label}: {difference}. Build the same model on all ranks.")
 
 
+_ALIKE = ("shape", "strides", "dtype", "compression")
+
+
 def _difference(specs: Sequence[Sequence[list[object]]]) -> str:
     first = specs[0]
     for rank, spec in enumerate(specs):
         for a, b in zip(first, spec, strict=False):
             if a[0] != b[0]:
                 return f"rank 0 has parameter '{a[0]}' where rank {rank} has '{b[0]}'"
-            for what, x, y in zip(("shape", "strides", "dtype"), a[1:], b[1:], strict=True):
+            for what, x, y in zip(_ALIKE, a[1:], b[1:], strict=True):
                 if x != y:
                     return f"parameter '{a[0]}' has {what} {x} on rank 0 but {y} on rank {rank}"
         if len(first) != len(spec):
