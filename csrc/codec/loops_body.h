@@ -196,7 +196,8 @@ void from_signs(const uint32_t* in, float clear, float set, float* out, int64_t 
   for (; i < count; ++i) out[i] = number(from ^ (flip & (0 - (in[i / 32] >> (i % 32) & 1))));
 }
 
-inline uint32_t mix(uint32_t x) {  // as mix32 in random.h
+// A bijection of 32-bit numbers that spreads every bit (Wellons's lowbias32).
+inline uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352dU;
   x = (x ^ (x >> 15)) * 0x846ca68bU;
   return x ^ (x >> 16);

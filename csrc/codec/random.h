@@ -14,18 +14,6 @@ constexpr uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// A bijection of 32-bit numbers, of the same kind (Wellons's lowbias32).
-constexpr uint32_t mix32(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352dU;
-  x = (x ^ (x >> 15)) * 0x846ca68bU;
-  return x ^ (x >> 16);
-}
-
-/// In [0, 1), the i-th of a stream.
-constexpr float uniform(uint32_t key, uint32_t i) {
-  return static_cast<float>(mix32(mix32(i) ^ key) >> 8) * 0x1p-24F;
-}
-
 /// A permutation of [0, size) that a key chooses: a Feistel network of four rounds on the least
 /// even number of bits that holds it, walked until it comes back inside.
 class Permutation {

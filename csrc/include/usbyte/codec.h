@@ -25,8 +25,9 @@ struct Draw {
 /// Makes a run of float32 smaller for the network, with some loss. Immutable, thread-safe,
 /// deterministic for a given Draw.
 ///
-/// A message begins at a multiple of 4 bytes, and of 4 bytes is its size unless messages `add`.
-/// What is not a number, or infinite, is never lost silently: each codec says what becomes of it.
+/// Messages are whole numbers of 4 bytes or, where they `add`, of elements of `message_dtype`, so
+/// that one can follow another. What is not a number, or infinite, is never lost silently: each
+/// codec says what becomes of it.
 class Codec {
  public:
   virtual ~Codec() = default;
