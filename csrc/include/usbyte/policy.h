@@ -4,7 +4,9 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "usbyte/codec_costs.h"
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/profile.h"
@@ -22,6 +24,9 @@ struct PolicyOptions {
   int64_t credit_bytes = 16 << 20;       ///< bytescheduler: bytes in flight
   int64_t unit_bytes = 256 << 10;        ///< usbyte, dcredit: what ops are made of
   int64_t fusion_bytes = 25 << 20;       ///< dear: the most that a group of tensors holds
+  /// By tensor of the profile, what its gradient travels by; empty: nothing is compressed.
+  std::vector<std::string> codec_of = {};
+  CodecCosts codec_costs = {};  ///< of those codecs
 };
 
 /// Profile x NetworkModel -> Plan. The papers count a + b m for an op; where the network's startups
