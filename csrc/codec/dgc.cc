@@ -90,8 +90,10 @@ class Dgc final : public Sparse {
     const bool too_many = std::ssize(candidates) > room.size;
     if (too_many) threshold = threshold_of(candidates, room.size);
     for (size_t i = 0; i < candidates.size(); ++i) {
-      const bool above = magnitude_bits(candidates[i]) > threshold.bits;
-      if (!too_many || above || threshold.ties-- > 0) room.put(indices[i], candidates[i]);
+      const uint32_t bits = magnitude_bits(candidates[i]);
+      if (too_many && bits < threshold.bits) continue;
+      if (too_many && bits == threshold.bits && threshold.ties-- <= 0) continue;
+      room.put(indices[i], candidates[i]);
     }
   }
 

@@ -1,4 +1,4 @@
-#include "coded_op.h"
+#include "usbyte/coded_op.h"
 
 #include <map>
 #include <span>

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "coded_op.h"
+#include "usbyte/coded_op.h"
 
 namespace usbyte {
 

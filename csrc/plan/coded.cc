@@ -89,13 +89,16 @@ class Coder {
         continue;
       }
       if (codec && gathers && !codec->relays()) continue;  // all reduced already
-      const std::string spec = codec && !(gathers && sharded_) ? codec->spec() : "none";
+      const std::string spec = codec ? codec->spec() : "none";
       const Block part{std::max(block.begin, tensor.offset), std::min(block.end, tensor.end())};
       if (!out.empty() && out.back().codec == spec && out.back().block.end == part.begin) {
         out.back().block.end = part.end;
       } else {
         out.push_back({spec, part});
       }
+    }
+    for (Part& part : out) {  // cut as they were scattered
+      if (gathers && sharded_) part.codec = "none";
     }
     return out;
   }

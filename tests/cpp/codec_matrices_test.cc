@@ -67,7 +67,10 @@ class Senders {
     for (size_t r = 0; r < gradients.size(); ++r) {
       m.finish(rows_, firsts[r], q, memories[r], values[r]);
       for (size_t i = 0; i < values[r].size(); ++i) {
-        if (!std::isnan(values[0][i])) EXPECT_EQ(values[r][i], values[0][i]);
+        EXPECT_EQ(std::isnan(values[r][i]), std::isnan(values[0][i]));
+        if (!std::isnan(values[0][i])) {
+          EXPECT_EQ(values[r][i], values[0][i]);
+        }
       }
       EXPECT_EQ(starts_[r], starts_[0]);
     }

@@ -210,7 +210,9 @@ TEST(Dct, FindsAThresholdAnewWhenGradientsBecomeSmall) {
     for (float& x : gradient) x *= step < 20 ? 1.0F : 1e-3F;
     const std::vector<float> got = sender.send(gradient, step);
     const auto sent = std::ranges::count_if(got, [](float x) { return x != 0; });
-    if (step != 20) EXPECT_GT(sent, 50) << step;
+    if (step != 20) {
+      EXPECT_GT(sent, 50) << step;
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include "engine_rig.h"
@@ -111,7 +112,8 @@ class Reference {
     for (const Op& op : plan_.ops()) {
       const auto codec = make_codec(op.codec);
       const bool rounds = codec && codec->matrices() && op.kind != Collective::all_reduce;
-      const int shards = op.kind == Collective::all_reduce ? 1 : std::ssize(arenas_);
+      const int size = static_cast<int>(arenas_.size());
+      const int shards = op.kind == Collective::all_reduce ? 1 : size;
       for (Block b : op.blocks) {
         if (rounds) {
           round(op, *codec, b, step);
@@ -144,19 +146,19 @@ class Reference {
       put(plan_, arenas_[rank].data(), b.begin + static_cast<int64_t>(i), values[i]);
     }
   }
-  Memory memory_at(size_t rank, Block b) {
+  Memory memory_at(size_t rank, Block b, uint64_t note = 0) {
     float* const rows = rows_[rank].data();
-    const uint64_t note = notes_[{rank, b}];
     return {{rows + b.begin, rows + plan_.numel() + b.begin}, note};
   }
 
   std::vector<std::byte> sent(const Codec& codec, size_t rank, Block b, uint64_t seed,
                               int64_t step) {
     std::vector<std::byte> message(static_cast<size_t>(codec.message_bytes(b.numel())));
-    Memory memory = memory_at(rank, b);
+    uint64_t& note = notes_[{rank, b, seed}];
+    Memory memory = memory_at(rank, b, note);
     codec.send(values(rank, b), memory, Draw::of(seed, step, b.begin, static_cast<int>(rank)),
                static_cast<int>(arenas_.size()), message.data());
-    notes_[{rank, b}] = memory.note;
+    note = memory.note;
     return message;
   }
 
@@ -220,10 +222,10 @@ class Reference {
 
   const Plan& plan_;
   const uint64_t seed_;
-  std::vector<std::vector<std::byte>> arenas_;  // by rank
-  std::vector<std::vector<float>> rows_;        // of memory, by rank
-  std::map<std::pair<size_t, Block>, uint64_t> notes_;
-  std::map<Block, std::vector<float>> firsts_;  // sums of first rounds
+  std::vector<std::vector<std::byte>> arenas_;                     // by rank
+  std::vector<std::vector<float>> rows_;                           // of memory, by rank
+  std::map<std::tuple<size_t, Block, uint64_t>, uint64_t> notes_;  // the last tells kinds apart
+  std::map<Block, std::vector<float>> firsts_;                     // sums of first rounds
 };
 
 class CodedPlans : public testing::TestWithParam<uint64_t> {};

@@ -89,7 +89,15 @@ def test_plans_are_split_by_codec():
     assert [(op.kind, op.blocks) for op in voted.ops if op.codec != "none"] == [
         ("all_reduce", [(3, 13)])
     ]
-    shards = _core.with_codecs(plan := _core.Plan("mine", tensors, pair), 5 * ["int8"], True)
+    plan = _core.Plan("mine", tensors, pair)
+    mixed = _core.with_codecs(plan, ["none", "int8", *3 * ["none"]], True)
+    assert [(op.kind, op.codec, op.blocks) for op in mixed.ops] == [
+        ("reduce_scatter", "none", [(0, 3), (13, 20), (20, 39)]),
+        ("reduce_scatter", "int8", [(3, 13)]),
+        ("all_gather", "none", [(20, 39)]),
+        ("all_gather", "none", [(0, 3), (3, 13), (13, 20)]),
+    ]
+    shards = _core.with_codecs(plan, 5 * ["int8"], True)
     assert [(op.kind, op.codec) for op in shards.ops] == [
         ("reduce_scatter", "int8"), ("all_gather", "none"), ("all_gather", "none")
     ]  # fmt: skip
@@ -203,6 +211,22 @@ def test_ranks_stay_equal_under_every_codec():
     run_ranks(3, every_codec, timeout=200, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
+def shards(rank, size):
+    ub.init()
+    short_probes()
+    options = {"steps": 10, "shard_optimizer": True}
+    want = train("forward", "sgd", rank, size, **options)
+    for codec in ("fp16", "int8"):
+        got = train("forward", "sgd", rank, size, compression=codec, **options)
+        assert 0 < difference(got, want) < 0.02, (codec, difference(got, want))
+        flat = torch.cat([v.double().flatten() for v in got.values()])
+        assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min)), codec
+
+
+def test_gradients_of_sharded_updates_are_compressed():
+    run_ranks(3, shards, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def blocks_of(tensors, width, kind):
     """A plan whose blocks are of `width` elements, whatever the tensors."""
     end = tensors[-1].end
@@ -219,6 +243,8 @@ def feedback(rank, size, spec):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(40, 40))
     other = nn.Parameter(torch.zeros(30, 30))
+    extra = nn.Parameter(torch.zeros(3))
+    named = [("weight", weight), ("other", other), ("extra", extra)]
     plans = []
 
     def policy(profile, network):
@@ -227,7 +253,7 @@ def feedback(rank, size, spec):
         return plans[-1]
 
     opt = ub.DistributedOptimizer(
-        torch.optim.SGD([weight, other], lr=1.0), [("weight", weight), ("other", other)],
+        torch.optim.SGD([weight, other], lr=1.0), named,
         compression=spec, policy=policy,
     )  # fmt: skip
     produced = [torch.zeros_like(p) for p in (weight, other)]
@@ -250,13 +276,13 @@ def feedback(rank, size, spec):
             for part in opt._memory.parts.values():
                 part.zero_()
             opt.load_state_dict(saved)
-            opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+            opt.add_param_group({"params": [extra]})
     assert len(seen) >= 5, seen  # learning, then mine, and so on
     kept = opt._memory.parts
     for name, param, total in zip(("weight", "other"), (weight, other), produced, strict=True):
         left = ub.allreduce(kept[name][0], op=ub.Sum).view_as(param)
         # What was applied and what is remembered are all that there was.
-        assert torch.allclose(-param.detach() + left / size, total, atol=1e-4), spec
+        assert torch.allclose(-param.detach() + left, total, atol=1e-4), spec
         assert left.abs().max() > 0.1
     opt.close()
 
@@ -344,3 +370,68 @@ def test_a_codec_has_one_spelling():
 def test_codecs_are_checked_where_they_are_made():
     with pytest.raises(UsageError, match="qsgd:4"):
         Codec("qsgd:5")
+
+
+def hooked(rank, size):
+    ub.init()
+
+    def trained(hook_of, optimizer="sgd", steps=12):
+        torch.manual_seed(3)
+        model = Awkward()
+        opt = OPTIMIZERS[optimizer](model.parameters())
+        net = DistributedDataParallel(model, find_unused_parameters=True)
+        net.register_comm_hook(None, hook_of(model))
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(steps):
+            opt.zero_grad()
+            tokens = torch.randint(0, 40, (4, 6), generator=data)
+            nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()
+            opt.step()
+        return {k: v.clone() for k, v in model.state_dict().items()}
+
+    want = trained(lambda model: cast_hook(torch.bfloat16))
+    assert difference(trained(lambda model: ub.ddp_comm_hook("bf16")), want) == 0
+    for codec in CODECS:
+        got = trained(lambda model, codec=codec: ub.ddp_comm_hook(codec), "adam", steps=4)
+        flat = torch.cat([v.double().flatten() for v in got.values()])
+        assert flat.isfinite().all(), codec
+        assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min)), codec
+    rules = {"*.weight": "int8"}
+    trained(lambda model: ub.ddp_comm_hook(rules, model.named_parameters()), steps=2)
+
+
+def test_a_hook_of_ddp_compresses_likewise():
+    run_ranks(2, hooked)
+
+
+def remembered(rank, size):
+    ub.init()
+    torch.manual_seed(0)
+    model = nn.Linear(50, 40, bias=False)
+    start = model.weight.detach().clone()
+    net = DistributedDataParallel(model)
+    net.register_comm_hook(None, hook := ub.ddp_comm_hook("topk:0.05"))
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = torch.Generator().manual_seed(rank)
+    total = torch.zeros_like(start)
+    for _ in range(10):
+        opt.zero_grad()
+        x = torch.randn(8, 50, generator=data)
+        g = torch.randn(8, 40, generator=data)
+        (net(x) * g).sum().backward()
+        opt.step()
+        total += ub.allreduce(g.T @ x)
+    left = ub.allreduce(hook.__self__._kept[model.weight][0]).view_as(start) * size
+    assert torch.allclose(start - model.weight.detach() + left, total, atol=1e-3)
+    assert left.abs().max() > 1
+
+
+def test_the_hook_loses_nothing():
+    run_ranks(2, remembered)
+
+
+def test_the_hook_is_told_what_is_what():
+    with pytest.raises(UsageError, match="patterns need named_parameters"):
+        ub.ddp_comm_hook({"*": "int8"})
+    with pytest.raises(UsageError, match="'zip' is unknown"):
+        ub.ddp_comm_hook("zip")

@@ -197,7 +197,8 @@ class Memory:
             self.parts,
             torch.zeros(rows, plan.numel, dtype=torch.float32, device="cpu"),
         )
-        self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in plan.tensors}
+        tensors = [t for t in plan.tensors if t.name != USED]
+        self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
         for name, part in old.items():
             if name in self.parts:
                 self.parts[name][: len(part)] = part
@@ -209,7 +210,7 @@ class Memory:
 
     def state(self) -> dict[str, torch.Tensor]:
         """A copy by parameter, for a checkpoint."""
-        return {name: part.clone() for name, part in self.parts.items() if name != USED}
+        return {name: part.clone() for name, part in self.parts.items()}
 
     def check(self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
         """Raises UsageError if the state is not of these parameters."""
