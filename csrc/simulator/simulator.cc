@@ -4,6 +4,7 @@
 #include <limits>
 #include <queue>
 
+#include "coding_thread.h"
 #include "usbyte/channel.h"
 #include "usbyte/error.h"
 
@@ -14,9 +15,11 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
-Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded)
+Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded,
+                     CodecCosts costs)
     : profile_(&profile),
       network_(std::move(network)),
+      codec_costs_(std::move(costs)),
       overlap_(overlap),
       sharded_(sharded),
       iteration_s_(profile.iteration_s()) {
@@ -100,14 +103,33 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
   double release = kNever;  // when the shards have been updated
   bool released = !sharded_;
   Channel channel(network_);
+  CodingThread coding(plan, codec_costs_, network_.ranks);
   size_t next_ready = 0;  // in backward_order_
   double now = 0;
   const auto queued = [&](std::span<const int> ops) {
     for (int op : ops) {
-      if (step.coded(op)) step.encoded(op);
+      if (!step.coded(op)) continue;
+      if (coding.takes_time()) {
+        coding.put({op, false}, now);
+      } else {
+        step.encoded(op);
+      }
     }
     if (!record) return;
     for (int op : ops) record->queued_s[static_cast<size_t>(op)] = now;
+  };
+  const auto complete = [&](int op) {
+    end_s_ = now;
+    if (record) record->done_s[static_cast<size_t>(op)] = now;
+    const Step::Change change = step.complete(op);
+    queued(change.queued);
+    for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;
+    if (!released && step.reduced()) {
+      released = true;
+      const double end = profile_->backward_end_s();
+      reduced_late_s_ = std::max(now - end, 0.0);
+      release = end + reduced_late_s_ + shard_update_s_;
+    }
   };
   while (!step.drained()) {
     while (step.launchable()) {
@@ -121,31 +143,32 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
     const double ready = next_ready < backward_order_.size()
                              ? profile_->ready_s[static_cast<size_t>(backward_order_[next_ready])]
                              : kNever;
-    const double moves = channel.next_s();
-    now = std::min({ready, moves, release});
+    const double moves = channel.next_s(), codes = coding.next_s();
+    now = std::min({ready, moves, codes, release});
     if (now == kNever) {
       throw PlanError("simulator: a sharded plan gathers before everything is reduced");
     }
     if (now == release) {
       release = kNever;
       queued(step.release_gathers().queued);
-    } else if (moves <= ready) {
+    } else if (moves <= std::min(ready, codes)) {
       const int op = channel.advance();
       if (op < 0) continue;
-      end_s_ = now;
-      if (record) record->done_s[static_cast<size_t>(op)] = now;
       if (step.coded(op)) step.received(op);
-      const Step::Change change = step.complete(op);
-      queued(change.queued);
-      for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;
-      if (!released && step.reduced()) {
-        released = true;
-        const double end = profile_->backward_end_s();
-        reduced_late_s_ = std::max(now - end, 0.0);
-        release = end + reduced_late_s_ + shard_update_s_;
+      if (step.coded(op) && coding.takes_time()) {
+        coding.put({op, true}, now);
+      } else {
+        complete(op);
       }
-    } else {
+    } else if (ready <= codes) {
       queued(step.ready(backward_order_[next_ready++]).queued);
+    } else if (coding.advance()) {
+      const CodingThread::Job job = coding.ended();
+      if (job.decodes) {
+        complete(job.op);
+      } else {
+        step.encoded(job.op);
+      }
     }
   }
 }
