@@ -5,7 +5,6 @@
 namespace usbyte {
 
 CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, int ranks) {
-  if (costs.by_spec.empty()) return;
   times_.resize(plan.ops().size());
   for (size_t i = 0; i < times_.size(); ++i) {
     const Op& op = plan.ops()[i];

@@ -23,11 +23,9 @@ class CodingThread {
     auto operator<=>(const Job&) const = default;
   };
 
-  /// Throws UsageError where there are costs, but not of a codec of the plan.
+  /// Throws UsageError where the costs of a codec of the plan are not known.
   CodingThread(const Plan& plan, const CodecCosts& costs, int ranks);
 
-  /// False where no costs are known: then coding takes no time, and no job is put.
-  bool takes_time() const { return !times_.empty(); }
   void put(const Job& job, double now_s);
   /// When the thread next takes or ends a job; infinity where there is none.
   double next_s() const { return next_s_; }

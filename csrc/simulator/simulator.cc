@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <queue>
+#include <utility>
 
 #include "coding_thread.h"
 #include "usbyte/channel.h"
@@ -85,6 +87,11 @@ Prediction Simulator::predict(const Plan& plan) {
 }
 
 void Simulator::run(const Plan& plan, StepRecord* record) {
+  codec_costs_.by_spec.empty() ? play<false>(plan, record) : play<true>(plan, record);
+}
+
+template <bool kCodes>
+void Simulator::play(const Plan& plan, StepRecord* record) {
   if (plan.tensors().size() != due_s_.size()) {
     throw UsageError("simulator: the plan has " + std::to_string(plan.tensors().size()) +
                      " tensors, the profile " + std::to_string(due_s_.size()));
@@ -103,33 +110,21 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
   double release = kNever;  // when the shards have been updated
   bool released = !sharded_;
   Channel channel(network_);
-  CodingThread coding(plan, codec_costs_, network_.ranks);
+  std::optional<CodingThread> coding;
+  if constexpr (kCodes) coding.emplace(plan, codec_costs_, network_.ranks);
   size_t next_ready = 0;  // in backward_order_
   double now = 0;
   const auto queued = [&](std::span<const int> ops) {
     for (int op : ops) {
       if (!step.coded(op)) continue;
-      if (coding.takes_time()) {
-        coding.put({op, false}, now);
+      if constexpr (kCodes) {
+        coding->put({op, false}, now);
       } else {
         step.encoded(op);
       }
     }
     if (!record) return;
     for (int op : ops) record->queued_s[static_cast<size_t>(op)] = now;
-  };
-  const auto complete = [&](int op) {
-    end_s_ = now;
-    if (record) record->done_s[static_cast<size_t>(op)] = now;
-    const Step::Change change = step.complete(op);
-    queued(change.queued);
-    for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;
-    if (!released && step.reduced()) {
-      released = true;
-      const double end = profile_->backward_end_s();
-      reduced_late_s_ = std::max(now - end, 0.0);
-      release = end + reduced_late_s_ + shard_update_s_;
-    }
   };
   while (!step.drained()) {
     while (step.launchable()) {
@@ -143,32 +138,44 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
     const double ready = next_ready < backward_order_.size()
                              ? profile_->ready_s[static_cast<size_t>(backward_order_[next_ready])]
                              : kNever;
-    const double moves = channel.next_s(), codes = coding.next_s();
-    now = std::min({ready, moves, codes, release});
+    const double moves = channel.next_s();
+    const double codes = kCodes ? coding->next_s() : kNever;
+    now = std::min({ready, moves, release});
+    if constexpr (kCodes) now = std::min(now, codes);
     if (now == kNever) {
       throw PlanError("simulator: a sharded plan gathers before everything is reduced");
     }
+    int over = -1;  // an op
     if (now == release) {
       release = kNever;
       queued(step.release_gathers().queued);
-    } else if (moves <= std::min(ready, codes)) {
-      const int op = channel.advance();
-      if (op < 0) continue;
-      if (step.coded(op)) step.received(op);
-      if (step.coded(op) && coding.takes_time()) {
-        coding.put({op, true}, now);
-      } else {
-        complete(op);
+    } else if (moves <= ready && (!kCodes || moves <= codes)) {
+      over = channel.advance();
+      if (over >= 0 && step.coded(over)) {
+        step.received(over);
+        if constexpr (kCodes) coding->put({std::exchange(over, -1), true}, now);
       }
-    } else if (ready <= codes) {
+    } else if (!kCodes || ready <= codes) {
       queued(step.ready(backward_order_[next_ready++]).queued);
-    } else if (coding.advance()) {
-      const CodingThread::Job job = coding.ended();
+    } else if (coding->advance()) {
+      const CodingThread::Job job = coding->ended();
       if (job.decodes) {
-        complete(job.op);
+        over = job.op;
       } else {
         step.encoded(job.op);
       }
+    }
+    if (over < 0) continue;
+    end_s_ = now;
+    if (record) record->done_s[static_cast<size_t>(over)] = now;
+    const Step::Change change = step.complete(over);
+    queued(change.queued);
+    for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;
+    if (!released && step.reduced()) {
+      released = true;
+      const double end = profile_->backward_end_s();
+      reduced_late_s_ = std::max(now - end, 0.0);
+      release = end + reduced_late_s_ + shard_update_s_;
     }
   }
 }

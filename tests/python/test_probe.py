@@ -101,8 +101,10 @@ def test_what_it_says_where_it_cannot(tmp_path):
 def test_codecs_on_one_thread(tmp_path):
     files = ["--json", "codecs.json"]
     quick = ["--codec-time", "1ms"]
-    done = usbyte_probe(tmp_path, "--codecs", "topk:1e-2, fp16,topk:0.01", *quick, *files)
-    assert done.returncode == 0, done.stderr
+    path = str(tmp_path / "codecs.json")
+    named = ["probe", "--codecs", "topk:1e-2, fp16,topk:0.01", *quick, "--json", path]
+    done = CliRunner().invoke(main, named)
+    assert done.exit_code == 0, done.output
     costs = _core.CodecCosts.from_json((tmp_path / "codecs.json").read_text())
     assert costs.specs == ["fp16", "topk:0.01"]
     for spec in costs.specs:

@@ -61,6 +61,8 @@ class Simulator {
 
  private:
   void run(const Plan& plan, StepRecord* record);
+  template <bool kCodes>  // with times of codecs; planners try many plans without
+  void play(const Plan& plan, StepRecord* record);
   double sharded_bound_s() const;
 
   const Profile* profile_;
