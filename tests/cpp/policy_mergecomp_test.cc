@@ -1,8 +1,8 @@
 // MergeComp: groups of gradients that are encoded, sent and decoded as one.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
-#include <map>
 
 #include "random_job.h"
 #include "usbyte/codec.h"
@@ -31,7 +31,10 @@ Job random_coded_job(std::mt19937& rng, int64_t tensors, bool coded) {
   Job job;
   job.profile = random_job(rng, tensors, 1e7);
   job.network = random_network(rng);
-  if (uniform(rng, 0, 2) == 0) job.network.pack_s_per_byte = 1e-8;
+  if (uniform(rng, 0, 1)) {  // then it matters which of them are neighbours on the line
+    job.network.pack_s_per_byte = 1e-7;
+    std::shuffle(job.profile.ready_s.begin(), job.profile.ready_s.end(), rng);
+  }
   job.options.overlap = uniform(rng, 0, 2) ? Overlap::forward : Overlap::backward;
   if (!coded) return job;
   const std::vector<std::string> specs{"fp16", "topk:0.01", "int8", "none"};
@@ -156,8 +159,7 @@ TEST(MergeComp, HardlyAnyGroupingIsBetterWhereGroupingsAreGivenUp) {
     const double least_s = simulator.iteration_s() + std::max(least_lateness_s(job), 0.0);
     const double step_s = simulator.iteration_s() + std::max(lateness_s(job), 0.0);
     EXPECT_GE(step_s, least_s * (1 - 1e-9));
-    if (step_s > least_s * (1 + 1e-9)) std::printf("gap %g\n", step_s / least_s - 1);
-    sum += step_s / least_s - 1;
+    if (least_s > 0) sum += step_s / least_s - 1;
   }
   EXPECT_LE(sum / cases(12), 0.002);
 }
