@@ -1,26 +1,9 @@
 #include <algorithm>
 
+#include "joined.h"
 #include "usbyte/policy.h"
 
 namespace usbyte {
-namespace {
-
-// Neighbours on the line become one block.
-std::vector<Block> joined(std::vector<Block> blocks) {
-  std::sort(blocks.begin(), blocks.end());
-  std::vector<Block> out;
-  for (Block b : blocks) {
-    if (!out.empty() && out.back().end == b.begin) {
-      out.back().end = b.end;
-    } else {
-      out.push_back(b);
-    }
-  }
-  return out;
-}
-
-}  // namespace
-
 // The rule has three conditions: the gradient is ready before the op would end, and either before
 // the op starts or less than a startup later. As an op takes a startup at least, the last implies
 // the others. A group's start depends only on the groups before it, so one pass decides all merges.

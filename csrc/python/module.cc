@@ -22,6 +22,8 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_plan(m);
   usbyte::register_profile(m);
   usbyte::register_network(m);
+  usbyte::register_codec_costs(m);
+  usbyte::register_codec_probe(m);
   usbyte::register_policy(m);
   usbyte::register_simulator(m);
   usbyte::register_env(m);

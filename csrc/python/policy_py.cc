@@ -12,8 +12,11 @@ void register_policy(py::module_& m) {
   m.def(
       "make_plan",
       [](const std::string& policy, const Profile& profile, const NetworkModel& network,
-         const std::map<std::string, int64_t>& options, const std::string& overlap, bool sharded) {
+         const std::map<std::string, int64_t>& options, const std::string& overlap, bool sharded,
+         const std::vector<std::string>& codecs, const CodecCosts& codec_costs) {
         PolicyOptions o;
+        o.codec_of = codecs;
+        o.codec_costs = codec_costs;
         o.overlap = overlap_from_name(overlap);
         o.sharded = sharded;
         const std::map<std::string, int64_t*> fields = {
@@ -32,9 +35,11 @@ void register_policy(py::module_& m) {
       },
       py::arg("policy"), py::arg("profile"), py::arg("network"),
       py::arg("options") = std::map<std::string, int64_t>{}, py::arg("overlap") = "forward",
-      py::arg("sharded") = false,
+      py::arg("sharded") = false, py::arg("codecs") = std::vector<std::string>{},
+      py::arg("codec_costs") = CodecCosts{},
       "Plan of the policy of that name; options in bytes: bucket_bytes, first_bucket_bytes, "
-      "partition_bytes, credit_bytes, unit_bytes, fusion_bytes.");
+      "partition_bytes, credit_bytes, unit_bytes, fusion_bytes. Codecs: what each tensor travels "
+      "by; codec_costs: of those.");
   m.def("policies", [] {
     std::vector<std::string> names;
     for (const auto& [key, unused] : policies()) names.push_back(key);

@@ -19,11 +19,13 @@ void register_simulator(py::module_& m) {
   m.def(
       "simulate",
       [](const Plan& plan, const Profile& profile, const NetworkModel& network,
-         const std::string& overlap, bool sharded) {
-        return Simulator(profile, network, overlap_from_name(overlap), sharded).predict(plan);
+         const std::string& overlap, bool sharded, const CodecCosts& codec_costs) {
+        return Simulator(profile, network, overlap_from_name(overlap), sharded, codec_costs)
+            .predict(plan);
       },
       py::arg("plan"), py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
-      py::arg("sharded") = false, py::call_guard<py::gil_scoped_release>());
+      py::arg("sharded") = false, py::arg("codec_costs") = CodecCosts{},
+      py::call_guard<py::gil_scoped_release>(), "Without any codec_costs, coding takes no time.");
   m.def(
       "bound_s",
       [](const Profile& profile, const NetworkModel& network, const std::string& overlap,
@@ -31,7 +33,7 @@ void register_simulator(py::module_& m) {
         return Simulator(profile, network, overlap_from_name(overlap), sharded).bound_s();
       },
       py::arg("profile"), py::arg("network"), py::arg("overlap") = "forward",
-      py::arg("sharded") = false, "Seconds for a step that no plan goes below.");
+      py::arg("sharded") = false, "Seconds for a step that no plan without codecs goes below.");
 }
 
 }  // namespace usbyte

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <queue>
+#include <utility>
 
+#include "coding_thread.h"
 #include "usbyte/channel.h"
 #include "usbyte/error.h"
 
@@ -14,9 +17,11 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
-Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded)
+Simulator::Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded,
+                     CodecCosts costs)
     : profile_(&profile),
       network_(std::move(network)),
+      codec_costs_(std::move(costs)),
       overlap_(overlap),
       sharded_(sharded),
       iteration_s_(profile.iteration_s()) {
@@ -82,6 +87,11 @@ Prediction Simulator::predict(const Plan& plan) {
 }
 
 void Simulator::run(const Plan& plan, StepRecord* record) {
+  codec_costs_.by_spec.empty() ? play<false>(plan, record) : play<true>(plan, record);
+}
+
+template <bool kCodes>
+void Simulator::play(const Plan& plan, StepRecord* record) {
   if (plan.tensors().size() != due_s_.size()) {
     throw UsageError("simulator: the plan has " + std::to_string(plan.tensors().size()) +
                      " tensors, the profile " + std::to_string(due_s_.size()));
@@ -100,11 +110,18 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
   double release = kNever;  // when the shards have been updated
   bool released = !sharded_;
   Channel channel(network_);
+  std::optional<CodingThread> coding;
+  if constexpr (kCodes) coding.emplace(plan, codec_costs_, network_.ranks);
   size_t next_ready = 0;  // in backward_order_
   double now = 0;
   const auto queued = [&](std::span<const int> ops) {
     for (int op : ops) {
-      if (step.coded(op)) step.encoded(op);
+      if (!step.coded(op)) continue;
+      if constexpr (kCodes) {
+        coding->put({op, false}, now);
+      } else {
+        step.encoded(op);
+      }
     }
     if (!record) return;
     for (int op : ops) record->queued_s[static_cast<size_t>(op)] = now;
@@ -122,30 +139,43 @@ void Simulator::run(const Plan& plan, StepRecord* record) {
                              ? profile_->ready_s[static_cast<size_t>(backward_order_[next_ready])]
                              : kNever;
     const double moves = channel.next_s();
+    const double codes = kCodes ? coding->next_s() : kNever;
     now = std::min({ready, moves, release});
+    if constexpr (kCodes) now = std::min(now, codes);
     if (now == kNever) {
       throw PlanError("simulator: a sharded plan gathers before everything is reduced");
     }
+    int over = -1;  // an op
     if (now == release) {
       release = kNever;
       queued(step.release_gathers().queued);
-    } else if (moves <= ready) {
-      const int op = channel.advance();
-      if (op < 0) continue;
-      end_s_ = now;
-      if (record) record->done_s[static_cast<size_t>(op)] = now;
-      if (step.coded(op)) step.received(op);
-      const Step::Change change = step.complete(op);
-      queued(change.queued);
-      for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;
-      if (!released && step.reduced()) {
-        released = true;
-        const double end = profile_->backward_end_s();
-        reduced_late_s_ = std::max(now - end, 0.0);
-        release = end + reduced_late_s_ + shard_update_s_;
+    } else if (moves <= ready && (!kCodes || moves <= codes)) {
+      over = channel.advance();
+      if (over >= 0 && step.coded(over)) {
+        step.received(over);
+        if constexpr (kCodes) coding->put({std::exchange(over, -1), true}, now);
       }
-    } else {
+    } else if (!kCodes || ready <= codes) {
       queued(step.ready(backward_order_[next_ready++]).queued);
+    } else if (coding->advance()) {
+      const CodingThread::Job job = coding->ended();
+      if (job.decodes) {
+        over = job.op;
+      } else {
+        step.encoded(job.op);
+      }
+    }
+    if (over < 0) continue;
+    end_s_ = now;
+    if (record) record->done_s[static_cast<size_t>(over)] = now;
+    const Step::Change change = step.complete(over);
+    queued(change.queued);
+    for (int t : change.arrived) arrived_s_[static_cast<size_t>(t)] = now;
+    if (!released && step.reduced()) {
+      released = true;
+      const double end = profile_->backward_end_s();
+      reduced_late_s_ = std::max(now - end, 0.0);
+      release = end + reduced_late_s_ + shard_update_s_;
     }
   }
 }

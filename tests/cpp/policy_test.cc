@@ -77,6 +77,66 @@ TEST(Policies, UnknownNamesAndBadSizesAreErrors) {
   EXPECT_THROW(make_plan("wfbp", p, {}, sharded), UsageError);
 }
 
+TEST(Policies, CodecsReachEveryPlan) {
+  std::mt19937 rng(4);
+  constexpr const char* kSpecs[] = {"none", "fp16", "topk:1e-2"};
+  for (int i = 0; i < cases(40); ++i) {
+    const Profile p = random_profile(rng);
+    const NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 3)), 0.01}}};
+    PolicyOptions options;
+    std::vector<std::string> expected;
+    for (const TensorSpec& t : p.tensors) {
+      options.codec_of.emplace_back(is_floating(t.dtype) ? kSpecs[uniform(rng, 0, 2)] : "none");
+      expected.push_back(options.codec_of.back() == "topk:1e-2" ? "topk:0.01"
+                                                                : options.codec_of.back());
+    }
+    for (const auto& [name, unused] : policies()) {
+      if (name == "auto" && i > 2) continue;
+      const Plan plan = make_plan(name, p, network, options);
+      EXPECT_EQ(plan.policy(), name);
+      for (const Op& op : plan.ops()) {
+        for (int t : plan.tensors_of(op)) {
+          EXPECT_EQ(op.codec, expected[static_cast<size_t>(t)]) << name;
+        }
+      }
+    }
+    options.codec_of.assign(p.tensors.size(), "none");
+    EXPECT_EQ(make_plan("pipedap", p, network, options), make_plan("pipedap", p, network));
+  }
+}
+
+TEST(Policies, CodecsThatCannotBeAreErrors) {
+  Profile p = profile_of({10, 20});
+  const auto error = [&](const PolicyOptions& options) -> std::string {
+    try {
+      make_plan("wfbp", p, {}, options);
+    } catch (const UsageError& e) {
+      return e.what();
+    }
+    return "none";
+  };
+  const auto with = [](std::vector<std::string> codecs) {
+    PolicyOptions options;
+    options.codec_of = std::move(codecs);
+    return options;
+  };
+  EXPECT_EQ(error(with({"fp16", "none"})), "none");
+  EXPECT_NE(error(with({"fp16"})).find("1 codecs for 2 tensors"), std::string::npos);
+  EXPECT_NE(error(with({"fp16", "zip"})).find("'zip' is unknown"), std::string::npos);
+  PolicyOptions options = with({"fp16", "none"});
+  options.codec_costs.by_spec["int8"] = {};
+  EXPECT_NE(error(options).find("usbyte probe --codecs fp16,int8"), std::string::npos);
+  options = with({"none", "none"});
+  options.codec_costs.by_spec["int8"] = {};
+  EXPECT_EQ(error(options), "none");
+  options = with({"fp16", "none"});
+  options.sharded = true;
+  EXPECT_NE(error(options).find("sharded"), std::string::npos);
+  p.tensors[1].dtype = DType::int32;
+  EXPECT_NE(error(with({"fp16", "fp16"})).find("'" + p.tensors[1].name + "', which is of int32"),
+            std::string::npos);
+}
+
 TEST(Wfbp, OneFencedOpForEachTensorInBackwardOrder) {
   const Plan plan = make_plan("wfbp", profile_of({5, 6, 7}), {});
   EXPECT_EQ(blocks_of(plan), (std::vector<Block>{{11, 18}, {5, 11}, {0, 5}}));

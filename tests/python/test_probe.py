@@ -10,8 +10,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
 from usbyte import _core
+from usbyte.cli import main
 from usbyte.torch.costs import (
     BUSY,
     ONE_SHOT,
@@ -94,6 +96,47 @@ def test_what_it_says_where_it_cannot(tmp_path):
     done = usbyte_probe(tmp_path, "--json", "no/network.json", ranks=2)
     assert done.returncode == 1
     assert "cannot write 'no/network.json'" in done.stderr
+
+
+def test_codecs_on_one_thread(tmp_path):
+    files = ["--json", "codecs.json"]
+    quick = ["--codec-time", "1ms"]
+    path = str(tmp_path / "codecs.json")
+    named = ["probe", "--codecs", "topk:1e-2, fp16,topk:0.01", *quick, "--json", path]
+    done = CliRunner().invoke(main, named)
+    assert done.exit_code == 0, done.output
+    costs = _core.CodecCosts.from_json((tmp_path / "codecs.json").read_text())
+    assert costs.specs == ["fp16", "topk:0.01"]
+    for spec in costs.specs:
+        for cost in (costs.of(spec).encode, costs.of(spec).decode):
+            assert cost.beta_s_per_byte > 0
+            assert cost.alpha_s == cost.overlap_s  # constant, then by the byte
+    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [row.split()[1] for row in rows] == ["topk:0.01", "fp16"]
+    assert "50.00%" in rows[1]
+    assert f"{1e-9 / costs.of('fp16').encode.beta_s_per_byte:.2f}" in rows[1]
+    # All, and only one of several ranks.
+    done = usbyte_probe(tmp_path, "--codecs", *quick, *files, ranks=2)
+    assert done.returncode == 0, done.stderr
+    costs = _core.CodecCosts.from_json((tmp_path / "codecs.json").read_text())
+    assert {spec.partition(":")[0] for spec in costs.specs} == set(_core.codec_names())
+    assert done.stdout.count("fp16") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--codecs", "zip"], "'zip' is unknown"),
+        (["--codecs", "none"], "name codecs other than none"),
+        (["--codecs", "fp16", "--plot", "x.png"], "do not go with --codecs"),
+        (["--codecs", "fp16", "--codec-time", "0"], "time above 0"),
+        (["--codecs", "fp16", "--json", "no/codecs.json"], "cannot write 'no/codecs.json'"),
+    ],
+)
+def test_codecs_that_cannot_be_measured(arguments, message):
+    done = CliRunner().invoke(main, ["probe", *arguments])
+    assert done.exit_code != 0
+    assert message in done.output
 
 
 def test_groups_end_when_the_last_of_their_operations_has():

@@ -164,6 +164,57 @@ def test_simulation_of_all_policies(profile, tmp_path):
     assert "10gbit" in done.output
 
 
+@pytest.fixture
+def codec_costs(tmp_path):
+    """Encoding is dear, decoding is not."""
+    encode, decode = _core.AlphaBeta(5e-3, 1e-9, 5e-3), _core.AlphaBeta(0, 1e-10)
+    costs = _core.CodecCosts({"topk:0.01": _core.CodecCost(encode, decode)})
+    path = tmp_path / "codecs.json"
+    path.write_text(costs.to_json())
+    return path
+
+
+def test_plans_with_codecs(profile, codec_costs, tmp_path):
+    output = tmp_path / "plan.json"
+    job = _core.Profile.from_json(profile.read_text())
+    network = _core.NetworkModel.ring(4, 1e-3, 125e6)
+    costs = _core.CodecCosts.from_json(codec_costs.read_text())
+    steps = {}
+    for policy in ("wfbp", "mergecomp", "mergecomp_online", "auto"):
+        coded = ["--policy", policy, "--codec", "topk:1e-2", "-o", str(output)]
+        done = invoke("plan", str(profile), *RING, *coded, "--codec-costs", str(codec_costs))
+        assert done.exit_code == 0, done.output
+        assert "by topk:0.01" in done.output
+        plan = _core.Plan.from_json(output.read_text())
+        assert {op.codec for op in plan.ops} == {"topk:0.01"}
+        steps[policy] = _core.simulate(plan, job, network, codec_costs=costs).step_s
+        assert f"step {steps[policy]:.6f} s" in done.output
+        assert steps[policy] > _core.simulate(plan, job, network).step_s
+    assert steps["mergecomp"] < steps["wfbp"]
+    assert steps["mergecomp"] <= steps["mergecomp_online"] + 1e-12
+    unknown = ["--codec", "fp16", "--codec-costs", str(codec_costs)]
+    done = invoke("plan", str(profile), *RING, *unknown)
+    assert done.exit_code == 1
+    assert "usbyte probe --codecs fp16,topk:0.01" in done.output
+    done = invoke("plan", str(profile), *RING, "--codec", "fp16", *SHARDED)
+    assert "do not go with a sharded optimizer" in done.output
+
+
+def test_simulation_with_codecs(profile, codec_costs, tmp_path):
+    output = tmp_path / "steps.csv"
+    options = ["--workers", "4", "--bandwidth", "1gbit", "--csv", str(output)]
+    options += ["--policies", "ddp,mergecomp", "--codec", "topk:0.01"]
+    done = invoke("simulate", str(profile), *options, "--codec-costs", str(codec_costs))
+    assert done.exit_code == 0, done.output
+    assert "by topk:0.01" in done.output
+    dear = list(csv.DictReader(output.open()))
+    assert {row["codec"] for row in dear} == {"topk:0.01"}
+    assert invoke("simulate", str(profile), *options).exit_code == 0
+    free = list(csv.DictReader(output.open()))
+    for costly, cheap in zip(dear, free, strict=True):
+        assert float(costly["step_s"]) > float(cheap["step_s"])
+
+
 def test_simulation_of_sharded_optimizers(profile, tmp_path):
     output = tmp_path / "steps.csv"
     options = ["--workers", "4", "--bandwidth", "1gbit", "--latency", "1ms", "--csv", str(output)]

@@ -81,6 +81,33 @@ def test_dear_is_tuned_within_its_bounds_to_nearly_the_best(job):
     assert job.simulated_s(tuner.best().plan) <= 1.02 * min(grid)
 
 
+@pytest.mark.parametrize("tensors", [1, 2, 3, 4, 30, 161])
+def test_mergecomp_finds_the_boundary_by_few_trials(tensors):
+    specs = [_core.TensorSpec(f"t{i}", 1000, "float32", 1000 * i) for i in range(tensors)]
+    ready = [2.0 * tensors - t for t in range(tensors)]
+    profile = _core.Profile(specs, [0.0] * tensors, ready, 3.0 * tensors)
+    coded = tuning.Job(
+        profile, _core.NetworkModel.ring(4, 1e-3, 1e6), {}, codecs=["fp16"] * tensors
+    )
+    search = tuning.TRIED["mergecomp_online"]
+    for best in {1, 2, tensors // 2, tensors - 1} & set(range(1, tensors)):
+
+        def seconds(plan, best=best):
+            assert {op.codec for op in plan.ops} == {"fp16"}
+            if len(plan.ops) == 1:
+                return 2.0 * tensors
+            first, second = plan.ops  # what backward produces first is last on the line
+            assert first.blocks[0][0] == second.blocks[0][1]
+            assert second.fence
+            return 1.0 + abs((plan.numel - first.blocks[0][0]) // 1000 - best)
+
+        tuner = run(search(coded), seconds)
+        assert tuner.best().what == f"{best} of {tensors} tensors before the rest"
+        assert len(tuner.trials) <= 3 + 1.45 * math.log2(tensors)
+    [alone] = run(search(coded), lambda _: 1.0).trials[:1]
+    assert alone.candidate.what == "one group"
+
+
 @pytest.mark.parametrize("partition", [1, 2 * MIB, 32 * MIB, 1 << 40])
 @pytest.mark.parametrize("credit", [1, 64 * MIB, 1 << 40])
 def test_no_point_has_a_credit_that_holds_no_part(job, partition, credit):

@@ -24,9 +24,10 @@ struct PolicyOptions {
   int64_t credit_bytes = 16 << 20;       ///< bytescheduler: bytes in flight
   int64_t unit_bytes = 256 << 10;        ///< usbyte, dcredit: what ops are made of
   int64_t fusion_bytes = 25 << 20;       ///< dear: the most that a group of tensors holds
-  /// By tensor of the profile, what its gradient travels by; empty: nothing is compressed.
+  /// By tensor of the profile, what its gradient travels by; empty: nothing is compressed. Policies
+  /// that know nothing of codecs plan without, and the plan gets them afterwards.
   std::vector<std::string> codec_of = {};
-  CodecCosts codec_costs = {};  ///< of those codecs
+  CodecCosts codec_costs = {};  ///< of those codecs; empty: coding takes no time
 };
 
 /// Profile x NetworkModel -> Plan. The papers count a + b m for an op; where the network's startups
@@ -101,11 +102,28 @@ Plan pipedap(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// plan where less than 1 % is to be won. Best where alpha and beta were measured.
 Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 
+/// MergeComp: gradients that follow one another in backward are merged, each group is encoded, sent
+/// and decoded as one; one op at a time. Wang, Wu and Ng, "MergeComp: A Compression Scheduler for
+/// Scalable Communication-Efficient Distributed Training", 2021. A group of several codecs or
+/// dtypes becomes an op for each, the one that is ready first in front.
+///
+/// In place of its search for two groups on the running job (policy "mergecomp_online" of the
+/// Python layer), the number of groups and their boundaries are those of the least lateness on the
+/// engine's timeline, which is not the paper's: one thread beside compute encodes the groups in
+/// turn, the channel carries one after the other, and the same thread decodes what has come, which
+/// goes before what is still to be encoded. Of up to ten tensors, and of any number where nothing
+/// is compressed, no grouping is better in the model, unless more than 32 that none outdoes must
+/// be told apart at one boundary. Beyond that, groupings are given up that lag behind another in
+/// every respect, although on a shared thread one that is behind may fall into place. Of more than
+/// 512 tensors, neighbours in backward stay together so that 512 are left.
+Plan mergecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
+
 /// Every policy by name.
 const std::map<std::string, Policy, std::less<>>& policies();
 
-/// Runs the policy of that name. Throws UsageError on an unknown name, unusable options, or a
-/// policy for a sharded optimizer that does not scatter everything before it gathers.
+/// Runs the policy of that name. Throws UsageError on an unknown name, unusable options, codecs
+/// that do not fit the tensors or have no costs beside others that have, or a policy for a sharded
+/// optimizer that does not scatter everything before it gathers.
 Plan make_plan(std::string_view policy, const Profile&, const NetworkModel&,
                const PolicyOptions& = {});
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "usbyte/codec_costs.h"
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/profile.h"
@@ -28,7 +29,13 @@ class Simulator {
   /// `profile` outlives it. `sharded`: each rank updates its shard between the last reduce_scatter
   /// and the first all_gather, which then carries parameters. Throws PlanError or UsageError if
   /// something is invalid.
-  Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded = false);
+  ///
+  /// With `costs`, ops with codecs are encoded and decoded by one thread beside compute, as the
+  /// engine does it, for what the costs say of their gradients as float32; messages that are
+  /// gathered are decoded one after the other. Codecs that have none are an error then. Without any
+  /// costs coding takes no time.
+  Simulator(const Profile& profile, NetworkModel network, Overlap overlap, bool sharded = false,
+            CodecCosts costs = {});
 
   /// Seconds of compute from one forward pass to the next.
   double iteration_s() const { return iteration_s_; }
@@ -41,7 +48,8 @@ class Simulator {
 
   /// No plan is faster, whatever it does: the preemptive bound, one machine with release times
   /// `ready_s`, due dates `due_times` and the earliest due date first, at the least cost of a byte
-  /// and without startups (Horn, "Some simple scheduling algorithms", 1974).
+  /// and without startups (Horn, "Some simple scheduling algorithms", 1974). Of plans without
+  /// codecs: those with some send less.
   double bound_s() const;
 
   /// When the last op of the last prediction completed.
@@ -53,10 +61,13 @@ class Simulator {
 
  private:
   void run(const Plan& plan, StepRecord* record);
+  template <bool kCodes>  // with times of codecs; planners try many plans without
+  void play(const Plan& plan, StepRecord* record);
   double sharded_bound_s() const;
 
   const Profile* profile_;
   NetworkModel network_;
+  CodecCosts codec_costs_;
   std::vector<int> backward_order_;
   std::vector<double> due_s_;
   Overlap overlap_;

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from usbyte.cli.codecs import codecs_for, coding_options, read_costs
 from usbyte.cli.options import (
     BYTES,
     network,
@@ -32,6 +33,7 @@ _MEGA = 1e6
 @network_options
 @click.option("--policy", default="auto", help="Who plans; tuned policies tune the predicted step.")
 @overlap_options
+@coding_options
 @click.option("--partition", type=BYTES, help="bytescheduler: larger tensors are split.")
 @click.option("--credit", type=BYTES, help="bytescheduler: bytes in flight.")
 @click.option("--bucket", type=BYTES, help="ddp: bucket size.")
@@ -45,6 +47,8 @@ def plan(
     policy: str,
     overlap: str,
     sharded: bool,
+    codec: str,
+    costs_path: Path | None,
     partition: int | None,
     credit: int | None,
     bucket: int | None,
@@ -54,7 +58,8 @@ def plan(
 
     PROFILE is a file of usbyte's own, a published trace, or a name: vgg16, resnet50, bert-base and
     gpt2 were recorded on a CPU, vgg16-half and vgg16-even are made up. Launched and done are
-    seconds since the forward pass began; the bound is a step that no order of sending goes below.
+    seconds since the forward pass began; the bound is a step that no order of sending goes below,
+    without codecs.
     """
     from rich.console import Console
 
@@ -65,8 +70,9 @@ def plan(
     net = network(network_path, ring)
     sizes = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": bucket}
     given = {name: size for name, size in sizes.items() if size is not None}
-    made = tuning.make_plan(policy, job, net, given, overlap, sharded)
-    predicted = _core.simulate(made, job, net, overlap, sharded)
+    costs, codecs = read_costs(costs_path), codecs_for(job, codec)
+    made = tuning.make_plan(policy, job, net, given, overlap, sharded, codecs, costs)
+    predicted = _core.simulate(made, job, net, overlap, sharded, costs)
     console = Console(highlight=False)
     console.print(_table(made, predicted))
     bound_s = _core.bound_s(job, net, overlap, sharded)
@@ -93,7 +99,8 @@ def _table(plan: _core.Plan, predicted: _core.Prediction) -> Table:
         fence = ", fence" if op.fence else ""
         size, window = f"{plan.bytes(op) / _MEGA:.3f}", _window(op.window_bytes, plan) + fence
         times = [f"{predicted.launched_s[i]:.6f}", f"{predicted.done_s[i]:.6f}"]
-        rows.append([str(i), op.kind, size, window, *times, Text(_shortened(names))])
+        kind = op.kind if op.codec == "none" else f"{op.kind} by {op.codec}"
+        rows.append([str(i), kind, size, window, *times, Text(_shortened(names))])
     columns = ("op", "kind", "MB", "window MB", "launched s", "done s", "tensors")
     title = f"{plan.policy}: {len(plan.ops)} ops"
     return for_terminal(title, columns, rows, ("kind", "tensors"))

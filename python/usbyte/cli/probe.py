@@ -1,4 +1,4 @@
-"""`usbyte probe`: measures what collectives cost between the ranks it is started on."""
+"""`usbyte probe`: what collectives cost between the ranks it is started on, or what codecs cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from usbyte import units
-from usbyte.cli.options import BYTES, check_writable, write_text
+from usbyte.cli import codecs as coding
+from usbyte.cli.options import BYTES, SECONDS, Parsed, check_writable, write_text
 from usbyte.env import detect
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ _EXAMPLES = """\b
 Example:
   usbyterun -np 4 -H a:1,b:1,c:1,d:1 usbyte probe --json network.json
   usbyte lab run -- usbyte probe --plot probe.png
-  usbyte plan vgg16 --network network.json
+  usbyte probe --codecs topk:0.01,fp16 --json codecs.json
+  usbyte plan vgg16 --network network.json --codec topk:0.01 --codec-costs codecs.json
 """
 
 
@@ -41,8 +43,17 @@ Example:
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1), default=10, help="Measurements of each size.")
 @click.option(
+    "--codecs", type=Parsed("list", coding.parse_codecs), is_flag=False, flag_value="all",
+    metavar="[SPEC,SPEC...]",
+    help="Measure codecs instead, on one thread of this machine; without a list, all there are.",
+)  # fmt: skip
+@click.option(
+    "--codec-time", type=SECONDS, default="1s", help="For each codec, with --codecs; about."
+)
+@click.option(
     "--json", "json_path", type=click.Path(path_type=Path),
-    help="Write the network that usbyte plan takes as --network.",
+    help="Write the network that usbyte plan takes as --network; with --codecs, what it takes as "
+    "--codec-costs.",
 )  # fmt: skip
 @click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Write every measurement.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw a picture (matplotlib).")
@@ -50,18 +61,29 @@ def probe(
     largest: int,
     device: str,
     repeats: int,
+    codecs: list[str] | None,
+    codec_time: float,
     json_path: Path | None,
     csv_path: Path | None,
     plot: Path | None,
 ) -> None:
-    """Measure the network between ranks.
+    """Measure the network between ranks, or codecs.
 
     Start it on every rank, as a training script; rank 0 reports. With k operations in flight a
     group of k takes alpha - overlap + beta for each byte of the group, but at least alpha: bytes
     travel during the end of the startup already. The bus bandwidth is what a ring's links carry at
     that beta. The residual is how far this lies from the median of a size, as a median over sizes;
     the second table has it by size.
+
+    With --codecs, one process is enough. Encoding and decoding take the least time there is, or by
+    the byte of the gradients if that is more. Encoding is with the memory of what was not sent;
+    decoding is of one message. The error is as the residual; the message is part of the gradients.
     """
+    if codecs is not None:
+        if csv_path is not None or plot is not None:
+            raise click.UsageError("--csv and --plot do not go with --codecs; write --json")
+        _probe_codecs(codecs, codec_time, json_path)
+        return
     cluster = detect()
     if cluster.size == 1:
         raise click.ClickException(
@@ -104,6 +126,20 @@ def probe(
         if plot is not None:
             figures.save(figures.costs(lines), plot)
     ub.shutdown()
+
+
+def _probe_codecs(specs: Sequence[str], seconds: float, json_path: Path | None) -> None:
+    if seconds <= 0:
+        raise click.BadParameter("write a time above 0", param_hint="--codec-time")
+    if detect().rank != 0:  # others would only compete for the cores
+        return
+    check_writable(json_path)
+    from rich.console import Console
+
+    measured = coding.measure(specs, seconds)
+    Console(highlight=False).print(coding.table(measured))
+    if json_path is not None:
+        write_text(json_path, coding.costs_of(measured).to_json() + "\n")
 
 
 def _together(concurrent: int | None, busy_alpha_s: float) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from usbyte import units
+from usbyte.cli.codecs import codecs_for, coding_options, read_costs
 from usbyte.cli.options import (
     SECONDS,
     SERIAL_HELP,
@@ -50,6 +51,7 @@ class Case:
         step_s: Predicted.
         bound_s: What no order of sending goes below, with this overlap.
         compute_s: The step without communication.
+        codec: What gradients of floats travel by; the bound is without.
     """
 
     model: str
@@ -64,6 +66,7 @@ class Case:
     step_s: float
     bound_s: float
     compute_s: float
+    codec: str = "none"
 
     @property
     def scheme(self) -> str:
@@ -104,6 +107,7 @@ def _workers(text: str) -> int:
     help="Of a link, separated by commas.",
 )  # fmt: skip
 @click.option("--latency", type=SECONDS, default="25us", help="Of a message.")
+@coding_options
 @click.option("--serial-startups", "serial", is_flag=True, help=SERIAL_HELP)
 @click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Also write CSV.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw a picture (matplotlib).")
@@ -116,6 +120,8 @@ def simulate(
     workers: list[int],
     bandwidth: list[float],
     latency: float,
+    codec: str,
+    costs_path: Path | None,
     serial: bool,
     csv_path: Path | None,
     plot: Path | None,
@@ -125,7 +131,7 @@ def simulate(
     PROFILES are files of usbyte's own, published traces, or names: vgg16, resnet50, bert-base and
     gpt2 were recorded on a CPU, vgg16-half and vgg16-even are made up. Published traces have no
     forward times: half of backward is taken. Times are milliseconds; the bound is a step that no
-    order of sending goes below, and the best policy is marked.
+    order of sending goes below, without codecs, and the best policy is marked.
     """
     from rich.console import Console
 
@@ -138,12 +144,15 @@ def simulate(
     console = Console(highlight=False)
     if not workers or not bandwidth:
         raise click.BadParameter("name one at least", param_hint="--workers and --bandwidth")
+    costs = read_costs(costs_path)
     cases: list[Case] = []
     for job, source in jobs:
         model = job.model or Path(source).stem
         for rate in bandwidth:
             with console.status(f"{model}, {units.format_rate(rate)}"):
-                found = list(_cases(job, model, schemes, workers, rate, latency, serial))
+                found = list(
+                    _cases(job, model, schemes, workers, rate, latency, serial, codec, costs)
+                )
             console.print(_table(found))
             cases += found
     if csv_path:
@@ -173,27 +182,33 @@ def _cases(
     rate: float,
     latency_s: float,
     serial: bool,
+    codec: str,
+    costs: _core.CodecCosts,
 ) -> Iterator[Case]:
     from usbyte import _core, tuning
 
+    codecs = codecs_for(job, codec)
     for count in workers:
         network = _core.NetworkModel.ring(count, latency_s, rate, int(serial))
         for scheme in schemes:
             overlap, sharded = scheme.overlap, scheme.sharded
-            plan = tuning.make_plan(scheme.policy, job, network, {}, overlap, sharded)
-            step_s = _core.simulate(plan, job, network, overlap, sharded).step_s
+            plan = tuning.make_plan(
+                scheme.policy, job, network, {}, overlap, sharded, codecs, costs
+            )
+            step_s = _core.simulate(plan, job, network, overlap, sharded, costs).step_s
             bound_s = _core.bound_s(job, network, overlap, sharded)
             yield Case(
                 model, count, rate, latency_s, serial, overlap, sharded, scheme.policy,
-                len(plan.ops), step_s, bound_s, job.iteration_s,
+                len(plan.ops), step_s, bound_s, job.iteration_s, codec,
             )  # fmt: skip
 
 
 def _table(cases: Sequence[Case]) -> Table:
     """A row for each number of workers, a column for each policy."""
     first = cases[0]
+    by = "" if first.codec == "none" else f" by {first.codec}"
     title = (
-        f"{first.model}, {units.format_rate(first.bandwidth_bytes_per_s)}, latency "
+        f"{first.model}{by}, {units.format_rate(first.bandwidth_bytes_per_s)}, latency "
         f"{units.format_seconds(first.latency_s)}: ms of a step, "
         f"{first.compute_s * 1e3:.1f} without communication"
     )

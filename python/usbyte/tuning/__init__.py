@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from usbyte import _core
-from usbyte.tuning.searches import Job, auto, bytescheduler, dear
+from usbyte.tuning.searches import Job, auto, bytescheduler, dear, mergecomp_online
 from usbyte.tuning.tuner import Candidate, Search, Tuner, check_installed
 
 __all__ = [
@@ -23,7 +23,11 @@ __all__ = [
 ]
 
 #: What each tuned policy searches, by name.
-TUNED = {"tune:bytescheduler": bytescheduler, "tune:dear": dear}
+TUNED = {
+    "mergecomp_online": mergecomp_online,
+    "tune:bytescheduler": bytescheduler,
+    "tune:dear": dear,
+}
 
 #: What is tried in a running job, by policy.
 TRIED = {"auto": auto, **TUNED}
@@ -44,6 +48,8 @@ def make_plan(
     options: Mapping[str, int],
     overlap: str = "forward",
     sharded: bool = False,
+    codecs: Sequence[str] = (),
+    codec_costs: _core.CodecCosts | None = None,
 ) -> _core.Plan:
     """As `usbyte._core.make_plan`, also for tuned policies, which then tune the simulated step.
 
@@ -51,8 +57,12 @@ def make_plan(
         UsageError: The policy is unknown, or tuned and bayesian-optimization is not installed.
     """
     if policy not in TUNED:
-        return _core.make_plan(policy, profile, network, dict(options), overlap, sharded)
-    job = Job(profile, network, options, overlap, sharded)
+        return _core.make_plan(
+            policy, profile, network, dict(options), overlap, sharded, codecs,
+            codec_costs or _core.CodecCosts(),
+        )  # fmt: skip
+    costs = codec_costs or _core.CodecCosts()
+    job = Job(profile, network, options, overlap, sharded, tuple(codecs), costs)
     tuner = Tuner(TUNED[policy](job))
     while (candidate := tuner.ask()) is not None:
         tuner.tell(job.simulated_s(candidate.plan))

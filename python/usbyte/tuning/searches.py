@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from usbyte import _core
 from usbyte.tuning.tuner import Candidate, Point, Search, Space
@@ -30,6 +30,9 @@ class Job:
         options: Sizes in bytes; see `usbyte._core.make_plan`.
         overlap: What communication may hide behind.
         sharded: Whether each rank updates its shard, and parameters are gathered.
+        codecs: By tensor, what gradients travel by; empty: nothing is compressed, or plans get
+            their codecs afterwards.
+        codec_costs: Of those codecs.
     """
 
     profile: _core.Profile
@@ -37,6 +40,8 @@ class Job:
     options: Mapping[str, int]
     overlap: str = "forward"
     sharded: bool = False
+    codecs: Sequence[str] = ()
+    codec_costs: _core.CodecCosts = field(default_factory=lambda: _core.CodecCosts())
 
     def plan(
         self, policy: str, network: _core.NetworkModel | None = None, **sizes: int
@@ -44,12 +49,13 @@ class Job:
         """A policy's plan under other sizes, or another network."""
         options = {**self.options, **sizes}
         return _core.make_plan(
-            policy, self.profile, network or self.network, options, self.overlap, self.sharded
-        )
+            policy, self.profile, network or self.network, options, self.overlap, self.sharded,
+            self.codecs, self.codec_costs,
+        )  # fmt: skip
 
     def simulated_s(self, plan: _core.Plan) -> float:
         """Seconds of a step, as predicted."""
-        args = (self.profile, self.network, self.overlap, self.sharded)
+        args = (self.profile, self.network, self.overlap, self.sharded, self.codec_costs)
         return _core.simulate(plan, *args).step_s
 
 
@@ -111,6 +117,85 @@ def auto(job: Job) -> Search:
     if not job.sharded and first.ops != (usual := job.plan("ddp")).ops:
         starts += [*_variants(job, first, end), Candidate("ddp", _named("auto", usual))]
     return Search(starts, steps=7, halve=True)
+
+
+def mergecomp_online(job: Job) -> Search:
+    """MergeComp's search as published: two groups, one boundary, the running job's steps.
+
+    Wang, Wu and Ng, "MergeComp: A Compression Scheduler for Scalable Communication-Efficient
+    Distributed Training", 2021. All gradients as one group first, then two groups of those that
+    backward produces first and last; the step is taken to fall and then to rise with the boundary
+    between them, so that a search over it needs about 1.44 log2 of the number of tensors. Here it
+    is Fibonacci's (Kiefer, "Sequential Minimax Search for a Maximum", 1953), with 10 steps of each
+    plan. Groups are sent one at a time, each as an operation for each dtype and codec.
+    """
+    profile = job.profile
+    count = len(profile.tensors)
+    later_first = range(count - 1, -1, -1)
+    backward = sorted(later_first, key=lambda tensor: profile.ready_s[tensor])
+
+    def at(boundary: int) -> Candidate:
+        groups = [group for group in (backward[:boundary], backward[boundary:]) if group]
+        plan = _core.Plan(
+            "mergecomp_online",
+            profile.tensors,
+            [op for group in groups for op in _merged(profile.tensors, group)],
+        )
+        if job.codecs:
+            plan = _core.with_codecs(plan, job.codecs)
+        words = f"{boundary} of {count} tensors before the rest" if boundary else "one group"
+        return Candidate(words, plan)
+
+    def guide(time_of: Callable[[Candidate], float | None]) -> Candidate | None:
+        return _fibonacci(at, 1, count - 1, time_of)
+
+    return Search([at(0)], steps=10, guide=guide)
+
+
+def _merged(tensors: Sequence[_core.TensorSpec], group: Sequence[int]) -> list[_core.Op]:
+    """An all_reduce for each dtype of a group, in the order in which their last tensors follow."""
+    members: dict[str, list[int]] = {}
+    for tensor in group:
+        dtype = tensors[tensor].dtype
+        members[dtype] = [*members.pop(dtype, []), tensor]
+    ops = []
+    for same in members.values():
+        blocks: list[tuple[int, int]] = []
+        for spec in (tensors[tensor] for tensor in sorted(same)):
+            if blocks and blocks[-1][1] == spec.offset:
+                blocks[-1] = (blocks[-1][0], spec.end)
+            else:
+                blocks.append((spec.offset, spec.end))
+        ops.append(_core.Op("all_reduce", blocks, fence=True))
+    return ops
+
+
+def _fibonacci(
+    at: Callable[[int], Candidate],
+    low: int,
+    high: int,
+    time_of: Callable[[Candidate], float | None],
+) -> Candidate | None:
+    """The next point that a search for the least time within [low, high] asks for, if any."""
+    if high < low:
+        return None
+    small, large = 1, 1  # the two inner points lie so far from the ends
+    while large < high - low + 2:
+        small, large = large, small + large
+    start = low - 1  # the points from here to `large` further are left, without the ends
+    while large > 2:
+        left, right = start + large - small, start + small
+        times = []
+        for point in (left, right):
+            time_s = time_of(at(point)) if point <= high else math.inf
+            if time_s is None:
+                return at(point)
+            times.append(time_s)
+        if times[1] < times[0]:
+            start = left
+        small, large = large - small, small
+    last = at(start + 1)
+    return last if time_of(last) is None else None
 
 
 def _variants(job: Job, first: _core.Plan, end: float) -> list[Candidate]:

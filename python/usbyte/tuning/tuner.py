@@ -65,12 +65,15 @@ class Search:
             After the sequential halving of Karnin, Koren and Somekh, "Almost Optimal Exploration in
             Multi-Armed Bandits", 2013, with one more measurement in each round instead of twice as
             many. Not together with a space.
+        guide: What to measure after the starts, given what is known of the seconds of a candidate's
+            step (None: nothing); None once the search is over. Not together with a space.
     """
 
     starts: Sequence[Candidate]
     steps: int
     space: Space | None = None
     halve: bool = False
+    guide: Callable[[Callable[[Candidate], float | None]], Candidate | None] | None = None
 
 
 @dataclass
@@ -177,6 +180,8 @@ class Tuner:
                 candidate = self._starts.pop(0)
             elif self._sampler is not None and len(self.trials) < self._sampler.space.trials:
                 candidate = self._sampler.suggest()
+            elif self.search.guide is not None:
+                return self.search.guide(self._time_of)
             else:
                 break
             known = self._known.get(candidate.plan.hash())
@@ -184,6 +189,10 @@ class Tuner:
                 return candidate
             self._register(candidate, known.step_s)
         return None
+
+    def _time_of(self, candidate: Candidate) -> float | None:
+        known = self._known.get(candidate.plan.hash())
+        return known.step_s if known else None
 
     def _next_again(self) -> Candidate | None:
         if self.search.halve and not self._round and len(self._rivals) > 1:

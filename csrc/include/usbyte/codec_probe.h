@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "usbyte/codec_costs.h"
+#include "usbyte/network.h"
+
+namespace usbyte {
+
+/// A cost of the form max(alpha, beta m), constant and then by the byte, by measurements of several
+/// sizes; overlap_s is alpha_s. Of all such costs, the one whose mean relative error is least over
+/// the sizes' medians. Throws UsageError on no samples, or one of no bytes or no time.
+Fit fit_codec_cost(std::span<const Sample> samples);
+
+/// What a codec was measured to cost one thread.
+struct MeasuredCodec {
+  std::string spec;  ///< in its canonical spelling
+  CodecCost cost;
+  double encode_residual, decode_residual;  ///< as `Fit::residual`
+  int64_t largest_bytes;                    ///< of the gradients, float32, in the largest sample
+  int64_t message_bytes;                    ///< of their message
+  std::vector<Sample> encode, decode;       ///< bytes of gradients; s for one message
+};
+
+/// Measures a codec on this thread as the engine uses it: encoding with its memory of what was not
+/// sent, decoding as all ranks' messages are combined. Gradients are normal and come from main
+/// memory or the last cache, as after a backward pass; sizes go from 256 bytes to 4 MiB by factors
+/// of 4. It takes about `budget_s`, and ends with the first sizes where that is too little. Throws
+/// UsageError on "none", an unknown spec or a budget that is not positive.
+MeasuredCodec measure_codec(std::string_view spec, double budget_s);
+
+}  // namespace usbyte

@@ -1,0 +1,39 @@
+#include "usbyte/codec_costs.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+
+namespace py = pybind11;
+
+namespace usbyte {
+
+void register_codec_costs(py::module_& m) {
+  py::class_<CodecCost>(m, "CodecCost",
+                        "What a codec costs one thread by bytes of float32 gradients: encoding, "
+                        "and decoding one message.")
+      .def(py::init<AlphaBeta, AlphaBeta>(), py::arg("encode") = AlphaBeta{},
+           py::arg("decode") = AlphaBeta{})
+      .def_readonly("encode", &CodecCost::encode)
+      .def_readonly("decode", &CodecCost::decode)
+      .def("__eq__", &CodecCost::operator==);
+  py::class_<CodecCosts>(m, "CodecCosts", "The costs of codecs on one machine, by spec.")
+      .def(py::init([](const std::map<std::string, CodecCost>& by_spec) {
+             CodecCosts costs;
+             costs.by_spec.insert(by_spec.begin(), by_spec.end());
+             return CodecCosts::from_json(costs.to_json());
+           }),
+           py::arg("by_spec") = std::map<std::string, CodecCost>{})
+      .def_property_readonly("specs",
+                             [](const CodecCosts& costs) {
+                               std::vector<std::string> out;
+                               for (const auto& [spec, unused] : costs.by_spec) out.push_back(spec);
+                               return out;
+                             })
+      .def("of", &CodecCosts::of, py::arg("spec"), "Of a spec; \"none\" is free.")
+      .def("to_json", &CodecCosts::to_json)
+      .def_static("from_json", &CodecCosts::from_json, py::arg("json"))
+      .def("__eq__", &CodecCosts::operator==);
+}
+
+}  // namespace usbyte

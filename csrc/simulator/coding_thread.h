@@ -1,0 +1,48 @@
+#pragma once
+
+#include <limits>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "usbyte/codec_costs.h"
+#include "usbyte/plan.h"
+
+namespace usbyte {
+
+/// The engine's one coding thread as predicted: of the jobs that wait it takes the first op's, its
+/// encoding before its decoding, and does one after the other. Not thread-safe.
+///
+/// Time is seconds and never goes back. What is put at a moment waits before the thread takes a job
+/// at that moment.
+class CodingThread {
+ public:
+  struct Job {
+    int op;
+    bool decodes;
+    auto operator<=>(const Job&) const = default;
+  };
+
+  /// Throws UsageError where the costs of a codec of the plan are not known.
+  CodingThread(const Plan& plan, const CodecCosts& costs, int ranks);
+
+  void put(const Job& job, double now_s);
+  /// When the thread next takes or ends a job; infinity where there is none.
+  double next_s() const { return next_s_; }
+  /// Goes on to `next_s`; true if a job ends there, which is `ended` then.
+  bool advance();
+  const Job& ended() const { return running_; }
+
+ private:
+  struct Times {
+    double encode_s = 0, decode_s = 0;
+  };
+
+  std::vector<Times> times_;  // by op
+  std::set<Job> waiting_;
+  Job running_{};
+  bool busy_ = false;
+  double next_s_ = std::numeric_limits<double>::infinity();
+};
+
+}  // namespace usbyte

@@ -1,0 +1,125 @@
+"""What `usbyte probe --codecs` measures and prints, and the options that take its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from usbyte import units
+from usbyte.cli.options import Parsed, listed, read_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from usbyte import _core
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+#: Parameters of codecs that need one, when all are measured.
+_PARAMETERS = {"topk": "0.01", "randk": "0.01", "qsgd": "4"}
+
+
+def parse_codec(text: str) -> str:
+    """The one spelling of a codec's spec.
+
+    Raises:
+        ValueError: There is no such codec.
+    """
+    from usbyte import _core
+
+    codec = _core.make_codec(text.strip())
+    return codec.spec if codec else "none"
+
+
+def parse_codecs(text: str) -> list[str]:
+    """Specs of "topk:0.01,fp16", or of "all".
+
+    Raises:
+        ValueError: There is no such codec, or nothing to measure of it.
+    """
+    from usbyte import _core
+
+    if text.strip() == "all":
+        names = _core.codec_names()
+        return [f"{name}:{_PARAMETERS[name]}" if name in _PARAMETERS else name for name in names]
+    specs = list(dict.fromkeys(listed(parse_codec)(text)))
+    if not specs or "none" in specs:
+        raise ValueError(f"{text!r}: name codecs other than none, as in topk:0.01,fp16, or all")
+    return specs
+
+
+def measure(specs: Sequence[str], seconds: float) -> list[_core.MeasuredCodec]:
+    """Measures each codec on one thread, for about so many seconds."""
+    from usbyte import _core
+
+    return [_core.measure_codec(spec, seconds) for spec in specs]
+
+
+def costs_of(measured: Sequence[_core.MeasuredCodec]) -> _core.CodecCosts:
+    """What was measured, as planners take it."""
+    from usbyte import _core
+
+    return _core.CodecCosts({m.spec: m.cost for m in measured})
+
+
+def table(measured: Sequence[_core.MeasuredCodec]) -> Table:
+    """One row for each codec."""
+    from rich.table import Table
+
+    out = Table(title="codecs on one thread, by bytes of float32 gradients")
+    out.add_column("codec", no_wrap=True)
+    out.add_column("message", justify="right")
+    for what in ("encode", "decode"):
+        for number in ("least", "GB/s", "error"):
+            out.add_column(f"{what} {number}", justify="right")
+    for m in measured:
+        out.add_row(
+            m.spec,
+            f"{m.message_bytes / m.largest_bytes:.2%}",
+            *_cells(m.cost.encode, m.encode_residual),
+            *_cells(m.cost.decode, m.decode_residual),
+        )
+    return out
+
+
+def _cells(cost: _core.AlphaBeta, residual: float) -> tuple[str, str, str]:
+    least = units.format_seconds(float(f"{cost.alpha_s:.3g}"))
+    return least, f"{1e-9 / cost.beta_s_per_byte:.2f}", f"{residual:.0%}"
+
+
+def coding_options(command: _F) -> _F:
+    """Adds --codec and --codec-costs; see `codecs_for` and `read_costs`."""
+    command = click.option(
+        "--codec-costs",
+        "costs_path",
+        type=click.Path(path_type=Path),
+        metavar="COSTS.json",
+        help="What codecs cost, as usbyte probe --codecs --json writes it; without, coding takes "
+        "no time.",
+    )(command)
+    return click.option(
+        "--codec",
+        type=Parsed("codec", parse_codec),
+        default="none",
+        metavar="SPEC",
+        help="What gradients of floats travel by, such as topk:0.01.",
+    )(command)
+
+
+def codecs_for(profile: _core.Profile, codec: str) -> list[str]:
+    """By tensor, the codec where it is of floats; empty if nothing is compressed."""
+    if codec == "none":
+        return []
+    return [codec if "float" in t.dtype else "none" for t in profile.tensors]
+
+
+def read_costs(path: Path | None) -> _core.CodecCosts:
+    """Reads costs of codecs from JSON; none without a file."""
+    from usbyte import _core
+
+    if path is None:
+        return _core.CodecCosts()
+    return _core.CodecCosts.from_json(read_text(path, "costs of codecs"))
