@@ -52,6 +52,7 @@ class Rig {
   void start(int64_t bytes) {
     count_ = bytes / static_cast<int64_t>(sizeof(float));
     at_ = 0;
+    notes_.clear();
     edge_ = std::bit_floor(static_cast<uint64_t>(std::sqrt(count_)));
     if (const Matrices* m = codec_.matrices()) {
       first_.resize(static_cast<size_t>(m->rank() * edge_));
@@ -70,21 +71,20 @@ class Rig {
     const std::span<float> values = next();
     std::byte* const message = messages_[static_cast<size_t>(turn_++ % messages_of_)].data();
     const Draw draw = Draw::of(1, turn_, at_, 0);
-    Memory memory;
-    for (size_t row = 0; row < 2; ++row) memory.rows[row] = rows_[row].data() + at_;
+    Memory memory = remembered();
     if (const Matrices* m = codec_.matrices()) {
       m->first(values, edge_, memory, draw, first_);
       m->second(edge_, count_ / edge_, memory, first_, second_);
     } else {
       codec_.send(values, memory, draw, kMessages, message);
+      notes_[at_] = memory.note;
     }
   }
 
   void decode() {
     const std::span<float> values = next();
     if (const Matrices* m = codec_.matrices()) {
-      Memory memory;
-      for (size_t row = 0; row < 2; ++row) memory.rows[row] = rows_[row].data() + at_;
+      Memory memory = remembered();
       m->finish(edge_, first_, second_, memory, values);
     } else {
       codec_.combine(pointers_, Draw::of(1, turn_, at_, 0), values);
@@ -100,6 +100,15 @@ class Rig {
   int messages() const { return messages_of_; }
 
  private:
+  // Of the block that `next` gave.
+  Memory remembered() {
+    Memory out;
+    for (int row = 0; row < codec_.memories(); ++row) {
+      out.rows[static_cast<size_t>(row)] = rows_[row].data() + at_;
+    }
+    out.note = notes_[at_];
+    return out;
+  }
   std::span<float> next() {
     at_ = at_ + 2 * count_ > std::ssize(values_) ? 0 : at_ + count_;
     return {values_.data() + at_, static_cast<size_t>(count_)};
@@ -108,6 +117,7 @@ class Rig {
   const Codec& codec_;
   const int messages_of_;
   std::vector<float> values_, rows_[2], first_, second_;
+  std::map<int64_t, uint64_t> notes_;  // by where a block begins
   int64_t edge_ = 1;  // rows of the matrix that a block is for codecs of two rounds
   int64_t count_ = 0, at_ = 0, turn_ = 0;
   std::vector<std::vector<std::byte>> messages_;
