@@ -24,9 +24,9 @@ class Job:
     Attributes:
         name: What people call it.
         make_model: From torch's generator.
-        make_optimizer: From parameters, learning rate and momentum.
+        make_optimizer: From parameters and learning rate.
+        optimizer: What people call that.
         lr: Learning rate at its peak.
-        momentum: Of SGD; 0 for optimizers of another kind, which ignore it.
         samples: Number of training samples.
         batch: Samples of a step, over all ranks.
         steps: How long it is trained.
@@ -41,9 +41,9 @@ class Job:
 
     name: str
     make_model: Callable[[], nn.Module]
-    make_optimizer: Callable[[Iterable[nn.Parameter], float, float], torch.optim.Optimizer]
+    make_optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
+    optimizer: str
     lr: float
-    momentum: float
     samples: int
     batch: int
     steps: int
@@ -90,9 +90,8 @@ def digits(quick: bool) -> Job:
 
     return Job(
         "digits", build_model,
-        lambda params, lr, momentum: torch.optim.SGD(params, lr=lr, momentum=momentum),
-        lr=0.1, momentum=0.9, samples=len(images), batch=64, steps=10 if quick else 330,
-        loss=loss, score=score,
+        lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9), "SGD, momentum 0.9",
+        lr=0.1, samples=len(images), batch=64, steps=10 if quick else 330, loss=loss, score=score,
         metric="test accuracy", percent=True, tolerance=0.01,
     )  # fmt: skip
 
@@ -113,8 +112,8 @@ def char_gpt(quick: bool) -> Job:
 
     return Job(
         "char_gpt", lambda: GPT(shape),
-        lambda params, lr, _: torch.optim.AdamW(params, lr=lr),
-        lr=2e-3, momentum=0.0, samples=len(text), batch=16, steps=10 if quick else 400,
+        lambda params, lr: torch.optim.AdamW(params, lr=lr), "AdamW",
+        lr=2e-3, samples=len(text), batch=16, steps=10 if quick else 400,
         loss=lambda model, index: loss_of(model, text[index]), score=score,
         metric="validation loss", percent=False, tolerance=0.05,
     )  # fmt: skip

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     "codec", "{metric}", "against uncompressed", "reached", "training loss", "bytes a step",
-    "ratio", "rate",
+    "ratio", "optimizer",
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ class Result:
 
     Attributes:
         lr: Learning rate at its peak.
-        momentum: Of SGD.
+        optimizer: What it was trained by.
         message_bytes: What a rank hands to the network in a step.
         gradient_bytes: The same without compression.
         scores: On held-out data at the end.
@@ -37,7 +37,7 @@ class Result:
     """
 
     lr: float
-    momentum: float
+    optimizer: str
     message_bytes: int = 0
     gradient_bytes: int = 0
     scores: list[float] = field(default_factory=list)
@@ -92,8 +92,7 @@ class Trained:
             f"{job.name}: {job.steps} steps of {job.batch} samples on {self.ranks} ranks, means "
             f"over {len(base.scores)} seed(s){noise}. Reached: {job.metric} at most "
             f"{job.format(job.tolerance)} worse than uncompressed. Bytes: of the messages of a "
-            "rank; ratio: gradients over messages. Rate: the peak learning rate"
-            + (", and the momentum." if job.momentum else ".")
+            "rank; ratio: gradients over messages. Optimizers are given with the peak learning rate."
         )
 
     def rows(self) -> list[list[str]]:
@@ -110,7 +109,7 @@ class Trained:
                     f"{result.curve[-1]:.4f}",
                     str(result.message_bytes),
                     f"{result.gradient_bytes / result.message_bytes:.1f}",
-                    f"{result.lr:g}" + (f", {result.momentum:g}" if self.job.momentum else ""),
+                    f"{result.optimizer}, {result.lr:g}",
                 ]
             )
         return found

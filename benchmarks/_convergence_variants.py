@@ -21,14 +21,15 @@ class Variant:
         compression: Of `DistributedOptimizer`.
         family: Variants of one share a picture.
         lr: Factor of a job's learning rate, by job; 1 where there is none.
-        momentum: Factor of a job's momentum; 0 where the codec has its own.
+        plain: Jobs that SGD without momentum trains instead of their optimizer, since the codec has
+            momentum of its own.
     """
 
     label: str
     compression: Rules | None
     family: str = ""
     lr: Mapping[str, float] = field(default_factory=dict)
-    momentum: float = 1.0
+    plain: Sequence[str] = ()
 
 
 def _family(
@@ -36,11 +37,11 @@ def _family(
     *specs: str,
     everything: bool = False,
     lr: Mapping[str, float] | None = None,
-    momentum: float = 1.0,
+    plain: Sequence[str] = (),
 ) -> list[Variant]:
     """Codecs alike; `everything`: for biases and norms as well."""
     return [
-        Variant(spec, {"*": spec} if everything else spec, family, lr or {}, momentum)
+        Variant(spec, {"*": spec} if everything else spec, family, lr or {}, plain)
         for spec in specs
     ]
 
@@ -48,6 +49,8 @@ def _family(
 #: Signs are larger than gradients: SGD makes steps of the whole learning rate, and biases must be
 #: signs as well if one learning rate is to fit all. AdamW takes its own: it divides by their size.
 _SIGN_LR = {"digits": 0.005}
+#: Without momentum, which makes steps ten times as long.
+_PLAIN_SIGN_LR = {"digits": 0.05, "char_gpt": 0.2}
 
 #: All codecs of usbyte; those that the installed core does not know are left out with a word.
 VARIANTS = [
@@ -56,12 +59,10 @@ VARIANTS = [
     *_family("fewer bits", "terngrad"),
     *_family("fewer elements", "topk:0.1", "topk:0.01", "topk:0.01,feedback=off"),
     *_family("fewer elements", "randk:0.1", "randk:0.1,feedback=off", "dct:0.01,period=100"),
-    # Its momentum is inside: a second one would be too much.
-    *_family("fewer elements", "dgc:0.01", momentum=0.0),
+    *_family("fewer elements", "dgc:0.01", plain=["digits"]),
     *_family("signs", "efsignsgd", "efsignsgd,feedback=off", "onebit", "onebit,feedback=off"),
     *_family("signs", "signsgd", everything=True, lr=_SIGN_LR),
-    # Without momentum behind it, which makes steps ten times as long.
-    *_family("signs", "signum", everything=True, lr={"digits": 0.05}, momentum=0.0),
+    *_family("signs", "signum", everything=True, lr=_PLAIN_SIGN_LR, plain=["digits", "char_gpt"]),
     *_family("low rank", "powersgd:2", "powersgd:4"),
 ]
 

@@ -41,10 +41,12 @@ def train(job: Job, variant: Variant, seed: int, result: Result) -> None:
 
     torch.manual_seed(seed)
     model = job.make_model()
+    make = torch.optim.SGD if job.name in variant.plain else job.make_optimizer
     optimizer = ub.DistributedOptimizer(
-        job.make_optimizer(model.parameters(), result.lr, result.momentum),
-        model.named_parameters(), compression=variant.compression,
-    )  # fmt: skip
+        make(model.parameters(), result.lr),
+        model.named_parameters(),
+        compression=variant.compression,
+    )
     ub.broadcast_parameters(model.state_dict(), root_rank=0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(job.steps))
     batches = Batches(job.samples, job.batch, seed, ub.rank(), ub.size())
@@ -132,7 +134,8 @@ def main(
         results = {}
         for label, variant in variants.items():
             factor = variant.lr.get(name, 1.0) if lr is None or label == UNCOMPRESSED else lr
-            result = results[label] = Result(job.lr * factor, job.momentum * variant.momentum)
+            optimizer = "SGD" if name in variant.plain else job.optimizer
+            result = results[label] = Result(job.lr * factor, optimizer)
             for seed in range(seeds or (1 if quick else _SEEDS[name])):
                 train(job, variant, seed, result)
             score = job.format(result.score)

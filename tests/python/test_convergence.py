@@ -97,7 +97,9 @@ def test_what_counts_as_reached(module):
     digits = module("jobs").digits(quick=False)  # 1 % of accuracy
 
     def result(*scores):
-        return results.Result(0.1, 0.9, 100, 400, list(scores), [[2.0, score] for score in scores])
+        return results.Result(
+            0.1, "SGD", 100, 400, list(scores), [[2.0, score] for score in scores]
+        )
 
     scores = [(0.97, 0.99), (0.96, 0.985), (0.9, 0.99), (math.nan, 0.99)]
     labels = ["uncompressed", "int8", "onebit", "signsgd"]
@@ -107,7 +109,7 @@ def test_what_counts_as_reached(module):
     assert [trained.reached(label) for label in found] == [True, True, False, False]
     rows = {row[0]: row for row in trained.rows()}
     assert rows["`int8`"][1:5] == ["97.25 %", "-0.75 %", "yes", "0.9725"]
-    assert rows["`onebit`"][6:] == ["4.0", "0.1, 0.9"]
+    assert rows["`onebit`"][6:] == ["4.0", "SGD, 0.1"]
     assert trained.to_markdown().endswith("does not know them: `zip`.\n")
     assert "deviation is 1.41 %" in trained.heading()
     written = json.loads(results.to_json([trained], {}))["jobs"][0]["results"]
