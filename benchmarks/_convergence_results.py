@@ -92,7 +92,7 @@ class Trained:
             f"{job.name}: {job.steps} steps of {job.batch} samples on {self.ranks} ranks, means "
             f"over {len(base.scores)} seed(s){noise}. Reached: {job.metric} at most "
             f"{job.format(job.tolerance)} worse than uncompressed. Bytes: of the messages of a "
-            "rank; ratio: gradients over messages. Optimizers are given with the peak learning rate."
+            "rank; ratio: gradients over messages. Beside optimizers: the peak learning rate."
         )
 
     def rows(self) -> list[list[str]]:
