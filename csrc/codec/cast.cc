@@ -16,7 +16,7 @@ class Cast final : public Codec {
   bool adds() const override { return true; }
   DType message_dtype() const override { return dtype_; }
   int64_t message_bytes(int64_t count) const override { return 2 * count; }
-  bool wants_feedback() const override { return false; }
+  int memories() const override { return 0; }
 
   void encode(std::span<const float> values, const Draw&, std::byte* message) const override {
     to_(values.data(), at<uint16_t>(message, 0), std::ssize(values));

@@ -26,6 +26,7 @@ struct Loops {
   double (*sum)(const float* in, int64_t count);
   double (*sum_of_magnitudes)(const float* in, int64_t count);
   double (*sum_of_squares)(const float* in, int64_t count);
+  double (*dot)(const float* a, const float* b, int64_t count);
   /// Of sign bits, 32 to a word; a last word is filled with zeros.
   void (*to_signs)(const float* in, uint32_t* out, int64_t count);
   /// out[i] = the first or, where the bit is set, the second.

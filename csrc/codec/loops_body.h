@@ -133,31 +133,34 @@ uint32_t largest(const float* in, int64_t count) {
   return static_cast<uint32_t>(out);
 }
 
-// In lanes, which the compiler would not make by itself.
+// Of term(i) for each i; in lanes, which the compiler would not make by itself.
 template <typename Term>
-double sum_of(const float* in, int64_t count, Term term) {
+double sum_of(int64_t count, Term term) {
   double lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    for (int64_t k = 0; k < kLanes; ++k) lanes[k] += term(in[i + k]);
+    for (int64_t k = 0; k < kLanes; ++k) lanes[k] += term(i + k);
   }
-  for (; i < count; ++i) lanes[i % kLanes] += term(in[i]);
+  for (; i < count; ++i) lanes[i % kLanes] += term(i);
   double out = 0;
   for (double lane : lanes) out += lane;
   return out;
 }
 
 double sum(const float* in, int64_t count) {
-  return sum_of(in, count, [](float x) { return static_cast<double>(x); });
+  return sum_of(count, [in](int64_t i) { return static_cast<double>(in[i]); });
 }
 
 double sum_of_magnitudes(const float* in, int64_t count) {
-  return sum_of(in, count, [](float x) { return static_cast<double>(number(magnitude(x))); });
+  return sum_of(count, [in](int64_t i) { return static_cast<double>(number(magnitude(in[i]))); });
 }
 
-double sum_of_squares(const float* in, int64_t count) {
-  return sum_of(in, count, [](float x) { return static_cast<double>(x) * static_cast<double>(x); });
+double dot(const float* a, const float* b, int64_t count) {
+  return sum_of(
+      count, [a, b](int64_t i) { return static_cast<double>(a[i]) * static_cast<double>(b[i]); });
 }
+
+double sum_of_squares(const float* in, int64_t count) { return dot(in, in, count); }
 
 void to_signs(const float* in, uint32_t* out, int64_t count) {
   int64_t i = 0;
@@ -247,11 +250,11 @@ int64_t at_least(const float* in, uint32_t least, uint32_t first, uint32_t* out,
   return found;
 }
 
-constexpr Loops kLoops = {
-    to_fp16,           from_fp16,       to_bf16,        from_bf16,        to_int8,   from_int8,
-    to_fp8<3, -6>,     from_fp8<3, -6>, to_fp8<2, -14>, from_fp8<2, -14>, largest,   sum,
-    sum_of_magnitudes, sum_of_squares,  to_signs,       from_signs,       to_levels, add,
-    at_least};
+constexpr Loops kLoops = {to_fp16,           from_fp16,        to_bf16,       from_bf16,
+                          to_int8,           from_int8,        to_fp8<3, -6>, from_fp8<3, -6>,
+                          to_fp8<2, -14>,    from_fp8<2, -14>, largest,       sum,
+                          sum_of_magnitudes, sum_of_squares,   dot,           to_signs,
+                          from_signs,        to_levels,        add,           at_least};
 
 }  // namespace
 }  // namespace usbyte

@@ -53,22 +53,47 @@ void add_decoded(std::span<float> values, float factor, Decode decode) {
   });
 }
 
-/// Signed numbers of 2, 4 or 8 bits, the first in the lowest bits.
-inline void pack(const int8_t* in, int bits, uint8_t* out, int64_t count) {
-  const int each = 8 / bits, mask = (1 << bits) - 1;
-  for (int64_t i = 0; i < count; i += each) {
+/// Signed numbers of `Bits`, the first in the lowest bits.
+template <int Bits>
+void pack(const int8_t* in, uint8_t* out, int64_t count) {
+  constexpr int kEach = 8 / Bits, kMask = (1 << Bits) - 1;
+  const int64_t whole = count / kEach;
+  for (int64_t j = 0; j < whole; ++j) {
     int byte = 0;
-    for (int k = 0; k < each && i + k < count; ++k) byte |= (in[i + k] & mask) << (k * bits);
-    out[i / each] = static_cast<uint8_t>(byte);
+    for (int k = 0; k < kEach; ++k) byte |= (in[j * kEach + k] & kMask) << (k * Bits);
+    out[j] = static_cast<uint8_t>(byte);
+  }
+  int byte = 0;
+  for (int64_t i = whole * kEach; i < count; ++i) byte |= (in[i] & kMask) << (i % kEach * Bits);
+  if (whole * kEach < count) out[whole] = static_cast<uint8_t>(byte);
+}
+
+template <int Bits>
+void unpack(const uint8_t* in, int8_t* out, int64_t count) {
+  constexpr int kEach = 8 / Bits, kSpare = 8 - Bits;
+  const auto number = [](uint8_t byte, int k) {
+    return static_cast<int8_t>(static_cast<int8_t>(byte >> (k * Bits) << kSpare) >> kSpare);
+  };
+  const int64_t whole = count / kEach;
+  for (int64_t j = 0; j < whole; ++j) {
+    for (int k = 0; k < kEach; ++k) out[j * kEach + k] = number(in[j], k);
+  }
+  for (int64_t i = whole * kEach; i < count; ++i) {
+    out[i] = number(in[whole], static_cast<int>(i % kEach));
   }
 }
 
+/// The same for a width of 2, 4 or 8 that is known when the program runs.
+inline void pack(const int8_t* in, int bits, uint8_t* out, int64_t count) {
+  bits == 2   ? pack<2>(in, out, count)
+  : bits == 4 ? pack<4>(in, out, count)
+              : pack<8>(in, out, count);
+}
+
 inline void unpack(const uint8_t* in, int bits, int8_t* out, int64_t count) {
-  const int each = 8 / bits, spare = 8 - bits;
-  for (int64_t i = 0; i < count; ++i) {
-    const int shifted = in[i / each] >> (i % each * bits) << spare;
-    out[i] = static_cast<int8_t>(static_cast<int8_t>(shifted) >> spare);
-  }
+  bits == 2   ? unpack<2>(in, out, count)
+  : bits == 4 ? unpack<4>(in, out, count)
+              : unpack<8>(in, out, count);
 }
 
 }  // namespace usbyte::codecs

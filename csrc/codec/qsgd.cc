@@ -56,7 +56,7 @@ class Qsgd final : public Codec {
       loops().add(decoded, factor, values.data() + begin, count);
     });
   }
-  bool wants_feedback() const override { return false; }
+  int memories() const override { return 0; }
 
  private:
   static int64_t buckets(int64_t count) { return (count + kBucket - 1) / kBucket; }

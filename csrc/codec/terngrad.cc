@@ -17,7 +17,7 @@ class TernGrad final : public Codec {
   int64_t message_bytes(int64_t count) const override {
     return count == 0 ? 0 : 4 + round_up((count + 3) / 4, 4);
   }
-  bool wants_feedback() const override { return false; }
+  int memories() const override { return 0; }
 
   void encode(std::span<const float> values, const Draw& draw, std::byte* message) const override {
     const int64_t size = std::ssize(values);

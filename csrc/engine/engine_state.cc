@@ -41,9 +41,10 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
   if (device) {
     throw UsageError("compression works on the CPU only so far: train there, or without it");
   }
+  const CodingSpace space{
+      plan, arena, options.memory, communicator.rank(), communicator.size(), options.seed};
   coding = std::make_unique<Coding>(
-      plan, arena, options.memory, communicator.rank(), communicator.size(), options.seed,
-      [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
+      space, [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
       [this](int op, const std::exception_ptr& error) { coded(op, error, true); });
 }
 

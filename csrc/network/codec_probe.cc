@@ -1,13 +1,13 @@
 #include "usbyte/codec_probe.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 #include <limits>
 #include <map>
 #include <random>
 
-#include "../codec/loops.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 #include "usbyte/timeline.h"
@@ -44,12 +44,19 @@ class Rig {
  public:
   explicit Rig(const Codec& codec)
       : codec_(codec), messages_of_(codec.adds() ? 1 : kMessages), values_(gradients()) {
-    if (codec.wants_feedback()) memory_.resize(values_.size());
+    for (int row = 0; row < codec.memories(); ++row) {
+      rows_[row].resize(values_.size());
+    }
   }
 
   void start(int64_t bytes) {
     count_ = bytes / static_cast<int64_t>(sizeof(float));
     at_ = 0;
+    edge_ = std::bit_floor(static_cast<uint64_t>(std::sqrt(count_)));
+    if (const Matrices* m = codec_.matrices()) {
+      first_.resize(static_cast<size_t>(m->rank() * edge_));
+      second_.resize(static_cast<size_t>(m->rank() * (count_ / edge_)));
+    }
     messages_.resize(static_cast<size_t>(messages_of_));
     pointers_.clear();
     for (auto& message : messages_) {
@@ -63,15 +70,32 @@ class Rig {
     const std::span<float> values = next();
     std::byte* const message = messages_[static_cast<size_t>(turn_++ % messages_of_)].data();
     const Draw draw = Draw::of(1, turn_, at_, 0);
-    if (memory_.empty()) return codec_.encode(values, draw, message);
-    const std::span<float> kept(memory_.data() + at_, values.size());
-    for (size_t i = 0; i < kept.size(); ++i) kept[i] += values[i];
-    codec_.encode(kept, draw, message);
-    loops().largest(kept.data(), std::ssize(kept));
-    codec_.decode_add(message, draw, -1, kept);
+    Memory memory;
+    for (size_t row = 0; row < 2; ++row) memory.rows[row] = rows_[row].data() + at_;
+    if (const Matrices* m = codec_.matrices()) {
+      m->first(values, edge_, memory, draw, first_);
+      m->second(edge_, count_ / edge_, memory, first_, second_);
+    } else {
+      codec_.send(values, memory, draw, kMessages, message);
+    }
   }
 
-  void decode() { codec_.combine(pointers_, Draw::of(1, turn_, at_, 0), next()); }
+  void decode() {
+    const std::span<float> values = next();
+    if (const Matrices* m = codec_.matrices()) {
+      Memory memory;
+      for (size_t row = 0; row < 2; ++row) memory.rows[row] = rows_[row].data() + at_;
+      m->finish(edge_, first_, second_, memory, values);
+    } else {
+      codec_.combine(pointers_, Draw::of(1, turn_, at_, 0), values);
+    }
+  }
+
+  /// Bytes of a message of the size that was started.
+  int64_t message_bytes() const {
+    const Matrices* const m = codec_.matrices();
+    return m ? 4 * m->rank() * (edge_ + count_ / edge_) : codec_.message_bytes(count_);
+  }
 
   int messages() const { return messages_of_; }
 
@@ -83,7 +107,8 @@ class Rig {
 
   const Codec& codec_;
   const int messages_of_;
-  std::vector<float> values_, memory_;
+  std::vector<float> values_, rows_[2], first_, second_;
+  int64_t edge_ = 1;  // rows of the matrix that a block is for codecs of two rounds
   int64_t count_ = 0, at_ = 0, turn_ = 0;
   std::vector<std::vector<std::byte>> messages_;
   std::vector<const std::byte*> pointers_;
@@ -162,7 +187,7 @@ MeasuredCodec measure_codec(std::string_view spec, double budget_s) {
     out.largest_bytes = bytes;
     bytes *= kFactor;
   }
-  out.message_bytes = codec->message_bytes(out.largest_bytes / 4);
+  out.message_bytes = rig.message_bytes();
   const Fit encode = fit_codec_cost(out.encode), decode = fit_codec_cost(out.decode);
   out.cost = {encode.cost, decode.cost};
   out.encode_residual = encode.residual;

@@ -92,6 +92,10 @@ Plan::Line Plan::lay_out(std::vector<TensorSpec> tensors) {
       throw PlanError("tensor '" + t.name + "' starts at element " + std::to_string(t.offset) +
                       ", but the one before it ends at " + std::to_string(end));
     }
+    if (t.rows <= 0 || t.numel % t.rows != 0) {
+      throw PlanError("tensor '" + t.name + "' of " + std::to_string(t.numel) +
+                      " elements cannot have " + std::to_string(t.rows) + " rows");
+    }
     if (!names.insert(t.name).second) throw PlanError("two tensors are named '" + t.name + "'");
     end = t.end();
     if (segments.empty() || segments.back().dtype != t.dtype) {
@@ -111,8 +115,12 @@ Plan::Line Plan::lay_out(std::vector<TensorSpec> tensors) {
 
 void Plan::validate() const {
   std::vector<Block> reduced,
-      scattered;                   // all_reduce and reduce_scatter must tile the arena together
-  std::map<Block, bool> gathered;  // scattered block -> has been gathered
+      scattered;  // all_reduce and reduce_scatter must tile the arena together
+  struct Scattered {
+    std::string codec;
+    bool gathered = false;
+  };
+  std::map<Block, Scattered> scatters;
   for (size_t i = 0; i < ops_.size(); ++i) {
     const Op& op = ops_[i];
     const auto error = [i](const std::string& what) {
@@ -123,9 +131,11 @@ void Plan::validate() const {
     }
     if (op.blocks.empty()) throw error("no blocks");
     if (op.window_bytes <= 0) throw error("window_bytes must be positive");
-    if (op.codec != "none") {
-      make_codec(op.codec);
-      if (op.kind != Collective::all_reduce) throw error("only an all_reduce can have a codec");
+    const std::shared_ptr<const Codec> codec = make_codec(op.codec);
+    const bool in_parts = op.kind != Collective::all_reduce;
+    const Matrices* const matrices = codec && in_parts ? codec->matrices() : nullptr;
+    if (codec && in_parts && !codec->relays()) {
+      throw error("codec " + op.codec + " can only be that of an all_reduce");
     }
     for (Block b : op.blocks) {
       if (b.begin < 0 || b.begin >= b.end || b.end > numel()) {
@@ -137,22 +147,34 @@ void Plan::validate() const {
       if (op.codec != "none" && !is_floating(dtype(b))) {
         throw error("codec " + op.codec + " cannot code " + std::string(name(dtype(b))));
       }
+      const TensorSpec* const whole = matrices ? tensor_at(b) : nullptr;
+      if (matrices && !(whole && matrices->pays(whole->rows, whole->cols()))) {
+        throw error("codec " + op.codec + " needs matrices that it makes less of; block " +
+                    text(b) + " is none");
+      }
       if (op.kind == Collective::all_gather) {
-        auto it = gathered.find(b);
-        if (it == gathered.end()) {
+        auto it = scatters.find(b);
+        if (it == scatters.end()) {
           throw error("block " + text(b) + " was not scattered by an earlier op");
         }
-        if (it->second) throw error("block " + text(b) + " is gathered twice");
-        it->second = true;
+        Scattered& scatter = it->second;
+        if (scatter.gathered) throw error("block " + text(b) + " is gathered twice");
+        const auto first = make_codec(scatter.codec);
+        if ((matrices || (first && first->matrices())) && op.codec != scatter.codec) {
+          throw error("block " + text(b) + " is gathered by " + op.codec +
+                      " but was scattered by " + scatter.codec);
+        }
+        scatter.gathered = true;
       } else {
-        if (op.kind == Collective::reduce_scatter) gathered[b] = false;
+        if (op.kind == Collective::reduce_scatter) scatters[b] = {op.codec};
         reduced.push_back(b);
       }
     }
   }
   check_tiling(std::move(reduced), numel(), "all_reduce or reduce_scatter");
-  for (const auto& [block, done] : gathered) {
-    if (!done) throw PlanError("block " + text(block) + " is scattered but never gathered");
+  for (const auto& [block, scatter] : scatters) {
+    if (!scatter.gathered)
+      throw PlanError("block " + text(block) + " is scattered but never gathered");
   }
 }
 
@@ -184,6 +206,14 @@ int64_t Plan::bytes(const Op& op) const {
 int64_t Plan::message_bytes(const Op& op) const {
   const std::shared_ptr<const Codec> codec = make_codec(op.codec);
   if (!codec) return bytes(op);
+  if (op.kind != Collective::all_reduce && codec->matrices()) {
+    int64_t numbers = 0;
+    for (Block b : op.blocks) {
+      const TensorSpec& matrix = *tensor_at(b);
+      numbers += op.kind == Collective::reduce_scatter ? matrix.rows : matrix.cols();
+    }
+    return numbers * codec->matrices()->rank() * itemsize(DType::float32);
+  }
   int64_t out = 0;
   for (Block b : op.blocks) out += codec->message_bytes(b.numel());
   return out;
@@ -191,8 +221,21 @@ int64_t Plan::message_bytes(const Op& op) const {
 
 std::pair<Collective, int64_t> Plan::traffic(const Op& op, int ranks) const {
   const std::shared_ptr<const Codec> codec = make_codec(op.codec);
-  if (!codec || codec->adds()) return {op.kind, message_bytes(op)};
+  if (!codec) return {op.kind, bytes(op)};
+  if (codec->matrices()) return {Collective::all_reduce, message_bytes(op)};
+  if (op.kind != Collective::all_reduce) {
+    int64_t shards = 0;
+    for (Block b : op.blocks) shards += codec->message_bytes(shard(b, 0, ranks).numel());
+    return {op.kind, ranks * shards};
+  }
+  if (codec->adds()) return {op.kind, message_bytes(op)};
   return {Collective::all_gather, ranks * message_bytes(op)};
+}
+
+const TensorSpec* Plan::tensor_at(Block block) const {
+  const auto it = std::ranges::lower_bound(tensors(), block.begin, {}, &TensorSpec::offset);
+  const bool same = it != tensors().end() && it->offset == block.begin && it->end() == block.end;
+  return same ? &*it : nullptr;
 }
 
 std::vector<int> Plan::tensors_of(const Op& op) const {
@@ -239,6 +282,7 @@ std::string Plan::to_json() const {
   ordered_json tensors = ordered_json::array(), ops = ordered_json::array();
   for (const TensorSpec& t : this->tensors()) {
     tensors.push_back({{"name", t.name}, {"numel", t.numel}, {"dtype", name(t.dtype)}});
+    if (t.rows != 1) tensors.back()["rows"] = t.rows;
   }
   for (const Op& op : ops_) {
     ordered_json blocks = ordered_json::array();
@@ -264,7 +308,8 @@ Plan Plan::from_json(std::string_view json) {
     int64_t offset = 0;
     for (const auto& t : root.at("tensors")) {
       tensors.push_back({t.at("name").get<std::string>(), t.at("numel").get<int64_t>(),
-                         dtype_from_name(t.at("dtype").get<std::string>()), offset});
+                         dtype_from_name(t.at("dtype").get<std::string>()), offset,
+                         t.value("rows", int64_t{1})});
       offset = tensors.back().end();
     }
     std::vector<Op> ops;

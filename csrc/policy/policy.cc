@@ -34,9 +34,6 @@ std::vector<std::string> checked_codecs(const Profile& profile, const PolicyOpti
     }
     if (!options.codec_costs.by_spec.empty()) options.codec_costs.of(out.back());
   }
-  if (any && options.sharded) {
-    throw UsageError("policy options: codecs do not go with a sharded optimizer");
-  }
   return any ? out : std::vector<std::string>{};
 }
 
@@ -75,8 +72,17 @@ Plan make_plan(std::string_view policy, const Profile& profile, const NetworkMod
   const std::vector<std::string> codecs = checked_codecs(profile, options);
   const bool knows = std::find(kKnowCodecs.begin(), kKnowCodecs.end(), policy) != kKnowCodecs.end();
   given.codec_of = knows ? codecs : std::vector<std::string>{};
+  for (std::string& spec : given.codec_of) {  // matrices are taken out of groups as a whole
+    if (const auto codec = make_codec(spec); codec && codec->matrices()) spec = "none";
+  }
   Plan plan = it->second(profile, network, given);
-  if (!knows && !codecs.empty()) plan = with_codecs(plan, codecs);
+  if (!codecs.empty()) {
+    std::vector<std::string> rest = codecs;
+    for (size_t i = 0; i < given.codec_of.size(); ++i) {
+      if (given.codec_of[i] == codecs[i]) rest[i] = "none";
+    }
+    plan = with_codecs(plan, rest, options.sharded);
+  }
   if (options.sharded) {
     bool gathers = false;
     for (const Op& op : plan.ops()) {

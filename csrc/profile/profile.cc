@@ -73,6 +73,7 @@ std::string Profile::to_json() const {
                     {"dtype", name(tensors[i].dtype)},
                     {"need_s", need_s[i]},
                     {"ready_s", ready_s[i]}});
+    if (tensors[i].rows != 1) rows.back()["rows"] = tensors[i].rows;
     if (!need_spread_s.empty()) rows.back()["need_spread_s"] = need_spread_s[i];
     if (!ready_spread_s.empty()) rows.back()["ready_spread_s"] = ready_spread_s[i];
   }
@@ -95,7 +96,8 @@ Profile Profile::from_json(std::string_view json) {
     int64_t offset = 0;
     for (const auto& row : root.at("tensors")) {
       p.tensors.push_back({row.at("name").get<std::string>(), row.at("numel").get<int64_t>(),
-                           dtype_from_name(row.at("dtype").get<std::string>()), offset});
+                           dtype_from_name(row.at("dtype").get<std::string>()), offset,
+                           row.value("rows", int64_t{1})});
       offset = p.tensors.back().end();
       p.need_s.push_back(row.at("need_s").get<double>());
       p.ready_s.push_back(row.at("ready_s").get<double>());

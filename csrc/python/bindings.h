@@ -34,6 +34,7 @@ void register_simulator(pybind11::module_& m);
 void register_env(pybind11::module_& m);
 void register_timeline(pybind11::module_& m);
 void register_codec(pybind11::module_& m);
+void register_coded_op(pybind11::module_& m);
 void register_codec_costs(pybind11::module_& m);
 void register_codec_probe(pybind11::module_& m);
 void register_communicator(pybind11::module_& m);

@@ -12,7 +12,10 @@ void register_codec(py::module_& m) {
   py::class_<Codec, std::shared_ptr<Codec>>(m, "Codec", "Makes gradients smaller; see codec.h.")
       .def_property_readonly("spec", &Codec::spec)
       .def_property_readonly("adds", &Codec::adds)
-      .def_property_readonly("wants_feedback", &Codec::wants_feedback)
+      .def_property_readonly("memories", &Codec::memories)
+      .def_property_readonly("relays", &Codec::relays)
+      .def_property_readonly("factors", [](const Codec& c) { return c.matrices() != nullptr; })
+      .def("at_step", &Codec::at_step, py::arg("step"))
       .def("message_bytes", &Codec::message_bytes, py::arg("count"));
   m.def(
       "make_codec",

@@ -18,6 +18,7 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_error(m);
   usbyte::register_tensor(m);
   usbyte::register_codec(m);
+  usbyte::register_coded_op(m);
   usbyte::register_plan(m);
   usbyte::register_profile(m);
   usbyte::register_network(m);

@@ -53,10 +53,11 @@ void register_plan(py::module_& m) {
       .def("__eq__", &Plan::operator==);
   m.def(
       "with_codecs",
-      [](const Plan& plan, const std::vector<std::string>& codec_of) {
-        return with_codecs(plan, codec_of);
+      [](const Plan& plan, const std::vector<std::string>& codec_of, bool sharded) {
+        return with_codecs(plan, codec_of, sharded);
       },
-      py::arg("plan"), py::arg("codec_of"), "The same plan with each tensor's codec; see plan.h.");
+      py::arg("plan"), py::arg("codec_of"), py::arg("sharded") = false,
+      "The same plan with each tensor's codec; see plan.h.");
 }
 
 }  // namespace usbyte

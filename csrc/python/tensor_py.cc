@@ -8,13 +8,16 @@ namespace usbyte {
 
 void register_tensor(py::module_& m) {
   py::class_<TensorSpec>(m, "TensorSpec", "One gradient on the line; numel and offset in elements.")
-      .def(py::init([](std::string name, int64_t numel, const std::string& dtype, int64_t offset) {
-             return TensorSpec{std::move(name), numel, dtype_from_name(dtype), offset};
+      .def(py::init([](std::string name, int64_t numel, const std::string& dtype, int64_t offset,
+                       int64_t rows) {
+             return TensorSpec{std::move(name), numel, dtype_from_name(dtype), offset, rows};
            }),
-           py::arg("name"), py::arg("numel"), py::arg("dtype") = "float32", py::arg("offset") = 0)
+           py::arg("name"), py::arg("numel"), py::arg("dtype") = "float32", py::arg("offset") = 0,
+           py::arg("rows") = 1)
       .def_readonly("name", &TensorSpec::name)
       .def_readonly("numel", &TensorSpec::numel)
       .def_readonly("offset", &TensorSpec::offset)
+      .def_readonly("rows", &TensorSpec::rows)
       .def_property_readonly("dtype",
                              [](const TensorSpec& t) { return std::string(name(t.dtype)); })
       .def_property_readonly("end", &TensorSpec::end)

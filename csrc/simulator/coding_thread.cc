@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "usbyte/codec.h"
+
 namespace usbyte {
 
 CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, int ranks) {
@@ -13,8 +15,17 @@ CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, int ranks)
     int64_t elements = 0;
     for (Block b : op.blocks) elements += b.numel();
     const int64_t bytes = elements * itemsize(DType::float32);
-    const bool gathered = plan.traffic(op, ranks).first == Collective::all_gather;
-    times_[i] = {cost.encode.time_s(bytes), cost.decode.time_s(bytes) * (gathered ? ranks : 1)};
+    const bool whole = op.kind == Collective::all_reduce;
+    const bool first = op.kind == Collective::reduce_scatter;
+    const auto codec = make_codec(op.codec);
+    if (!whole && codec->matrices()) {
+      times_[i] = {cost.encode.time_s(bytes) / 2, first ? 0 : cost.decode.time_s(bytes)};
+      continue;
+    }
+    // A rank decodes messages of all ranks: of the whole, or of its shard; or all shards' once.
+    const bool gathered = whole && !codec->adds();
+    const int64_t own = whole || first ? bytes : bytes / ranks;
+    times_[i] = {cost.encode.time_s(own), cost.decode.time_s(bytes) * (gathered ? ranks : 1)};
   }
 }
 

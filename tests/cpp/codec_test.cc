@@ -15,67 +15,51 @@
 
 #include "../../csrc/codec/loops.h"
 #include "../../csrc/codec/random.h"
-#include "ranks.h"
+#include "codec_rig.h"
 #include "usbyte/error.h"
 #include "usbyte/half.h"
 
 namespace usbyte {
 namespace {
 
+using test::decoded;
+using test::encoded;
+using test::gradient;
+using test::kInfinity;
+using test::kNan;
+using test::largest;
+using test::norm;
 using test::Random;
+using test::through;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+const std::vector<std::string> kSpecs = {"fp16",
+                                         "bf16",
+                                         "fp8",
+                                         "fp8:e5m2",
+                                         "int8",
+                                         "topk:0.01",
+                                         "topk:0.3",
+                                         "topk:1",
+                                         "randk:0.1",
+                                         "randk:1",
+                                         "qsgd:2",
+                                         "qsgd:4",
+                                         "qsgd:8",
+                                         "terngrad",
+                                         "signsgd",
+                                         "efsignsgd",
+                                         "onebit",
+                                         "dct:0.05",
+                                         "dct:0.1,period=7",
+                                         "dgc:0.05",
+                                         "dgc:0.1,momentum=0.5,clip=2",
+                                         "signum",
+                                         "signum:0.5",
+                                         "powersgd:2",
+                                         "int8,feedback=off",
+                                         "topk:0.1,feedback=off"};
 
-const std::vector<std::string> kSpecs = {"fp16",      "bf16",     "fp8",    "fp8:e5m2",  "int8",
-                                         "topk:0.01", "topk:0.3", "topk:1", "randk:0.1", "randk:1",
-                                         "qsgd:2",    "qsgd:4",   "qsgd:8", "terngrad",  "signsgd",
-                                         "efsignsgd", "onebit"};
-
-// Gradients: of many magnitudes, some zeros, some equal.
-std::vector<float> gradient(Random& random, int64_t count) {
-  std::normal_distribution<float> normal(0, std::exp2(static_cast<float>(random(-8, 8))));
-  std::vector<float> out(static_cast<size_t>(count));
-  for (float& x : out) {
-    x = random.one_in(8) ? 0.0F : normal(random.engine());
-    if (random.one_in(16)) x = random.one_in(2) ? 0.25F : -0.25F;
-    if (random.one_in(32)) x = -0.0F;
-  }
-  return out;
-}
-
-// Encodes into memory whose surroundings must stay as they are.
-std::vector<std::byte> encoded(const Codec& codec, const std::vector<float>& values,
-                               const Draw& draw = {}) {
-  constexpr size_t kGuard = 64;
-  const auto bytes = static_cast<size_t>(codec.message_bytes(std::ssize(values)));
-  std::vector<std::byte> memory(bytes + 2 * kGuard, std::byte{0xa5});
-  codec.encode(values, draw, memory.data() + kGuard);
-  for (size_t i = 0; i < kGuard; ++i) {
-    EXPECT_EQ(memory[i], std::byte{0xa5});
-    EXPECT_EQ(memory[kGuard + bytes + i], std::byte{0xa5});
-  }
-  return {memory.begin() + kGuard, memory.begin() + static_cast<std::ptrdiff_t>(kGuard + bytes)};
-}
-
-std::vector<float> decoded(const Codec& codec, const std::vector<std::byte>& message, size_t count,
-                           const Draw& draw = {}) {
-  std::vector<float> out(count, 77.0F);
-  codec.decode(message.data(), draw, out);
-  return out;
-}
-
-std::vector<float> through(const std::string& spec, const std::vector<float>& values,
-                           const Draw& draw = {}) {
-  const auto codec = make_codec(spec);
-  return decoded(*codec, encoded(*codec, values, draw), values.size(), draw);
-}
-
-double largest(const float* values, size_t count) {
-  double out = 0;
-  for (size_t i = 0; i < count; ++i) out = std::max(out, std::abs(double{values[i]}));
-  return out;
-}
+bool votes(const std::string& spec) { return spec.starts_with("sign"); }
 
 class AnyCodec : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Codecs, AnyCodec, testing::ValuesIn(kSpecs), [](const auto& of) {
@@ -106,13 +90,13 @@ TEST_P(AnyCodec, FollowsTheRulesForAnySize) {
     const std::vector<const std::byte*> messages = {message.data(), second.data()};
     std::vector<float> all(values.size(), 5.0F);
     codec->combine(messages, draw, all);
-    if (GetParam() == "signsgd") continue;
+    if (votes(GetParam())) continue;
     for (size_t i = 0; i < values.size(); ++i) ASSERT_EQ(all[i], once[i] + twice[i]);
   }
 }
 
 TEST_P(AnyCodec, ZerosStayZeros) {
-  if (GetParam() == "signsgd") return;  // has no zero
+  if (votes(GetParam())) return;  // has no zero
   for (size_t count : {1, 5, 600}) {
     EXPECT_EQ(through(GetParam(), std::vector<float>(count, 0.0F)), std::vector<float>(count, 0));
   }
@@ -299,12 +283,6 @@ void expect_unbiased(const std::string& spec, double (*step_of)(const std::vecto
   }
 }
 
-double norm(const std::vector<float>& values) {
-  double squares = 0;
-  for (float x : values) squares += double{x} * x;
-  return std::sqrt(squares);
-}
-
 TEST(Codec, StochasticRoundingIsUnbiasedAndWithinAStep) {
   expect_unbiased("qsgd:2", [](const std::vector<float>& v) { return norm(v); });
   expect_unbiased("qsgd:4", [](const std::vector<float>& v) { return norm(v) / 7; });
@@ -353,8 +331,15 @@ TEST(Codec, TheMajorityOfSignsWins) {
     std::vector<double> votes(500);
     for (int r = 0; r < ranks; ++r) {
       const std::vector<float> values = gradient(random, 500);
-      for (size_t i = 0; i < votes.size(); ++i) votes[i] += std::signbit(values[i]) ? -1 : 1;
-      messages.push_back(encoded(*codec, values));
+      messages.push_back(encoded(*codec, values, Draw::of(1, 1, 0, r)));
+      const std::vector<float> own = decoded(*codec, messages.back(), values.size());
+      for (size_t i = 0; i < votes.size(); ++i) {
+        votes[i] += own[i];
+        ASSERT_EQ(std::abs(own[i]), 1);
+        if (values[i] != 0) {
+          ASSERT_EQ(own[i] < 0, values[i] < 0);
+        }
+      }
     }
     std::vector<const std::byte*> all;
     for (const auto& message : messages) all.push_back(message.data());
@@ -366,32 +351,16 @@ TEST(Codec, TheMajorityOfSignsWins) {
   }
 }
 
-// With what is lost added to the next gradient, what has been sent and what is remembered are all
-// that there was, and what is remembered does not grow.
-TEST_P(AnyCodec, FeedbackLosesNothing) {
-  const auto codec = make_codec(GetParam());
-  if (!codec->wants_feedback()) return;
-  Random random(12);
-  constexpr size_t kCount = 700;
-  std::vector<float> memory(kCount), gradient_now(kCount);
-  std::vector<double> produced(kCount), sent(kCount);
-  double early = 0;
-  for (int step = 0; step < 400; ++step) {
-    const Draw draw = Draw::of(1, step, 0, 0);
-    std::normal_distribution<float> normal(0.1F, 1);
-    for (float& x : gradient_now) x = normal(random.engine());
-    for (size_t i = 0; i < kCount; ++i) memory[i] += gradient_now[i];
-    const std::vector<std::byte> message = encoded(*codec, memory, draw);
-    const std::vector<float> part = decoded(*codec, message, kCount, draw);
-    codec->decode_add(message.data(), draw, -1, memory);
-    for (size_t i = 0; i < kCount; ++i) {
-      produced[i] += gradient_now[i];
-      sent[i] += part[i];
-    }
-    if (step == 199) early = norm(memory);
+TEST(Codec, WhoHasNoOpinionDoesNotPush) {
+  const std::vector<float> values = {0, -0.0F, 0, 0, 0, 1, -1};
+  double votes[7] = {};
+  for (int step = 0; step < 1000; ++step) {
+    const std::vector<float> got = through("signsgd", values, Draw::of(1, step, 0, 0));
+    for (size_t i = 0; i < values.size(); ++i) votes[i] += got[i];
   }
-  for (size_t i = 0; i < kCount; ++i) ASSERT_NEAR(sent[i] + memory[i], produced[i], 0.05);
-  EXPECT_LT(norm(memory), 3 * early + 1) << GetParam();
+  for (size_t i = 0; i < 5; ++i) EXPECT_LT(std::abs(votes[i]), 150) << i;
+  EXPECT_EQ(votes[5], 1000);
+  EXPECT_EQ(votes[6], -1000);
 }
 
 // Any processor does the same, but for sums, whose rounding only their sender sees.
@@ -433,6 +402,8 @@ TEST(Codec, LoopsForEveryProcessorAreThoseForThisOne) {
     EXPECT_EQ(mine.at_least(in.data(), least, 5, c.data(), count),
               any.at_least(in.data(), least, 5, d.data(), count));
     EXPECT_EQ(c, d);
+    EXPECT_NEAR(mine.dot(in.data(), in.data(), count), any.sum_of_squares(in.data(), count),
+                1e-12 * any.sum_of_squares(in.data(), count));
     std::vector<float> sum = in, other = in;
     mine.add(in.data(), 0.3F, sum.data(), count);
     any.add(in.data(), 0.3F, other.data(), count);
@@ -460,6 +431,14 @@ TEST(Codec, WhatCannotBeMadeIsAnErrorThatNamesWhatCan) {
   EXPECT_NE(problem("fp16:3").find("no parameter"), std::string::npos);
   EXPECT_NE(problem("fp8:e3m4").find("fp8:e5m2"), std::string::npos);
   EXPECT_NE(problem("qsgd:3").find("qsgd:4"), std::string::npos);
+  EXPECT_NE(problem("powersgd:0").find("from 1 to 256"), std::string::npos);
+  EXPECT_NE(problem("dgc:0.1,momentum=2").find("momentum=2 is not a number from 0"),
+            std::string::npos);
+  EXPECT_NE(problem("dgc:0.1,period=2").find("no parameter 'period'"), std::string::npos);
+  EXPECT_NE(problem("dct:0.1,1000").find("cannot read '1000'"), std::string::npos);
+  EXPECT_NE(problem("dct:0.1,period=1,period=2").find("cannot read"), std::string::npos);
+  EXPECT_NE(problem("fp16,feedback=off").find("has no feedback"), std::string::npos);
+  EXPECT_NE(problem("signum,feedback=off").find("has no feedback"), std::string::npos);
   for (const std::string& name : codec_names()) {
     EXPECT_EQ(problem(name).find("unknown"), std::string::npos) << name;
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -22,6 +23,17 @@ struct Draw {
   static Draw of(uint64_t seed, int64_t step, int64_t begin, int rank);
 };
 
+/// What a codec remembers of a run of elements from one step to the next.
+struct Memory {
+  /// As many as its `memories`: a float32 for each element, 0 at first. They belong to the
+  /// parameters and outlive plans.
+  std::array<float*, 2> rows{};
+  /// Of the run under this plan; 0 at first.
+  uint64_t note = 0;
+};
+
+class Matrices;
+
 /// Makes a run of float32 smaller for the network, with some loss. Immutable, thread-safe,
 /// deterministic for a given Draw.
 ///
@@ -40,8 +52,18 @@ class Codec {
   virtual DType message_dtype() const { return DType::uint8; }
   /// Bytes of the message of `count` elements, whatever they are.
   virtual int64_t message_bytes(int64_t count) const = 0;
-  /// Training needs what is lost to be added to the next gradient.
-  virtual bool wants_feedback() const { return true; }
+  /// Rows of a Memory. One is error feedback, unless a codec says otherwise: training needs what
+  /// is lost to be added to the next gradient.
+  virtual int memories() const { return 1; }
+  /// What `decode` gives is near what was encoded, so that it may be encoded again by ranks that
+  /// have added up a part of the elements: it can be scattered and gathered.
+  virtual bool relays() const { return true; }
+  /// The spec to use in a step (from 0 on), for codecs that begin with less loss than they go on
+  /// with. The same codec otherwise.
+  virtual std::string at_step(int64_t /*step*/) const { return spec(); }
+  /// For codecs that make less of whole matrices, in two rounds; null for others. Without them such
+  /// a codec is to send values as they are.
+  virtual const Matrices* matrices() const { return nullptr; }
 
   virtual void encode(std::span<const float> values, const Draw& draw,
                       std::byte* message) const = 0;
@@ -55,25 +77,64 @@ class Codec {
   /// codec says otherwise. At least one message.
   virtual void combine(std::span<const std::byte* const> messages, const Draw& draw,
                        std::span<float> values) const;
+  /// Encodes a step's gradient together with what `memory` holds, and keeps there what training
+  /// needs later. Error feedback, unless a codec says otherwise: of r += g what the message says is
+  /// taken away. What is not finite is kept until it has been sent, and not longer.
+  virtual void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int ranks,
+                    std::byte* message) const;
 };
 
-/// The codec that a spec names: "name" or "name:parameter". "none" is null. Throws UsageError with
-/// the names there are.
+/// How a codec of two rounds makes less of a matrix of `rows` x `cols`, row by row. In the first
+/// round all ranks add up rows x rank numbers, in the second cols x rank. Memory of two rows: what
+/// has not been sent, and from its beginning cols x rank numbers to start the next step from.
+///
+/// Every rank has the same sums, and makes the same numbers of them.
+class Matrices {
+ public:
+  virtual ~Matrices() = default;
+
+  virtual int rank() const = 0;
+  /// It takes less than to send the matrix as it is.
+  bool pays(int64_t rows, int64_t cols) const { return rank() * (rows + cols) < rows * cols; }
+  /// sums = this rank's part of the first round; the gradient is in the memory afterwards.
+  virtual void first(std::span<const float> gradient, int64_t rows, Memory& memory,
+                     const Draw& draw, std::span<float> sums) const = 0;
+  /// Makes the second round's part of the first one's sums, which it changes, and takes what is
+  /// sent out of the memory.
+  virtual void second(int64_t rows, int64_t cols, Memory& memory, std::span<float> first,
+                      std::span<float> sums) const = 0;
+  /// values = what both rounds say; what the next step begins with goes to the memory.
+  virtual void finish(int64_t rows, std::span<const float> first, std::span<const float> second,
+                      Memory& memory, std::span<float> values) const = 0;
+};
+
+/// The codec that a spec names: "name" or "name:parameters", as in "dgc:0.001,momentum=0.9". "none"
+/// is null. Throws UsageError with the names there are. The same spec gives the same object.
 ///
 ///  - fp16, bf16: casts. Add. Too large for fp16: infinite. NaN and infinities stay.
 ///  - fp8 (e4m3; fp8:e5m2), int8: a scale for every 256 elements. NaN or infinity: all 256 become
 ///    NaN.
 ///  - topk:RATIO, randk:RATIO: that share of the elements, one at least; those largest in magnitude
 ///    (NaN above infinity, among equals the first), or some that all ranks draw alike, which add.
+///  - dct:RATIO[,period=1000] (Gupta et al. 2020): what is above a threshold, at most that share,
+///    where the threshold is topk's of the last whole number of periods.
+///  - dgc:RATIO[,momentum=0.9][,clip=NORM][,warmup=STEPS] (Lin et al. 2018): topk, its threshold
+///    from a sample, of momentum that is corrected; gradients are clipped to NORM / sqrt(ranks)
+///    before. In quarters of the warm-up the share is 1/4, 1/16, 1/64 and 1/256, if that is more.
 ///  - qsgd:BITS (2, 4 or 8; Alistarh et al. 2017): stochastic rounding to 2^(BITS-1) - 1 levels of
 ///    the norm of each 512 elements. Unbiased. NaN or infinity: all 512 become NaN.
 ///  - terngrad (Wen et al. 2017): -1, 0 or 1 times the largest magnitude, by chance. Unbiased. NaN
 ///    or infinity: all elements of the block become NaN.
-///  - signsgd (Bernstein et al. 2018): signs; together the majority's, 0 where they are even. 0
-///    counts as positive. NaN or infinity: the block becomes NaN.
+///  - signsgd (Bernstein et al. 2018): signs; together the majority's, 0 where they are even. A 0
+///    votes by chance. NaN or infinity: the block becomes NaN.
+///  - signum[:MOMENTUM] (likewise): the same of gradients' running mean, with 0.9.
 ///  - efsignsgd (Karimireddy et al. 2019): signs times the mean magnitude. NaN or infinity: the
 ///    block becomes NaN.
 ///  - onebit (Seide et al. 2014): the mean of what is not negative, or that of the rest. Likewise.
+///  - powersgd:RANK (Vogels et al. 2019): matrices as products of two of that rank, others as they
+///    are. Add. NaN or infinity: the matrix becomes NaN.
+///
+/// With ",feedback=off" behind it, a codec with error feedback forgets what it does not send.
 std::shared_ptr<const Codec> make_codec(std::string_view spec);
 /// Names that `make_codec` knows, without "none".
 std::vector<std::string> codec_names();

@@ -26,8 +26,8 @@ struct EngineOptions {
   std::shared_ptr<Cuda> device = nullptr;
   /// Multiplied with gradients on a device as they are packed.
   double scale = 1;
-  /// For codecs with feedback: as many float32 as the arena has elements, which outlive the engine;
-  /// what was not sent. Zeros at first.
+  /// What codecs remember: as many rows as the `memories` of any of the plan's, each of as many
+  /// float32 as the arena has elements; outlives the engine. Zeros at first.
   float* memory = nullptr;
   /// Of what codecs draw by chance; the same on all ranks.
   uint64_t seed = 0;

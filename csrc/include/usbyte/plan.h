@@ -47,8 +47,12 @@ Block shard(Block block, int rank, int size);
 
 /// One collective on one or more blocks, and its admission: at most `window_bytes` are in flight
 /// together with it (an op larger than its window goes alone); with `fence`, every earlier op has
-/// completed first. With a `codec` (of codec.h) what travels is that one's messages, one for each
-/// block.
+/// completed first.
+///
+/// With a `codec` (of codec.h) what travels is that one's messages: in an all_reduce one for each
+/// block; in a reduce_scatter one for each `shard` of each block, to the rank that adds them up; in
+/// an all_gather one for each of the rank's own shards. With a codec of two rounds the
+/// reduce_scatter is the first and the all_gather the second, and their blocks are whole tensors.
 struct Op {
   Collective kind = Collective::all_reduce;
   std::vector<Block> blocks;
@@ -68,9 +72,10 @@ class Plan {
  public:
   Plan();
   /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names; ops
-  /// only of the first three kinds with positive windows, and codecs for all_reduces of floats
-  /// only; every element covered exactly once by all_reduce, or exactly once by a reduce_scatter
-  /// and once by a later all_gather whose block is the very block that was scattered.
+  /// only of the first three kinds with positive windows, and codecs that can do what their ops
+  /// ask for, of floats only; every element covered exactly once by all_reduce, or exactly once by
+  /// a reduce_scatter and once by a later all_gather whose block is the very block that was
+  /// scattered.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
   /// Another plan for the same tensors, which the two share.
   Plan with(std::string policy, std::vector<Op> ops) const;
@@ -92,10 +97,13 @@ class Plan {
   /// Bytes that a rank puts on the network for it, which its window counts: the same, or those of
   /// its messages.
   int64_t message_bytes(const Op& op) const;
-  /// What it is for the network, and its payload there: messages that cannot be added are gathered.
+  /// What it is for the network, and its payload there: messages that cannot be added are gathered,
+  /// and sums of two rounds reduced.
   std::pair<Collective, int64_t> traffic(const Op& op, int ranks) const;
   /// Indices of the tensors that `op` touches, ascending.
   std::vector<int> tensors_of(const Op& op) const;
+  /// The tensor that the block is the whole of; null if there is none.
+  const TensorSpec* tensor_at(Block block) const;
   /// The same, behind what `out` holds.
   void append_tensors_of(const Op& op, std::vector<int>& out) const;
   /// "op 3 (all_reduce, 8.0 MB: conv1.weight, conv1.bias and 2 more)", for messages.
@@ -132,9 +140,12 @@ class Plan {
   std::vector<Op> ops_;
 };
 
-/// The same plan with each tensor's codec: ops become one for each codec that their tensors have,
-/// in the place of the op; a reduce_scatter becomes an all_reduce for what has one, and its
-/// all_gather does without that. `codec_of` is by tensor.
-Plan with_codecs(const Plan& plan, std::span<const std::string> codec_of);
+/// The same plan with each tensor's codec, but for ops that have one: the others become one for
+/// each codec that their tensors have, in the place of the op. For codecs that cannot be relayed, a
+/// reduce_scatter becomes an all_reduce, and its all_gather does without that. With one of two
+/// rounds, matrices for which it pays are scattered as a whole in the place of their last part, and
+/// gathered there, or after the op behind it. `codec_of` is by tensor. `sharded`: all_gathers are
+/// of something else, and have no codec; throws UsageError for codecs that cannot do without.
+Plan with_codecs(const Plan& plan, std::span<const std::string> codec_of, bool sharded = false);
 
 }  // namespace usbyte

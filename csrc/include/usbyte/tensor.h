@@ -19,13 +19,16 @@ std::string_view name(DType dtype);
 DType dtype_from_name(std::string_view name);
 
 /// One gradient on the line of bytes. `offset` and `numel` are elements of the arena; see Plan for
-/// the line.
+/// the line. For codecs that factor matrices it is one of `rows`, which divide `numel`, one behind
+/// the other.
 struct TensorSpec {
   std::string name;
   int64_t numel = 0;
   DType dtype = DType::float32;
   int64_t offset = 0;
+  int64_t rows = 1;
 
+  int64_t cols() const { return numel / rows; }
   int64_t end() const { return offset + numel; }
   bool operator==(const TensorSpec&) const = default;
 };

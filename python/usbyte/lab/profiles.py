@@ -216,11 +216,13 @@ def matched(profile: Profile, plan: Plan) -> Profile:
     return Profile(plan.tensors, need_s, ready_s, job.step_s, job.update_s, job.model)
 
 
-def line(tensors: Iterable[tuple[str, int, str]]) -> list[TensorSpec]:
-    """Tensors laid one after the other, from (name, elements, dtype)."""
+def line(
+    tensors: Iterable[tuple[str, int, str]], rows: Mapping[str, int] | None = None
+) -> list[TensorSpec]:
+    """Tensors one after the other, from (name, elements, dtype); `rows` of matrices by name."""
     specs, offset = [], 0
     for name, numel, dtype in tensors:
-        specs.append(TensorSpec(name, numel, dtype, offset))
+        specs.append(TensorSpec(name, numel, dtype, offset, (rows or {}).get(name, 1)))
         offset += numel
     return specs
 

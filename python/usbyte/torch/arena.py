@@ -24,6 +24,13 @@ _DTYPES = {
 }
 
 
+def rows_of(param: torch.Tensor) -> int:
+    """Rows of a parameter as a matrix, for codecs that factor it: its outermost dimension."""
+    if param.dim() < 2 or param.numel() == 0:
+        return 1
+    return max(zip(param.stride(), param.shape, strict=True))[1]
+
+
 def dtype_name(name: str, param: nn.Parameter) -> str:
     """The core's name of a parameter's dtype; UsageError if its gradients cannot be sent."""
     try:

@@ -133,6 +133,11 @@ class TorchCommunicator:
         if small and kind == "all_reduce" and self._one_shot is not None:
             shot = self._one_shot.start(ticket % _TAGS, views)
             self._shots.put(partial(self._finish, ticket, partial(self._one_shot.finish, shot)))
+        elif kind == "all_to_all":
+            work = dist.all_to_all_single(
+                views[0], views[0].clone(), group=self._group, async_op=True
+            )
+            self._tasks.put(partial(self._finish, ticket, work.wait))
         elif kind == "all_reduce":
             staged = None if len(views) == 1 else self._staging.pack(views)
             tensor = views[0] if staged is None else staged.message

@@ -12,6 +12,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import UsageError
+from usbyte.torch.arena import USED
 
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -28,7 +29,7 @@ class Codec:
 
     def __post_init__(self) -> None:
         made = _core.make_codec(self.spec)
-        if made is not None:  # one spelling of its parameter
+        if made is not None:  # one spelling of its parameters
             object.__setattr__(self, "spec", made.spec)
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -55,8 +56,8 @@ class Codec:
 class Compression:
     """The codecs there are; see docs/compression.md for what each loses and needs.
 
-    `none`, `fp16`, `bf16`, `fp8`, `int8`, `terngrad`, `signsgd`, `efsignsgd` and `onebit` are
-    codecs; the others make one.
+    `none`, `fp16`, `bf16`, `fp8`, `int8`, `terngrad`, `signsgd`, `signum`, `efsignsgd` and `onebit`
+    are codecs; the others make one.
     """
 
     none = Codec("none")
@@ -66,6 +67,7 @@ class Compression:
     int8 = Codec("int8")
     terngrad = Codec("terngrad")
     signsgd = Codec("signsgd")
+    signum = Codec("signum")
     efsignsgd = Codec("efsignsgd")
     onebit = Codec("onebit")
 
@@ -80,9 +82,35 @@ class Compression:
         return Codec(f"randk:{ratio:.17g}")
 
     @staticmethod
+    def dct(ratio: float, period: int = 1000) -> Codec:
+        """At most the share `ratio` of elements, those above a threshold that lasts for steps."""
+        return Codec(f"dct:{ratio:.17g},period={period}")
+
+    @staticmethod
+    def dgc(
+        ratio: float = 0.001, momentum: float = 0.9, clip: float = 0.0, warmup_steps: int = 0
+    ) -> Codec:
+        """Deep gradient compression; the optimizer itself must have no momentum.
+
+        Args:
+            ratio: Of elements that are sent.
+            momentum: Of the velocity that every rank keeps.
+            clip: Norm to which gradients are clipped, of all ranks together and by block; 0: none.
+            warmup_steps: In quarters of them, 1/4, 1/16, 1/64 and 1/256 of the elements are sent.
+        """
+        return Codec(
+            f"dgc:{ratio:.17g},momentum={momentum:.17g},clip={clip:.17g},warmup={warmup_steps}"
+        )
+
+    @staticmethod
     def qsgd(bits: int = 4) -> Codec:
         """Stochastic rounding to so many bits, sign included: 2, 4 or 8."""
         return Codec(f"qsgd:{bits}")
+
+    @staticmethod
+    def powersgd(rank: int = 2) -> Codec:
+        """Matrices as products of two thin ones of this rank, where that takes fewer bytes."""
+        return Codec(f"powersgd:{rank}")
 
 
 #: One codec, or codecs by patterns of parameters' names; a codec may be given by its spec.
@@ -115,31 +143,93 @@ def codecs_of(rules: Rules, names: Sequence[str], params: Sequence[nn.Parameter]
     return [next((s for p, s in specs.items() if fnmatchcase(n, p)), "none") for n in names]
 
 
+def check_momentum(specs: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises UsageError if codecs and the optimizer both have momentum."""
+    if not any(group.get("momentum") for group in groups):
+        return
+    for spec in specs:
+        corrects = spec.startswith("dgc") and "momentum=0," not in f"{spec},"
+        if corrects or spec.startswith("signum"):
+            raise UsageError(
+                f"compression {spec} applies momentum before it compresses: give the optimizer "
+                "momentum=0"
+            )
+
+
+def check_relays(specs: Sequence[str]) -> None:
+    """Raises UsageError if a codec cannot serve a sharded optimizer."""
+    for spec in specs:
+        codec = _core.make_codec(spec)
+        if codec is not None and (codec.factors or not codec.relays):
+            raise UsageError(
+                f"compression {spec} does not go with shard_optimizer=True, where each rank "
+                "receives a part of the gradients; there are fp16, bf16, fp8, int8, topk, randk, "
+                "dct, qsgd, terngrad, efsignsgd and onebit"
+            )
+
+
+#: Where an optimizer's state_dict holds what codecs remember.
+MEMORY = "usbyte_memory"
+
+
 class Memory:
-    """What codecs have not sent yet, beside the arena and in its order; it outlives plans.
+    """What codecs remember of each parameter: rows of float32, as many as the codecs need.
+
+    Engines work on a buffer beside the arena and in its order. It outlives plans and engines, as
+    what it holds belongs to the parameters.
 
     Attributes:
-        parts: By tensor of the plan; empty where no codec wants feedback.
+        parts: By name, rows x elements; empty where no codec remembers anything.
     """
 
     def __init__(self) -> None:
         self.parts: dict[str, torch.Tensor] = {}
-        self._buffer = torch.empty(0)
+        self._buffer = torch.empty(0, 0)
 
     def lay_out(self, plan: _core.Plan) -> None:
-        """Goes over to another plan for the same tensors."""
+        """Goes over to another plan."""
         codecs = [_core.make_codec(op.codec) for op in plan.ops]
-        if not any(codec is not None and codec.wants_feedback for codec in codecs):
+        rows = max((codec.memories for codec in codecs if codec is not None), default=0)
+        rows = max([rows, *(len(part) for part in self.parts.values())])
+        if rows == 0:
             return
-        old, self._buffer = self.parts, torch.zeros(plan.numel, dtype=torch.float32, device="cpu")
-        self.parts = {t.name: self._buffer[t.offset : t.end] for t in plan.tensors}
+        old, self._buffer = (
+            self.parts,
+            torch.zeros(rows, plan.numel, dtype=torch.float32, device="cpu"),
+        )
+        tensors = [t for t in plan.tensors if t.name != USED]
+        self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
         for name, part in old.items():
-            self.parts[name].copy_(part)
+            if name in self.parts:
+                self.parts[name][: len(part)] = part
 
     @property
     def address(self) -> int:
         """For the engine; 0 if there is none."""
-        return self._buffer.data_ptr() if self.parts else 0
+        return self._buffer.data_ptr()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """A copy by parameter, for a checkpoint."""
+        return {name: part.clone() for name, part in self.parts.items()}
+
+    def check(self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
+        """Raises UsageError if the state is not of these parameters."""
+        for name, part in state.items():
+            if name not in params or part.shape[1:] != (params[name].numel(),):
+                raise UsageError(
+                    f"load_state_dict: what codecs remember of '{name}' is of another model; load "
+                    "it into the one it was saved from"
+                )
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes over a checkpoint's, or forgets all; `check` has passed."""
+        for name, part in self.parts.items():
+            part.zero_()
+            if name in state:
+                rows = min(len(part), len(state[name]))
+                part[:rows] = state[name][:rows]
+        if not self.parts:
+            self.parts = {name: part.clone().float() for name, part in state.items()}
 
 
 def _spec(codec: Codec | str) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from usbyte.errors import UsageError
 from usbyte.torch import wire
+from usbyte.torch.compression import MEMORY
 from usbyte.torch.context import current
 from usbyte.torch.ops import broadcast_async_, synchronize
 
@@ -45,12 +46,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
     Args:
         optimizer: The same kind of optimizer over the same parameters on all ranks; the state of
-            the others may be empty.
+            the others may be empty. What codecs remember is each rank's own, and is not sent.
         root_rank: The rank whose state is sent.
     """
     context = current()
     context.drain()
-    state = broadcast_object(optimizer.state_dict(), root_rank, name="optimizer_state")
+    state = {k: v for k, v in optimizer.state_dict().items() if k != MEMORY}  # a rank's own
+    state = broadcast_object(state, root_rank, name="optimizer_state")
     if context.rank != root_rank:
         optimizer.load_state_dict(state)
 

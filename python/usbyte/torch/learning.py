@@ -12,7 +12,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.lab.profiles import line
-from usbyte.torch.arena import USED, dtype_name
+from usbyte.torch.arena import USED, dtype_name, rows_of
 from usbyte.torch.device import Mark
 
 NEVER = float("inf")
@@ -153,12 +153,13 @@ def job_profile(
         range(len(names)), key=lambda i: (-volume[dtypes[i]], dtypes[i], times.need_s[i])
     )
     rows = [(names[i], params[i].numel(), dtypes[i]) for i in order]
+    matrices = {name: rows_of(param) for name, param in zip(names, params, strict=True)}
 
     def column(values: Sequence[float], first: float) -> list[float]:
         return [first] * flags + [values[i] for i in order] if values else []
 
     return _core.Profile(
-        line([(USED, len(rows) + 1, rows[0][2])] * flags + rows),
+        line([(USED, len(rows) + 1, rows[0][2])] * flags + rows, matrices),
         # The flags are complete when backward is, and the first update may need them.
         column(times.need_s, 0.0),
         column(times.ready_s, max(times.ready_s)),

@@ -14,7 +14,7 @@ from torch import nn
 
 from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
-from usbyte.torch.compression import Rules, codecs_of
+from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, codecs_of
 from usbyte.torch.context import current
 from usbyte.torch.device import Mark, device_of
 from usbyte.torch.fused import FusedUpdate
@@ -113,9 +113,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._context = context = current()
         if shard_optimizer and fused_update:
             raise UsageError("fused_update=True does not go with shard_optimizer=True")
-        if shard_optimizer and compression is not None:
-            raise UsageError("compression does not go with shard_optimizer=True yet")
         self._compression: Rules = compression if compression is not None else "none"
+        self._memory = Memory()
         self._sharded, self._max_grad_norm = shard_optimizer, max_grad_norm
         self._fuses = fused_update
         self._shards: ShardedUpdates | None = None
@@ -184,20 +183,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._inner.state
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, up to date. Collective if it is sharded."""
+        """The wrapped optimizer's, up to date. Collective if it is sharded.
+
+        With compression it also holds what this rank's codecs remember, as `MEMORY`, which the
+        wrapped optimizer does not mind: to lose nothing of it, save and load on every rank.
+        """
         self.synchronize()
+        memory = self._memory.state()
+        extra = {MEMORY: memory} if memory else {}
         if self._shards is None:
-            return self._inner.state_dict()
+            return self._inner.state_dict() | extra
         sharded, self._inner.state = self._inner.state, self._shards.whole_state()  # type: ignore[assignment]
         try:
-            return self._inner.state_dict()
+            return self._inner.state_dict() | extra
         finally:
             self._inner.state = sharded
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the wrapped optimizer."""
+        """Loads into the wrapped optimizer; what codecs remember is as it says, or nothing.
+
+        Raises:
+            UsageError: What codecs remember is of other parameters.
+        """
         self.synchronize()
-        self._inner.load_state_dict(state_dict)
+        memory = state_dict.get(MEMORY, {})
+        self._memory.check(memory, dict(zip(self._names(), self._params, strict=True)))
+        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != MEMORY})
+        self._memory.load(memory)
         if self._shards is not None:
             self._shards.recut()
 
@@ -401,6 +413,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
+        check_momentum(codecs, self._inner.param_groups)
+        if self._sharded:
+            check_relays(codecs)
         device = device_of(names, self._params)
         if device.core is not None and set(codecs) != {"none"}:
             raise UsageError("compression works on the CPU only so far: leave it away on a GPU")
@@ -435,6 +450,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._scale,
                 self._policy == "auto",
                 self._sharded,
+                self._memory,
                 self._before_first_gradient,
                 self._on_gradient,
                 self._on_backward_end,

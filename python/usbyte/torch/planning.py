@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -129,6 +129,11 @@ class Planner:
         self._options, self._overlap, self._sharded = dict(options), overlap, sharded
         self._policy, self._tune_steps = policy, tune_steps
         self._codecs = dict(zip(names, codecs, strict=True))
+        self._stages = [
+            codec for codec in map(_core.make_codec, sorted(set(codecs))) if codec is not None
+        ]
+        self._steps = 0  # completed by the codecs in force
+        self._plain: _core.Plan | None = None  # the plan in force, before codecs
         self._tuner: tuning.Tuner | None = None  # rank 0's, once plans are tried
         self.decision: Decision | None = None
         settings = {
@@ -148,7 +153,18 @@ class Planner:
         network = _core.NetworkModel(self._context.size, [_core.AlphaBeta()])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
         plan = _core.make_plan("ddp", self._profile(times), network, buckets)
-        return self._coded(_core.Plan("learning", plan.tensors, plan.ops))
+        self._plain = _core.Plan("learning", plan.tensors, plan.ops)
+        return self._coded(self._plain)
+
+    def recodes_at(self, steps: int) -> bool:
+        """Codecs code otherwise once so many steps are completed, which ranks count alike."""
+        return any(c.at_step(steps) != c.at_step(self._steps) for c in self._stages)
+
+    def recoded(self, steps: int) -> _core.Plan:
+        """The plan in force by the codecs as they are after so many steps."""
+        assert self._plain is not None
+        self._steps = steps
+        return self._coded(self._plain)
 
     def decide(self, times: Times, measured: Sequence[Measured]) -> Decision:
         """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
@@ -184,7 +200,9 @@ class Planner:
         message = self._context.eager.broadcast_bytes(f"{self._label}.plan", payload, 0).decode()
         if problem is not None:
             raise problem
-        self.decision = Decision.from_json(message)
+        decision = Decision.from_json(message)
+        self._plain = decision.plan
+        self.decision = replace(decision, plan=self._coded(decision.plan))
         return self.decision
 
     def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
@@ -260,15 +278,16 @@ class Planner:
                     "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
                 )
             plan = flags_apart(plan)
-        plan = self._coded(plan)
+        coded = self._coded(plan)
         # Under backward mode an iteration ends with its backward.
-        predicted = _core.simulate(plan, profile, network, self._overlap, self._sharded).step_s
+        predicted = _core.simulate(coded, profile, network, self._overlap, self._sharded).step_s
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
         return Decision(plan, profile, network, predicted, bound, trial_steps)
 
     def _coded(self, plan: _core.Plan) -> _core.Plan:
-        codecs = [self._codecs.get(t.name, "none") for t in plan.tensors]
-        return plan if set(codecs) == {"none"} else _core.with_codecs(plan, codecs)
+        now = {c.spec: c.at_step(self._steps) for c in self._stages}
+        codecs = [now.get(self._codecs.get(t.name, "none"), "none") for t in plan.tensors]
+        return plan if set(codecs) == {"none"} else _core.with_codecs(plan, codecs, self._sharded)
 
     def _log(self, decision: Decision) -> None:
         plan, profile, network = decision.plan, decision.profile, decision.network
@@ -346,7 +365,7 @@ def flags_apart(plan: _core.Plan) -> _core.Plan:
 
     def without_flags(op: _core.Op) -> _core.Op | None:
         blocks = [(max(b, end), e) for b, e in op.blocks if e > end]
-        return _core.Op(op.kind, blocks, op.window_bytes, op.fence) if blocks else None
+        return _core.Op(op.kind, blocks, op.window_bytes, op.fence, op.codec) if blocks else None
 
     scatters = [without_flags(op) for op in plan.ops if op.kind != "all_gather"]
     gathers = [without_flags(op) for op in plan.ops if op.kind == "all_gather"]

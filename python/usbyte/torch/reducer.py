@@ -69,6 +69,7 @@ class Reducer:
         scale: float,
         adapt: bool,
         sharded: bool,
+        memory: Memory,
         on_first_gradient: Callable[[int], None],
         on_gradient: Callable[[int], None],
         on_backward_end: Callable[[], None],
@@ -97,7 +98,7 @@ class Reducer:
         self.in_flight = False
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
-        self._memory = Memory()
+        self._memory = memory
         self._communicator = context.new_communicator(device)
         plan = planner.learning_plan()
         self._lay_out(plan)
@@ -114,7 +115,11 @@ class Reducer:
     @property
     def plan_ends(self) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken."""
-        return self._replan_agreed or (self._stopwatch is not None and self._stopwatch.done)
+        return (
+            self._replan_agreed
+            or (self._stopwatch is not None and self._stopwatch.done)
+            or self._planner.recodes_at(self._engine.steps)
+        )
 
     @property
     def plan(self) -> _core.Plan:
@@ -268,6 +273,11 @@ class Reducer:
         Args:
             began: When the optimizer's step began; a closure may have run backward in it.
         """
+        self._end_plan(began)
+        if self._planner.recodes_at(self._engine.steps):
+            self._adopt(self._planner.recoded(self._engine.steps))
+
+    def _end_plan(self, began: Mark) -> None:
         if self._replan_agreed:
             self._replan_agreed = self._fresh = False
             log.info("steps take another time than before: learning anew")

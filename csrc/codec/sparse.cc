@@ -1,0 +1,54 @@
+#include "sparse.h"
+
+#include <array>
+
+namespace usbyte::codecs {
+
+// By the upper bits of all magnitudes first, then among those that share the k-th one's.
+Threshold threshold_of(std::span<const float> values, int64_t k) {
+  constexpr int kShift = 20;
+  std::array<int64_t, 1U << (31 - kShift)> counts{};
+  for (float x : values) ++counts[magnitude_bits(x) >> kShift];
+  size_t bin = counts.size() - 1;
+  int64_t above = 0;
+  while (above + counts[bin] < k) above += counts[bin--];
+  std::vector<uint32_t> candidates;
+  candidates.reserve(static_cast<size_t>(counts[bin]));
+  for (float x : values) {
+    if (magnitude_bits(x) >> kShift == bin) candidates.push_back(magnitude_bits(x));
+  }
+  const auto place = candidates.begin() + (k - above - 1);
+  std::nth_element(candidates.begin(), place, candidates.end(), std::greater<>());
+  const uint32_t bits = *place;
+  const auto larger = std::count_if(candidates.begin(), place, [&](auto c) { return c > bits; });
+  return {bits, k - above - larger};
+}
+
+void Sparse::encode(std::span<const float> values, const Draw&, std::byte* message) const {
+  Room room(message, kept(ratio_, std::ssize(values)));
+  if (room.size == 0) return;
+  Threshold threshold = threshold_of(values, room.size);
+  each_at_least(values, threshold.bits, [&](uint32_t i, float x) {
+    if (magnitude_bits(x) > threshold.bits || threshold.ties-- > 0) room.put(i, x);
+  });
+}
+
+void Sparse::decode(const std::byte* message, const Draw&, std::span<float> values) const {
+  std::fill(values.begin(), values.end(), 0.0F);
+  const int64_t k = kept(ratio_, std::ssize(values));
+  for (int64_t i = 0; i < k; ++i) {
+    const uint32_t index = at<uint32_t>(message, 0)[i];
+    if (index != kNone) values[index] = at<float>(message, 4 * k)[i];
+  }
+}
+
+void Sparse::decode_add(const std::byte* message, const Draw&, float factor,
+                        std::span<float> values) const {
+  const int64_t k = kept(ratio_, std::ssize(values));
+  for (int64_t i = 0; i < k; ++i) {
+    const uint32_t index = at<uint32_t>(message, 0)[i];
+    if (index != kNone) values[index] += factor * at<float>(message, 4 * k)[i];
+  }
+}
+
+}  // namespace usbyte::codecs

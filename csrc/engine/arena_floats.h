@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "usbyte/plan.h"
+
+namespace usbyte {
+
+/// Blocks of an arena as float32: where they lie if they are of that, else in a place of its own,
+/// which the next call uses again. For one thread.
+class ArenaFloats {
+ public:
+  /// Both outlive it.
+  ArenaFloats(const Plan& plan, std::byte* arena) : plan_(plan), arena_(arena) {}
+
+  /// What the block holds.
+  std::span<float> load(Block block);
+  /// As many, of any value.
+  std::span<float> room(Block block);
+  /// Puts what `room` gave, and was filled since, into the block.
+  void store(Block block, std::span<const float> values);
+
+ private:
+  const Plan& plan_;
+  std::byte* const arena_;
+  std::vector<float> converted_;
+};
+
+}  // namespace usbyte

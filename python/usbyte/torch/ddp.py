@@ -1,0 +1,183 @@
+"""Compression for models that `DistributedDataParallel` has wrapped."""
+
+# Annotations are what they say, not text, since DDP looks at those of its hooks.
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.lab.profiles import line
+from usbyte.torch.arena import rows_of
+from usbyte.torch.compression import Rules, codecs_of
+
+__all__ = ["ddp_comm_hook"]
+
+Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def ddp_comm_hook(
+    compression: Rules,
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Hook:
+    """A communication hook: `model.register_comm_hook(None, ub.ddp_comm_hook("int8"))`.
+
+    Buckets stay DDP's; what each parameter travels by is as with `DistributedOptimizer`. What
+    codecs did not send is remembered by parameter, here and not in any checkpoint.
+
+    Args:
+        compression: A codec of `Compression`, or codecs by patterns of parameters' names.
+        named_parameters: For patterns: `model.named_parameters()`.
+        process_group: DDP's, if it is not the default one.
+
+    Raises:
+        UsageError: There is no such codec, a pattern comes without names or fits none, or (when
+            backward runs) gradients are not on the CPU.
+    """
+    return _CompressedBuckets(compression, named_parameters, process_group).hook
+
+
+class _CompressedBuckets:
+    def __init__(
+        self,
+        compression: Rules,
+        named: Iterable[tuple[str, nn.Parameter]] | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._group = group
+        self._rules = compression
+        self._of: dict[torch.Tensor, str] | None = None  # by parameter: its codec's spec
+        if named is not None:
+            names, params = zip(*named, strict=True)
+            self._of = dict(zip(params, codecs_of(compression, names, params), strict=True))
+        elif not isinstance(compression, str) and not hasattr(compression, "spec"):
+            raise UsageError(
+                "ddp_comm_hook: patterns need named_parameters=model.named_parameters()"
+            )
+        else:
+            codecs_of(compression, [], [])
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}  # by parameter: rows x elements
+        self._buckets: dict[int, _Bucket] = {}
+        self._steps: dict[int, int] = {}
+
+    def hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        index, buffer = bucket.index(), bucket.buffer()
+        if buffer.device.type != "cpu":
+            raise UsageError("ddp_comm_hook: compression works on the CPU only so far")
+        step = self._steps[index] = self._steps.get(index, 0) + 1
+        params = bucket.parameters()
+        specs = self._specs(params, step)
+        known = self._buckets.get(index)
+        if known is None or not known.fits(buffer, params, specs):
+            known = _Bucket(buffer, params, specs, self._kept, self._group)
+            self._buckets[index] = known
+        return known.send(step)
+
+    def _specs(self, params: Sequence[torch.Tensor], step: int) -> list[str]:
+        if self._of is None:
+            specs = codecs_of(self._rules, [""] * len(params), params)  # type: ignore[arg-type]
+        else:
+            specs = [self._of.get(p, "none") for p in params]
+        codecs = map(_core.make_codec, specs)
+        return ["none" if c is None else c.at_step(step - 1) for c in codecs]
+
+
+class _Bucket:
+    """One of DDP's buckets, as long as it is of the same parameters, memory and codecs."""
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        specs: Sequence[str],
+        kept: dict[torch.Tensor, torch.Tensor],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._group = group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._key = (buffer.data_ptr(), list(map(id, params)), list(specs))
+        self._params = list(params)  # so that nobody else gets their ids
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        tensors = line(
+            [(str(i), p.numel(), dtype) for i, p in enumerate(params)],
+            {str(i): rows_of(p) for i, p in enumerate(params)},
+        )
+        whole = _core.Plan("ddp", tensors, [_core.Op("all_reduce", [(0, buffer.numel())])])
+        self._plan = _core.with_codecs(whole, specs)
+        codecs = [_core.make_codec(op.codec) for op in self._plan.ops]
+        rows = max([0, *(c.memories for c in codecs if c), *(len(kept.get(p, ())) for p in params)])
+        memory = torch.zeros(rows, buffer.numel(), dtype=torch.float32)
+        for p, t in zip(params, tensors, strict=True):
+            part = memory[:, t.offset : t.end]
+            if p in kept:
+                part[: len(kept[p])] = kept[p]
+            kept[p] = part
+        self._buffer, self._memory = buffer, memory
+        self._ops = _core.CodedOps(
+            self._plan, buffer.data_ptr(), memory.data_ptr(), self._rank, self._size
+        )
+        self._messages = [
+            None if codec is None else _view(*self._ops.request(i))
+            for i, codec in enumerate(codecs)
+        ]
+
+    def fits(
+        self, buffer: torch.Tensor, params: Sequence[torch.Tensor], specs: Sequence[str]
+    ) -> bool:
+        return self._key == (buffer.data_ptr(), list(map(id, params)), list(specs))
+
+    def send(self, step: int) -> torch.futures.Future[torch.Tensor]:
+        """The averaged bucket, in its own buffer."""
+        self._buffer.div_(self._size)
+        works: list[dist.Work] = []
+        plain: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        for i, op in enumerate(self._plan.ops):
+            message = self._messages[i]
+            if message is None:
+                views = [self._buffer[begin:end] for begin, end in op.blocks]
+                plain.append((views, torch.cat(views)))
+                works.append(self._launch("all_reduce", plain[-1][1]))
+                continue
+            self._ops.encode(i, step)
+            works.append(self._launch(self._ops.request(i)[0], message))
+            if op.kind == "reduce_scatter":  # a first round, and the second is made of it
+                works[-1].wait()
+                self._ops.decode(i, step)
+        futures = [work.get_future() for work in works]
+
+        def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+            for future in done.value():
+                future.value()  # raises what went wrong
+            for i, op in enumerate(self._plan.ops):
+                if self._messages[i] is not None and op.kind != "reduce_scatter":
+                    self._ops.decode(i, step)
+            for views, message in plain:
+                parts = message.split([view.numel() for view in views])
+                for view, part in zip(views, parts, strict=True):
+                    view.copy_(part)
+            return self._buffer
+
+        return torch.futures.collect_all(futures).then(finish)
+
+    def _launch(self, kind: str, message: torch.Tensor) -> dist.Work:
+        work: dist.Work
+        if kind == "all_reduce":
+            work = dist.all_reduce(message, group=self._group, async_op=True)
+        else:
+            chunk = message.numel() // self._size
+            own = message[self._rank * chunk : (self._rank + 1) * chunk].clone()
+            work = dist.all_gather_into_tensor(message, own, group=self._group, async_op=True)
+        return work
+
+
+def _view(_kind: str, dtype: str, address: int, count: int) -> torch.Tensor:
+    """Memory that belongs to the core."""
+    kind: torch.dtype = getattr(torch, dtype)
+    memory = (ctypes.c_byte * (count * kind.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=kind)
