@@ -1,6 +1,7 @@
 #include "usbyte/codec_probe.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <functional>
@@ -45,15 +46,21 @@ class Rig {
   explicit Rig(const Codec& codec)
       : codec_(codec), messages_of_(codec.adds() ? 1 : kMessages), values_(gradients()) {
     for (int row = 0; row < codec.memories(); ++row) {
-      rows_[row].resize(values_.size());
+      rows_[static_cast<size_t>(row)].resize(values_.size());
     }
+  }
+
+  /// Whether so many bytes of gradients are coded at all: small matrices may not be worth it.
+  bool codes(int64_t bytes) const {
+    const Matrices* const m = codec_.matrices();
+    return !m || m->pays(edge_of(bytes), bytes / 4 / edge_of(bytes));
   }
 
   void start(int64_t bytes) {
     count_ = bytes / static_cast<int64_t>(sizeof(float));
     at_ = 0;
     notes_.clear();
-    edge_ = std::bit_floor(static_cast<uint64_t>(std::sqrt(count_)));
+    edge_ = edge_of(bytes);
     if (const Matrices* m = codec_.matrices()) {
       first_.resize(static_cast<size_t>(m->rank() * edge_));
       second_.resize(static_cast<size_t>(m->rank() * (count_ / edge_)));
@@ -100,15 +107,22 @@ class Rig {
   int messages() const { return messages_of_; }
 
  private:
+  // Rows of the matrix that a block is, a power of 2.
+  static int64_t edge_of(int64_t bytes) {
+    return static_cast<int64_t>(
+        std::bit_floor(static_cast<uint64_t>(std::sqrt(static_cast<double>(bytes / 4)))));
+  }
+
   // Of the block that `next` gave.
   Memory remembered() {
     Memory out;
-    for (int row = 0; row < codec_.memories(); ++row) {
-      out.rows[static_cast<size_t>(row)] = rows_[row].data() + at_;
+    for (size_t row = 0; row < static_cast<size_t>(codec_.memories()); ++row) {
+      out.rows[row] = rows_[row].data() + at_;
     }
     out.note = notes_[at_];
     return out;
   }
+
   std::span<float> next() {
     at_ = at_ + 2 * count_ > std::ssize(values_) ? 0 : at_ + count_;
     return {values_.data() + at_, static_cast<size_t>(count_)};
@@ -116,9 +130,10 @@ class Rig {
 
   const Codec& codec_;
   const int messages_of_;
-  std::vector<float> values_, rows_[2], first_, second_;
+  std::vector<float> values_, first_, second_;
+  std::array<std::vector<float>, 2> rows_;
   std::map<int64_t, uint64_t> notes_;  // by where a block begins
-  int64_t edge_ = 1;  // rows of the matrix that a block is for codecs of two rounds
+  int64_t edge_ = 1;
   int64_t count_ = 0, at_ = 0, turn_ = 0;
   std::vector<std::vector<std::byte>> messages_;
   std::vector<const std::byte*> pointers_;
@@ -189,8 +204,16 @@ MeasuredCodec measure_codec(std::string_view spec, double budget_s) {
   Rig rig(*codec);
   const double end = now_s() + budget_s;
   int64_t bytes = kSmallest;
-  for (int size = 0; size < kSizes && (size < kFewestSizes || now_s() < end); ++size) {
-    const double share_s = std::max(end - now_s(), 0.0) / (2 * (kSizes - size));
+  int sizes = kSizes;
+  for (; !rig.codes(bytes); --sizes) {
+    if (sizes == 1) {
+      throw UsageError("measure_codec: " + out.spec + " makes less of no matrix of up to " +
+                       std::to_string(kLargest) + " bytes; take a lower rank");
+    }
+    bytes *= kFactor;
+  }
+  for (int size = 0; size < sizes && (size < kFewestSizes || now_s() < end); ++size) {
+    const double share_s = std::max(end - now_s(), 0.0) / (2 * (sizes - size));
     rig.start(bytes);
     sample([&] { rig.encode(); }, bytes, 1, share_s, out.encode);
     sample([&] { rig.decode(); }, bytes, rig.messages(), share_s, out.decode);

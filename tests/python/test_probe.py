@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 from usbyte import _core
 from usbyte.cli import main
+from usbyte.cli.codecs import parse_codecs
+from usbyte.errors import UsageError
 from usbyte.torch.costs import (
     BUSY,
     ONE_SHOT,
@@ -121,6 +123,17 @@ def test_codecs_on_one_thread(tmp_path):
     costs = _core.CodecCosts.from_json((tmp_path / "codecs.json").read_text())
     assert {spec.partition(":")[0] for spec in costs.specs} == set(_core.codec_names())
     assert done.stdout.count("fp16") == 1
+
+
+def test_lists_of_codecs_with_parameters():
+    expected = ["dgc:0.01,momentum=0.5", "fp16", "topk:0.5,feedback=off"]
+    assert parse_codecs(", ".join(expected)) == expected
+    assert [spec.partition(":")[0] for spec in parse_codecs("all")] == _core.codec_names()
+    costs = _core.CodecCosts(dict.fromkeys(expected, _core.CodecCost()))
+    with pytest.raises(UsageError) as unknown:  # its remedy can be followed
+        costs.of("int8")
+    remedy = str(unknown.value).partition("--codecs ")[2]
+    assert parse_codecs(remedy) == ["int8", *costs.specs]
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,10 @@ def test_plans_with_codecs(profile, codec_costs, tmp_path):
     assert done.exit_code == 1
     assert "usbyte probe --codecs fp16,topk:0.01" in done.output
     done = invoke("plan", str(profile), *RING, "--codec", "fp16", *SHARDED)
-    assert "do not go with a sharded optimizer" in done.output
+    assert done.exit_code == 0, done.output
+    assert "reduce_scatter by fp16" in done.output
+    done = invoke("plan", str(profile), *RING, "--codec", "signsgd", *SHARDED)
+    assert "cannot serve a sharded optimizer" in done.output
 
 
 def test_simulation_with_codecs(profile, codec_costs, tmp_path):

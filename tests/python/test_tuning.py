@@ -338,7 +338,10 @@ MIXED, ACCUMULATE = {"mixed": True, "set_to_none": False}, {"accumulate": 2}
     [
         [("backward", "auto", 3, False, {}), ("backward", "tune:dear", 10, False, ACCUMULATE)],
         [("forward", "auto", 3, False, ACCUMULATE), ("forward", "tune:dear", 10, False, MIXED)],
-        [("forward", "tune:bytescheduler", 15, False, {})],
+        [
+            ("forward", "tune:bytescheduler", 15, False, {}),
+            ("backward", "mergecomp_online", 8, False, {}),
+        ],
         [("forward", "tune:dear", 10, True, MIXED)],
         [("forward", "tune:dear", 10, True, ACCUMULATE)],
     ],

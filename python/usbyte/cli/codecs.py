@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Parameters of codecs that need one, when all are measured.
-_PARAMETERS = {"topk": "0.01", "randk": "0.01", "qsgd": "4"}
+_PARAMETERS = {
+    "topk": "0.01",
+    "randk": "0.01",
+    "dct": "0.01",
+    "dgc": "0.001",
+    "qsgd": "4",
+    "powersgd": "4",
+}
 
 
 def parse_codec(text: str) -> str:
@@ -35,7 +42,7 @@ def parse_codec(text: str) -> str:
 
 
 def parse_codecs(text: str) -> list[str]:
-    """Specs of "topk:0.01,fp16", or of "all".
+    """Specs of "dgc:0.01,momentum=0.5,fp16", which are two, or of "all".
 
     Raises:
         ValueError: There is no such codec, or nothing to measure of it.
@@ -45,7 +52,13 @@ def parse_codecs(text: str) -> list[str]:
     if text.strip() == "all":
         names = _core.codec_names()
         return [f"{name}:{_PARAMETERS[name]}" if name in _PARAMETERS else name for name in names]
-    specs = list(dict.fromkeys(listed(parse_codec)(text)))
+    parts: list[str] = []
+    for part in listed(str)(text):
+        if parts and "=" in part and ":" not in part.partition("=")[0]:
+            parts[-1] += f",{part}"  # a parameter of the codec before it
+        else:
+            parts.append(part)
+    specs = list(dict.fromkeys(parse_codec(part) for part in parts))
     if not specs or "none" in specs:
         raise ValueError(f"{text!r}: name codecs other than none, as in topk:0.01,fp16, or all")
     return specs

@@ -127,7 +127,7 @@ def mergecomp_online(job: Job) -> Search:
     backward produces first and last; the step is taken to fall and then to rise with the boundary
     between them, so that a search over it needs about 1.44 log2 of the number of tensors. Here it
     is Fibonacci's (Kiefer, "Sequential Minimax Search for a Maximum", 1953), with 10 steps of each
-    plan. Groups are sent one at a time, each as an operation for each dtype and codec.
+    plan. Groups are sent one after the other, each as an operation for each dtype and codec.
     """
     profile = job.profile
     count = len(profile.tensors)
@@ -149,7 +149,9 @@ def mergecomp_online(job: Job) -> Search:
     def guide(time_of: Callable[[Candidate], float | None]) -> Candidate | None:
         return _fibonacci(at, 1, count - 1, time_of)
 
-    return Search([at(0)], steps=10, guide=guide)
+    # A job with one start and no space is taken to have nothing to try.
+    second = guide(lambda _: None)
+    return Search([at(0), second] if second else [at(0)], steps=10, guide=guide)
 
 
 def _merged(tensors: Sequence[_core.TensorSpec], group: Sequence[int]) -> list[_core.Op]:
