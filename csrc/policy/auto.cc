@@ -3,6 +3,7 @@
 #include <map>
 #include <queue>
 
+#include "auto_coded.h"
 #include "batching.h"
 #include "local_search.h"
 #include "usbyte/policy.h"
@@ -227,6 +228,7 @@ std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
 }  // namespace
 
 Plan automatic(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
+  if (!options.codec_of.empty()) return automatic_coded(profile, network, options);
   Simulator simulator(profile, network, options.overlap, options.sharded);
   const Plan fallback =
       options.sharded ? dear(profile, network, options) : ddp(profile, network, options);

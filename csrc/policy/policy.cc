@@ -10,7 +10,7 @@ namespace usbyte {
 namespace {
 
 // They plan with codecs; the plans of others get them afterwards.
-constexpr std::array<std::string_view, 1> kKnowCodecs = {"mergecomp"};
+constexpr std::array<std::string_view, 2> kKnowCodecs = {"auto", "mergecomp"};
 
 // In the spelling that plans have; empty if nothing is compressed.
 std::vector<std::string> checked_codecs(const Profile& profile, const PolicyOptions& options) {
@@ -73,6 +73,7 @@ Plan make_plan(std::string_view policy, const Profile& profile, const NetworkMod
   const bool knows = std::find(kKnowCodecs.begin(), kKnowCodecs.end(), policy) != kKnowCodecs.end();
   given.codec_of = knows ? codecs : std::vector<std::string>{};
   for (std::string& spec : given.codec_of) {  // matrices are taken out of groups as a whole
+    if (policy != "mergecomp") break;
     if (const auto codec = make_codec(spec); codec && codec->matrices()) spec = "none";
   }
   Plan plan = it->second(profile, network, given);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -115,6 +115,50 @@ class Compression:
 
 #: One codec, or codecs by patterns of parameters' names; a codec may be given by its spec.
 Rules = Codec | str | Mapping[str, Codec | str]
+#: What "auto" chooses from, the least lossy first.
+AUTO = ("bf16", "int8")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What parameters may travel by.
+
+    Attributes:
+        lists: By parameter, specs of codecs.
+        optional: The best of the lists is chosen when plans are made, or no compression at all if
+            that is predicted to be as fast; else there is one list, which holds.
+    """
+
+    lists: Sequence[Sequence[str]]
+    optional: bool = False
+
+    @property
+    def specs(self) -> set[str]:
+        """All that occur."""
+        return {spec for row in self.lists for spec in row}
+
+
+def choices_of(
+    rules: Rules | Sequence[Rules], names: Sequence[str], params: Sequence[nn.Parameter]
+) -> Choices:
+    """Reads `DistributedOptimizer(compression=...)`.
+
+    Args:
+        rules: As of `codecs_of`; or a sequence of such, the least lossy first, to choose from;
+            "auto" is `AUTO`.
+        names: Of the parameters.
+        params: The parameters.
+
+    Raises:
+        UsageError: As `codecs_of`; or the sequence is empty.
+    """
+    if rules == "auto":
+        rules = AUTO
+    if isinstance(rules, (Codec, str, Mapping)):
+        return Choices([codecs_of(rules, names, params)])
+    if not rules:
+        raise UsageError('compression: there is nothing to choose from; name codecs, or "auto"')
+    return Choices([codecs_of(rule, names, params) for rule in rules], optional=True)
 
 
 def codecs_of(rules: Rules, names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:
@@ -143,7 +187,7 @@ def codecs_of(rules: Rules, names: Sequence[str], params: Sequence[nn.Parameter]
     return [next((s for p, s in specs.items() if fnmatchcase(n, p)), "none") for n in names]
 
 
-def check_momentum(specs: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+def check_momentum(specs: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises UsageError if codecs and the optimizer both have momentum."""
     if not any(group.get("momentum") for group in groups):
         return
@@ -156,7 +200,7 @@ def check_momentum(specs: Sequence[str], groups: Sequence[Mapping[str, Any]]) ->
             )
 
 
-def check_relays(specs: Sequence[str]) -> None:
+def check_relays(specs: Iterable[str]) -> None:
     """Raises UsageError if a codec cannot serve a sharded optimizer."""
     for spec in specs:
         codec = _core.make_codec(spec)

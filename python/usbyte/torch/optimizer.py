@@ -14,7 +14,7 @@ from torch import nn
 
 from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
-from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, codecs_of
+from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
 from usbyte.torch.context import current
 from usbyte.torch.device import Mark, device_of
 from usbyte.torch.fused import FusedUpdate
@@ -56,8 +56,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: The module that owns the parameters; found at the first forward pass if left out.
         compression: What gradients are made smaller with on their way, with a loss: a codec of
             `Compression`, for matrices and larger tensors (casts: for all parameters), or codecs by
-            patterns of parameters' names. What codecs with feedback did not send is added to the
-            next gradients. On the CPU only; a single rank sends nothing.
+            patterns of parameters' names. Of a sequence of those, the least lossy first, the plan
+            has what pays, or none; "auto" is bf16 or int8. What codecs with feedback did not send
+            is added to the next gradients. On the CPU only; a single rank sends nothing.
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
             and the work, and parameters are gathered in the next forward pass. Needs overlap
             "forward" and an optimizer that treats every element by itself. `step()` uses gradients
@@ -88,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy: str | Policy | None = None,
         op: ReduceOp = Average,
         model: nn.Module | None = None,
-        compression: Rules | None = None,
+        compression: Rules | Sequence[Rules] | None = None,
         shard_optimizer: bool = False,
         fused_update: bool = False,
         max_grad_norm: float | None = None,
@@ -113,7 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._context = context = current()
         if shard_optimizer and fused_update:
             raise UsageError("fused_update=True does not go with shard_optimizer=True")
-        self._compression: Rules = compression if compression is not None else "none"
+        self._compression: Rules | Sequence[Rules] = "none" if compression is None else compression
         self._memory = Memory()
         self._sharded, self._max_grad_norm = shard_optimizer, max_grad_norm
         self._fuses = fused_update
@@ -409,15 +410,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "this optimizer holds shards of its state from before a shutdown: make it anew and "
                 "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
             )
-        codecs = codecs_of(self._compression, names, self._params)
+        codecs = choices_of(self._compression, names, self._params)
         if self._context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
-        check_momentum(codecs, self._inner.param_groups)
+        check_momentum(codecs.specs, self._inner.param_groups)
         if self._sharded:
-            check_relays(codecs)
+            check_relays(codecs.specs)
         device = device_of(names, self._params)
-        if device.core is not None and set(codecs) != {"none"}:
+        if device.core is not None and codecs.specs != {"none"}:
             raise UsageError("compression works on the CPU only so far: leave it away on a GPU")
         self._planner = planner = Planner(
             self._context,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from usbyte import _core, tuning
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.arena import dtype_name
+from usbyte.torch.compression import Choices
 from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
 from usbyte.torch.learning import Times, combine, job_profile
@@ -96,7 +97,7 @@ class Planner:
         params: The parameters.
         policy: A policy's name, tuned ones included, or a callable Profile x NetworkModel -> Plan.
         overlap: What communication may hide behind.
-        codecs: Specs of the parameters' codecs.
+        codecs: What the parameters may travel by.
         sharded: Whether each rank updates its shard, and parameters are gathered.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
         tune_steps: Steps of each trial; None for as many as the policy says, 0 for no trials.
@@ -117,7 +118,7 @@ class Planner:
         params: Sequence[nn.Parameter],
         policy: str | Policy,
         overlap: str,
-        codecs: Sequence[str],
+        codecs: Choices,
         sharded: bool,
         options: Mapping[str, int],
         tune_steps: int | None = None,
@@ -128,10 +129,12 @@ class Planner:
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._overlap, self._sharded = dict(options), overlap, sharded
         self._policy, self._tune_steps = policy, tune_steps
-        self._codecs = dict(zip(names, codecs, strict=True))
-        self._stages = [
-            codec for codec in map(_core.make_codec, sorted(set(codecs))) if codec is not None
-        ]
+        lists = [dict(zip(names, specs, strict=True)) for specs in codecs.lists]
+        self._codecs = {} if codecs.optional else lists[0]
+        self._choices = lists if codecs.optional else []
+        made = map(_core.make_codec, sorted(codecs.specs))
+        self._stages = [codec for codec in made if codec is not None]
+        self._costs: dict[str, _core.CodecCost] = {}  # rank 0's, of codecs it has planned with
         self._steps = 0  # completed by the codecs in force
         self._plain: _core.Plan | None = None  # the plan in force, before codecs
         self._tuner: tuning.Tuner | None = None  # rank 0's, once plans are tried
@@ -210,12 +213,12 @@ class Planner:
         trial_steps = 0
         if callable(self._policy):
             plan = self._policy(profile, network)
+        elif self._choices:
+            plan = self._choose(self._policy, profile, network)
         elif self._policy in tuning.TRIED and self._tune_steps != 0:
             plan, trial_steps = self._begin_trials(self._policy, profile, network)
         else:
-            plan = _core.make_plan(
-                self._policy, profile, network, self._options, self._overlap, self._sharded
-            )
+            plan = self._make_plan(self._policy, profile, network, self._codecs)
         decision = self._checked(plan, profile, network, trial_steps)
         self._log(decision)
         return decision
@@ -224,8 +227,10 @@ class Planner:
         self, policy: str, profile: _core.Profile, network: _core.NetworkModel
     ) -> tuple[_core.Plan, int]:
         """The first plan to try, and for how many steps; 0 if there is no other."""
+        codecs = self._codecs_of(profile, self._codecs)
+        costs = self._costs_of(codecs)
         search = tuning.TRIED[policy](
-            tuning.Job(profile, network, self._options, self._overlap, self._sharded)
+            tuning.Job(profile, network, self._options, self._overlap, self._sharded, codecs, costs)
         )
         steps = self._tune_steps or search.steps
         if search.space is None and len(search.starts) == 1:
@@ -280,14 +285,79 @@ class Planner:
             plan = flags_apart(plan)
         coded = self._coded(plan)
         # Under backward mode an iteration ends with its backward.
-        predicted = _core.simulate(coded, profile, network, self._overlap, self._sharded).step_s
+        predicted = self._step_s(coded, profile, network)
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
         return Decision(plan, profile, network, predicted, bound, trial_steps)
 
     def _coded(self, plan: _core.Plan) -> _core.Plan:
+        """By the codecs that ranks were given, as they are in this step."""
+        codecs = [self._codecs.get(t.name, "none") for t in plan.tensors]
+        if set(codecs) != {"none"}:
+            plan = _core.with_codecs(plan, codecs, self._sharded)
         now = {c.spec: c.at_step(self._steps) for c in self._stages}
-        codecs = [now.get(self._codecs.get(t.name, "none"), "none") for t in plan.tensors]
-        return plan if set(codecs) == {"none"} else _core.with_codecs(plan, codecs, self._sharded)
+        if all(now.get(op.codec, op.codec) == op.codec for op in plan.ops):
+            return plan
+        ops = [
+            _core.Op(op.kind, op.blocks, op.window_bytes, op.fence, now.get(op.codec, op.codec))
+            for op in plan.ops
+        ]
+        return _core.Plan(plan.policy, plan.tensors, ops)
+
+    def _make_plan(
+        self,
+        policy: str,
+        profile: _core.Profile,
+        network: _core.NetworkModel,
+        codecs: Mapping[str, str],
+    ) -> _core.Plan:
+        of = self._codecs_of(profile, codecs)
+        args = (policy, profile, network, self._options, self._overlap, self._sharded)
+        return _core.make_plan(*args, of, self._costs_of(of))
+
+    def _step_s(
+        self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel
+    ) -> float:
+        costs = self._costs_of([op.codec for op in plan.ops])
+        args = (profile, network, self._overlap, self._sharded, costs)
+        return _core.simulate(plan, *args).step_s
+
+    def _codecs_of(self, profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:
+        """By tensor of the profile; empty if nothing is compressed."""
+        of = [codecs.get(t.name, "none") for t in profile.tensors]
+        return [] if set(of) == {"none"} else of
+
+    def _costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:
+        """What codecs take on this machine; measured when they are first asked for."""
+        wanted = set(specs) - {"none"}
+        for spec in sorted(wanted - set(self._costs)):
+            self._costs[spec] = _core.measure_codec(spec, _CODEC_PROBE_S).cost
+        return _core.CodecCosts({spec: self._costs[spec] for spec in wanted})
+
+    def _choose(
+        self, policy: str, profile: _core.Profile, network: _core.NetworkModel
+    ) -> _core.Plan:
+        """The plan with the least lossy codecs among those that are about the fastest."""
+        best = self._make_plan(policy, profile, network, {})
+        plain_s = best_s = self._step_s(best, profile, network)
+        chosen, told = "", []
+        for codecs in self._choices:
+            name = "/".join(sorted(set(codecs.values()) - {"none"})) or "none"
+            plan = self._make_plan(policy, profile, network, codecs)
+            step_s = self._step_s(plan, profile, network)
+            told.append(f"{name} {step_s:.4g} s")
+            if step_s < best_s * (1 - _WORTH_A_LOSS):
+                best, best_s, chosen = plan, step_s, name
+        log.info(
+            "%s: compression: %s; predicted without it %.4g s, %s",
+            self._label, chosen or "none, as it does not pay here", plain_s, ", ".join(told),
+        )  # fmt: skip
+        return best
+
+    def _told(self, name: str) -> str:
+        """What this rank was told about a parameter's compression."""
+        if self._choices:
+            return " or ".join(["none", *(choice[name] for choice in self._choices)])
+        return self._codecs[name]
 
     def _log(self, decision: Decision) -> None:
         plan, profile, network = decision.plan, decision.profile, decision.network
@@ -312,7 +382,7 @@ class Planner:
     def _check_alike(self, settings: Mapping[str, object]) -> None:
         """Raises the same MismatchError on every rank if settings or parameters differ."""
         rows = [
-            [name, list(p.shape), list(p.stride()), dtype, self._codecs[name]]
+            [name, list(p.shape), list(p.stride()), dtype, self._told(name)]
             for name, p, dtype in zip(self._names, self._params, self._dtypes, strict=True)
         ]
         text = json.dumps([dict(settings), rows]).encode()
@@ -332,6 +402,11 @@ class Planner:
         difference = _difference([rows for _, rows in specs])
         raise MismatchError(f"{self._label}: {difference}. Build the same model on all ranks.")
 
+
+#: Seconds that a codec is timed for before it is planned with.
+_CODEC_PROBE_S = 0.1
+#: Part of a step that a codec with more loss must gain.
+_WORTH_A_LOSS = 0.02
 
 _ALIKE = ("shape", "strides", "dtype", "compression")
 
