@@ -156,11 +156,13 @@ class PowerSgd final : public Codec, public Matrices {
 }  // namespace
 
 Made powersgd(const std::string& parameter) {
-  for (int rank = 1; rank <= 256; ++rank) {
-    if (parameter == std::to_string(rank)) return std::make_shared<PowerSgd>(rank);
+  constexpr int kMost = 4096;
+  Parameters parameters("powersgd", parameter.empty() ? "" : "rank=" + parameter);
+  const int64_t rank = parameters.whole("rank", 0, 1, kMost);
+  if (rank == 0) {
+    throw UsageError("codec 'powersgd': needs a rank from 1 to 4096, as in powersgd:4");
   }
-  throw UsageError("codec 'powersgd" + (parameter.empty() ? "" : ":" + parameter) +
-                   "': needs a rank from 1 to 256, as in powersgd:4");
+  return std::make_shared<PowerSgd>(static_cast<int>(rank));
 }
 
 }  // namespace usbyte::codecs

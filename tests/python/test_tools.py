@@ -286,7 +286,7 @@ finally:
 
 def test_every_command_has_help():
     listed = invoke("--help").output
-    for command in ("doctor", "profile", "probe", "plan", "simulate", "report", "lab"):
+    for command in ("doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "lab"):
         assert command in listed
         assert invoke(command, "--help").exit_code == 0
     assert invoke("nonsense").exit_code == 2

@@ -11,7 +11,7 @@ import click
 
 import usbyte
 
-_COMMANDS = ("doctor", "profile", "probe", "plan", "simulate", "report", "lab")
+_COMMANDS = ("doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "lab")
 
 
 class _Commands(click.Group):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +23,21 @@ if TYPE_CHECKING:
     from usbyte.cli.scene import Scene
     from usbyte.cli.simulate import Case
     from usbyte.torch.costs import Line
+    from usbyte.whatif import Outcome, Point
 
 _COLOURS = {"forward": "#8fb8de", "backward": "#4f81b5", "wait": "#d64545", "update": "#3d9a68"}
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the picture in the format that the name ends with."""
+    """Writes the picture in the format that the name ends with; of .html, a page that holds it."""
     try:
-        figure.savefig(path, dpi=150)
+        if path.suffix == ".html":
+            drawn = io.StringIO()
+            figure.savefig(drawn, format="svg")
+            page = f'<!doctype html>\n<meta charset="utf-8">\n<title>{escape(path.stem)}</title>\n'
+            path.write_text(page + drawn.getvalue()[drawn.getvalue().index("<svg") :], "utf-8")
+        else:
+            figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise click.ClickException(
             f"cannot write '{path}': {error}; name a file such as picture.png in a folder that is "
@@ -64,6 +73,44 @@ def steps_by_workers(cases: Sequence[Case]) -> Figure:
             panel.set_xlabel("workers")
             panel.set_ylabel("bound / step, %")
             panel.grid(alpha=0.3)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+    return figure
+
+
+def scaling_by_bandwidth(found: Sequence[tuple[str, Sequence[Point]]]) -> Figure:
+    """Scaling factors, and below them the ratios needed: a column for each model.
+
+    A ratio that compression cannot reach has no point.
+    """
+    figure = Figure(figsize=(4.6 * len(found) + 1.8, 6.4), layout="constrained")
+    panels = figure.subplots(2, len(found), squeeze=False, sharex="col", sharey="row")
+    names = {"ddp": ("DDP", "--"), "plan": ("auto", "-"), "bound": ("bound", ":")}
+    for (upper, lower), (model, points) in zip(panels.T, found, strict=True):
+        for k, ranks in enumerate(dict.fromkeys(point.ranks for point in points)):
+            here = sorted(
+                (point for point in points if point.ranks == ranks),
+                key=lambda point: point.bandwidth_bytes_per_s,
+            )
+            rates = [point.bandwidth_bytes_per_s for point in here]
+            for schedule, (name, style) in names.items():
+                outcomes: list[Outcome] = [getattr(point, schedule) for point in here]
+                look = {"marker": "o", "ms": 3, "color": f"C{k}", "label": f"{name}, {ranks} ranks"}
+                upper.plot(rates, [outcome.scaling for outcome in outcomes], style, **look)
+                lower.plot(rates, [outcome.ratio for outcome in outcomes], style, **look)
+        upper.axhline(points[0].target, color="grey", lw=0.8)
+        upper.set_ylim(0, 1.03)
+        upper.set_title(f"{model}, target {points[0].target:g}")
+        lower.set_xscale("log")
+        lower.set_yscale("log", base=2)
+        lower.yaxis.set_major_formatter("{x:g}")
+        ticks = {point.bandwidth_bytes_per_s: point.rate for point in points}
+        lower.set_xticks(list(ticks), list(ticks.values()), rotation=30)
+        lower.set_xticks([], minor=True)
+        upper.grid(alpha=0.3)
+        lower.grid(alpha=0.3)
+    panels[0][0].set_ylabel("step without communication / step")
+    panels[1][0].set_ylabel("times fewer bytes needed, at least")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False)
     return figure

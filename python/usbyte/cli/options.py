@@ -27,6 +27,9 @@ SERIAL_HELP = (
 )
 
 
+_MAX_WORKERS = 4096
+
+
 class Parsed(click.ParamType):
     """A value that a function makes of its text; the function's ValueError is the message."""
 
@@ -104,6 +107,17 @@ def parse_scheme(text: str) -> Scheme:
             f"{', '.join(tuning.SHARDING)}"
         )
     return Scheme(mode, policy)
+
+
+def parse_workers(text: str) -> int:
+    """The number of ranks of an imagined network.
+
+    Raises:
+        ValueError: It is not 2 to 4096.
+    """
+    if not text.isdecimal() or not 2 <= int(text) <= _MAX_WORKERS:
+        raise ValueError(f"{text!r}: write 2 to {_MAX_WORKERS} workers")
+    return int(text)
 
 
 def all_schemes() -> list[Scheme]:

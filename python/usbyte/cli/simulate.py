@@ -21,6 +21,7 @@ from usbyte.cli.options import (
     all_schemes,
     listed,
     parse_scheme,
+    parse_workers,
     scale_options,
     write_text,
 )
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from usbyte import _core
-
-_MAX_WORKERS = 4096
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,6 @@ class Case:
         return self.policy if self.overlap == "forward" else f"{self.overlap}:{self.policy}"
 
 
-def _workers(text: str) -> int:
-    if not text.isdecimal() or not 2 <= int(text) <= _MAX_WORKERS:
-        raise ValueError(f"{text!r}: write 2 to {_MAX_WORKERS} workers")
-    return int(text)
-
-
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
 @click.argument("profiles", nargs=-1, required=True)
 @scale_options
@@ -99,7 +92,7 @@ def _workers(text: str) -> int:
     "those policies that can if none are named. Beside others: write sharded:POLICY.",
 )
 @click.option(
-    "--workers", type=Parsed("list", listed(_workers)), default="4,16,64,256",
+    "--workers", type=Parsed("list", listed(parse_workers)), default="4,16,64,256",
     help="Ranks of the ring, separated by commas.",
 )  # fmt: skip
 @click.option(

@@ -1,0 +1,196 @@
+"""`usbyte whatif`: whether the network is what a job waits for, and what would help."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from usbyte import units
+from usbyte.cli.options import (
+    SECONDS,
+    SERIAL_HELP,
+    Parsed,
+    check_writable,
+    listed,
+    parse_workers,
+    read_network,
+    scale_options,
+    write_text,
+)
+from usbyte.cli.tables import for_terminal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from usbyte import _core
+    from usbyte.whatif import Outcome, Point
+
+_RANKS, _BANDWIDTHS, _LATENCY = "2,8,64", "1gbit,10gbit,25gbit,100gbit", "25us"
+
+_NOTE = (
+    "Scaling: the step without communication over the step. Needs: how many times fewer bytes "
+    "reach the target if compressing takes no time, so at least that; not by compression: startups "
+    "alone take too long. Bound by compute: DDP reaches the target; by software: the network could "
+    "carry all bytes in time, but not in DDP's schedule; by the network: no schedule can."
+)
+
+_EXAMPLES = """\b
+Example:
+  usbyte whatif resnet50 --scale-time 0.02 --bandwidth 10gbit,100gbit --ranks 8,64
+  usbyte whatif profile.json --network network.json --bandwidth 1gbit,10gbit --plot scaling.svg
+"""
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 100}, epilog=_EXAMPLES)
+@click.argument("profiles", nargs=-1, required=True)
+@scale_options
+@click.option(
+    "--network", "network_path", type=click.Path(path_type=Path), metavar="NETWORK.json",
+    help="A measured network, whose startups stay at another --bandwidth. Else rings of ideal "
+    "collectives.",
+)  # fmt: skip
+@click.option(
+    "--ranks", type=Parsed("list", listed(parse_workers)), show_default=_RANKS,
+    help="Ranks of the rings, separated by commas.",
+)  # fmt: skip
+@click.option(
+    "--bandwidth", type=Parsed("list", listed(units.parse_rate)),
+    show_default=f"the measured one, or {_BANDWIDTHS}",
+    help="That a ring's links carry, separated by commas.",
+)  # fmt: skip
+@click.option("--latency", type=SECONDS, show_default=_LATENCY, help="Of a message on the rings.")
+@click.option("--serial-startups", "serial", is_flag=True, help=f"On the rings. {SERIAL_HELP}")
+@click.option("--target", default=0.95, help="The scaling factor that is asked for; 1 is linear.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path),
+    help="Also write JSON; a ratio of null is not by compression.",
+)  # fmt: skip
+@click.option(
+    "--plot", type=click.Path(path_type=Path),
+    help="Also draw a picture: .png, .svg, .html (matplotlib).",
+)  # fmt: skip
+def whatif(
+    profiles: tuple[str, ...],
+    scale_time: float,
+    scale_bytes: float,
+    network_path: Path | None,
+    ranks: list[int] | None,
+    bandwidth: list[float] | None,
+    latency: float | None,
+    serial: bool,
+    target: float,
+    json_path: Path | None,
+    plot: Path | None,
+) -> None:
+    """Tell whether the network is the bottleneck of a job, and what would help.
+
+    PROFILES are as for `usbyte simulate`. For each network: the scaling factors of DDP's buckets,
+    of policy auto under forward overlap, and of the bound, how many times fewer bytes they need for
+    the target, and a verdict.
+
+    After Zhang et al., "Is Network the Bottleneck of Distributed Training?", 2020.
+    """
+    from rich.console import Console
+
+    from usbyte.lab.profiles import load, scaled
+    from usbyte.whatif import advice, examine
+
+    check_writable(json_path, plot)
+    if plot is not None:
+        from usbyte.cli import figures  # says early what is missing
+    jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
+    networks = _networks(network_path, ranks, bandwidth, latency, serial)
+    console = Console(highlight=False)
+    found: list[tuple[str, list[Point]]] = []
+    for job, source in jobs:
+        model = job.model or Path(source).stem
+        points: list[Point] = []
+        for network in networks:
+            with console.status(f"{model}: {len(points)} of {len(networks)} networks"):
+                points.append(examine(job, network, target))
+        found.append((model, points))
+        console.print(_table(model, points))
+        console.print(f"{model}: {advice(points)}", markup=False, soft_wrap=True)
+    console.print(_NOTE, style="dim")
+    if json_path is not None:
+        write_text(json_path, _json(found))
+    if plot is not None:
+        figures.save(figures.scaling_by_bandwidth(found), plot)
+
+
+def _networks(
+    path: Path | None,
+    ranks: list[int] | None,
+    bandwidths: list[float] | None,
+    latency_s: float | None,
+    serial: bool,
+) -> list[_core.NetworkModel]:
+    from usbyte import _core
+    from usbyte.whatif import at_bandwidth
+
+    if path is None:
+        if latency_s is None:
+            latency_s = units.parse_seconds(_LATENCY)
+        return [
+            _core.NetworkModel.ring(count, latency_s, rate, int(serial))
+            for count in ranks or listed(parse_workers)(_RANKS)
+            for rate in bandwidths or listed(units.parse_rate)(_BANDWIDTHS)
+        ]
+    if ranks is not None or latency_s is not None or serial:
+        raise click.UsageError(
+            "--ranks, --latency and --serial-startups are of rings; the network of --network has "
+            "its own, and only --bandwidth goes with it"
+        )
+    measured = read_network(path)
+    return [at_bandwidth(measured, rate) for rate in bandwidths] if bandwidths else [measured]
+
+
+def _table(model: str, points: Sequence[Point]) -> Table:
+    rows = [
+        [
+            str(point.ranks),
+            point.rate,
+            *(f"{outcome.scaling:.3f}" for outcome in (point.ddp, point.plan, point.bound)),
+            *(_needed(outcome) for outcome in (point.ddp, point.plan)),
+            point.verdict.removesuffix(" bound"),
+        ]
+        for point in points
+    ]
+    first = points[0]
+    title = (
+        f"{model}: scaling, {units.format_seconds(first.compute_s)} without communication, target "
+        f"{first.target:g}"
+    )
+    columns = ["ranks", "link", "DDP", "auto", "bound", "DDP needs", "auto needs", "bound by"]
+    return for_terminal(title, columns, rows, ("bound by",))
+
+
+def _needed(outcome: Outcome) -> str:
+    from usbyte.whatif import format_ratio
+
+    if outcome.ratio == 1:
+        return "none"
+    return "not by compression" if outcome.ratio == math.inf else format_ratio(outcome.ratio)
+
+
+def _json(found: Sequence[tuple[str, Sequence[Point]]]) -> str:
+    from usbyte.whatif import advice
+
+    def row(point: Point) -> dict[str, Any]:
+        values = asdict(point) | {"verdict": point.verdict}
+        for schedule in ("ddp", "plan", "bound"):
+            if values[schedule]["ratio"] == math.inf:
+                values[schedule]["ratio"] = None  # JSON has no infinity
+        return values
+
+    root = [
+        {"model": model, "advice": advice(points), "points": [row(point) for point in points]}
+        for model, points in found
+    ]
+    return json.dumps(root, indent=1, allow_nan=False) + "\n"
