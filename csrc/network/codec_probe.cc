@@ -205,13 +205,7 @@ MeasuredCodec measure_codec(std::string_view spec, double budget_s) {
   const double end = now_s() + budget_s;
   int64_t bytes = kSmallest;
   int sizes = kSizes;
-  for (; !rig.codes(bytes); --sizes) {
-    if (sizes == 1) {
-      throw UsageError("measure_codec: " + out.spec + " makes less of no matrix of up to " +
-                       std::to_string(kLargest) + " bytes; take a lower rank");
-    }
-    bytes *= kFactor;
-  }
+  for (; !rig.codes(bytes); --sizes) bytes *= kFactor;  // any rank pays for the largest
   for (int size = 0; size < sizes && (size < kFewestSizes || now_s() < end); ++size) {
     const double share_s = std::max(end - now_s(), 0.0) / (2 * (sizes - size));
     rig.start(bytes);

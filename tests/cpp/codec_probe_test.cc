@@ -89,12 +89,11 @@ TEST(MeasureCodec, EveryCodecOnALittleTime) {
 
 TEST(MeasureCodec, MatricesFromTheLeastOnThatPay) {
   for (const auto& [spec, smallest] : {std::pair("powersgd:2", 256), std::pair("powersgd:8", 4096),
-                                       std::pair("powersgd:400", 4 << 20)}) {
+                                       std::pair("powersgd:64", 256 << 10)}) {
     const MeasuredCodec measured = measure_codec(spec, 0.002);
     EXPECT_EQ(measured.encode.front().bytes, smallest) << spec;
     EXPECT_LT(measured.message_bytes, measured.largest_bytes) << spec;
   }
-  EXPECT_THROW(measure_codec("powersgd:600", 0.002), UsageError);
 }
 
 TEST(MeasureCodec, RefusesNothingToMeasure) {
