@@ -128,9 +128,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"policy '{policy}' cannot serve shard_optimizer=True; take one of "
                 f"{', '.join(tuning.SHARDING)}"
             )
-        if isinstance(policy, str) and policy in tuning.TUNED:
+        if isinstance(policy, str) and policy.startswith("tune:"):
             tuning.check_installed()
-        elif tune_steps is not None and policy != "auto":
+        if tune_steps is not None and policy not in tuning.TRIED:
             raise UsageError(f"tune_steps needs one of the policies {', '.join(tuning.TRIED)}")
         if tune_steps is not None and tune_steps < 2 and (policy, tune_steps) != ("auto", 0):
             raise UsageError(
