@@ -119,6 +119,7 @@ StrategySelection select_strategies(const CompressionJob& job, const Compression
     tree = decision_tree(cluster);
     allowed = tree;
   }
+  if (job.tensors.empty()) return {{}, job.rest_s, job.rest_s, job.rest_s, job.rest_s, 0};
   const OptionTable options(job, cluster, allowed);
   std::vector<int> uncompressed;
   for (size_t t = 0; t < job.tensors.size(); ++t) {
