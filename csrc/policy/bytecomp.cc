@@ -9,29 +9,12 @@
 namespace usbyte {
 namespace {
 
-// Whether plans admit codecs on reduce_scatters and all_gathers.
-bool halves_can_be_coded() {
-  static const bool can = [] {
-    try {
-      Plan("bytecomp", {{"t", 2, DType::float32, 0}},
-           {{Collective::reduce_scatter, {{0, 2}}, 8, false, "int8"},
-            {Collective::all_gather, {{0, 2}}, 8, false, "int8"}});
-      return true;
-    } catch (const PlanError&) {
-      return false;
-    }
-  }();
-  return can;
-}
-
 // Those that the engine can run; it codes on the CPU.
 std::vector<Strategy> executable() {
   std::vector<Strategy> out;
-  for (const char* text : {"AR", "RS AG", "C[cpu] AR D[cpu]", "C[cpu] AG D[cpu]"}) {
+  for (const char* text : {"AR", "RS AG", "C[cpu] AR D[cpu]", "C[cpu] AG D[cpu]",
+                           "C[cpu] A2A D[cpu] AG", "C[cpu] A2A D[cpu] C[cpu] AG D[cpu]"}) {
     out.push_back(Strategy::parse(text));
-  }
-  if (halves_can_be_coded()) {
-    out.push_back(Strategy::parse("C[cpu] A2A D[cpu] C[cpu] AG D[cpu]"));
   }
   return out;
 }
@@ -57,10 +40,12 @@ Plan bytecomp(const Profile& profile, const NetworkModel& network, const PolicyO
   for (const ScheduledStage& stage : schedule(job, cluster, strategies)) {
     const auto t = static_cast<size_t>(stage.tensor);
     const TensorSpec& tensor = profile.tensors[static_cast<size_t>(backward[t])];
-    const std::string codec = strategies[t].compresses() ? job.tensors[t].codec : "none";
+    const auto s = static_cast<size_t>(stage.stage);
+    const bool coded = s > 0 && strategies[t].stages[s - 1].kind == StageKind::encode;
+    const std::string codec = coded ? job.tensors[t].codec : "none";
     const int64_t bytes = codec == "none" ? tensor.numel * itemsize(tensor.dtype)
                                           : make_codec(codec)->message_bytes(tensor.numel);
-    ops.push_back({collective_of(strategies[t], static_cast<size_t>(stage.stage)),
+    ops.push_back({collective_of(strategies[t], s),
                    {{tensor.offset, tensor.end()}},
                    std::max<int64_t>(bytes, 1),
                    false,

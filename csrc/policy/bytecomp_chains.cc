@@ -12,8 +12,9 @@ class Walk {
   /// Payload of a collective or, of a codec, bytes of gradients of one message; -1: cannot be.
   double step(const Strategy& strategy, size_t index);
   /// Nothing is left to be done.
-  bool complete() const {
-    return messages_ == 0 && holds_[0].kind == Holding::all && holds_[1].kind == Holding::all;
+  bool complete(bool two_levels) const {
+    const auto done = [](const Holding& h) { return h.summed && h.kind == Holding::all; };
+    return messages_ == 0 && done(holds_[1]) && (!two_levels || done(holds_[0]));
   }
   /// Messages that the decoder of the last stage had.
   int decoded() const { return decoded_; }
@@ -29,6 +30,7 @@ class Walk {
   struct Holding {
     enum Kind { all, part, root } kind = all;
     int64_t elements = 0;  // of which it is a part
+    bool summed = false;   // over these ranks
   };
 
   Holding& hold(Level level) { return holds_[level == Level::intra ? 0 : 1]; }
@@ -57,8 +59,10 @@ class Walk {
 };
 
 double Walk::encode(const Stage& stage, StageKind next) {
-  if (messages_ > 0 || !codec_) return -1;
+  if (messages_ > 0 || !codec_ || codec_->matrices()) return -1;
   scattered_ = next == StageKind::all_to_all;
+  // A majority of majorities is none.
+  if (!codec_->relays() && (scattered_ || decoded_ > 0)) return -1;
   messages_ = scattered_ ? ranks(stage.level) : 1;
   coded_elements_ = scattered_ ? part(stage.level) : elements_;
   return 4.0 * static_cast<double>(elements_);
@@ -71,7 +75,7 @@ double Walk::decode(Level level) {
   elements_ = coded_elements_;
   if (restores_) {
     elements_ = hold(level).elements;
-    hold(level) = {};
+    hold(level).kind = Holding::all;
   }
   messages_ = 0;
   restores_ = false;
@@ -82,6 +86,8 @@ double Walk::collective(StageKind kind, Level level) {
   Holding& held = hold(level);
   const int n = ranks(level);
   const bool coded = messages_ > 0, whole = held.kind == Holding::all;
+  const bool sums = kind != StageKind::broadcast && !(kind == StageKind::all_gather && !whole);
+  if (sums && held.summed) return -1;
   double bytes = -1;
   switch (kind) {
     case StageKind::all_reduce:
@@ -93,23 +99,23 @@ double Walk::collective(StageKind kind, Level level) {
       if (!whole || coded) return -1;
       bytes = dense_bytes(elements_);
       if (kind == StageKind::reduce) {
-        held = {Holding::root, elements_};
+        held.kind = Holding::root;
       } else {
-        held = {Holding::part, elements_};
+        held = {Holding::part, elements_, true};
         elements_ = part(level);
       }
       break;
     case StageKind::all_to_all:
       if (!whole || !scattered_) return -1;
       bytes = n * message_bytes(coded_elements_);
-      held = {Holding::part, elements_};
+      held = {Holding::part, elements_, true};
       scattered_ = false;
       break;
     case StageKind::gather:
       if (!whole || !coded || scattered_ || messages_ != 1) return -1;
       bytes = n * message_bytes(coded_elements_);
       messages_ = n;
-      held = {Holding::root, elements_};
+      held.kind = Holding::root;
       break;
     case StageKind::all_gather:
       if (held.kind == Holding::root || scattered_ || messages_ > 1) return -1;
@@ -122,17 +128,18 @@ double Walk::collective(StageKind kind, Level level) {
         restores_ = held.kind == Holding::part;
       } else {
         elements_ = held.elements;
-        held = {};
+        held.kind = Holding::all;
       }
       break;
     case StageKind::broadcast:
       if (held.kind != Holding::root || scattered_ || messages_ > 1) return -1;
       bytes = coded ? message_bytes(coded_elements_) : dense_bytes(elements_);
-      held = {};
+      held.kind = Holding::all;
       break;
     default:
       return -1;
   }
+  held.summed |= sums;
   if (level == Level::intra) users_ = held.kind == Holding::part ? n : 1;
   return level == Level::inter ? users_ * bytes : bytes;
 }
@@ -194,7 +201,7 @@ std::optional<Chain> ChainMaker::make(const Strategy& strategy) const {
       chain.seconds[i] = walk.link(stage.level).of(stage.kind).time_s(bytes);
     }
   }
-  if (!walk.complete()) return {};
+  if (!walk.complete(strategy.stages.front().level != Level::flat)) return {};
   double after_s = 0;
   for (size_t i = strategy.stages.size(); i-- > 0;) {
     chain.after_s[i] = after_s;

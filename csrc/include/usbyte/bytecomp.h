@@ -116,7 +116,8 @@ struct CompressionJob {
     /// What the iteration still takes once the sum has arrived, s; negative where it is not needed
     /// at its end.
     double rest_s = 0;
-    std::string codec = "none";  ///< what it may be compressed by
+    /// What it may be compressed by. Codecs of two rounds are never used.
+    std::string codec = "none";
   };
   std::vector<Tensor> tensors;
   double rest_s = 0;  ///< what the iteration still takes once backward has ended, s
