@@ -34,7 +34,10 @@ Collective collective_of(const Strategy& strategy, size_t stage) {
 Plan bytecomp(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
   const CompressionCluster cluster = CompressionCluster::of(network, {}, options.codec_costs);
   const CompressionJob job = CompressionJob::of(profile, options.overlap, options.codec_of);
-  const std::vector<Strategy> strategies = select_strategies(job, cluster, executable()).strategies;
+  const bool compressible = std::any_of(job.tensors.begin(), job.tensors.end(),
+                                        [](const auto& tensor) { return tensor.codec != "none"; });
+  const std::vector<Strategy> strategies =
+      select_strategies(job, cluster, executable(), compressible ? kStrategyWork : 0).strategies;
   const std::vector<int> backward = backward_order(profile);
   std::vector<Op> ops;
   for (const ScheduledStage& stage : schedule(job, cluster, strategies)) {

@@ -176,8 +176,8 @@ ChainMaker::ChainMaker(const CompressionCluster& cluster, const CompressionJob::
   if (!is_floating(tensor.dtype) || tensor.codec.empty()) return;
   codec_ = make_codec(tensor.codec);
   if (!codec_) return;
-  if (cluster.gpu) cost_[static_cast<size_t>(Processor::gpu)] = cluster.gpu->of(tensor.codec);
-  if (cluster.cpu) cost_[static_cast<size_t>(Processor::cpu)] = cluster.cpu->of(tensor.codec);
+  if (cluster.gpu) cost_[static_cast<size_t>(Processor::gpu)] = cluster.gpu->of(codec_->spec());
+  if (cluster.cpu) cost_[static_cast<size_t>(Processor::cpu)] = cluster.cpu->of(codec_->spec());
 }
 
 std::optional<Chain> ChainMaker::make(const Strategy& strategy) const {

@@ -9,7 +9,7 @@
 namespace usbyte {
 namespace {
 
-constexpr size_t kStarts = 6;
+constexpr size_t kStarts = 20;
 
 std::vector<const Chain*> pointers(const std::vector<Chain>& chains) {
   std::vector<const Chain*> out;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "usbyte/codec.h"
 
 namespace py = pybind11;
 
@@ -22,7 +23,10 @@ using Texts = std::vector<std::string>;
 std::optional<CodecCosts> costs_of(const std::optional<Costs>& given) {
   if (!given) return {};
   CodecCosts out;
-  for (const auto& [spec, cost] : *given) out.by_spec[spec] = {cost.first, cost.second};
+  for (const auto& [spec, cost] : *given) {
+    const auto codec = make_codec(spec);
+    if (codec) out.by_spec[codec->spec()] = {cost.first, cost.second};
+  }
   return out;
 }
 

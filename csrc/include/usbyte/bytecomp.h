@@ -162,6 +162,9 @@ struct StrategySelection {
   int64_t simulated = 0;      ///< tasks
 };
 
+/// Tasks that `select_strategies` simulates: about 0.1 s of one core.
+constexpr int64_t kStrategyWork = 4'000'000;
+
 /// A strategy for each tensor, of those in `allowed` (empty: the decision tree). Deterministic.
 ///
 /// 1. Algorithm 1 of the paper, codecs on one processor (the GPU, if there is one): tensors by size
@@ -182,6 +185,6 @@ struct StrategySelection {
 /// The search ends when `work` tasks have been simulated, with the best that was found.
 StrategySelection select_strategies(const CompressionJob& job, const CompressionCluster& cluster,
                                     std::span<const Strategy> allowed = {},
-                                    int64_t work = 4'000'000);
+                                    int64_t work = kStrategyWork);
 
 }  // namespace usbyte
