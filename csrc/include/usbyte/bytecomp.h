@@ -163,7 +163,7 @@ struct StrategySelection {
 };
 
 /// Tasks that `select_strategies` simulates: about 0.1 s of one core.
-constexpr int64_t kStrategyWork = 4'000'000;
+constexpr int64_t kStrategyWork = 3'000'000;
 
 /// A strategy for each tensor, of those in `allowed` (empty: the decision tree). Deterministic.
 ///
