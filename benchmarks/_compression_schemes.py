@@ -119,7 +119,8 @@ def mergecomp_s(job: Job, cluster: Cluster) -> tuple[float, int]:
     For each number of groups, their edges begin where they hold about as many bytes, and each in
     turn moves to where the iteration is shortest. Wang, Wu and Ng, "MergeComp: A Compression
     Scheduler for Scalable Communication-Efficient Distributed Training", 2021. usbyte's policy
-    "mergecomp", which is exact, can take the place of this function.
+    "mergecomp" plans for one thread that codes on the CPU; codecs run between the kernels of
+    backward here.
     """
     count = len(job.tensors)
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from usbyte import _core
 from usbyte.lab import profiles
-
-CodecCosts = Mapping[str, tuple[_core.AlphaBeta, _core.AlphaBeta]]
 
 #: Released with Espresso (bytedance/byteps, byteps/torch/mergeComp/scheduler/model_tensor.py): us
 #: on a V100 to encode and decode, and to decode, up to 2^20 elements; more take as much longer.
@@ -32,36 +29,22 @@ def _constant_at_first(seconds: float) -> _core.AlphaBeta:
     return _core.AlphaBeta(seconds, seconds / _CONSTANT_BYTES, seconds)
 
 
-def v100_costs() -> dict[str, tuple[_core.AlphaBeta, _core.AlphaBeta]]:
-    """By codec what it costs a V100 to encode, and to decode one message."""
-    return {
-        spec: (
-            _constant_at_first(1e-6 * (both - decode)),
-            _constant_at_first(1e-6 * decode),
-        )
-        for spec, (both, decode) in _V100_US.items()
-    }
+def v100_costs() -> _core.CodecCosts:
+    """What codecs cost a V100."""
+    return _core.CodecCosts(
+        {
+            spec: _core.CodecCost(
+                _constant_at_first(1e-6 * (both - decode)), _constant_at_first(1e-6 * decode)
+            )
+            for spec, (both, decode) in _V100_US.items()
+        }
+    )
 
 
-def node_cpu_costs(ranks_per_node: int) -> dict[str, tuple[_core.AlphaBeta, _core.AlphaBeta]]:
+def node_cpu_costs(ranks_per_node: int) -> _core.CodecCosts:
     """The same of the share of a node's CPUs that a rank has; half of it is encoding."""
     half = _core.AlphaBeta(0.0, ranks_per_node * 8 / _CPU_BITS_PER_S / 2)
-    return {spec: (half, half) for spec in _V100_US}
-
-
-def read_codec_costs(text: str) -> dict[str, tuple[_core.AlphaBeta, _core.AlphaBeta]]:
-    """Reads what `usbyte probe --codecs` writes.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    try:
-        return {
-            spec: (_core.AlphaBeta(**cost["encode"]), _core.AlphaBeta(**cost["decode"]))
-            for spec, cost in json.loads(text)["codecs"].items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"no codec costs: {error!r}; usbyte probe --codecs writes them") from error
+    return _core.CodecCosts({spec: _core.CodecCost(half, half) for spec in _V100_US})
 
 
 @dataclass(frozen=True)
@@ -86,7 +69,9 @@ class Links:
 
     ranks_per_node = 8
 
-    def cluster(self, gpu: CodecCosts | None, cpu: CodecCosts | None) -> _core.CompressionCluster:
+    def cluster(
+        self, gpu: _core.CodecCosts | None, cpu: _core.CodecCosts | None
+    ) -> _core.CompressionCluster:
         """With those codecs."""
         return _core.CompressionCluster.thakur(
             self.nodes,
@@ -95,8 +80,8 @@ class Links:
             self.intra_bytes_per_s,
             self.inter_latency_s,
             self.inter_bytes_per_s,
-            None if gpu is None else dict(gpu),
-            None if cpu is None else dict(cpu),
+            gpu,
+            cpu,
         )
 
 

@@ -26,16 +26,15 @@ from _published_compression import (
     PCIE_8,
     PCIE_64,
     TITLES,
-    CodecCosts,
     Links,
     lstm,
     node_cpu_costs,
-    read_codec_costs,
     v100_costs,
 )
 from usbyte import __version__, _core
 from usbyte.cli.options import write_text
 from usbyte.cli.tables import in_markdown
+from usbyte.errors import UsageError
 from usbyte.lab import profiles
 
 Jobs = Mapping[str, _core.Profile]
@@ -93,7 +92,7 @@ class Table:
         measured: Costs of codecs on a CPU; None: those of V100s and their nodes.
     """
 
-    def __init__(self, jobs: Jobs, measured: CodecCosts | None) -> None:
+    def __init__(self, jobs: Jobs, measured: _core.CodecCosts | None) -> None:
         self.jobs = dict(jobs)
         self._measured = measured
         self._clusters: dict[tuple[Links, bool], _core.CompressionCluster] = {}
@@ -101,7 +100,7 @@ class Table:
 
     def knows(self, codec: str) -> bool:
         """The codec's costs are known."""
-        return codec in (v100_costs() if self._measured is None else self._measured)
+        return codec in (self._measured or v100_costs()).specs
 
     def job(self, model: str, codec: str) -> _core.CompressionJob:
         """All gradients of a model, by that codec."""
@@ -110,14 +109,13 @@ class Table:
     def cluster(self, links: Links, free: bool = False) -> _core.CompressionCluster:
         """The codecs on those links; `free`: as if they cost nothing."""
         if (links, free) not in self._clusters:
-            gpu: CodecCosts | None = v100_costs()
-            cpu: CodecCosts | None = node_cpu_costs(links.ranks_per_node)
+            gpu: _core.CodecCosts | None = v100_costs()
+            cpu: _core.CodecCosts | None = node_cpu_costs(links.ranks_per_node)
             if self._measured is not None:
                 gpu, cpu = None, self._measured
             if free:
-                nothing = _core.AlphaBeta()
-                known = gpu or cpu or {}
-                gpu, cpu = {spec: (nothing, nothing) for spec in known}, None
+                known = (self._measured or v100_costs()).specs
+                gpu, cpu = _core.CodecCosts({spec: _core.CodecCost() for spec in known}), None
             self._clusters[links, free] = links.cluster(gpu, cpu)
         return self._clusters[links, free]
 
@@ -248,7 +246,8 @@ def _selection_time(table: Table) -> tuple[str, ...]:
         _BYTECOMP, text, *_either(found),
         f"Of the LSTM's {len(lstm().tensors)} tensors and of {_MANY_TENSORS} that repeat bert's, "
         "on two levels with all 2550 strategies of the tree; median of three, in CPU time of "
-        "the machine that wrote this. The search ends after a number of simulated tasks. Reached: within 200 ms.",
+        "the machine that wrote this. The search ends after a number of simulated tasks. "
+        "Reached: within 200 ms.",
     )  # fmt: skip
 
 
@@ -326,7 +325,7 @@ def every_case(table: Table) -> Iterator[tuple[str, ...]]:
                 )  # fmt: skip
 
 
-def document(jobs: Jobs, measured: CodecCosts | None, arguments: list[str]) -> str:
+def document(jobs: Jobs, measured: _core.CodecCosts | None, arguments: list[str]) -> str:
     """The whole page."""
     table = Table({"lstm": lstm(), **jobs}, measured)
     costs = (
@@ -336,7 +335,7 @@ def document(jobs: Jobs, measured: CodecCosts | None, arguments: list[str]) -> s
         "of a node encode and decode 10 Gb/s together."
         if measured is None
         else "Codecs run on the CPU, one thread for each rank, and cost what was measured: "
-        + ", ".join(sorted(measured))
+        + ", ".join(measured.specs)
         + "."
     )
     head = _HEAD.format(
@@ -398,8 +397,8 @@ def main(folder: Path, codec_costs: Path | None, output: Path | None) -> None:
     measured = None
     if codec_costs:
         try:
-            measured = read_codec_costs(codec_costs.read_text())
-        except ValueError as error:
+            measured = _core.CodecCosts.from_json(codec_costs.read_text())
+        except UsageError as error:
             raise click.ClickException(f"'{codec_costs}': {error}") from error
     page = document(load(folder), measured, sys.argv[1:])
     if output:

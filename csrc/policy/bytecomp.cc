@@ -19,6 +19,16 @@ std::vector<Strategy> executable() {
   return out;
 }
 
+// Coding is free where nothing is known of it.
+CodecCosts costs_for(const CompressionJob& job, const PolicyOptions& options) {
+  CodecCosts costs = options.codec_costs;
+  if (!costs.by_spec.empty()) return costs;
+  for (const CompressionJob::Tensor& tensor : job.tensors) {
+    if (const auto codec = make_codec(tensor.codec)) costs.by_spec[codec->spec()] = {};
+  }
+  return costs;
+}
+
 // A plan speaks of what is done to gradients: to gather messages and add them up is to all_reduce.
 Collective collective_of(const Strategy& strategy, size_t stage) {
   const bool scattered = std::any_of(strategy.stages.begin(), strategy.stages.end(), [](auto s) {
@@ -32,8 +42,8 @@ Collective collective_of(const Strategy& strategy, size_t stage) {
 }  // namespace
 
 Plan bytecomp(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
-  const CompressionCluster cluster = CompressionCluster::of(network, {}, options.codec_costs);
   const CompressionJob job = CompressionJob::of(profile, options.overlap, options.codec_of);
+  const CompressionCluster cluster = CompressionCluster::of(network, {}, costs_for(job, options));
   const bool compressible = std::any_of(job.tensors.begin(), job.tensors.end(),
                                         [](const auto& tensor) { return tensor.codec != "none"; });
   const std::vector<Strategy> strategies =

@@ -2,33 +2,20 @@
 
 #include <pybind11/stl.h>
 
-#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "bindings.h"
-#include "usbyte/codec.h"
 
 namespace py = pybind11;
 
 namespace usbyte {
 namespace {
 
-using Costs = std::map<std::string, std::pair<AlphaBeta, AlphaBeta>>;
+using Costs = std::optional<CodecCosts>;
 using Texts = std::vector<std::string>;
-
-std::optional<CodecCosts> costs_of(const std::optional<Costs>& given) {
-  if (!given) return {};
-  CodecCosts out;
-  for (const auto& [spec, cost] : *given) {
-    const auto codec = make_codec(spec);
-    if (codec) out.by_spec[codec->spec()] = {cost.first, cost.second};
-  }
-  return out;
-}
 
 std::vector<Strategy> parsed(const Texts& texts) {
   std::vector<Strategy> out;
@@ -49,27 +36,13 @@ void register_bytecomp(py::module_& m) {
                                  "Ranks, links and codec costs; gpu and cpu are (encode, decode) "
                                  "by codec of one rank, or None "
                                  "where codecs cannot run there.")
-      .def_static(
-          "of",
-          [](const NetworkModel& network, const std::optional<Costs>& gpu,
-             const std::optional<Costs>& cpu) {
-            return CompressionCluster::of(network, costs_of(gpu), costs_of(cpu));
-          },
-          py::arg("network"), py::arg("gpu") = py::none(), py::arg("cpu") = py::none(),
-          "One level with the costs of a network.")
-      .def_static(
-          "thakur",
-          [](int nodes, int ranks_per_node, double intra_latency_s, double intra_bytes_per_s,
-             double inter_latency_s, double inter_bytes_per_s, const std::optional<Costs>& gpu,
-             const std::optional<Costs>& cpu) {
-            return CompressionCluster::thakur(nodes, ranks_per_node, intra_latency_s,
-                                              intra_bytes_per_s, inter_latency_s, inter_bytes_per_s,
-                                              costs_of(gpu), costs_of(cpu));
-          },
-          py::arg("nodes"), py::arg("ranks_per_node"), py::arg("intra_latency_s"),
-          py::arg("intra_bytes_per_s"), py::arg("inter_latency_s"), py::arg("inter_bytes_per_s"),
-          py::arg("gpu") = py::none(), py::arg("cpu") = py::none(),
-          "Textbook costs of collectives inside and between nodes.")
+      .def_static("of", &CompressionCluster::of, py::arg("network"), py::arg("gpu") = Costs{},
+                  py::arg("cpu") = Costs{}, "One level with the costs of a network.")
+      .def_static("thakur", &CompressionCluster::thakur, py::arg("nodes"),
+                  py::arg("ranks_per_node"), py::arg("intra_latency_s"),
+                  py::arg("intra_bytes_per_s"), py::arg("inter_latency_s"),
+                  py::arg("inter_bytes_per_s"), py::arg("gpu") = Costs{}, py::arg("cpu") = Costs{},
+                  "Textbook costs of collectives inside and between nodes.")
       .def_readonly("nodes", &CompressionCluster::nodes)
       .def_readonly("ranks_per_node", &CompressionCluster::ranks_per_node)
       .def_property_readonly("ranks", &CompressionCluster::ranks);

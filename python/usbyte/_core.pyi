@@ -506,8 +506,8 @@ class CompressionCluster:
     @staticmethod
     def of(
         network: NetworkModel,
-        gpu: dict[str, tuple[AlphaBeta, AlphaBeta]] | None = None,
-        cpu: dict[str, tuple[AlphaBeta, AlphaBeta]] | None = None,
+        gpu: CodecCosts | None = None,
+        cpu: CodecCosts | None = None,
     ) -> CompressionCluster: ...
     @staticmethod
     def thakur(
@@ -517,8 +517,8 @@ class CompressionCluster:
         intra_bytes_per_s: float,
         inter_latency_s: float,
         inter_bytes_per_s: float,
-        gpu: dict[str, tuple[AlphaBeta, AlphaBeta]] | None = None,
-        cpu: dict[str, tuple[AlphaBeta, AlphaBeta]] | None = None,
+        gpu: CodecCosts | None = None,
+        cpu: CodecCosts | None = None,
     ) -> CompressionCluster: ...
     @property
     def nodes(self) -> int: ...

@@ -9,6 +9,7 @@
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 #include "usbyte/policy.h"
+#include "usbyte/simulator.h"
 
 namespace usbyte {
 namespace {
@@ -265,13 +266,41 @@ TEST(ByteCompPolicy, EachFormOfCompressionIsAnOp) {
   EXPECT_EQ(kinds(64, "fp16"), std::vector<Collective>{Collective::all_reduce});
 }
 
-TEST(ByteCompPolicy, Errors) {
-  const Profile p = layers({10, 10});
+TEST(ByteCompPolicy, CodingIsFreeUnlessItsCostIsKnown) {
+  const Profile p = layers({1'000'000, 1'000'000});
+  const NetworkModel network = NetworkModel::ring(4, 1e-4, 1e6);
   PolicyOptions options;
-  options.codec_of = {kSigns};
-  EXPECT_THROW(make_plan("bytecomp", p, {}, options), UsageError);  // of one tensor only
   options.codec_of = {kSigns, kSigns};
-  EXPECT_THROW(make_plan("bytecomp", p, {}, options), UsageError);  // costs are not known
+  const auto coded = [&] {
+    const Plan plan = make_plan("bytecomp", p, network, options);
+    return std::any_of(plan.ops().begin(), plan.ops().end(),
+                       [](const Op& op) { return op.codec != "none"; });
+  };
+  EXPECT_TRUE(coded());
+  options.codec_costs = costs(1000, 1000);
+  EXPECT_FALSE(coded());
+  options.codec_of = {"onebit", kSigns};
+  EXPECT_THROW(coded(), UsageError);
+  options.codec_of = {kSigns};
+  EXPECT_THROW(coded(), UsageError);
+}
+
+TEST(ByteCompPolicy, TheSimulatorAgreesWithTheTimeline) {
+  const Profile p = layers({3'000'000, 10, 1'000'000, 200'000});
+  const NetworkModel network = NetworkModel::ring(4, 1e-3, 1e7);
+  PolicyOptions options;
+  options.overlap = Overlap::backward;
+  options.codec_of = {kSigns, kSigns, "fp16", kSigns};
+  options.codec_costs = costs(0.2, 0.1);
+  const Plan plan = make_plan("bytecomp", p, network, options);
+  const CompressionJob job = CompressionJob::of(p, options.overlap, options.codec_of);
+  const auto cluster = CompressionCluster::of(network, {}, options.codec_costs);
+  const std::vector<Strategy> executable =
+      strategies({"AR", "RS AG", "C[cpu] AR D[cpu]", "C[cpu] AG D[cpu]", "C[cpu] A2A D[cpu] AG",
+                  "C[cpu] A2A D[cpu] C[cpu] AG D[cpu]"});
+  Simulator simulator(p, network, options.overlap, false, options.codec_costs);
+  const double expected_s = select_strategies(job, cluster, executable).iteration_s;
+  EXPECT_NEAR(simulator.step_s(plan), expected_s, 0.02 * expected_s);
 }
 
 }  // namespace

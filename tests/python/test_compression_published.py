@@ -13,7 +13,7 @@ from usbyte import _core
 from usbyte.errors import UsageError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-COST = {"alpha_s": 1e-4, "beta_s_per_byte": 1e-10, "overlap_s": 1e-4}
+COST = _core.CodecCost(*[_core.AlphaBeta(1e-4, 1e-10, 1e-4)] * 2)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_the_page(published, folder):
 
 def test_measured_costs(published, folder):
     path = folder / "costs.txt"
-    path.write_text(json.dumps({"codecs": {"efsignsgd": {"encode": COST, "decode": COST}}}))
+    path.write_text(_core.CodecCosts({"efsignsgd": COST}).to_json())
     head, (_, *claims), (_, *cases) = page_of(published, folder, "--codec-costs", str(path))
     assert "cost what was measured: efsignsgd" in head
     assert [row[2] for row in claims if row[0].startswith("MergeComp")] == ["no trace"] * 2
@@ -85,7 +85,7 @@ def job_of(*rows):
 
 
 def free_cluster(**codecs):
-    nothing = {"efsignsgd": (_core.AlphaBeta(), _core.AlphaBeta())}
+    nothing = _core.CodecCosts({"efsignsgd": _core.CodecCost()})
     return _core.CompressionCluster.thakur(1, 4, 1e-3, 1e9, 0.0, 1.0, **{"gpu": nothing, **codecs})
 
 
