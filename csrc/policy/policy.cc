@@ -10,7 +10,7 @@ namespace usbyte {
 namespace {
 
 // They plan with codecs; the plans of others get them afterwards.
-constexpr std::array<std::string_view, 2> kKnowCodecs = {"auto", "mergecomp"};
+constexpr std::array<std::string_view, 3> kKnowCodecs = {"auto", "bytecomp", "mergecomp"};
 
 // In the spelling that plans have; empty if nothing is compressed.
 std::vector<std::string> checked_codecs(const Profile& profile, const PolicyOptions& options) {
@@ -41,6 +41,7 @@ std::vector<std::string> checked_codecs(const Profile& profile, const PolicyOpti
 
 const std::map<std::string, Policy, std::less<>>& policies() {
   static const std::map<std::string, Policy, std::less<>> all = {{"auto", automatic},
+                                                                 {"bytecomp", bytecomp},
                                                                  {"bytescheduler", bytescheduler},
                                                                  {"dcredit", dcredit},
                                                                  {"ddp", ddp},

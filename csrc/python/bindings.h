@@ -30,6 +30,8 @@ void register_plan(pybind11::module_& m);
 void register_profile(pybind11::module_& m);
 void register_network(pybind11::module_& m);
 void register_policy(pybind11::module_& m);
+void register_bytecomp(pybind11::module_& m);
+void register_adatopk(pybind11::module_& m);
 void register_simulator(pybind11::module_& m);
 void register_env(pybind11::module_& m);
 void register_timeline(pybind11::module_& m);

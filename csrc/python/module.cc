@@ -25,6 +25,8 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_codec_costs(m);
   usbyte::register_codec_probe(m);
   usbyte::register_policy(m);
+  usbyte::register_bytecomp(m);
+  usbyte::register_adatopk(m);
   usbyte::register_simulator(m);
   usbyte::register_env(m);
   usbyte::register_timeline(m);

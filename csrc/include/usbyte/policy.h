@@ -95,6 +95,12 @@ Plan best_dear(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// released code also counts idle time further on and waits in forward.
 Plan pipedap(const Profile&, const NetworkModel&, const PolicyOptions&);
 
+/// ByteComp (Espresso): tensors are compressed where the exposed time falls, each by its codec of
+/// `codec_of` and in the way that `select_strategies` of bytecomp.h finds on one link with codecs
+/// on the CPU; whole tensors, one op at a time, as backward produces them. Wang et al., EuroSys
+/// 2023.
+Plan bytecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
+
 /// usbyte's own, "auto": unequal all_reduces over the flat line (or reduce_scatters and all_gathers
 /// where they cost less), cut inside and across tensors, one or several in flight, with exact
 /// batching of what backward leaves; the best of several such drafts and of all other policies
