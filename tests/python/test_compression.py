@@ -201,6 +201,7 @@ def test_casts_equal_ddps_hooks():
 
 def every_codec(rank, size):
     ub.init()
+    short_probes()
     for i, codec in enumerate(CODECS):
         mode = ("backward", "forward")[i % 2]
         kind = "adam" if codec.spec.startswith(("dgc", "signum")) else "sgd"
