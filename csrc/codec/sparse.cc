@@ -2,6 +2,8 @@
 
 #include <array>
 
+#include "usbyte/error.h"
+
 namespace usbyte::codecs {
 
 // By the upper bits of all magnitudes first, then among those that share the k-th one's.
@@ -22,6 +24,14 @@ Threshold threshold_of(std::span<const float> values, int64_t k) {
   const uint32_t bits = *place;
   const auto larger = std::count_if(candidates.begin(), place, [&](auto c) { return c > bits; });
   return {bits, k - above - larger};
+}
+
+int64_t Sparse::message_bytes(int64_t count) const {
+  if (count >= int64_t{kNone}) {
+    throw UsageError("codec '" + spec() + "': a block of " + std::to_string(count) +
+                     " elements has no 32-bit indices; plan smaller ones");
+  }
+  return 8 * kept(ratio_, count);
 }
 
 void Sparse::encode(std::span<const float> values, const Draw&, std::byte* message) const {

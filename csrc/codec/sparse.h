@@ -26,7 +26,7 @@ class Sparse : public Codec {
  public:
   explicit Sparse(double ratio) : ratio_(ratio) {}
 
-  int64_t message_bytes(int64_t count) const override { return 8 * kept(ratio_, count); }
+  int64_t message_bytes(int64_t count) const override;
   /// The largest in magnitude, the first among equals.
   void encode(std::span<const float> values, const Draw& draw, std::byte* message) const override;
   void decode(const std::byte* message, const Draw& draw, std::span<float> values) const override;
