@@ -24,7 +24,7 @@ CODECS = [
     ub.Compression.topk(0.1), ub.Compression.randk(0.2), ub.Compression.qsgd(8),
     ub.Compression.terngrad, ub.Compression.signsgd, ub.Compression.efsignsgd,
     ub.Compression.onebit, ub.Compression.signum, ub.Compression.powersgd(1),
-    ub.Compression.dct(0.1, period=3), ub.Compression.dgc(0.1, warmup_steps=8),
+    ub.Compression.dct(0.1, period=3), ub.Compression.dgc(0.1, warmup_steps=4),
 ]  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def every_codec(rank, size):
     for i, codec in enumerate(CODECS):
         mode = ("backward", "forward")[i % 2]
         kind = "adam" if codec.spec.startswith(("dgc", "signum")) else "sgd"
-        state = train(mode, kind, rank, size, steps=8, mixed=True, compression=codec, tune_steps=0)
+        state = train(mode, kind, rank, size, steps=6, mixed=True, compression=codec, tune_steps=0)
         flat = torch.cat([v.double().flatten() for v in state.values()])
         assert flat.isfinite().all(), codec
         assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min)), codec

@@ -22,7 +22,7 @@ SHARDED = ["--shard-optimizer"]
 
 
 def invoke(*arguments):
-    return click.testing.CliRunner().invoke(main, arguments, env={"COLUMNS": "160"})
+    return click.testing.CliRunner().invoke(main, arguments, env={"COLUMNS": "200"})
 
 
 @pytest.fixture
