@@ -73,7 +73,8 @@ class WithoutFeedback final : public Codec {
 };
 
 codecs::Made without_feedback(codecs::Made inner) {
-  if (inner->memories() != 1 || !inner->relays()) {
+  // dct's threshold is that of what is remembered.
+  if (inner->remembers() != "unsent" || inner->spec().starts_with("dct")) {
     throw UsageError("codec '" + inner->spec() + "' has no feedback that could be off");
   }
   return std::make_shared<WithoutFeedback>(std::move(inner));
@@ -117,6 +118,8 @@ Draw Draw::of(uint64_t seed, int64_t step, int64_t begin, int rank) {
       mix(mix(mix(seed) + static_cast<uint64_t>(step)) + static_cast<uint64_t>(begin));
   return {shared, mix(shared + static_cast<uint64_t>(rank) + 1)};
 }
+
+std::string Codec::remembers() const { return memories() == 0 ? "" : "unsent"; }
 
 void Codec::combine(std::span<const std::byte* const> messages, const Draw& draw,
                     std::span<float> values) const {

@@ -27,10 +27,10 @@ class Dct final : public Sparse {
     const std::span<float> unsent(memory.rows[0], gradient.size());
     const Kept last = std::bit_cast<Kept>(memory.note);
     Kept now{last.threshold, last.uses + 1};
-    const bool stale = usable(last.threshold) && last.uses < period_;
+    const bool stale = usable(last.threshold) && last.uses + 1 < period_;
     if (!stale) {
       loops().add(gradient.data(), 1, unsent.data(), size);
-      now = {threshold_of(unsent, room.size).bits, 0};
+      now = {std::max(threshold_of(unsent, room.size).bits, 1U), 0};  // zeros are not worth a place
     }
     // The sum and the search are one pass. It begins anywhere, so that none is left out for long.
     const auto begin = static_cast<int64_t>(draw.shared % static_cast<uint64_t>(size));

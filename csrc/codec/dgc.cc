@@ -26,6 +26,7 @@ class Dgc final : public Sparse {
         std::max(ratio(), std::ldexp(1.0, static_cast<int>(-2 * (4 * step / warmup_ + 1)))));
   }
   int memories() const override { return 2; }
+  std::string remembers() const override { return "unsent, velocity"; }
   bool relays() const override { return false; }
 
   void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int ranks,

@@ -23,6 +23,7 @@ class PowerSgd final : public Codec, public Matrices {
 
   std::string spec() const override { return "powersgd:" + std::to_string(rank_); }
   int memories() const override { return 2; }
+  std::string remembers() const override { return "unsent, factor"; }
   const Matrices* matrices() const override { return this; }
   int rank() const override { return rank_; }
 
@@ -156,12 +157,13 @@ class PowerSgd final : public Codec, public Matrices {
 }  // namespace
 
 Made powersgd(const std::string& parameter) {
-  constexpr int kMost = 4096;
+  constexpr int kMost = 256;
   Parameters parameters("powersgd", parameter.empty() ? "" : "rank=" + parameter);
   const int64_t rank = parameters.whole("rank", 0, 1, kMost);
   if (rank == 0) {
-    throw UsageError("codec 'powersgd': needs a rank from 1 to 4096, as in powersgd:4");
+    throw UsageError("codec 'powersgd': needs a rank from 1 to 256, as in powersgd:4");
   }
+  parameters.check_all_read();
   return std::make_shared<PowerSgd>(static_cast<int>(rank));
 }
 

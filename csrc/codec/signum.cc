@@ -16,6 +16,7 @@ class Signum final : public Majority {
     return momentum_ == kMomentum ? "signum" : "signum:" + text_of(momentum_);
   }
   int memories() const override { return 1; }
+  std::string remembers() const override { return "mean"; }
 
   void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int,
             std::byte* message) const override {
@@ -40,6 +41,7 @@ class Signum final : public Majority {
 Made signum(const std::string& parameter) {
   Parameters parameters("signum", parameter.empty() ? "" : "momentum=" + parameter);
   const double momentum = parameters.number("momentum", Signum::kMomentum, 0, 0.999999);
+  parameters.check_all_read();
   return std::make_shared<Signum>(momentum);
 }
 

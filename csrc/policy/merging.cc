@@ -52,9 +52,16 @@ void Merging::extend() {
     part = parts_.insert(part, {lane, profile_->ready_s[at(t)], due_s_[at(t)]});
   }
   int first = t, last = t;  // of the block that it becomes part of
+  const auto count = [&](int from, int to, int sign) {
+    const Lane& l = lanes_[at(lane)];
+    const int64_t elements = profile_->tensors[at(to)].end() - profile_->tensors[at(from)].offset;
+    part->message_bytes += sign * message_bytes(l, from, to);
+    part->blocks += sign;
+    part->encode_s += sign * l.cost.encode.time_s(elements * itemsize(DType::float32));
+    part->decode_s += sign * l.cost.decode.time_s(elements * itemsize(DType::float32));
+  };
   const auto join = [&](int from, int to) {
-    part->message_bytes -= message_bytes(lanes_[at(lane)], from, to);
-    --part->blocks;
+    count(from, to, -1);
     first = std::min(first, from);
     last = std::max(last, to);
   };
@@ -63,9 +70,7 @@ void Merging::extend() {
   first_[at(last)] = first;
   last_[at(first)] = last;
   group_of_[at(t)] = group_;
-  part->message_bytes += message_bytes(lanes_[at(lane)], first, last);
-  ++part->blocks;
-  part->elements += profile_->tensors[at(t)].numel;
+  count(first, last, 1);
   part->due_s = std::min(part->due_s, due_s_[at(t)]);
 }
 
@@ -93,9 +98,8 @@ OpTimes Merging::times_of(const Part& part) const {
     out.send_s += network_->pack_s_per_byte * static_cast<double>(bytes);
   }
   if (out.coded) {
-    const int64_t coded = part.elements * itemsize(DType::float32);
-    out.encode_s = lane.cost.encode.time_s(coded);
-    out.decode_s = lane.cost.decode.time_s(coded) * (gathered ? network_->ranks : 1);
+    out.encode_s = part.encode_s;
+    out.decode_s = part.decode_s * (gathered ? network_->ranks : 1);
   }
   return out;
 }

@@ -37,8 +37,9 @@ class Merging {
   struct Part {  // of the group, in one lane
     int lane;
     double queued_s, due_s;
-    int64_t elements = 0, message_bytes = 0;
+    int64_t message_bytes = 0;
     int blocks = 0;
+    double encode_s = 0, decode_s = 0;  // of its blocks, which have a message each
   };
 
   static size_t at(int i) { return static_cast<size_t>(i); }

@@ -37,6 +37,17 @@ std::vector<std::string> checked_codecs(const Profile& profile, const PolicyOpti
   return any ? out : std::vector<std::string>{};
 }
 
+// For policies that do not send matrices as a whole.
+void check_whole(const PolicyOptions& options) {
+  for (const std::string& spec : options.codec_of) {
+    const auto codec = make_codec(spec);
+    if (codec && codec->matrices()) {
+      throw UsageError("policy 'bytecomp' has no strategy for codec " + spec +
+                       ", which takes two rounds; take policy auto");
+    }
+  }
+}
+
 }  // namespace
 
 const std::map<std::string, Policy, std::less<>>& policies() {
@@ -69,6 +80,7 @@ Plan make_plan(std::string_view policy, const Profile& profile, const NetworkMod
     if (bytes <= 0) throw UsageError("policy options: sizes must be positive bytes");
   }
   profile.validate();
+  if (policy == "bytecomp") check_whole(options);
   PolicyOptions given = options;
   const std::vector<std::string> codecs = checked_codecs(profile, options);
   const bool knows = std::find(kKnowCodecs.begin(), kKnowCodecs.end(), policy) != kKnowCodecs.end();

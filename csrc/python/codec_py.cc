@@ -13,6 +13,7 @@ void register_codec(py::module_& m) {
       .def_property_readonly("spec", &Codec::spec)
       .def_property_readonly("adds", &Codec::adds)
       .def_property_readonly("memories", &Codec::memories)
+      .def_property_readonly("remembers", &Codec::remembers)
       .def_property_readonly("relays", &Codec::relays)
       .def_property_readonly("factors", [](const Codec& c) { return c.matrices() != nullptr; })
       .def("at_step", &Codec::at_step, py::arg("step"))

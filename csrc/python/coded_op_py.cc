@@ -2,12 +2,29 @@
 
 #include <pybind11/stl.h>
 
+#include <cfenv>
+
 #include "bindings.h"
 
 namespace py = pybind11;
 
 namespace usbyte {
 namespace {
+
+/// Default floating point while it lives, whatever the thread has: ranks must come to the same.
+class DefaultFloats {
+ public:
+  DefaultFloats() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloats() { std::fesetenv(&before_); }
+  DefaultFloats(const DefaultFloats&) = delete;
+  DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
 
 /// The coded ops of a plan, for who carries out its requests by other means than an engine.
 class CodedOps {
@@ -49,10 +66,10 @@ void register_coded_op(py::module_& m) {
           py::arg("op"), "Kind, dtype, address and elements of what travels, in place.")
       .def(
           "encode", [](CodedOps& ops, int op, int64_t step) { ops.at(op).encode(step); },
-          py::arg("op"), py::arg("step"), py::call_guard<py::gil_scoped_release>())
+          py::arg("op"), py::arg("step"), py::call_guard<py::gil_scoped_release, DefaultFloats>())
       .def(
           "decode", [](CodedOps& ops, int op, int64_t step) { ops.at(op).decode(step); },
-          py::arg("op"), py::arg("step"), py::call_guard<py::gil_scoped_release>());
+          py::arg("op"), py::arg("step"), py::call_guard<py::gil_scoped_release, DefaultFloats>());
 }
 
 }  // namespace usbyte

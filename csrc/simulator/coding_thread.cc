@@ -6,26 +6,32 @@
 
 namespace usbyte {
 
-CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, int ranks) {
-  times_.resize(plan.ops().size());
-  for (size_t i = 0; i < times_.size(); ++i) {
-    const Op& op = plan.ops()[i];
-    if (op.codec == "none") continue;
-    const CodecCost cost = costs.of(op.codec);
-    int64_t elements = 0;
-    for (Block b : op.blocks) elements += b.numel();
-    const int64_t bytes = elements * itemsize(DType::float32);
+// Each block, or shard of one, is a message of its own.
+CodingThread::Times CodingThread::times_of(const Op& op, const CodecCost& cost, int ranks) {
+  const auto codec = make_codec(op.codec);
+  Times out;
+  for (Block b : op.blocks) {
     const bool whole = op.kind == Collective::all_reduce;
-    const bool first = op.kind == Collective::reduce_scatter;
-    const auto codec = make_codec(op.codec);
-    if (!whole && codec->matrices()) {
-      times_[i] = {cost.encode.time_s(bytes) / 2, first ? 0 : cost.decode.time_s(bytes)};
-      continue;
+    const bool scatters = op.kind == Collective::reduce_scatter;
+    const Block coded = whole || codec->matrices() ? b : shard(b, 0, ranks);
+    const int64_t bytes = coded.numel() * itemsize(DType::float32);
+    double encodes = 1, decodes = ranks;
+    if (whole && codec->adds()) decodes = 1;
+    if (!whole && codec->matrices()) {  // half of what both rounds take
+      encodes = 0.5;
+      decodes = scatters ? 0 : 1;
+    } else if (scatters) {
+      encodes = ranks;
     }
-    // A rank decodes messages of all ranks: of the whole, or of its shard; or all shards' once.
-    const bool gathered = whole && !codec->adds();
-    const int64_t own = whole || first ? bytes : bytes / ranks;
-    times_[i] = {cost.encode.time_s(own), cost.decode.time_s(bytes) * (gathered ? ranks : 1)};
+    out.encode_s += encodes * cost.encode.time_s(bytes);
+    out.decode_s += decodes * cost.decode.time_s(bytes);
+  }
+  return out;
+}
+
+CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, int ranks) {
+  for (const Op& op : plan.ops()) {
+    times_.push_back(op.codec == "none" ? Times{} : times_of(op, costs.of(op.codec), ranks));
   }
 }
 

@@ -37,6 +37,7 @@ class CodingThread {
   struct Times {
     double encode_s = 0, decode_s = 0;
   };
+  static Times times_of(const Op& op, const CodecCost& cost, int ranks);
 
   std::vector<Times> times_;  // by op
   std::set<Job> waiting_;

@@ -431,14 +431,16 @@ TEST(Codec, WhatCannotBeMadeIsAnErrorThatNamesWhatCan) {
   EXPECT_NE(problem("fp16:3").find("no parameter"), std::string::npos);
   EXPECT_NE(problem("fp8:e3m4").find("fp8:e5m2"), std::string::npos);
   EXPECT_NE(problem("qsgd:3").find("qsgd:4"), std::string::npos);
-  EXPECT_NE(problem("powersgd:0").find("rank=0 is not a number from 1 to 4096"), std::string::npos);
+  EXPECT_NE(problem("powersgd:0").find("rank=0 is not a number from 1 to 256"), std::string::npos);
   EXPECT_NE(problem("dgc:0.1,momentum=2").find("momentum=2 is not a number from 0"),
             std::string::npos);
+  EXPECT_NE(problem("powersgd:4,foo=1").find("no parameter 'foo'"), std::string::npos);
+  EXPECT_NE(problem("signum:0.9,foo=1").find("no parameter 'foo'"), std::string::npos);
   EXPECT_NE(problem("dgc:0.1,period=2").find("no parameter 'period'"), std::string::npos);
   EXPECT_NE(problem("dct:0.1,1000").find("cannot read '1000'"), std::string::npos);
   EXPECT_NE(problem("dct:0.1,period=1,period=2").find("cannot read"), std::string::npos);
   EXPECT_NE(problem("fp16,feedback=off").find("has no feedback"), std::string::npos);
-  EXPECT_NE(problem("signum,feedback=off").find("has no feedback"), std::string::npos);
+  EXPECT_NE(problem("dct:0.1,feedback=off").find("has no feedback"), std::string::npos);
   for (const std::string& name : codec_names()) {
     EXPECT_EQ(problem(name).find("unknown"), std::string::npos) << name;
   }

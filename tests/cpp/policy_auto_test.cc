@@ -292,5 +292,46 @@ TEST(Auto, StaysWithDdpWhereNothingIsToBeWon) {
   }
 }
 
+TEST(CodedAuto, IsNeverWorseThanPoliciesThatCompressAsTheyAreTold) {
+  std::mt19937 rng(21);
+  constexpr const char* kSpecs[] = {"none", "int8", "topk:0.01", "fp16", "powersgd:2"};
+  int better = 0;
+  for (int i = 0; i < cases(6); ++i) {
+    Profile p = layers(rng, static_cast<int>(uniform(rng, 2, 12)));
+    PolicyOptions options;
+    for (TensorSpec& t : p.tensors) {
+      t.rows = t.numel % 64 == 0 ? 64 : 1;
+      options.codec_of.emplace_back(kSpecs[uniform(rng, 0, 4)]);
+    }
+    for (const char* spec : {"int8", "topk:0.01", "fp16", "powersgd:2"}) {
+      const double beta = real(rng, 0, 1e-10);
+      options.codec_costs.by_spec[spec] = {{1e-5, beta, 1e-5}, {1e-5, beta, 1e-5}};
+    }
+    const NetworkModel network = network_for(rng, p, real(rng, 0.2, 5), 1e-4);
+    Simulator simulator(p, network, options.overlap, false, options.codec_costs);
+    const double own_s = simulator.step_s(make_plan("auto", p, network, options));
+    const double ddp_s = simulator.step_s(make_plan("ddp", p, network, options));
+    for (const auto& [name, unused] : policies()) {
+      if (name == "auto" || name == "bytecomp") continue;
+      const double other_s = simulator.step_s(make_plan(name, p, network, options));
+      // DDP's plan counts as the best where next to nothing is to be won.
+      EXPECT_LE(own_s, std::max(other_s, 0.0) / 0.99 + 1e-12) << name << " " << i;
+    }
+    better += own_s < 0.99 * ddp_s;
+  }
+  EXPECT_GT(better, 0);
+}
+
+TEST(CodedAuto, DoesWhatDdpDoesWhereAllIsHidden) {
+  std::mt19937 rng(22);
+  const Profile p = layers(rng, 10);
+  PolicyOptions options;
+  options.codec_of.assign(p.tensors.size(), "int8");
+  options.codec_costs.by_spec["int8"] = {{1e-9, 0, 1e-9}, {1e-9, 0, 1e-9}};
+  const NetworkModel network{4, {{0, 1e-15}}};
+  EXPECT_EQ(make_plan("auto", p, network, options).ops(),
+            make_plan("ddp", p, network, options).ops());
+}
+
 }  // namespace
 }  // namespace usbyte

@@ -77,6 +77,41 @@ TEST(SimulatorCoding, GatheredMessagesAreDecodedOneByOne) {
   EXPECT_EQ(predicted.record.done_s, (std::vector<double>{0.25 + 5 + 0.5 + 2 * 0.5, 8, 10}));
 }
 
+// A tensor of 8 x 8 that is ready at 5, on two ranks; an all_reduce takes 1, other ops half of it.
+std::vector<double> done_in_two_ops(const std::string& codec) {
+  Profile p;
+  p.tensors = {{"a", 64, DType::float32, 0, 8}};
+  p.need_s = {0};
+  p.ready_s = {5};
+  const Plan plan("test", p.tensors,
+                  {{Collective::reduce_scatter, {{0, 64}}, kUnlimited, false, codec},
+                   {Collective::all_gather, {{0, 64}}, kUnlimited, false, codec}});
+  return predict(p, plan, {{{codec, {constant(0.25), constant(0.5)}}}}, 1).record.done_s;
+}
+
+TEST(SimulatorCoding, ShardsAreMessagesOfTheirOwn) {
+  // Both shards are encoded, the own one's two messages decoded; then it is encoded again, and the
+  // messages of both are decoded.
+  const double scattered = 5 + 2 * 0.25 + 0.5 + 2 * 0.5;
+  EXPECT_EQ(done_in_two_ops("int8"),
+            (std::vector<double>{scattered, scattered + 0.25 + 0.5 + 2 * 0.5}));
+}
+
+TEST(SimulatorCoding, RoundsShareWhatAMatrixTakes) {
+  const double first = 5 + 0.25 / 2 + 1;  // its sums need no decoding
+  EXPECT_EQ(done_in_two_ops("powersgd:1"),
+            (std::vector<double>{first, first + 0.25 / 2 + 1 + 0.5}));
+}
+
+TEST(SimulatorCoding, BlocksAreMessagesOfTheirOwn) {
+  const Profile p = three_layers();
+  const Plan plan("test", p.tensors,
+                  {{Collective::all_reduce, {{0, 10}, {20, 30}}, kUnlimited, false, "int8"},
+                   {Collective::all_reduce, {{10, 20}}, kUnlimited, false, "none"}});
+  const CodecCosts costs{{{"int8", {constant(0.25), constant(0.5)}}}};
+  EXPECT_EQ(predict(p, plan, costs, 1).record.done_s[0], 9 + 2 * 0.25 + 0.5 + 2 * 2 * 0.5);
+}
+
 TEST(SimulatorCoding, AJobIsNotInterruptedAndTheFirstOpGoesFirst) {
   Profile p = three_layers();
   p.ready_s = {5, 7, 6};  // op 2 of tensor 0 is encoded first, 5-8; then op 0, then op 1
@@ -115,12 +150,13 @@ std::vector<double> by_the_second(const Profile& p, const Plan& plan, const Code
   size_t next = 0;
   const auto codes = [&](size_t i) { return plan.ops()[i].codec != "none"; };
   const auto seconds = [&](size_t i, bool decodes) {
-    int64_t bytes = 0;
-    for (Block b : plan.ops()[i].blocks) bytes += 4 * b.numel();
     const CodecCost cost = costs.of(plan.ops()[i].codec);
     const bool gathered =
         plan.traffic(plan.ops()[i], network.ranks).first != Collective::all_reduce;
-    const double one = (decodes ? cost.decode : cost.encode).time_s(bytes);
+    double one = 0;
+    for (Block b : plan.ops()[i].blocks) {
+      one += (decodes ? cost.decode : cost.encode).time_s(4 * b.numel());
+    }
     return static_cast<int64_t>(decodes && gathered ? one * network.ranks : one);
   };
   const auto queued_s = [&](size_t i) {

@@ -280,6 +280,7 @@ def feedback(rank, size, spec):
             for part in opt._memory.parts.values():
                 part.zero_()
             opt.load_state_dict(saved)
+            ub.broadcast_optimizer_state(opt, 0)  # leaves each rank its own
             opt.add_param_group({"params": [extra]})
     assert len(seen) >= 5, seen  # learning, then mine, and so on
     kept = opt._memory.parts
@@ -308,6 +309,15 @@ def differs(rank, size):
             torch.optim.SGD(model.parameters(), lr=1.0), overlap="forward", shard_optimizer=True,
             compression="signsgd",
         )  # fmt: skip
+    for options, what in (
+        ({"policy": "tune:dear"}, "policy 'tune:dear' cannot choose"),
+        ({"policy": lambda profile, network: None}, "a function cannot choose"),
+        ({"tune_steps": 5}, "tune_steps does not go with several codecs"),
+    ):
+        with pytest.raises(UsageError, match=what):
+            ub.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=1.0), compression="auto", **options
+            )
     for spec in ("dgc:0.01", "signum"):
         with pytest.raises(UsageError, match="give the optimizer momentum=0"):
             ub.DistributedOptimizer(
@@ -352,17 +362,40 @@ def test_memory_is_checked_before_it_is_taken():
     )
     memory.lay_out(plan)
     param = torch.zeros(2, 2)
-    for wrong in ({"b": torch.ones(1, 4)}, {"a": torch.ones(1, 5)}):
-        with pytest.raises(UsageError, match="is of another model"):
-            memory.check(wrong, {"a": param})
-    memory.check({"a": torch.ones(2, 4)}, {"a": param})
-    memory.load({"a": torch.ones(2, 4)})
+
+    def saved(kind, *shape):
+        return {"a": {"kind": kind, "rows": torch.ones(*shape)}}
+
+    with pytest.raises(UsageError, match="is of another model"):
+        memory.check(saved("unsent", 1, 5), {"a": param})
+    memory.check(saved("unsent", 1, 5), {"frozen since": param})
+    memory.check(saved("unsent, velocity", 2, 4), {"a": param})
+    memory.load(saved("unsent, velocity", 2, 4))
     assert memory.parts["a"].tolist() == [[1, 1, 1, 1]]
     later = Memory()
-    later.load({"a": torch.ones(1, 4)})  # before there is a plan
+    later.load(saved("unsent", 1, 4))  # before there is a plan
     later.lay_out(plan)
-    assert later.state()["a"].tolist() == [[1, 1, 1, 1]]
+    assert later.state()["a"]["rows"].tolist() == [[1, 1, 1, 1]]
+    assert later.state()["a"]["kind"] == "unsent"
     memory.load({})
+    assert not memory.parts["a"].any()
+
+
+def test_codecs_take_over_only_what_means_the_same():
+    tensors = [_core.TensorSpec("a", 4)]
+
+    def by(codec):
+        return _core.Plan("mine", tensors, [_core.Op("all_reduce", [(0, 4)], codec=codec)])
+
+    memory = Memory()
+    memory.lay_out(by("powersgd:1"))
+    memory.parts["a"][:] = torch.tensor([[1.0], [2.0]])
+    memory.lay_out(by("dgc:0.5"))
+    assert memory.parts["a"].tolist() == [4 * [1], 4 * [0]]
+    memory.lay_out(by("none"))  # nobody's for a while
+    memory.lay_out(by("int8"))
+    assert memory.parts["a"][0].tolist() == 4 * [1]
+    memory.lay_out(by("signum"))
     assert not memory.parts["a"].any()
 
 
@@ -474,6 +507,27 @@ def chooses(rank, size):
         opt.close()
     assert "int8" in chosen[1e5]
     assert chosen[1e13] == {"none"}
+
+
+def leaves_alone(rank, size):
+    ub.init()
+    short_probes()
+    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e13)
+    model = nn.Linear(64, 64)
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+        policy="bytecomp", compression="int8",
+    )  # fmt: skip
+    for _ in range(5):
+        opt.zero_grad()
+        model(torch.ones(4, 64)).sum().backward()
+        opt.step()
+    assert {op.codec for op in opt.plan.ops} == {"none"}
+    opt.close()
+
+
+def test_what_a_policy_leaves_alone_stays_so():
+    run_ranks(2, leaves_alone, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
 def test_auto_compresses_where_it_pays():

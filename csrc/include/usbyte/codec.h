@@ -55,6 +55,9 @@ class Codec {
   /// Rows of a Memory. One is error feedback, unless a codec says otherwise: training needs what
   /// is lost to be added to the next gradient.
   virtual int memories() const { return 1; }
+  /// What the rows are, one after the other: "unsent", "unsent, velocity"; empty without any. A
+  /// codec can go on with the rows of another as far as they are the same.
+  virtual std::string remembers() const;
   /// What `decode` gives is near what was encoded, so that it may be encoded again by ranks that
   /// have added up a part of the elements: it can be scattered and gathered.
   virtual bool relays() const { return true; }
@@ -116,8 +119,9 @@ class Matrices {
 ///    NaN.
 ///  - topk:RATIO, randk:RATIO: that share of the elements, one at least; those largest in magnitude
 ///    (NaN above infinity, among equals the first), or some that all ranks draw alike, which add.
-///  - dct:RATIO[,period=1000] (Gupta et al. 2020): what is above a threshold, at most that share,
-///    where the threshold is topk's of the last whole number of periods.
+///  - dct:RATIO[,period=1000] (Gupta et al. 2020): what is above a threshold, at most that share;
+///    the threshold is topk's, found anew after so many steps, or when far more or fewer elements
+///    are above it. NaN is sent when it is reached.
 ///  - dgc:RATIO[,momentum=0.9][,clip=NORM][,warmup=STEPS] (Lin et al. 2018): topk, its threshold
 ///    from a sample, of momentum that is corrected; gradients are clipped to NORM / sqrt(ranks)
 ///    before. In quarters of the warm-up the share is 1/4, 1/16, 1/64 and 1/256, if that is more.
@@ -128,9 +132,10 @@ class Matrices {
 ///  - signsgd (Bernstein et al. 2018): signs; together the majority's, 0 where they are even. A 0
 ///    votes by chance. NaN or infinity: the block becomes NaN.
 ///  - signum[:MOMENTUM] (likewise): the same of gradients' running mean, with 0.9.
-///  - efsignsgd (Karimireddy et al. 2019): signs times the mean magnitude. NaN or infinity: the
-///    block becomes NaN.
-///  - onebit (Seide et al. 2014): the mean of what is not negative, or that of the rest. Likewise.
+///  - efsignsgd (Karimireddy et al. 2019): signs times the mean magnitude. NaN or infinity: no
+///    element of the block stays finite.
+///  - onebit (Seide et al. 2014): the mean of what is not negative, or that of the rest. Likewise,
+///    of the elements with that sign at least.
 ///  - powersgd:RANK (Vogels et al. 2019): matrices as products of two of that rank, others as they
 ///    are. Add. NaN or infinity: the matrix becomes NaN.
 ///

@@ -102,10 +102,10 @@ class Plan {
   std::pair<Collective, int64_t> traffic(const Op& op, int ranks) const;
   /// Indices of the tensors that `op` touches, ascending.
   std::vector<int> tensors_of(const Op& op) const;
-  /// The tensor that the block is the whole of; null if there is none.
-  const TensorSpec* tensor_at(Block block) const;
   /// The same, behind what `out` holds.
   void append_tensors_of(const Op& op, std::vector<int>& out) const;
+  /// The tensor that the block is the whole of; null if there is none.
+  const TensorSpec* tensor_at(Block block) const;
   /// "op 3 (all_reduce, 8.0 MB: conv1.weight, conv1.bias and 2 more)", for messages.
   std::string describe(int op) const;
 

@@ -104,8 +104,9 @@ Plan bytecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// usbyte's own, "auto": unequal all_reduces over the flat line (or reduce_scatters and all_gathers
 /// where they cost less), cut inside and across tensors, one or several in flight, with exact
 /// batching of what backward leaves; the best of several such drafts and of all other policies
-/// under the simulator, after a local search. Never worse than any other policy in the model; DDP's
-/// plan where less than 1 % is to be won. Best where alpha and beta were measured.
+/// under the simulator, after a local search. Never worse than any other policy in the model (with
+/// codecs: than any but bytecomp, which may leave tensors as they are); DDP's plan where less than
+/// 1 % is to be won. Best where alpha and beta were measured.
 Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// MergeComp: gradients that follow one another in backward are merged, each group is encoded, sent

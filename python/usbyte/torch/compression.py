@@ -224,56 +224,71 @@ class Memory:
 
     Attributes:
         parts: By name, rows x elements; empty where no codec remembers anything.
+        kinds: By name, what the rows are; see `Codec.remembers`.
     """
 
     def __init__(self) -> None:
         self.parts: dict[str, torch.Tensor] = {}
+        self.kinds: dict[str, str] = {}
         self._buffer = torch.empty(0, 0)
 
     def lay_out(self, plan: _core.Plan) -> None:
-        """Goes over to another plan."""
+        """Goes over to another plan; its codecs go on with rows that mean the same to them."""
         codecs = [_core.make_codec(op.codec) for op in plan.ops]
         rows = max((codec.memories for codec in codecs if codec is not None), default=0)
         rows = max([rows, *(len(part) for part in self.parts.values())])
         if rows == 0:
             return
-        old, self._buffer = (
-            self.parts,
-            torch.zeros(rows, plan.numel, dtype=torch.float32, device="cpu"),
-        )
+        old, kinds = self.parts, self.kinds
+        self._buffer = torch.zeros(rows, plan.numel, dtype=torch.float32, device="cpu")
         tensors = [t for t in plan.tensors if t.name != USED]
         self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
-        for name, part in old.items():
-            if name in self.parts:
-                self.parts[name][: len(part)] = part
+        self.kinds = dict(kinds)
+        for op, codec in zip(plan.ops, codecs, strict=True):
+            if codec is not None and codec.remembers:
+                for t in plan.tensors_of(op):
+                    self.kinds[plan.tensors[t].name] = codec.remembers
+        for name in self.parts.keys() & old.keys():
+            self._take(name, old[name], kinds.get(name, ""))
 
     @property
     def address(self) -> int:
         """For the engine; 0 if there is none."""
         return self._buffer.data_ptr()
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, dict[str, Any]]:
         """A copy by parameter, for a checkpoint."""
-        return {name: part.clone() for name, part in self.parts.items()}
+        return {
+            name: {"kind": self.kinds.get(name, ""), "rows": part.clone()}
+            for name, part in self.parts.items()
+        }
 
     def check(self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
-        """Raises UsageError if the state is not of these parameters."""
+        """Raises UsageError if the state is not of these parameters; those frozen do not count."""
         for name, part in state.items():
-            if name not in params or part.shape[1:] != (params[name].numel(),):
+            if name in params and part["rows"].shape[1:] != (params[name].numel(),):
                 raise UsageError(
                     f"load_state_dict: what codecs remember of '{name}' is of another model; load "
                     "it into the one it was saved from"
                 )
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Takes over a checkpoint's, or forgets all; `check` has passed."""
+        if not self.parts:  # no codec has remembered anything yet
+            self.parts = {name: part["rows"].clone().float() for name, part in state.items()}
+            self.kinds = {name: part["kind"] for name, part in state.items()}
+            return
         for name, part in self.parts.items():
             part.zero_()
             if name in state:
-                rows = min(len(part), len(state[name]))
-                part[:rows] = state[name][:rows]
-        if not self.parts:
-            self.parts = {name: part.clone().float() for name, part in state.items()}
+                self._take(name, state[name]["rows"], state[name]["kind"])
+
+    def _take(self, name: str, rows: torch.Tensor, kind: str) -> None:
+        """Copies rows that mean the same."""
+        mine = self.kinds.get(name, kind).split(", ")
+        for i, what in enumerate(kind.split(", ")):
+            if i < len(mine) and mine[i] == what and i < min(len(rows), len(self.parts[name])):
+                self.parts[name][i] = rows[i]
 
 
 def _spec(codec: Codec | str) -> str:

@@ -3,7 +3,7 @@
 # Annotations are what they say, not text, since DDP looks at those of its hooks.
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import UsageError
+from usbyte.errors import MismatchError, UsageError
 from usbyte.lab.profiles import line
 from usbyte.torch.arena import rows_of
-from usbyte.torch.compression import Rules, codecs_of
+from usbyte.torch.compression import Codec, Rules, codecs_of
 
 __all__ = ["ddp_comm_hook"]
 
@@ -50,13 +50,17 @@ class _CompressedBuckets:
         named: Iterable[tuple[str, nn.Parameter]] | None,
         group: dist.ProcessGroup | None,
     ) -> None:
+        if not isinstance(compression, (Codec, str, Mapping)) or compression == "auto":
+            raise UsageError(
+                "ddp_comm_hook does not choose between codecs: name one, or codecs by patterns"
+            )
         self._group = group
         self._rules = compression
         self._of: dict[torch.Tensor, str] | None = None  # by parameter: its codec's spec
         if named is not None:
             names, params = zip(*named, strict=True)
             self._of = dict(zip(params, codecs_of(compression, names, params), strict=True))
-        elif not isinstance(compression, str) and not hasattr(compression, "spec"):
+        elif isinstance(compression, Mapping):
             raise UsageError(
                 "ddp_comm_hook: patterns need named_parameters=model.named_parameters()"
             )
@@ -75,7 +79,7 @@ class _CompressedBuckets:
         specs = self._specs(params, step)
         known = self._buckets.get(index)
         if known is None or not known.fits(buffer, params, specs):
-            known = _Bucket(buffer, params, specs, self._kept, self._group)
+            known = _Bucket(index, buffer, params, specs, self._kept, self._group)
             self._buckets[index] = known
         return known.send(step)
 
@@ -93,6 +97,7 @@ class _Bucket:
 
     def __init__(
         self,
+        index: int,
         buffer: torch.Tensor,
         params: Sequence[torch.Tensor],
         specs: Sequence[str],
@@ -110,6 +115,7 @@ class _Bucket:
         )
         whole = _core.Plan("ddp", tensors, [_core.Op("all_reduce", [(0, buffer.numel())])])
         self._plan = _core.with_codecs(whole, specs)
+        _check_alike(self._plan, group)
         codecs = [_core.make_codec(op.codec) for op in self._plan.ops]
         rows = max([0, *(c.memories for c in codecs if c), *(len(kept.get(p, ())) for p in params)])
         memory = torch.zeros(rows, buffer.numel(), dtype=torch.float32)
@@ -120,11 +126,10 @@ class _Bucket:
             kept[p] = part
         self._buffer, self._memory = buffer, memory
         self._ops = _core.CodedOps(
-            self._plan, buffer.data_ptr(), memory.data_ptr(), self._rank, self._size
+            self._plan, buffer.data_ptr(), memory.data_ptr(), self._rank, self._size, 2 * index
         )
         self._messages = [
-            None if codec is None else _view(*self._ops.request(i))
-            for i, codec in enumerate(codecs)
+            None if codec is None else _view(self._ops, i) for i, codec in enumerate(codecs)
         ]
 
     def fits(
@@ -176,8 +181,21 @@ class _Bucket:
         return work
 
 
-def _view(_kind: str, dtype: str, address: int, count: int) -> torch.Tensor:
-    """Memory that belongs to the core."""
+def _check_alike(plan: _core.Plan, group: dist.ProcessGroup | None) -> None:
+    own = torch.tensor([plan.hash() & ((1 << 62) - 1)])
+    of_all = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_all, own, group=group)
+    if any(int(other) != int(own) for other in of_all):
+        raise MismatchError(
+            "ddp_comm_hook: ranks compress a bucket in different ways; give all ranks the same "
+            "compression and the same model"
+        )
+
+
+def _view(ops: _core.CodedOps, op: int) -> torch.Tensor:
+    """What travels for an op, in memory that lives as long as anybody uses it."""
+    _, dtype, address, count = ops.request(op)
     kind: torch.dtype = getattr(torch, dtype)
     memory = (ctypes.c_byte * (count * kind.itemsize)).from_address(address)
+    memory.owner = ops  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=kind)

@@ -51,10 +51,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """
     context = current()
     context.drain()
-    state = {k: v for k, v in optimizer.state_dict().items() if k != MEMORY}  # a rank's own
+    state = optimizer.state_dict()
+    own = {MEMORY: state.pop(MEMORY)} if MEMORY in state else {}  # each rank's
     state = broadcast_object(state, root_rank, name="optimizer_state")
     if context.rank != root_rank:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(state | own)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:

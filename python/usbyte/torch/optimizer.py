@@ -116,6 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("fused_update=True does not go with shard_optimizer=True")
         self._compression: Rules | Sequence[Rules] = "none" if compression is None else compression
         self._memory = Memory()
+        self._steps = 0  # completed before the reducer was made
         self._sharded, self._max_grad_norm = shard_optimizer, max_grad_norm
         self._fuses = fused_update
         self._shards: ShardedUpdates | None = None
@@ -219,6 +220,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         self._inner.add_param_group(param_group)
         self._end_sharding()
+        self._steps = self._reducer.steps if self._reducer is not None else 0
         self._build()
 
     def __getattr__(self, name: str) -> Any:
@@ -411,10 +413,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
             )
         codecs = choices_of(self._compression, names, self._params)
+        if codecs.optional:
+            self._check_chooses()
+        check_momentum(codecs.specs, self._inner.param_groups)
         if self._context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
-        check_momentum(codecs.specs, self._inner.param_groups)
         if self._sharded:
             check_relays(codecs.specs)
         device = device_of(names, self._params)
@@ -431,6 +435,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._sharded,
             self._options,
             self._tune_steps,
+            self._steps,
             alike={
                 "op": str(self._op),
                 "policy": self._policy if isinstance(self._policy, str) else "a function",
@@ -452,6 +457,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._policy == "auto",
                 self._sharded,
                 self._memory,
+                self._steps,
                 self._before_first_gradient,
                 self._on_gradient,
                 self._on_backward_end,
@@ -460,6 +466,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gates.close()
             raise
         self._closed = False
+
+    def _check_chooses(self) -> None:
+        if self._policy not in _core.policies():
+            what = f"policy '{self._policy}'" if isinstance(self._policy, str) else "a function"
+            raise UsageError(
+                f"{what} cannot choose from several codecs: name one for compression=, or take "
+                'policy="auto"'
+            )
+        if self._tune_steps:
+            raise UsageError(
+                "tune_steps does not go with several codecs to choose from, as they are chosen by "
+                "prediction: name one for compression=, or leave tune_steps out"
+            )
 
     def _claim(self, names: Sequence[str]) -> None:
         for param, name in zip(self._params, names, strict=True):

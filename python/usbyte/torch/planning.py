@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -101,6 +102,7 @@ class Planner:
         sharded: Whether each rank updates its shard, and parameters are gathered.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
         tune_steps: Steps of each trial; None for as many as the policy says, 0 for no trials.
+        steps: Completed before; codecs are as in the step after them.
         alike: What else all ranks must have alike, by the names that users know.
 
     Raises:
@@ -108,6 +110,7 @@ class Planner:
 
     Attributes:
         decision: What the plan in force was made from; None while it is not made from measurements.
+        seed: Of what codecs draw by chance, alike on all ranks.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Planner:
         sharded: bool,
         options: Mapping[str, int],
         tune_steps: int | None = None,
+        steps: int = 0,
         alike: Mapping[str, object] | None = None,
     ) -> None:
         self._context, self._label = context, label
@@ -132,13 +136,13 @@ class Planner:
         lists = [dict(zip(names, specs, strict=True)) for specs in codecs.lists]
         self._codecs = {} if codecs.optional else lists[0]
         self._choices = lists if codecs.optional else []
-        made = map(_core.make_codec, sorted(codecs.specs))
-        self._stages = [codec for codec in made if codec is not None]
         self._costs: dict[str, _core.CodecCost] = {}  # rank 0's, of codecs it has planned with
-        self._steps = 0  # completed by the codecs in force
-        self._plain: _core.Plan | None = None  # the plan in force, before codecs
+        self._steps = steps
+        self._base: _core.Plan | None = None  # the plan in force, by codecs as they end
+        self._stages: list[_core.Codec] = []  # those codecs
         self._tuner: tuning.Tuner | None = None  # rank 0's, once plans are tried
         self.decision: Decision | None = None
+        self.seed = zlib.crc32(label.encode())
         settings = {
             "overlap": overlap,
             "shard_optimizer": sharded,
@@ -156,8 +160,7 @@ class Planner:
         network = _core.NetworkModel(self._context.size, [_core.AlphaBeta()])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
         plan = _core.make_plan("ddp", self._profile(times), network, buckets)
-        self._plain = _core.Plan("learning", plan.tensors, plan.ops)
-        return self._coded(self._plain)
+        return self._in_force(self._coded(_core.Plan("learning", plan.tensors, plan.ops)))
 
     def recodes_at(self, steps: int) -> bool:
         """Codecs code otherwise once so many steps are completed, which ranks count alike."""
@@ -165,9 +168,9 @@ class Planner:
 
     def recoded(self, steps: int) -> _core.Plan:
         """The plan in force by the codecs as they are after so many steps."""
-        assert self._plain is not None
+        assert self._base is not None
         self._steps = steps
-        return self._coded(self._plain)
+        return self._in_force(self._base)
 
     def decide(self, times: Times, measured: Sequence[Measured]) -> Decision:
         """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
@@ -204,18 +207,17 @@ class Planner:
         if problem is not None:
             raise problem
         decision = Decision.from_json(message)
-        self._plain = decision.plan
-        self.decision = replace(decision, plan=self._coded(decision.plan))
+        self.decision = replace(decision, plan=self._in_force(decision.plan))
         return self.decision
 
     def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
         profile = self._profile(times)
         trial_steps = 0
         if callable(self._policy):
-            plan = self._policy(profile, network)
+            plan = self._coded(self._checked_tensors(self._policy(profile, network), profile))
         elif self._choices:
             plan = self._choose(self._policy, profile, network)
-        elif self._policy in tuning.TRIED and self._tune_steps != 0:
+        elif self._policy in tuning.TRIED and self._tune_steps != 0 and not self._warms_up():
             plan, trial_steps = self._begin_trials(self._policy, profile, network)
         else:
             plan = self._make_plan(self._policy, profile, network, self._codecs)
@@ -261,6 +263,21 @@ class Planner:
         )  # fmt: skip
         return decision
 
+    def _checked_tensors(self, plan: _core.Plan, profile: _core.Profile) -> _core.Plan:
+        """The plan, if it is one for the job."""
+        if not isinstance(plan, _core.Plan):
+            raise UsageError(f"the policy gave a {type(plan).__name__} instead of a Plan")
+
+        def told(tensors: Sequence[_core.TensorSpec]) -> list[tuple[str, int, str]]:
+            return [(t.name, t.numel, t.dtype) for t in tensors]
+
+        if told(plan.tensors) != told(profile.tensors):
+            raise UsageError(
+                "the policy's plan is not for the profile's tensors: names, sizes, dtypes and "
+                "order must be the same"
+            )
+        return _core.Plan(plan.policy, profile.tensors, plan.ops)
+
     def _checked(
         self,
         plan: _core.Plan,
@@ -269,13 +286,6 @@ class Planner:
         trial_steps: int,
     ) -> Decision:
         """The decision for a plan, if ranks can follow it."""
-        if not isinstance(plan, _core.Plan):
-            raise UsageError(f"the policy gave a {type(plan).__name__} instead of a Plan")
-        if list(plan.tensors) != list(profile.tensors):
-            raise UsageError(
-                "the policy's plan is not for the profile's tensors: names, sizes, dtypes and "
-                "order must be the same"
-            )
         if self._sharded:
             if any(op.kind == "all_reduce" for op in plan.ops):
                 raise UsageError(
@@ -283,17 +293,21 @@ class Planner:
                     "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
                 )
             plan = flags_apart(plan)
-        coded = self._coded(plan)
         # Under backward mode an iteration ends with its backward.
-        predicted = self._step_s(coded, profile, network)
+        predicted = self._step_s(plan, profile, network)
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
         return Decision(plan, profile, network, predicted, bound, trial_steps)
 
     def _coded(self, plan: _core.Plan) -> _core.Plan:
-        """By the codecs that ranks were given, as they are in this step."""
+        """A plan that knows nothing of codecs, by those that ranks were given."""
         codecs = [self._codecs.get(t.name, "none") for t in plan.tensors]
-        if set(codecs) != {"none"}:
-            plan = _core.with_codecs(plan, codecs, self._sharded)
+        return plan if set(codecs) == {"none"} else _core.with_codecs(plan, codecs, self._sharded)
+
+    def _in_force(self, plan: _core.Plan) -> _core.Plan:
+        """Goes over to a plan; by codecs as they are in this step."""
+        self._base = plan
+        made = map(_core.make_codec, sorted({op.codec for op in plan.ops}))
+        self._stages = [codec for codec in made if codec is not None]
         now = {c.spec: c.at_step(self._steps) for c in self._stages}
         if all(now.get(op.codec, op.codec) == op.codec for op in plan.ops):
             return plan
@@ -338,14 +352,17 @@ class Planner:
     ) -> _core.Plan:
         """The plan with the least lossy codecs among those that are about the fastest.
 
-        All tensors by a list's codecs, as the policy sends them, or only those for which it pays.
+        All tensors by a list's codecs, as the policy sends them; under "auto" also only those for
+        which it pays, as bytecomp has them.
         """
         best = self._make_plan(policy, profile, network, {})
         plain_s = best_s = self._step_s(best, profile, network)
         chosen, told = "", []
         for codecs in self._choices:
             name = "/".join(sorted(set(codecs.values()) - {"none"})) or "none"
-            for how in (policy,) if self._sharded else dict.fromkeys((policy, "bytecomp")):
+            factors = any(c.factors for c in map(_core.make_codec, codecs.values()) if c)
+            some = policy == "auto" and not self._sharded and not factors
+            for how in ("bytecomp", policy) if some else (policy,):
                 plan = self._make_plan(how, profile, network, codecs)
                 step_s = self._step_s(plan, profile, network)
                 told.append(f"{name} by {how} {step_s:.4g} s")
@@ -356,6 +373,11 @@ class Planner:
             self._label, chosen or "none, as it does not pay here", plain_s, ", ".join(told),
         )  # fmt: skip
         return best
+
+    def _warms_up(self) -> bool:
+        """Steps will take another time as codecs go on, so that plans cannot be compared."""
+        made = [_core.make_codec(spec) for spec in set(self._codecs.values())]
+        return any(c.at_step(0) != c.at_step(1 << 60) for c in made if c is not None)
 
     def _told(self, name: str) -> str:
         """What this rank was told about a parameter's compression."""

@@ -70,6 +70,7 @@ class Reducer:
         adapt: bool,
         sharded: bool,
         memory: Memory,
+        steps_before: int,
         on_first_gradient: Callable[[int], None],
         on_gradient: Callable[[int], None],
         on_backward_end: Callable[[], None],
@@ -102,10 +103,15 @@ class Reducer:
         self._communicator = context.new_communicator(device)
         plan = planner.learning_plan()
         self._lay_out(plan)
-        self._engine = self._start_engine(plan, steps_before=0)
+        self._engine = self._start_engine(plan, steps_before)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(params)
         ]
+
+    @property
+    def steps(self) -> int:
+        """Begun so far."""
+        return self._engine.steps
 
     @property
     def learning(self) -> bool:
@@ -276,6 +282,8 @@ class Reducer:
         self._end_plan(began)
         if self._planner.recodes_at(self._engine.steps):
             self._adopt(self._planner.recoded(self._engine.steps))
+            if self._drift is not None and self._learning is None:
+                self._drift.reset()
 
     def _end_plan(self, began: Mark) -> None:
         if self._replan_agreed:
@@ -367,6 +375,7 @@ class Reducer:
             device=self.device.core,
             scale=self._scale,
             memory=self._memory.address,
+            seed=self._planner.seed,
             timed=self._learning is not None,
             on_warning=self._context.warn,
             on_fault=self._context.report_fault,
