@@ -59,6 +59,9 @@ Assumptions:
 
 - {costs}
 - n messages take n times as long to decode as one.
+- MergeComp's groups are found by a search of this page's own, on the same timeline, with codecs \
+on the GPU between the kernels of backward; usbyte's policy `mergecomp` plans for codecs on a \
+thread of the CPU.
 - Links are read in two ways. *Nominal*: PCIe 12 GB/s, NVLink 150 GB/s, 5 us for a message in a \
 node; 25 Gb/s between nodes, and for a message there what MG-WFBP measured over 10GbE. *Released*: \
 the constants of Espresso's own simulator, 2.5 GB/s over PCIe, 50 GB/s over NVLink, 1.25 GB/s \

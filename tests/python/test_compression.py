@@ -205,7 +205,7 @@ def every_codec(rank, size):
     for i, codec in enumerate(CODECS):
         mode = ("backward", "forward")[i % 2]
         kind = "adam" if codec.spec.startswith(("dgc", "signum")) else "sgd"
-        state = train(mode, kind, rank, size, steps=6, mixed=True, compression=codec, tune_steps=0)
+        state = train(mode, kind, rank, size, steps=6, mixed=True, compression=codec, policy="ddp")
         flat = torch.cat([v.double().flatten() for v in state.values()])
         assert flat.isfinite().all(), codec
         assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min)), codec

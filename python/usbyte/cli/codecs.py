@@ -123,9 +123,22 @@ def coding_options(command: _F) -> _F:
 
 
 def codecs_for(profile: _core.Profile, codec: str) -> list[str]:
-    """By tensor, the codec where it is of floats; empty if nothing is compressed."""
+    """By tensor, the codec where it is of floats; empty if nothing is compressed.
+
+    Raises:
+        UsageError: The codec is for matrices, and the profile does not tell which tensors are.
+    """
+    from usbyte import _core
+    from usbyte.errors import UsageError
+
     if codec == "none":
         return []
+    made = _core.make_codec(codec)
+    if made is not None and made.factors and all(t.rows == 1 for t in profile.tensors):
+        raise UsageError(
+            f"codec {codec} is for matrices, and this profile tells of none; record one with "
+            "usbyte.torch.profile"
+        )
     return [codec if "float" in t.dtype else "none" for t in profile.tensors]
 
 
