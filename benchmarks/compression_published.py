@@ -21,6 +21,7 @@ from pathlib import Path
 import click
 
 import _compression_schemes as schemes
+from _pages import deliver, folder_option, load, output_option
 from _published_compression import (
     NVLINK_8,
     PCIE_8,
@@ -32,14 +33,11 @@ from _published_compression import (
     v100_costs,
 )
 from usbyte import __version__, _core
-from usbyte.cli.options import write_text
 from usbyte.cli.tables import in_markdown
 from usbyte.errors import UsageError
-from usbyte.lab import profiles
 
 Jobs = Mapping[str, _core.Profile]
 
-_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "profiles"
 _DGC = "topk:0.01"
 _BYTECOMP = "ByteComp = Espresso (EuroSys 2023)"
 _MERGECOMP = "MergeComp (2021)"
@@ -363,38 +361,14 @@ def document(jobs: Jobs, measured: _core.CodecCosts | None, arguments: list[str]
     return f"{head}\n{claims}{_TABLE}\n{cases}"
 
 
-def load(folder: Path) -> dict[str, _core.Profile]:
-    """Profiles and traces by name of the file.
-
-    Raises:
-        ClickException: There are none.
-    """
-    paths = sorted(folder.glob("*.json"))
-    if not paths:
-        raise click.ClickException(
-            f"no traces in '{folder}'; name a folder that holds vgg16.json, resnet50.json, "
-            "bert.json and gpt2.json by --profiles"
-        )
-    return {path.stem: profiles.load(str(path)) for path in paths}
-
-
 @click.command(context_settings={"max_content_width": 100})
-@click.option(
-    "--profiles",
-    "folder",
-    type=click.Path(path_type=Path),
-    default=_FOLDER,
-    show_default="shared/profiles beside the checkout",
-    help="Folder of traces or profiles, MODEL.json.",
-)
+@folder_option
 @click.option(
     "--codec-costs",
     type=click.Path(path_type=Path, exists=True),
     help="Costs of codecs as `usbyte probe --codecs` writes them, in place of a V100's.",
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Markdown goes there, else is shown."
-)
+@output_option
 def main(folder: Path, codec_costs: Path | None, output: Path | None) -> None:
     """Simulate what is published on compressed training, and put both side by side."""
     measured = None
@@ -403,12 +377,7 @@ def main(folder: Path, codec_costs: Path | None, output: Path | None) -> None:
             measured = _core.CodecCosts.from_json(codec_costs.read_text())
         except UsageError as error:
             raise click.ClickException(f"'{codec_costs}': {error}") from error
-    page = document(load(folder), measured, sys.argv[1:])
-    if output:
-        write_text(output, page)
-        click.echo(f"wrote {output}")
-    else:
-        click.echo(page, nl=False)
+    deliver(document(load(folder), measured, sys.argv[1:]), output)
 
 
 if __name__ == "__main__":

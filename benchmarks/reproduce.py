@@ -18,6 +18,7 @@ from pathlib import Path
 
 import click
 
+from _pages import deliver, folder_option, load, output_option
 from _published import (
     CLAIMS,
     EARLIER,
@@ -29,13 +30,10 @@ from _published import (
 )
 from _schemes import READINGS, SCHEMES
 from usbyte import __version__, _core
-from usbyte.cli.options import write_text
 from usbyte.cli.tables import in_markdown
-from usbyte.lab import profiles
 
 Jobs = Mapping[str, _core.Profile]
 
-_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "profiles"
 _NEAR = 0.02  # what deviates less from the earlier simulator needs no other reading
 
 _HEAD = """# Published figures, reproduced by simulation
@@ -178,41 +176,12 @@ def document(jobs: Jobs, arguments: list[str]) -> str:
     return f"{head}\n{claims}{_EARLIER.format(near=_NEAR)}\n{earlier}"
 
 
-def load(folder: Path) -> dict[str, _core.Profile]:
-    """Profiles and traces by name of the file.
-
-    Raises:
-        ClickException: There are none.
-    """
-    paths = sorted(folder.glob("*.json"))
-    if not paths:
-        raise click.ClickException(
-            f"no traces in '{folder}'; name a folder that holds vgg16.json, resnet50.json, "
-            "bert.json and gpt2.json by --profiles"
-        )
-    return {path.stem: profiles.load(str(path)) for path in paths}
-
-
 @click.command(context_settings={"max_content_width": 100})
-@click.option(
-    "--profiles",
-    "folder",
-    type=click.Path(path_type=Path),
-    default=_FOLDER,
-    show_default="shared/profiles beside the checkout",
-    help="Folder of traces or profiles, MODEL.json.",
-)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Markdown goes there, else is shown."
-)
+@folder_option
+@output_option
 def main(folder: Path, output: Path | None) -> None:
     """Simulate what others have published, and put both side by side."""
-    page = document(load(folder), sys.argv[1:])
-    if output:
-        write_text(output, page)
-        click.echo(f"wrote {output}")
-    else:
-        click.echo(page, nl=False)
+    deliver(document(load(folder), sys.argv[1:]), output)
 
 
 if __name__ == "__main__":
