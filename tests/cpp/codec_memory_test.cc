@@ -224,7 +224,9 @@ TEST(Dct, SendsNoZerosInPlaceOfGradients) {
     for (size_t i = 0; i < 50; ++i) gradient[i * 20] = normal(random, 1, 5)[0];
     const std::vector<float> got = sender.send(gradient, step);
     for (size_t i = 0; i < gradient.size(); ++i) {
-      if (step == 0) ASSERT_EQ(got[i], gradient[i]) << i;
+      if (step == 0) {
+        ASSERT_EQ(got[i], gradient[i]) << i;
+      }
       ASSERT_LT(std::abs(sender.rows[0][i]), 20);
     }
   }

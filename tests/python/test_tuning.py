@@ -233,7 +233,7 @@ def test_without_the_library_the_remedy_is_named(job, monkeypatch, single):
 @pytest.mark.parametrize(
     ("policy", "steps", "message"),
     [
-        ("ddp", 4, "tune_steps needs one of the policies auto, tune:"),
+        ("ddp", 4, "tune_steps needs one of the policies auto, mergecomp_online, tune:"),
         ("auto", 1, "tune_steps must be 2 at least"),
         ("tune:dear", 0, "tune_steps must be 2 at least"),
     ],
