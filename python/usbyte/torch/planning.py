@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from usbyte import _core, tuning
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.arena import dtype_name
+from usbyte.torch.coded_plans import CodedPlans, codecs_of
 from usbyte.torch.compression import Choices
 from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
@@ -136,7 +137,7 @@ class Planner:
         lists = [dict(zip(names, specs, strict=True)) for specs in codecs.lists]
         self._codecs = {} if codecs.optional else lists[0]
         self._choices = lists if codecs.optional else []
-        self._costs: dict[str, _core.CodecCost] = {}  # rank 0's, of codecs it has planned with
+        self._plans = CodedPlans(label, options, overlap, sharded)
         self._steps = steps
         self._base: _core.Plan | None = None  # the plan in force, by codecs as they end
         self._stages: list[_core.Codec] = []  # those codecs
@@ -183,6 +184,8 @@ class Planner:
         """
         label = self._label
         times = combine(times, lambda t: allreduce(t, name=f"{label}.times", op=Max))
+        lists = self._choices or [self._codecs]
+        self._plans.measure(spec for codecs in lists for spec in codecs.values())
         return self._agree(lambda: self._decide(times, fit(self._context.size, measured)))
 
     def next_trial(self, step_s: float) -> Decision:
@@ -216,11 +219,11 @@ class Planner:
         if callable(self._policy):
             plan = self._coded(self._checked_tensors(self._policy(profile, network), profile))
         elif self._choices:
-            plan = self._choose(self._policy, profile, network)
+            plan = self._plans.choose(self._policy, profile, network, self._choices)
         elif self._policy in tuning.TRIED and self._tune_steps != 0 and not self._warms_up():
             plan, trial_steps = self._begin_trials(self._policy, profile, network)
         else:
-            plan = self._make_plan(self._policy, profile, network, self._codecs)
+            plan = self._plans.make(self._policy, profile, network, self._codecs)
         decision = self._checked(plan, profile, network, trial_steps)
         self._log(decision)
         return decision
@@ -229,8 +232,8 @@ class Planner:
         self, policy: str, profile: _core.Profile, network: _core.NetworkModel
     ) -> tuple[_core.Plan, int]:
         """The first plan to try, and for how many steps; 0 if there is no other."""
-        codecs = self._codecs_of(profile, self._codecs)
-        costs = self._costs_of(codecs)
+        codecs = codecs_of(profile, self._codecs)
+        costs = self._plans.costs_of(codecs)
         search = tuning.TRIED[policy](
             tuning.Job(profile, network, self._options, self._overlap, self._sharded, codecs, costs)
         )
@@ -294,7 +297,7 @@ class Planner:
                 )
             plan = flags_apart(plan)
         # Under backward mode an iteration ends with its backward.
-        predicted = self._step_s(plan, profile, network)
+        predicted = self._plans.step_s(plan, profile, network)
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
         return Decision(plan, profile, network, predicted, bound, trial_steps)
 
@@ -316,63 +319,6 @@ class Planner:
             for op in plan.ops
         ]
         return _core.Plan(plan.policy, plan.tensors, ops)
-
-    def _make_plan(
-        self,
-        policy: str,
-        profile: _core.Profile,
-        network: _core.NetworkModel,
-        codecs: Mapping[str, str],
-    ) -> _core.Plan:
-        of = self._codecs_of(profile, codecs)
-        args = (policy, profile, network, self._options, self._overlap, self._sharded)
-        return _core.make_plan(*args, of, self._costs_of(of))
-
-    def _step_s(
-        self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel
-    ) -> float:
-        costs = self._costs_of([op.codec for op in plan.ops])
-        args = (profile, network, self._overlap, self._sharded, costs)
-        return _core.simulate(plan, *args).step_s
-
-    def _codecs_of(self, profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:
-        """By tensor of the profile; empty if nothing is compressed."""
-        of = [codecs.get(t.name, "none") for t in profile.tensors]
-        return [] if set(of) == {"none"} else of
-
-    def _costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:
-        """What codecs take on this machine; measured when they are first asked for."""
-        wanted = set(specs) - {"none"}
-        for spec in sorted(wanted - set(self._costs)):
-            self._costs[spec] = _core.measure_codec(spec, _CODEC_PROBE_S).cost
-        return _core.CodecCosts({spec: self._costs[spec] for spec in wanted})
-
-    def _choose(
-        self, policy: str, profile: _core.Profile, network: _core.NetworkModel
-    ) -> _core.Plan:
-        """The plan with the least lossy codecs among those that are about the fastest.
-
-        All tensors by a list's codecs, as the policy sends them; under "auto" also only those for
-        which it pays, as bytecomp has them.
-        """
-        best = self._make_plan(policy, profile, network, {})
-        plain_s = best_s = self._step_s(best, profile, network)
-        chosen, told = "", []
-        for codecs in self._choices:
-            name = "/".join(sorted(set(codecs.values()) - {"none"})) or "none"
-            factors = any(c.factors for c in map(_core.make_codec, codecs.values()) if c)
-            some = policy == "auto" and not self._sharded and not factors
-            for how in ("bytecomp", policy) if some else (policy,):
-                plan = self._make_plan(how, profile, network, codecs)
-                step_s = self._step_s(plan, profile, network)
-                told.append(f"{name} by {how} {step_s:.4g} s")
-                if step_s < best_s * (1 - _WORTH_A_LOSS):
-                    best, best_s, chosen = plan, step_s, f"{name} by {how}"
-        log.info(
-            "%s: compression: %s; predicted without it %.4g s, %s",
-            self._label, chosen or "none, as it does not pay here", plain_s, ", ".join(told),
-        )  # fmt: skip
-        return best
 
     def _warms_up(self) -> bool:
         """Steps will take another time as codecs go on, so that plans cannot be compared."""
@@ -428,11 +374,6 @@ class Planner:
         difference = _difference([rows for _, rows in specs])
         raise MismatchError(f"{self._label}: {difference}. Build the same model on all ranks.")
 
-
-#: Seconds that a codec is timed for before it is planned with.
-_CODEC_PROBE_S = 0.1
-#: Part of a step that a codec with more loss must gain.
-_WORTH_A_LOSS = 0.02
 
 _ALIKE = ("shape", "strides", "dtype", "compression")
 

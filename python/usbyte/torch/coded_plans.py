@@ -1,0 +1,119 @@
+"""Plans of one job with codecs in them: what they are predicted to take, and which codecs pay."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from usbyte import _core
+from usbyte.torch.ops import Max, allreduce
+
+log = logging.getLogger("usbyte")
+
+_PROBE_S = 0.1  # that a codec is timed for before it is planned with
+_WORTH_A_LOSS = 0.02  # part of a step that a codec with more loss must gain
+
+
+class CodedPlans:
+    """Makes and predicts plans by what codecs take here.
+
+    Args:
+        label: Name of the optimizer, the same on all ranks.
+        options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
+        overlap: What communication may hide behind.
+        sharded: Whether each rank updates its shard, and parameters are gathered.
+    """
+
+    def __init__(self, label: str, options: Mapping[str, int], overlap: str, sharded: bool) -> None:
+        self._label, self._options = label, dict(options)
+        self._overlap, self._sharded = overlap, sharded
+        self._costs: dict[str, _core.CodecCost] = {}
+
+    def measure(self, specs: Iterable[str]) -> None:
+        """Times codecs that were not yet, on all ranks at once, as they will run. Collective.
+
+        Ranks that share cores slow each other down; the slowest counts.
+        """
+        wanted = sorted(set(specs) - {"none"} - set(self._costs))
+        if not wanted:
+            return
+        measured = [_core.measure_codec(spec, _PROBE_S).cost for spec in wanted]
+        numbers = torch.tensor(
+            [[x for line in (c.encode, c.decode) for x in _numbers(line)] for c in measured],
+            dtype=torch.float64,
+        )
+        for spec, row in zip(
+            wanted, allreduce(numbers, name=f"{self._label}.codecs", op=Max).tolist(), strict=True
+        ):
+            encode, decode = _core.AlphaBeta(*row[:3]), _core.AlphaBeta(*row[3:])
+            self._costs[spec] = _core.CodecCost(encode, decode)
+
+    def costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:
+        """What codecs take; those that `measure` has not seen are timed on this rank alone."""
+        wanted = set(specs) - {"none"}
+        for spec in sorted(wanted - set(self._costs)):
+            self._costs[spec] = _core.measure_codec(spec, _PROBE_S).cost
+        return _core.CodecCosts({spec: self._costs[spec] for spec in wanted})
+
+    def make(
+        self,
+        policy: str,
+        profile: _core.Profile,
+        network: _core.NetworkModel,
+        codecs: Mapping[str, str],
+    ) -> _core.Plan:
+        """A policy's plan for tensors that travel by `codecs`, by their names."""
+        of = codecs_of(profile, codecs)
+        args = (policy, profile, network, self._options, self._overlap, self._sharded)
+        return _core.make_plan(*args, of, self.costs_of(of))
+
+    def step_s(
+        self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel
+    ) -> float:
+        """Predicted seconds of a step."""
+        costs = self.costs_of([op.codec for op in plan.ops])
+        args = (profile, network, self._overlap, self._sharded, costs)
+        return _core.simulate(plan, *args).step_s
+
+    def choose(
+        self,
+        policy: str,
+        profile: _core.Profile,
+        network: _core.NetworkModel,
+        choices: Sequence[Mapping[str, str]],
+    ) -> _core.Plan:
+        """The plan with the least lossy codecs among those that are about the fastest.
+
+        All tensors by a list's codecs, as the policy sends them; under "auto" also only those for
+        which it pays, as bytecomp has them.
+        """
+        best = self.make(policy, profile, network, {})
+        plain_s = best_s = self.step_s(best, profile, network)
+        chosen, told = "", []
+        for codecs in choices:
+            name = "/".join(sorted(set(codecs.values()) - {"none"})) or "none"
+            factors = any(c.factors for c in map(_core.make_codec, codecs.values()) if c)
+            some = policy == "auto" and not self._sharded and not factors
+            for how in ("bytecomp", policy) if some else (policy,):
+                plan = self.make(how, profile, network, codecs)
+                step_s = self.step_s(plan, profile, network)
+                told.append(f"{name} by {how} {step_s:.4g} s")
+                if step_s < best_s * (1 - _WORTH_A_LOSS):
+                    best, best_s, chosen = plan, step_s, f"{name} by {how}"
+        log.info(
+            "%s: compression: %s; predicted without it %.4g s, %s",
+            self._label, chosen or "none, as it does not pay here", plain_s, ", ".join(told),
+        )  # fmt: skip
+        return best
+
+
+def codecs_of(profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:
+    """By tensor of the profile; empty if nothing is compressed."""
+    of = [codecs.get(t.name, "none") for t in profile.tensors]
+    return [] if set(of) == {"none"} else of
+
+
+def _numbers(line: _core.AlphaBeta) -> tuple[float, float, float]:
+    return line.alpha_s, line.beta_s_per_byte, line.overlap_s
