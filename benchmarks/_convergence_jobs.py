@@ -98,6 +98,29 @@ def digits(quick: bool) -> Job:
 
 def char_gpt(quick: bool) -> Job:
     """A small GPT on Python's own source, by AdamW."""
+    return _char_gpt(
+        "char_gpt", lambda params, lr: torch.optim.AdamW(params, lr=lr), "AdamW", 2e-3, quick
+    )
+
+
+def char_gpt_sgd(quick: bool) -> Job:
+    """The same by SGD with momentum, as theory of error feedback has it."""
+    return _char_gpt(
+        "char_gpt_sgd",
+        lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
+        "SGD, momentum 0.9",
+        0.1,
+        quick,
+    )
+
+
+def _char_gpt(
+    name: str,
+    make_optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer],
+    optimizer: str,
+    lr: float,
+    quick: bool,
+) -> Job:
     _find_examples()
     from _gpt import GPT, Shape
     from char_gpt import evaluate, load_text, loss_of
@@ -111,9 +134,8 @@ def char_gpt(quick: bool) -> Job:
         return evaluate(model, valid[rank::size], 16)
 
     return Job(
-        "char_gpt", lambda: GPT(shape),
-        lambda params, lr: torch.optim.AdamW(params, lr=lr), "AdamW",
-        lr=2e-3, samples=len(text), batch=16, steps=10 if quick else 400,
+        name, lambda: GPT(shape), make_optimizer, optimizer,
+        lr=lr, samples=len(text), batch=16, steps=10 if quick else 400,
         loss=lambda model, index: loss_of(model, text[index]), score=score,
         metric="validation loss", percent=False, tolerance=0.05,
     )  # fmt: skip
@@ -125,4 +147,8 @@ def _find_examples() -> None:
 
 
 #: By name; `quick` makes them tiny.
-JOBS: dict[str, Callable[[bool], Job]] = {"digits": digits, "char_gpt": char_gpt}
+JOBS: dict[str, Callable[[bool], Job]] = {
+    "digits": digits,
+    "char_gpt": char_gpt,
+    "char_gpt_sgd": char_gpt_sgd,
+}

@@ -32,7 +32,7 @@ from usbyte.errors import UsageError
 
 _EVERY = 10  # steps of a training loss
 _QUICK = ["int8", "topk:0.1"]
-_SEEDS = {"digits": 3, "char_gpt": 1}
+_SEEDS = {"digits": 3, "char_gpt": 1, "char_gpt_sgd": 1}
 
 
 def train(job: Job, variant: Variant, seed: int, result: Result) -> None:

@@ -4,6 +4,7 @@
 #include <span>
 
 #include "arena_floats.h"
+#include "device_coding.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -39,7 +40,9 @@ class MessagesOp final : public CodedOp {
       chunk += codec_->message_bytes((in_parts ? shard(b, 0, size_) : b).numel());
     }
     const bool added = !in_parts && codec_->adds();
-    std::byte* const buffer = allocate(added ? chunk : size_ * chunk);
+    buffer_ = HostBytes(space.device, added ? chunk : size_ * chunk);
+    travels(buffer_.data(), buffer_.size());
+    std::byte* const buffer = buffer_.data();
     for (size_t i = 0; i < op.blocks.size(); ++i) {
       const Block b = op.blocks[i];
       const auto place = [&](int rank) { return buffer + rank * chunk + places[i]; };
@@ -63,18 +66,20 @@ class MessagesOp final : public CodedOp {
           receives_.push_back({b, added ? std::vector<const std::byte*>{place(0)} : every_place()});
       }
     }
+    for (const Sent& s : sends_) reads_.push_back(s.block);
+    for (const Received& r : receives_) writes_.push_back(r.block);
   }
 
-  void encode(int64_t step) override {
+  void encode(const Turn& turn) override {
     for (Sent& s : sends_) {
-      const Draw draw = Draw::of(seed_, step, s.block.begin, rank_);
+      const Draw draw = Draw::of(seed_, turn.step, s.block.begin, rank_);
       codec_->send(floats_->load(s.block), s.memory, draw, size_, s.message);
     }
   }
 
-  void decode(int64_t step) override {
+  void decode(const Turn& turn) override {
     for (const Received& r : receives_) {
-      const Draw draw = Draw::of(seed_, step, r.block.begin, rank_);
+      const Draw draw = Draw::of(seed_, turn.step, r.block.begin, rank_);
       const std::span<float> values = floats_->room(r.block);
       codec_->combine(r.messages, draw, values);
       floats_->store(r.block, values);
@@ -107,6 +112,7 @@ class MessagesOp final : public CodedOp {
   const Floats floats_;
   const int rank_, size_;
   const uint64_t seed_;
+  HostBytes buffer_;
   std::vector<Sent> sends_;
   std::vector<Received> receives_;
 };
@@ -123,7 +129,9 @@ class RoundOp final : public CodedOp {
         floats_(std::move(floats)),
         is_first_(op.kind == Collective::reduce_scatter),
         space_(space) {
-    auto* next = reinterpret_cast<float*>(allocate(space.plan.message_bytes(op)));
+    buffer_ = HostBytes(space.device, space.plan.message_bytes(op));
+    travels(buffer_.data(), buffer_.size());
+    auto* next = reinterpret_cast<float*>(buffer_.data());
     for (Block b : op.blocks) {
       const TensorSpec& t = *space.plan.tensor_at(b);
       const int64_t count = codec_->matrices()->rank() * (is_first_ ? t.rows : t.cols());
@@ -131,13 +139,14 @@ class RoundOp final : public CodedOp {
       if (is_first_) first[b] = sums;
       matrices_.push_back({b, t.rows, t.cols(), memory_of(space, *codec_, b), first.at(b), sums});
       next += count;
+      (is_first_ ? reads_ : writes_).push_back(b);
     }
   }
 
-  void encode(int64_t step) override {
+  void encode(const Turn& turn) override {
     for (Matrix& m : matrices_) {
       if (is_first_) {
-        const Draw draw = Draw::of(space_.seed, step, m.block.begin, space_.rank);
+        const Draw draw = Draw::of(space_.seed, turn.step, m.block.begin, space_.rank);
         codec_->matrices()->first(floats_->load(m.block), m.rows, m.memory, draw, m.sums);
       } else {
         codec_->matrices()->second(m.rows, m.cols, m.memory, m.first, m.sums);
@@ -145,7 +154,7 @@ class RoundOp final : public CodedOp {
     }
   }
 
-  void decode(int64_t) override {
+  void decode(const Turn&) override {
     if (is_first_) return;  // its sums are what the second round is made of
     for (Matrix& m : matrices_) {
       const std::span<float> values = floats_->room(m.block);
@@ -166,6 +175,7 @@ class RoundOp final : public CodedOp {
   const Floats floats_;
   const bool is_first_;
   const CodingSpace space_;
+  HostBytes buffer_;
   std::vector<Matrix> matrices_;
 };
 
@@ -178,15 +188,13 @@ CodedOp::CodedOp(const Op& planned, Collective kind, DType dtype) {
   request_.fence = planned.fence;
 }
 
-std::byte* CodedOp::allocate(int64_t bytes) {
-  buffer_.resize(static_cast<size_t>(bytes));
-  const Span span{buffer_.data(), bytes / itemsize(request_.dtype)};
+void CodedOp::travels(std::byte* buffer, int64_t bytes) {
+  const Span span{buffer, bytes / itemsize(request_.dtype)};
   request_.recv = {span};
   if (request_.kind == Collective::all_to_all) request_.send = {span};
-  return buffer_.data();
 }
 
-std::vector<std::unique_ptr<CodedOp>> make_coded_ops(const CodingSpace& space) {
+std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(const CodingSpace& space) {
   const auto floats = std::make_shared<ArenaFloats>(space.plan, space.arena);
   RoundOp::FirstSums first;
   std::vector<std::unique_ptr<CodedOp>> out;
@@ -204,6 +212,10 @@ std::vector<std::unique_ptr<CodedOp>> make_coded_ops(const CodingSpace& space) {
     }
   }
   return out;
+}
+
+std::vector<std::unique_ptr<CodedOp>> make_coded_ops(const CodingSpace& space) {
+  return space.device ? make_device_coded_ops(space) : make_host_coded_ops(space);
 }
 
 }  // namespace usbyte

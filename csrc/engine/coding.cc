@@ -5,8 +5,11 @@
 
 namespace usbyte {
 
-Coding::Coding(const CodingSpace& space, Report encoded, Report decoded)
-    : encoded_(std::move(encoded)), decoded_(std::move(decoded)), ops_(make_coded_ops(space)) {
+Coding::Coding(const CodingSpace& space, bool encodes_first, Report encoded, Report decoded)
+    : encoded_(std::move(encoded)),
+      decoded_(std::move(decoded)),
+      ops_(make_coded_ops(space)),
+      jobs_(Before{encodes_first}) {
   thread_ = std::thread([this] { run(); });
 }
 
@@ -19,9 +22,9 @@ void Coding::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Coding::put(const Job& job) {
+void Coding::put(Job job) {
   std::lock_guard lock(mutex_);
-  jobs_.insert(job);
+  jobs_.insert(std::move(job));
   work_.notify_one();
 }
 
@@ -42,7 +45,7 @@ void Coding::carry_out(const Job& job) {
   CodedOp& op = *ops_[static_cast<size_t>(job.op)];
   std::exception_ptr error;
   try {
-    job.decodes ? op.decode(job.step) : op.encode(job.step);
+    job.decodes ? op.decode(job.turn) : op.encode(job.turn);
   } catch (...) {
     error = std::current_exception();
   }

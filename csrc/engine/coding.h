@@ -7,6 +7,8 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "usbyte/coded_op.h"
@@ -22,26 +24,34 @@ class Coding {
  public:
   using Report = std::function<void(int op, std::exception_ptr error)>;
 
-  /// Throws UsageError where memory is missing.
-  Coding(const CodingSpace& space, Report encoded, Report decoded);
+  /// With `encodes_first`, no message waits to be made until another has been read: for those that
+  /// are on a stream, and not yet there. Throws UsageError where memory is missing.
+  Coding(const CodingSpace& space, bool encodes_first, Report encoded, Report decoded);
   ~Coding() { stop(); }
   /// Drops jobs that are not begun and those to come, and waits for the one that is.
   void stop();
 
   /// What travels for a coded op.
   const Request& request(int op) const { return ops_[static_cast<size_t>(op)]->request(); }
-  void encode(int op, int64_t step) { put({op, false, step}); }
-  void decode(int op, int64_t step) { put({op, true, step}); }
+  void encode(int op, Turn turn) { put({op, false, std::move(turn)}); }
+  void decode(int op, Turn turn) { put({op, true, std::move(turn)}); }
 
  private:
   struct Job {
     int op;
     bool decodes;
-    int64_t step;
-    auto operator<=>(const Job&) const = default;
+    Turn turn;
+  };
+  // The first op of the plan first.
+  struct Before {
+    bool encodes_first;
+    bool operator()(const Job& a, const Job& b) const {
+      if (encodes_first && a.decodes != b.decodes) return b.decodes;
+      return std::tie(a.op, a.decodes) < std::tie(b.op, b.decodes);
+    }
   };
 
-  void put(const Job& job);
+  void put(Job job);
   void run();
   void carry_out(const Job& job);
 
@@ -50,7 +60,7 @@ class Coding {
 
   std::mutex mutex_;  // guards what is below
   std::condition_variable work_;
-  std::set<Job> jobs_;  // the first op of the plan first
+  std::set<Job, Before> jobs_;
   bool stopping_ = false;
 
   std::thread thread_;

@@ -87,6 +87,7 @@ DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda>
     }
   }
   record_.done.resize(plan.ops().size());
+  received_.resize(plan.ops().size());
 }
 
 void DeviceStep::begin(CudaStream stream, bool timed) {
@@ -187,15 +188,21 @@ StreamOrder DeviceStep::order(int op) {
   if (hold_gathers_ && released_) out.after.push_back(released_.get());
   record_.launched[i] = clock_.moment();
   record_.done[i] = clock_.moment();
+  if (coded(i)) received_[i] = clock_.moment();
   out.started = record_.launched[i].event();
-  out.done = record_.done[i].event();
+  out.done = (coded(i) ? received_ : record_.done)[i].event();
   return out;
+}
+
+CudaEvent DeviceStep::done(int op) const {
+  std::lock_guard lock(mutex_);
+  return record_.done[static_cast<size_t>(op)].event();
 }
 
 LaunchedOp DeviceStep::launched(int op, int64_t step) const {
   const auto i = static_cast<size_t>(op);
   std::lock_guard lock(mutex_);
-  return {op, step, record_.launched[i], record_.done[i]};
+  return {op, step, record_.launched[i], (coded(i) ? received_ : record_.done)[i]};
 }
 
 void DeviceStep::wait(int tensor, CudaStream stream) {

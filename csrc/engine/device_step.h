@@ -61,8 +61,11 @@ class DeviceStep {
   void release(CudaStream stream);
   /// While it lives, profilers show what this thread does as `op`'s.
   NamedRange range(int op) const { return {*cuda_, labels_[static_cast<size_t>(op)]}; }
-  /// For `op`, whose inputs are there. Its events are this object's until the next `begin`.
+  /// For `op`, whose inputs are there: for the network, or, if it has a codec, for its messages on
+  /// the network. Its events are this object's until the next `begin`.
   StreamOrder order(int op);
+  /// To be recorded when the arena holds what `op`, which has a codec and an order, has brought.
+  CudaEvent done(int op) const;
 
   /// An op that has been launched, for whoever watches it.
   LaunchedOp launched(int op, int64_t step) const;
@@ -86,6 +89,7 @@ class DeviceStep {
   void follow(CudaStream stream, CudaStream other);
   void wait_op(size_t op, CudaStream stream);
   void check_not_captured(CudaStream stream);
+  bool coded(size_t op) const { return plan_.ops()[op].codec != "none"; }
 
   const Plan& plan_;
   std::byte* const arena_;
@@ -115,6 +119,7 @@ class DeviceStep {
   std::vector<CudaStream> packed_on_;            // by op
   std::vector<std::vector<CudaStream>> waited_;  // by op: streams that are behind it
   PooledEvent released_;
+  std::vector<Moment> received_;  // by op with a codec: when its messages were there
   DeviceRecord record_;
 };
 

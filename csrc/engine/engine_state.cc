@@ -38,13 +38,13 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
   }
   record.step = options.steps_before;
   if (std::ranges::all_of(plan.ops(), [](const Op& op) { return op.codec == "none"; })) return;
-  if (device) {
-    throw UsageError("compression works on the CPU only so far: train there, or without it");
-  }
+  turns.resize(plan.ops().size());
   const CodingSpace space{
-      plan, arena, options.memory, communicator.rank(), communicator.size(), options.seed};
+      plan,         arena,         options.memory, communicator.rank(), communicator.size(),
+      options.seed, options.device};
   coding = std::make_unique<Coding>(
-      space, [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
+      space, communicator.stream_ordered(),
+      [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
       [this](int op, const std::exception_ptr& error) { coded(op, error, true); });
 }
 
@@ -68,7 +68,12 @@ void Engine::State::queued(std::span<const int> ops, double now) {
     record.queued_s[static_cast<size_t>(op)] = now;
     if (!step.coded(op)) continue;
     ++coding_jobs;
-    coding->encode(op, record.step);
+    Turn& turn = turns[static_cast<size_t>(op)] = {record.step};
+    if (device) {
+      turn.order = device->order(op);
+      turn.done = device->done(op);
+    }
+    coding->encode(op, turn);
   }
 }
 
@@ -117,7 +122,8 @@ void Engine::State::complete(int op, const std::exception_ptr& error,
   if (step.coded(op)) {
     step.received(op);
     ++coding_jobs;
-    coding->decode(op, record.step);
+    coding->decode(op, turns[static_cast<size_t>(op)]);
+    watch_device(op);
   } else {
     finish(op);
   }
@@ -131,8 +137,7 @@ void Engine::State::complete(int op, const std::exception_ptr& error,
 
 void Engine::State::finish(int op) {
   const double now = now_s();
-  if (device && communicator.stream_ordered())
-    launched.push_back(device->launched(op, record.step));
+  if (!step.coded(op)) watch_device(op);
   record.done_s[static_cast<size_t>(op)] = last_done_s = now;
   if (std::exchange(warned, false)) work.notify_one();  // it sleeps until the limit
   const Step::Change change = step.complete(op);
@@ -141,6 +146,13 @@ void Engine::State::finish(int op) {
   // A waiter that goes on takes the core, or Python's lock, from the thread that keeps the network
   // busy; so that one goes first. It is this one, since another would have to be woken.
   if (!change.arrived.empty() || step.reduced()) to_signal = true;
+}
+
+// What is on a stream is looked after there.
+void Engine::State::watch_device(int op) {
+  if (device && communicator.stream_ordered()) {
+    launched.push_back(device->launched(op, record.step));
+  }
 }
 
 // The report of `coding`.
@@ -183,14 +195,14 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
 void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept {
   Request& request = requests[static_cast<size_t>(op)];
   const Completion done = [self, op](std::exception_ptr error) { self->complete(op, error, self); };
+  if (!device) return communicator.launch(step.coded(op) ? coding->request(op) : request, done);
+  const NamedRange shown = device->range(op);
   if (step.coded(op)) return communicator.launch(coding->request(op), done);
-  if (!device) return communicator.launch(request, done);
   try {
     request.order = device->order(op);
   } catch (const Error&) {
     return done(std::current_exception());
   }
-  const NamedRange shown = device->range(op);
   communicator.launch(request, done);
 }
 

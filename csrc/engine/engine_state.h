@@ -74,6 +74,7 @@ struct Engine::State {
   std::thread thread;
 
   int coding_jobs = 0;             // not reported yet
+  std::vector<Turn> turns;         // by op, of those that are coded
   std::unique_ptr<Coding> coding;  // null without codecs; goes first, as it reports to this
 
   // With `mutex` held.
@@ -97,6 +98,7 @@ struct Engine::State {
   void launch_all(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self) noexcept;
   void complete(int op, const std::exception_ptr& error, const std::shared_ptr<State>& self);
   void finish(int op);
+  void watch_device(int op);
   void coded(int op, const std::exception_ptr& error, bool decoded);
   void fail(int op, const std::string& why);
   std::string failed(int op, int64_t in_step, const std::string& why) const;

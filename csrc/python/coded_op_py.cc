@@ -65,10 +65,10 @@ void register_coded_op(py::module_& m) {
           },
           py::arg("op"), "Kind, dtype, address and elements of what travels, in place.")
       .def(
-          "encode", [](CodedOps& ops, int op, int64_t step) { ops.at(op).encode(step); },
+          "encode", [](CodedOps& ops, int op, int64_t step) { ops.at(op).encode({step}); },
           py::arg("op"), py::arg("step"), py::call_guard<py::gil_scoped_release, DefaultFloats>())
       .def(
-          "decode", [](CodedOps& ops, int op, int64_t step) { ops.at(op).decode(step); },
+          "decode", [](CodedOps& ops, int op, int64_t step) { ops.at(op).decode({step}); },
           py::arg("op"), py::arg("step"), py::call_guard<py::gil_scoped_release, DefaultFloats>());
 }
 

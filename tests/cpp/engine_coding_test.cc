@@ -10,85 +10,23 @@
 #include <tuple>
 #include <vector>
 
+#include "coded_plan.h"
 #include "engine_rig.h"
-#include "random_plan.h"
 #include "ranks.h"
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"
-#include "usbyte/half.h"
 #include "usbyte/local_communicator.h"
 
 namespace usbyte {
 namespace {
 
+using test::coded_gradient;
+using test::get;
 using test::message_of;
 using test::on_each_rank;
+using test::put;
 using test::Random;
-
-constexpr const char* kSpecs[] = {
-    "none",      "fp16",      "bf16",    "fp8",        "int8",       "topk:0.2",
-    "randk:0.3", "dct:0.2",   "dgc:0.2", "qsgd:4",     "terngrad",   "signsgd",
-    "signum",    "efsignsgd", "onebit",  "powersgd:1", "powersgd:3", "int8,feedback=off"};
-
-float gradient(int rank, int64_t step, int64_t element) {
-  Random random(static_cast<uint64_t>(rank + 10 * step + 1000 * element));
-  return static_cast<float>(random(-1000, 1000)) / 64;
-}
-
-// Tensors of several dtypes, in all_reduces, reduce_scatters and all_gathers of random blocks, each
-// tensor with a codec.
-Plan random_coded_plan(Random& random) {
-  std::vector<TensorSpec> tensors = random_tensors(random.engine(), false);
-  DType dtype = DType::float32;
-  for (TensorSpec& t : tensors) {
-    if (random.one_in(4)) {
-      constexpr DType kTypes[] = {DType::float32, DType::float64, DType::bfloat16, DType::float16};
-      dtype = kTypes[random(0, 3)];
-    }
-    t.dtype = dtype;
-    const int64_t rows = random(1, 20);
-    if (t.numel % rows == 0) t.rows = rows;
-  }
-  const Plan plain = random_plan(random.engine(), tensors);
-  std::vector<std::string> codecs;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    codecs.emplace_back(kSpecs[random(0, std::ssize(kSpecs) - 1)]);
-  }
-  return with_codecs(plain, codecs);
-}
-
-void put(const Plan& plan, std::byte* arena, int64_t element, float value) {
-  std::byte* const at = arena + plan.byte_offset(element);
-  const auto store = [at](auto x) { std::memcpy(at, &x, sizeof x); };
-  switch (plan.dtype({element, element + 1})) {
-    case DType::float64:
-      return store(static_cast<double>(value));
-    case DType::float16:
-      return store(from_float<Half>(value));
-    case DType::bfloat16:
-      return store(from_float<BFloat16>(value));
-    default:
-      return store(value);
-  }
-}
-
-float get(const Plan& plan, const std::byte* arena, int64_t element) {
-  const std::byte* const at = arena + plan.byte_offset(element);
-  const auto load = [at](auto x) {
-    std::memcpy(&x, at, sizeof x);
-    return x;
-  };
-  switch (plan.dtype({element, element + 1})) {
-    case DType::float64:
-      return static_cast<float>(load(double{}));
-    case DType::float16:
-      return to_float(load(Half{}));
-    case DType::bfloat16:
-      return to_float(load(BFloat16{}));
-    default:
-      return load(float{});
-  }
-}
+using test::random_coded_plan;
 
 // What codecs of all ranks do, one after the other, in the simplest way.
 class Reference {
@@ -106,7 +44,7 @@ class Reference {
   std::vector<float> step(int64_t step) {
     for (size_t r = 0; r < arenas_.size(); ++r) {
       for (int64_t e = 0; e < plan_.numel(); ++e) {
-        put(plan_, arenas_[r].data(), e, gradient(static_cast<int>(r), step, e));
+        put(plan_, arenas_[r].data(), e, coded_gradient(static_cast<int>(r), step, e));
       }
     }
     for (const Op& op : plan_.ops()) {
@@ -254,7 +192,7 @@ TEST_P(CodedPlans, DoWhatTheirCodecsDo) {
       for (size_t t = plan.tensors().size(); t-- > 0;) {
         const TensorSpec& tensor = plan.tensors()[t];
         for (int64_t e = tensor.offset; e < tensor.end(); ++e) {
-          put(plan, arena.data(), e, gradient(rank, step, e));
+          put(plan, arena.data(), e, coded_gradient(rank, step, e));
         }
         engine.ready(static_cast<int>(t));
       }

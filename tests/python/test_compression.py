@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import usbyte.torch as ub
+from _coded import CODECS, cast_hook
 from _models import OPTIMIZERS, Awkward, difference, short_probes, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, PlanError, UsageError
-from usbyte.torch import planning
-from usbyte.torch.compression import Choices, Codec, Memory, choices_of, codecs_of
-
-CODECS = [
-    ub.Compression.fp16, ub.Compression.bf16, ub.Compression.fp8, ub.Compression.int8,
-    ub.Compression.topk(0.1), ub.Compression.randk(0.2), ub.Compression.qsgd(8),
-    ub.Compression.terngrad, ub.Compression.signsgd, ub.Compression.efsignsgd,
-    ub.Compression.onebit, ub.Compression.signum, ub.Compression.powersgd(1),
-    ub.Compression.dct(0.1, period=3), ub.Compression.dgc(0.1, warmup_steps=4),
-]  # fmt: skip
+from usbyte.torch.compression import Codec, Memory, codecs_of
 
 
 def test_names_are_those_of_the_core():
@@ -145,18 +134,6 @@ def test_matrices_go_as_a_whole():
     ):
         with pytest.raises(PlanError, match=what):
             _core.Plan("mine", tensors, [_core.Op(k, [b], codec=c) for k, b, c in ops])
-
-
-def cast_hook(dtype):
-    """DDP's hook for casts, which averages before it casts."""
-
-    def hook(_state, bucket):
-        buffer = bucket.buffer()
-        message = (buffer / dist.get_world_size()).to(dtype)
-        work = dist.all_reduce(message, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0].to(buffer.dtype))
-
-    return hook
 
 
 def casts(rank, size):
@@ -407,141 +384,3 @@ def test_a_codec_has_one_spelling():
 def test_codecs_are_checked_where_they_are_made():
     with pytest.raises(UsageError, match="qsgd:4"):
         Codec("qsgd:5")
-
-
-def hooked(rank, size):
-    ub.init()
-
-    def trained(hook_of, optimizer="sgd", steps=12):
-        torch.manual_seed(3)
-        model = Awkward()
-        opt = OPTIMIZERS[optimizer](model.parameters())
-        net = DistributedDataParallel(model, find_unused_parameters=True)
-        net.register_comm_hook(None, hook_of(model))
-        data = torch.Generator().manual_seed(rank)
-        for _ in range(steps):
-            opt.zero_grad()
-            tokens = torch.randint(0, 40, (4, 6), generator=data)
-            nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()
-            opt.step()
-        return {k: v.clone() for k, v in model.state_dict().items()}
-
-    want = trained(lambda model: cast_hook(torch.bfloat16))
-    assert difference(trained(lambda model: ub.ddp_comm_hook("bf16")), want) == 0
-    for codec in CODECS:
-        got = trained(lambda model, codec=codec: ub.ddp_comm_hook(codec), "adam", steps=4)
-        flat = torch.cat([v.double().flatten() for v in got.values()])
-        assert flat.isfinite().all(), codec
-        assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min)), codec
-    rules = {"*.weight": "int8"}
-    trained(lambda model: ub.ddp_comm_hook(rules, model.named_parameters()), steps=2)
-
-
-def test_a_hook_of_ddp_compresses_likewise():
-    run_ranks(2, hooked)
-
-
-def remembered(rank, size):
-    ub.init()
-    torch.manual_seed(0)
-    model = nn.Linear(50, 40, bias=False)
-    start = model.weight.detach().clone()
-    net = DistributedDataParallel(model)
-    net.register_comm_hook(None, hook := ub.ddp_comm_hook("topk:0.05"))
-    opt = torch.optim.SGD(model.parameters(), lr=1.0)
-    data = torch.Generator().manual_seed(rank)
-    total = torch.zeros_like(start)
-    for _ in range(10):
-        opt.zero_grad()
-        x = torch.randn(8, 50, generator=data)
-        g = torch.randn(8, 40, generator=data)
-        (net(x) * g).sum().backward()
-        opt.step()
-        total += ub.allreduce(g.T @ x)
-    left = ub.allreduce(hook.__self__._kept[model.weight][0]).view_as(start) * size
-    assert torch.allclose(start - model.weight.detach() + left, total, atol=1e-3)
-    assert left.abs().max() > 1
-
-
-def test_the_hook_loses_nothing():
-    run_ranks(2, remembered)
-
-
-def test_the_hook_is_told_what_is_what():
-    with pytest.raises(UsageError, match="patterns need named_parameters"):
-        ub.ddp_comm_hook({"*": "int8"})
-    with pytest.raises(UsageError, match="'zip' is unknown"):
-        ub.ddp_comm_hook("zip")
-
-
-def chooses(rank, size):
-    ub.init()
-    short_probes()
-    told = []
-    logger = logging.getLogger("usbyte")
-    logger.setLevel(logging.INFO)
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger.addHandler(handler)
-    chosen = {}
-    for bytes_per_s in (1e5, 1e13):
-        network = _core.NetworkModel.ring(size, 1e-6, bytes_per_s)
-        planning.fit = lambda _size, _measured, network=network: network
-        told.clear()
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-        opt = ub.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
-            compression="auto",
-        )  # fmt: skip
-        for _ in range(5):
-            opt.zero_grad()
-            model(torch.ones(4, 64)).sum().backward()
-            opt.step()
-        chosen[bytes_per_s] = {op.codec for op in opt.plan.ops}
-        assert opt.decision.predicted_s > 0
-        said = [line for line in told if "compression:" in line]
-        assert len(said) == (1 if rank == 0 else 0), told
-        if rank == 0:
-            assert ("it does not pay" in said[0]) == (bytes_per_s > 1e6), said
-        opt.close()
-    assert "int8" in chosen[1e5]
-    assert chosen[1e13] == {"none"}
-
-
-def leaves_alone(rank, size):
-    ub.init()
-    short_probes()
-    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e13)
-    model = nn.Linear(64, 64)
-    opt = ub.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
-        policy="bytecomp", compression="int8",
-    )  # fmt: skip
-    for _ in range(5):
-        opt.zero_grad()
-        model(torch.ones(4, 64)).sum().backward()
-        opt.step()
-    assert {op.codec for op in opt.plan.ops} == {"none"}
-    opt.close()
-
-
-def test_what_a_policy_leaves_alone_stays_so():
-    run_ranks(2, leaves_alone, env={"USBYTE_LEARNING_STEPS": "2"})
-
-
-def test_auto_compresses_where_it_pays():
-    run_ranks(2, chooses, env={"USBYTE_LEARNING_STEPS": "2"})
-
-
-def test_choices_are_read():
-    params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
-    assert choices_of("auto", ["a", "b"], params) == Choices(
-        [["bf16", "bf16"], ["int8", "none"]], optional=True
-    )
-    assert choices_of("fp16", ["a", "b"], params) == Choices([["fp16", "fp16"]])
-    some = choices_of(["fp16", {"a": "topk:0.5"}], ["a", "b"], params)
-    assert some.lists[1] == ["topk:0.5", "none"]
-    assert some.specs == {"fp16", "topk:0.5", "none"}
-    with pytest.raises(UsageError, match="nothing to choose from"):
-        choices_of([], ["a", "b"], params)

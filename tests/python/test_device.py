@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import usbyte.torch as ub
+from _coded import CODECS
 from _emulated import EmulatedDevice, emulate
 from _models import OPTIMIZERS, difference, short_probes, train
 from _ranks import run_ranks
@@ -72,6 +73,27 @@ def shards(rank, size):
 
 def test_sharded_updates_are_the_hosts():
     run_ranks(2, shards, timeout=120)
+
+
+def compresses(rank, size):
+    ub.init()
+    # Plans that depend on no measured time, so that all cut alike.
+    options = {"steps": 6, "mixed": True, "policy": "ddp"}
+
+    def trained(codec):
+        kind = "adam" if codec.startswith(("dgc", "signum")) else "sgd"
+        return train("forward", kind, rank, size, compression=codec, **options)
+
+    expected = {codec.spec: trained(codec.spec) for codec in CODECS}
+    ub.shutdown()
+    ub.init()  # optimizers have the same names again, from which random numbers come
+    emulate()
+    for spec, want in expected.items():
+        assert difference(trained(spec), want) == 0, spec
+
+
+def test_compressed_gradients_are_the_hosts():
+    run_ranks(2, compresses, timeout=120, env={"USBYTE_LEARNING_STEPS": "1000"})
 
 
 def layers(rank):

@@ -3,10 +3,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "usbyte/codec.h"
 #include "usbyte/communicator.h"
+#include "usbyte/cuda.h"
 #include "usbyte/plan.h"
 
 namespace usbyte {
@@ -14,37 +16,50 @@ namespace usbyte {
 /// What coded ops work on; `plan`, `arena` and `memory` outlive them.
 struct CodingSpace {
   const Plan& plan;
-  std::byte* arena;
-  /// Rows of what codecs remember, each of as many float32 as the arena has elements; null if no
-  /// codec remembers anything.
+  std::byte* arena;  ///< on `device`, if there is one
+  /// Rows of what codecs remember, on the host, each of as many float32 as the arena has elements;
+  /// null if no codec remembers anything.
   float* memory;
   int rank, size;
   uint64_t seed;
+  std::shared_ptr<Cuda> device = nullptr;
+};
+
+/// One use of a coded op. On a device, `order` is the network's and `done` is recorded when the
+/// arena holds what was decoded; `encode` comes behind `order->after`.
+struct Turn {
+  int64_t step = 0;
+  std::optional<StreamOrder> order = std::nullopt;
+  CudaEvent done = {};
 };
 
 /// An op whose gradients travel as a codec's messages: how they are made, what travels, and what
 /// becomes of it. `encode` fills the request's buffer; when the request has completed, `decode`
-/// reads it. All coded ops of a plan are used by one thread.
+/// reads it. All coded ops of a plan are used by one thread, which they may block for a device.
 class CodedOp {
  public:
   virtual ~CodedOp() = default;
 
-  virtual void encode(int64_t step) = 0;
-  virtual void decode(int64_t step) = 0;
+  virtual void encode(const Turn& turn) = 0;
+  virtual void decode(const Turn& turn) = 0;
   /// Its window and fence are the plan's.
   const Request& request() const { return request_; }
+  /// Blocks of the arena that `encode` reads, and that `decode` writes.
+  const std::vector<Block>& reads() const { return reads_; }
+  const std::vector<Block>& writes() const { return writes_; }
 
  protected:
   CodedOp(const Op& planned, Collective kind, DType dtype);
-  /// Makes the buffer that the request sends and receives.
-  std::byte* allocate(int64_t bytes);
+  /// The request sends and receives so many bytes, for which there is room here.
+  void travels(std::byte* buffer, int64_t bytes);
 
- private:
-  std::vector<std::byte> buffer_;
   Request request_;
+  std::vector<Block> reads_, writes_;
 };
 
-/// By op of the plan; null for ops without a codec. Throws UsageError where memory is missing.
+/// By op of the plan; null for ops without a codec. Where there is a device, casts are kernels, and
+/// other codecs code on the host what is copied to and fro. Throws UsageError where memory is
+/// missing.
 std::vector<std::unique_ptr<CodedOp>> make_coded_ops(const CodingSpace& space);
 
 }  // namespace usbyte

@@ -14,7 +14,7 @@ from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 from usbyte.lab.profiles import line
 from usbyte.torch.arena import rows_of
-from usbyte.torch.compression import Codec, Rules, codecs_of
+from usbyte.torch.compression import Codec, Memory, Rules, codecs_of
 
 __all__ = ["ddp_comm_hook"]
 
@@ -57,6 +57,7 @@ class _CompressedBuckets:
         self._group = group
         self._rules = compression
         self._of: dict[torch.Tensor, str] | None = None  # by parameter: its codec's spec
+        self._names: dict[torch.Tensor, str] = {}
         if named is not None:
             names, params = zip(*named, strict=True)
             self._of = dict(zip(params, codecs_of(compression, names, params), strict=True))
@@ -66,30 +67,38 @@ class _CompressedBuckets:
             )
         else:
             codecs_of(compression, [], [])
-        self._kept: dict[torch.Tensor, torch.Tensor] = {}  # by parameter: rows x elements
+        self._memories: dict[str, Memory] = {}  # by parameter's name
         self._buckets: dict[int, _Bucket] = {}
         self._steps: dict[int, int] = {}
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        index, buffer = bucket.index(), bucket.buffer()
+        index, buffer, params = bucket.index(), bucket.buffer(), bucket.parameters()
         if buffer.device.type != "cpu":
             raise UsageError("ddp_comm_hook: compression works on the CPU only so far")
         step = self._steps[index] = self._steps.get(index, 0) + 1
-        params = bucket.parameters()
-        specs = self._specs(params, step)
         known = self._buckets.get(index)
-        if known is None or not known.fits(buffer, params, specs):
-            known = _Bucket(index, buffer, params, specs, self._kept, self._group)
+        if known is None or not known.fits(buffer, params, step):
+            names = [self._names.setdefault(p, str(len(self._names))) for p in params]
+            memory = Memory()
+            memory.load(self._remembered(names))
+            self._memories |= dict.fromkeys(names, memory)
+            specs = self._specs(params)
+            known = _Bucket(index, buffer, params, names, specs, step, memory, self._group)
             self._buckets[index] = known
         return known.send(step)
 
-    def _specs(self, params: Sequence[torch.Tensor], step: int) -> list[str]:
+    def _remembered(self, names: Sequence[str]) -> dict[str, Any]:
+        """Of parameters that come from other buckets, as DDP makes new ones after a step."""
+        states = {id(m): m.state() for m in map(self._memories.get, names) if m is not None}
+        found = (
+            (name, states[id(self._memories[name])]) for name in names if name in self._memories
+        )
+        return {name: state[name] for name, state in found if name in state}
+
+    def _specs(self, params: Sequence[torch.Tensor]) -> list[str]:
         if self._of is None:
-            specs = codecs_of(self._rules, [""] * len(params), params)  # type: ignore[arg-type]
-        else:
-            specs = [self._of.get(p, "none") for p in params]
-        codecs = map(_core.make_codec, specs)
-        return ["none" if c is None else c.at_step(step - 1) for c in codecs]
+            return codecs_of(self._rules, [""] * len(params), params)  # type: ignore[arg-type]
+        return [self._of.get(p, "none") for p in params]
 
 
 class _Bucket:
@@ -100,42 +109,44 @@ class _Bucket:
         index: int,
         buffer: torch.Tensor,
         params: Sequence[torch.Tensor],
+        names: Sequence[str],
         specs: Sequence[str],
-        kept: dict[torch.Tensor, torch.Tensor],
+        step: int,
+        memory: Memory,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._key = (buffer.data_ptr(), list(map(id, params)), list(specs))
         self._params = list(params)  # so that nobody else gets their ids
+        self._key = (buffer.data_ptr(), list(map(id, params)))
+        stages = {spec: _core.make_codec(spec) for spec in specs}
+        self._stages = {c: c.at_step(step - 1) for c in stages.values() if c is not None}
         dtype = str(buffer.dtype).removeprefix("torch.")
         tensors = line(
-            [(str(i), p.numel(), dtype) for i, p in enumerate(params)],
-            {str(i): rows_of(p) for i, p in enumerate(params)},
+            [(name, p.numel(), dtype) for name, p in zip(names, params, strict=True)],
+            {name: rows_of(p) for name, p in zip(names, params, strict=True)},
         )
         whole = _core.Plan("ddp", tensors, [_core.Op("all_reduce", [(0, buffer.numel())])])
-        self._plan = _core.with_codecs(whole, specs)
+        now = [stages[spec] for spec in specs]
+        self._plan = _core.with_codecs(
+            whole, ["none" if c is None else self._stages[c] for c in now]
+        )
         _check_alike(self._plan, group)
-        codecs = [_core.make_codec(op.codec) for op in self._plan.ops]
-        rows = max([0, *(c.memories for c in codecs if c), *(len(kept.get(p, ())) for p in params)])
-        memory = torch.zeros(rows, buffer.numel(), dtype=torch.float32)
-        for p, t in zip(params, tensors, strict=True):
-            part = memory[:, t.offset : t.end]
-            if p in kept:
-                part[: len(kept[p])] = kept[p]
-            kept[p] = part
+        memory.lay_out(self._plan)
         self._buffer, self._memory = buffer, memory
         self._ops = _core.CodedOps(
-            self._plan, buffer.data_ptr(), memory.data_ptr(), self._rank, self._size, 2 * index
+            self._plan, buffer.data_ptr(), memory.address, self._rank, self._size, 2 * index
         )
         self._messages = [
-            None if codec is None else _view(self._ops, i) for i, codec in enumerate(codecs)
+            None if op.codec == "none" else _view(self._ops, i)
+            for i, op in enumerate(self._plan.ops)
         ]
 
-    def fits(
-        self, buffer: torch.Tensor, params: Sequence[torch.Tensor], specs: Sequence[str]
-    ) -> bool:
-        return self._key == (buffer.data_ptr(), list(map(id, params)), list(specs))
+    def fits(self, buffer: torch.Tensor, params: Sequence[torch.Tensor], step: int) -> bool:
+        """Whether it still is what DDP hands over, and codes as it should in this step."""
+        if self._key != (buffer.data_ptr(), list(map(id, params))):
+            return False
+        return all(c.at_step(step - 1) == now for c, now in self._stages.items())
 
     def send(self, step: int) -> torch.futures.Future[torch.Tensor]:
         """The averaged bucket, in its own buffer."""

@@ -58,7 +58,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `Compression`, for matrices and larger tensors (casts: for all parameters), or codecs by
             patterns of parameters' names. Of a sequence of those, the least lossy first, the plan
             has what pays, or none; "auto" is bf16 or int8. What codecs with feedback did not send
-            is added to the next gradients. On the CPU only; a single rank sends nothing.
+            is added to the next gradients. On a GPU casts are kernels, and other codecs work on the
+            host. A single rank sends nothing.
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
             and the work, and parameters are gathered in the next forward pass. Needs overlap
             "forward" and an optimizer that treats every element by itself. `step()` uses gradients
@@ -422,8 +423,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._sharded:
             check_relays(codecs.specs)
         device = device_of(names, self._params)
-        if device.core is not None and codecs.specs != {"none"}:
-            raise UsageError("compression works on the CPU only so far: leave it away on a GPU")
         self._planner = planner = Planner(
             self._context,
             self.label,

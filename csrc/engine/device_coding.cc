@@ -1,0 +1,197 @@
+#include "device_coding.h"
+
+#include <cstring>
+#include <utility>
+
+#include "usbyte/event_pool.h"
+
+namespace usbyte {
+namespace {
+
+// What the coded ops of one engine share: streams, as what is encoded must not wait for what is yet
+// to be received, and the host's copy of the arena.
+struct Lanes {
+  Lanes(const CodingSpace& space, bool mirrored)
+      : cuda(space.device),
+        plan(space.plan),
+        arena(space.arena),
+        events(cuda),
+        out(cuda, true),
+        in(cuda, true),
+        mirror(mirrored ? HostBytes(cuda, plan.arena_bytes()) : HostBytes()) {}
+
+  const std::shared_ptr<Cuda> cuda;
+  const Plan& plan;
+  std::byte* const arena;
+  EventPool events;
+  const OwnedStream out, in;
+  const HostBytes mirror;
+};
+
+class DeviceOp : public CodedOp {
+ public:
+  ~DeviceOp() override { lanes_->cuda->free(buffer_); }
+
+  void encode(const Turn& turn) final {
+    for (CudaEvent event : turn.order->after) cuda().wait(out(), event);
+    encode_behind(turn);
+    cuda().record(encoded_.get(), out());
+    request_.order = turn.order;
+    request_.order->after = {encoded_.get()};
+  }
+  void decode(const Turn& turn) final {
+    cuda().wait(in(), turn.order->done);
+    decode_behind(turn);
+    cuda().record(turn.done, in());
+  }
+
+ protected:
+  DeviceOp(std::shared_ptr<Lanes> lanes, const Op& op, Collective kind, DType dtype, int64_t bytes)
+      : CodedOp(op, kind, dtype),
+        lanes_(std::move(lanes)),
+        encoded_(lanes_->events.acquire(false)),
+        buffer_(static_cast<std::byte*>(lanes_->cuda->allocate(static_cast<size_t>(bytes)))) {
+    travels(buffer_, bytes);
+  }
+
+  // On `out` and on `in`.
+  virtual void encode_behind(const Turn& turn) = 0;
+  virtual void decode_behind(const Turn& turn) = 0;
+
+  Cuda& cuda() const { return *lanes_->cuda; }
+  CudaStream out() const { return lanes_->out.get(); }
+  CudaStream in() const { return lanes_->in.get(); }
+  std::byte* buffer() const { return buffer_; }
+
+  const std::shared_ptr<Lanes> lanes_;
+
+ private:
+  const PooledEvent encoded_;
+  std::byte* const buffer_;
+};
+
+// A cast that the network adds up.
+class CastOp final : public DeviceOp {
+ public:
+  CastOp(std::shared_ptr<Lanes> lanes, const Op& op, DType message, int64_t bytes)
+      : DeviceOp(std::move(lanes), op, Collective::all_reduce, message, bytes),
+        dtype_(lanes_->plan.dtype(op.blocks.front())),
+        message_(message) {
+    std::byte* at = buffer();
+    for (Block b : op.blocks) {
+      std::byte* const values = lanes_->arena + lanes_->plan.byte_offset(b.begin);
+      casts_.push_back({values, at, b.numel()});
+      back_.push_back({at, values, b.numel()});
+      at += b.numel() * itemsize(message);
+    }
+    reads_ = writes_ = op.blocks;
+  }
+
+ private:
+  void encode_behind(const Turn&) override {
+    cuda().copy_segments(casts_, dtype_, message_, 1, out());
+  }
+  void decode_behind(const Turn&) override {
+    cuda().copy_segments(back_, message_, dtype_, 1, in());
+  }
+
+  const DType dtype_, message_;
+  std::vector<Segment> casts_, back_;
+};
+
+// What the host codes. Its message is copied to the device for the network, as a communicator has
+// one kind of memory only.
+class HostedOp final : public DeviceOp {
+ public:
+  HostedOp(std::shared_ptr<Lanes> lanes, const Op& op, std::unique_ptr<CodedOp> host, int rank,
+           int size)
+      : DeviceOp(std::move(lanes), op, host->request().kind, host->request().dtype,
+                 bytes_of(*host)),
+        host_(std::move(host)),
+        sends_(request_.kind == Collective::all_gather ? shard({0, bytes_of(*host_)}, rank, size)
+                                                       : Block{0, bytes_of(*host_)}) {
+    reads_ = host_->reads();
+    writes_ = host_->writes();
+  }
+
+ private:
+  static int64_t bytes_of(const CodedOp& op) {
+    return op.request().recv.front().count * itemsize(op.request().dtype);
+  }
+  std::byte* message() const { return static_cast<std::byte*>(host_->request().recv.front().data); }
+
+  void encode_behind(const Turn& turn) override {
+    for (Block b : reads_) copy(b, lanes_->mirror.data(), lanes_->arena, out());
+    cuda().synchronize(out());
+    host_->encode(turn);
+    if (sends_.numel() > 0) {
+      cuda().copy(buffer() + sends_.begin, message() + sends_.begin,
+                  static_cast<size_t>(sends_.numel()), out());
+    }
+  }
+  void decode_behind(const Turn& turn) override {
+    if (bytes_of(*host_) > 0) {
+      cuda().copy(message(), buffer(), static_cast<size_t>(bytes_of(*host_)), in());
+    }
+    cuda().synchronize(in());
+    host_->decode(turn);
+    for (Block b : writes_) copy(b, lanes_->arena, lanes_->mirror.data(), in());
+  }
+  void copy(Block b, std::byte* to, const std::byte* from, CudaStream stream) const {
+    if (b.numel() == 0) return;
+    const int64_t at = lanes_->plan.byte_offset(b.begin);
+    const int64_t bytes = b.numel() * itemsize(lanes_->plan.dtype(b));
+    cuda().copy(to + at, from + at, static_cast<size_t>(bytes), stream);
+  }
+
+  const std::unique_ptr<CodedOp> host_;
+  const Block sends_;  // bytes of the message
+};
+
+bool is_cast(const Plan& plan, const Op& op, const Codec& codec) {
+  const DType to = codec.message_dtype(), from = plan.dtype(op.blocks.front());
+  return op.kind == Collective::all_reduce && codec.adds() && codec.memories() == 0 &&
+         (to == DType::float16 || to == DType::bfloat16) && from != DType::float64;
+}
+
+}  // namespace
+
+HostBytes::HostBytes(const std::shared_ptr<Cuda>& device, int64_t bytes) : size_(bytes) {
+  const auto count = static_cast<size_t>(bytes);
+  if (device) {
+    data_ = std::shared_ptr<std::byte>(static_cast<std::byte*>(device->allocate_pinned(count)),
+                                       [device](std::byte* p) { device->free_pinned(p); });
+    std::memset(data_.get(), 0, count);
+  } else {
+    data_ = std::shared_ptr<std::byte>(new std::byte[count](), std::default_delete<std::byte[]>());
+  }
+}
+
+std::vector<std::unique_ptr<CodedOp>> make_device_coded_ops(const CodingSpace& space) {
+  const auto& ops = space.plan.ops();
+  bool mirrored = false;
+  for (const Op& op : ops) {
+    const auto codec = make_codec(op.codec);
+    mirrored |= codec && !is_cast(space.plan, op, *codec);
+  }
+  const auto lanes = std::make_shared<Lanes>(space, mirrored);
+  CodingSpace host = space;
+  host.arena = lanes->mirror.data();
+  auto hosted = mirrored ? make_host_coded_ops(host) : std::vector<std::unique_ptr<CodedOp>>{};
+  std::vector<std::unique_ptr<CodedOp>> out;
+  for (size_t i = 0; i < ops.size(); ++i) {
+    const auto codec = make_codec(ops[i].codec);
+    if (!codec) {
+      out.push_back(nullptr);
+    } else if (is_cast(space.plan, ops[i], *codec)) {
+      out.push_back(std::make_unique<CastOp>(lanes, ops[i], codec->message_dtype(),
+                                             space.plan.message_bytes(ops[i])));
+    } else {
+      out.push_back(
+          std::make_unique<HostedOp>(lanes, ops[i], std::move(hosted[i]), space.rank, space.size));
+    }
+  }
+  return out;
+}
+
+}  // namespace usbyte
