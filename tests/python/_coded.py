@@ -16,12 +16,12 @@ CODECS = [
 
 
 def cast_hook(dtype):
-    """DDP's hook for casts, which averages before it casts."""
+    """DDP's hook for casts, which averages before it casts; its state is the process group."""
 
-    def hook(_state, bucket):
+    def hook(group, bucket):
         buffer = bucket.buffer()
         message = (buffer / dist.get_world_size()).to(dtype)
-        work = dist.all_reduce(message, async_op=True)
+        work = dist.all_reduce(message, group=group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0].to(buffer.dtype))
 
     return hook
