@@ -1,8 +1,6 @@
 """Runs a function in several fresh processes, as the ranks of one job.
 
-    results = run_ranks(3, work, 42, timeout=30)     # work(rank, size, 42) in three interpreters
-
-Run as a script, this file is the process of one rank.
+results = run_ranks(3, work, 42, timeout=30)     # work(rank, size, 42) in three processes
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import random
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +22,8 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from _template import Process
 
 # Once a rank has failed the others may wait for it; this is how long they get to fail too.
 _GRACE_S = 5.0
@@ -39,7 +38,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     dies: Collection[int] = (),
 ) -> list[Any]:
-    """Calls target(rank, size, *args) in n fresh interpreters and returns what they returned.
+    """Calls target(rank, size, *args) in n new processes and returns what they returned.
 
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. No process
     outlives the call, nor the death of the caller.
@@ -62,7 +61,7 @@ def run_ranks(
             _wait(ranks, timeout, dies)
         finally:
             for rank in ranks:
-                rank.kill()
+                rank.process.close()
         stories = [story for rank in ranks if (story := rank.story(rank.rank in dies))]
         assert not stories, "\n".join(stories)
         return [rank.result() for rank in ranks]
@@ -86,60 +85,39 @@ class _Rank:
         self._output = folder / f"output-{rank}.txt"
         self._late = False
         spec = [*_locate(target), str(self._answer), rank, size, args]
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", __file__, json.dumps(spec)],
-                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ
-                | {
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    "OMP_NUM_THREADS": "1",
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    # Small enough that of tests' small models some operations do and some do not.
-                    "USBYTE_ONE_SHOT_BYTES": "2048",
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(size),
-                    "LOCAL_WORLD_SIZE": str(size),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                }
-                | env,
-                start_new_session=True,
-            )
-        self.pidfd = os.pidfd_open(self._process.pid)
+        base = {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Small enough that of tests' small models some operations do and some do not.
+            "USBYTE_ONE_SHOT_BYTES": "2048",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        self.process = Process(rank, spec, os.environ | base | env, self._output)
 
     def returned(self) -> bool:
         """Whether the process has ended with a result."""
-        return self._process.wait() == 0 and self._answer.exists()
+        return self.process.wait() == 0 and self._answer.exists()
 
     def expire(self) -> None:
         """Lets the process print where its threads are; it is to be killed."""
         self._late = True
-        self._process.send_signal(signal.SIGUSR1)
-
-    def kill(self) -> None:
-        """Ends the process and what it has started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdin:
-            self._process.stdin.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
+        self.process.send_signal(signal.SIGUSR1)
 
     def story(self, may_die: bool) -> str:
         """What went wrong, or ""."""
-        died = self._process.returncode < 0 and not self._late
+        died = self.process.wait() < 0 and not self._late
         if self.returned() or (died and may_die):
             return ""
         if self._late:
             ending = "had not ended"
         elif died:
-            ending = f"was killed by {signal.Signals(-self._process.returncode).name}"
+            ending = f"was killed by {signal.Signals(-self.process.wait()).name}"
         else:
             ending = "failed"
         output = self._output.read_text(errors="replace")[-_TAIL_CHARS:]
@@ -151,7 +129,7 @@ class _Rank:
 
 
 def _wait(ranks: list[_Rank], timeout: float, dies: Collection[int]) -> None:
-    running = {rank.pidfd: rank for rank in ranks}
+    running = {rank.process.pidfd: rank for rank in ranks}
     poller = select.poll()
     for pidfd in running:
         poller.register(pidfd, select.POLLIN)
@@ -201,8 +179,9 @@ def _end_with_parent() -> None:
     os._exit(3)
 
 
-def _main() -> None:
-    file, function, answer, rank, size, args = json.loads(sys.argv[1])
+def main(call: list[Any]) -> None:
+    """What the process of a rank does."""
+    file, function, answer, rank, size, args = call
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # Shells start what runs in the background with it ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -222,7 +201,3 @@ def _main() -> None:
         # Peers would otherwise wait in torch's exit handlers, and so would this rank for them.
         os._exit(1)
     Path(answer).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _main()
