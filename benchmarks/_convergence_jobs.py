@@ -109,7 +109,7 @@ def char_gpt_sgd(quick: bool) -> Job:
         "char_gpt_sgd",
         lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
         "SGD, momentum 0.9",
-        0.1,
+        0.05,
         quick,
     )
 

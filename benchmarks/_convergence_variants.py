@@ -59,10 +59,16 @@ VARIANTS = [
     *_family("fewer bits", "terngrad"),
     *_family("fewer elements", "topk:0.1", "topk:0.01", "topk:0.01,feedback=off"),
     *_family("fewer elements", "randk:0.1", "randk:0.1,feedback=off", "dct:0.01,period=100"),
-    *_family("fewer elements", "dgc:0.01", plain=["digits"]),
+    *_family("fewer elements", "dgc:0.01", plain=["digits", "char_gpt_sgd"]),
     *_family("signs", "efsignsgd", "efsignsgd,feedback=off", "onebit", "onebit,feedback=off"),
     *_family("signs", "signsgd", everything=True, lr=_SIGN_LR),
-    *_family("signs", "signum", everything=True, lr=_PLAIN_SIGN_LR, plain=["digits", "char_gpt"]),
+    *_family(
+        "signs",
+        "signum",
+        everything=True,
+        lr=_PLAIN_SIGN_LR,
+        plain=["digits", "char_gpt", "char_gpt_sgd"],
+    ),
     *_family("low rank", "powersgd:2", "powersgd:4"),
 ]
 

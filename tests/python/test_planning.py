@@ -263,6 +263,16 @@ def test_drift_wants_a_plan_soon_after_steps_have_changed_for_good():
     assert drive(drift, 4.0, 500, now)[0] is None
 
 
+def test_drift_waits_until_a_plan_would_have_been_paid():
+    for step_s, cost_s in ((1.5, 30.0), (0.5, 30.0), (4.0, 300.0)):
+        drift = Drift()
+        drift.cost_s = cost_s
+        drift.reset(1.0)
+        after, _ = drive(drift, step_s, 1000)
+        lost_s = after * abs(step_s - 1.0)
+        assert cost_s <= lost_s <= 1.2 * cost_s + 8 * abs(step_s - 1.0), (step_s, cost_s)
+
+
 def test_drift_knows_what_steps_took_on_trial():
     drift = Drift()
     drift.reset(1.0)

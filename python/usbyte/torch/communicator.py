@@ -15,11 +15,16 @@ import torch
 import torch.distributed as dist
 
 from usbyte import _core
-from usbyte.torch.collectives import abort, all_gather_ranges, ring_reduce_scatter
+from usbyte.torch.collectives import (
+    abort,
+    all_gather_ranges,
+    exchange_chunks,
+    ring_reduce_scatter,
+)
 from usbyte.torch.device import Device
 from usbyte.torch.one_shot import OneShot
 
-_WAITERS = 4  # threads that wait for ops to end, and run rings
+_WAITERS = 4  # threads that wait for ops to end, and go through the steps of some
 _SHOT_WAITERS = 2  # as one may be launching, and packing, what comes next
 _TAGS = 0x20000000  # tickets are counted modulo that where they tell messages apart
 
@@ -133,31 +138,28 @@ class TorchCommunicator:
         if small and kind == "all_reduce" and self._one_shot is not None:
             shot = self._one_shot.start(ticket % _TAGS, views)
             self._shots.put(partial(self._finish, ticket, partial(self._one_shot.finish, shot)))
-        elif kind == "all_to_all":
-            work = dist.all_to_all_single(
-                views[0], views[0].clone(), group=self._group, async_op=True
-            )
-            self._tasks.put(partial(self._finish, ticket, work.wait))
         elif kind == "all_reduce":
             staged = None if len(views) == 1 else self._staging.pack(views)
             tensor = views[0] if staged is None else staged.message
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
             self._tasks.put(partial(self._finish, ticket, partial(self._settle, work, staged)))
         else:
-            ring = partial(self._ring, ticket, kind, views)
-            self._tasks.put(partial(self._finish, ticket, ring))
+            steps = partial(self._step_by_step, ticket, kind, views)
+            self._tasks.put(partial(self._finish, ticket, steps))
 
     def _settle(self, work: dist.Work, staged: Staged | None) -> None:
         work.wait()
         if staged is not None:
             self._staging.unpack(staged)
 
-    def _ring(self, ticket: int, kind: str, views: list[torch.Tensor]) -> None:
+    def _step_by_step(self, ticket: int, kind: str, views: list[torch.Tensor]) -> None:
         for i, view in enumerate(views):
             bounds = shards(view.numel(), self._size)
-            # Tickets count up alike on every rank; the tag keeps concurrent rings apart.
+            # Tickets count up alike on every rank; the tag keeps what is in flight at once apart.
             tag = (ticket * 1024 + i) % _TAGS
-            if kind == "reduce_scatter":
+            if kind == "all_to_all":
+                exchange_chunks(view, self._group, tag)
+            elif kind == "reduce_scatter":
                 ring_reduce_scatter(view, bounds, self._group, dist.ReduceOp.SUM, tag)
             else:
                 all_gather_ranges(view, bounds, self._group, tag)

@@ -16,16 +16,19 @@ _QUIET_STEPS = 100  # after the second plan, doubled with each
 class Drift:
     """Watches the times between steps.
 
-    A change must last for three windows. The plan that answers the first one is kept for some
+    A change must last for three windows, and until it has taken as long as a new plan does, so that
+    at most twice as much is lost as had to be. The plan that answers the first one is kept for some
     steps, and each after it for twice as many, so that a job whose steps vary by nature does not
     learn for ever.
 
     Attributes:
         wanted: A new plan should be made.
         baseline_s: What steps should take; None while that is not known.
+        cost_s: What a new plan takes, its probes above all, in which training stands still.
     """
 
     def __init__(self) -> None:
+        self.cost_s = 0.0
         self._answers = -2  # plans after the first; one comes into force here and now
         self.reset()
 
@@ -42,6 +45,7 @@ class Drift:
         self._steps = 0
         self._recent: list[float] = []
         self._suspicious = 0  # windows in a row
+        self._differing_s = 0.0  # all their steps together, from what they should have taken
         self._answers += 1
         self._quiet = _QUIET_STEPS * 2 ** (self._answers - 1) if self._answers > 0 else 0
 
@@ -64,6 +68,11 @@ class Drift:
         if self.baseline_s is None:
             self.baseline_s = typical
             return
-        changed = abs(typical / self.baseline_s - 1) > _THRESHOLD
-        self._suspicious = self._suspicious + 1 if changed else 0
-        self.wanted = self._suspicious >= _LASTING and self._steps >= self._quiet
+        difference = abs(typical - self.baseline_s)
+        if difference > _THRESHOLD * self.baseline_s:
+            self._suspicious += 1
+            self._differing_s += _WINDOW * difference
+        else:
+            self._suspicious, self._differing_s = 0, 0.0
+        lasting = self._suspicious >= _LASTING and self._differing_s >= self.cost_s
+        self.wanted = lasting and self._steps >= self._quiet

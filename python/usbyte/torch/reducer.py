@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -317,11 +318,14 @@ class Reducer:
         times = self._learning.times()
         total = sum(p.numel() * p.element_size() for p in self.params)
         largest = min(max(total, 1 << 20), LARGEST_BYTES)
+        start = time.monotonic()
         try:
             measured = measure(self._context, self._communicator, largest)
         finally:  # should no plan come of it, the old one goes on
             self._communicator.register(self._arena.buffer)
         decision = self._planner.decide(times, measured)
+        if self._drift is not None:
+            self._drift.cost_s = time.monotonic() - start
         self._learning = None
         self._first_s = None
         self._follow(decision)
