@@ -78,6 +78,7 @@ class Contender:
             nn.Linear(width, 10),
         )  # fmt: skip
         self.net: nn.Module = self.model
+        self._forget: list[dict[int, torch.Tensor]] = []
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
             self.model.parameters(), lr=lr, momentum=0.9
         )
@@ -97,6 +98,7 @@ class Contender:
                     None, matrix_approximation_rank=2, start_powerSGD_iter=2
                 )
                 ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+                self._forget = [state.error_dict, state.p_memory_dict, state.q_memory_dict]
             elif kind != "ddp":
                 raise click.ClickException(f"there is no contender {name!r}")
         self._start = copy.deepcopy(self.model.state_dict())
@@ -120,6 +122,8 @@ class Contender:
         with torch.no_grad():
             self.model.load_state_dict(self._start)
         self.optimizer.load_state_dict(self._optimizer_start)
+        for memory in self._forget:
+            memory.clear()
 
     def close(self) -> None:
         """Ends what runs for it. Collective."""

@@ -43,12 +43,19 @@ void Sparse::encode(std::span<const float> values, const Draw&, std::byte* messa
   });
 }
 
+uint32_t Sparse::checked(uint32_t index, std::span<float> values) const {
+  if (index < values.size()) return index;
+  throw FaultError("a message by " + spec() + " has index " + std::to_string(index) + " for " +
+                   std::to_string(values.size()) +
+                   " elements: what was received is not what was sent");
+}
+
 void Sparse::decode(const std::byte* message, const Draw&, std::span<float> values) const {
   std::fill(values.begin(), values.end(), 0.0F);
   const int64_t k = kept(ratio_, std::ssize(values));
   for (int64_t i = 0; i < k; ++i) {
     const uint32_t index = at<uint32_t>(message, 0)[i];
-    if (index != kNone) values[index] = at<float>(message, 4 * k)[i];
+    if (index != kNone) values[checked(index, values)] = at<float>(message, 4 * k)[i];
   }
 }
 
@@ -57,7 +64,8 @@ void Sparse::decode_add(const std::byte* message, const Draw&, float factor,
   const int64_t k = kept(ratio_, std::ssize(values));
   for (int64_t i = 0; i < k; ++i) {
     const uint32_t index = at<uint32_t>(message, 0)[i];
-    if (index != kNone) values[index] += factor * at<float>(message, 4 * k)[i];
+    if (index == kNone) continue;
+    values[checked(index, values)] += factor * at<float>(message, 4 * k)[i];
   }
 }
 

@@ -58,6 +58,9 @@ class Sparse : public Codec {
   double ratio() const { return ratio_; }
 
  private:
+  /// Throws FaultError if there is no such element: a message has been damaged.
+  uint32_t checked(uint32_t index, std::span<float> values) const;
+
   const double ratio_;
 };
 

@@ -5,15 +5,25 @@
 
 namespace usbyte {
 
-Coding::Coding(const CodingSpace& space, bool encodes_first, Report encoded, Report decoded)
+namespace {
+
+CodingSpace with_halt(CodingSpace space, Halt& halt) {
+  space.halt = &halt;
+  return space;
+}
+
+}  // namespace
+
+Coding::Coding(CodingSpace space, bool encodes_first, Report encoded, Report decoded)
     : encoded_(std::move(encoded)),
       decoded_(std::move(decoded)),
-      ops_(make_coded_ops(space)),
+      ops_(make_coded_ops(with_halt(std::move(space), halt_))),
       jobs_(Before{encodes_first}) {
   thread_ = std::thread([this] { run(); });
 }
 
 void Coding::stop() {
+  halt();
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "halt.h"
 #include "usbyte/coded_op.h"
 
 namespace usbyte {
@@ -26,8 +27,10 @@ class Coding {
 
   /// With `encodes_first`, no message waits to be made until another has been read: for those that
   /// are on a stream, and not yet there. Throws UsageError where memory is missing.
-  Coding(const CodingSpace& space, bool encodes_first, Report encoded, Report decoded);
+  Coding(CodingSpace space, bool encodes_first, Report encoded, Report decoded);
   ~Coding() { stop(); }
+  /// Before the network is aborted: what waits for a device does so no longer, and fails.
+  void halt() { halt_.set(); }
   /// Drops jobs that are not begun and those to come, and waits for the one that is.
   void stop();
 
@@ -56,6 +59,7 @@ class Coding {
   void carry_out(const Job& job);
 
   const Report encoded_, decoded_;
+  Halt halt_;
   const std::vector<std::unique_ptr<CodedOp>> ops_;  // by op of the plan
 
   std::mutex mutex_;  // guards what is below

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "halt.h"
 #include "usbyte/event_pool.h"
 
 namespace usbyte {
@@ -13,18 +14,37 @@ namespace {
 struct Lanes {
   Lanes(const CodingSpace& space, bool mirrored)
       : cuda(space.device),
+        halt(*space.halt),
         plan(space.plan),
         arena(space.arena),
         events(cuda),
         out(cuda, true),
         in(cuda, true),
+        copied(events.acquire(false)),
         mirror(mirrored ? HostBytes(cuda, plan.arena_bytes()) : HostBytes()) {}
+  // Ops of a step that was not finished may be on them.
+  ~Lanes() {
+    for (const OwnedStream* stream : {&out, &in}) {
+      try {
+        cuda->synchronize(stream->get());
+      } catch (const FaultError&) {
+        // Then nothing runs on the device any more.
+      }
+    }
+  }
+
+  void await(CudaStream stream) {
+    cuda->record(copied.get(), stream);
+    halt.await(*cuda, copied.get());
+  }
 
   const std::shared_ptr<Cuda> cuda;
+  Halt& halt;
   const Plan& plan;
   std::byte* const arena;
   EventPool events;
   const OwnedStream out, in;
+  const PooledEvent copied;  // for the host, which waits for one thing at a time
   const HostBytes mirror;
 };
 
@@ -122,7 +142,7 @@ class HostedOp final : public DeviceOp {
 
   void encode_behind(const Turn& turn) override {
     for (Block b : reads_) copy(b, lanes_->mirror.data(), lanes_->arena, out());
-    cuda().synchronize(out());
+    lanes_->await(out());
     host_->encode(turn);
     if (sends_.numel() > 0) {
       cuda().copy(buffer() + sends_.begin, message() + sends_.begin,
@@ -133,7 +153,7 @@ class HostedOp final : public DeviceOp {
     if (bytes_of(*host_) > 0) {
       cuda().copy(message(), buffer(), static_cast<size_t>(bytes_of(*host_)), in());
     }
-    cuda().synchronize(in());
+    lanes_->await(in());
     host_->decode(turn);
     for (Block b : writes_) copy(b, lanes_->arena, lanes_->mirror.data(), in());
   }

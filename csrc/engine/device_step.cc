@@ -87,7 +87,7 @@ DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda>
     }
   }
   record_.done.resize(plan.ops().size());
-  received_.resize(plan.ops().size());
+  coded_.resize(plan.ops().size());
 }
 
 void DeviceStep::begin(CudaStream stream, bool timed) {
@@ -186,23 +186,36 @@ StreamOrder DeviceStep::order(int op) {
     out.after.push_back(record_.done[static_cast<size_t>(s)].event());
   }
   if (hold_gathers_ && released_) out.after.push_back(released_.get());
+  if (coded(i)) {
+    coded_[i] = {clock_.moment(), clock_.moment(), clock_.moment()};
+    out.started = coded_[i].launched.event();
+    out.done = coded_[i].received.event();
+    return out;
+  }
   record_.launched[i] = clock_.moment();
   record_.done[i] = clock_.moment();
-  if (coded(i)) received_[i] = clock_.moment();
   out.started = record_.launched[i].event();
-  out.done = (coded(i) ? received_ : record_.done)[i].event();
+  out.done = record_.done[i].event();
   return out;
 }
 
 CudaEvent DeviceStep::done(int op) const {
   std::lock_guard lock(mutex_);
-  return record_.done[static_cast<size_t>(op)].event();
+  return coded_[static_cast<size_t>(op)].done.event();
+}
+
+void DeviceStep::received(int op) {
+  const auto i = static_cast<size_t>(op);
+  std::lock_guard lock(mutex_);
+  record_.launched[i] = coded_[i].launched;
+  record_.done[i] = coded_[i].done;
 }
 
 LaunchedOp DeviceStep::launched(int op, int64_t step) const {
   const auto i = static_cast<size_t>(op);
   std::lock_guard lock(mutex_);
-  return {op, step, record_.launched[i], (coded(i) ? received_ : record_.done)[i]};
+  if (coded(i)) return {op, step, coded_[i].launched, coded_[i].received};
+  return {op, step, record_.launched[i], record_.done[i]};
 }
 
 void DeviceStep::wait(int tensor, CudaStream stream) {

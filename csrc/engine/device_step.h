@@ -66,6 +66,8 @@ class DeviceStep {
   StreamOrder order(int op);
   /// To be recorded when the arena holds what `op`, which has a codec and an order, has brought.
   CudaEvent done(int op) const;
+  /// The messages of `op`, which has a codec, are on their stream: it is in the record from now on.
+  void received(int op);
 
   /// An op that has been launched, for whoever watches it.
   LaunchedOp launched(int op, int64_t step) const;
@@ -119,7 +121,10 @@ class DeviceStep {
   std::vector<CudaStream> packed_on_;            // by op
   std::vector<std::vector<CudaStream>> waited_;  // by op: streams that are behind it
   PooledEvent released_;
-  std::vector<Moment> received_;  // by op with a codec: when its messages were there
+  struct Coded {
+    Moment launched, received, done;
+  };
+  std::vector<Coded> coded_;  // by op with a codec
   DeviceRecord record_;
 };
 

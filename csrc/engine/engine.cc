@@ -23,7 +23,7 @@ Engine::~Engine() {
     state_->work.notify_all();
     stuck = state_->launching && !state_->fault.empty();
   }
-  if (stuck) state_->communicator.abort();
+  if (stuck) state_->abort();
   state_->thread.join();
   if (state_->coding) state_->coding->stop();
   if (state_->coding && !state_->fault.empty()) {
@@ -173,7 +173,7 @@ void Engine::fail(const std::string& message) {
     state_->set_fault(message);
     stuck = state_->launching;
   }
-  if (stuck) state_->communicator.abort();  // else the engine's thread does so
+  if (stuck) state_->abort();  // else the engine's thread does so
 }
 
 std::string Engine::fault() const {

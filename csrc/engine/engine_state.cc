@@ -67,12 +67,16 @@ void Engine::State::queued(std::span<const int> ops, double now) {
   for (int op : ops) {
     record.queued_s[static_cast<size_t>(op)] = now;
     if (!step.coded(op)) continue;
-    ++coding_jobs;
     Turn& turn = turns[static_cast<size_t>(op)] = {record.step};
     if (device) {
-      turn.order = device->order(op);
+      try {
+        turn.order = device->order(op);
+      } catch (const Error& e) {
+        return fail(op, e.what());
+      }
       turn.done = device->done(op);
     }
+    ++coding_jobs;
     coding->encode(op, turn);
   }
 }
@@ -106,6 +110,11 @@ std::string Engine::State::failed(int op, int64_t in_step, const std::string& wh
   return plan.describe(op) + " of step " + std::to_string(in_step) + " failed: " + why;
 }
 
+void Engine::State::abort() {
+  if (coding) coding->halt();
+  communicator.abort();
+}
+
 void Engine::State::fail(int op, const std::string& why) {
   if (fault.empty() && !raw_fault) raw_fault = failed(op, record.step, why);
   work.notify_one();
@@ -121,9 +130,10 @@ void Engine::State::complete(int op, const std::exception_ptr& error,
   }
   if (step.coded(op)) {
     step.received(op);
+    if (device) device->received(op);
+    watch_device(op);
     ++coding_jobs;
     coding->decode(op, turns[static_cast<size_t>(op)]);
-    watch_device(op);
   } else {
     finish(op);
   }
@@ -161,6 +171,7 @@ void Engine::State::coded(int op, const std::exception_ptr& error, bool decoded)
   std::lock_guard lock(mutex);
   --coding_jobs;
   if (error) return fail(op, why);
+  if (raw_fault || !fault.empty()) return work.notify_one();
   if (decoded) {
     finish(op);
   } else {
@@ -329,7 +340,7 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
     if (failed && !aborted) {
       aborted = true;
       lock.unlock();
-      communicator.abort();  // first, as a device waits for it, and the host for that
+      abort();  // first, as a device waits for it, and the host for that
       lock.lock();
     } else if (raw_fault && fault.empty()) {
       report_fault(lock);

@@ -90,6 +90,8 @@ struct Engine::State {
   template <typename Done>
   void block(std::unique_lock<std::mutex>& lock, const std::function<void()>& poll, Done done);
 
+  /// Without it: ends what is in flight, for good.
+  void abort();
   /// The engine's thread.
   void run(const std::shared_ptr<State>& self);
 

@@ -236,6 +236,16 @@ TEST(Codec, TopKKeepsTheLargestTheFirstAmongEquals) {
   }
 }
 
+TEST(Codec, AnIndexThatThereIsNotIsAnError) {
+  for (const char* spec : {"topk:0.5", "dct:0.5", "dgc:0.5"}) {
+    const auto codec = make_codec(spec);
+    std::vector<float> values(8, 1);
+    std::vector<std::byte> message(static_cast<size_t>(codec->message_bytes(8)), std::byte{1});
+    EXPECT_THROW(codec->decode(message.data(), {}, values), FaultError) << spec;
+    EXPECT_THROW(codec->decode_add(message.data(), {}, 1, values), FaultError) << spec;
+  }
+}
+
 TEST(Codec, RanksDrawTheSameShareAndStepsOthers) {
   std::vector<float> ones(1000, 1);
   std::vector<int> sent(1000);

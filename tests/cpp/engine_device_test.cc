@@ -313,7 +313,7 @@ TEST(EngineOnDevice, NamesTheOpThatTheDeviceIsStuckIn) {
 // The host waits for its messages meanwhile, on a thread of its own.
 TEST(EngineOnDevice, NamesTheCodedOpThatTheDeviceIsStuckIn) {
   const Plan plan("test", {{"a", 64, DType::float32, 0}, {"b", 64, DType::float32, 64}},
-                  {{Collective::all_reduce, {{0, 64}}, test::kUnlimited, false, "int8"},
+                  {{Collective::all_reduce, {{0, 64}}, test::kUnlimited, false, "topk:0.5"},
                    {Collective::all_reduce, {{64, 128}}, test::kUnlimited, false, "fp16"}});
   std::vector<float> memory(128);
   EngineOptions options;
@@ -323,7 +323,7 @@ TEST(EngineOnDevice, NamesTheCodedOpThatTheDeviceIsStuckIn) {
   rig.communicator.hangs = true;
   rig.backward();
   const std::string fault = rig.await_fault();
-  EXPECT_NE(fault.find("by int8: a) of step 1"), std::string::npos) << fault;
+  EXPECT_NE(fault.find("by topk:0.5: a) of step 1"), std::string::npos) << fault;
   EXPECT_NE(fault.find("stall limit"), std::string::npos) << fault;
   EXPECT_TRUE(rig.communicator.aborted());
   EXPECT_EQ(message_of<FaultError>([&] { rig.engine->wait(1, {}, rig.compute); }), fault);

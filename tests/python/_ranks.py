@@ -56,8 +56,10 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="usbyte-ranks-") as folder:
         port = _free_port()
-        ranks = [_Rank(Path(folder), r, n, target, args, port, env or {}) for r in range(n)]
+        ranks: list[_Rank] = []
         try:
+            for r in range(n):
+                ranks.append(_Rank(Path(folder), r, n, target, args, port, env or {}))
             _wait(ranks, timeout, dies)
         finally:
             for rank in ranks:

@@ -10,6 +10,7 @@ Run as a script, this file is such a template.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import signal
@@ -66,7 +67,10 @@ class Process:
         if self.pidfd < 0:
             return
         if self.returncode is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has yet to become the leader of its group
+                self.send_signal(signal.SIGKILL)
             self.wait()
         os.close(self._stdin)
         os.close(self.pidfd)
@@ -128,7 +132,9 @@ def _become(request: Mapping[str, Any], stdin: int, output: int) -> None:
 
 
 def _main() -> None:
-
+    # The second one is what optimizers import when the first of them is made.
+    for name in ("torch", "torch._dynamo", "usbyte.torch"):
+        importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "threads are not copied"
     from _ranks import main
 

@@ -52,6 +52,45 @@ def chooses(rank, size):
     assert chosen[1e13] == {"none"}
 
 
+def tried(rank, size, tune_steps):
+    ub.init()
+    short_probes()
+    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e5)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+        compression=["bf16", "topk:0.1"], tune_steps=tune_steps,
+    )  # fmt: skip
+    seen = []
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(60):
+        opt.zero_grad()
+        model(torch.randn(4, 64, generator=data)).square().mean().backward()
+        opt.step()
+        plan = "/".join(sorted({op.codec for op in opt.plan.ops} - {"none"}))
+        if opt.decision is not None and seen[-1:] != [plan]:
+            seen.append(plan)
+    assert opt.settled
+    opt.synchronize()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min))
+    opt.close()
+    return seen
+
+
+def test_codecs_to_choose_from_are_tried_in_the_job():
+    seen = run_ranks(2, tried, 2, env={"USBYTE_LEARNING_STEPS": "2"})
+    assert seen[0] == seen[1]
+    # The best by prediction first; all are measured, and which is the fastest is the job's matter.
+    assert seen[0][0] == "topk:0.1"
+    assert {"topk:0.1", "bf16", ""} <= set(seen[0])
+
+
+def test_without_trials_the_prediction_decides():
+    assert run_ranks(2, tried, 0, env={"USBYTE_LEARNING_STEPS": "2"}) == [["topk:0.1"]] * 2
+
+
 def leaves_alone(rank, size):
     ub.init()
     short_probes()

@@ -289,7 +289,6 @@ def differs(rank, size):
     for options, what in (
         ({"policy": "tune:dear"}, "policy 'tune:dear' cannot choose"),
         ({"policy": lambda profile, network: None}, "a function cannot choose"),
-        ({"tune_steps": 5}, "tune_steps does not go with several codecs"),
     ):
         with pytest.raises(UsageError, match=what):
             ub.DistributedOptimizer(

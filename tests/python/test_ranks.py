@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -27,6 +28,14 @@ def _rank_one_dies(rank, size):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return rank
+
+
+def _imported(rank, size):
+    return sorted({"torch", "torch._dynamo", "usbyte.torch"} & sys.modules.keys())
+
+
+def test_ranks_begin_with_torch_imported():
+    assert run_ranks(1, _imported) == [["torch", "torch._dynamo", "usbyte.torch"]]
 
 
 def test_results_come_in_rank_order():

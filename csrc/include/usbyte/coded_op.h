@@ -13,6 +13,8 @@
 
 namespace usbyte {
 
+class Halt;
+
 /// What coded ops work on; `plan`, `arena` and `memory` outlive them.
 struct CodingSpace {
   const Plan& plan;
@@ -23,6 +25,7 @@ struct CodingSpace {
   int rank, size;
   uint64_t seed;
   std::shared_ptr<Cuda> device = nullptr;
+  Halt* halt = nullptr;  ///< ends waits for the device; outlives them
 };
 
 /// One use of a coded op. On a device, `order` is the network's and `done` is recorded when the

@@ -9,11 +9,12 @@ import torch
 
 from usbyte import _core
 from usbyte.torch.ops import Max, allreduce
+from usbyte.tuning import Candidate
 
 log = logging.getLogger("usbyte")
 
 _PROBE_S = 0.1  # that a codec is timed for before it is planned with
-_WORTH_A_LOSS = 0.02  # part of a step that a codec with more loss must gain
+WORTH_A_LOSS = 0.02  # part of a step that a codec with more loss must gain
 
 
 class CodedPlans:
@@ -83,15 +84,16 @@ class CodedPlans:
         profile: _core.Profile,
         network: _core.NetworkModel,
         choices: Sequence[Mapping[str, str]],
-    ) -> _core.Plan:
-        """The plan with the least lossy codecs among those that are about the fastest.
+    ) -> list[Candidate]:
+        """First the plan with the least lossy codecs among those that are about the fastest.
 
+        Behind it, if it compresses, come the ones it was preferred to, that without codecs last.
         All tensors by a list's codecs, as the policy sends them; under "auto" also only those for
         which it pays, as bytecomp has them.
         """
-        best = self.make(policy, profile, network, {})
-        plain_s = best_s = self.step_s(best, profile, network)
-        chosen, told = "", []
+        plan = self.make(policy, profile, network, {})
+        plain_s = best_s = self.step_s(plan, profile, network)
+        chosen, told = [Candidate("no compression", plan)], []
         for codecs in choices:
             name = "/".join(sorted(set(codecs.values()) - {"none"})) or "none"
             factors = any(c.factors for c in map(_core.make_codec, codecs.values()) if c)
@@ -100,13 +102,15 @@ class CodedPlans:
                 plan = self.make(how, profile, network, codecs)
                 step_s = self.step_s(plan, profile, network)
                 told.append(f"{name} by {how} {step_s:.4g} s")
-                if step_s < best_s * (1 - _WORTH_A_LOSS):
-                    best, best_s, chosen = plan, step_s, f"{name} by {how}"
+                if step_s < best_s * (1 - WORTH_A_LOSS):
+                    best_s = step_s
+                    chosen.insert(0, Candidate(f"{name} by {how}", plan))
         log.info(
             "%s: compression: %s; predicted without it %.4g s, %s",
-            self._label, chosen or "none, as it does not pay here", plain_s, ", ".join(told),
+            self._label, chosen[0].what if len(chosen) > 1 else "none, as it does not pay here",
+            plain_s, ", ".join(told),
         )  # fmt: skip
-        return best
+        return chosen
 
 
 def codecs_of(profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:

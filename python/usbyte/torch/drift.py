@@ -16,15 +16,15 @@ _QUIET_STEPS = 100  # after the second plan, doubled with each
 class Drift:
     """Watches the times between steps.
 
-    A change must last for three windows, and until it has taken as long as a new plan does, so that
-    at most twice as much is lost as had to be. The plan that answers the first one is kept for some
-    steps, and each after it for twice as many, so that a job whose steps vary by nature does not
-    learn for ever.
+    A change must last for three windows, and until steps have differed by as much as measuring and
+    planning anew takes, in which training stands still. The plan that answers the first one is kept
+    for some steps, and each after it for twice as many, so that a job whose steps vary by nature
+    does not learn for ever.
 
     Attributes:
         wanted: A new plan should be made.
         baseline_s: What steps should take; None while that is not known.
-        cost_s: What a new plan takes, its probes above all, in which training stands still.
+        cost_s: What measuring and planning anew takes.
     """
 
     def __init__(self) -> None:

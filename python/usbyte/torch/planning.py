@@ -14,7 +14,7 @@ from torch import nn
 from usbyte import _core, tuning
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.arena import dtype_name
-from usbyte.torch.coded_plans import CodedPlans, codecs_of
+from usbyte.torch.coded_plans import WORTH_A_LOSS, CodedPlans, codecs_of
 from usbyte.torch.compression import Choices
 from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
@@ -219,24 +219,33 @@ class Planner:
         if callable(self._policy):
             plan = self._coded(self._checked_tensors(self._policy(profile, network), profile))
         elif self._choices:
-            plan = self._plans.choose(self._policy, profile, network, self._choices)
+            found = self._plans.choose(self._policy, profile, network, self._choices)
+            tries = self._policy == "auto" and self._tune_steps != 0 and not self._sharded
+            if tries and len(found) > 1 and not self._warms_up():
+                search = tuning.Search(found, _CHOICE_STEPS, halve=True, worth=WORTH_A_LOSS)
+                plan, trial_steps = self._begin_trials(search)
+            else:
+                plan = found[0].plan
         elif self._policy in tuning.TRIED and self._tune_steps != 0 and not self._warms_up():
-            plan, trial_steps = self._begin_trials(self._policy, profile, network)
+            plan, trial_steps = self._begin_trials(self._search(self._policy, profile, network))
         else:
             plan = self._plans.make(self._policy, profile, network, self._codecs)
         decision = self._checked(plan, profile, network, trial_steps)
         self._log(decision)
         return decision
 
-    def _begin_trials(
+    def _search(
         self, policy: str, profile: _core.Profile, network: _core.NetworkModel
-    ) -> tuple[_core.Plan, int]:
-        """The first plan to try, and for how many steps; 0 if there is no other."""
+    ) -> tuning.Search:
+        """What a policy wants to try."""
         codecs = codecs_of(profile, self._codecs)
         costs = self._plans.costs_of(codecs)
-        search = tuning.TRIED[policy](
+        return tuning.TRIED[policy](
             tuning.Job(profile, network, self._options, self._overlap, self._sharded, codecs, costs)
         )
+
+    def _begin_trials(self, search: tuning.Search) -> tuple[_core.Plan, int]:
+        """The first plan to try, and for how many steps; 0 if there is no other."""
         steps = self._tune_steps or search.steps
         if search.space is None and len(search.starts) == 1:
             return search.starts[0].plan, 0
@@ -322,7 +331,8 @@ class Planner:
 
     def _warms_up(self) -> bool:
         """Steps will take another time as codecs go on, so that plans cannot be compared."""
-        made = [_core.make_codec(spec) for spec in set(self._codecs.values())]
+        lists = self._choices or [self._codecs]
+        made = map(_core.make_codec, {spec for codecs in lists for spec in codecs.values()})
         return any(c.at_step(0) != c.at_step(1 << 60) for c in made if c is not None)
 
     def _told(self, name: str) -> str:
@@ -374,6 +384,9 @@ class Planner:
         difference = _difference([rows for _, rows in specs])
         raise MismatchError(f"{self._label}: {difference}. Build the same model on all ranks.")
 
+
+#: Of each trial of codecs to choose from, as of auto's plans.
+_CHOICE_STEPS = 7
 
 _ALIKE = ("shape", "strides", "dtype", "compression")
 

@@ -87,6 +87,7 @@ class Reducer:
         self._learning: Learning | None = Learning()
         self._stopwatch: Stopwatch | None = None  # while a plan is on trial
         self._first_s: float | None = None  # a step of the first plan on trial
+        self._first_kind: tuple[str, frozenset[str]] | None = None  # of that plan
         self._drift = Drift() if adapt else None
         self._replan_agreed = False
         self._votes: deque[Fetched] = deque()  # for a new plan, of steps before
@@ -297,7 +298,7 @@ class Reducer:
         if self._stopwatch is not None and self._stopwatch.done:
             took_s = self._stopwatch.step_s
             if self._first_s is None and self._stopwatch.steady:
-                self._first_s = took_s
+                self._first_s, self._first_kind = took_s, _kind_of(self.plan)
             self._follow(self._planner.next_trial(took_s))
             return
         if self._learning is None or not self._fresh:
@@ -335,8 +336,9 @@ class Reducer:
             self._adopt(decision.plan)
         self._stopwatch = Stopwatch(decision.trial_steps) if decision.trial_steps else None
         if self._drift is not None and self._stopwatch is None:
-            # All take about as long, unless the network has changed since.
-            self._drift.reset(self._first_s)
+            # Those of a kind take about as long, unless the network has changed since.
+            alike = self._first_s is not None and _kind_of(self.plan) == self._first_kind
+            self._drift.reset(self._first_s if alike else None)
 
     def _adopt(self, plan: _core.Plan) -> None:
         """Goes on with another plan; everything is drained. Gradients keep their values."""
@@ -471,3 +473,8 @@ class Reducer:
         self.in_flight = True
         self._waits.clear()
         self._on_backward_end()
+
+
+def _kind_of(plan: _core.Plan) -> tuple[str, frozenset[str]]:
+    """Plans of one kind take about as long."""
+    return plan.policy, frozenset(op.codec for op in plan.ops)

@@ -65,6 +65,7 @@ class Search:
             After the sequential halving of Karnin, Koren and Somekh, "Almost Optimal Exploration in
             Multi-Armed Bandits", 2013, with one more measurement in each round instead of twice as
             many. Not together with a space.
+        worth: A start counts as faster than those behind it only by more than this part of a step.
         guide: What to measure after the starts, given what is known of the seconds of a candidate's
             step (None: nothing); None once the search is over. Not together with a space.
     """
@@ -73,6 +74,7 @@ class Search:
     steps: int
     space: Space | None = None
     halve: bool = False
+    worth: float = 0.0
     guide: Callable[[Callable[[Candidate], float | None]], Candidate | None] | None = None
 
 
@@ -172,7 +174,13 @@ class Tuner:
     def _fastest(self) -> Trial:
         if not self.trials:
             raise UsageError("a tuner has no best plan before it was told a time")
-        return min(self._rivals, key=lambda trial: trial.step_s)
+        if self.search.worth == 0:
+            return min(self._rivals, key=lambda trial: trial.step_s)
+        fastest = self.trials[-1]
+        for trial in reversed(self.trials):
+            if trial.step_s < fastest.step_s * (1 - self.search.worth):
+                fastest = trial
+        return fastest
 
     def _next(self) -> Candidate | None:
         for _ in range(_REPEATS + len(self._starts)):
