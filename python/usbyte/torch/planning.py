@@ -222,6 +222,9 @@ class Planner:
             found = self._plans.choose(self._policy, profile, network, self._choices)
             tries = self._policy == "auto" and self._tune_steps != 0 and not self._sharded
             if tries and len(found) > 1 and not self._warms_up():
+                usual = self._plans.make("ddp", profile, network, {})
+                usual = _core.Plan("auto", usual.tensors, usual.ops)
+                found.append(tuning.Candidate("no compression, DDP's buckets", usual))
                 search = tuning.Search(found, _CHOICE_STEPS, halve=True, worth=WORTH_A_LOSS)
                 plan, trial_steps = self._begin_trials(search)
             else:
