@@ -99,17 +99,18 @@ def digits(quick: bool) -> Job:
 def char_gpt(quick: bool) -> Job:
     """A small GPT on Python's own source, by AdamW."""
     return _char_gpt(
-        "char_gpt", lambda params, lr: torch.optim.AdamW(params, lr=lr), "AdamW", 2e-3, quick
+        "char_gpt", lambda params, lr: torch.optim.AdamW(params, lr=lr), "AdamW", 2e-3, 400, quick
     )
 
 
 def char_gpt_sgd(quick: bool) -> Job:
-    """The same by SGD with momentum, as theory of error feedback has it."""
+    """The same by SGD with momentum, as theory of error feedback has it, and for longer."""
     return _char_gpt(
         "char_gpt_sgd",
         lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
         "SGD, momentum 0.9",
         0.05,
+        1600,
         quick,
     )
 
@@ -119,6 +120,7 @@ def _char_gpt(
     make_optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer],
     optimizer: str,
     lr: float,
+    steps: int,
     quick: bool,
 ) -> Job:
     _find_examples()
@@ -135,7 +137,7 @@ def _char_gpt(
 
     return Job(
         name, lambda: GPT(shape), make_optimizer, optimizer,
-        lr=lr, samples=len(text), batch=16, steps=10 if quick else 400,
+        lr=lr, samples=len(text), batch=16, steps=10 if quick else steps,
         loss=lambda model, index: loss_of(model, text[index]), score=score,
         metric="validation loss", percent=False, tolerance=0.05,
     )  # fmt: skip

@@ -48,21 +48,21 @@ def _family(
 
 #: Signs are larger than gradients: SGD makes steps of the whole learning rate, and biases must be
 #: signs as well if one learning rate is to fit all. AdamW takes its own: it divides by their size.
-_SIGN_LR = {"digits": 0.005}
+_SIGN_LR = {"digits": 0.005, "char_gpt_sgd": 0.001}
 #: Without momentum, which makes steps ten times as long.
-_PLAIN_SIGN_LR = {"digits": 0.05, "char_gpt": 0.2}
+_PLAIN_SIGN_LR = {"digits": 0.05, "char_gpt": 0.2, "char_gpt_sgd": 0.01}
+_PLAIN_LR = {"char_gpt_sgd": 5.0}
 
 #: All codecs of usbyte; those that the installed core does not know are left out with a word.
 VARIANTS = [
     Variant(UNCOMPRESSED, None),
     *_family("fewer bits", "fp16", "bf16", "fp8", "fp8:e5m2", "int8", "qsgd:8", "qsgd:4"),
     *_family("fewer bits", "terngrad"),
-    *_family("fewer elements", "topk:0.1", "topk:0.01", plain=["char_gpt_sgd"]),
-    *_family("fewer elements", "topk:0.01,feedback=off"),
-    *_family("fewer elements", "randk:0.1", "dct:0.01,period=100", plain=["char_gpt_sgd"]),
-    *_family("fewer elements", "randk:0.1,feedback=off"),
+    *_family("fewer elements", "topk:0.1", "topk:0.01", "topk:0.01,feedback=off"),
+    *_family("fewer elements", "randk:0.1", lr=_PLAIN_LR, plain=["char_gpt_sgd"]),
+    *_family("fewer elements", "randk:0.1,feedback=off", "dct:0.01,period=100"),
     *_family("fewer elements", "dgc:0.01", plain=["digits", "char_gpt_sgd"]),
-    *_family("signs", "efsignsgd", "onebit", plain=["char_gpt_sgd"]),
+    *_family("signs", "efsignsgd", "onebit", lr=_PLAIN_LR, plain=["char_gpt_sgd"]),
     *_family("signs", "efsignsgd,feedback=off", "onebit,feedback=off"),
     *_family("signs", "signsgd", everything=True, lr=_SIGN_LR),
     *_family(

@@ -84,7 +84,10 @@ def _job(text: str) -> str:
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
 @click.option(
-    "--jobs", type=Parsed("list", listed(_job)), default=",".join(JOBS), help="What to train."
+    "--jobs",
+    type=Parsed("list", listed(_job)),
+    default="digits,char_gpt",
+    help=f"What to train, of {', '.join(JOBS)}.",
 )
 @click.option(
     "--codecs", type=Parsed("list", str.split), metavar="SPECS", show_default="all of the table",
