@@ -10,7 +10,7 @@ namespace usbyte {
 namespace {
 
 // What the coded ops of one engine share: streams, as what is encoded must not wait for what is yet
-// to be received, and the host's copy of the arena.
+// to be received; messages on the device; and the host's copy of the arena.
 struct Lanes {
   Lanes(const CodingSpace& space, bool mirrored)
       : cuda(space.device),
@@ -22,7 +22,7 @@ struct Lanes {
         in(cuda, true),
         copied(events.acquire(false)),
         mirror(mirrored ? HostBytes(cuda, plan.arena_bytes()) : HostBytes()) {}
-  // Ops of a step that was not finished may be on them.
+  // Ops of a step that was not finished may be on the streams.
   ~Lanes() {
     for (const OwnedStream* stream : {&out, &in}) {
       try {
@@ -31,6 +31,13 @@ struct Lanes {
         // Then nothing runs on the device any more.
       }
     }
+    for (std::byte* buffer : buffers) cuda->free(buffer);
+  }
+
+  std::byte* allocate(int64_t bytes) {
+    buffers.push_back(nullptr);
+    buffers.back() = static_cast<std::byte*>(cuda->allocate(static_cast<size_t>(bytes)));
+    return buffers.back();
   }
 
   void await(CudaStream stream) {
@@ -46,12 +53,11 @@ struct Lanes {
   const OwnedStream out, in;
   const PooledEvent copied;  // for the host, which waits for one thing at a time
   const HostBytes mirror;
+  std::vector<std::byte*> buffers;
 };
 
 class DeviceOp : public CodedOp {
  public:
-  ~DeviceOp() override { lanes_->cuda->free(buffer_); }
-
   void encode(const Turn& turn) final {
     for (CudaEvent event : turn.order->after) cuda().wait(out(), event);
     encode_behind(turn);
@@ -70,7 +76,7 @@ class DeviceOp : public CodedOp {
       : CodedOp(op, kind, dtype),
         lanes_(std::move(lanes)),
         encoded_(lanes_->events.acquire(false)),
-        buffer_(static_cast<std::byte*>(lanes_->cuda->allocate(static_cast<size_t>(bytes)))) {
+        buffer_(lanes_->allocate(bytes)) {
     travels(buffer_, bytes);
   }
 
@@ -181,7 +187,7 @@ HostBytes::HostBytes(const std::shared_ptr<Cuda>& device, int64_t bytes) : size_
   if (device) {
     data_ = std::shared_ptr<std::byte>(static_cast<std::byte*>(device->allocate_pinned(count)),
                                        [device](std::byte* p) { device->free_pinned(p); });
-    std::memset(data_.get(), 0, count);
+    if (bytes > 0) std::memset(data_.get(), 0, count);
   } else {
     data_ = std::shared_ptr<std::byte>(new std::byte[count](), std::default_delete<std::byte[]>());
   }
