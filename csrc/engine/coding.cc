@@ -1,5 +1,6 @@
 #include "coding.h"
 
+#include <algorithm>
 #include <cfenv>
 #include <utility>
 
@@ -30,6 +31,10 @@ void Coding::stop() {
     work_.notify_all();
   }
   if (thread_.joinable()) thread_.join();
+}
+
+bool Coding::settle() {
+  return std::ranges::all_of(ops_, [](const auto& op) { return !op || op->settle(); });
 }
 
 void Coding::put(Job job) {

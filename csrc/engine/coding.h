@@ -33,6 +33,8 @@ class Coding {
   void halt() { halt_.set(); }
   /// Drops jobs that are not begun and those to come, and waits for the one that is.
   void stop();
+  /// After `stop`: whether nothing touches messages and arena any more; see `CodedOp::settle`.
+  bool settle();
 
   /// What travels for a coded op.
   const Request& request(int op) const { return ops_[static_cast<size_t>(op)]->request(); }

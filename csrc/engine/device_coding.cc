@@ -1,6 +1,8 @@
 #include "device_coding.h"
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "halt.h"
@@ -32,6 +34,23 @@ struct Lanes {
       }
     }
     for (std::byte* buffer : buffers) cuda->free(buffer);
+  }
+
+  bool settle() {
+    constexpr auto kMost = std::chrono::seconds(1);
+    const auto deadline = std::chrono::steady_clock::now() + kMost;
+    try {
+      for (const OwnedStream* stream : {&in, &out}) {
+        cuda->record(copied.get(), stream->get());
+        while (!cuda->passed(copied.get())) {
+          if (std::chrono::steady_clock::now() > deadline) return false;
+          std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
+      }
+    } catch (const FaultError&) {
+      // Then nothing runs on the device any more.
+    }
+    return true;
   }
 
   std::byte* allocate(int64_t bytes) {
@@ -70,6 +89,7 @@ class DeviceOp : public CodedOp {
     decode_behind(turn);
     cuda().record(turn.done, in());
   }
+  bool settle() final { return lanes_->settle(); }
 
  protected:
   DeviceOp(std::shared_ptr<Lanes> lanes, const Op& op, Collective kind, DType dtype, int64_t bytes)

@@ -26,7 +26,8 @@ Engine::~Engine() {
   if (stuck) state_->abort();
   state_->thread.join();
   if (state_->coding) state_->coding->stop();
-  if (state_->coding && !state_->fault.empty()) {
+  const bool settled = state_->coding && state_->coding->settle();
+  if (state_->coding && !state_->fault.empty() && !settled) {
     // The network may still write to the messages of ops that have failed.
     static auto& kept = *new std::vector<std::shared_ptr<State>>;
     static std::mutex mutex;

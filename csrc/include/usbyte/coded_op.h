@@ -45,6 +45,9 @@ class CodedOp {
 
   virtual void encode(const Turn& turn) = 0;
   virtual void decode(const Turn& turn) = 0;
+  /// Once the network has ended: waits for a device, for a second at most; whether nothing of this
+  /// is on its streams any more. False where that cannot be told, as there is none.
+  virtual bool settle() { return false; }
   /// Its window and fence are the plan's.
   const Request& request() const { return request_; }
   /// Blocks of the arena that `encode` reads, and that `decode` writes.
