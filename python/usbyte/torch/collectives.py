@@ -106,8 +106,8 @@ def exchange_chunks(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> N
     """An all_to_all in place: chunk i of `flat` goes to rank i, and rank i's comes instead of it.
 
     In the k-th round each rank sends to the k-th rank after it, so that no link has more than one
-    message in each direction. Gloo's own sends all at once; beside other traffic some ranks then
-    had theirs half as long again after the others.
+    message in each direction. Gloo's own sends all at once, after which, beside other traffic, some
+    ranks have theirs late.
 
     Blocks without the GIL and cannot be interrupted meanwhile, so call it from a thread other than
     the main one.
