@@ -94,23 +94,6 @@ codecs::Made make(std::string_view spec) {
                    ", some with a parameter as in topk:0.01");
 }
 
-// Takes what has been sent out of what is kept.
-void forget(const Codec& codec, const std::byte* message, const Draw& draw, std::span<float> kept) {
-  if (loops().largest(kept.data(), std::ssize(kept)) < codecs::kInfinityBits) {
-    return codec.decode_add(message, draw, -1, kept);
-  }
-  // What is not finite must not come again once all ranks have seen it, nor go before.
-  std::vector<float> sent(kept.size());
-  codec.decode(message, draw, sent);
-  for (size_t i = 0; i < kept.size(); ++i) {
-    if (std::isfinite(sent[i])) {
-      kept[i] -= sent[i];
-    } else if (!std::isfinite(kept[i])) {
-      kept[i] = 0;
-    }  // else it shared a message with one that is not finite, and is still to come
-  }
-}
-
 }  // namespace
 
 Draw Draw::of(uint64_t seed, int64_t step, int64_t begin, int rank) {
@@ -133,7 +116,12 @@ void Codec::send(std::span<const float> gradient, Memory& memory, const Draw& dr
   const std::span<float> kept(memory.rows[0], gradient.size());
   loops().add(gradient.data(), 1, kept.data(), std::ssize(kept));
   encode(kept, draw, message);
-  forget(*this, message, draw, kept);
+  if (loops().largest(kept.data(), std::ssize(kept)) < codecs::kInfinityBits) {
+    return decode_add(message, draw, -1, kept);
+  }
+  std::vector<float> sent(kept.size());
+  decode(message, draw, sent);
+  codecs::forget(sent, kept);
 }
 
 std::shared_ptr<const Codec> make_codec(std::string_view spec) {

@@ -53,6 +53,18 @@ void add_decoded(std::span<float> values, float factor, Decode decode) {
   });
 }
 
+/// Takes what has been sent out of what is kept. What is not finite must not come again once all
+/// ranks have seen it, nor go before.
+inline void forget(std::span<const float> sent, std::span<float> kept) {
+  for (size_t i = 0; i < kept.size(); ++i) {
+    if (std::isfinite(sent[i])) {
+      kept[i] -= sent[i];
+    } else if (!std::isfinite(kept[i])) {
+      kept[i] = 0;
+    }  // else it shared a message with one that is not finite, and is still to come
+  }
+}
+
 /// Signed numbers of `Bits`, the first in the lowest bits.
 template <int Bits>
 void pack(const int8_t* in, uint8_t* out, int64_t count) {

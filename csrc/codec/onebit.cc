@@ -1,29 +1,41 @@
 #include <bit>
 
+#include "grouped.h"
 #include "make.h"
-#include "signs.h"
+#include "message.h"
 
 namespace usbyte::codecs {
 namespace {
 
-// F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
-// Distributed Training of Speech DNNs", Interspeech 2014; two means for each block of a plan where
-// the paper has them for each column.
-class OneBit final : public Signs {
+// Signs that stand for the mean of what is not negative, and of the rest. F. Seide et al., "1-Bit
+// Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of Speech
+// DNNs", Interspeech 2014; two means for each group where the paper has them for each column.
+class OneBit final : public Grouped {
  public:
+  OneBit() : Grouped(kMostElements, 2, 1) {}
+
   std::string spec() const override { return "onebit"; }
 
  private:
-  Meaning meaning_of(std::span<const float> values, const uint32_t* signs) const override {
-    const int64_t size = std::ssize(values);
+  void encode_group(std::span<const float> values, uint64_t, float* means,
+                    uint8_t* packed) const override {
+    const int64_t count = std::ssize(values);
+    auto* const signs = reinterpret_cast<uint32_t*>(packed);
+    loops().to_signs(values.data(), signs, count);
     int64_t negative = 0;
-    for (int64_t w = 0; w < (size + 31) / 32; ++w) negative += std::popcount(signs[w]);
-    const double magnitudes = loops().sum_of_magnitudes(values.data(), size);
-    const double sum = loops().sum(values.data(), size);
-    const auto mean = [](double total, int64_t count) {
-      return count == 0 ? 0.0F : static_cast<float>(total / static_cast<double>(count));
+    for (int64_t w = 0; w < (count + 31) / 32; ++w) negative += std::popcount(signs[w]);
+    const double magnitudes = loops().sum_of_magnitudes(values.data(), count);
+    const double sum = loops().sum(values.data(), count);
+    const auto mean = [](double total, int64_t of) {
+      return of == 0 ? 0.0F : static_cast<float>(total / static_cast<double>(of));
     };
-    return {mean((sum + magnitudes) / 2, size - negative), mean((sum - magnitudes) / 2, negative)};
+    means[0] = mean((sum + magnitudes) / 2, count - negative);
+    means[1] = mean((sum - magnitudes) / 2, negative);
+  }
+  void decode_group(const float* means, const uint8_t* packed,
+                    std::span<float> values) const override {
+    loops().from_signs(reinterpret_cast<const uint32_t*>(packed), means[0], means[1], values.data(),
+                       std::ssize(values));
   }
 };
 

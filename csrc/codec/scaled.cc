@@ -1,6 +1,8 @@
+#include <algorithm>
 #include <bit>
 #include <limits>
 
+#include "grouped.h"
 #include "make.h"
 #include "message.h"
 #include "usbyte/error.h"
@@ -8,67 +10,34 @@
 namespace usbyte::codecs {
 namespace {
 
-constexpr int64_t kGroup = 256;
-
-// One byte for each element, and a scale for each group: the scales, then the bytes.
-class Scaled final : public Codec {
+// One byte for each element, and a scale.
+class Scaled final : public Grouped {
  public:
   using To = void (*)(const float*, float, uint8_t*, int64_t);
   using From = void (*)(const uint8_t*, float, float*, int64_t);
 
   Scaled(std::string spec, float largest, To to, From from)
-      : spec_(std::move(spec)), largest_(largest), to_(to), from_(from) {}
+      : Grouped(256, 1, 8), spec_(std::move(spec)), largest_(largest), to_(to), from_(from) {}
 
   std::string spec() const override { return spec_; }
-  int64_t message_bytes(int64_t count) const override {
-    return 4 * groups(count) + round_up(count, 4);
-  }
-
-  void encode(std::span<const float> values, const Draw&, std::byte* message) const override {
-    const int64_t size = std::ssize(values);
-    float* const scales = at<float>(message, 0);
-    uint8_t* const bytes = at<uint8_t>(message, 4 * groups(size));
-    in_pieces<kGroup>(size, [&](int64_t begin, int64_t count) {
-      const float* const in = values.data() + begin;
-      const uint32_t bits = loops().largest(in, count);
-      const float most = std::bit_cast<float>(bits);
-      float scale = most / largest_, up = largest_ / most;
-      if (bits >= kInfinityBits) {
-        scale = std::numeric_limits<float>::quiet_NaN();
-        up = 0;
-      } else if (most < kLeastScaled) {
-        scale = up = 0;
-      }
-      scales[begin / kGroup] = scale;
-      if (bits >= kInfinityBits) {
-        std::fill_n(bytes + begin, count, uint8_t{0});
-      } else {
-        to_(in, up, bytes + begin, count);
-      }
-    });
-    std::fill(bytes + size, bytes + round_up(size, 4), uint8_t{0});
-  }
-
-  void decode(const std::byte* message, const Draw&, std::span<float> values) const override {
-    in_pieces<kGroup>(std::ssize(values), [&](int64_t begin, int64_t count) {
-      decode(message, std::ssize(values), begin, count, values.data() + begin);
-    });
-  }
-  void decode_add(const std::byte* message, const Draw&, float factor,
-                  std::span<float> values) const override {
-    in_pieces<kGroup>(std::ssize(values), [&](int64_t begin, int64_t count) {
-      float decoded[kGroup];
-      decode(message, std::ssize(values), begin, count, decoded);
-      loops().add(decoded, factor, values.data() + begin, count);
-    });
-  }
 
  private:
-  static int64_t groups(int64_t count) { return (count + kGroup - 1) / kGroup; }
-  void decode(const std::byte* message, int64_t size, int64_t begin, int64_t count,
-              float* out) const {
-    const float scale = at<float>(message, 0)[begin / kGroup];
-    from_(at<uint8_t>(message, 4 * groups(size) + begin), scale, out, count);
+  void encode_group(std::span<const float> values, uint64_t, float* scale,
+                    uint8_t* bytes) const override {
+    const uint32_t bits = loops().largest(values.data(), std::ssize(values));
+    const float most = std::bit_cast<float>(bits);
+    if (bits >= kInfinityBits) {
+      *scale = std::numeric_limits<float>::quiet_NaN();
+      std::fill_n(bytes, values.size(), uint8_t{0});
+    } else {
+      const bool counts = most >= kLeastScaled;
+      *scale = counts ? most / largest_ : 0;
+      to_(values.data(), counts ? largest_ / most : 0, bytes, std::ssize(values));
+    }
+  }
+  void decode_group(const float* scale, const uint8_t* bytes,
+                    std::span<float> values) const override {
+    from_(bytes, *scale, values.data(), std::ssize(values));
   }
 
   const std::string spec_;

@@ -18,21 +18,20 @@ class Signum final : public Majority {
   int memories() const override { return 1; }
   std::string remembers() const override { return "mean"; }
 
-  void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int,
-            std::byte* message) const override {
-    const std::span<float> mean(memory.rows[0], gradient.size());
+  static constexpr double kMomentum = 0.9;
+
+ private:
+  void take_up(std::span<const float> gradient, std::span<float> mean) const override {
     const auto old = static_cast<float>(momentum_), fresh = static_cast<float>(1 - momentum_);
     for (size_t i = 0; i < mean.size(); ++i) mean[i] = old * mean[i] + fresh * gradient[i];
-    encode(mean, draw, message);
-    if (loops().largest(mean.data(), std::ssize(mean)) < kInfinityBits) return;
+  }
+  void settle(const float* one, const uint8_t*, std::span<float> mean) const override {
+    if (finite(one)) return;
     for (float& x : mean) {
       if (!std::isfinite(x)) x = 0;  // all ranks see it now, and not in every step to come
     }
   }
 
-  static constexpr double kMomentum = 0.9;
-
- private:
   const double momentum_;
 };
 

@@ -139,8 +139,10 @@ TEST(Codec, SizesAreThoseOfTheFormats) {
   EXPECT_EQ(bytes("randk:0.01", 1000), 40);
   EXPECT_EQ(bytes("qsgd:4", 1024), 8 + 512);
   EXPECT_EQ(bytes("qsgd:2", 13), 4 + 4);
-  EXPECT_EQ(bytes("terngrad", 1024), 4 + 256);
-  EXPECT_EQ(bytes("efsignsgd", 1024), 8 + 128);
+  EXPECT_EQ(bytes("terngrad", 1025), 2 * 4 + 260);
+  EXPECT_EQ(bytes("efsignsgd", 1024), 4 + 128);
+  EXPECT_EQ(bytes("onebit", 1025), 2 * 8 + 132);
+  EXPECT_EQ(bytes("signsgd", 1025), 2 * 4 + 132);
   for (const std::string& spec : kSpecs) EXPECT_EQ(make_codec(spec)->message_bytes(0), 0) << spec;
 }
 
@@ -312,24 +314,46 @@ TEST(Codec, RanksRoundByChanceOfTheirOwn) {
   }
 }
 
-TEST(Codec, SignsStandForWhatThePapersSay) {
+TEST(Codec, SignsStandForTheMeansOfTheirGroup) {
   Random random(10);
-  for (int64_t count : {1, 31, 32, 33, 1000, 3001}) {
+  for (int64_t count : {1, 31, 32, 33, 1000, 1024, 1025, 5001}) {
     const std::vector<float> values = gradient(random, count);
-    double magnitudes = 0, sums[2] = {};
-    int64_t counts[2] = {};
-    for (float x : values) {
-      magnitudes += std::abs(double{x});
-      sums[std::signbit(x)] += x;
-      ++counts[std::signbit(x)];
-    }
     const std::vector<float> ef = through("efsignsgd", values), one = through("onebit", values);
-    const double mean = magnitudes / static_cast<double>(count);
-    for (size_t i = 0; i < values.size(); ++i) {
-      const bool negative = std::signbit(values[i]);
-      ASSERT_NEAR(ef[i], negative ? -mean : mean, mean * 1e-6);
-      ASSERT_NEAR(one[i], sums[negative] / static_cast<double>(counts[negative]), mean * 1e-6);
+    for (size_t begin = 0; begin < values.size(); begin += 1024) {
+      const size_t end = std::min(begin + 1024, values.size());
+      double magnitudes = 0, sums[2] = {};
+      int64_t counts[2] = {};
+      for (size_t i = begin; i < end; ++i) {
+        magnitudes += std::abs(double{values[i]});
+        sums[std::signbit(values[i])] += values[i];
+        ++counts[std::signbit(values[i])];
+      }
+      const double mean = magnitudes / static_cast<double>(end - begin);
+      for (size_t i = begin; i < end; ++i) {
+        const bool negative = std::signbit(values[i]);
+        ASSERT_NEAR(ef[i], negative ? -mean : mean, mean * 1e-6);
+        ASSERT_NEAR(one[i], sums[negative] / static_cast<double>(counts[negative]), mean * 1e-6);
+      }
     }
+  }
+}
+
+TEST(Codec, GroupsDoNotKnowEachOther) {
+  Random random(13);
+  std::vector<float> first = gradient(random, 1024), second = gradient(random, 700);
+  for (float& x : first) x *= 1e6F;
+  std::vector<float> both = first;
+  both.insert(both.end(), second.begin(), second.end());
+  for (const char* spec : {"fp8", "fp8:e5m2", "int8", "efsignsgd", "onebit"}) {
+    std::vector<float> want = through(spec, first);
+    const std::vector<float> rest = through(spec, second);
+    want.insert(want.end(), rest.begin(), rest.end());
+    EXPECT_EQ(through(spec, both), want) << spec;
+  }
+  for (const char* spec : {"qsgd:2", "terngrad"}) {
+    const std::vector<float> got = through(spec, both);
+    const double most = spec[0] == 't' ? largest(second.data(), second.size()) : norm(second);
+    EXPECT_LE(largest(got.data() + 1024, second.size()), most * (1 + 1e-6)) << spec;
   }
 }
 

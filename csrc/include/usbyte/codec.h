@@ -127,15 +127,15 @@ class Matrices {
 ///    before. In quarters of the warm-up the share is 1/4, 1/16, 1/64 and 1/256, if that is more.
 ///  - qsgd:BITS (2, 4 or 8; Alistarh et al. 2017): stochastic rounding to 2^(BITS-1) - 1 levels of
 ///    the norm of each 512 elements. Unbiased. NaN or infinity: all 512 become NaN.
-///  - terngrad (Wen et al. 2017): -1, 0 or 1 times the largest magnitude, by chance. Unbiased. NaN
-///    or infinity: all elements of the block become NaN.
+///  - terngrad (Wen et al. 2017): -1, 0 or 1 times the largest magnitude of each 1024 elements, by
+///    chance. Unbiased. NaN or infinity: all 1024 become NaN.
 ///  - signsgd (Bernstein et al. 2018): signs; together the majority's, 0 where they are even. A 0
-///    votes by chance. NaN or infinity: the block becomes NaN.
+///    votes by chance. NaN or infinity: all 1024 elements of its group become NaN.
 ///  - signum[:MOMENTUM] (likewise): the same of gradients' running mean, with 0.9.
-///  - efsignsgd (Karimireddy et al. 2019): signs times the mean magnitude. NaN or infinity: no
-///    element of the block stays finite.
-///  - onebit (Seide et al. 2014): the mean of what is not negative, or that of the rest. Likewise,
-///    of the elements with that sign at least.
+///  - efsignsgd (Karimireddy et al. 2019): signs times the mean magnitude of each 1024 elements. NaN
+///    or infinity: none of them stays finite.
+///  - onebit (Seide et al. 2014): of each 1024 elements the mean of what is not negative, or that of
+///    the rest. Likewise, of the elements with that sign at least.
 ///  - powersgd:RANK (Vogels et al. 2019): matrices as products of two of that rank, others as they
 ///    are. Add. NaN or infinity: the matrix becomes NaN.
 ///
