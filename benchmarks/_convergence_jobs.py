@@ -29,7 +29,8 @@ class Job:
         lr: Learning rate at its peak.
         samples: Number of training samples.
         batch: Samples of a step, over all ranks.
-        steps: How long it is trained.
+        steps: How long it is trained without compression.
+        stretches: How many times as long others are, until they reach what that has reached.
         loss: Of model and sample indices of this rank; a mean.
         score: Of the model on held-out data: this rank's sum and count, float64 of shape (2,), for
             rank and size.
@@ -47,6 +48,7 @@ class Job:
     samples: int
     batch: int
     steps: int
+    stretches: tuple[int, ...]
     loss: Callable[[nn.Module, Tensor], Tensor]
     score: Callable[[nn.Module, int, int], Tensor]
     metric: str
@@ -91,7 +93,8 @@ def digits(quick: bool) -> Job:
     return Job(
         "digits", build_model,
         lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9), "SGD, momentum 0.9",
-        lr=0.1, samples=len(images), batch=64, steps=10 if quick else 330, loss=loss, score=score,
+        lr=0.1, samples=len(images), batch=64, steps=10 if quick else 330, stretches=(1,),
+        loss=loss, score=score,
         metric="test accuracy", percent=True, tolerance=0.01,
     )  # fmt: skip
 
@@ -99,18 +102,17 @@ def digits(quick: bool) -> Job:
 def char_gpt(quick: bool) -> Job:
     """A small GPT on Python's own source, by AdamW."""
     return _char_gpt(
-        "char_gpt", lambda params, lr: torch.optim.AdamW(params, lr=lr), "AdamW", 2e-3, 400, quick
+        "char_gpt", lambda params, lr: torch.optim.AdamW(params, lr=lr), "AdamW", 2e-3, quick
     )
 
 
 def char_gpt_sgd(quick: bool) -> Job:
-    """The same by SGD with momentum, as theory of error feedback has it, and for longer."""
+    """The same by SGD with momentum, as theory of error feedback has it."""
     return _char_gpt(
         "char_gpt_sgd",
         lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
         "SGD, momentum 0.9",
         0.05,
-        1600,
         quick,
     )
 
@@ -120,7 +122,6 @@ def _char_gpt(
     make_optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer],
     optimizer: str,
     lr: float,
-    steps: int,
     quick: bool,
 ) -> Job:
     _find_examples()
@@ -137,7 +138,7 @@ def _char_gpt(
 
     return Job(
         name, lambda: GPT(shape), make_optimizer, optimizer,
-        lr=lr, samples=len(text), batch=16, steps=10 if quick else steps,
+        lr=lr, samples=len(text), batch=16, steps=10 if quick else 400, stretches=(1, 2, 4),
         loss=lambda model, index: loss_of(model, text[index]), score=score,
         metric="validation loss", percent=False, tolerance=0.05,
     )  # fmt: skip

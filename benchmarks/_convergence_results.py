@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLUMNS = (
-    "codec", "{metric}", "against uncompressed", "reached", "training loss", "bytes a step",
-    "ratio", "optimizer",
+    "codec", "{metric}", "against uncompressed", "reached", "steps", "training loss",
+    "bytes a step", "ratio", "optimizer",
 )  # fmt: skip
 
 
@@ -29,6 +29,7 @@ class Result:
     Attributes:
         lr: Learning rate at its peak.
         optimizer: What it was trained by.
+        steps: How long.
         message_bytes: What a rank hands to the network in a step.
         gradient_bytes: The same without compression.
         scores: On held-out data at the end.
@@ -38,6 +39,7 @@ class Result:
 
     lr: float
     optimizer: str
+    steps: int
     message_bytes: int = 0
     gradient_bytes: int = 0
     scores: list[float] = field(default_factory=list)
@@ -87,12 +89,14 @@ class Trained:
         """What was done, and what the columns mean."""
         job, base = self.job, self.results[UNCOMPRESSED]
         spread = statistics.stdev(base.scores) if len(base.scores) > 1 else math.nan
+        tried = [f"{times} times" for times in job.stretches if times > 1]
+        longer = f"; what is not is trained {' and '.join(tried)} as long" if tried else ""
         noise = "" if math.isnan(spread) else f", whose deviation is {job.format(spread)}"
         return (
-            f"{job.name}: {job.steps} steps of {job.batch} samples on {self.ranks} ranks, means "
+            f"{job.name}: steps of {job.batch} samples on {self.ranks} ranks, means "
             f"over {len(base.scores)} seed(s){noise}. Reached: {job.metric} at most "
-            f"{job.format(job.tolerance)} worse than uncompressed. Bytes: of the messages of a "
-            "rank; ratio: gradients over messages. Beside optimizers: the peak learning rate."
+            f"{job.format(job.tolerance)} worse than uncompressed{longer}. Bytes: of the messages "
+            "of a rank; ratio: gradients over messages. Beside optimizers: the peak learning rate."
         )
 
     def rows(self) -> list[list[str]]:
@@ -106,6 +110,7 @@ class Trained:
                     self.job.format(result.score),
                     "" if label == UNCOMPRESSED else self.job.format(result.score - base, "+"),
                     "" if label == UNCOMPRESSED else "yes" if self.reached(label) else "no",
+                    str(result.steps),
                     f"{result.curve[-1]:.4f}",
                     str(result.message_bytes),
                     f"{result.gradient_bytes / result.message_bytes:.1f}",
@@ -135,10 +140,14 @@ class Trained:
             for label, result in self.results.items()
         }
         return {
-            "job": self.job.name, "steps": self.job.steps, "batch": self.job.batch,
+            "job": self.job.name, "batch": self.job.batch,
             "ranks": self.ranks, "metric": self.job.metric, "tolerance": self.job.tolerance,
             "loss_every_steps": self.every, "results": _finite(rows), "skipped": self.skipped,
         }  # fmt: skip
+
+    def _points(self, label: str) -> tuple[list[int], list[float]]:
+        curve = self.results[label].curve
+        return [self.every * (k + 1) for k in range(len(curve))], curve
 
     def curves(self) -> Figure:
         """Training losses: a panel for each family of codecs, all with the uncompressed one."""
@@ -148,13 +157,13 @@ class Trained:
         figure = Figure(figsize=(4.4 * len(families), 4.2), layout="constrained")
         panels = figure.subplots(1, len(families), squeeze=False, sharey=True)[0]
         base = self.results[UNCOMPRESSED].curve
-        steps = [self.every * (k + 1) for k in range(len(base))]
         for panel, family in zip(panels, families, strict=True):
-            panel.plot(steps, base, color="black", lw=2.5, alpha=0.4, label=UNCOMPRESSED)
+            panel.plot(*self._points(UNCOMPRESSED), color="black", lw=2.5, alpha=0.4,
+                       label=UNCOMPRESSED)  # fmt: skip
             for label, variant in self.variants.items():
                 if variant.family == family:
                     style = "--" if "feedback=off" in label else "-"
-                    panel.plot(steps, self.results[label].curve, style, lw=1, label=label)
+                    panel.plot(*self._points(label), style, lw=1, label=label)
             panel.set_title(family)
             panel.set_xlabel("step")
             panel.grid(alpha=0.3)

@@ -21,8 +21,8 @@ class Variant:
         compression: Of `DistributedOptimizer`.
         family: Variants of one share a picture.
         lr: Factor of a job's learning rate, by job; 1 where there is none.
-        plain: Jobs that SGD without momentum trains instead of their optimizer, since the codec has
-            momentum of its own.
+        plain: Jobs that SGD without momentum trains instead of their optimizer: the codec has
+            momentum of its own, or does better without any, as what was not sent comes later.
     """
 
     label: str
@@ -30,6 +30,11 @@ class Variant:
     family: str = ""
     lr: Mapping[str, float] = field(default_factory=dict)
     plain: Sequence[str] = ()
+
+    @property
+    def stretches(self) -> bool:
+        """Whether it is trained for longer where it needs that; not if that is beside the point."""
+        return "feedback=off" not in self.label
 
 
 def _family(
@@ -51,19 +56,36 @@ def _family(
 _SIGN_LR = {"digits": 0.005, "char_gpt_sgd": 0.001}
 #: Without momentum, which makes steps ten times as long.
 _PLAIN_SIGN_LR = {"digits": 0.05, "char_gpt": 0.2, "char_gpt_sgd": 0.01}
-_PLAIN_LR = {"char_gpt_sgd": 5.0}
+#: Found by trying; ten times would be as long as steps with momentum are.
+_PLAIN_LR = {"digits": 10.0, "char_gpt_sgd": 5.0}
+_PLAIN_SIGNS_LR = {"char_gpt_sgd": 5.0}
 
 #: All codecs of usbyte; those that the installed core does not know are left out with a word.
 VARIANTS = [
     Variant(UNCOMPRESSED, None),
     *_family("fewer bits", "fp16", "bf16", "fp8", "fp8:e5m2", "int8", "qsgd:8", "qsgd:4"),
     *_family("fewer bits", "terngrad"),
-    *_family("fewer elements", "topk:0.1", "topk:0.01", "topk:0.01,feedback=off"),
-    *_family("fewer elements", "randk:0.1", lr=_PLAIN_LR, plain=["char_gpt_sgd"]),
-    *_family("fewer elements", "randk:0.1,feedback=off", "dct:0.01,period=100"),
+    *_family("fewer elements", "topk:0.1"),
+    *_family(
+        "fewer elements",
+        "topk:0.01",
+        "topk:0.01,feedback=off",
+        "randk:0.1",
+        "randk:0.1,feedback=off",
+        "dct:0.01,period=100",
+        lr=_PLAIN_LR,
+        plain=["digits", "char_gpt_sgd"],
+    ),
     *_family("fewer elements", "dgc:0.01", plain=["digits", "char_gpt_sgd"]),
-    *_family("signs", "efsignsgd", "onebit", lr=_PLAIN_LR, plain=["char_gpt_sgd"]),
-    *_family("signs", "efsignsgd,feedback=off", "onebit,feedback=off"),
+    *_family(
+        "signs",
+        "efsignsgd",
+        "efsignsgd,feedback=off",
+        "onebit",
+        "onebit,feedback=off",
+        lr=_PLAIN_SIGNS_LR,
+        plain=["char_gpt_sgd"],
+    ),
     *_family("signs", "signsgd", everything=True, lr=_SIGN_LR),
     *_family(
         "signs",

@@ -36,7 +36,10 @@ _SEEDS = {"digits": 3, "char_gpt": 1, "char_gpt_sgd": 1}
 
 
 def train(job: Job, variant: Variant, seed: int, result: Result) -> None:
-    """Trains one variant from one seed, and adds what came of it. Collective."""
+    """Trains one variant from one seed for as long as the result says, and adds what came of it.
+
+    Collective.
+    """
     from _common import Batches, warmup_cosine
 
     torch.manual_seed(seed)
@@ -48,11 +51,11 @@ def train(job: Job, variant: Variant, seed: int, result: Result) -> None:
         compression=variant.compression,
     )
     ub.broadcast_parameters(model.state_dict(), root_rank=0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(job.steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(result.steps))
     batches = Batches(job.samples, job.batch, seed, ub.rank(), ub.size())
     began, step = time.perf_counter(), 0
     losses, since = [], torch.zeros(())
-    while step < job.steps:
+    while step < result.steps:
         for index in batches.epoch(step // batches.per_epoch):
             optimizer.zero_grad()
             loss = job.loss(model, index)
@@ -64,7 +67,7 @@ def train(job: Job, variant: Variant, seed: int, result: Result) -> None:
             if step % _EVERY == 0:
                 losses.append(float(ub.allreduce(since, op=ub.Average, name="loss")))
                 since.zero_()
-            if step == job.steps:
+            if step == result.steps:
                 break
     result.seconds += time.perf_counter() - began
     result.losses.append(losses)
@@ -134,16 +137,22 @@ def main(
     found = []
     for name in jobs:
         job = JOBS[name](quick)
-        results = {}
+        trained = Trained(job, ub.size(), _EVERY, variants, {}, skipped)
+        found.append(trained)
         for label, variant in variants.items():
             factor = variant.lr.get(name, 1.0) if lr is None or label == UNCOMPRESSED else lr
             optimizer = "SGD" if name in variant.plain else job.optimizer
-            result = results[label] = Result(job.lr * factor, optimizer)
-            for seed in range(seeds or (1 if quick else _SEEDS[name])):
-                train(job, variant, seed, result)
-            score = job.format(result.score)
-            console.print(f"{name}, {label}: {job.metric} {score}, {result.seconds:.1f} s")
-        found.append(Trained(job, ub.size(), _EVERY, variants, results, skipped))
+            for times in job.stretches if variant.stretches else (1,):
+                result = Result(job.lr * factor, optimizer, times * job.steps)
+                trained.results[label] = result
+                for seed in range(seeds or (1 if quick else _SEEDS[name])):
+                    train(job, variant, seed, result)
+                console.print(
+                    f"{name}, {label}, {result.steps} steps: {job.metric} "
+                    f"{job.format(result.score)}, {result.seconds:.1f} s"
+                )
+                if quick or trained.reached(label):
+                    break
     if ub.rank() == 0:
         text = "\n".join(trained.to_markdown() for trained in found)
         console.print(text, markup=False, soft_wrap=True)

@@ -1,4 +1,5 @@
-// Bandwidth and correctness of the kernels: pack, unpack, cast, fill, scatter_add, fused updates.
+// Bandwidth and correctness of the kernels: pack, unpack, cast, fill, scatter_add, fused updates,
+// codecs.
 
 #include <algorithm>
 #include <array>
@@ -24,7 +25,8 @@ constexpr const char* kAbout =
     "  op        pack, pack_bf16, pack_fp16: float32 tensors into a block of float32, ...\n"
     "            unpack, unpack_bf16: back; sgd: with momentum; adam; gradients in the block,\n"
     "            parameters and state in tensors; fill; scatter_add: rows of 64 elements, each of\n"
-    "            those written added to three times\n"
+    "            those written added to three times; send: encodes the block with what a codec\n"
+    "            remembers; receive: decodes and adds two messages\n"
     "  size      bytes of the block, if of float32\n"
     "  tensors   that the first block has parts of\n"
     "  moved     bytes that the kernel reads and writes\n"
@@ -40,6 +42,8 @@ constexpr const char* kAbout =
     "            the host\n\n"
     "Exit code: 0, 1 if anything is wrong, 2 on an error. 1 GB = 10^9 bytes.";
 
+constexpr const char* kCodecs[] = {"int8",     "fp8",     "qsgd:2",    "qsgd:4", "qsgd:8",
+                                   "terngrad", "signsgd", "efsignsgd", "onebit"};
 constexpr int64_t kMostBlocks = 1024;  // of one size; more than any cache holds
 
 // Finite and not negative, as float32, and as two bfloat16 or float16.
@@ -150,7 +154,7 @@ class Job {
   // Runs the op once more, on the first block, from known contents and on the host too.
   int64_t wrong(const Op& op, const Block& block) {
     std::array<std::vector<uint32_t>, kRegions> want, found;
-    Memory on_host{.rows = rows_on_host_.data()};
+    Regions on_host{.rows = rows_on_host_.data()};
     std::array<Bytes, kRegions> ranges;
     for (size_t r = 0; r < kRegions; ++r) {
       const Bytes used = block.range(static_cast<Region>(r));
@@ -187,7 +191,7 @@ class Job {
   std::vector<int64_t> rows_on_host_;
   Allocation rows_, copy_source_, copy_target_;
   std::vector<std::unique_ptr<Allocation>> regions_;
-  Memory device_;
+  Regions device_;
 };
 
 std::vector<int64_t> tensors(const std::string& list, int64_t bytes, bool small) {
@@ -220,6 +224,12 @@ nlohmann::ordered_json target(const std::string& what, const Row& row, bool met,
 nlohmann::ordered_json targets(const std::vector<Row>& rows) {
   auto out = nlohmann::ordered_json::array();
   for (const Row& r : rows) {
+    const bool cast = r.op == "pack_bf16" || r.op == "pack_fp16" || r.op == "unpack_bf16";
+    const bool codec = r.op.starts_with("send ") || r.op.starts_with("receive ");
+    if (((cast && r.list == "gpt2") || codec) && r.size_bytes >= 4 << 20) {
+      out.push_back(target(r.op + " against copy", r, r.ratio() >= 0.8,
+                           fixed(100 * r.ratio(), 1) + " %", "at least 80 %"));
+    }
     if (r.op != "pack" || (r.list != "resnet50" && r.list != "gpt2")) continue;
     if (r.size_bytes >= 4 << 20) {
       out.push_back(target("pack against copy", r, r.ratio() >= 0.9,
@@ -253,7 +263,13 @@ int bench_pack(const Options& options) {
                            unpack("unpack_bf16", DType::bfloat16),
                            sgd(),
                            adam()};
-    if (list == "flat") ops = {fill(), scatter_add()};
+    if (list == "flat") {
+      ops = {fill(), scatter_add()};
+      for (const char* spec : kCodecs) {
+        ops.push_back(send(spec));
+        ops.push_back(receive(spec));
+      }
+    }
     Job job(*cuda, list, Layout(tensors(list, most, small), most), 4 * high, iters);
     for (const Op& op : ops) {
       for (int64_t size = low; size <= std::min(high, job.elements() * 4); size *= 4) {

@@ -5,12 +5,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <numeric>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cuda/host_kernels.h"
+#include "usbyte/codec.h"
 #include "usbyte/cuda.h"
 
 // What bench_pack measures: the kernels, on blocks that are cut out of a list of tensors.
@@ -19,7 +22,7 @@ namespace usbyte::bench {
 constexpr int64_t kTensorAlignment = 512;  // bytes, as torch's allocator has it
 constexpr int64_t kScatterWidth = 64;      // elements
 
-// Memory that the ops work on. Tensors lie in the first three, in the same places, and the arena
+// Regions that the ops work on. Tensors lie in the first three, in the same places, and the arena
 // in the last.
 enum Region { kParams, kFirstState, kSecondState, kArena, kRegions };
 
@@ -75,7 +78,7 @@ struct Block {
 };
 
 // Where the regions lie for a run: on the device whole, on the host the ranges that are checked.
-struct Memory {
+struct Regions {
   std::array<std::byte*, kRegions> base{};
   std::array<int64_t, kRegions> origin{};  // bytes of the region before `base`
   const int64_t* rows = nullptr;           // of scatter_add
@@ -101,6 +104,14 @@ struct OnDevice {
     cuda.scatter_add(args..., stream);
   }
   template <typename... T>
+  void encode_groups(const T&... args) const {
+    cuda.encode_groups(args..., stream);
+  }
+  template <typename... T>
+  void decode_groups(const T&... args) const {
+    cuda.decode_groups(args..., stream);
+  }
+  template <typename... T>
   void update_sgd(const T&... args) const {
     cuda.update_sgd(args..., stream);
   }
@@ -113,6 +124,8 @@ struct OnHost {
   static constexpr auto copy_segments = host::copy_segments;
   static constexpr auto fill = host::fill;
   static constexpr auto scatter_add = host::scatter_add;
+  static constexpr auto encode_groups = host::encode_groups;
+  static constexpr auto decode_groups = host::decode_groups;
   static constexpr auto update_sgd = host::update_sgd;
   static constexpr auto update_adam = host::update_adam;
 };
@@ -120,8 +133,8 @@ struct OnHost {
 struct Op {
   std::string name;
   double bytes_per_element;  // read and written
-  std::function<void(const OnDevice&, const Memory&, const Block&)> on_device;
-  std::function<void(const OnHost&, const Memory&, const Block&)> on_host;
+  std::function<void(const OnDevice&, const Regions&, const Block&)> on_device;
+  std::function<void(const OnHost&, const Regions&, const Block&)> on_host;
 
   template <typename Run>
   Op(std::string op, double bytes, Run run)
@@ -130,7 +143,7 @@ struct Op {
 
 inline Op pack(const std::string& name, DType arena) {
   return {name, 4.0 + static_cast<double>(itemsize(arena)),
-          [=](const auto& kernels, const Memory& memory, const Block& block) {
+          [=](const auto& kernels, const Regions& memory, const Block& block) {
             std::vector<Segment> segments;
             for (const Part& p : block.parts) {
               segments.push_back({memory.at(kParams, p.place),
@@ -143,7 +156,7 @@ inline Op pack(const std::string& name, DType arena) {
 
 inline Op unpack(const std::string& name, DType arena) {
   return {name, 4.0 + static_cast<double>(itemsize(arena)),
-          [=](const auto& kernels, const Memory& memory, const Block& block) {
+          [=](const auto& kernels, const Regions& memory, const Block& block) {
             std::vector<Segment> segments;
             for (const Part& p : block.parts) {
               segments.push_back({memory.at(kArena, block.begin * 4 + p.offset * itemsize(arena)),
@@ -154,7 +167,7 @@ inline Op unpack(const std::string& name, DType arena) {
 }
 
 inline Op sgd() {
-  return {"sgd", 20, [](const auto& kernels, const Memory& memory, const Block& block) {
+  return {"sgd", 20, [](const auto& kernels, const Regions& memory, const Block& block) {
             std::vector<SgdTensor> tensors;
             for (const Part& p : block.parts) {
               tensors.push_back({memory.at(kParams, p.place),
@@ -167,7 +180,7 @@ inline Op sgd() {
 }
 
 inline Op adam() {
-  return {"adam", 28, [](const auto& kernels, const Memory& memory, const Block& block) {
+  return {"adam", 28, [](const auto& kernels, const Regions& memory, const Block& block) {
             std::vector<AdamTensor> tensors;
             for (const Part& p : block.parts) {
               tensors.push_back(
@@ -185,7 +198,7 @@ inline Op adam() {
 }
 
 inline Op fill() {
-  return {"fill", 4, [](const auto& kernels, const Memory& memory, const Block& block) {
+  return {"fill", 4, [](const auto& kernels, const Regions& memory, const Block& block) {
             kernels.fill(memory.at(kArena, block.begin * 4), DType::float32, block.count, 0.5);
           }};
 }
@@ -193,10 +206,45 @@ inline Op fill() {
 inline Op scatter_add() {
   const double rows = 8.0 / kScatterWidth;
   return {"scatter_add", 4 + 8.0 / 3 + rows,
-          [](const auto& kernels, const Memory& memory, const Block& block) {
+          [](const auto& kernels, const Regions& memory, const Block& block) {
             kernels.scatter_add(memory.at(kArena, block.begin * 4), memory.rows,
                                 memory.at(kParams, block.range(kParams).begin), DType::float32,
                                 block.count / kScatterWidth, kScatterWidth);
+          }};
+}
+
+// Bytes of a message for each element of a long run.
+inline double message_share(const Codec& codec) {
+  constexpr int64_t kLong = 1 << 20;
+  return static_cast<double>(codec.message_bytes(kLong)) / kLong;
+}
+
+// As training sends a block: with what is remembered of it, if the codec does.
+inline Op send(const std::string& spec) {
+  const std::shared_ptr<const Codec> codec = make_codec(spec);
+  const double moved = 4 + message_share(*codec) + (codec->memories() > 0 ? 8 : 0);
+  return {"send " + spec, moved,
+          [=](const auto& kernels, const Regions& memory, const Block& block) {
+            const Bytes place = block.range(kFirstState);
+            auto* const kept = static_cast<float*>(memory.at(kFirstState, place.begin));
+            const GroupEncoding run{
+                memory.at(kArena, block.begin * 4), codec->memories() > 0 ? kept : nullptr,
+                static_cast<std::byte*>(memory.at(kSecondState, place.begin)), block.count, 1};
+            kernels.encode_groups(*codec->kernels(), std::span(&run, 1), DType::float32);
+          }};
+}
+
+// The sum of two ranks' messages.
+inline Op receive(const std::string& spec) {
+  const std::shared_ptr<const Codec> codec = make_codec(spec);
+  return {"receive " + spec, 4 + 2 * message_share(*codec),
+          [=](const auto& kernels, const Regions& memory, const Block& block) {
+            const Bytes place = block.range(kSecondState);
+            const GroupDecoding run{
+                memory.at(kArena, block.begin * 4),
+                static_cast<const std::byte*>(memory.at(kSecondState, place.begin)), block.count};
+            kernels.decode_groups(*codec->kernels(), std::span(&run, 1), DType::float32, 2,
+                                  codec->message_bytes(block.count));
           }};
 }
 

@@ -57,6 +57,7 @@ class WithoutFeedback final : public Codec {
   DType message_dtype() const override { return inner_->message_dtype(); }
   int64_t message_bytes(int64_t count) const override { return inner_->message_bytes(count); }
   int memories() const override { return 0; }
+  std::optional<GroupCodec> kernels() const override { return inner_->kernels(); }
   void encode(std::span<const float> values, const Draw& draw, std::byte* message) const override {
     inner_->encode(values, draw, message);
   }

@@ -11,7 +11,7 @@ namespace {
 // Efficient Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019).
 class EfSignSgd final : public Grouped {
  public:
-  EfSignSgd() : Grouped(kMostElements, 1, 1) {}
+  EfSignSgd() : Grouped(GroupCodec::Kind::efsignsgd, kMostElements, 1, 1) {}
 
   std::string spec() const override { return "efsignsgd"; }
 

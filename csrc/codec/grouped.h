@@ -21,14 +21,15 @@ class Grouped : public Codec {
                   std::span<float> values) const final;
   void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int ranks,
             std::byte* message) const final;
+  std::optional<GroupCodec> kernels() const override { return GroupCodec{kind_}; }
 
  protected:
   bool finite(const float* numbers) const;
   static constexpr int64_t kMostElements = 1024;
 
   /// Groups of so many elements, a multiple of 32 and `kMostElements` at most.
-  Grouped(int64_t elements, int numbers, int bits)
-      : elements_(elements), numbers_(numbers), bits_(bits) {}
+  Grouped(GroupCodec::Kind kind, int64_t elements, int numbers, int bits)
+      : kind_(kind), elements_(elements), numbers_(numbers), bits_(bits) {}
 
  private:
   /// Of one group, of one value at least. `key` is another for each group, step and rank. Bits of
@@ -47,6 +48,7 @@ class Grouped : public Codec {
   void each(Bytes* message, std::span<Value> values, Body body) const;
   void fill_up(int64_t count, std::byte* message) const;
 
+  const GroupCodec::Kind kind_;
   const int64_t elements_;
   const int numbers_, bits_;
 };

@@ -18,8 +18,8 @@ class Levels : public Grouped {
 
  protected:
   /// Levels of that width: 1 and -1 times the number are the outermost.
-  Levels(int64_t elements, int bits)
-      : Grouped(elements, 1, bits), bits_(bits), levels_((1 << (bits - 1)) - 1) {}
+  Levels(GroupCodec::Kind kind, int64_t elements, int bits)
+      : Grouped(kind, elements, 1, bits), bits_(bits), levels_((1 << (bits - 1)) - 1) {}
 
  private:
   /// Not below any magnitude; not finite if a value is not.

@@ -23,7 +23,7 @@ class Majority : public Grouped {
   }
 
  protected:
-  Majority() : Grouped(kMostElements, 1, 1) {}
+  Majority() : Grouped(GroupCodec::Kind::majority, kMostElements, 1, 1) {}
 
  private:
   void encode_group(std::span<const float> values, uint64_t key, float* one,

@@ -12,7 +12,7 @@ namespace {
 // DNNs", Interspeech 2014; two means for each group where the paper has them for each column.
 class OneBit final : public Grouped {
  public:
-  OneBit() : Grouped(kMostElements, 2, 1) {}
+  OneBit() : Grouped(GroupCodec::Kind::onebit, kMostElements, 2, 1) {}
 
   std::string spec() const override { return "onebit"; }
 

@@ -12,7 +12,7 @@ namespace {
 // Gradient Quantization and Encoding", NeurIPS 2017.
 class Qsgd final : public Levels {
  public:
-  explicit Qsgd(int bits) : Levels(512, bits), bits_(bits) {}
+  Qsgd(GroupCodec::Kind kind, int bits) : Levels(kind, 512, bits), bits_(bits) {}
 
   std::string spec() const override { return "qsgd:" + std::to_string(bits_); }
 
@@ -27,9 +27,10 @@ class Qsgd final : public Levels {
 }  // namespace
 
 Made qsgd(const std::string& parameter) {
-  for (int bits : {2, 4, 8}) {
-    if (parameter == std::to_string(bits)) return std::make_shared<Qsgd>(bits);
-  }
+  using Kind = GroupCodec::Kind;
+  if (parameter == "2") return std::make_shared<Qsgd>(Kind::qsgd2, 2);
+  if (parameter == "4") return std::make_shared<Qsgd>(Kind::qsgd4, 4);
+  if (parameter == "8") return std::make_shared<Qsgd>(Kind::qsgd8, 8);
   throw UsageError("codec 'qsgd" + (parameter.empty() ? "" : ":" + parameter) +
                    "': there are qsgd:2, qsgd:4 and qsgd:8, by the bits of an element");
 }

@@ -16,8 +16,8 @@ class Scaled final : public Grouped {
   using To = void (*)(const float*, float, uint8_t*, int64_t);
   using From = void (*)(const uint8_t*, float, float*, int64_t);
 
-  Scaled(std::string spec, float largest, To to, From from)
-      : Grouped(256, 1, 8), spec_(std::move(spec)), largest_(largest), to_(to), from_(from) {}
+  Scaled(std::string spec, GroupCodec::Kind kind, float largest, To to, From from)
+      : Grouped(kind, 256, 1, 8), spec_(std::move(spec)), largest_(largest), to_(to), from_(from) {}
 
   std::string spec() const override { return spec_; }
 
@@ -58,17 +58,19 @@ void from_int8(const uint8_t* in, float scale, float* out, int64_t count) {
 
 Made int8(const std::string& parameter) {
   check_none("int8", parameter);
-  return std::make_shared<Scaled>("int8", 127.0F, to_int8, from_int8);
+  return std::make_shared<Scaled>("int8", GroupCodec::Kind::int8, 127.0F, to_int8, from_int8);
 }
 
 Made fp8(const std::string& parameter) {
   if (parameter == "e5m2") {
-    return std::make_shared<Scaled>("fp8:e5m2", 57344.0F, loops().to_e5m2, loops().from_e5m2);
+    return std::make_shared<Scaled>("fp8:e5m2", GroupCodec::Kind::e5m2, 57344.0F, loops().to_e5m2,
+                                    loops().from_e5m2);
   }
   if (!parameter.empty() && parameter != "e4m3") {
     throw UsageError("codec 'fp8:" + parameter + "': there are fp8:e4m3 and fp8:e5m2");
   }
-  return std::make_shared<Scaled>("fp8", 448.0F, loops().to_e4m3, loops().from_e4m3);
+  return std::make_shared<Scaled>("fp8", GroupCodec::Kind::e4m3, 448.0F, loops().to_e4m3,
+                                  loops().from_e4m3);
 }
 
 }  // namespace usbyte::codecs

@@ -17,6 +17,9 @@ class Signum final : public Majority {
   }
   int memories() const override { return 1; }
   std::string remembers() const override { return "mean"; }
+  std::optional<GroupCodec> kernels() const override {
+    return GroupCodec{GroupCodec::Kind::majority, momentum_};
+  }
 
   static constexpr double kMomentum = 0.9;
 

@@ -11,7 +11,7 @@ namespace {
 // for each layer, as a plan's blocks span layers. Without its clipping, which is not unbiased.
 class TernGrad final : public Levels {
  public:
-  TernGrad() : Levels(kMostElements, 2) {}
+  TernGrad() : Levels(GroupCodec::Kind::terngrad, kMostElements, 2) {}
 
   std::string spec() const override { return "terngrad"; }
 

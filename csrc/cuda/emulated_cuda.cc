@@ -147,6 +147,21 @@ class Emulation final : public EmulatedCuda {
     submit("scatter_add", stream,
            [=] { host::scatter_add(target, rows, values, dtype, count, width); });
   }
+  void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,
+                     CudaStream stream) override {
+    check_encode(codec, runs, dtype);
+    std::vector<GroupEncoding> taken(runs.begin(), runs.end());
+    submit("encode_groups", stream,
+           [taken = std::move(taken), codec, dtype] { host::encode_groups(codec, taken, dtype); });
+  }
+  void decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype, int ranks,
+                     int64_t stride, CudaStream stream) override {
+    check_decode(codec, runs, dtype, ranks, stride);
+    std::vector<GroupDecoding> taken(runs.begin(), runs.end());
+    submit("decode_groups", stream, [taken = std::move(taken), codec, dtype, ranks, stride] {
+      host::decode_groups(codec, taken, dtype, ranks, stride);
+    });
+  }
   void update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options,
                   CudaStream stream) override {
     check_sgd(tensors, dtype, options);

@@ -35,6 +35,17 @@ void scatter_add(void* target, const int64_t* rows, const void* values, DType dt
   kernels::scatter_add(target, rows, values, dtype, count, width, run);
 }
 
+void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype) {
+  RunOnHost run;
+  kernels::encode_groups(codec, runs, dtype, run);
+}
+
+void decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype, int ranks,
+                   int64_t stride) {
+  RunOnHost run;
+  kernels::decode_groups(codec, runs, dtype, ranks, stride, run);
+}
+
 void update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options) {
   RunOnHost run;
   kernels::update_sgd(tensors, dtype, options, run);

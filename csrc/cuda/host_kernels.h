@@ -15,6 +15,9 @@ void copy_segments(std::span<const Segment> segments, DType from, DType to, doub
 void fill(void* target, DType dtype, int64_t count, double value);
 void scatter_add(void* target, const int64_t* rows, const void* values, DType dtype, int64_t count,
                  int64_t width);
+void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype);
+void decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype, int ranks,
+                   int64_t stride);
 void update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options);
 void update_adam(std::span<const AdamTensor> tensors, DType dtype, const AdamOptions& options);
 

@@ -17,6 +17,19 @@ void check_floating(DType dtype, const char* kernel) {
                    "; float32, float64, float16 and bfloat16 it does");
 }
 
+// What messages are whole numbers of.
+DType word_of(GroupCodec codec) {
+  using Kind = GroupCodec::Kind;
+  const bool cast = codec.kind == Kind::fp16 || codec.kind == Kind::bf16;
+  return cast ? DType::float16 : DType::float32;
+}
+
+void check_coded(DType dtype, const char* kernel) {
+  if (is_floating(dtype) && dtype != DType::float64) return;
+  throw UsageError(std::string(kernel) + " does not take " + std::string(name(dtype)) +
+                   "; float32, float16 and bfloat16 it does");
+}
+
 void check_array(const void* memory, DType dtype, int64_t count, const char* what, size_t index) {
   const auto problem = [&](const std::string& text) {
     throw UsageError(std::string(what) + " of entry " + std::to_string(index) + " " + text);
@@ -93,6 +106,30 @@ void check_scatter_add(const void* target, const int64_t* rows, const void* valu
   check_array(target, dtype, count * width, "scatter_add target", 0);
   check_array(values, dtype, count * width, "scatter_add values", 0);
   check_array(rows, DType::int64, count, "scatter_add rows", 0);
+}
+
+void check_encode(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype) {
+  check_coded(dtype, "encode_groups");
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const GroupEncoding& run = runs[i];
+    check_array(run.values, dtype, run.count, "values to encode", i);
+    check_array(run.message, word_of(codec), run.count, "message to encode", i);
+    if (run.kept) check_array(run.kept, DType::float32, run.count, "memory to encode", i);
+  }
+}
+
+void check_decode(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype, int ranks,
+                  int64_t stride) {
+  check_coded(dtype, "decode_groups");
+  if (ranks < 1 || stride % itemsize(word_of(codec)) != 0) {
+    throw UsageError("decode_groups of " + std::to_string(ranks) + " ranks, " +
+                     std::to_string(stride) + " bytes from each other");
+  }
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const GroupDecoding& run = runs[i];
+    check_array(run.values, dtype, run.count, "values to decode", i);
+    check_array(run.message, word_of(codec), run.count, "message to decode", i);
+  }
 }
 
 void check_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options) {

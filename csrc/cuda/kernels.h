@@ -17,12 +17,18 @@ namespace usbyte::device {
 /// launch, where it may wait for all that runs on the device: also for a collective that waits for
 /// what this rank has yet to launch.
 cudaError_t load();
+/// Of those, the ones for codecs.
+cudaError_t load_groups();
 
 cudaError_t copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
                           cudaStream_t stream);
 cudaError_t fill(void* target, DType dtype, int64_t count, double value, cudaStream_t stream);
 cudaError_t scatter_add(void* target, const int64_t* rows, const void* values, DType dtype,
                         int64_t count, int64_t width, cudaStream_t stream);
+cudaError_t encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,
+                          cudaStream_t stream);
+cudaError_t decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype,
+                          int ranks, int64_t stride, cudaStream_t stream);
 cudaError_t update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options,
                        cudaStream_t stream);
 cudaError_t update_adam(std::span<const AdamTensor> tensors, DType dtype,

@@ -159,6 +159,17 @@ class Runtime final : public Cuda {
     check(device::scatter_add(target, rows, values, dtype, count, width, native(stream)),
           "scatter_add");
   }
+  void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,
+                     CudaStream stream) override {
+    const Entered entered(device_);
+    check(device::encode_groups(codec, runs, dtype, native(stream)), "encode_groups");
+  }
+  void decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype, int ranks,
+                     int64_t stride, CudaStream stream) override {
+    const Entered entered(device_);
+    check(device::decode_groups(codec, runs, dtype, ranks, stride, native(stream)),
+          "decode_groups");
+  }
   void update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options,
                   CudaStream stream) override {
     const Entered entered(device_);

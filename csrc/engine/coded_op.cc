@@ -5,6 +5,7 @@
 
 #include "arena_floats.h"
 #include "device_coding.h"
+#include "message_layout.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -20,101 +21,59 @@ Memory memory_of(const CodingSpace& space, const Codec& codec, Block block) {
   return out;
 }
 
-// One message, or one for each rank, of each block.
+// Messages of a codec, made and read by the host.
 class MessagesOp final : public CodedOp {
  public:
   MessagesOp(const CodingSpace& space, const Op& op, std::shared_ptr<const Codec> codec,
-             Floats floats)
-      : CodedOp(op, travels_by(op.kind, *codec), dtype_of(op.kind, *codec)),
+             MessageLayout layout, Floats floats)
+      : CodedOp(op, layout.kind, layout.dtype),
         codec_(std::move(codec)),
+        layout_(std::move(layout)),
         floats_(std::move(floats)),
         rank_(space.rank),
         size_(space.size),
-        // A rank's shard is coded when it is scattered and when it is gathered, by other chances.
-        seed_(space.seed + (op.kind == Collective::all_gather ? 1 : 0)) {
-    const bool in_parts = op.kind != Collective::all_reduce;
-    int64_t chunk = 0;  // bytes for, or of, each rank
-    std::vector<int64_t> places;
-    for (Block b : op.blocks) {
-      places.push_back(chunk);
-      chunk += codec_->message_bytes((in_parts ? shard(b, 0, size_) : b).numel());
-    }
-    const bool added = !in_parts && codec_->adds();
-    buffer_ = HostBytes(space.device, added ? chunk : size_ * chunk);
+        seed_(space.seed + layout_.salt),
+        buffer_(space.device, layout_.bytes) {
     travels(buffer_.data(), buffer_.size());
-    std::byte* const buffer = buffer_.data();
-    for (size_t i = 0; i < op.blocks.size(); ++i) {
-      const Block b = op.blocks[i];
-      const auto place = [&](int rank) { return buffer + rank * chunk + places[i]; };
-      const auto every_place = [&] {
-        std::vector<const std::byte*> out;
-        for (int r = 0; r < size_; ++r) out.push_back(place(r));
-        return out;
-      };
-      const Block own = shard(b, rank_, size_);
-      switch (op.kind) {
-        case Collective::reduce_scatter:
-          for (int r = 0; r < size_; ++r) sends(space, shard(b, r, size_), place(r));
-          receives_.push_back({own, every_place()});
-          break;
-        case Collective::all_gather:
-          sends(space, own, place(rank_));
-          for (int r = 0; r < size_; ++r) receives_.push_back({shard(b, r, size_), {place(r)}});
-          break;
-        default:
-          sends(space, b, place(added ? 0 : rank_));
-          receives_.push_back({b, added ? std::vector<const std::byte*>{place(0)} : every_place()});
-      }
+    for (const auto& run : layout_.sent) {
+      memories_.push_back(memory_of(space, *codec_, run.block));
+      reads_.push_back(run.block);
     }
-    for (const Sent& s : sends_) reads_.push_back(s.block);
-    for (const Received& r : receives_) writes_.push_back(r.block);
+    for (const auto& run : layout_.received) writes_.push_back(run.block);
+    if (codec_->memories() > 0) keeps_ = reads_;
   }
 
   void encode(const Turn& turn) override {
-    for (Sent& s : sends_) {
-      const Draw draw = Draw::of(seed_, turn.step, s.block.begin, rank_);
-      codec_->send(floats_->load(s.block), s.memory, draw, size_, s.message);
+    for (size_t i = 0; i < layout_.sent.size(); ++i) {
+      const auto [block, at] = layout_.sent[i];
+      const Draw draw = Draw::of(seed_, turn.step, block.begin, rank_);
+      codec_->send(floats_->load(block), memories_[i], draw, size_, buffer_.data() + at);
     }
   }
 
   void decode(const Turn& turn) override {
-    for (const Received& r : receives_) {
-      const Draw draw = Draw::of(seed_, turn.step, r.block.begin, rank_);
-      const std::span<float> values = floats_->room(r.block);
-      codec_->combine(r.messages, draw, values);
-      floats_->store(r.block, values);
+    std::vector<const std::byte*> messages(static_cast<size_t>(layout_.ranks));
+    for (const auto& [block, at] : layout_.received) {
+      const std::byte* message = buffer_.data() + at;
+      for (const std::byte*& each : messages) {
+        each = message;
+        message += layout_.chunk;
+      }
+      const Draw draw = Draw::of(seed_, turn.step, block.begin, rank_);
+      const std::span<float> values = floats_->room(block);
+      codec_->combine(messages, draw, values);
+      floats_->store(block, values);
     }
   }
 
  private:
-  struct Sent {
-    Block block;
-    std::byte* message;
-    Memory memory;
-  };
-  struct Received {
-    Block block;
-    std::vector<const std::byte*> messages;
-  };
-
-  static Collective travels_by(Collective kind, const Codec& codec) {
-    if (kind == Collective::reduce_scatter) return Collective::all_to_all;
-    return kind == Collective::all_reduce && codec.adds() ? kind : Collective::all_gather;
-  }
-  static DType dtype_of(Collective kind, const Codec& codec) {
-    return kind == Collective::all_reduce ? codec.message_dtype() : DType::uint8;
-  }
-  void sends(const CodingSpace& space, Block block, std::byte* message) {
-    sends_.push_back({block, message, memory_of(space, *codec_, block)});
-  }
-
   const std::shared_ptr<const Codec> codec_;
+  const MessageLayout layout_;
   const Floats floats_;
   const int rank_, size_;
   const uint64_t seed_;
-  HostBytes buffer_;
-  std::vector<Sent> sends_;
-  std::vector<Received> receives_;
+  const HostBytes buffer_;
+  std::vector<Memory> memories_;  // of each run that is sent
 };
 
 // A round of a codec of two, for each of several matrices.
@@ -140,6 +99,7 @@ class RoundOp final : public CodedOp {
       matrices_.push_back({b, t.rows, t.cols(), memory_of(space, *codec_, b), first.at(b), sums});
       next += count;
       (is_first_ ? reads_ : writes_).push_back(b);
+      keeps_.push_back(b);
     }
   }
 
@@ -194,28 +154,34 @@ void CodedOp::travels(std::byte* buffer, int64_t bytes) {
   if (request_.kind == Collective::all_to_all) request_.send = {span};
 }
 
-std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(const CodingSpace& space) {
+std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
+    const CodingSpace& space, const std::function<bool(const Op&, const Codec&)>& wanted) {
   const auto floats = std::make_shared<ArenaFloats>(space.plan, space.arena);
   RoundOp::FirstSums first;
   std::vector<std::unique_ptr<CodedOp>> out;
   for (const Op& op : space.plan.ops()) {
     const auto codec = make_codec(op.codec);
-    if (codec && codec->memories() > 0 && !space.memory) {
-      throw UsageError("codec '" + op.codec + "' needs a memory of what it has not sent");
-    }
-    if (!codec) {
+    if (!codec || !wanted(op, *codec)) {
       out.push_back(nullptr);
     } else if (codec->matrices() && op.kind != Collective::all_reduce) {
       out.push_back(std::make_unique<RoundOp>(space, op, codec, floats, first));
     } else {
-      out.push_back(std::make_unique<MessagesOp>(space, op, codec, floats));
+      out.push_back(std::make_unique<MessagesOp>(
+          space, op, codec, MessageLayout(op, *codec, space.rank, space.size), floats));
     }
   }
   return out;
 }
 
 std::vector<std::unique_ptr<CodedOp>> make_coded_ops(const CodingSpace& space) {
-  return space.device ? make_device_coded_ops(space) : make_host_coded_ops(space);
+  for (const Op& op : space.plan.ops()) {
+    const auto codec = make_codec(op.codec);
+    if (codec && codec->memories() > 0 && !space.memory) {
+      throw UsageError("codec '" + op.codec + "' needs a memory of what it has not sent");
+    }
+  }
+  if (space.device) return make_device_coded_ops(space);
+  return make_host_coded_ops(space, [](const Op&, const Codec&) { return true; });
 }
 
 }  // namespace usbyte

@@ -1,29 +1,34 @@
 #include "device_coding.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
 #include <utility>
 
 #include "halt.h"
+#include "message_layout.h"
 #include "usbyte/event_pool.h"
 
 namespace usbyte {
 namespace {
 
 // What the coded ops of one engine share: streams, as what is encoded must not wait for what is yet
-// to be received; messages on the device; and the host's copy of the arena.
+// to be received; messages on the device; and the host's copies of the arena and, of so many rows,
+// the memory.
 struct Lanes {
-  Lanes(const CodingSpace& space, bool mirrored)
+  Lanes(const CodingSpace& space, bool mirrored, int rows)
       : cuda(space.device),
         halt(*space.halt),
         plan(space.plan),
         arena(space.arena),
+        memory(space.memory),
         events(cuda),
         out(cuda, true),
         in(cuda, true),
         copied(events.acquire(false)),
-        mirror(mirrored ? HostBytes(cuda, plan.arena_bytes()) : HostBytes()) {}
+        mirror(cuda, mirrored ? plan.arena_bytes() : 0),
+        memory_mirror(cuda, rows * plan.numel() * itemsize(DType::float32)) {}
   // Ops of a step that was not finished may be on the streams.
   ~Lanes() {
     for (const OwnedStream* stream : {&out, &in}) {
@@ -68,10 +73,12 @@ struct Lanes {
   Halt& halt;
   const Plan& plan;
   std::byte* const arena;
+  float* const memory;
   EventPool events;
   const OwnedStream out, in;
   const PooledEvent copied;  // for the host, which waits for one thing at a time
   const HostBytes mirror;
+  const HostBytes memory_mirror;
   std::vector<std::byte*> buffers;
 };
 
@@ -145,17 +152,65 @@ class CastOp final : public DeviceOp {
   std::vector<Segment> casts_, back_;
 };
 
+// A codec whose groups kernels encode and decode, or a cast in parts.
+class GroupsOp final : public DeviceOp {
+ public:
+  GroupsOp(std::shared_ptr<Lanes> lanes, const Op& op, const Codec& codec, MessageLayout layout,
+           const CodingSpace& space)
+      : DeviceOp(std::move(lanes), op, layout.kind, layout.dtype, layout.bytes),
+        kernels_(*codec.kernels()),
+        layout_(std::move(layout)),
+        dtype_(lanes_->plan.dtype(op.blocks.front())),
+        rank_(space.rank),
+        seed_(space.seed + layout_.salt) {
+    for (const auto& [block, at] : layout_.sent) {
+      float* const kept = codec.memories() > 0 ? lanes_->memory + block.begin : nullptr;
+      encodings_.push_back({values(block), kept, buffer() + at, block.numel(), 0});
+      reads_.push_back(block);
+    }
+    for (const auto& [block, at] : layout_.received) {
+      decodings_.push_back({values(block), buffer() + at, block.numel()});
+      writes_.push_back(block);
+    }
+  }
+
+ private:
+  std::byte* values(Block b) const {
+    return b.numel() == 0 ? nullptr : lanes_->arena + lanes_->plan.byte_offset(b.begin);
+  }
+
+  void encode_behind(const Turn& turn) override {
+    for (size_t i = 0; i < encodings_.size(); ++i) {
+      encodings_[i].key = Draw::of(seed_, turn.step, layout_.sent[i].block.begin, rank_).own;
+    }
+    cuda().encode_groups(kernels_, encodings_, dtype_, out());
+  }
+  void decode_behind(const Turn&) override {
+    cuda().decode_groups(kernels_, decodings_, dtype_, layout_.ranks, layout_.chunk, in());
+  }
+
+  const GroupCodec kernels_;
+  const MessageLayout layout_;
+  const DType dtype_;
+  const int rank_;
+  const uint64_t seed_;
+  std::vector<GroupEncoding> encodings_;
+  std::vector<GroupDecoding> decodings_;
+};
+
 // What the host codes. Its message is copied to the device for the network, as a communicator has
 // one kind of memory only.
 class HostedOp final : public DeviceOp {
  public:
-  HostedOp(std::shared_ptr<Lanes> lanes, const Op& op, std::unique_ptr<CodedOp> host, int rank,
-           int size)
+  HostedOp(std::shared_ptr<Lanes> lanes, const Op& op, const Codec& codec,
+           std::unique_ptr<CodedOp> host, int rank, int size)
       : DeviceOp(std::move(lanes), op, host->request().kind, host->request().dtype,
                  bytes_of(*host)),
         host_(std::move(host)),
         sends_(request_.kind == Collective::all_gather ? shard({0, bytes_of(*host_)}, rank, size)
-                                                       : Block{0, bytes_of(*host_)}) {
+                                                       : Block{0, bytes_of(*host_)}),
+        rows_(codec.memories()),
+        decoding_keeps_(codec.matrices() && op.kind == Collective::all_gather) {
     reads_ = host_->reads();
     writes_ = host_->writes();
   }
@@ -168,8 +223,10 @@ class HostedOp final : public DeviceOp {
 
   void encode_behind(const Turn& turn) override {
     for (Block b : reads_) copy(b, lanes_->mirror.data(), lanes_->arena, out());
+    copy_memory(mirrored(), lanes_->memory, out());
     lanes_->await(out());
     host_->encode(turn);
+    copy_memory(lanes_->memory, mirrored(), out());
     if (sends_.numel() > 0) {
       cuda().copy(buffer() + sends_.begin, message() + sends_.begin,
                   static_cast<size_t>(sends_.numel()), out());
@@ -182,6 +239,16 @@ class HostedOp final : public DeviceOp {
     lanes_->await(in());
     host_->decode(turn);
     for (Block b : writes_) copy(b, lanes_->arena, lanes_->mirror.data(), in());
+    if (decoding_keeps_) copy_memory(lanes_->memory, mirrored(), in());
+  }
+  float* mirrored() const { return reinterpret_cast<float*>(lanes_->memory_mirror.data()); }
+  void copy_memory(float* to, const float* from, CudaStream stream) const {
+    for (Block b : host_->keeps()) {
+      for (int64_t row = 0; row < rows_; ++row) {
+        const int64_t at = row * lanes_->plan.numel() + b.begin;
+        cuda().copy(to + at, from + at, static_cast<size_t>(b.numel()) * sizeof(float), stream);
+      }
+    }
   }
   void copy(Block b, std::byte* to, const std::byte* from, CudaStream stream) const {
     if (b.numel() == 0) return;
@@ -192,12 +259,18 @@ class HostedOp final : public DeviceOp {
 
   const std::unique_ptr<CodedOp> host_;
   const Block sends_;  // bytes of the message
+  const int rows_;
+  const bool decoding_keeps_;  // decoding changes what is kept, too
 };
 
 bool is_cast(const Plan& plan, const Op& op, const Codec& codec) {
   const DType to = codec.message_dtype(), from = plan.dtype(op.blocks.front());
   return op.kind == Collective::all_reduce && codec.adds() && codec.memories() == 0 &&
          (to == DType::float16 || to == DType::bfloat16) && from != DType::float64;
+}
+
+bool in_groups(const Plan& plan, const Op& op, const Codec& codec) {
+  return codec.kernels() && plan.dtype(op.blocks.front()) != DType::float64;
 }
 
 }  // namespace
@@ -215,26 +288,36 @@ HostBytes::HostBytes(const std::shared_ptr<Cuda>& device, int64_t bytes) : size_
 
 std::vector<std::unique_ptr<CodedOp>> make_device_coded_ops(const CodingSpace& space) {
   const auto& ops = space.plan.ops();
+  const auto on_host = [&](const Op& op, const Codec& codec) {
+    return !is_cast(space.plan, op, codec) && !in_groups(space.plan, op, codec);
+  };
   bool mirrored = false;
+  int rows = 0;
   for (const Op& op : ops) {
     const auto codec = make_codec(op.codec);
-    mirrored |= codec && !is_cast(space.plan, op, *codec);
+    if (!codec || !on_host(op, *codec)) continue;
+    mirrored = true;
+    rows = std::max(rows, codec->memories());
   }
-  const auto lanes = std::make_shared<Lanes>(space, mirrored);
+  const auto lanes = std::make_shared<Lanes>(space, mirrored, rows);
   CodingSpace host = space;
   host.arena = lanes->mirror.data();
-  auto hosted = mirrored ? make_host_coded_ops(host) : std::vector<std::unique_ptr<CodedOp>>{};
+  host.memory = reinterpret_cast<float*>(lanes->memory_mirror.data());
   std::vector<std::unique_ptr<CodedOp>> out;
+  auto hosted = make_host_coded_ops(host, on_host);
   for (size_t i = 0; i < ops.size(); ++i) {
     const auto codec = make_codec(ops[i].codec);
     if (!codec) {
       out.push_back(nullptr);
-    } else if (is_cast(space.plan, ops[i], *codec)) {
+    } else if (hosted[i]) {
+      out.push_back(std::make_unique<HostedOp>(lanes, ops[i], *codec, std::move(hosted[i]),
+                                               space.rank, space.size));
+    } else if (in_groups(space.plan, ops[i], *codec)) {
+      out.push_back(std::make_unique<GroupsOp>(
+          lanes, ops[i], *codec, MessageLayout(ops[i], *codec, space.rank, space.size), space));
+    } else {
       out.push_back(std::make_unique<CastOp>(lanes, ops[i], codec->message_dtype(),
                                              space.plan.message_bytes(ops[i])));
-    } else {
-      out.push_back(
-          std::make_unique<HostedOp>(lanes, ops[i], std::move(hosted[i]), space.rank, space.size));
     }
   }
   return out;

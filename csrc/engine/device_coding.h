@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -24,9 +25,10 @@ class HostBytes {
   int64_t size_ = 0;
 };
 
-/// As `make_coded_ops`, where there is no device; messages are page-locked if there is one after
-/// all.
-std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(const CodingSpace& space);
+/// As `make_coded_ops`, of those ops that are `wanted`; arena and memory are the host's, and
+/// messages page-locked if there is a device.
+std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
+    const CodingSpace& space, const std::function<bool(const Op&, const Codec&)>& wanted);
 /// As `make_coded_ops`, where there is one.
 std::vector<std::unique_ptr<CodedOp>> make_device_coded_ops(const CodingSpace& space);
 

@@ -95,6 +95,14 @@ class TracedCuda final : public Cuda {
                    int64_t count, int64_t width, CudaStream stream) override {
     inner_->scatter_add(target, rows, values, dtype, count, width, stream);
   }
+  void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,
+                     CudaStream stream) override {
+    inner_->encode_groups(codec, runs, dtype, stream);
+  }
+  void decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype, int ranks,
+                     int64_t stride, CudaStream stream) override {
+    inner_->decode_groups(codec, runs, dtype, ranks, stride, stream);
+  }
   void update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOptions& options,
                   CudaStream stream) override {
     inner_->update_sgd(tensors, dtype, options, stream);

@@ -54,7 +54,7 @@ def test_both_jobs_with_two_codecs(tmp_path):
         assert 4 < sparse["gradient_bytes"] / sparse["message_bytes"] < 5
         for row in (plain, rounded, sparse):
             [losses] = row["losses"]
-            assert len(losses) == job["steps"] // job["loss_every_steps"]
+            assert len(losses) == row["steps"] // job["loss_every_steps"]
             assert len(row["scores"]) == 1
         # Compressed training is another one, from the same beginning.
         (first,), (rough,), (other,) = (row["losses"][0] for row in (plain, rounded, sparse))
@@ -84,6 +84,7 @@ def test_every_codec_has_its_place(module):
     variants = module("variants")
     names = {variant.label.partition(":")[0] for variant in variants.VARIANTS}
     assert names >= set(_core.codec_names())
+    assert not next(v for v in variants.VARIANTS if "feedback=off" in v.label).stretches
     labels = [variant.label for variant in variants.chosen(["int8", "topk:0.3", "signsgd"])]
     assert labels == ["uncompressed", "int8", "topk:0.3", "signsgd"]
     with pytest.raises(UsageError, match="'zip' is unknown"):
@@ -98,7 +99,7 @@ def test_what_counts_as_reached(module):
 
     def result(*scores):
         return results.Result(
-            0.1, "SGD", 100, 400, list(scores), [[2.0, score] for score in scores]
+            0.1, "SGD", 20, 100, 400, list(scores), [[2.0, score] for score in scores]
         )
 
     scores = [(0.97, 0.99), (0.96, 0.985), (0.9, 0.99), (math.nan, 0.99)]
@@ -108,8 +109,8 @@ def test_what_counts_as_reached(module):
     trained = results.Trained(digits, 2, 10, chosen, found, ["zip"])
     assert [trained.reached(label) for label in found] == [True, True, False, False]
     rows = {row[0]: row for row in trained.rows()}
-    assert rows["`int8`"][1:5] == ["97.25 %", "-0.75 %", "yes", "0.9725"]
-    assert rows["`onebit`"][6:] == ["4.0", "SGD, 0.1"]
+    assert rows["`int8`"][1:6] == ["97.25 %", "-0.75 %", "yes", "20", "0.9725"]
+    assert rows["`onebit`"][7:] == ["4.0", "SGD, 0.1"]
     assert trained.to_markdown().endswith("does not know them: `zip`.\n")
     assert "deviation is 1.41 %" in trained.heading()
     written = json.loads(results.to_json([trained], {}))["jobs"][0]["results"]

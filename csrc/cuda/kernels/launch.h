@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <span>
 #include <type_traits>
+#include <utility>
 
 #include "../kernel_checks.h"
 #include "copy.h"
 #include "fill.h"
+#include "groups.h"
 #include "scatter_add.h"
 #include "update.h"
 
@@ -19,16 +21,15 @@ namespace usbyte::kernels {
 /// Pieces of a table beyond which it takes no more, so that 32 bits count them.
 constexpr uint32_t kMostPieces = uint32_t{1} << 30;
 
-/// Runs `kernel` on all items, with as many tables as they fill. `make(item, begin)` is the entry
-/// for an item's elements from `begin` on.
-template <typename Kernel, typename Item, typename Make, typename Run>
-void run_tables(Kernel& kernel, std::span<const Item> items, Make make, Run& run) {
-  auto& table = kernel.table;
+/// Fills `table` with all items, and calls `run` whenever it is full and at the end. `make(item,
+/// begin)` is the entry for an item's elements from `begin` on.
+template <typename Table, typename Item, typename Make, typename Run>
+void run_tables(Table& table, std::span<const Item> items, Make make, Run run) {
   table.size = table.pieces = 0;
   for (const Item& item : items) {
     for (int64_t begin = 0; begin < item.count; begin += kMostElements) {
       if (table.size == table.kCapacity || table.pieces > kMostPieces) {
-        run(kernel);
+        run();
         table.size = table.pieces = 0;
       }
       auto& entry = table.entries[table.size++];
@@ -38,7 +39,7 @@ void run_tables(Kernel& kernel, std::span<const Item> items, Make make, Run& run
       table.pieces += entry.pieces();
     }
   }
-  if (table.size > 0) run(kernel);
+  if (table.size > 0) run();
 }
 
 /// Calls `launch` with the bytes of the table, as a type, that holds so many entries.
@@ -62,7 +63,7 @@ void copy_with(Convert convert, std::span<const Segment> segments, Run& run) {
   with_table_bytes<CopyEntry<From, To>>(segments.size(), run, [&](auto bytes) {
     CopyKernel<Convert, bytes> kernel;
     kernel.convert = convert;
-    run_tables(kernel, segments, make, run);
+    run_tables(kernel.table, segments, make, [&] { run(kernel); });
   });
 }
 
@@ -137,6 +138,93 @@ void scatter_add(void* target, const int64_t* rows, const void* values, DType dt
   });
 }
 
+/// Calls `with` with an object of the codec's format.
+template <typename With>
+void with_format(GroupCodec::Kind kind, With with) {
+  using Kind = GroupCodec::Kind;
+  if (kind == Kind::fp16) return with(CastFormat<Half>{});
+  if (kind == Kind::bf16) return with(CastFormat<BFloat16>{});
+  if (kind == Kind::int8) return with(ScaledFormat<Int8>{});
+  if (kind == Kind::e4m3) return with(ScaledFormat<Fp8<3, -6, 448>>{});
+  if (kind == Kind::e5m2) return with(ScaledFormat<Fp8<2, -14, 57344>>{});
+  if (kind == Kind::qsgd2) return with(QsgdFormat<2>{});
+  if (kind == Kind::qsgd4) return with(QsgdFormat<4>{});
+  if (kind == Kind::qsgd8) return with(QsgdFormat<8>{});
+  if (kind == Kind::terngrad) return with(TernGradFormat{});
+  if (kind == Kind::majority) return with(MajorityFormat{});
+  if (kind == Kind::efsignsgd) return with(EfSignFormat{});
+  with(OneBitFormat{});
+}
+
+/// Calls `with` with a value of the type that `dtype`, a floating-point one but float64, names.
+template <typename With>
+void with_coded(DType dtype, With with) {
+  if (dtype == DType::float32) return with(float{});
+  if (dtype == DType::float16) return with(Half{});
+  with(BFloat16{});
+}
+
+/// Numbers and bits of a message of `count` elements, from element `begin` on, which begins a
+/// group.
+template <typename Format, typename Byte>
+std::pair<Byte*, Byte*> parts_of(Byte* message, int64_t count, int64_t begin) {
+  constexpr int64_t kElements = Format::kElements, kNumbers = 4 * Format::kNumbers;
+  const int64_t groups = (count + kElements - 1) / kElements;
+  return {message + begin / kElements * kNumbers,
+          message + groups * kNumbers + begin / 8 * Format::kBits};
+}
+
+template <typename Run>
+void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype, Run& run) {
+  check_encode(codec, runs, dtype);
+  with_format(codec.kind, [&](auto format) {
+    using Format = decltype(format);
+    with_coded(dtype, [&](auto zero) {
+      using T = decltype(zero);
+      const auto make = [](const GroupEncoding& r, int64_t begin) {
+        const auto [numbers, packed] = parts_of<Format>(r.message, r.count, begin);
+        EncodeEntry<Format, T> entry;
+        entry.values = static_cast<const T*>(r.values) + begin;
+        entry.numbers = numbers;
+        entry.packed = packed;
+        entry.kept = r.kept ? r.kept + begin : nullptr;
+        entry.key = r.key + static_cast<uint64_t>(begin);
+        return entry;
+      };
+      EncodeKernel<Format, T> kernel;
+      const bool mean = codec.momentum >= 0;
+      kernel.work.old = mean ? static_cast<float>(codec.momentum) : 0;
+      kernel.work.fresh = mean ? static_cast<float>(1 - codec.momentum) : 0;
+      run_tables(kernel.work.table, runs, make, [&] { run(kernel); });
+    });
+  });
+}
+
+template <typename Run>
+void decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype, int ranks,
+                   int64_t stride, Run& run) {
+  check_decode(codec, runs, dtype, ranks, stride);
+  with_format(codec.kind, [&](auto format) {
+    using Format = decltype(format);
+    with_coded(dtype, [&](auto zero) {
+      using T = decltype(zero);
+      const auto make = [](const GroupDecoding& r, int64_t begin) {
+        const auto [numbers, packed] = parts_of<Format>(r.message, r.count, begin);
+        DecodeEntry<T> entry;
+        entry.values = static_cast<T*>(r.values) + begin;
+        entry.numbers = numbers;
+        entry.packed = packed;
+        return entry;
+      };
+      DecodeKernel<Format, T> kernel;
+      kernel.ranks = ranks;
+      kernel.votes = codec.kind == GroupCodec::Kind::majority;
+      kernel.stride = stride;
+      run_tables(kernel.table, runs, make, [&] { run(kernel); });
+    });
+  });
+}
+
 template <typename T>
 SgdRule<T> sgd_rule(const SgdOptions& o) {
   using Compute = typename SgdRule<T>::Compute;
@@ -164,7 +252,7 @@ void update_sgd(std::span<const SgdTensor> tensors, DType dtype, const SgdOption
     with_table_bytes<SgdEntry<T>>(tensors.size(), run, [&](auto bytes) {
       UpdateKernel<SgdRule<T>, bytes> kernel;
       kernel.rule = sgd_rule<T>(options);
-      run_tables(kernel, tensors, make, run);
+      run_tables(kernel.table, tensors, make, [&] { run(kernel); });
     });
   });
 }
@@ -201,7 +289,7 @@ void update_adam(std::span<const AdamTensor> tensors, DType dtype, const AdamOpt
     with_table_bytes<AdamEntry<T>>(tensors.size(), run, [&](auto bytes) {
       UpdateKernel<AdamRule<T>, bytes> kernel;
       kernel.rule = adam_rule<T>(options);
-      run_tables(kernel, tensors, make, run);
+      run_tables(kernel.table, tensors, make, [&] { run(kernel); });
     });
   });
 }

@@ -29,13 +29,14 @@ USBYTE_HD inline void load_aligned(uint32_t* words, const void* address) {
 
 template <typename T, uint32_t N>
 USBYTE_HD void store_aligned(T* address, const T (&values)[N]) {
+  constexpr uint32_t kBytes = N * sizeof(T);
   // Of words that come from 8-byte elements nvcc would make three stores.
-  struct __attribute__((may_alias, aligned(kPieceBytes))) Elements {
+  struct __attribute__((may_alias, aligned(kBytes))) Elements {
     T of[N];
   };
-  using Stored = std::conditional_t<sizeof(T) == 8, Elements, Words<kPieceBytes>>;
+  using Stored = std::conditional_t<sizeof(T) == 8, Elements, Words<kBytes>>;
   Stored stored;
-  memcpy(&stored, values, kPieceBytes);
+  memcpy(&stored, values, kBytes);
   *reinterpret_cast<Stored*>(address) = stored;
 }
 
@@ -114,11 +115,11 @@ class Fetched {
   uint32_t offset_ = 0;
 };
 
-/// Writes elements [begin, begin + N), which are 16 bytes, of the array of `count` elements at
+/// Writes elements [begin, begin + N), which are 8 or 16 bytes, of the array of `count` elements at
 /// `target`, so far as the array has them. No other byte is written.
 template <typename T, uint32_t N>
 USBYTE_HD void put(T* target, int32_t begin, uint32_t count, const T (&values)[N]) {
-  static_assert(N * sizeof(T) == kPieceBytes);
+  static_assert(N * sizeof(T) == 8 || N * sizeof(T) == kPieceBytes);
   const uintptr_t skew = reinterpret_cast<uintptr_t>(target) / sizeof(T) + begin;
   if (begin >= 0 && static_cast<uint32_t>(begin) + N <= count && skew % N == 0) {
     store_aligned(target + begin, values);

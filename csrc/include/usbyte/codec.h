@@ -4,11 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "usbyte/kernels.h"
 #include "usbyte/tensor.h"
 
 namespace usbyte {
@@ -64,6 +66,8 @@ class Codec {
   /// The spec to use in a step (from 0 on), for codecs that begin with less loss than they go on
   /// with. The same codec otherwise.
   virtual std::string at_step(int64_t /*step*/) const { return spec(); }
+  /// What kernels do for this codec on a device; nothing where there are none.
+  virtual std::optional<GroupCodec> kernels() const { return std::nullopt; }
   /// For codecs that make less of whole matrices, in two rounds; null for others. Without them such
   /// a codec is to send values as they are.
   virtual const Matrices* matrices() const { return nullptr; }
@@ -132,9 +136,11 @@ class Matrices {
 ///  - signsgd (Bernstein et al. 2018): signs; together the majority's, 0 where they are even. A 0
 ///    votes by chance. NaN or infinity: all 1024 elements of its group become NaN.
 ///  - signum[:MOMENTUM] (likewise): the same of gradients' running mean, with 0.9.
-///  - efsignsgd (Karimireddy et al. 2019): signs times the mean magnitude of each 1024 elements. NaN
+///  - efsignsgd (Karimireddy et al. 2019): signs times the mean magnitude of each 1024 elements.
+///  NaN
 ///    or infinity: none of them stays finite.
-///  - onebit (Seide et al. 2014): of each 1024 elements the mean of what is not negative, or that of
+///  - onebit (Seide et al. 2014): of each 1024 elements the mean of what is not negative, or that
+///  of
 ///    the rest. Likewise, of the elements with that sign at least.
 ///  - powersgd:RANK (Vogels et al. 2019): matrices as products of two of that rank, others as they
 ///    are. Add. NaN or infinity: the matrix becomes NaN.

@@ -19,8 +19,8 @@ class Halt;
 struct CodingSpace {
   const Plan& plan;
   std::byte* arena;  ///< on `device`, if there is one
-  /// Rows of what codecs remember, on the host, each of as many float32 as the arena has elements;
-  /// null if no codec remembers anything.
+  /// Rows of what codecs remember, each of as many float32 as the arena has elements; where the
+  /// arena is. Null if no codec remembers anything.
   float* memory;
   int rank, size;
   uint64_t seed;
@@ -53,6 +53,8 @@ class CodedOp {
   /// Blocks of the arena that `encode` reads, and that `decode` writes.
   const std::vector<Block>& reads() const { return reads_; }
   const std::vector<Block>& writes() const { return writes_; }
+  /// Blocks whose memory both change.
+  const std::vector<Block>& keeps() const { return keeps_; }
 
  protected:
   CodedOp(const Op& planned, Collective kind, DType dtype);
@@ -60,12 +62,12 @@ class CodedOp {
   void travels(std::byte* buffer, int64_t bytes);
 
   Request request_;
-  std::vector<Block> reads_, writes_;
+  std::vector<Block> reads_, writes_, keeps_;
 };
 
-/// By op of the plan; null for ops without a codec. Where there is a device, casts are kernels, and
-/// other codecs code on the host what is copied to and fro. Throws UsageError where memory is
-/// missing.
+/// By op of the plan; null for ops without a codec. Where there is a device, casts and codecs that
+/// work by groups are kernels; others code on the host what is copied to and fro. Throws UsageError
+/// where memory is missing.
 std::vector<std::unique_ptr<CodedOp>> make_coded_ops(const CodingSpace& space);
 
 }  // namespace usbyte

@@ -84,6 +84,14 @@ class Cuda {
   /// ones are added in order, so that the result does not depend on timing.
   virtual void scatter_add(void* target, const int64_t* rows, const void* values, DType dtype,
                            int64_t count, int64_t width, CudaStream stream) = 0;
+  /// Every run's message: of its values, or of those and what is kept, which changes as a codec's
+  /// `send` changes it. `dtype` is float32, float16 or bfloat16.
+  virtual void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,
+                             CudaStream stream) = 0;
+  /// values = what the messages of `ranks` ranks mean together, as a codec's `combine`; each rank's
+  /// begins `stride` bytes behind that of the one before.
+  virtual void decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype,
+                             int ranks, int64_t stride, CudaStream stream) = 0;
   /// One SGD step of every parameter.
   virtual void update_sgd(std::span<const SgdTensor> tensors, DType dtype,
                           const SgdOptions& options, CudaStream stream) = 0;

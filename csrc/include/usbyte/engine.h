@@ -27,7 +27,7 @@ struct EngineOptions {
   /// Multiplied with gradients on a device as they are packed.
   double scale = 1;
   /// What codecs remember: as many rows as the `memories` of any of the plan's, each of as many
-  /// float32 as the arena has elements; outlives the engine. Zeros at first.
+  /// float32 as the arena has elements, where the arena is; outlives the engine. Zeros at first.
   float* memory = nullptr;
   /// Of what codecs draw by chance; the same on all ranks.
   uint64_t seed = 0;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "usbyte/tensor.h"
@@ -20,6 +21,46 @@ struct Segment {
 /// Segments that one launch takes; longer lists take several, and so do, with drivers older than
 /// CUDA 12.1, those of more than 160.
 constexpr int64_t kSegmentsPerLaunch = 1024;
+
+/// A codec (codec.h) that works by groups of elements, so that kernels can do it; results are the
+/// same bit for bit, but for the order in which a group is added up.
+struct GroupCodec {
+  enum class Kind {
+    fp16,
+    bf16,
+    int8,
+    e4m3,
+    e5m2,
+    qsgd2,
+    qsgd4,
+    qsgd8,
+    terngrad,
+    majority,
+    efsignsgd,
+    onebit
+  };
+
+  Kind kind;
+  /// Memory is a running mean of the gradients with this momentum, which is what is encoded;
+  /// otherwise it is what has not been sent. Negative if it is not a mean.
+  double momentum = -1;
+};
+
+/// A run of elements to encode.
+struct GroupEncoding {
+  const void* values = nullptr;
+  float* kept = nullptr;         ///< memory, `count` elements; null without
+  std::byte* message = nullptr;  ///< aligned to 4 bytes, a cast's to 2
+  int64_t count = 0;             // elements
+  uint64_t key = 0;              ///< Draw::own of the run
+};
+
+/// A run of elements to decode.
+struct GroupDecoding {
+  void* values = nullptr;
+  const std::byte* message = nullptr;  ///< the first rank's, aligned likewise
+  int64_t count = 0;                   // elements
+};
 
 // The updates make the operations of torch.optim's foreach=True implementation on a device, in its
 // order, each rounded to the parameters' type: results are the same bit for bit. (fused=True, and

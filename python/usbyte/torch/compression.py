@@ -212,6 +212,8 @@ def check_relays(specs: Iterable[str]) -> None:
             )
 
 
+_HOST = torch.device("cpu")
+
 #: Where an optimizer's state_dict holds what codecs remember.
 MEMORY = "usbyte_memory"
 
@@ -232,15 +234,20 @@ class Memory:
         self.kinds: dict[str, str] = {}
         self._buffer = torch.empty(0, 0)
 
-    def lay_out(self, plan: _core.Plan) -> None:
-        """Goes over to another plan; its codecs go on with rows that mean the same to them."""
+    def lay_out(self, plan: _core.Plan, device: torch.device = _HOST) -> None:
+        """Goes over to another plan; its codecs go on with rows that mean the same to them.
+
+        Args:
+            plan: What engines are about to follow.
+            device: Where the arena is.
+        """
         codecs = [_core.make_codec(op.codec) for op in plan.ops]
         rows = max((codec.memories for codec in codecs if codec is not None), default=0)
         rows = max([rows, *(len(part) for part in self.parts.values())])
         if rows == 0:
             return
         old, kinds = self.parts, self.kinds
-        self._buffer = torch.zeros(rows, plan.numel, dtype=torch.float32, device="cpu")
+        self._buffer = torch.zeros(rows, plan.numel, dtype=torch.float32, device=device)
         tensors = [t for t in plan.tensors if t.name != USED]
         self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
         self.kinds = dict(kinds)
@@ -250,6 +257,7 @@ class Memory:
                     self.kinds[plan.tensors[t].name] = codec.remembers
         for name in self.parts.keys() & old.keys():
             self._take(name, old[name], kinds.get(name, ""))
+        self._settle()
 
     @property
     def address(self) -> int:
@@ -282,6 +290,12 @@ class Memory:
             part.zero_()
             if name in state:
                 self._take(name, state[name]["rows"], state[name]["kind"])
+        self._settle()
+
+    def _settle(self) -> None:
+        """Waits for what was written, as engines have streams of their own."""
+        if self._buffer.is_cuda:
+            torch.cuda.current_stream(self._buffer.device).synchronize()
 
     def _take(self, name: str, rows: torch.Tensor, kind: str) -> None:
         """Copies rows that mean the same."""

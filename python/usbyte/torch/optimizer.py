@@ -58,8 +58,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `Compression`, for matrices and larger tensors (casts: for all parameters), or codecs by
             patterns of parameters' names. Of a sequence of those, the least lossy first, the plan
             has what pays, or none; "auto" is bf16 or int8. What codecs with feedback did not send
-            is added to the next gradients. On a GPU casts in all_reduces are kernels, and all else
-            is coded on the host. A single rank sends nothing.
+            is added to the next gradients. On a GPU `topk`, `randk`, `dct`, `dgc` and `powersgd`
+            are coded on the host, others by kernels. A single rank sends nothing.
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
             and the work, and parameters are gathered in the next forward pass. Needs overlap
             "forward" and an optimizer that treats every element by itself. `step()` uses gradients

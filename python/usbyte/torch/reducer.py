@@ -363,7 +363,7 @@ class Reducer:
         self._at_slot = sorted(range(len(self.params)), key=self._slot.__getitem__)
         buffer = self._communicator.allocate(plan.arena_bytes)
         self._arena = Arena(plan, [self.params[i] for i in self._at_slot], buffer)
-        self._memory.lay_out(plan)
+        self._memory.lay_out(plan, self.device.torch_device)
         self._votes.clear()
         self._grads = [self._arena.grads[slot - 1] for slot in self._slot]
         self._communicator.register(self._arena.buffer)
