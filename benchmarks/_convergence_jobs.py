@@ -30,7 +30,7 @@ class Job:
         samples: Number of training samples.
         batch: Samples of a step, over all ranks.
         steps: How long it is trained without compression.
-        stretches: How many times as long others are, until they reach what that has reached.
+        times_as_long: How many times as long others are, until one reaches what that has reached.
         loss: Of model and sample indices of this rank; a mean.
         score: Of the model on held-out data: this rank's sum and count, float64 of shape (2,), for
             rank and size.
@@ -48,7 +48,7 @@ class Job:
     samples: int
     batch: int
     steps: int
-    stretches: tuple[int, ...]
+    times_as_long: tuple[int, ...]
     loss: Callable[[nn.Module, Tensor], Tensor]
     score: Callable[[nn.Module, int, int], Tensor]
     metric: str
@@ -57,7 +57,9 @@ class Job:
 
     def format(self, value: float, sign: str = "") -> str:
         """Writes a score or a difference of scores."""
-        return f"{100 * value:{sign}.2f} %" if self.percent else f"{value:{sign}.4f}"
+        digits, unit = (2, " %") if self.percent else (4, "")
+        rounded = round(value * (100 if self.percent else 1), digits) + 0.0  # no -0.00
+        return f"{rounded:{sign}.{digits}f}{unit}"
 
     def worse_by(self, score: float, than: float) -> float:
         """How much worse a score is than another; negative where it is better."""
@@ -93,7 +95,7 @@ def digits(quick: bool) -> Job:
     return Job(
         "digits", build_model,
         lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9), "SGD, momentum 0.9",
-        lr=0.1, samples=len(images), batch=64, steps=10 if quick else 330, stretches=(1,),
+        lr=0.1, samples=len(images), batch=64, steps=10 if quick else 330, times_as_long=(1,),
         loss=loss, score=score,
         metric="test accuracy", percent=True, tolerance=0.01,
     )  # fmt: skip
@@ -138,7 +140,7 @@ def _char_gpt(
 
     return Job(
         name, lambda: GPT(shape), make_optimizer, optimizer,
-        lr=lr, samples=len(text), batch=16, steps=10 if quick else 400, stretches=(1, 2, 4),
+        lr=lr, samples=len(text), batch=16, steps=10 if quick else 400, times_as_long=(1, 2, 4),
         loss=lambda model, index: loss_of(model, text[index]), score=score,
         metric="validation loss", percent=False, tolerance=0.05,
     )  # fmt: skip

@@ -89,8 +89,13 @@ class Trained:
         """What was done, and what the columns mean."""
         job, base = self.job, self.results[UNCOMPRESSED]
         spread = statistics.stdev(base.scores) if len(base.scores) > 1 else math.nan
-        tried = [f"{times} times" for times in job.stretches if times > 1]
-        longer = f"; what is not is trained {' and '.join(tried)} as long" if tried else ""
+        tried = [f"{times} times" for times in job.times_as_long if times > 1]
+        longer = (
+            f"; what is not, of codecs with feedback, is trained anew for {', then '.join(tried)} "
+            "as many steps, and its last try is in the table"
+            if tried
+            else ""
+        )
         noise = "" if math.isnan(spread) else f", whose deviation is {job.format(spread)}"
         return (
             f"{job.name}: steps of {job.batch} samples on {self.ranks} ranks, means "

@@ -32,7 +32,7 @@ class Variant:
     plain: Sequence[str] = ()
 
     @property
-    def stretches(self) -> bool:
+    def may_take_longer(self) -> bool:
         """Whether it is trained for longer where it needs that; not if that is beside the point."""
         return "feedback=off" not in self.label
 

@@ -142,7 +142,7 @@ def main(
         for label, variant in variants.items():
             factor = variant.lr.get(name, 1.0) if lr is None or label == UNCOMPRESSED else lr
             optimizer = "SGD" if name in variant.plain else job.optimizer
-            for times in job.stretches if variant.stretches else (1,):
+            for times in job.times_as_long if variant.may_take_longer else (1,):
                 result = Result(job.lr * factor, optimizer, times * job.steps)
                 trained.results[label] = result
                 for seed in range(seeds or (1 if quick else _SEEDS[name])):

@@ -219,32 +219,35 @@ inline double message_share(const Codec& codec) {
   return static_cast<double>(codec.message_bytes(kLong)) / kLong;
 }
 
-// As training sends a block: with what is remembered of it, if the codec does.
-inline Op send(const std::string& spec) {
+// As training sends a block: with what is remembered of it, if the codec does. Without its first
+// `skipped` elements.
+inline Op send(const std::string& spec, int64_t skipped) {
   const std::shared_ptr<const Codec> codec = make_codec(spec);
-  const double moved = 4 + message_share(*codec) + (codec->memories() > 0 ? 8 : 0);
-  return {"send " + spec, moved,
+  const bool keeps = codec->memories() > 0;
+  return {"send " + spec + (skipped > 0 ? ", odd" : ""),
+          4 + message_share(*codec) + (keeps ? 8 : 0),
           [=](const auto& kernels, const Regions& memory, const Block& block) {
-            const Bytes place = block.range(kFirstState);
-            auto* const kept = static_cast<float*>(memory.at(kFirstState, place.begin));
-            const GroupEncoding run{
-                memory.at(kArena, block.begin * 4), codec->memories() > 0 ? kept : nullptr,
-                static_cast<std::byte*>(memory.at(kSecondState, place.begin)), block.count, 1};
+            const int64_t place = block.range(kFirstState).begin;
+            void* const kept = memory.at(kFirstState, place + 4 * skipped);
+            const GroupEncoding run{memory.at(kArena, (block.begin + skipped) * 4),
+                                    keeps ? static_cast<float*>(kept) : nullptr,
+                                    static_cast<std::byte*>(memory.at(kSecondState, place)),
+                                    block.count - skipped, 1};
             kernels.encode_groups(*codec->kernels(), std::span(&run, 1), DType::float32);
           }};
 }
 
-// The sum of two ranks' messages.
-inline Op receive(const std::string& spec) {
+// The sum of two ranks' messages, likewise.
+inline Op receive(const std::string& spec, int64_t skipped) {
   const std::shared_ptr<const Codec> codec = make_codec(spec);
-  return {"receive " + spec, 4 + 2 * message_share(*codec),
+  return {"receive " + spec + (skipped > 0 ? ", odd" : ""), 4 + 2 * message_share(*codec),
           [=](const auto& kernels, const Regions& memory, const Block& block) {
-            const Bytes place = block.range(kSecondState);
-            const GroupDecoding run{
-                memory.at(kArena, block.begin * 4),
-                static_cast<const std::byte*>(memory.at(kSecondState, place.begin)), block.count};
+            const int64_t place = block.range(kSecondState).begin;
+            const GroupDecoding run{memory.at(kArena, (block.begin + skipped) * 4),
+                                    static_cast<const std::byte*>(memory.at(kSecondState, place)),
+                                    block.count - skipped};
             kernels.decode_groups(*codec->kernels(), std::span(&run, 1), DType::float32, 2,
-                                  codec->message_bytes(block.count));
+                                  codec->message_bytes(run.count));
           }};
 }
 

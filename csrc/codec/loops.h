@@ -23,7 +23,9 @@ struct Loops {
   void (*from_e5m2)(const uint8_t* in, float scale, float* out, int64_t count);
   /// Bits of the largest magnitude; any NaN is above infinity.
   uint32_t (*largest)(const float* in, int64_t count);
-  double (*sum)(const float* in, int64_t count);
+  double (*sum_of_positive)(const float* in, int64_t count);
+  /// Of those with the sign bit.
+  double (*sum_of_negative)(const float* in, int64_t count);
   double (*sum_of_magnitudes)(const float* in, int64_t count);
   double (*sum_of_squares)(const float* in, int64_t count);
   double (*dot)(const float* a, const float* b, int64_t count);

@@ -147,8 +147,19 @@ double sum_of(int64_t count, Term term) {
   return out;
 }
 
-double sum(const float* in, int64_t count) {
-  return sum_of(count, [in](int64_t i) { return static_cast<double>(in[i]); });
+// All bits set if the number has the sign bit.
+inline uint32_t sign_mask(float x) { return 0 - (bits(x) >> 31); }
+
+double sum_of_positive(const float* in, int64_t count) {
+  return sum_of(count, [in](int64_t i) {
+    return static_cast<double>(number(bits(in[i]) & ~sign_mask(in[i])));
+  });
+}
+
+double sum_of_negative(const float* in, int64_t count) {
+  return sum_of(count, [in](int64_t i) {
+    return static_cast<double>(number(bits(in[i]) & sign_mask(in[i])));
+  });
 }
 
 double sum_of_magnitudes(const float* in, int64_t count) {
@@ -250,11 +261,12 @@ int64_t at_least(const float* in, uint32_t least, uint32_t first, uint32_t* out,
   return found;
 }
 
-constexpr Loops kLoops = {to_fp16,           from_fp16,        to_bf16,       from_bf16,
-                          to_int8,           from_int8,        to_fp8<3, -6>, from_fp8<3, -6>,
-                          to_fp8<2, -14>,    from_fp8<2, -14>, largest,       sum,
-                          sum_of_magnitudes, sum_of_squares,   dot,           to_signs,
-                          from_signs,        to_levels,        add,           at_least};
+constexpr Loops kLoops = {to_fp16,         from_fp16,         to_bf16,        from_bf16,
+                          to_int8,         from_int8,         to_fp8<3, -6>,  from_fp8<3, -6>,
+                          to_fp8<2, -14>,  from_fp8<2, -14>,  largest,        sum_of_positive,
+                          sum_of_negative, sum_of_magnitudes, sum_of_squares, dot,
+                          to_signs,        from_signs,        to_levels,      add,
+                          at_least};
 
 }  // namespace
 }  // namespace usbyte

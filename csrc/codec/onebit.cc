@@ -24,13 +24,11 @@ class OneBit final : public Grouped {
     loops().to_signs(values.data(), signs, count);
     int64_t negative = 0;
     for (int64_t w = 0; w < (count + 31) / 32; ++w) negative += std::popcount(signs[w]);
-    const double magnitudes = loops().sum_of_magnitudes(values.data(), count);
-    const double sum = loops().sum(values.data(), count);
     const auto mean = [](double total, int64_t of) {
       return of == 0 ? 0.0F : static_cast<float>(total / static_cast<double>(of));
     };
-    means[0] = mean((sum + magnitudes) / 2, count - negative);
-    means[1] = mean((sum - magnitudes) / 2, negative);
+    means[0] = mean(loops().sum_of_positive(values.data(), count), count - negative);
+    means[1] = mean(loops().sum_of_negative(values.data(), count), negative);
   }
   void decode_group(const float* means, const uint8_t* packed,
                     std::span<float> values) const override {

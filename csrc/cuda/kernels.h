@@ -13,9 +13,9 @@
 // kernel itself shows later, as with any launch. UsageError comes before anything is launched.
 namespace usbyte::device {
 
-/// Loads all kernels onto the current device, a few milliseconds. CUDA would load each at its first
-/// launch, where it may wait for all that runs on the device: also for a collective that waits for
-/// what this rank has yet to launch.
+/// Loads all kernels onto the current device, which takes a while. CUDA would load each at its
+/// first launch, where it may wait for all that runs on the device: also for a collective that
+/// waits for what this rank has yet to launch.
 cudaError_t load();
 /// Of those, the ones for codecs.
 cudaError_t load_groups();

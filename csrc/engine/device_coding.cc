@@ -210,7 +210,9 @@ class HostedOp final : public DeviceOp {
         sends_(request_.kind == Collective::all_gather ? shard({0, bytes_of(*host_)}, rank, size)
                                                        : Block{0, bytes_of(*host_)}),
         rows_(codec.memories()),
-        decoding_keeps_(codec.matrices() && op.kind == Collective::all_gather) {
+        rounds_(!codec.matrices() || op.kind == Collective::all_reduce ? Rounds::none
+                : op.kind == Collective::all_gather                    ? Rounds::second
+                                                                       : Rounds::first) {
     reads_ = host_->reads();
     writes_ = host_->writes();
   }
@@ -223,10 +225,10 @@ class HostedOp final : public DeviceOp {
 
   void encode_behind(const Turn& turn) override {
     for (Block b : reads_) copy(b, lanes_->mirror.data(), lanes_->arena, out());
-    copy_memory(mirrored(), lanes_->memory, out());
+    if (rounds_ != Rounds::second) copy_memory(mirrored(), lanes_->memory, out());
     lanes_->await(out());
     host_->encode(turn);
-    copy_memory(lanes_->memory, mirrored(), out());
+    if (rounds_ == Rounds::none) copy_memory(lanes_->memory, mirrored(), out());
     if (sends_.numel() > 0) {
       cuda().copy(buffer() + sends_.begin, message() + sends_.begin,
                   static_cast<size_t>(sends_.numel()), out());
@@ -239,7 +241,7 @@ class HostedOp final : public DeviceOp {
     lanes_->await(in());
     host_->decode(turn);
     for (Block b : writes_) copy(b, lanes_->arena, lanes_->mirror.data(), in());
-    if (decoding_keeps_) copy_memory(lanes_->memory, mirrored(), in());
+    if (rounds_ == Rounds::second) copy_memory(lanes_->memory, mirrored(), in());
   }
   float* mirrored() const { return reinterpret_cast<float*>(lanes_->memory_mirror.data()); }
   void copy_memory(float* to, const float* from, CudaStream stream) const {
@@ -260,7 +262,8 @@ class HostedOp final : public DeviceOp {
   const std::unique_ptr<CodedOp> host_;
   const Block sends_;  // bytes of the message
   const int rows_;
-  const bool decoding_keeps_;  // decoding changes what is kept, too
+  // Of a codec of two rounds: in between, what it keeps is on the host.
+  const enum class Rounds { none, first, second } rounds_;
 };
 
 bool is_cast(const Plan& plan, const Op& op, const Codec& codec) {
@@ -312,12 +315,12 @@ std::vector<std::unique_ptr<CodedOp>> make_device_coded_ops(const CodingSpace& s
     } else if (hosted[i]) {
       out.push_back(std::make_unique<HostedOp>(lanes, ops[i], *codec, std::move(hosted[i]),
                                                space.rank, space.size));
-    } else if (in_groups(space.plan, ops[i], *codec)) {
-      out.push_back(std::make_unique<GroupsOp>(
-          lanes, ops[i], *codec, MessageLayout(ops[i], *codec, space.rank, space.size), space));
-    } else {
+    } else if (is_cast(space.plan, ops[i], *codec)) {
       out.push_back(std::make_unique<CastOp>(lanes, ops[i], codec->message_dtype(),
                                              space.plan.message_bytes(ops[i])));
+    } else {
+      out.push_back(std::make_unique<GroupsOp>(
+          lanes, ops[i], *codec, MessageLayout(ops[i], *codec, space.rank, space.size), space));
     }
   }
   return out;

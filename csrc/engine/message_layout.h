@@ -14,15 +14,9 @@ namespace usbyte {
 /// The buffer has a part for each rank, `chunk` bytes long, from which or for which the messages
 /// are; or one for all, where the network adds messages up.
 struct MessageLayout {
-  /// A run that this rank encodes.
-  struct Sent {
+  struct Run {
     Block block;
-    int64_t at;  ///< bytes
-  };
-  /// A run that it decodes: of `ranks` messages, a chunk from each other.
-  struct Received {
-    Block block;
-    int64_t at;  ///< bytes
+    int64_t at;  ///< of the buffer, bytes
   };
 
   MessageLayout(const Op& op, const Codec& codec, int rank, int size);
@@ -30,12 +24,12 @@ struct MessageLayout {
   Collective kind;  ///< of the network
   DType dtype;      ///< of what the network carries
   int64_t chunk = 0, bytes = 0;
-  int ranks = 1;
+  int ranks = 1;  ///< whose messages are decoded together, each `chunk` bytes behind the last
   /// Added to a plan's seed: a rank's shard is coded when it is scattered and when it is gathered,
   /// by other chances.
   uint64_t salt = 0;
-  std::vector<Sent> sent;
-  std::vector<Received> received;
+  std::vector<Run> sent;      ///< what this rank encodes
+  std::vector<Run> received;  ///< what it decodes
 };
 
 }  // namespace usbyte

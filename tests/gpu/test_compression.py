@@ -1,4 +1,4 @@
-"""Compressed gradients: casts as DDP's hooks make them, codecs of the host alike on all ranks."""
+"""Compressed gradients: casts as DDP's hooks make them, all codecs alike on all ranks."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _sanitizers(place: Place) -> list[Part]:
                 *("compute-sanitizer", "--tool", tool, "--error-exitcode", "99"),
                 *(place.binary("usbyte_bench_pack"), *_SANITIZED),
             ],
-            75.0,
+            50.0,
             unsupported=_NO_SANITIZER,
             quoted=("ERROR SUMMARY", "RACECHECK SUMMARY"),
             meaning=meaning,
@@ -76,6 +76,7 @@ def _sanitizers(place: Place) -> list[Part]:
         for tool, meaning in (
             ("memcheck", "Accesses out of bounds or misaligned, and errors of CUDA calls."),
             ("racecheck", "Accesses to shared memory that nothing orders."),
+            ("synccheck", "Threads that miss where others wait for them."),
         )
     ]
 

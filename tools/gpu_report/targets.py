@@ -42,6 +42,7 @@ def targets(parts: Mapping[str, Outcome]) -> list[Target]:
         _verdict(parts, "tests", "the tests of tests/gpu pass"),
         _verdict(parts, "memcheck", "compute-sanitizer memcheck finds nothing in the kernels"),
         _verdict(parts, "racecheck", "compute-sanitizer racecheck finds nothing in the kernels"),
+        _verdict(parts, "synccheck", "compute-sanitizer synccheck finds nothing in the kernels"),
     ]
     for name, what in _MEASURED.items():
         part = parts.get(name)

@@ -231,18 +231,18 @@ struct EfSignFormat : SignsFormat<1> {
 
 struct OneBitFormat : SignsFormat<2> {
   struct Part {
-    double sum = 0, magnitudes = 0;
-    uint32_t negative = 0, padding = 0;
+    double positive = 0, negative = 0;
+    uint32_t negatives = 0, padding = 0;
 
     USBYTE_HD void add(float x) {
-      sum += static_cast<double>(x);
-      magnitudes += static_cast<double>(float_of(magnitude(x)));
-      negative += bits_of(x) >> 31;
+      const bool is_negative = bits_of(x) >> 31;
+      (is_negative ? negative : positive) += static_cast<double>(x);
+      negatives += is_negative;
     }
     USBYTE_HD void join(const Part& other) {
-      sum += other.sum;
-      magnitudes += other.magnitudes;
+      positive += other.positive;
       negative += other.negative;
+      negatives += other.negatives;
     }
   };
 
@@ -251,8 +251,8 @@ struct OneBitFormat : SignsFormat<2> {
 
     USBYTE_HD explicit Sender(const Whole<Part>& whole) {
       const Part& p = whole.part;
-      numbers[0] = mean((p.sum + p.magnitudes) / 2, whole.count - p.negative);
-      numbers[1] = mean((p.sum - p.magnitudes) / 2, p.negative);
+      numbers[0] = mean(p.positive, whole.count - p.negatives);
+      numbers[1] = mean(p.negative, p.negatives);
     }
     USBYTE_HD uint32_t code(float x, uint32_t) const { return bits_of(x) >> 31; }
 

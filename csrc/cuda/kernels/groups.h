@@ -41,6 +41,7 @@ struct EncodeEntry : GroupRun<const T, std::byte> {
 template <typename Format, typename T>
 struct EncodeWork {
   static constexpr uint32_t kElements = Format::kElements, kBits = Format::kBits;
+  static constexpr uint32_t kNumbers = Format::kNumbers;
   /// A lane's quads, of which so many are neighbours that their bits are whole bytes.
   static constexpr uint32_t kQuads = kElements / kLanes / kQuad;
   static constexpr uint32_t kTogether = kBits == 1 ? 2 : 1;
@@ -98,9 +99,12 @@ struct EncodeWork {
     const uint32_t index = piece - entry.first_piece, group = index * kElements;
     const uint32_t rest = entry.count - group, count = rest < kElements ? rest : kElements;
     const typename Format::Sender sender({whole, count, entry.key + group});
-    if constexpr (Format::kNumbers > 0) {
-      auto* const numbers = reinterpret_cast<float*>(entry.numbers) + index * Format::kNumbers;
-      for (uint32_t k = 0; lane == 0 && k < Format::kNumbers; ++k) numbers[k] = sender.numbers[k];
+    if constexpr (kNumbers > 0) {
+      auto* const numbers = reinterpret_cast<float*>(entry.numbers) + index * kNumbers;
+      USBYTE_UNROLL
+      for (uint32_t k = 0; k < kNumbers; ++k) {
+        if (lane == 0) numbers[k] = sender.numbers[k];
+      }
     }
     QuadBits<kBits> word = 0;
     USBYTE_UNROLL
@@ -133,7 +137,9 @@ struct EncodeWork {
   USBYTE_HD float left(float x, const typename Format::Sender& sender, uint32_t code) const {
     if (fresh != 0) return is_finite(x) ? x : 0;
     const float sent = Format::value(sender.numbers, code);
-    return is_finite(sent) ? x - sent : is_finite(x) ? x : 0;
+    bool finite = is_finite(sender.numbers[0]);
+    if constexpr (kNumbers == 2) finite = finite && is_finite(sender.numbers[1]);
+    return finite || is_finite(sent) ? x - sent : is_finite(x) ? x : 0;
   }
 
   /// A lane's bits, at that byte of its group's; those are filled up with zeros to 4 bytes.

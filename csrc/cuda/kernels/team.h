@@ -9,6 +9,7 @@ namespace usbyte::kernels {
 
 /// Threads of a team: a warp.
 constexpr uint32_t kLanes = 32;
+static_assert(kThreadsPerBlock % kLanes == 0);
 
 #ifdef __CUDA_ARCH__
 /// The value that the lane has whose number differs in the bits of `mask`.

@@ -138,10 +138,10 @@ class Matrices {
 ///  - signum[:MOMENTUM] (likewise): the same of gradients' running mean, with 0.9.
 ///  - efsignsgd (Karimireddy et al. 2019): signs times the mean magnitude of each 1024 elements.
 ///  NaN
-///    or infinity: none of them stays finite.
+///    or infinity: none of the 1024 stays finite.
 ///  - onebit (Seide et al. 2014): of each 1024 elements the mean of what is not negative, or that
 ///  of
-///    the rest. Likewise, of the elements with that sign at least.
+///    the rest. NaN or infinity: none of those with that sign stays finite.
 ///  - powersgd:RANK (Vogels et al. 2019): matrices as products of two of that rank, others as they
 ///    are. Add. NaN or infinity: the matrix becomes NaN.
 ///

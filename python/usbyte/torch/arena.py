@@ -64,6 +64,14 @@ def laid_out_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
+def used_numel(params: int) -> int:
+    """Elements of `USED`: a flag for each parameter, a vote, and what aligns gradients behind it.
+
+    Kernels move 16 bytes at a time, eight elements of the smallest dtype, where those are aligned.
+    """
+    return -(-(params + 1) // 8) * 8
+
+
 class Arena:
     """Buffer and views for one plan.
 
@@ -74,7 +82,9 @@ class Arena:
 
     Attributes:
         buffer: 1-d uint8.
-        used: 1-d flags, one for each parameter, in the plan's order, and the vote for a new plan.
+        flags: 1-d, all of `USED`.
+        used: 1-d, of those the flags, one for each parameter, in the plan's order, and the vote
+            for a new plan.
         grads: For each parameter its gradient's view, of the parameter's shape and strides. Each
             view has a version counter of its own, so that a write to one gradient can be told from
             a write to another.
@@ -88,7 +98,8 @@ class Arena:
     ) -> None:
         self.buffer = buffer
         flags, *tensors = plan.tensors
-        self.used = self._flat(plan, flags)
+        self.flags = self._flat(plan, flags)
+        self.used = self.flags[: len(params) + 1]
         self.grads = []
         for spec, param in zip(tensors, params, strict=True):
             flat = self._flat(plan, spec)

@@ -246,7 +246,9 @@ class Memory:
         rows = max([rows, *(len(part) for part in self.parts.values())])
         if rows == 0:
             return
-        old, kinds = self.parts, self.kinds
+        # A device may not have room for both.
+        old, kinds = {name: part.cpu() for name, part in self.parts.items()}, self.kinds
+        self.parts, self._buffer = {}, torch.empty(0, 0)
         self._buffer = torch.zeros(rows, plan.numel, dtype=torch.float32, device=device)
         tensors = [t for t in plan.tensors if t.name != USED]
         self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
@@ -265,9 +267,9 @@ class Memory:
         return self._buffer.data_ptr()
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """A copy by parameter, for a checkpoint."""
+        """A copy by parameter on the host, for a checkpoint."""
         return {
-            name: {"kind": self.kinds.get(name, ""), "rows": part.clone()}
+            name: {"kind": self.kinds.get(name, ""), "rows": part.to("cpu", copy=True)}
             for name, part in self.parts.items()
         }
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.lab.profiles import line
-from usbyte.torch.arena import USED, dtype_name, rows_of
+from usbyte.torch.arena import USED, dtype_name, rows_of, used_numel
 from usbyte.torch.device import Mark
 
 NEVER = float("inf")
@@ -159,7 +159,7 @@ def job_profile(
         return [first] * flags + [values[i] for i in order] if values else []
 
     return _core.Profile(
-        line([(USED, len(rows) + 1, rows[0][2])] * flags + rows, matrices),
+        line([(USED, used_numel(len(rows)), rows[0][2])] * flags + rows, matrices),
         # The flags are complete when backward is, and the first update may need them.
         column(times.need_s, 0.0),
         column(times.ready_s, max(times.ready_s)),

@@ -110,10 +110,11 @@ class DeviceSender(HostSender):
     def send_flags(self, flags: Sequence[float]) -> None:
         """See `HostSender`; they seldom change, and are on the device then."""
         if flags != self._flags:
-            there = torch.tensor(flags, dtype=self._arena.used.dtype)
+            there = torch.zeros_like(self._arena.flags, device="cpu")
+            there[: len(flags)] = torch.tensor(flags)
             self._flags, self._flags_there = (
                 flags,
-                there.to(self._arena.used.device, non_blocking=True),
+                there.to(self._arena.flags.device, non_blocking=True),
             )
         self._give(0, self._flags_there)
 
