@@ -50,6 +50,7 @@ std::string CodecCosts::to_json() const {
   ordered_json codecs = ordered_json::object();
   for (const auto& [spec, cost] : by_spec) {
     codecs[spec] = {{"encode", row(cost.encode)}, {"decode", row(cost.decode)}};
+    if (cost.at_once) codecs[spec]["at_once"] = true;
   }
   return ordered_json{{"format", kFormat}, {"codecs", std::move(codecs)}}.dump();
 }
@@ -65,7 +66,8 @@ CodecCosts CodecCosts::from_json(std::string_view json) {
     if (!codecs.is_object()) throw UsageError("codec costs: \"codecs\" is no object");
     for (const auto& [spec, entry] : codecs.items()) {
       const CodecCost cost{cost_of(entry.at("encode"), spec + ", encode"),
-                           cost_of(entry.at("decode"), spec + ", decode")};
+                           cost_of(entry.at("decode"), spec + ", decode"),
+                           entry.value("at_once", false)};
       if (!costs.by_spec.emplace(canonical(spec), cost).second) {
         throw UsageError("codec costs: " + canonical(spec) + " has two entries; remove one");
       }

@@ -194,9 +194,8 @@ std::optional<Chain> ChainMaker::make(const Strategy& strategy) const {
     chain.resource[i] = static_cast<uint8_t>(resource_of(stage));
     if (stage.kind == StageKind::encode || stage.kind == StageKind::decode) {
       if (!cost) return {};
-      chain.seconds[i] = stage.kind == StageKind::encode
-                             ? cost->encode.time_s(bytes)
-                             : walk.decoded() * cost->decode.time_s(bytes);
+      chain.seconds[i] = stage.kind == StageKind::encode ? cost->encode_s(1, bytes)
+                                                         : cost->decode_s(walk.decoded(), bytes);
     } else {
       chain.seconds[i] = walk.link(stage.level).of(stage.kind).time_s(bytes);
     }

@@ -39,6 +39,11 @@ int64_t Merging::message_bytes(const Lane& lane, int first, int last) const {
   return lane.codec ? lane.codec->message_bytes(count) : count * itemsize(lane.dtype);
 }
 
+// Of which a block is decoded.
+int Merging::messages(const Lane& lane) const {
+  return lane.codec && !lane.codec->adds() ? network_->ranks : 1;
+}
+
 bool Merging::grouped(int tensor, int lane) const {
   return tensor >= 0 && tensor < tensors() && group_of_[at(tensor)] == group_ &&
          lane_of_[at(tensor)] == lane;
@@ -55,10 +60,12 @@ void Merging::extend() {
   const auto count = [&](int from, int to, int sign) {
     const Lane& l = lanes_[at(lane)];
     const int64_t elements = profile_->tensors[at(to)].end() - profile_->tensors[at(from)].offset;
+    const int64_t bytes = elements * itemsize(DType::float32);
     part->message_bytes += sign * message_bytes(l, from, to);
     part->blocks += sign;
-    part->encode_s += sign * l.cost.encode.time_s(elements * itemsize(DType::float32));
-    part->decode_s += sign * l.cost.decode.time_s(elements * itemsize(DType::float32));
+    part->bytes += sign * bytes;
+    part->encode_s += sign * l.cost.encode_s(1, bytes);
+    part->decode_s += sign * l.cost.decode_s(messages(l), bytes);
   };
   const auto join = [&](int from, int to) {
     count(from, to, -1);
@@ -98,8 +105,9 @@ OpTimes Merging::times_of(const Part& part) const {
     out.send_s += network_->pack_s_per_byte * static_cast<double>(bytes);
   }
   if (out.coded) {
-    out.encode_s = part.encode_s;
-    out.decode_s = part.decode_s * (gathered ? network_->ranks : 1);
+    const bool at_once = lane.cost.at_once;
+    out.encode_s = at_once ? lane.cost.encode_s(1, part.bytes) : part.encode_s;
+    out.decode_s = at_once ? lane.cost.decode_s(messages(lane), part.bytes) : part.decode_s;
   }
   return out;
 }

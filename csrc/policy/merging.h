@@ -39,11 +39,13 @@ class Merging {
     double queued_s, due_s;
     int64_t message_bytes = 0;
     int blocks = 0;
-    double encode_s = 0, decode_s = 0;  // of its blocks, which have a message each
+    int64_t bytes = 0;                  // of its gradients, as float32
+    double encode_s = 0, decode_s = 0;  // where its blocks, with a message each, are coded in turn
   };
 
   static size_t at(int i) { return static_cast<size_t>(i); }
   int64_t message_bytes(const Lane& lane, int first, int last) const;
+  int messages(const Lane& lane) const;
   bool grouped(int tensor, int lane) const;
   OpTimes times_of(const Part& part) const;
 

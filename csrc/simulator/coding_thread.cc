@@ -9,23 +9,22 @@ namespace usbyte {
 // Each block, or shard of one, is a message of its own.
 CodingThread::Times CodingThread::times_of(const Op& op, const CodecCost& cost, int ranks) {
   const auto codec = make_codec(op.codec);
+  const bool whole = op.kind == Collective::all_reduce;
+  const bool scatters = op.kind == Collective::reduce_scatter;
+  const bool round = codec->matrices() && !whole;  // one of two
+  const int64_t encodes = scatters && !round ? ranks : 1;
+  const int64_t decodes = round ? !scatters : whole && codec->adds() ? 1 : ranks;
   Times out;
+  int64_t all = 0;
   for (Block b : op.blocks) {
-    const bool whole = op.kind == Collective::all_reduce;
-    const bool scatters = op.kind == Collective::reduce_scatter;
     const Block coded = whole || codec->matrices() ? b : shard(b, 0, ranks);
     const int64_t bytes = coded.numel() * itemsize(DType::float32);
-    double encodes = 1, decodes = ranks;
-    if (whole && codec->adds()) decodes = 1;
-    if (!whole && codec->matrices()) {  // half of what both rounds take
-      encodes = 0.5;
-      decodes = scatters ? 0 : 1;
-    } else if (scatters) {
-      encodes = ranks;
-    }
-    out.encode_s += encodes * cost.encode.time_s(bytes);
-    out.decode_s += decodes * cost.decode.time_s(bytes);
+    all += bytes;
+    out.encode_s += cost.encode_s(encodes, bytes);
+    out.decode_s += cost.decode_s(decodes, bytes);
   }
+  if (cost.at_once) out = {cost.encode_s(encodes, all), cost.decode_s(decodes, all)};
+  if (round) out.encode_s /= 2;  // as costs are of both
   return out;
 }
 

@@ -8,7 +8,7 @@ namespace usbyte {
 namespace {
 
 const CodecCosts kCosts{{{"fp16", {{1e-6, 1e-10, 1e-6}, {2e-6, 3e-10, 2e-6}}},
-                         {"topk:0.01", {{1e-5, 2e-9, 1e-5}, {0, 1e-11, 0}}}}};
+                         {"topk:0.01", {{1e-5, 2e-9, 1e-5}, {0, 1e-11, 0}, true}}}};
 
 std::string error_of(const std::function<void()>& action) {
   try {
@@ -33,6 +33,18 @@ TEST(CodecCosts, AreThoseOfTheSpecHoweverItIsSpelt) {
   EXPECT_EQ(kCosts.of("topk:1e-2"), kCosts.by_spec.at("topk:0.01"));
   EXPECT_EQ(kCosts.of("none"), CodecCost{});
   EXPECT_EQ(CodecCosts{}.of("none"), CodecCost{});
+}
+
+TEST(CodecCosts, OfSeveralMessages) {
+  const CodecCost one_by_one{{1, 0.1, 1}, {2, 0.1, 2}}, at_once{{1, 0.1, 1}, {2, 0.1, 2}, true};
+  for (int64_t bytes : {0, 5, 30}) {
+    EXPECT_EQ(one_by_one.encode_s(1, bytes), one_by_one.encode.time_s(bytes));
+    EXPECT_EQ(one_by_one.decode_s(4, bytes), 4 * one_by_one.decode.time_s(bytes));
+    EXPECT_EQ(at_once.encode_s(1, bytes), at_once.encode.time_s(bytes));
+    EXPECT_EQ(at_once.decode_s(4, bytes), at_once.decode.time_s(4 * bytes));
+  }
+  EXPECT_EQ(one_by_one.decode_s(0, 5), 0);
+  EXPECT_EQ(at_once.decode_s(0, 5), 0);
 }
 
 TEST(CodecCosts, WhatIsUnknownSaysHowToMeasureIt) {

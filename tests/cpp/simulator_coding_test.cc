@@ -78,7 +78,7 @@ TEST(SimulatorCoding, GatheredMessagesAreDecodedOneByOne) {
 }
 
 // A tensor of 8 x 8 that is ready at 5, on two ranks; an all_reduce takes 1, other ops half of it.
-std::vector<double> done_in_two_ops(const std::string& codec) {
+std::vector<double> done_in_two_ops(const std::string& codec, bool at_once = false) {
   Profile p;
   p.tensors = {{"a", 64, DType::float32, 0, 8}};
   p.need_s = {0};
@@ -86,7 +86,7 @@ std::vector<double> done_in_two_ops(const std::string& codec) {
   const Plan plan("test", p.tensors,
                   {{Collective::reduce_scatter, {{0, 64}}, kUnlimited, false, codec},
                    {Collective::all_gather, {{0, 64}}, kUnlimited, false, codec}});
-  return predict(p, plan, {{{codec, {constant(0.25), constant(0.5)}}}}, 1).record.done_s;
+  return predict(p, plan, {{{codec, {constant(0.25), constant(0.5), at_once}}}}, 1).record.done_s;
 }
 
 TEST(SimulatorCoding, ShardsAreMessagesOfTheirOwn) {
@@ -110,6 +110,23 @@ TEST(SimulatorCoding, BlocksAreMessagesOfTheirOwn) {
                    {Collective::all_reduce, {{10, 20}}, kUnlimited, false, "none"}});
   const CodecCosts costs{{{"int8", {constant(0.25), constant(0.5)}}}};
   EXPECT_EQ(predict(p, plan, costs, 1).record.done_s[0], 9 + 2 * 0.25 + 0.5 + 2 * 2 * 0.5);
+}
+
+TEST(SimulatorCoding, MessagesThatAreCodedAtOnceShareTheLeastTime) {
+  const double scattered = 5 + 0.25 + 0.5 + 0.5;
+  EXPECT_EQ(done_in_two_ops("int8", true),
+            (std::vector<double>{scattered, scattered + 0.25 + 0.5 + 0.5}));
+  EXPECT_EQ(done_in_two_ops("powersgd:1", true), done_in_two_ops("powersgd:1"));
+  // Two blocks of 40 bytes each, a message of which comes from both ranks.
+  const Profile p = three_layers();
+  const Plan plan("test", p.tensors,
+                  {{Collective::all_reduce, {{0, 10}, {20, 30}}, kUnlimited, false, "int8"},
+                   {Collective::all_reduce, {{10, 20}}, kUnlimited, false, "none"}});
+  const auto done_s = [&](const AlphaBeta& encode, const AlphaBeta& decode) {
+    return predict(p, plan, {{{"int8", {encode, decode, true}}}}, 1).record.done_s[0];
+  };
+  EXPECT_EQ(done_s(constant(0.25), constant(0.5)), 9 + 0.25 + 0.5 + 0.5);
+  EXPECT_EQ(done_s({0.25, 0.0125, 0.25}, {0.5, 0.0125, 0.5}), 9 + 1 + 0.5 + 2);
 }
 
 TEST(SimulatorCoding, AJobIsNotInterruptedAndTheFirstOpGoesFirst) {

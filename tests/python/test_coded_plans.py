@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
+from _emulated import emulate
 from _models import short_probes
 from _ranks import run_ranks
 from usbyte import _core
@@ -110,6 +111,36 @@ def leaves_alone(rank, size):
 
 def test_what_a_policy_leaves_alone_stays_so():
     run_ranks(2, leaves_alone, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def on_a_device(rank, size):
+    device = emulate()
+    ub.init()
+    short_probes()
+    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e5)
+    measure, measured = _core.measure_codec, []
+
+    def recorded(spec, _budget_s, place):
+        measured.append((spec, place))
+        return measure(spec, 0.002, place)
+
+    _core.measure_codec = recorded
+    model = nn.Linear(64, 64)
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+        compression="auto", tune_steps=0,
+    )  # fmt: skip
+    for _ in range(5):
+        opt.zero_grad()
+        model(torch.ones(4, 64)).sum().backward()
+        opt.step()
+    assert "int8" in {op.codec for op in opt.plan.ops}
+    opt.close()
+    assert sorted(measured, key=str) == [("bf16", device.core), ("int8", device.core)]
+
+
+def test_codecs_are_measured_where_gradients_are():
+    run_ranks(2, on_a_device, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
 def test_auto_compresses_where_it_pays():

@@ -144,6 +144,11 @@ def test_lists_of_codecs_with_parameters():
         (["--codecs", "fp16", "--plot", "x.png"], "do not go with --codecs"),
         (["--codecs", "fp16", "--codec-time", "0"], "time above 0"),
         (["--codecs", "fp16", "--json", "no/codecs.json"], "cannot write 'no/codecs.json'"),
+        pytest.param(
+            ["--codecs", "fp16", "--device", "cuda"],
+            _core.cuda_info().reason,
+            marks=pytest.mark.skipif(bool(_core.cuda_info().devices), reason="there is a GPU"),
+        ),
     ],
 )
 def test_codecs_that_cannot_be_measured(arguments, message):

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "usbyte/codec_costs.h"
+#include "usbyte/cuda.h"
 #include "usbyte/network.h"
 
 namespace usbyte {
@@ -16,21 +18,26 @@ namespace usbyte {
 /// the sizes' medians. Throws UsageError on no samples, or one of no bytes or no time.
 Fit fit_codec_cost(std::span<const Sample> samples);
 
-/// What a codec was measured to cost one thread.
+/// What a codec was measured to cost one thread, or a device.
 struct MeasuredCodec {
   std::string spec;  ///< in its canonical spelling
   CodecCost cost;
   double encode_residual, decode_residual;  ///< as `Fit::residual`
   int64_t largest_bytes;                    ///< of the gradients, float32, in the largest sample
   int64_t message_bytes;                    ///< of their message
-  std::vector<Sample> encode, decode;       ///< bytes of gradients; s for one message
+  /// Bytes of gradients; s for one message, or for all that are coded at once, of so many bytes
+  /// together.
+  std::vector<Sample> encode, decode;
 };
 
-/// Measures a codec on this thread as the engine uses it: encoding with its memory of what was not
-/// sent, decoding as all ranks' messages are combined. Gradients are normal and come from main
-/// memory or the last cache, as after a backward pass; sizes go from 256 bytes to 4 MiB by factors
-/// of 4. It takes about `budget_s`, and ends with the first sizes where that is too little. Throws
-/// UsageError on "none", an unknown spec or a budget that is not positive.
-MeasuredCodec measure_codec(std::string_view spec, double budget_s);
+/// Measures a codec by the engine's own coded ops: encoding with its memory of what was not sent,
+/// decoding as all ranks' messages are combined. On this thread, or of gradients on `device`, by
+/// its kernels or through the host, with the copies and waits of that. Gradients are normal; large
+/// blocks come from main memory, small ones from a cache, as after a backward pass. Sizes go from
+/// 256 bytes to 4 MiB by factors of 4. It takes about `budget_s` and the time to make room; it ends
+/// with the first sizes where that is too little. Throws UsageError on "none", an unknown spec or a
+/// budget that is not positive, and FaultError where the device fails.
+MeasuredCodec measure_codec(std::string_view spec, double budget_s,
+                            const std::shared_ptr<Cuda>& device = nullptr);
 
 }  // namespace usbyte

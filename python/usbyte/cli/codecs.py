@@ -64,11 +64,13 @@ def parse_codecs(text: str) -> list[str]:
     return specs
 
 
-def measure(specs: Sequence[str], seconds: float) -> list[_core.MeasuredCodec]:
-    """Measures each codec on one thread, for about so many seconds."""
+def measure(
+    specs: Sequence[str], seconds: float, device: _core.Cuda | None
+) -> list[_core.MeasuredCodec]:
+    """Measures each codec on one thread, or on a device, for about so many seconds."""
     from usbyte import _core
 
-    return [_core.measure_codec(spec, seconds) for spec in specs]
+    return [_core.measure_codec(spec, seconds, device) for spec in specs]
 
 
 def costs_of(measured: Sequence[_core.MeasuredCodec]) -> _core.CodecCosts:
@@ -82,7 +84,8 @@ def table(measured: Sequence[_core.MeasuredCodec]) -> Table:
     """One row for each codec."""
     from rich.table import Table
 
-    out = Table(title="codecs on one thread, by bytes of float32 gradients")
+    place = "a device" if any(m.cost.at_once for m in measured) else "one thread"
+    out = Table(title=f"codecs on {place}, by bytes of float32 gradients")
     out.add_column("codec", no_wrap=True)
     out.add_column("message", justify="right")
     for what in ("encode", "decode"):

@@ -39,13 +39,14 @@ Example:
 )  # fmt: skip
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu",
-    help="Where payloads are: gradients are on the device of the model.",
+    help="Where payloads are, and what codecs code: gradients are on the device of the model.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1), default=10, help="Measurements of each size.")
 @click.option(
     "--codecs", type=Parsed("list", coding.parse_codecs), is_flag=False, flag_value="all",
     metavar="[SPEC,SPEC...]",
-    help="Measure codecs instead, on one thread of this machine; without a list, all there are.",
+    help="Measure codecs instead, on one thread of this machine, or on its device; without a list, "
+    "all there are.",
 )  # fmt: skip
 @click.option(
     "--codec-time", type=SECONDS, default="1s", help="For each codec, with --codecs; about."
@@ -77,12 +78,13 @@ def probe(
 
     With --codecs, one process is enough. Encoding and decoding take the least time there is, or by
     the byte of the gradients if that is more. Encoding is with the memory of what was not sent;
-    decoding is of one message. The error is as the residual; the message is part of the gradients.
+    decoding is of one message. A device codes all messages of an operation at once, by kernels or
+    through the host. The error is as the residual; the message is part of the gradients.
     """
     if codecs is not None:
         if csv_path is not None or plot is not None:
             raise click.UsageError("--csv and --plot do not go with --codecs; write --json")
-        _probe_codecs(codecs, codec_time, json_path)
+        _probe_codecs(codecs, codec_time, device, json_path)
         return
     cluster = detect()
     if cluster.size == 1:
@@ -128,7 +130,9 @@ def probe(
     ub.shutdown()
 
 
-def _probe_codecs(specs: Sequence[str], seconds: float, json_path: Path | None) -> None:
+def _probe_codecs(
+    specs: Sequence[str], seconds: float, device: str, json_path: Path | None
+) -> None:
     if seconds <= 0:
         raise click.BadParameter("write a time above 0", param_hint="--codec-time")
     if detect().rank != 0:  # others would only compete for the cores
@@ -136,7 +140,10 @@ def _probe_codecs(specs: Sequence[str], seconds: float, json_path: Path | None) 
     check_writable(json_path)
     from rich.console import Console
 
-    measured = coding.measure(specs, seconds)
+    from usbyte import _core
+
+    place = _core.make_cuda(0) if device == "cuda" else None
+    measured = coding.measure(specs, seconds, place)
     Console(highlight=False).print(coding.table(measured))
     if json_path is not None:
         write_text(json_path, coding.costs_of(measured).to_json() + "\n")

@@ -25,11 +25,19 @@ class CodedPlans:
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
         overlap: What communication may hide behind.
         sharded: Whether each rank updates its shard, and parameters are gathered.
+        device: Where gradients are; None for the host.
     """
 
-    def __init__(self, label: str, options: Mapping[str, int], overlap: str, sharded: bool) -> None:
+    def __init__(
+        self,
+        label: str,
+        options: Mapping[str, int],
+        overlap: str,
+        sharded: bool,
+        device: _core.Cuda | None,
+    ) -> None:
         self._label, self._options = label, dict(options)
-        self._overlap, self._sharded = overlap, sharded
+        self._overlap, self._sharded, self._device = overlap, sharded, device
         self._costs: dict[str, _core.CodecCost] = {}
 
     def measure(self, specs: Iterable[str]) -> None:
@@ -40,7 +48,7 @@ class CodedPlans:
         wanted = sorted(set(specs) - {"none"} - set(self._costs))
         if not wanted:
             return
-        measured = [_core.measure_codec(spec, _PROBE_S).cost for spec in wanted]
+        measured = [self._measure(spec) for spec in wanted]
         numbers = torch.tensor(
             [[x for line in (c.encode, c.decode) for x in _numbers(line)] for c in measured],
             dtype=torch.float64,
@@ -49,13 +57,13 @@ class CodedPlans:
             wanted, allreduce(numbers, name=f"{self._label}.codecs", op=Max).tolist(), strict=True
         ):
             encode, decode = _core.AlphaBeta(*row[:3]), _core.AlphaBeta(*row[3:])
-            self._costs[spec] = _core.CodecCost(encode, decode)
+            self._costs[spec] = _core.CodecCost(encode, decode, measured[0].at_once)
 
     def costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:
         """What codecs take; those that `measure` has not seen are timed on this rank alone."""
         wanted = set(specs) - {"none"}
         for spec in sorted(wanted - set(self._costs)):
-            self._costs[spec] = _core.measure_codec(spec, _PROBE_S).cost
+            self._costs[spec] = self._measure(spec)
         return _core.CodecCosts({spec: self._costs[spec] for spec in wanted})
 
     def make(
@@ -111,6 +119,9 @@ class CodedPlans:
             plain_s, ", ".join(told),
         )  # fmt: skip
         return chosen
+
+    def _measure(self, spec: str) -> _core.CodecCost:
+        return _core.measure_codec(spec, _PROBE_S, self._device).cost
 
 
 def codecs_of(profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:

@@ -428,6 +428,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.label,
             names,
             self._params,
+            device,
             self._policy,
             self._overlap,
             codecs,

@@ -18,6 +18,7 @@ from usbyte.torch.coded_plans import WORTH_A_LOSS, CodedPlans, codecs_of
 from usbyte.torch.compression import Choices
 from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
+from usbyte.torch.device import Device
 from usbyte.torch.learning import Times, combine, job_profile
 from usbyte.torch.ops import Max, allreduce
 from usbyte.units import format_cost
@@ -97,6 +98,7 @@ class Planner:
         label: Name of the optimizer, the same on all ranks.
         names: Of the parameters.
         params: The parameters.
+        device: Which they are on.
         policy: A policy's name, tuned ones included, or a callable Profile x NetworkModel -> Plan.
         overlap: What communication may hide behind.
         codecs: What the parameters may travel by.
@@ -120,6 +122,7 @@ class Planner:
         label: str,
         names: Sequence[str],
         params: Sequence[nn.Parameter],
+        device: Device,
         policy: str | Policy,
         overlap: str,
         codecs: Choices,
@@ -137,7 +140,7 @@ class Planner:
         lists = [dict(zip(names, specs, strict=True)) for specs in codecs.lists]
         self._codecs = {} if codecs.optional else lists[0]
         self._choices = lists if codecs.optional else []
-        self._plans = CodedPlans(label, options, overlap, sharded)
+        self._plans = CodedPlans(label, options, overlap, sharded, device.core)
         self._steps = steps
         self._base: _core.Plan | None = None  # the plan in force, by codecs as they end
         self._stages: list[_core.Codec] = []  # those codecs
