@@ -1,5 +1,6 @@
 #include "usbyte/codec_costs.h"
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "usbyte/codec.h"
@@ -50,7 +51,10 @@ std::string CodecCosts::to_json() const {
   ordered_json codecs = ordered_json::object();
   for (const auto& [spec, cost] : by_spec) {
     codecs[spec] = {{"encode", row(cost.encode)}, {"decode", row(cost.decode)}};
-    if (cost.at_once) codecs[spec]["at_once"] = true;
+    if (cost.at_once) {
+      codecs[spec]["at_once"] = true;
+      codecs[spec]["further_s_per_byte"] = cost.further_s_per_byte;
+    }
   }
   return ordered_json{{"format", kFormat}, {"codecs", std::move(codecs)}}.dump();
 }
@@ -67,7 +71,11 @@ CodecCosts CodecCosts::from_json(std::string_view json) {
     for (const auto& [spec, entry] : codecs.items()) {
       const CodecCost cost{cost_of(entry.at("encode"), spec + ", encode"),
                            cost_of(entry.at("decode"), spec + ", decode"),
-                           entry.value("at_once", false)};
+                           entry.value("at_once", false), entry.value("further_s_per_byte", 0.0)};
+      if (!(cost.further_s_per_byte >= 0 && std::isfinite(cost.further_s_per_byte))) {
+        throw UsageError("codec costs: " + spec +
+                         ", further_s_per_byte: a cost is negative or no " + "number");
+      }
       if (!costs.by_spec.emplace(canonical(spec), cost).second) {
         throw UsageError("codec costs: " + canonical(spec) + " has two entries; remove one");
       }

@@ -9,7 +9,7 @@
 namespace usbyte {
 namespace {
 
-// Those that the engine can run; it codes on the CPU.
+// Those that the engine can run; it codes beside compute, on a thread or on streams of its own.
 std::vector<Strategy> executable() {
   std::vector<Strategy> out;
   for (const char* text : {"AR", "RS AG", "C[cpu] AR D[cpu]", "C[cpu] AG D[cpu]",

@@ -1,5 +1,7 @@
 #include "bytecomp_chains.h"
 
+#include <utility>
+
 namespace usbyte {
 namespace {
 
@@ -16,8 +18,9 @@ class Walk {
     const auto done = [](const Holding& h) { return h.summed && h.kind == Holding::all; };
     return messages_ == 0 && done(holds_[1]) && (!two_levels || done(holds_[0]));
   }
-  /// Messages that the decoder of the last stage had.
-  int decoded() const { return decoded_; }
+  /// Parts that the decoder of the last stage had messages of, and how many of each.
+  int decoded_parts() const { return restored_ ? decoded_ : 1; }
+  int decoded_messages() const { return restored_ ? 1 : decoded_; }
   int ranks(Level level) const { return link(level).ranks; }
   const LinkCosts& link(Level level) const {
     return level == Level::flat    ? cluster_.flat
@@ -54,6 +57,7 @@ class Walk {
   int64_t coded_elements_ = 0;  // of each of them
   bool scattered_ = false;      // messages are for one rank each
   bool restores_ = false;       // each message held is another part
+  bool restored_ = false;       // as the last that were decoded
   int users_ = 1;               // ranks of a node that use its link at a time
   std::array<Holding, 2> holds_;
 };
@@ -78,7 +82,7 @@ double Walk::decode(Level level) {
     hold(level).kind = Holding::all;
   }
   messages_ = 0;
-  restores_ = false;
+  restored_ = std::exchange(restores_, false);
   return bytes;
 }
 
@@ -194,8 +198,9 @@ std::optional<Chain> ChainMaker::make(const Strategy& strategy) const {
     chain.resource[i] = static_cast<uint8_t>(resource_of(stage));
     if (stage.kind == StageKind::encode || stage.kind == StageKind::decode) {
       if (!cost) return {};
-      chain.seconds[i] = stage.kind == StageKind::encode ? cost->encode_s(1, bytes)
-                                                         : cost->decode_s(walk.decoded(), bytes);
+      chain.seconds[i] = stage.kind == StageKind::encode
+                             ? cost->encode_s(1, bytes)
+                             : cost->decode_s(walk.decoded_parts(), walk.decoded_messages(), bytes);
     } else {
       chain.seconds[i] = walk.link(stage.level).of(stage.kind).time_s(bytes);
     }

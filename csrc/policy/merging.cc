@@ -65,7 +65,7 @@ void Merging::extend() {
     part->blocks += sign;
     part->bytes += sign * bytes;
     part->encode_s += sign * l.cost.encode_s(1, bytes);
-    part->decode_s += sign * l.cost.decode_s(messages(l), bytes);
+    part->decode_s += sign * l.cost.decode_s(1, messages(l), bytes);
   };
   const auto join = [&](int from, int to) {
     count(from, to, -1);
@@ -107,7 +107,7 @@ OpTimes Merging::times_of(const Part& part) const {
   if (out.coded) {
     const bool at_once = lane.cost.at_once;
     out.encode_s = at_once ? lane.cost.encode_s(1, part.bytes) : part.encode_s;
-    out.decode_s = at_once ? lane.cost.decode_s(messages(lane), part.bytes) : part.decode_s;
+    out.decode_s = at_once ? lane.cost.decode_s(1, messages(lane), part.bytes) : part.decode_s;
   }
   return out;
 }

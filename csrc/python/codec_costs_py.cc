@@ -12,11 +12,13 @@ void register_codec_costs(py::module_& m) {
   py::class_<CodecCost>(m, "CodecCost",
                         "What a codec costs by bytes of float32 gradients: encoding, and decoding "
                         "a message, of an op one by one or all at once.")
-      .def(py::init<AlphaBeta, AlphaBeta, bool>(), py::arg("encode") = AlphaBeta{},
-           py::arg("decode") = AlphaBeta{}, py::arg("at_once") = false)
+      .def(py::init<AlphaBeta, AlphaBeta, bool, double>(), py::arg("encode") = AlphaBeta{},
+           py::arg("decode") = AlphaBeta{}, py::arg("at_once") = false,
+           py::arg("further_s_per_byte") = 0.0)
       .def_readonly("encode", &CodecCost::encode)
       .def_readonly("decode", &CodecCost::decode)
       .def_readonly("at_once", &CodecCost::at_once)
+      .def_readonly("further_s_per_byte", &CodecCost::further_s_per_byte)
       .def("__eq__", &CodecCost::operator==);
   py::class_<CodecCosts>(m, "CodecCosts", "The costs of codecs on one machine, by spec.")
       .def(py::init([](const std::map<std::string, CodecCost>& by_spec) {

@@ -11,19 +11,22 @@ CodingThread::Times CodingThread::times_of(const Op& op, const CodecCost& cost, 
   const auto codec = make_codec(op.codec);
   const bool whole = op.kind == Collective::all_reduce;
   const bool scatters = op.kind == Collective::reduce_scatter;
-  const bool round = codec->matrices() && !whole;  // one of two
-  const int64_t encodes = scatters && !round ? ranks : 1;
-  const int64_t decodes = round ? !scatters : whole && codec->adds() ? 1 : ranks;
+  const bool round = codec->matrices() && !whole;      // one of two
+  const bool gathers = !whole && !scatters && !round;  // a message of each shard
+  const int64_t encodes = scatters && !round ? ranks : 1, parts = gathers ? ranks : 1;
+  int64_t decodes = whole || scatters ? ranks : 1;  // of each part
+  if (whole && codec->adds()) decodes = 1;
+  if (round && scatters) decodes = 0;
   Times out;
   int64_t all = 0;
   for (Block b : op.blocks) {
-    const Block coded = whole || codec->matrices() ? b : shard(b, 0, ranks);
+    const Block coded = whole || round ? b : shard(b, 0, ranks);
     const int64_t bytes = coded.numel() * itemsize(DType::float32);
     all += bytes;
     out.encode_s += cost.encode_s(encodes, bytes);
-    out.decode_s += cost.decode_s(decodes, bytes);
+    out.decode_s += cost.decode_s(parts, decodes, bytes);
   }
-  if (cost.at_once) out = {cost.encode_s(encodes, all), cost.decode_s(decodes, all)};
+  if (cost.at_once) out = {cost.encode_s(encodes, all), cost.decode_s(parts, decodes, all)};
   if (round) out.encode_s /= 2;  // as costs are of both
   return out;
 }

@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
+#include <limits>
 
 #include "random_job.h"
+#include "traced_cuda.h"
 #include "usbyte/codec.h"
 #include "usbyte/emulated_cuda.h"
 #include "usbyte/error.h"
@@ -97,6 +100,54 @@ TEST(MeasureCodec, MatricesFromTheLeastOnThatPay) {
   }
 }
 
+constexpr double kKernelS = 1e-3;
+
+// Kernels take a while, and the call of a number that is told fails.
+class ScriptedCuda final : public test::TracedCuda {
+ public:
+  explicit ScriptedCuda(int64_t fails = std::numeric_limits<int64_t>::max())
+      : TracedCuda(make_emulated_cuda({})), fails_(fails) {}
+
+  void* allocate(size_t bytes) override {
+    count();
+    return TracedCuda::allocate(bytes);
+  }
+  void* allocate_pinned(size_t bytes) override {
+    count();
+    return TracedCuda::allocate_pinned(bytes);
+  }
+  void record(CudaEvent event, CudaStream stream) override {
+    count();
+    TracedCuda::record(event, stream);
+  }
+  void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+                     CudaStream stream) override {
+    count();
+    inner().delay(stream, kKernelS);
+    TracedCuda::copy_segments(segments, from, to, scale, stream);
+  }
+  void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,
+                     CudaStream stream) override {
+    count();
+    inner().delay(stream, kKernelS);
+    TracedCuda::encode_groups(codec, runs, dtype, stream);
+  }
+  void decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType dtype, int ranks,
+                     int64_t stride, CudaStream stream) override {
+    count();
+    inner().delay(stream, kKernelS);
+    TracedCuda::decode_groups(codec, runs, dtype, ranks, stride, stream);
+  }
+
+ private:
+  void count() {
+    if (++calls_ == fails_) throw FaultError("out of order");
+  }
+
+  const int64_t fails_;
+  std::atomic<int64_t> calls_ = 0;
+};
+
 // Casts and groups are kernels, others code on the host what is copied.
 TEST(MeasureCodec, OnADevice) {
   for (const char* spec : {"fp16", "int8", "onebit", "topk:0.01", "dgc:0.01", "powersgd:2"}) {
@@ -105,34 +156,62 @@ TEST(MeasureCodec, OnADevice) {
     const MeasuredCodec measured = measure_codec(spec, 0.002, cuda);
     EXPECT_EQ(cuda->live(), before) << spec;
     EXPECT_TRUE(measured.cost.at_once);
-    const MeasuredCodec host = measure_codec(spec, 0.002);
-    EXPECT_FALSE(host.cost.at_once);
+    EXPECT_FALSE(measure_codec(spec, 0.002).cost.at_once);
     const auto codec = make_codec(spec);
     const int64_t count = measured.largest_bytes / itemsize(DType::float32);
     if (!codec->matrices()) {
       EXPECT_EQ(measured.message_bytes, codec->message_bytes(count));
     }
-    // Of all ranks' messages, unless the network has added them.
-    const int64_t together = codec->adds() || codec->matrices() ? 1 : 4;
     EXPECT_EQ(measured.encode.back().bytes, measured.largest_bytes);
-    EXPECT_EQ(measured.decode.back().bytes, together * measured.largest_bytes) << spec;
+    EXPECT_EQ(measured.decode.back().bytes, measured.largest_bytes);
+    EXPECT_GE(measured.cost.further_s_per_byte, 0);
+    if (codec->adds()) {
+      EXPECT_EQ(measured.cost.further_s_per_byte, 0);
+    }
   }
 }
 
-// The device's time counts, not only the host's that puts work on it: kernels are late by a
-// tenth of a millisecond on average.
+// The device's time counts, not the host's that puts work on it.
 TEST(MeasureCodec, WaitsForTheDevice) {
-  for (const char* spec : {"fp16", "int8", "topk:0.01", "powersgd:2"}) {
-    const MeasuredCodec measured = measure_codec(spec, 0.002, make_emulated_cuda({2e-4, 1}));
-    EXPECT_GT(measured.cost.encode.alpha_s, 3e-5) << spec;
-    EXPECT_GT(measured.cost.decode.alpha_s, 3e-5) << spec;
+  for (const char* spec : {"fp16", "int8"}) {
+    const MeasuredCodec measured = measure_codec(spec, 0.002, std::make_shared<ScriptedCuda>());
+    for (const auto* samples : {&measured.encode, &measured.decode}) {
+      for (const Sample& s : *samples) EXPECT_GE(s.seconds, 0.99 * kKernelS) << spec;
+    }
   }
 }
 
-TEST(MeasureCodec, AFailureOfTheDeviceIsOne) {
-  const auto cuda = make_emulated_cuda({});
-  cuda->poison("out of order");
-  EXPECT_THROW(measure_codec("int8", 0.002, cuda), FaultError);
+TEST(MeasureCodec, FailuresOfTheDeviceLeaveNothingBehind) {
+  for (const char* spec : {"int8", "topk:0.1", "powersgd:2"}) {
+    int failures = 0;
+    for (int64_t call = 1; call < 200; call += call < 20 ? 1 : 29) {
+      const auto cuda = std::make_shared<ScriptedCuda>(call);
+      const int64_t before = cuda->inner().live();
+      try {
+        measure_codec(spec, 0.002, cuda);
+      } catch (const FaultError&) {
+        ++failures;  // unless it was at the end of some work, of which nothing was asked any more
+      }
+      EXPECT_EQ(cuda->inner().live(), before) << spec << ", " << call;
+    }
+    EXPECT_GE(failures, 20) << spec;
+  }
+}
+
+TEST(MeasureCodec, WithoutRoomForTheLargestSizes) {
+  class Small final : public test::TracedCuda {
+   public:
+    Small() : TracedCuda(make_emulated_cuda({})) {}
+    void* allocate(size_t bytes) override {
+      if (bytes > 1 << 20) throw FaultError("out of memory");
+      return TracedCuda::allocate(bytes);
+    }
+  };
+  const auto cuda = std::make_shared<Small>();
+  const int64_t before = cuda->inner().live();
+  const MeasuredCodec measured = measure_codec("int8", 1, cuda);
+  EXPECT_EQ(measured.largest_bytes, 64 << 10);  // 16 of which have room
+  EXPECT_EQ(cuda->inner().live(), before);
 }
 
 TEST(MeasureCodec, RefusesNothingToMeasure) {

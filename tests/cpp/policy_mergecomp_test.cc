@@ -24,7 +24,8 @@ CodecCost random_cost(std::mt19937& rng) {
     const double alpha = uniform(rng, 0, 3) ? uniform_real(rng, 0, 0.1) : 0;
     return AlphaBeta{alpha, std::exp(uniform_real(rng, std::log(1e-10), std::log(1e-7))), alpha};
   };
-  return {cost(), cost(), uniform(rng, 0, 1) == 1};
+  const bool at_once = uniform(rng, 0, 1) == 1;
+  return {cost(), cost(), at_once, at_once ? uniform_real(rng, 0, 1e-8) : 0};
 }
 
 Job random_coded_job(std::mt19937& rng, int64_t tensors, bool coded) {

@@ -117,16 +117,16 @@ TEST(SimulatorCoding, MessagesThatAreCodedAtOnceShareTheLeastTime) {
   EXPECT_EQ(done_in_two_ops("int8", true),
             (std::vector<double>{scattered, scattered + 0.25 + 0.5 + 0.5}));
   EXPECT_EQ(done_in_two_ops("powersgd:1", true), done_in_two_ops("powersgd:1"));
-  // Two blocks of 40 bytes each, a message of which comes from both ranks.
+  // Two blocks of 40 bytes, of each of which two ranks send a message.
   const Profile p = three_layers();
   const Plan plan("test", p.tensors,
                   {{Collective::all_reduce, {{0, 10}, {20, 30}}, kUnlimited, false, "int8"},
                    {Collective::all_reduce, {{10, 20}}, kUnlimited, false, "none"}});
-  const auto done_s = [&](const AlphaBeta& encode, const AlphaBeta& decode) {
-    return predict(p, plan, {{{"int8", {encode, decode, true}}}}, 1).record.done_s[0];
+  const auto done_s = [&](const AlphaBeta& encode, const AlphaBeta& decode, double further) {
+    return predict(p, plan, {{{"int8", {encode, decode, true, further}}}}, 1).record.done_s[0];
   };
-  EXPECT_EQ(done_s(constant(0.25), constant(0.5)), 9 + 0.25 + 0.5 + 0.5);
-  EXPECT_EQ(done_s({0.25, 0.0125, 0.25}, {0.5, 0.0125, 0.5}), 9 + 1 + 0.5 + 2);
+  EXPECT_EQ(done_s(constant(0.25), constant(0.5), 0), 9 + 0.25 + 0.5 + 0.5);
+  EXPECT_EQ(done_s({0.25, 0.0125, 0.25}, {0.5, 0.0125, 0.5}, 0.025), 9 + 1 + 0.5 + 1 + 2);
 }
 
 TEST(SimulatorCoding, AJobIsNotInterruptedAndTheFirstOpGoesFirst) {

@@ -24,7 +24,7 @@ struct Begin {
 /// Passes everything on, and works out what the calls order: each op is traced by `run`, which a
 /// test's own kernels go through. Independent of timing, so that a wait that is missing shows at
 /// every run.
-class TracedCuda final : public Cuda {
+class TracedCuda : public Cuda {
  public:
   explicit TracedCuda(std::shared_ptr<EmulatedCuda> inner) : inner_(std::move(inner)) {}
 

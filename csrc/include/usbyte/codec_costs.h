@@ -14,21 +14,27 @@ namespace usbyte {
 struct CodecCost {
   AlphaBeta encode;  ///< making one message, feedback included
   AlphaBeta decode;  ///< adding what one message says to others
-  /// Whether all messages of an op are coded at once, as by a kernel, and take as long as one of
-  /// all their gradients; else they are coded one by one.
+  /// Whether all messages of an op are coded at once, as a device does: then the least time is that
+  /// of them all, and of several messages of the same gradients, which are written once, each but
+  /// the first takes `further_s_per_byte`. Else they are coded one by one.
   bool at_once = false;
+  double further_s_per_byte = 0;
 
-  /// What so many messages of one op take, each of so many bytes of gradients, s.
-  double encode_s(int64_t messages, int64_t bytes) const { return of(encode, messages, bytes); }
-  double decode_s(int64_t messages, int64_t bytes) const { return of(decode, messages, bytes); }
-  bool operator==(const CodecCost&) const = default;
-
- private:
-  double of(const AlphaBeta& cost, int64_t messages, int64_t bytes) const {
+  /// Encoding so many messages of one op, each of so many bytes of gradients, s.
+  double encode_s(int64_t messages, int64_t bytes) const {
     if (messages == 0) return 0;
-    return at_once ? cost.time_s(messages * bytes)
-                   : static_cast<double>(messages) * cost.time_s(bytes);
+    return at_once ? encode.time_s(messages * bytes)
+                   : static_cast<double>(messages) * encode.time_s(bytes);
   }
+  /// Decoding so many messages of each of so many blocks of an op, s; `bytes` is a block's.
+  double decode_s(int64_t blocks, int64_t messages, int64_t bytes) const {
+    if (blocks * messages == 0) return 0;
+    if (!at_once) return static_cast<double>(blocks * messages) * decode.time_s(bytes);
+    const double s_per_byte =
+        decode.beta_s_per_byte + static_cast<double>(messages - 1) * further_s_per_byte;
+    return AlphaBeta{decode.alpha_s, s_per_byte, decode.overlap_s}.time_s(blocks * bytes);
+  }
+  bool operator==(const CodecCost&) const = default;
 };
 
 /// The costs of codecs on one machine, by spec as in "topk:0.01".

@@ -25,18 +25,18 @@ struct MeasuredCodec {
   double encode_residual, decode_residual;  ///< as `Fit::residual`
   int64_t largest_bytes;                    ///< of the gradients, float32, in the largest sample
   int64_t message_bytes;                    ///< of their message
-  /// Bytes of gradients; s for one message, or for all that are coded at once, of so many bytes
-  /// together.
-  std::vector<Sample> encode, decode;
+  std::vector<Sample> encode, decode;       ///< bytes of gradients; s for one message
 };
 
 /// Measures a codec by the engine's own coded ops: encoding with its memory of what was not sent,
-/// decoding as all ranks' messages are combined. On this thread, or of gradients on `device`, by
-/// its kernels or through the host, with the copies and waits of that. Gradients are normal; large
-/// blocks come from main memory, small ones from a cache, as after a backward pass. Sizes go from
-/// 256 bytes to 4 MiB by factors of 4. It takes about `budget_s` and the time to make room; it ends
-/// with the first sizes where that is too little. Throws UsageError on "none", an unknown spec or a
-/// budget that is not positive, and FaultError where the device fails.
+/// decoding as ranks' messages are combined. Gradients are normal and come from main memory or the
+/// last cache, as after a backward pass; sizes go from 256 bytes to 4 MiB by factors of 4.
+///
+/// Without a device, on this thread. With one, of gradients there, as long as its streams take, the
+/// host's share of the work included, for which they wait; kernels are measured up to 64 MiB, or as
+/// far as there is room. It takes about `budget_s` and the time to make room; it ends with the
+/// first sizes where that is too little. Throws UsageError on "none", an unknown spec or a budget
+/// that is not positive, and FaultError where the device fails.
 MeasuredCodec measure_codec(std::string_view spec, double budget_s,
                             const std::shared_ptr<Cuda>& device = nullptr);
 

@@ -80,11 +80,10 @@ def costs_of(measured: Sequence[_core.MeasuredCodec]) -> _core.CodecCosts:
     return _core.CodecCosts({m.spec: m.cost for m in measured})
 
 
-def table(measured: Sequence[_core.MeasuredCodec]) -> Table:
-    """One row for each codec."""
+def table(measured: Sequence[_core.MeasuredCodec], place: str) -> Table:
+    """One row for each codec; `place` is where they were measured."""
     from rich.table import Table
 
-    place = "a device" if any(m.cost.at_once for m in measured) else "one thread"
     out = Table(title=f"codecs on {place}, by bytes of float32 gradients")
     out.add_column("codec", no_wrap=True)
     out.add_column("message", justify="right")

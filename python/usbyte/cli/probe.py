@@ -78,8 +78,8 @@ def probe(
 
     With --codecs, one process is enough. Encoding and decoding take the least time there is, or by
     the byte of the gradients if that is more. Encoding is with the memory of what was not sent;
-    decoding is of one message. A device codes all messages of an operation at once, by kernels or
-    through the host. The error is as the residual; the message is part of the gradients.
+    decoding is of one message. On a device that is of gradients there, by kernels or through the
+    host, with copies and waits. The error is as the residual; the message is part of the gradients.
     """
     if codecs is not None:
         if csv_path is not None or plot is not None:
@@ -142,9 +142,10 @@ def _probe_codecs(
 
     from usbyte import _core
 
-    place = _core.make_cuda(0) if device == "cuda" else None
-    measured = coding.measure(specs, seconds, place)
-    Console(highlight=False).print(coding.table(measured))
+    cuda = _core.make_cuda(0) if device == "cuda" else None
+    measured = coding.measure(specs, seconds, cuda)
+    place = f"the {_core.cuda_info().devices[0].name}" if cuda else "one thread"
+    Console(highlight=False).print(coding.table(measured, place))
     if json_path is not None:
         write_text(json_path, coding.costs_of(measured).to_json() + "\n")
 

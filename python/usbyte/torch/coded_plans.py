@@ -49,15 +49,11 @@ class CodedPlans:
         if not wanted:
             return
         measured = [self._measure(spec) for spec in wanted]
-        numbers = torch.tensor(
-            [[x for line in (c.encode, c.decode) for x in _numbers(line)] for c in measured],
-            dtype=torch.float64,
-        )
-        for spec, row in zip(
-            wanted, allreduce(numbers, name=f"{self._label}.codecs", op=Max).tolist(), strict=True
-        ):
-            encode, decode = _core.AlphaBeta(*row[:3]), _core.AlphaBeta(*row[3:])
-            self._costs[spec] = _core.CodecCost(encode, decode, measured[0].at_once)
+        numbers = torch.tensor([_numbers(cost) for cost in measured], dtype=torch.float64)
+        slowest = allreduce(numbers, name=f"{self._label}.codecs", op=Max).tolist()
+        for spec, cost, row in zip(wanted, measured, slowest, strict=True):
+            encode, decode = _core.AlphaBeta(*row[:3]), _core.AlphaBeta(*row[3:6])
+            self._costs[spec] = _core.CodecCost(encode, decode, cost.at_once, row[6])
 
     def costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:
         """What codecs take; those that `measure` has not seen are timed on this rank alone."""
@@ -130,5 +126,7 @@ def codecs_of(profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:
     return [] if set(of) == {"none"} else of
 
 
-def _numbers(line: _core.AlphaBeta) -> tuple[float, float, float]:
-    return line.alpha_s, line.beta_s_per_byte, line.overlap_s
+def _numbers(cost: _core.CodecCost) -> list[float]:
+    lines = (cost.encode, cost.decode)
+    numbers = [x for a in lines for x in (a.alpha_s, a.beta_s_per_byte, a.overlap_s)]
+    return [*numbers, cost.further_s_per_byte]
