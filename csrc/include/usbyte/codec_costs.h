@@ -10,7 +10,8 @@
 namespace usbyte {
 
 /// What a codec costs one thread, or a device, for m bytes of float32 gradients: constant while
-/// they are few, then by the byte, so max(alpha, beta m): an AlphaBeta whose whole startup overlaps.
+/// they are few, then by the byte, so max(alpha, beta m): an AlphaBeta all of whose startup
+/// overlaps.
 struct CodecCost {
   AlphaBeta encode;  ///< making one message, feedback included
   AlphaBeta decode;  ///< adding what one message says to others
