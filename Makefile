@@ -1,5 +1,6 @@
 # `make train` and `make test` do all the set-up themselves; `make help` lists the rest.
-# Variables: PYTHON (3.10 or newer), TORCH (what pip installs as torch), CXX, USBYTE_CUDA.
+# Variables: PYTHON (3.10 or newer), TORCH (what pip installs as torch), CXX, USBYTE_CUDA, TEST_JOBS
+# (tests that run at once).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -33,10 +34,12 @@ help: ## list the targets
 train: $(PACKAGE_STAMP) ## train examples/digits.py on 2 workers
 	$(BIN)/usbyterun -np 2 $(BIN)/python examples/digits.py --overlap forward
 
+# As many at once as there are cores.
+TEST_JOBS ?= auto
 test: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## build and run the C++ tests, then pytest
 	@status=0; \
 	$(MAKE) ctest PRESET=release || status=1; \
-	$(BIN)/python -m pytest -m 'not soak' || status=1; \
+	$(BIN)/python -m pytest -m 'not soak' -n $(TEST_JOBS) --dist worksteal || status=1; \
 	exit $$status
 
 soak: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## run the long tests

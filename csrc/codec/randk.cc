@@ -1,6 +1,6 @@
 #include "make.h"
 #include "message.h"
-#include "random.h"
+#include "permutation.h"
 
 namespace usbyte::codecs {
 namespace {

@@ -185,6 +185,7 @@ std::string difference(const Request& a, const Request& b) {
 std::string problem(const Request& request, int size) {
   const std::string kind(name(request.kind));
   if (request.kind == Collective::barrier) return "";
+  if (request.kind == Collective::sparse_all_reduce) return kNotARequest;
   if (request.scale != 1) return kind + ": the local communicator does not scale; do so first";
   if (reduces(request.kind) && !can_reduce(request.dtype)) {
     return kind + " of " + std::string(name(request.dtype)) +

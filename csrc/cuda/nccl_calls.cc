@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../comm/cpu_collective.h"
+#include "usbyte/error.h"
 #include "usbyte/half.h"
 
 namespace usbyte {
@@ -92,6 +93,8 @@ class Calls {
                      "ncclBroadcast");
       case Collective::all_to_all:
         return all_to_all(span);
+      case Collective::sparse_all_reduce:
+        throw UsageError(kNotARequest);
     }
   }
 

@@ -111,6 +111,7 @@ class Staging {
 std::string staging_problem(const Request& request, int size) {
   const std::string kind(name(request.kind));
   if (request.kind == Collective::barrier) return "";
+  if (request.kind == Collective::sparse_all_reduce) return kNotARequest;
   if (request.scale != 1) return kind + ": the staged communicator does not scale; do so first";
   if (request.kind == Collective::broadcast && (request.root < 0 || request.root >= size)) {
     return kind + ": root " + std::to_string(request.root) + " is not one of the " +

@@ -9,6 +9,7 @@
 
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
+#include "usbyte/sparse.h"
 
 namespace usbyte {
 namespace {
@@ -17,8 +18,9 @@ using nlohmann::ordered_json;
 
 constexpr int64_t kSegmentAlignment = 256;  // bytes; what CUDA allocations and NCCL like best
 
-constexpr std::array<std::string_view, 6> kCollectives = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier"};
+constexpr std::array<std::string_view, 7> kCollectives = {
+    "all_reduce", "reduce_scatter", "all_gather", "sparse_all_reduce",
+    "broadcast",  "all_to_all",     "barrier"};
 
 std::string text(Block b) {
   return "[" + std::to_string(b.begin) + ", " + std::to_string(b.end) + ")";
@@ -87,7 +89,10 @@ Plan::Line Plan::lay_out(std::vector<TensorSpec> tensors) {
   std::unordered_set<std::string_view> names;
   std::vector<Segment> segments;
   for (const TensorSpec& t : tensors) {
-    if (t.numel <= 0) throw PlanError("tensor '" + t.name + "' has no elements");
+    if (t.sparse() ? t.numel != 0 : t.numel <= 0) {
+      throw PlanError("tensor '" + t.name + "' has " +
+                      (t.sparse() ? "elements on the line, but is sparse" : "no elements"));
+    }
     if (t.offset != end) {
       throw PlanError("tensor '" + t.name + "' starts at element " + std::to_string(t.offset) +
                       ", but the one before it ends at " + std::to_string(end));
@@ -98,6 +103,7 @@ Plan::Line Plan::lay_out(std::vector<TensorSpec> tensors) {
     }
     if (!names.insert(t.name).second) throw PlanError("two tensors are named '" + t.name + "'");
     end = t.end();
+    if (t.sparse()) continue;
     if (segments.empty() || segments.back().dtype != t.dtype) {
       int64_t byte_begin = 0;
       if (!segments.empty()) {
@@ -126,11 +132,20 @@ void Plan::validate() const {
     const auto error = [i](const std::string& what) {
       return PlanError("op " + std::to_string(i) + ": " + what);
     };
-    if (op.kind > Collective::all_gather) {
+    if (op.kind > Collective::sparse_all_reduce) {
       throw error("a plan cannot hold " + std::string(name(op.kind)));
     }
-    if (op.blocks.empty()) throw error("no blocks");
     if (op.window_bytes <= 0) throw error("window_bytes must be positive");
+    if (op.sparse.has_value() != (op.kind == Collective::sparse_all_reduce)) {
+      throw error("a sparse tensor belongs to a sparse_all_reduce, and to nothing else");
+    }
+    if (op.sparse) {
+      if (!op.blocks.empty() || op.codec != "none") {
+        throw error("a sparse_all_reduce has neither blocks nor a codec");
+      }
+      continue;
+    }
+    if (op.blocks.empty()) throw error("no blocks");
     const std::shared_ptr<const Codec> codec = make_codec(op.codec);
     const bool in_parts = op.kind != Collective::all_reduce;
     const Matrices* const matrices = codec && in_parts ? codec->matrices() : nullptr;
@@ -176,6 +191,28 @@ void Plan::validate() const {
     if (!scatter.gathered)
       throw PlanError("block " + text(block) + " is scattered but never gathered");
   }
+  check_sparse();
+}
+
+void Plan::check_sparse() const {
+  std::vector<int> ops(tensors().size());
+  for (const Op& op : ops_) {
+    if (!op.sparse) continue;
+    const auto& [tensor, scheme, bytes] = *op.sparse;
+    if (tensor < 0 || tensor >= std::ssize(tensors())) {
+      throw PlanError("sparse_all_reduce of tensor " + std::to_string(tensor) + ", of " +
+                      std::to_string(tensors().size()));
+    }
+    if (bytes < 0) throw PlanError("sparse_all_reduce of a negative number of bytes");
+    sparse_scheme(scheme);
+    ++ops[static_cast<size_t>(tensor)];
+  }
+  for (size_t t = 0; t < ops.size(); ++t) {
+    if (ops[t] == (tensors()[t].sparse() ? 1 : 0)) continue;
+    throw PlanError("tensor '" + tensors()[t].name + "' is " +
+                    (tensors()[t].sparse() ? "sparse" : "not sparse") + ", and in " +
+                    std::to_string(ops[t]) + " sparse_all_reduces");
+  }
 }
 
 const Plan::Segment& Plan::segment(int64_t element) const {
@@ -197,10 +234,16 @@ int64_t Plan::byte_offset(int64_t element) const {
 
 DType Plan::dtype(Block block) const { return segment(block.begin).dtype; }
 
+DType Plan::dtype(const Op& op) const {
+  if (op.sparse) return tensors()[static_cast<size_t>(op.sparse->tensor)].dtype;
+  return dtype(op.blocks.front());
+}
+
 int64_t Plan::bytes(const Op& op) const {
+  if (op.sparse) return op.sparse->bytes;
   int64_t elements = 0;
   for (Block b : op.blocks) elements += b.numel();
-  return elements * itemsize(dtype(op.blocks.front()));
+  return elements * itemsize(dtype(op));
 }
 
 int64_t Plan::message_bytes(const Op& op) const {
@@ -221,6 +264,8 @@ int64_t Plan::message_bytes(const Op& op) const {
 
 std::pair<Collective, int64_t> Plan::traffic(const Op& op, int ranks) const {
   const std::shared_ptr<const Codec> codec = make_codec(op.codec);
+  // What a rank receives of an all_gather is all but its own part.
+  if (op.sparse) return {Collective::all_gather, bytes(op) * ranks / std::max(ranks - 1, 1)};
   if (!codec) return {op.kind, bytes(op)};
   if (codec->matrices()) return {Collective::all_reduce, message_bytes(op)};
   if (op.kind != Collective::all_reduce) {
@@ -245,6 +290,7 @@ std::vector<int> Plan::tensors_of(const Op& op) const {
 }
 
 void Plan::append_tensors_of(const Op& op, std::vector<int>& out) const {
+  if (op.sparse) return out.push_back(op.sparse->tensor);
   const std::vector<TensorSpec>& all = tensors();
   const auto before = static_cast<std::ptrdiff_t>(out.size());
   for (Block b : op.blocks) {
@@ -266,7 +312,10 @@ std::string Plan::describe(int index) const {
   char head[64];
   std::snprintf(head, sizeof head, "op %d (%s, %.3g MB%s: ", index,
                 std::string(name(op.kind)).c_str(), static_cast<double>(bytes(op)) / 1e6,
-                op.codec == "none" ? "" : (" by " + op.codec).c_str());
+                (op.sparse            ? " by " + op.sparse->scheme
+                 : op.codec == "none" ? ""
+                                      : " by " + op.codec)
+                    .c_str());
   std::string out = head;
   const std::vector<int> touched = tensors_of(op);
   for (size_t i = 0; i < std::min(touched.size(), kNamed); ++i) {
@@ -283,6 +332,7 @@ std::string Plan::to_json() const {
   for (const TensorSpec& t : this->tensors()) {
     tensors.push_back({{"name", t.name}, {"numel", t.numel}, {"dtype", name(t.dtype)}});
     if (t.rows != 1) tensors.back()["rows"] = t.rows;
+    if (t.sparse()) tensors.back()["width"] = t.width;
   }
   for (const Op& op : ops_) {
     ordered_json blocks = ordered_json::array();
@@ -292,6 +342,9 @@ std::string Plan::to_json() const {
                    {"window_bytes", op.window_bytes},
                    {"fence", op.fence}});
     if (op.codec != "none") ops.back()["codec"] = op.codec;
+    if (!op.sparse) continue;
+    ops.back()["sparse"] = {
+        {"tensor", op.sparse->tensor}, {"scheme", op.sparse->scheme}, {"bytes", op.sparse->bytes}};
   }
   return ordered_json{{"format", "usbyte-plan-1"},
                       {"policy", policy_},
@@ -309,7 +362,7 @@ Plan Plan::from_json(std::string_view json) {
     for (const auto& t : root.at("tensors")) {
       tensors.push_back({t.at("name").get<std::string>(), t.at("numel").get<int64_t>(),
                          dtype_from_name(t.at("dtype").get<std::string>()), offset,
-                         t.value("rows", int64_t{1})});
+                         t.value("rows", int64_t{1}), t.value("width", int64_t{0})});
       offset = tensors.back().end();
     }
     std::vector<Op> ops;
@@ -321,6 +374,11 @@ Plan Plan::from_json(std::string_view json) {
             o.value("codec", "none")};
       for (const auto& b : o.at("blocks")) {
         op.blocks.push_back({b.at(0).get<int64_t>(), b.at(1).get<int64_t>()});
+      }
+      if (o.contains("sparse")) {
+        const auto& s = o["sparse"];
+        op.sparse = {s.at("tensor").get<int>(), s.at("scheme").get<std::string>(),
+                     s.at("bytes").get<int64_t>()};
       }
       ops.push_back(std::move(op));
     }

@@ -59,6 +59,10 @@ struct Request {
   double scale = 1;
 };
 
+/// What keeps a request of kind sparse_all_reduce from being carried out.
+inline constexpr const char* kNotARequest =
+    "sparse_all_reduce: its messages depend on the data; it goes over an Exchange";
+
 /// Called exactly once for each launch, from any thread, with nullptr or the error. It may call
 /// `launch` in turn, so whoever calls it holds no lock that `launch` takes.
 using Completion = std::function<void(std::exception_ptr)>;

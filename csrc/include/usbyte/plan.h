@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -12,12 +13,13 @@
 
 namespace usbyte {
 
-/// Collective operations. A plan uses the first three; the others serve communicators and eager
-/// calls.
+/// Collective operations. A plan uses the first three, which have blocks, and sparse_all_reduce;
+/// the others serve communicators and eager calls.
 enum class Collective : uint8_t {
   all_reduce,
   reduce_scatter,
   all_gather,
+  sparse_all_reduce,
   broadcast,
   all_to_all,
   barrier
@@ -45,6 +47,16 @@ struct Block {
 /// nothing is padded.
 Block shard(Block block, int rank, int size);
 
+/// What a sparse_all_reduce adds up, and how.
+struct SparseOp {
+  int tensor = 0;              ///< index of a sparse one
+  std::string scheme = "zen";  ///< of sparse.h
+  /// That the busiest rank is expected to send or receive; nothing tells it before.
+  int64_t bytes = 0;
+
+  bool operator==(const SparseOp&) const = default;
+};
+
 /// One collective on one or more blocks, and its admission: at most `window_bytes` are in flight
 /// together with it (an op larger than its window goes alone); with `fence`, every earlier op has
 /// completed first.
@@ -53,12 +65,15 @@ Block shard(Block block, int rank, int size);
 /// block; in a reduce_scatter one for each `shard` of each block, to the rank that adds them up; in
 /// an all_gather one for each of the rank's own shards. With a codec of two rounds the
 /// reduce_scatter is the first and the all_gather the second, and their blocks are whole tensors.
+///
+/// A sparse_all_reduce has no blocks and no codec, but a sparse tensor.
 struct Op {
   Collective kind = Collective::all_reduce;
   std::vector<Block> blocks;
   int64_t window_bytes = 0;
   bool fence = false;
   std::string codec = "none";
+  std::optional<SparseOp> sparse = std::nullopt;
 
   bool operator==(const Op&) const = default;
 };
@@ -72,10 +87,10 @@ class Plan {
  public:
   Plan();
   /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names; ops
-  /// only of the first three kinds with positive windows, and codecs that can do what their ops
-  /// ask for, of floats only; every element covered exactly once by all_reduce, or exactly once by
-  /// a reduce_scatter and once by a later all_gather whose block is the very block that was
-  /// scattered.
+  /// only of the first four kinds with positive windows, and codecs that can do what their ops
+  /// ask for, of floats only; every sparse tensor in exactly one sparse_all_reduce; every element
+  /// covered exactly once by all_reduce, or exactly once by a reduce_scatter and once by a later
+  /// all_gather whose block is the very block that was scattered.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
   /// Another plan for the same tensors, which the two share.
   Plan with(std::string policy, std::vector<Op> ops) const;
@@ -92,7 +107,9 @@ class Plan {
   int64_t byte_offset(int64_t element) const;
   /// Element type at `block`.
   DType dtype(Block block) const;
-  /// Bytes of `op`'s gradients.
+  /// Element type of what `op` works on.
+  DType dtype(const Op& op) const;
+  /// Bytes of `op`'s gradients; of sparse ones, as they are expected.
   int64_t bytes(const Op& op) const;
   /// Bytes that a rank puts on the network for it, which its window counts: the same, or those of
   /// its messages.
@@ -134,6 +151,7 @@ class Plan {
   static Line lay_out(std::vector<TensorSpec> tensors);
   const Segment& segment(int64_t element) const;
   void validate() const;
+  void check_sparse() const;
 
   std::string policy_;
   std::shared_ptr<const Line> line_;

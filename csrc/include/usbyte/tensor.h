@@ -21,13 +21,18 @@ DType dtype_from_name(std::string_view name);
 /// One gradient on the line of bytes. `offset` and `numel` are elements of the arena; see Plan for
 /// the line. For codecs that factor matrices it is one of `rows`, which divide `numel`, one behind
 /// the other.
+///
+/// With a `width` it is a sparse gradient instead, of `rows` rows of so many elements, most of
+/// which are zeros: it has no elements on the line (`numel` is 0), and travels as the rows it has.
 struct TensorSpec {
   std::string name;
   int64_t numel = 0;
   DType dtype = DType::float32;
   int64_t offset = 0;
   int64_t rows = 1;
+  int64_t width = 0;
 
+  bool sparse() const { return width > 0; }
   int64_t cols() const { return numel / rows; }
   int64_t end() const { return offset + numel; }
   bool operator==(const TensorSpec&) const = default;

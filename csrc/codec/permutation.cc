@@ -1,0 +1,33 @@
+#include "permutation.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "random.h"
+
+namespace usbyte {
+
+Permutation::Permutation(uint64_t key, uint64_t size) : size_(size) {
+  const int bits = std::max(2, static_cast<int>(std::bit_width(size > 0 ? size - 1 : 0)));
+  low_bits_ = bits / 2;
+  low_mask_ = (uint64_t{1} << low_bits_) - 1;
+  high_mask_ = (uint64_t{1} << (bits - low_bits_)) - 1;
+  for (uint64_t round = 0; round < 4; ++round) keys_[round] = mix(key + round);
+}
+
+// One pass for all, which has no branches, then the rest of the walks.
+void Permutation::apply(std::span<uint64_t> numbers) const {
+  for (uint64_t& i : numbers) i = forward(i);
+  for (uint64_t& i : numbers) {
+    if (i >= size_) i = (*this)(i);
+  }
+}
+
+void Permutation::invert(std::span<uint64_t> numbers) const {
+  for (uint64_t& i : numbers) i = backward(i);
+  for (uint64_t& i : numbers) {
+    if (i >= size_) i = inverse(i);
+  }
+}
+
+}  // namespace usbyte

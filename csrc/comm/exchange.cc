@@ -1,0 +1,25 @@
+#include "usbyte/exchange.h"
+
+namespace usbyte {
+
+std::vector<Buffer> swap(Exchange& exchange, std::span<const Outgoing> outgoing) {
+  const size_t count = outgoing.size();
+  std::vector<int64_t> leaving(count), coming(count);
+  std::vector<Leg> legs(count);
+  for (size_t i = 0; i < count; ++i) {
+    leaving[i] = std::ssize(outgoing[i].message);
+    legs[i] = {outgoing[i].peer, std::as_bytes(std::span(&leaving[i], 1)),
+               std::as_writable_bytes(std::span(&coming[i], 1))};
+  }
+  exchange.transfer(legs);
+  std::vector<Buffer> received;
+  for (size_t i = 0; i < count; ++i) {
+    const Buffer& room = received.emplace_back(coming[i]);
+    legs[i] = {
+        outgoing[i].peer, outgoing[i].message, {room.data(), static_cast<size_t>(room.size())}};
+  }
+  exchange.transfer(legs);
+  return received;
+}
+
+}  // namespace usbyte

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "usbyte/exchange.h"
+#include "usbyte/tensor.h"
+
+// All_reduces of gradients that are mostly zeros. A gradient is a matrix of which few rows are not
+// zero: an embedding's, whose rows are vectors; or anything else, as rows of one element.
+namespace usbyte {
+
+/// Of the whole matrix; the same on all ranks.
+struct SparseShape {
+  int64_t rows = 0;
+  int64_t width = 1;  ///< elements of a row
+  DType dtype = DType::float32;
+
+  int64_t row_bytes() const { return width * itemsize(dtype); }
+};
+
+/// Some rows of a matrix: their ids, ascending, none twice, and their values one row behind the
+/// other.
+struct SparseRows {
+  std::vector<int64_t> ids;
+  Buffer values;
+
+  int64_t count() const { return std::ssize(ids); }
+};
+
+/// Rows as they come from a backward pass: in any order, and those of one id count as their sum.
+struct RowsView {
+  std::span<const int64_t> ids;
+  const std::byte* values = nullptr;
+};
+
+/// Adds up what has one id. Throws UsageError on an id outside the matrix.
+SparseRows coalesce(const SparseShape& shape, RowsView rows);
+
+/// What one rank has sent and received in a sum.
+struct SparseTraffic {
+  int64_t sent_bytes = 0, received_bytes = 0;
+  /// Of its rows, the largest share that went to one rank, times the number of ranks; 1 is balance.
+  double push_imbalance = 1;
+  /// Of the sum's rows, the largest share that came from one rank, likewise.
+  double pull_imbalance = 1;
+};
+
+struct SparseSum {
+  SparseRows rows;
+  SparseTraffic traffic;
+};
+
+struct SparseOptions {
+  double scale = 1;   ///< multiplied with sums of floats
+  uint64_t seed = 0;  ///< of what is drawn by chance; the same on all ranks
+};
+
+/// How densities grow with the number of ranks whose gradients are added. Shares of all rows that
+/// are not zero.
+struct SparseDensity {
+  std::vector<double> of_ranks;  ///< entry k - 1: of the sum of k ranks' gradients, on average
+  double skew = 1;  ///< share of the fullest of as many equal ranges as ranks, times their number
+
+  double of(int ranks) const { return of_ranks[static_cast<size_t>(ranks - 1)]; }
+};
+
+/// One way to add up gradients of all ranks. All ranks use it with the same shape and options.
+struct SparseScheme {
+  std::string_view name;
+  /// Throws UsageError, before anything is sent, on ids outside the matrix, and FaultError when a
+  /// rank is lost or sends what makes no sense.
+  SparseSum (*all_reduce)(Exchange& exchange, const SparseShape& shape, RowsView mine,
+                          const SparseOptions& options);
+  /// Bytes that the busiest rank sends or receives, whichever is more, as published.
+  double (*bytes)(int ranks, const SparseShape& shape, const SparseDensity& density);
+};
+
+/// All of them:
+///  - "zen": balanced parallelism. Z. Wang et al., "Zen: Empowering Distributed Training with
+///    Sparsity-driven Data Synchronization", OSDI 2025.
+std::span<const SparseScheme> sparse_schemes();
+/// Throws UsageError that lists the names.
+const SparseScheme& sparse_scheme(std::string_view name);
+
+}  // namespace usbyte

@@ -1,0 +1,9 @@
+#pragma once
+
+#include "usbyte/sparse.h"
+
+namespace usbyte::sparse {
+
+extern const SparseScheme kZen;
+
+}  // namespace usbyte::sparse

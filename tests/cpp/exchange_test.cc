@@ -1,0 +1,90 @@
+#include "usbyte/exchange.h"
+
+#include <gtest/gtest.h>
+
+#include <future>
+#include <numeric>
+#include <string>
+
+#include "ranks.h"
+#include "usbyte/error.h"
+
+namespace usbyte {
+namespace {
+
+using test::message_of;
+using test::on_each_rank;
+
+std::span<const std::byte> text(const std::string& s) { return std::as_bytes(std::span(s)); }
+
+std::string text(const Buffer& b) {
+  return {reinterpret_cast<const char*>(b.data()), static_cast<size_t>(b.size())};
+}
+
+TEST(Exchange, RanksSwapMessagesOfAnyLength) {
+  for (int size : {1, 2, 5}) {
+    const auto ranks = make_local_exchanges(size);
+    on_each_rank(size, [&](int r) {
+      for (int round = 0; round < 20; ++round) {
+        const auto message = [&](int from, int to) {
+          const auto length = static_cast<size_t>((from * 7 + to * round) % 5 * 1000);
+          return std::string(length, static_cast<char>('a' + from));
+        };
+        std::vector<std::string> sent;
+        std::vector<Outgoing> outgoing;
+        for (int peer = 0; peer < size; ++peer) sent.push_back(message(r, peer));
+        for (int peer = 0; peer < size; ++peer) {
+          if (peer != r) outgoing.push_back({peer, text(sent[static_cast<size_t>(peer)])});
+        }
+        const std::vector<Buffer> got = swap(*ranks[static_cast<size_t>(r)], outgoing);
+        for (size_t i = 0; i < got.size(); ++i) {
+          EXPECT_EQ(text(got[i]), message(outgoing[i].peer, r));
+        }
+      }
+    });
+  }
+}
+
+TEST(Exchange, PairsNeedNobodyElse) {
+  const auto ranks = make_local_exchanges(4);
+  on_each_rank(2, [&](int r) {
+    const std::string mine(static_cast<size_t>(r + 1), 'x');
+    const Outgoing outgoing{1 - r, text(mine)};
+    const std::vector<Buffer> got = swap(*ranks[static_cast<size_t>(r)], std::span(&outgoing, 1));
+    EXPECT_EQ(got[0].size(), 2 - r);
+  });
+}
+
+TEST(Exchange, LengthsThatDifferAreAnErrorOnBothRanks) {
+  const auto ranks = make_local_exchanges(2);
+  on_each_rank(2, [&](int r) {
+    std::vector<std::byte> out(8), in(static_cast<size_t>(8 + r));
+    const Leg leg{1 - r, out, in};
+    const std::string what = message_of<FaultError>(
+        [&] { ranks[static_cast<size_t>(r)]->transfer(std::span(&leg, 1)); });
+    EXPECT_NE(what.find("expects 9"), std::string::npos) << what;
+  });
+}
+
+TEST(Exchange, TheEndOfARankIsAFaultOnTheOthers) {
+  for (bool aborts : {false, true}) {
+    auto ranks = make_local_exchanges(3);
+    on_each_rank(3, [&](int r) {
+      auto& mine = ranks[static_cast<size_t>(r)];
+      if (r == 2) {
+        aborts ? mine->abort() : mine.reset();
+        return;
+      }
+      const std::string word = "hello";
+      const Outgoing outgoing{2, text(word)};
+      const std::string what =
+          message_of<FaultError>([&] { swap(*mine, std::span(&outgoing, 1)); });
+      EXPECT_NE(what.find(aborts ? "aborted" : "rank 2 has left"), std::string::npos) << what;
+    });
+  }
+}
+
+TEST(Exchange, NeedsARank) { EXPECT_THROW(make_local_exchanges(0), UsageError); }
+
+}  // namespace
+}  // namespace usbyte

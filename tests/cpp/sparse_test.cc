@@ -1,0 +1,117 @@
+#include "usbyte/sparse.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <set>
+
+#include "sparse_rig.h"
+#include "usbyte/error.h"
+
+namespace usbyte {
+namespace {
+
+using test::message_of;
+using test::Random;
+using test::Rows;
+
+/// Ids that are as frequent as Zipf's law says, by rank 1 / (id + 1); none twice.
+std::vector<int64_t> zipf(Random& random, int64_t rows, int64_t count) {
+  std::uniform_real_distribution<double> uniform;
+  std::vector<char> seen(static_cast<size_t>(rows));
+  std::vector<int64_t> out;
+  while (std::ssize(out) < count) {
+    const double u = uniform(random.engine());
+    const auto id = static_cast<int64_t>(std::pow(static_cast<double>(rows + 1), u)) - 1;
+    if (!std::exchange(seen[static_cast<size_t>(id)], 1)) out.push_back(id);
+  }
+  return out;
+}
+
+TEST(Sparse, CoalescedRowsAscendAndAreSums) {
+  const SparseShape shape{10, 2, DType::float32};
+  const Rows rows{{7, 2, 7, 0}, {1, 2, 3, 4, 5, 6, 7, 8}};
+  const Buffer values = test::packed(shape, rows);
+  test::expect_rows(shape, coalesce(shape, {rows.ids, values.data()}),
+                    {{0, {7, 8}}, {2, {3, 4}}, {7, {6, 8}}});
+}
+
+TEST(Sparse, IdsOutsideTheMatrixAreNamed) {
+  const SparseShape shape{10, 1, DType::float32};
+  const float value = 1;
+  for (int64_t id : {int64_t{-1}, int64_t{10}, int64_t{1} << 40}) {
+    const std::string what = message_of<UsageError>(
+        [&] { coalesce(shape, {std::span(&id, 1), reinterpret_cast<const std::byte*>(&value)}); });
+    EXPECT_NE(what.find("row " + std::to_string(id) + " is outside"), std::string::npos) << what;
+  }
+}
+
+TEST(Sparse, IntegersAreNotScaled) {
+  const SparseShape shape{10, 1, DType::int32};
+  const auto alone = make_local_exchanges(1);
+  EXPECT_THROW(sparse_scheme("zen").all_reduce(*alone[0], shape, {}, {0.5, 0}), UsageError);
+}
+
+TEST(Sparse, UnknownSchemesAreToldTheKnownOnes) {
+  const std::string what = message_of<UsageError>([] { sparse_scheme("nez"); });
+  EXPECT_NE(what.find("'nez'; known are zen"), std::string::npos) << what;
+}
+
+// Samples of an index space whose numbers need more than 32 bits.
+TEST(Sparse, ManyMoreRowsThanFourBytesCount) {
+  Random random(5);
+  const SparseShape shape{(int64_t{1} << 33) + 11, 1, DType::float32};
+  std::vector<Rows> rows(3);
+  for (Rows& r : rows) {
+    for (int i = 0; i < 1000; ++i) r.ids.push_back(random(0, shape.rows - 1));
+    r.ids.push_back(shape.rows - 1);
+    r.values.assign(r.ids.size(), 1);
+  }
+  for (const SparseSum& sum : test::all_reduce(sparse_scheme("zen"), shape, rows)) {
+    test::expect_rows(shape, sum.rows, test::reference(shape, rows));
+  }
+}
+
+TEST(Zen, IsBalancedWhereEqualRangesAreNot) {
+  const SparseShape shape{4'000'000, 1, DType::float32};
+  for (int ranks : {2, 4, 8}) {
+    Random random(static_cast<uint64_t>(ranks));
+    std::vector<Rows> rows(static_cast<size_t>(ranks));
+    for (Rows& r : rows) {
+      r.ids = zipf(random, shape.rows, 100'000);
+      r.values.assign(r.ids.size(), 1);
+    }
+    int64_t first = 0;
+    for (int64_t id : rows[0].ids) first += id < shape.rows / ranks;
+    EXPECT_GT(static_cast<double>(first) * ranks / 100'000, 1.2);
+    for (const SparseSum& sum : test::all_reduce(sparse_scheme("zen"), shape, rows, {1, 1})) {
+      EXPECT_LE(sum.traffic.push_imbalance, 1.1);
+      EXPECT_LE(sum.traffic.pull_imbalance, 1.1);
+    }
+  }
+}
+
+TEST(Zen, SendsWhatItsFormulaSays) {
+  constexpr int kRanks = 4;
+  const SparseShape shape{200'000, 16, DType::float32};
+  Random random(2);
+  std::vector<Rows> rows(kRanks);
+  std::set<int64_t> all;
+  for (Rows& r : rows) {
+    r.ids = zipf(random, shape.rows, 10'000);
+    r.values.assign(16 * r.ids.size(), 1);
+    all.insert(r.ids.begin(), r.ids.end());
+  }
+  const double own = 0.05, sum = static_cast<double>(all.size()) / 200'000;
+  const SparseScheme& zen = sparse_scheme("zen");
+  const double want = zen.bytes(kRanks, shape, {{own, 0, 0, sum}});
+  for (const SparseSum& got : test::all_reduce(zen, shape, rows)) {
+    EXPECT_NEAR(static_cast<double>(got.traffic.sent_bytes), want, 0.05 * want);
+    EXPECT_NEAR(static_cast<double>(got.traffic.received_bytes), want, 0.05 * want);
+  }
+}
+
+}  // namespace
+}  // namespace usbyte
