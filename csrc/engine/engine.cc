@@ -25,6 +25,7 @@ Engine::~Engine() {
   }
   if (stuck) state_->abort();
   state_->thread.join();
+  state_->sparse.reset();
   if (state_->coding) state_->coding->stop();
   const bool settled = state_->coding && state_->coding->settle();
   if (state_->coding && !state_->fault.empty() && !settled) {
@@ -69,28 +70,33 @@ void Engine::begin_step(CudaStream stream) {
 
 std::vector<int> Engine::ready(int tensor, CudaStream stream, const void* gradient) {
   State& s = *state_;
-  const size_t t = static_cast<size_t>(tensor);
   std::unique_lock lock(s.mutex);
-  s.check();
-  s.check_index(tensor);
-  if (!s.in_backward) throw UsageError("ready: no backward is open; call begin_step first");
-  if (s.record.ready_s[t] > 0) {
-    throw UsageError("the gradient of '" + s.plan.tensors()[t].name +
-                     "' became ready twice in one step");
-  }
-  const double now = now_s();
-  s.record.ready_s[t] = now;
+  s.begin_ready(tensor, false);
   std::vector<int> packed;
   if (s.device) {
     lock.unlock();
     packed = s.device->gradient(tensor, stream, gradient);
     lock.lock();
   }
-  ++s.ready_count;
-  s.queued(s.step.ready(tensor).queued, now);
-  // An op in flight or a later head cannot become launchable here, so only the head matters.
-  if (s.launchable() && !s.launching) s.work.notify_one();
+  s.end_ready(tensor);
   return packed;
+}
+
+void Engine::ready_rows(int tensor, RowsView rows) {
+  State& s = *state_;
+  std::unique_lock lock(s.mutex);
+  s.begin_ready(tensor, true);
+  s.sparse->give(tensor, rows);
+  s.end_ready(tensor);
+}
+
+SparseSum Engine::take_rows(int tensor) {
+  State& s = *state_;
+  std::unique_lock lock(s.mutex);
+  s.check();
+  s.check_tensor(tensor, true);
+  if (!s.step.arrived(tensor)) throw UsageError("take_rows: wait for the tensor first");
+  return s.sparse->take(tensor);
 }
 
 std::vector<int> Engine::unready() const {

@@ -28,7 +28,7 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
       step(plan, options.hold_gathers),
       oldest(plan.ops().size()) {
   for (const Op& op : plan.ops()) {
-    Request request{op.kind, plan.dtype(op.blocks.front()), ReduceOp::sum, 0, {}, {}};
+    Request request{op.kind, plan.dtype(op), ReduceOp::sum, 0, {}, {}};
     request.window_bytes = op.window_bytes;
     request.fence = op.fence;
     for (Block b : op.blocks) {
@@ -37,6 +37,13 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
     requests.push_back(std::move(request));
   }
   record.step = options.steps_before;
+  const auto is_sparse = [](const Op& op) { return op.sparse.has_value(); };
+  if (std::ranges::any_of(plan.ops(), is_sparse)) {
+    if (device) throw UsageError("sparse tensors on a device: make them dense");
+    sparse = std::make_unique<SparseOps>(
+        plan, options.exchange, SparseOptions{options.scale, options.seed},
+        [this](int op, const std::exception_ptr& error) { summed(op, error); });
+  }
   if (std::ranges::all_of(plan.ops(), [](const Op& op) { return op.codec == "none"; })) return;
   turns.resize(plan.ops().size());
   const CodingSpace space{
@@ -59,6 +66,14 @@ void Engine::State::check_index(int tensor) const {
   }
 }
 
+void Engine::State::check_tensor(int tensor, bool is_sparse) const {
+  check_index(tensor);
+  const TensorSpec& spec = plan.tensors()[static_cast<size_t>(tensor)];
+  if (spec.sparse() == is_sparse) return;
+  throw UsageError("the gradient of '" + spec.name + "' is " +
+                   (is_sparse ? "not sparse: call ready" : "sparse: call ready_rows"));
+}
+
 bool Engine::State::launchable() const {
   return fault.empty() && !raw_fault && !(stopping && in_backward) && step.launchable();
 }
@@ -79,6 +94,25 @@ void Engine::State::queued(std::span<const int> ops, double now) {
     ++coding_jobs;
     coding->encode(op, turn);
   }
+}
+
+void Engine::State::begin_ready(int tensor, bool is_sparse) {
+  check();
+  check_tensor(tensor, is_sparse);
+  double& ready_s = record.ready_s[static_cast<size_t>(tensor)];
+  if (!in_backward) throw UsageError("ready: no backward is open; call begin_step first");
+  if (ready_s > 0) {
+    throw UsageError("the gradient of '" + plan.tensors()[static_cast<size_t>(tensor)].name +
+                     "' became ready twice in one step");
+  }
+  ready_s = now_s();
+}
+
+void Engine::State::end_ready(int tensor) {
+  ++ready_count;
+  queued(step.ready(tensor).queued, record.ready_s[static_cast<size_t>(tensor)]);
+  // An op in flight or a later head cannot become launchable here, so only the head matters.
+  if (launchable() && !launching) work.notify_one();
 }
 
 void Engine::State::set_fault(std::string message) {
@@ -112,6 +146,7 @@ std::string Engine::State::failed(int op, int64_t in_step, const std::string& wh
 
 void Engine::State::abort() {
   if (coding) coding->halt();
+  if (sparse) sparse->abort();
   communicator.abort();
 }
 
@@ -181,6 +216,19 @@ void Engine::State::coded(int op, const std::exception_ptr& error, bool decoded)
   work.notify_one();
 }
 
+// The report of `sparse`.
+void Engine::State::summed(int op, const std::exception_ptr& error) {
+  const std::string why = error ? what(error) : "";
+  std::lock_guard lock(mutex);
+  if (error) {
+    step.fail(op);
+    return fail(op, why);
+  }
+  finish(op);
+  if (to_signal && !launchable()) signal_waiters();
+  work.notify_one();
+}
+
 void Engine::State::signal_waiters() {
   to_signal = false;
   arrived.notify_all();
@@ -204,6 +252,7 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
 
 // Without the lock. Only who has set `launching` is here, so `requests` needs none.
 void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept {
+  if (plan.ops()[static_cast<size_t>(op)].sparse) return sparse->start(op);
   Request& request = requests[static_cast<size_t>(op)];
   const Completion done = [self, op](std::exception_ptr error) { self->complete(op, error, self); };
   if (!device) return communicator.launch(step.coded(op) ? coding->request(op) : request, done);

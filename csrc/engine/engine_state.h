@@ -14,6 +14,7 @@
 
 #include "coding.h"
 #include "device_watch.h"
+#include "sparse_ops.h"
 #include "usbyte/engine.h"
 #include "usbyte/step.h"
 #include "usbyte/step_record.h"
@@ -76,12 +77,18 @@ struct Engine::State {
   int coding_jobs = 0;             // not reported yet
   std::vector<Turn> turns;         // by op, of those that are coded
   std::unique_ptr<Coding> coding;  // null without codecs; goes first, as it reports to this
+  std::unique_ptr<SparseOps> sparse;  // null without sparse tensors; likewise
 
   // With `mutex` held.
   void check() const;
+  /// Throws UsageError unless there is such a tensor, and it is sparse or not as asked for.
+  void check_tensor(int tensor, bool sparse) const;
   void check_index(int tensor) const;
   bool launchable() const;
   void queued(std::span<const int> ops, double now);
+  /// The gradient of `tensor` comes, and has come; throws UsageError if it must not.
+  void begin_ready(int tensor, bool sparse);
+  void end_ready(int tensor);
   void set_fault(std::string message);
   void post_record();
   /// Without it: the device's times of the current step, for which the host waits.
@@ -102,6 +109,7 @@ struct Engine::State {
   void finish(int op);
   void watch_device(int op);
   void coded(int op, const std::exception_ptr& error, bool decoded);
+  void summed(int op, const std::exception_ptr& error);
   void fail(int op, const std::string& why);
   std::string failed(int op, int64_t in_step, const std::string& why) const;
   void signal_waiters();

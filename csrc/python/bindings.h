@@ -20,6 +20,16 @@ std::shared_ptr<T> end_unlocked(std::shared_ptr<T> object) {
           }};
 }
 
+/// Ends with the GIL: the object holds what Python owns, and its last user may not have that.
+template <typename T>
+std::shared_ptr<T> end_locked(std::shared_ptr<T> object) {
+  T* const raw = object.get();
+  return {raw, [object = std::move(object)](T*) mutable {
+            pybind11::gil_scoped_acquire gil;
+            object.reset();
+          }};
+}
+
 /// Called about ten times a second by blocking waits, which run without the GIL: lets Ctrl-C end
 /// them.
 void check_signals();
@@ -43,7 +53,9 @@ void register_communicator(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);
 void register_device_clock(pybind11::module_& m);
 void register_engine(pybind11::module_& m);
+void register_exchange(pybind11::module_& m);
 void register_kernels(pybind11::module_& m);
 void register_nccl(pybind11::module_& m);
+void register_sparse(pybind11::module_& m);
 
 }  // namespace usbyte

@@ -76,15 +76,6 @@ class PythonCommunicator : public Communicator {
   std::unordered_map<uint64_t, Completion> pending_;
 };
 
-// Ends with the GIL: a PythonCommunicator holds what Python owns, and its last user may not.
-std::shared_ptr<Communicator> end_locked(std::shared_ptr<Communicator> communicator) {
-  Communicator* const raw = communicator.get();
-  return {raw, [communicator = std::move(communicator)](Communicator*) mutable {
-            py::gil_scoped_acquire gil;
-            communicator.reset();
-          }};
-}
-
 }  // namespace
 
 void register_communicator(py::module_& m) {

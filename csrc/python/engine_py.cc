@@ -1,6 +1,7 @@
 #include "usbyte/engine.h"
 
 #include <pybind11/functional.h>
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -42,6 +43,12 @@ class PyEngine {
   std::shared_ptr<Engine> engine_;
 };
 
+/// What an array of its memory keeps alive.
+template <typename T>
+py::capsule owner(std::unique_ptr<T> object) {
+  return py::capsule(object.release(), [](void* p) { delete static_cast<T*>(p); });
+}
+
 }  // namespace
 
 void register_engine(py::module_& m) {
@@ -49,7 +56,8 @@ void register_engine(py::module_& m) {
   py::class_<PyEngine>(m, "Engine", "Executes a plan in the background; see engine.h.")
       .def(py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
                        double stall_warning_s, double stall_limit_s, int64_t steps_before,
-                       bool hold_gathers, std::shared_ptr<Cuda> device, double scale,
+                       bool hold_gathers, std::shared_ptr<Cuda> device,
+                       std::shared_ptr<Exchange> exchange, double scale,
                        uintptr_t memory, uint64_t seed, bool timed,
                        std::function<void(const std::string&)> on_warning,
                        std::function<std::string(const std::string&)> on_fault) {
@@ -58,6 +66,7 @@ void register_engine(py::module_& m) {
                                    steps_before,
                                    hold_gathers,
                                    std::move(device),
+                                   exchange ? end_locked(std::move(exchange)) : nullptr,
                                    scale,
                                    reinterpret_cast<float*>(memory),
                                    seed,
@@ -71,7 +80,7 @@ void register_engine(py::module_& m) {
            py::arg("plan"), py::arg("arena"), py::arg("communicator"), py::kw_only(),
            py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0,
            py::arg("steps_before") = 0, py::arg("hold_gathers") = false,
-           py::arg("device") = nullptr, py::arg("scale") = 1.0, py::arg("memory") = 0,
+           py::arg("device") = nullptr, py::arg("exchange") = nullptr, py::arg("scale") = 1.0, py::arg("memory") = 0,
            py::arg("seed") = 0, py::arg("timed") = false, py::arg("on_warning") = nullptr,
            py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })
@@ -86,6 +95,28 @@ void register_engine(py::module_& m) {
             return e.get()->ready(tensor, {stream}, reinterpret_cast<const void*>(gradient));
           },
           py::arg("tensor"), py::arg("stream") = 0, py::arg("gradient") = 0)
+      .def(
+          "ready_rows",
+          [](const PyEngine& e, int tensor, uintptr_t ids, int64_t count, uintptr_t values) {
+            e.get()->ready_rows(tensor, {{reinterpret_cast<const int64_t*>(ids),
+                                          static_cast<size_t>(count)},
+                                         reinterpret_cast<const std::byte*>(values)});
+          },
+          py::arg("tensor"), py::arg("ids"), py::arg("count"), py::arg("values"))
+      .def(
+          "take_rows",
+          [](const PyEngine& e, int tensor) {
+            SparseSum sum = e.get()->take_rows(tensor);
+            auto ids = std::make_unique<std::vector<int64_t>>(std::move(sum.rows.ids));
+            auto values = std::make_unique<Buffer>(std::move(sum.rows.values));
+            const int64_t count = std::ssize(*ids), bytes = values->size();
+            const int64_t* const first = ids->data();
+            const auto* const begin = reinterpret_cast<const uint8_t*>(values->data());
+            return py::make_tuple(py::array_t<int64_t>(count, first, owner(std::move(ids))),
+                                  py::array_t<uint8_t>(bytes, begin, owner(std::move(values))),
+                                  sum.traffic);
+          },
+          py::arg("tensor"), "Ids, 1-d int64, values, 1-d uint8, and SparseTraffic.")
       .def("unready", [](const PyEngine& e) { return e.get()->unready(); })
       .def("end_backward", [](const PyEngine& e) { e.get()->end_backward(); })
       .def(

@@ -35,6 +35,8 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_kernels(m);
   usbyte::register_communicator(m);
   usbyte::register_nccl(m);
+  usbyte::register_exchange(m);
+  usbyte::register_sparse(m);
   usbyte::register_engine(m);
   m.def(
       "build_info",

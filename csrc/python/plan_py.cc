@@ -12,16 +12,24 @@ namespace usbyte {
 
 void register_plan(py::module_& m) {
   using Range = std::pair<int64_t, int64_t>;
+  py::class_<SparseOp>(m, "SparseOp", "What a sparse_all_reduce adds up, and how.")
+      .def(py::init<int, std::string, int64_t>(), py::arg("tensor"), py::arg("scheme") = "zen",
+           py::arg("bytes") = 0)
+      .def_readonly("tensor", &SparseOp::tensor)
+      .def_readonly("scheme", &SparseOp::scheme)
+      .def_readonly("bytes", &SparseOp::bytes)
+      .def("__eq__", &SparseOp::operator==);
   py::class_<Op>(m, "Op", "One collective on blocks (ranges of arena elements).")
       .def(py::init([](const std::string& kind, const std::vector<Range>& blocks,
-                       int64_t window_bytes, bool fence, const std::string& codec) {
-             Op op{collective_from_name(kind), {}, window_bytes, fence, codec};
+                       int64_t window_bytes, bool fence, const std::string& codec,
+                       std::optional<SparseOp> sparse) {
+             Op op{collective_from_name(kind), {}, window_bytes, fence, codec, std::move(sparse)};
              for (auto [begin, end] : blocks) op.blocks.push_back({begin, end});
              return op;
            }),
-           py::arg("kind"), py::arg("blocks"),
+           py::arg("kind"), py::arg("blocks") = std::vector<Range>{},
            py::arg("window_bytes") = std::numeric_limits<int64_t>::max(), py::arg("fence") = false,
-           py::arg("codec") = "none")
+           py::arg("codec") = "none", py::arg("sparse") = std::nullopt)
       .def_property_readonly("kind", [](const Op& op) { return std::string(name(op.kind)); })
       .def_property_readonly("blocks",
                              [](const Op& op) {
@@ -32,6 +40,7 @@ void register_plan(py::module_& m) {
       .def_readonly("window_bytes", &Op::window_bytes)
       .def_readonly("fence", &Op::fence)
       .def_readonly("codec", &Op::codec)
+      .def_readonly("sparse", &Op::sparse)
       .def("__eq__", &Op::operator==);
 
   py::class_<Plan>(m, "Plan", "What one iteration communicates, in launch order.")

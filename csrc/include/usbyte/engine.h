@@ -10,7 +10,9 @@
 
 #include "usbyte/communicator.h"
 #include "usbyte/device_clock.h"
+#include "usbyte/exchange.h"
 #include "usbyte/plan.h"
+#include "usbyte/sparse.h"
 #include "usbyte/timeline.h"
 
 namespace usbyte {
@@ -24,7 +26,9 @@ struct EngineOptions {
   bool hold_gathers = false;
   /// The device that holds the arena; null if the host does.
   std::shared_ptr<Cuda> device = nullptr;
-  /// Multiplied with gradients on a device as they are packed.
+  /// What sparse gradients travel over; ends with the engine.
+  std::shared_ptr<Exchange> exchange = nullptr;
+  /// Multiplied with gradients on a device as they are packed, and with sums of sparse ones.
   double scale = 1;
   /// What codecs remember: as many rows as the `memories` of any of the plan's, each of as many
   /// float32 as the arena has elements, where the arena is; outlives the engine. Zeros at first.
@@ -85,6 +89,11 @@ class Engine {
   /// later work on `stream` may use again; none on the host. Throws UsageError if it was already
   /// ready in this step.
   std::vector<int> ready(int tensor, CudaStream stream = {}, const void* gradient = nullptr);
+  /// The gradient of a sparse tensor, whose memory must live until the tensor has arrived. Throws
+  /// UsageError for others, as `ready` does for sparse ones.
+  void ready_rows(int tensor, RowsView rows);
+  /// The sum of a sparse tensor's gradients, once in a step; it has been waited for.
+  SparseSum take_rows(int tensor);
   /// Tensors that are not ready yet in this step.
   std::vector<int> unready() const;
   /// Closes backward. Throws UsageError if a tensor is not ready: the caller marks unused ones as

@@ -77,7 +77,7 @@ class Arena:
 
     Args:
         plan: Its tensors are `USED` and then the parameters' gradients.
-        params: In the plan's order, without `USED`.
+        params: In the plan's order, without `USED`; sparse ones last.
         buffer: 1-d uint8 of the plan's size, where they are.
 
     Attributes:
@@ -85,7 +85,7 @@ class Arena:
         flags: 1-d, all of `USED`.
         used: 1-d, of those the flags, one for each parameter, in the plan's order, and the vote
             for a new plan.
-        grads: For each parameter its gradient's view, of the parameter's shape and strides. Each
+        grads: For each dense parameter its gradient's view, of its shape and strides. Each
             view has a version counter of its own, so that a write to one gradient can be told from
             a write to another.
     """
@@ -102,6 +102,8 @@ class Arena:
         self.used = self.flags[: len(params) + 1]
         self.grads = []
         for spec, param in zip(tensors, params, strict=True):
+            if spec.sparse:
+                continue
             flat = self._flat(plan, spec)
             view = flat.view(param.shape)
             if is_dense(param):

@@ -169,7 +169,7 @@ class TorchCommunicator:
         try:
             wait()
         except Exception as e:
-            error = _brief(e)
+            error = brief(e)
         self._in_flight.discard(ticket)
         self.core.complete(ticket, error)
 
@@ -228,7 +228,7 @@ def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
             del task  # and what it refers to, while this waits for the next one
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """What the backend says went wrong, without the place in its source and its general advice."""
     text = re.sub(r"^\[[^]]*\] ", "", str(error))
     return text.split(" This is typically", 1)[0].removesuffix(".")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -130,6 +130,7 @@ def job_profile(
     times: Times,
     *,
     flags: bool,
+    sparse: Container[str] = (),
     model: str = "",
 ) -> _core.Profile:
     """A job's profile, its tensors in the order of the arena.
@@ -138,7 +139,8 @@ def job_profile(
         names: Of the parameters.
         params: The parameters.
         times: Theirs; spreads may be empty.
-        flags: Put the used flags, which travel with the gradients, first.
+        flags: Put the used flags of all parameters, which travel with the gradients, first.
+        sparse: Names of those whose gradients are not in the arena.
         model: Name of the job.
 
     Raises:
@@ -147,19 +149,19 @@ def job_profile(
     # One run of each dtype, the largest first, so that blocks can span many tensors.
     dtypes = [dtype_name(name, param) for name, param in zip(names, params, strict=True)]
     volume: dict[str, int] = {}
-    for dtype, param in zip(dtypes, params, strict=True):
-        volume[dtype] = volume.get(dtype, 0) + param.numel()
-    order = sorted(
-        range(len(names)), key=lambda i: (-volume[dtypes[i]], dtypes[i], times.need_s[i])
-    )
+    there = [i for i, name in enumerate(names) if name not in sparse]
+    for i in there:
+        volume[dtypes[i]] = volume.get(dtypes[i], 0) + params[i].numel()
+    order = sorted(there, key=lambda i: (-volume[dtypes[i]], dtypes[i], times.need_s[i]))
     rows = [(names[i], params[i].numel(), dtypes[i]) for i in order]
+    first = rows[0][2] if rows else "float32"
     matrices = {name: rows_of(param) for name, param in zip(names, params, strict=True)}
 
     def column(values: Sequence[float], first: float) -> list[float]:
         return [first] * flags + [values[i] for i in order] if values else []
 
     return _core.Profile(
-        line([(USED, used_numel(len(rows)), rows[0][2])] * flags + rows, matrices),
+        line([(USED, used_numel(len(names)), first)] * flags + rows, matrices),
         # The flags are complete when backward is, and the first update may need them.
         column(times.need_s, 0.0),
         column(times.ready_s, max(times.ready_s)),

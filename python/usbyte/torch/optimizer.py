@@ -16,13 +16,14 @@ from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
 from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
 from usbyte.torch.context import current
-from usbyte.torch.device import Mark, device_of
+from usbyte.torch.device import Device, Mark, device_of
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
 from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
+from usbyte.torch.sparse import model_of, sparse_parameters
 from usbyte.torch.updates import DeferredUpdates, check_groups_unchanged, has_step_hooks
 
 __all__ = [
@@ -68,6 +69,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         fused_update: Updates of torch.optim.SGD, Adam and AdamW on a CUDA device run as one kernel
             launch for all parameters that are due, to the same results but for the rounding of the
             last bit. Step hooks are refused.
+        sparse_as_dense: Send sparse gradients, as of `nn.Embedding(sparse=True)`, as dense ones.
+            Otherwise only the rows that they have travel, and the wrapped optimizer gets sparse
+            sums; layers that have them are found through `model` or `model.named_parameters()`.
         max_grad_norm: With shard_optimizer: gradients are scaled so that their norm over all
             parameters is no larger.
         partition_bytes: bytescheduler: larger tensors are split.
@@ -94,6 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shard_optimizer: bool = False,
         fused_update: bool = False,
         max_grad_norm: float | None = None,
+        sparse_as_dense: bool = False,
         partition_bytes: int | None = None,
         credit_bytes: int | None = None,
         bucket_bytes: int | None = None,
@@ -150,6 +155,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "credit_bytes": _bytes("credit_bytes", credit_bytes, env.credit_bytes),
             "bucket_bytes": _bytes("bucket_bytes", bucket_bytes, env.bucket_bytes),
         }
+        self._densifies = sparse_as_dense
+        self._owner = model or model_of(named_parameters)
         self._given_names = _check_names(named_parameters)
         self.label = context.next_label()
         self._reducer: Reducer | None = None
@@ -423,6 +430,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._sharded:
             check_relays(codecs.specs)
         device = device_of(names, self._params)
+        sparse = self._sparse_names(names, device)
         self._planner = planner = Planner(
             self._context,
             self.label,
@@ -432,6 +440,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._policy,
             self._overlap,
             codecs,
+            sparse,
             self._sharded,
             self._options,
             self._tune_steps,
@@ -454,6 +463,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 planner,
                 gates,
                 self._scale,
+                self._densifies,
                 self._policy == "auto",
                 self._sharded,
                 self._memory,
@@ -466,6 +476,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gates.close()
             raise
         self._closed = False
+
+    def _sparse_names(self, names: Sequence[str], device: Device) -> set[str]:
+        """Of parameters whose gradients travel as the rows that they have."""
+        known = set() if self._densifies else sparse_parameters(self._owner)
+        sparse = {n for n, p in zip(names, self._params, strict=True) if p in known and p.numel()}
+        if sparse and (self._sharded or device.core is not None):
+            what = "shard_optimizer=True" if self._sharded else "a GPU"
+            raise UsageError(
+                f"the gradient of '{min(sparse)}' is sparse, which does not go with {what}: pass "
+                "sparse_as_dense=True"
+            )
+        return sparse
 
     def _check_chooses(self) -> None:
         if self._policy not in _core.policies():

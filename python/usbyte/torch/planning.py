@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -21,6 +21,7 @@ from usbyte.torch.costs import Measured, fit
 from usbyte.torch.device import Device
 from usbyte.torch.learning import Times, combine, job_profile
 from usbyte.torch.ops import Max, allreduce
+from usbyte.torch.sparse import with_sparse
 from usbyte.units import format_cost
 
 log = logging.getLogger("usbyte")
@@ -102,6 +103,7 @@ class Planner:
         policy: A policy's name, tuned ones included, or a callable Profile x NetworkModel -> Plan.
         overlap: What communication may hide behind.
         codecs: What the parameters may travel by.
+        sparse: Names of those whose gradients travel as the rows that they have.
         sharded: Whether each rank updates its shard, and parameters are gathered.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
         tune_steps: Steps of each trial; None for as many as the policy says, 0 for no trials.
@@ -112,6 +114,7 @@ class Planner:
         MismatchError: Ranks differ, in that or in what their first steps depend on.
 
     Attributes:
+        sparse: As given.
         decision: What the plan in force was made from; None while it is not made from measurements.
         seed: Of what codecs draw by chance, alike on all ranks.
     """
@@ -126,6 +129,7 @@ class Planner:
         policy: str | Policy,
         overlap: str,
         codecs: Choices,
+        sparse: Collection[str],
         sharded: bool,
         options: Mapping[str, int],
         tune_steps: int | None = None,
@@ -133,7 +137,8 @@ class Planner:
         alike: Mapping[str, object] | None = None,
     ) -> None:
         self._context, self._label = context, label
-        self._names, self._params = names, params
+        self._names, self._params, self.sparse = names, params, sparse
+        self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._overlap, self._sharded = dict(options), overlap, sharded
         self._policy, self._tune_steps = policy, tune_steps
@@ -161,6 +166,7 @@ class Planner:
         need = [float(i) for i in range(n)]
         ready = [float(2 * n - i) for i in range(n)]
         times = Times(need, ready, [], [], 0.0, 0.0)
+        self._ready = dict(zip(self._names, ready, strict=True))
         network = _core.NetworkModel(self._context.size, [_core.AlphaBeta()])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
         plan = _core.make_plan("ddp", self._profile(times), network, buckets)
@@ -187,6 +193,7 @@ class Planner:
         """
         label = self._label
         times = combine(times, lambda t: allreduce(t, name=f"{label}.times", op=Max))
+        self._ready = dict(zip(self._names, times.ready_s, strict=True))
         lists = self._choices or [self._codecs]
         self._plans.measure(spec for codecs in lists for spec in codecs.values())
         return self._agree(lambda: self._decide(times, fit(self._context.size, measured)))
@@ -327,13 +334,15 @@ class Planner:
         made = map(_core.make_codec, sorted({op.codec for op in plan.ops}))
         self._stages = [codec for codec in made if codec is not None]
         now = {c.spec: c.at_step(self._steps) for c in self._stages}
-        if all(now.get(op.codec, op.codec) == op.codec for op in plan.ops):
-            return plan
-        ops = [
-            _core.Op(op.kind, op.blocks, op.window_bytes, op.fence, now.get(op.codec, op.codec))
-            for op in plan.ops
-        ]
-        return _core.Plan(plan.policy, plan.tensors, ops)
+        if not all(now.get(op.codec, op.codec) == op.codec for op in plan.ops):
+            ops = [
+                _core.Op(op.kind, op.blocks, op.window_bytes, op.fence, now.get(op.codec, op.codec))
+                for op in plan.ops
+            ]
+            plan = _core.Plan(plan.policy, plan.tensors, ops)
+        params = [p for n, p in zip(self._names, self._params, strict=True) if n in self.sparse]
+        names = [n for n in self._names if n in self.sparse]
+        return with_sparse(plan, names, params, self._ready)
 
     def _warms_up(self) -> bool:
         """Steps will take another time as codecs go on, so that plans cannot be compared."""
@@ -365,12 +374,19 @@ class Planner:
         )  # fmt: skip
 
     def _profile(self, times: Times) -> _core.Profile:
-        return job_profile(self._names, self._params, times, flags=True)
+        return job_profile(self._names, self._params, times, flags=True, sparse=self.sparse)
 
     def _check_alike(self, settings: Mapping[str, object]) -> None:
         """Raises the same MismatchError on every rank if settings or parameters differ."""
         rows = [
-            [name, list(p.shape), list(p.stride()), dtype, self._told(name)]
+            [
+                name,
+                list(p.shape),
+                list(p.stride()),
+                dtype,
+                self._told(name),
+                "sparse" if name in self.sparse else "dense",
+            ]
             for name, p, dtype in zip(self._names, self._params, self._dtypes, strict=True)
         ]
         text = json.dumps([dict(settings), rows]).encode()
@@ -394,7 +410,7 @@ class Planner:
 #: Of each trial of codecs to choose from, as of auto's plans.
 _CHOICE_STEPS = 7
 
-_ALIKE = ("shape", "strides", "dtype", "compression")
+_ALIKE = ("shape", "strides", "dtype", "compression", "gradients")
 
 
 def _difference(specs: Sequence[Sequence[list[object]]]) -> str:

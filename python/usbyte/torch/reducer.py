@@ -20,11 +20,13 @@ from usbyte.torch.compression import Memory
 from usbyte.torch.context import Context
 from usbyte.torch.device import Device, Fetched, Mark
 from usbyte.torch.drift import Drift
+from usbyte.torch.exchange import TorchExchange
 from usbyte.torch.gates import Gates
 from usbyte.torch.learning import Iteration, Learning
 from usbyte.torch.planning import Decision, Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure
 from usbyte.torch.sending import sender
+from usbyte.torch.sparse import Rows, empty_like, take_sum
 from usbyte.torch.stopwatch import Stopwatch
 
 log = logging.getLogger("usbyte")
@@ -46,6 +48,7 @@ class Reducer:
         planner: Makes the plans.
         gates: Knows when the forward pass needs each parameter.
         scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
+        densifies: Sparse gradients of parameters not known to have such are sent as dense ones.
         adapt: Learn and plan anew when the time of a step changes, but not while on trial.
         sharded: Once learned, all_gathers wait for `release_gathers`.
         on_first_gradient: Called inside `backward()` before the first gradient of a step is taken.
@@ -68,6 +71,7 @@ class Reducer:
         planner: Planner,
         gates: Gates,
         scale: float,
+        densifies: bool,
         adapt: bool,
         sharded: bool,
         memory: Memory,
@@ -81,7 +85,7 @@ class Reducer:
         self._planner, self._gates = planner, gates
         self._on_first_gradient, self._on_gradient = on_first_gradient, on_gradient
         self._on_backward_end = on_backward_end
-        self._scale, self._sharded = scale, sharded
+        self._scale, self._sharded, self._densifies = scale, sharded, densifies
         self.in_backward = False
         self._sync = True
         self._learning: Learning | None = Learning()
@@ -98,11 +102,15 @@ class Reducer:
         self._versions = [0] * len(params)
         self._holds_result = [False] * len(params)  # param.grad is what the ranks agreed on
         self._sums = scale == 1.0
+        self._sparse = [name in planner.sparse for name in names]
+        self._rows: dict[int, Rows] = {}  # on their way, of sparse parameters
+        self._grads = [torch.empty(0)] * len(params)  # in the arena; of sparse ones as last seen
         self.in_flight = False
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
         self._memory = memory
         self._communicator = context.new_communicator(device)
+        self._exchange = TorchExchange(context.new_group()) if any(self._sparse) else None
         plan = planner.learning_plan()
         self._lay_out(plan)
         self._engine = self._start_engine(plan, steps_before)
@@ -165,6 +173,8 @@ class Reducer:
             handle.remove()
         self._engine.close()
         self._communicator.close()
+        if self._exchange is not None:
+            self._exchange.close()
 
     def wait(self, i: int) -> torch.Tensor | None:
         """The reduced gradient of parameter i, once it has arrived; None if no rank used it.
@@ -176,11 +186,21 @@ class Reducer:
         self._engine.wait(self._slot[i], stream)
         if self._grads[i]._version != self._versions[i]:
             raise self._touched(i, "was modified")
+        if i in self._rows:
+            self._take_rows(i)
         if not self._local_used[i]:
             self._engine.wait(0, stream)
             if not self._used_by_slot()[self._slot[i]]:
                 return None
         return self._grads[i]
+
+    def _take_rows(self, i: int) -> None:
+        param, given = self.params[i], self._grads[i]
+        self._grads[i] = take_sum(self._engine, self._slot[i], param)
+        self._versions[i] = self._grads[i]._version
+        del self._rows[i]
+        if param.grad is given:
+            param.grad = self._grads[i]
 
     def gradient(self, i: int) -> torch.Tensor:
         """Where the arena holds parameter i: its gradient, or its new value once gathered."""
@@ -236,6 +256,8 @@ class Reducer:
                 raise self._touched(i, "was modified")
             if param.grad is None:
                 param.grad = self.wait(i)
+            elif self._sparse[i]:
+                self.wait(i)
         self.in_flight = False
 
     def forget_results(self) -> None:
@@ -349,7 +371,7 @@ class Reducer:
         self.device.keep([self._arena.buffer])
         self._lay_out(plan)
         for i, param in enumerate(self.params):
-            if param.grad is old[i]:
+            if param.grad is old[i] and not self._sparse[i]:
                 self._grads[i].copy_(old[i])
                 param.grad = self._grads[i]
             self._versions[i] = self._grads[i]._version
@@ -365,7 +387,10 @@ class Reducer:
         self._arena = Arena(plan, [self.params[i] for i in self._at_slot], buffer)
         self._memory.lay_out(plan, self.device.torch_device)
         self._votes.clear()
-        self._grads = [self._arena.grads[slot - 1] for slot in self._slot]
+        self._grads = [
+            grad if sparse else self._arena.grads[slot - 1]
+            for grad, slot, sparse in zip(self._grads, self._slot, self._sparse, strict=True)
+        ]
         self._communicator.register(self._arena.buffer)
 
     def _start_engine(self, plan: _core.Plan, steps_before: int) -> _core.Engine:
@@ -379,6 +404,7 @@ class Reducer:
             steps_before=steps_before,
             hold_gathers=self._sharded and self._learning is None,
             device=self.device.core,
+            exchange=self._exchange.core if self._exchange is not None else None,
             scale=self._scale,
             memory=self._memory.address,
             seed=self._planner.seed,
@@ -425,19 +451,29 @@ class Reducer:
     def _collect(self, i: int, param: torch.Tensor) -> None:
         grad = param.grad
         assert grad is not None
-        if grad.layout != torch.strided:
-            raise UsageError(
-                f"the gradient of '{self.names[i]}' is sparse, which usbyte cannot send; "
-                "build the layer with sparse=False"
-            )
+        if grad.layout != torch.strided and not self._sparse[i]:
+            if not self._densifies:
+                raise UsageError(
+                    f"the gradient of '{self.names[i]}' is sparse, which was not to be seen when "
+                    "the optimizer was wrapped: give DistributedOptimizer model= or "
+                    "sparse_as_dense=True"
+                )
+            grad = grad.to_dense()
         if grad is self._grads[i]:
             self._check_not_summed(i)
         self._send(i, grad)
 
     def _send(self, i: int, grad: torch.Tensor) -> None:
         self._local_used[i] = self._holds_result[i] = True
+        if self._sparse[i]:
+            return self._send_rows(i, grad)
         self._sender.send(i, grad)
         self._versions[i] = self._grads[i]._version
+
+    def _send_rows(self, i: int, grad: torch.Tensor) -> None:
+        self._rows[i] = Rows(self.names[i], grad, self.params[i])
+        self._rows[i].give(self._engine, self._slot[i])
+        self._grads[i], self._versions[i] = grad, grad._version
 
     def _check_not_summed(self, i: int) -> None:
         # Averaging an average changes nothing; summing a sum multiplies it.
@@ -452,7 +488,9 @@ class Reducer:
         for i, param in enumerate(self.params):
             if self._local_used[i]:
                 continue
-            if param.grad is None:
+            if param.grad is None and self._sparse[i]:
+                self._send_rows(i, empty_like(param))
+            elif param.grad is None:
                 self._sender.send_zeros(i)
                 self._versions[i] = self._grads[i]._version
             else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP

@@ -1,0 +1,83 @@
+#include "sparse_ops.h"
+
+#include <utility>
+
+#include "usbyte/error.h"
+
+namespace usbyte {
+
+SparseOps::SparseOps(const Plan& plan, std::shared_ptr<Exchange> exchange, SparseOptions options,
+                     Report report)
+    : plan_(plan),
+      exchange_(std::move(exchange)),
+      options_(options),
+      report_(std::move(report)),
+      given_(plan.tensors().size()),
+      sums_(plan.tensors().size()) {
+  if (!exchange_) throw UsageError("the plan has sparse tensors: the engine needs an exchange");
+  thread_ = std::thread([this] { run(); });
+}
+
+SparseOps::~SparseOps() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    work_.notify_all();
+  }
+  thread_.join();
+}
+
+void SparseOps::give(int tensor, RowsView rows) {
+  std::lock_guard lock(mutex_);
+  given_[static_cast<size_t>(tensor)] = rows;
+}
+
+void SparseOps::start(int op) {
+  std::lock_guard lock(mutex_);
+  started_.push_back(op);
+  work_.notify_one();
+}
+
+SparseSum SparseOps::take(int tensor) {
+  std::lock_guard lock(mutex_);
+  return std::exchange(sums_[static_cast<size_t>(tensor)], {});
+}
+
+void SparseOps::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [this] { return stopping_ || !started_.empty(); });
+    if (stopping_) return;
+    const int op = started_.front();
+    started_.pop_front();
+    const auto tensor = static_cast<size_t>(plan_.ops()[static_cast<size_t>(op)].sparse->tensor);
+    lock.unlock();
+    SparseSum sum;
+    std::exception_ptr error;
+    try {
+      sum = sum_of(op);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    sums_[tensor] = std::move(sum);
+    given_[tensor] = {};
+    lock.unlock();
+    report_(op, error);
+    lock.lock();
+  }
+}
+
+SparseSum SparseOps::sum_of(int op) {
+  const SparseOp& what = *plan_.ops()[static_cast<size_t>(op)].sparse;
+  const TensorSpec& tensor = plan_.tensors()[static_cast<size_t>(what.tensor)];
+  RowsView mine;
+  {
+    std::lock_guard lock(mutex_);
+    mine = given_[static_cast<size_t>(what.tensor)];
+  }
+  const SparseShape shape{tensor.rows, tensor.width, tensor.dtype};
+  return sparse_scheme(what.scheme).all_reduce(*exchange_, shape, mine, options_);
+}
+
+}  // namespace usbyte

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "usbyte/exchange.h"
+#include "usbyte/plan.h"
+#include "usbyte/sparse.h"
+
+namespace usbyte {
+
+/// The thread that carries out sparse_all_reduces, one after the other in the order of their
+/// launches, which is the plan's and so the same on all ranks.
+///
+/// Ownership: the rows given for a tensor are this one's from `start` until the op is reported; the
+/// sum is the caller's from then on.
+class SparseOps {
+ public:
+  /// From the thread, without any lock.
+  using Report = std::function<void(int op, std::exception_ptr error)>;
+
+  /// `plan` outlives this. Throws UsageError without an exchange.
+  SparseOps(const Plan& plan, std::shared_ptr<Exchange> exchange, SparseOptions options,
+            Report report);
+  ~SparseOps();
+
+  /// What tensor t adds; its memory lives until its op is reported.
+  void give(int tensor, RowsView rows);
+  void start(int op);
+  /// The sum for a tensor, once.
+  SparseSum take(int tensor);
+  /// Ends what is on its way, for good.
+  void abort() { exchange_->abort(); }
+
+ private:
+  void run();
+  SparseSum sum_of(int op);
+
+  const Plan& plan_;
+  const std::shared_ptr<Exchange> exchange_;
+  const SparseOptions options_;
+  const Report report_;
+
+  std::mutex mutex_;  // guards what is below
+  std::condition_variable work_;
+  std::deque<int> started_;
+  bool stopping_ = false;
+  std::vector<RowsView> given_;  // by tensor
+  std::vector<SparseSum> sums_;  // likewise
+
+  std::thread thread_;
+};
+
+}  // namespace usbyte

@@ -1,0 +1,85 @@
+"""Messages whose sizes depend on the data, over any torch.distributed backend."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from usbyte import _core
+from usbyte.torch.collectives import abort
+from usbyte.torch.communicator import brief
+
+_TAG = 1
+
+Leg = tuple[int, int, int, int, int]  # peer; where and how many bytes to send, and to receive
+
+
+class TorchExchange:
+    """What sparse gradients travel over.
+
+    Args:
+        group: A process group that nothing else uses.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        # Plain bound methods would be reference cycles through C++, which Python's collector cannot
+        # see.
+        this = weakref.ref(self)
+
+        def transfer(legs: list[Leg]) -> str | None:
+            exchange = this()
+            return exchange._transfer(legs) if exchange else "the exchange is gone"
+
+        def abort_all() -> None:
+            if this() is not None and dist.is_initialized():
+                abort(group)
+
+        self.core = _core.PythonExchange(
+            dist.get_rank(group), dist.get_world_size(group), transfer, abort_all
+        )
+
+    def close(self) -> None:
+        """Ends the group; nothing is on its way any more."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _transfer(self, legs: list[Leg]) -> str | None:
+        """Carries out one transfer; returns what went wrong."""
+        try:
+            with torch.no_grad():
+                coming = [
+                    dist.irecv(_bytes_at(place, size), self._rank_of(peer), self._group, _TAG)
+                    for peer, _, _, place, size in legs
+                    if size > 0
+                ]
+                # One after the other: peers come in another order on each rank, so that no link has
+                # more than one message at a time.
+                for peer, place, size, _, _ in legs:
+                    if size > 0:
+                        _wait(
+                            dist.isend(
+                                _bytes_at(place, size), self._rank_of(peer), self._group, _TAG
+                            )
+                        )
+                for work in coming:
+                    _wait(work)
+        except RuntimeError as error:
+            return brief(error)
+        return None
+
+    def _rank_of(self, peer: int) -> int:
+        return dist.get_global_rank(self._group, peer)
+
+
+def _bytes_at(address: int, size: int) -> torch.Tensor:
+    memory = (ctypes.c_byte * size).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()

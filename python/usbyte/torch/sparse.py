@@ -1,0 +1,140 @@
+"""Gradients that are mostly zeros: which parameters have them, and their rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.torch.arena import dtype_name
+
+
+def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
+    """Parameters that layers such as `nn.Embedding(sparse=True)` give sparse gradients."""
+    modules = model.modules() if model is not None else ()
+    return {
+        module.weight
+        for module in modules
+        if getattr(module, "sparse", False) is True
+        and isinstance(getattr(module, "weight", None), nn.Parameter)
+    }
+
+
+def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
+    """The model whose `named_parameters()` this is, if nobody has begun to read it."""
+    if not inspect.isgenerator(named_parameters):
+        return None
+    model = inspect.getgeneratorlocals(named_parameters).get("self")
+    return model if isinstance(model, nn.Module) else None
+
+
+def sparse_spec(name: str, param: nn.Parameter, offset: int) -> _core.TensorSpec:
+    """A sparse gradient in a plan: as many rows as the parameter's first dimension."""
+    rows = param.shape[0]
+    return _core.TensorSpec(
+        name, 0, dtype_name(name, param), offset, rows=rows, width=param.numel() // rows
+    )
+
+
+def with_sparse(
+    plan: _core.Plan,
+    names: Sequence[str],
+    params: Sequence[nn.Parameter],
+    ready: dict[str, float],
+) -> _core.Plan:
+    """The plan with a sparse_all_reduce for each of these parameters.
+
+    Args:
+        plan: Of the other parameters.
+        names: Of the sparse ones.
+        params: The sparse ones.
+        ready: When gradients are ready, by name, those of the plan's tensors too.
+    """
+    if not names:
+        return plan
+    at = {
+        name: len(plan.tensors) + k
+        for k, name in enumerate(sorted(names, key=lambda name: ready[name]))
+    }
+    by_name = dict(zip(names, params, strict=True))
+    tensors = [
+        *plan.tensors,
+        *(sparse_spec(name, by_name[name], plan.numel) for name in at),
+    ]
+    waiting = list(at)
+    ops = []
+    for op in plan.ops:
+        gathers = op.kind == "all_gather"
+        latest = max(ready.get(plan.tensors[t].name, np.inf) for t in plan.tensors_of(op))
+        while waiting and (gathers or ready[waiting[0]] < latest):
+            ops.append(_sparse_op(at[waiting.pop(0)]))
+        ops.append(op)
+    ops += [_sparse_op(at[name]) for name in waiting]
+    return _core.Plan(plan.policy, tensors, ops)
+
+
+def _sparse_op(tensor: int) -> _core.Op:
+    return _core.Op("sparse_all_reduce", sparse=_core.SparseOp(tensor))
+
+
+class Rows:
+    """A sparse gradient as the engine takes it; keeps the memory.
+
+    Args:
+        name: Of the parameter.
+        grad: Of its shape; coalesced or not.
+        param: The parameter.
+
+    Raises:
+        UsageError: It is no sparse gradient of rows.
+    """
+
+    def __init__(self, name: str, grad: torch.Tensor, param: nn.Parameter) -> None:
+        if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1:
+            what = "dense" if grad.layout == torch.strided else f"sparse ({grad.layout})"
+            if grad.layout == torch.sparse_coo:
+                what = f"sparse in {grad.sparse_dim()} dimensions"
+            raise UsageError(
+                f"the gradient of '{name}' is {what}, where its layer has sparse=True, of rows: "
+                "pass sparse_as_dense=True to DistributedOptimizer"
+            )
+        if grad.dtype != param.dtype:
+            raise UsageError(
+                f"the gradient of '{name}' is {grad.dtype}, the parameter {param.dtype}"
+            )
+        self.ids = grad._indices()[0].contiguous()
+        self.values = grad._values().contiguous()
+
+    def give(self, engine: _core.Engine, slot: int) -> None:
+        """Tells the engine, which reads them until the tensor has arrived."""
+        ids, values = self.ids, self.values
+        engine.ready_rows(slot, ids.data_ptr(), len(ids), values.data_ptr())
+
+
+def empty_like(param: nn.Parameter) -> torch.Tensor:
+    """A gradient of a parameter that has no row."""
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64),
+        param.new_empty(0, *param.shape[1:]),
+        param.shape,
+        is_coalesced=True,
+    )
+
+
+def take_sum(engine: _core.Engine, slot: int, param: nn.Parameter) -> torch.Tensor:
+    """The sum of a sparse parameter's gradients, coalesced; it has arrived."""
+    ids, values, _ = engine.take_rows(slot)
+    flat = torch.from_numpy(values).view(param.dtype)
+    return torch.sparse_coo_tensor(
+        torch.from_numpy(ids)[None],
+        flat.view(len(ids), *param.shape[1:]),
+        param.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )

@@ -1,0 +1,181 @@
+"""Sparse gradients: the same numbers as DDP's, and errors where they cannot be."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import usbyte.torch as ub
+from _ranks import run_ranks
+from usbyte.errors import MismatchError, UsageError
+
+ROWS, WIDTH = 300, 5
+
+
+class Words(nn.Module):
+    """A bag of words and a word, and a layer that is not sparse."""
+
+    def __init__(self, dense: bool = True, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.bag = nn.EmbeddingBag(ROWS, WIDTH, sparse=True, mode="sum", dtype=dtype)
+        self.word = nn.Embedding(ROWS, WIDTH, sparse=True, dtype=dtype)
+        self.seldom = nn.Embedding(7, WIDTH, sparse=True, dtype=dtype)
+        self.out = nn.Linear(WIDTH, 3, dtype=dtype) if dense else None
+
+    def forward(self, words: torch.Tensor, seldom: bool) -> torch.Tensor:
+        hidden = self.bag(words) * self.word(words[:, 0])
+        if seldom:
+            hidden = hidden + self.seldom(words[:, 0] % 7)
+        return hidden.square().mean() if self.out is None else self.out(hidden).square().mean()
+
+
+def make_optimizer(kind, model):
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(model.parameters(), lr=0.1)
+    return torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
+
+
+def batches(rank, steps, skewed=True):
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(steps):
+        draws = torch.rand(16, 4, generator=generator, dtype=torch.float64)
+        yield ((draws**4 if skewed else draws) * ROWS).long()
+
+
+def is_seldom(step, rank):
+    """Whether `seldom` is used: by nobody, by one rank, or by all."""
+    return step % 3 == 2 or (step % 3 == 1 and rank == 0)
+
+
+def train(mode, kind, rank, steps=14, accumulate=1, set_to_none=True, seldom=True, **options):
+    model = Words(dense=kind != "sparse_adam")
+    optimizer = make_optimizer(kind, model)
+    net = model
+    if mode == "ddp":
+        model.seldom.requires_grad_(False)  # DDP wants a gradient from every rank in every step
+        net = DistributedDataParallel(model)
+    else:
+        optimizer = ub.DistributedOptimizer(
+            optimizer, model.named_parameters(), overlap=mode, **options
+        )
+    for step, words in enumerate(batches(rank, steps)):
+        if step % accumulate == 0:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        with nullcontext() if (step + 1) % accumulate == 0 else optimizer.no_sync():
+            net(words, seldom and is_seldom(step, rank)).backward()
+        if (step + 1) % accumulate == 0:
+            optimizer.step()
+            if mode == "backward":
+                assert model.word.weight.grad.is_sparse != bool(options.get("sparse_as_dense"))
+    ops = []
+    if mode != "ddp":
+        optimizer.synchronize()
+        ops = [op.kind for op in optimizer.plan.ops]
+        optimizer.close()
+    return model.state_dict(), ops
+
+
+def train_alone(kind, ranks, steps=14, accumulate=1, set_to_none=True):
+    """What all ranks together come to, by one process."""
+    model = Words(dense=kind != "sparse_adam")
+    optimizer = make_optimizer(kind, model)
+    sources = [list(batches(rank, steps)) for rank in range(ranks)]
+    for step in range(steps):
+        if step % accumulate == 0:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        for rank in range(ranks):
+            (model(sources[rank][step], is_seldom(step, rank)) / ranks).backward()
+        if (step + 1) % accumulate == 0:
+            optimizer.step()
+    return model.state_dict()
+
+
+def difference(a, b):
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def equals_one_process(rank, size, kinds, variants):
+    ub.init()
+    for kind in kinds:
+        for variant in variants:
+            expected = train_alone(kind, size, **variant)
+            for mode in ("backward", "forward"):
+                got, ops = train(mode, kind, rank, **variant)
+                assert ops.count("sparse_all_reduce") == 3, ops
+                assert difference(got, expected) < 1e-12, (kind, variant, mode)
+
+
+def equals_ddp(rank, size):
+    ub.init()
+    expected, _ = train("ddp", "sgd", rank, seldom=False)
+    got, _ = train("forward", "sgd", rank, seldom=False)
+    assert difference(got, expected) < 1e-12
+
+
+def test_trains_as_ddp_does():
+    run_ranks(2, equals_ddp, timeout=120)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_trains_as_one_process_does(ranks):
+    # SparseAdam has no other parameters.
+    kinds = ["sgd", "adagrad", "sparse_adam"]
+    run_ranks(ranks, equals_one_process, kinds, [{}], timeout=120)
+
+
+def test_accumulated_and_kept_gradients():
+    variants = [{"accumulate": 3, "steps": 15}, {"accumulate": 2, "set_to_none": False}]
+    run_ranks(2, equals_one_process, ["sgd"], variants, timeout=120)
+
+
+def densified(rank, size):
+    ub.init()
+    expected = train_alone("sgd", size)
+    got, ops = train("backward", "sgd", rank, sparse_as_dense=True)
+    assert "sparse_all_reduce" not in ops
+    assert difference(got, expected) < 1e-12
+
+
+def test_sparse_as_dense():
+    run_ranks(2, densified, timeout=120)
+
+
+def refuses(rank, size):
+    ub.init()
+    model = Words()
+    with pytest.raises(UsageError, match=r"'bag.weight' is sparse, .* shard_optimizer=True"):
+        ub.DistributedOptimizer(
+            make_optimizer("sgd", model),
+            model.named_parameters(),
+            overlap="forward",
+            shard_optimizer=True,
+        )
+    names = list(model.named_parameters())  # which does not tell the model
+    optimizer = ub.DistributedOptimizer(make_optimizer("sgd", model), names)
+    with pytest.raises(UsageError, match=r"is sparse, which was not to be seen .* model="):
+        model(next(batches(rank, 1)), True).backward()
+    optimizer.fail("on purpose")
+    optimizer.close()
+    told = Words()
+    optimizer = ub.DistributedOptimizer(
+        make_optimizer("sgd", told), list(told.named_parameters()), model=told
+    )
+    told(next(batches(rank, 1)), True).backward()
+    optimizer.step()
+    optimizer.close()
+    other = Words()
+    with pytest.raises(MismatchError, match=r"'bag.weight' has gradients sparse on rank 0 but"):
+        ub.DistributedOptimizer(
+            make_optimizer("sgd", other), other.named_parameters(), sparse_as_dense=rank == 1
+        )
+
+
+def test_what_cannot_be_is_an_error():
+    run_ranks(2, refuses, timeout=120)
