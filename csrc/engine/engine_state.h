@@ -74,9 +74,9 @@ struct Engine::State {
 
   std::thread thread;
 
-  int coding_jobs = 0;             // not reported yet
-  std::vector<Turn> turns;         // by op, of those that are coded
-  std::unique_ptr<Coding> coding;  // null without codecs; goes first, as it reports to this
+  int coding_jobs = 0;                // not reported yet
+  std::vector<Turn> turns;            // by op, of those that are coded
+  std::unique_ptr<Coding> coding;     // null without codecs; goes first, as it reports to this
   std::unique_ptr<SparseOps> sparse;  // null without sparse tensors; likewise
 
   // With `mutex` held.

@@ -54,35 +54,35 @@ py::capsule owner(std::unique_ptr<T> object) {
 void register_engine(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<PyEngine>(m, "Engine", "Executes a plan in the background; see engine.h.")
-      .def(py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
-                       double stall_warning_s, double stall_limit_s, int64_t steps_before,
-                       bool hold_gathers, std::shared_ptr<Cuda> device,
-                       std::shared_ptr<Exchange> exchange, double scale,
-                       uintptr_t memory, uint64_t seed, bool timed,
-                       std::function<void(const std::string&)> on_warning,
-                       std::function<std::string(const std::string&)> on_fault) {
-             EngineOptions options{stall_warning_s,
-                                   stall_limit_s,
-                                   steps_before,
-                                   hold_gathers,
-                                   std::move(device),
-                                   exchange ? end_locked(std::move(exchange)) : nullptr,
-                                   scale,
-                                   reinterpret_cast<float*>(memory),
-                                   seed,
-                                   timed,
-                                   std::move(on_warning),
-                                   std::move(on_fault)};
-             py::gil_scoped_release free;
-             return std::make_unique<PyEngine>(std::move(plan), arena, std::move(communicator),
-                                               std::move(options));
-           }),
-           py::arg("plan"), py::arg("arena"), py::arg("communicator"), py::kw_only(),
-           py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0,
-           py::arg("steps_before") = 0, py::arg("hold_gathers") = false,
-           py::arg("device") = nullptr, py::arg("exchange") = nullptr, py::arg("scale") = 1.0, py::arg("memory") = 0,
-           py::arg("seed") = 0, py::arg("timed") = false, py::arg("on_warning") = nullptr,
-           py::arg("on_fault") = nullptr)
+      .def(
+          py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
+                      double stall_warning_s, double stall_limit_s, int64_t steps_before,
+                      bool hold_gathers, std::shared_ptr<Cuda> device,
+                      std::shared_ptr<Exchange> exchange, double scale, uintptr_t memory,
+                      uint64_t seed, bool timed, std::function<void(const std::string&)> on_warning,
+                      std::function<std::string(const std::string&)> on_fault) {
+            EngineOptions options{stall_warning_s,
+                                  stall_limit_s,
+                                  steps_before,
+                                  hold_gathers,
+                                  std::move(device),
+                                  exchange ? end_locked(std::move(exchange)) : nullptr,
+                                  scale,
+                                  reinterpret_cast<float*>(memory),
+                                  seed,
+                                  timed,
+                                  std::move(on_warning),
+                                  std::move(on_fault)};
+            py::gil_scoped_release free;
+            return std::make_unique<PyEngine>(std::move(plan), arena, std::move(communicator),
+                                              std::move(options));
+          }),
+          py::arg("plan"), py::arg("arena"), py::arg("communicator"), py::kw_only(),
+          py::arg("stall_warning_s") = 60.0, py::arg("stall_limit_s") = 300.0,
+          py::arg("steps_before") = 0, py::arg("hold_gathers") = false, py::arg("device") = nullptr,
+          py::arg("exchange") = nullptr, py::arg("scale") = 1.0, py::arg("memory") = 0,
+          py::arg("seed") = 0, py::arg("timed") = false, py::arg("on_warning") = nullptr,
+          py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })
       .def(
           "begin_step", [](const PyEngine& e, uintptr_t stream) { e.get()->begin_step({stream}); },
@@ -98,9 +98,9 @@ void register_engine(py::module_& m) {
       .def(
           "ready_rows",
           [](const PyEngine& e, int tensor, uintptr_t ids, int64_t count, uintptr_t values) {
-            e.get()->ready_rows(tensor, {{reinterpret_cast<const int64_t*>(ids),
-                                          static_cast<size_t>(count)},
-                                         reinterpret_cast<const std::byte*>(values)});
+            e.get()->ready_rows(
+                tensor, {{reinterpret_cast<const int64_t*>(ids), static_cast<size_t>(count)},
+                         reinterpret_cast<const std::byte*>(values)});
           },
           py::arg("tensor"), py::arg("ids"), py::arg("count"), py::arg("values"))
       .def(

@@ -29,10 +29,9 @@ class PythonExchange : public Exchange {
       try {
         py::list told;
         for (const Leg& leg : legs) {
-          told.append(py::make_tuple(leg.peer, reinterpret_cast<uintptr_t>(leg.send.data()),
-                                     leg.send.size(),
-                                     reinterpret_cast<uintptr_t>(leg.receive.data()),
-                                     leg.receive.size()));
+          told.append(py::make_tuple(
+              leg.peer, reinterpret_cast<uintptr_t>(leg.send.data()), leg.send.size(),
+              reinterpret_cast<uintptr_t>(leg.receive.data()), leg.receive.size()));
         }
         const py::object problem = transfer_(std::move(told));
         if (problem.is_none()) return;

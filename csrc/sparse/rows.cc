@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -12,7 +13,7 @@
 namespace usbyte::sparse {
 namespace {
 
-enum class Form : int64_t { keys, bitmap };
+enum class Form : int64_t { keys, bitmap, all };
 
 struct Head {
   int64_t count;
@@ -24,6 +25,18 @@ int64_t padded(int64_t bytes) { return (bytes + 7) / 8 * 8; }
 int64_t bitmap_bytes(int64_t range) { return (range + 63) / 64 * 8; }
 
 int64_t keys_bytes(int64_t range, int64_t count) { return padded(count * Keys::width(range)); }
+
+int64_t keys_bytes(Form form, int64_t range, int64_t count) {
+  switch (form) {
+    case Form::keys:
+      return keys_bytes(range, count);
+    case Form::bitmap:
+      return bitmap_bytes(range);
+    case Form::all:
+      break;
+  }
+  return 0;
+}
 
 constexpr int64_t kHead = sizeof(Head);
 
@@ -81,29 +94,40 @@ RowsWriter::RowsWriter(std::byte* message, const SparseShape& shape, int64_t ran
   std::memcpy(message, &head, kHead);
 }
 
-Buffer write_set(const SparseShape& shape, int64_t range, const RowSet& set,
-                 const std::byte* values) {
-  const int64_t count = set.count(), bytes = count * shape.row_bytes();
-  const bool as_bitmap = Keys::width(range) == 4 && bitmap_bytes(range) < keys_bytes(range, count);
-  const int64_t keys = as_bitmap ? bitmap_bytes(range) : keys_bytes(range, count);
+Buffer write_set(const SparseShape& shape, int64_t range, const Sums& sums, bool bitmaps) {
+  const int64_t count = sums.set.count(), bytes = count * shape.row_bytes();
+  const bool shorter = Keys::width(range) == 4 && bitmap_bytes(range) < keys_bytes(range, count);
+  const Form form = count == range ? Form::all : bitmaps && shorter ? Form::bitmap : Form::keys;
+  const int64_t keys = keys_bytes(form, range, count);
   Buffer out(padded(kHead + keys + bytes));
-  const Head head{count, as_bitmap ? Form::bitmap : Form::keys};
+  const Head head{count, form};
   std::memcpy(out.data(), &head, kHead);
   std::byte* const at = out.data() + kHead;
-  if (as_bitmap) {
-    std::memset(at, 0, static_cast<size_t>(keys));
-    set.each([&](int64_t key) { at[key >> 3] |= std::byte{1} << (key & 7); });
-  } else {
+  if (form == Form::bitmap) {
+    std::fill_n(at, keys, std::byte{});
+    sums.set.each([&](int64_t key) { at[key >> 3] |= std::byte{1} << (key & 7); });
+  } else if (form == Form::keys) {
     int64_t i = 0;
     const auto list = [&](auto width) {
-      set.each([&](int64_t key) {
+      sums.set.each([&](int64_t key) {
         const auto entry = static_cast<decltype(width)>(key);
         std::memcpy(at + i++ * static_cast<int64_t>(sizeof width), &entry, sizeof width);
       });
     };
     Keys::width(range) == 8 ? list(uint64_t{}) : list(uint32_t{});
   }
-  if (bytes > 0) std::memcpy(at + keys, values, static_cast<size_t>(bytes));
+  std::copy_n(sums.values.data(), bytes, at + keys);
+  return out;
+}
+
+Buffer write_rows(const SparseShape& shape, const SparseRows& rows) {
+  Buffer out(message_bytes(shape, shape.rows, rows.count()));
+  RowsWriter writer(out.data(), shape, shape.rows, rows.count());
+  const std::byte* row = rows.values.data();
+  for (int64_t id : rows.ids) {
+    writer.put(id, row);
+    row += shape.row_bytes();
+  }
   return out;
 }
 
@@ -112,25 +136,34 @@ RowsMessage read(std::span<const std::byte> message, const SparseShape& shape, i
   const auto damaged = [&] {
     return FaultError("rank " + std::to_string(peer) + " sent rows that make no sense (" +
                       std::to_string(message.size()) +
-                      " bytes): ranks differ, or the message was "
-                      "damaged on its way");
+                      " bytes): ranks differ, or the message was " + "damaged on its way");
   };
   Head head{};
   if (std::ssize(message) < kHead) throw damaged();
   std::memcpy(&head, message.data(), kHead);
-  const bool as_bitmap = head.form == Form::bitmap;
   if (head.count < 0 || head.count > range) throw damaged();
-  if (as_bitmap ? Keys::width(range) != 4 : head.form != Form::keys) throw damaged();
-  const int64_t keys = as_bitmap ? bitmap_bytes(range) : keys_bytes(range, head.count);
+  if (head.form == Form::bitmap ? Keys::width(range) != 4
+      : head.form == Form::all  ? head.count != range
+                                : head.form != Form::keys) {
+    throw damaged();
+  }
+  const int64_t keys = keys_bytes(head.form, range, head.count);
   if (std::ssize(message) != padded(kHead + keys + head.count * shape.row_bytes())) throw damaged();
   RowsMessage out;
   const std::byte* const at = message.data() + kHead;
   out.values = at + keys;
-  if (!as_bitmap) {
+  if (head.form == Form::keys) {
     out.keys = Keys(at, head.count, Keys::width(range) == 8);
     for (int64_t i = 0; i < head.count; ++i) {
       if (out.keys[i] < 0 || out.keys[i] >= range) throw damaged();
     }
+    return out;
+  }
+  if (head.form == Form::all) {
+    out.listed = Buffer(head.count * 8);
+    auto* const all = reinterpret_cast<int64_t*>(out.listed.data());
+    std::iota(all, all + head.count, int64_t{0});
+    out.keys = Keys(out.listed.data(), head.count, true);
     return out;
   }
   out.listed = Buffer(head.count * 4);
@@ -186,14 +219,95 @@ Sums put_together(const SparseShape& shape, int64_t range, std::span<const RowsM
   return out;
 }
 
-void scale(const SparseShape& shape, Buffer& values, double factor) {
+Sums filled(const SparseShape& shape, const Sums& sums) {
+  std::vector<int64_t> all(static_cast<size_t>(shape.rows));
+  std::iota(all.begin(), all.end(), int64_t{0});
+  const Keys keys{std::span<const int64_t>(all)};
+  Sums out{RowSet(shape.rows, std::span(&keys, 1)), Buffer(shape.rows * shape.row_bytes())};
+  std::fill_n(out.values.data(), out.values.size(), std::byte{});
+  const std::byte* row = sums.values.data();
+  sums.set.each([&](int64_t key) {
+    std::copy_n(row, shape.row_bytes(), out.values.data() + key * shape.row_bytes());
+    row += shape.row_bytes();
+  });
+  return out;
+}
+
+SparseRows without_zeros(const SparseShape& shape, SparseRows rows) {
+  const int64_t row_bytes = shape.row_bytes();
+  std::byte* const values = rows.values.data();
+  size_t kept = 0;
+  with_type(shape.dtype, [&]<typename T>(T) {
+    const auto is_zero = [](T value) {
+      if constexpr (std::is_arithmetic_v<T>) {
+        return value == 0;
+      } else {
+        return to_float(value) == 0;
+      }
+    };
+    for (size_t i = 0; i < rows.ids.size(); ++i) {
+      const std::byte* const row = values + static_cast<int64_t>(i) * row_bytes;
+      const T* const first = reinterpret_cast<const T*>(row);
+      if (std::all_of(first, first + shape.width, is_zero)) continue;
+      rows.ids[kept] = rows.ids[i];
+      if (kept != i) std::copy_n(row, row_bytes, values + static_cast<int64_t>(kept) * row_bytes);
+      ++kept;
+    }
+  });
+  rows.ids.resize(kept);
+  SparseRows out{std::move(rows.ids), Buffer(static_cast<int64_t>(kept) * row_bytes)};
+  std::copy_n(values, out.values.size(), out.values.data());
+  return out;
+}
+
+SparseRows recut(const SparseShape& from, const SparseRows& rows, const SparseShape& to) {
+  // The line of `to` may be longer by what fills its last row, where nothing is.
+  const int64_t end = std::min(from.rows * from.width, to.rows * to.width);
+  SparseRows out;
+  for (int64_t id : rows.ids) {
+    const int64_t first = id * from.width / to.width;
+    const int64_t last = (std::min((id + 1) * from.width, end) - 1) / to.width;
+    for (int64_t row = first; row <= last; ++row) {
+      if (out.ids.empty() || out.ids.back() < row) out.ids.push_back(row);
+    }
+  }
+  out.values = Buffer(out.count() * to.row_bytes());
+  std::fill_n(out.values.data(), out.values.size(), std::byte{});
+  const int64_t width = itemsize(from.dtype);
+  const std::byte* source = rows.values.data();
+  size_t place = 0;
+  for (int64_t id : rows.ids) {
+    const int64_t stop = std::min((id + 1) * from.width, end);
+    for (int64_t at = id * from.width; at < stop;) {
+      const int64_t row = at / to.width, next = std::min(stop, (row + 1) * to.width);
+      while (out.ids[place] < row) ++place;
+      const int64_t into = static_cast<int64_t>(place) * to.width + at - row * to.width;
+      std::copy_n(source + (at - id * from.width) * width, (next - at) * width,
+                  out.values.data() + into * width);
+      at = next;
+    }
+    source += from.row_bytes();
+  }
+  return out;
+}
+
+void add(DType dtype, std::span<std::byte> into, std::span<const std::byte> from) {
+  with_type(dtype, [&]<typename T>(T) {
+    T* const to = reinterpret_cast<T*>(into.data());
+    const T* const with = reinterpret_cast<const T*>(from.data());
+    const size_t count = into.size() / sizeof(T);
+    for (size_t i = 0; i < count; ++i) to[i] = sum(to[i], with[i]);
+  });
+}
+
+void scale(const SparseShape& shape, std::span<std::byte> values, double factor) {
   if (factor == 1) return;
   if (!is_floating(shape.dtype)) {
     throw UsageError("sums of " + std::string(name(shape.dtype)) + " cannot be scaled");
   }
   with_type(shape.dtype, [&]<typename T>(T) {
     T* const begin = reinterpret_cast<T*>(values.data());
-    T* const end = begin + values.size() / static_cast<int64_t>(sizeof(T));
+    T* const end = begin + values.size() / sizeof(T);
     for (T* at = begin; at < end; ++at) {
       if constexpr (std::is_arithmetic_v<T>) {
         *at = static_cast<T>(*at * static_cast<T>(factor));

@@ -48,11 +48,6 @@ struct RowsMessage {
   int64_t count() const { return keys.count(); }
 };
 
-/// Of `shape`'s rows, keys ascending, in the shorter of two forms: keys, or a bit for each number
-/// of the range.
-Buffer write_set(const SparseShape& shape, int64_t range, const RowSet& set,
-                 const std::byte* values);
-
 /// Reads a message of either form. Throws FaultError, which names the peer, on one that is damaged.
 RowsMessage read(std::span<const std::byte> message, const SparseShape& shape, int64_t range,
                  int peer);
@@ -63,14 +58,41 @@ struct Sums {
   Buffer values;
 };
 
+/// A message of sums, keys ascending. Without keys where it has all of the range; with `bitmaps`, a
+/// bit for each number of the range where that is shorter.
+Buffer write_set(const SparseShape& shape, int64_t range, const Sums& sums, bool bitmaps);
+
+/// A message of rows, whose keys are their ids.
+Buffer write_rows(const SparseShape& shape, const SparseRows& rows);
+
 /// Adds up messages in their order, which alone decides how sums are rounded.
 Sums add_up(const SparseShape& shape, int64_t range, std::span<const RowsMessage> messages);
 
 /// The same for messages that have no key in common.
 Sums put_together(const SparseShape& shape, int64_t range, std::span<const RowsMessage> messages);
 
-/// Multiplies all values. Throws UsageError for integers unless by 1.
-void scale(const SparseShape& shape, Buffer& values, double factor);
+/// The same rows and zeros for all others.
+Sums filled(const SparseShape& shape, const Sums& sums);
+
+/// The same but for rows of zeros.
+SparseRows without_zeros(const SparseShape& shape, SparseRows rows);
+
+/// The same elements of a line of rows as other rows, with zeros where there are none.
+SparseRows recut(const SparseShape& from, const SparseRows& rows, const SparseShape& to);
+
+/// Adds elements, which are as many.
+void add(DType dtype, std::span<std::byte> into, std::span<const std::byte> from);
+
+/// Multiplies elements. Throws UsageError for integers unless by 1.
+void scale(const SparseShape& shape, std::span<std::byte> values, double factor);
+inline void scale(const SparseShape& shape, Buffer& values, double factor) {
+  scale(shape, {values.data(), static_cast<size_t>(values.size())}, factor);
+}
+
+/// What a key takes in a message, bytes.
+inline double key_bytes(const SparseShape& shape) {
+  return static_cast<double>(Keys::width(shape.rows));
+}
 
 /// A set as `SparseRows`; keys are ids.
 SparseRows rows_of(Sums sums);

@@ -4,6 +4,7 @@
 
 namespace usbyte::sparse {
 
-extern const SparseScheme kZen;
+extern const SparseScheme kZen, kHierarchical, kAgSparse, kSparCml, kOmniReduce, kSparsePs,
+    kDenseRing;
 
 }  // namespace usbyte::sparse

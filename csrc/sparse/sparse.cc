@@ -16,7 +16,9 @@ SparseRows coalesce(const SparseShape& shape, RowsView rows) {
 }
 
 std::span<const SparseScheme> sparse_schemes() {
-  static const std::array kSchemes = {sparse::kZen};
+  static const std::array kSchemes = {sparse::kZen,      sparse::kHierarchical, sparse::kAgSparse,
+                                      sparse::kSparCml,  sparse::kOmniReduce,   sparse::kSparsePs,
+                                      sparse::kDenseRing};
   return kSchemes;
 }
 

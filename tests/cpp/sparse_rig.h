@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <vector>
@@ -78,6 +79,14 @@ inline Buffer packed(const SparseShape& shape, const Rows& rows) {
     store(out.data() + static_cast<int64_t>(i) * each, shape.dtype, rows.values[i]);
   }
   return out;
+}
+
+/// Without rows of zeros.
+inline Reference without_zeros(Reference sums) {
+  std::erase_if(sums, [](const auto& row) {
+    return std::ranges::all_of(row.second, [](double x) { return x == 0; });
+  });
+  return sums;
 }
 
 inline void expect_rows(const SparseShape& shape, const SparseRows& got, const Reference& want,

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import usbyte.torch as ub
+from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import MismatchError, UsageError
 
@@ -102,6 +103,7 @@ def difference(a, b):
 
 
 def equals_one_process(rank, size, kinds, variants):
+    short_probes()
     ub.init()
     for kind in kinds:
         for variant in variants:
@@ -113,6 +115,7 @@ def equals_one_process(rank, size, kinds, variants):
 
 
 def equals_ddp(rank, size):
+    short_probes()
     ub.init()
     expected, _ = train("ddp", "sgd", rank, seldom=False)
     got, _ = train("forward", "sgd", rank, seldom=False)
@@ -136,6 +139,7 @@ def test_accumulated_and_kept_gradients():
 
 
 def densified(rank, size):
+    short_probes()
     ub.init()
     expected = train_alone("sgd", size)
     got, ops = train("backward", "sgd", rank, sparse_as_dense=True)

@@ -78,11 +78,22 @@ struct SparseScheme {
                           const SparseOptions& options);
   /// Bytes that the busiest rank sends or receives, whichever is more, as published.
   double (*bytes)(int ranks, const SparseShape& shape, const SparseDensity& density);
+  /// Rows that come to zeros are part of the sum; else they are left out.
+  bool keeps_zeros;
 };
 
 /// All of them:
 ///  - "zen": balanced parallelism. Z. Wang et al., "Zen: Empowering Distributed Training with
 ///    Sparsity-driven Data Synchronization", OSDI 2025.
+///  - "hierarchical": hierarchical centralization, of the same paper.
+///  - "agsparse": an all_gather of all rows, as in Horovod.
+///  - "sparcml": recursive doubling that goes over to dense sums. C. Renggli et al., "SparCML:
+///    High-Performance Sparse Communication for Machine Learning", SC 2019.
+///  - "omnireduce": blocks of 256 elements, in equal ranges. J. Fei et al., "Efficient Sparse
+///    Collective Communication and its Application to Accelerate Distributed Deep Learning",
+///    SIGCOMM 2021.
+///  - "sparse_ps": a parameter server of equal ranges on all ranks.
+///  - "dense": a ring of all rows.
 std::span<const SparseScheme> sparse_schemes();
 /// Throws UsageError that lists the names.
 const SparseScheme& sparse_scheme(std::string_view name);

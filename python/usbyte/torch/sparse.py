@@ -124,6 +124,7 @@ def empty_like(param: nn.Parameter) -> torch.Tensor:
         param.new_empty(0, *param.shape[1:]),
         param.shape,
         is_coalesced=True,
+        check_invariants=False,
     )
 
 

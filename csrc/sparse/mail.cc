@@ -1,4 +1,4 @@
-#include "outbox.h"
+#include "mail.h"
 
 #include <algorithm>
 #include <numeric>

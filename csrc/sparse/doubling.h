@@ -1,0 +1,23 @@
+#pragma once
+
+#include <functional>
+
+#include "rows.h"
+
+namespace usbyte::sparse {
+
+/// Sums by recursive doubling: in each round two groups of ranks, whose members have the same sums
+/// each, exchange them in pairs, and are one group then. Ranks beyond the largest power of two give
+/// theirs to another rank first, and get its result.
+///
+/// `grown` is called with every sum before it is sent.
+SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, RowsView mine,
+                             const SparseOptions& options,
+                             const std::function<void(Sums&)>& grown = {});
+
+/// Of the densities that are sent in the rounds, each for both directions the same, the sum of
+/// `bytes(density)`.
+double doubling_bytes(int ranks, const SparseDensity& density,
+                      const std::function<double(double)>& bytes);
+
+}  // namespace usbyte::sparse

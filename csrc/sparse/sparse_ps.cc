@@ -1,0 +1,26 @@
+#include "push_pull.h"
+#include "schemes.h"
+
+// A sparse parameter server on all ranks: each adds up one of as many equal ranges, so that skewed
+// rows crowd at few of them.
+namespace usbyte::sparse {
+namespace {
+
+SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
+                     const SparseOptions& options) {
+  return push_pull(exchange, shape, coalesce(shape, mine), options, {});
+}
+
+/// 2 (n - 1) / n (d + d_n) s_n M b for single elements of 4 bytes: the fullest range's rank.
+double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) {
+  const double n = ranks;
+  const double row = static_cast<double>(shape.row_bytes()) + key_bytes(shape);
+  return (n - 1) / n * (density.of(1) + density.of(ranks)) * density.skew *
+         static_cast<double>(shape.rows) * row;
+}
+
+}  // namespace
+
+const SparseScheme kSparsePs = {"sparse_ps", all_reduce, bytes, true};
+
+}  // namespace usbyte::sparse
