@@ -102,6 +102,9 @@ Plan::Line Plan::lay_out(std::vector<TensorSpec> tensors) {
                       " elements cannot have " + std::to_string(t.rows) + " rows");
     }
     if (!names.insert(t.name).second) throw PlanError("two tensors are named '" + t.name + "'");
+    if (&t != tensors.data() && (&t - 1)->sparse() && !t.sparse()) {
+      throw PlanError("tensor '" + t.name + "' is behind a sparse one; those come last");
+    }
     end = t.end();
     if (t.sparse()) continue;
     if (segments.empty() || segments.back().dtype != t.dtype) {

@@ -74,10 +74,12 @@ SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, RowsV
 double doubling_bytes(int ranks, const SparseDensity& density,
                       const std::function<double(double)>& bytes) {
   const int core = static_cast<int>(std::bit_floor(static_cast<unsigned>(ranks)));
-  double out = 0;
-  for (int group = 1; group < core; group *= 2) out += bytes(density.of(group));
-  // Some ranks get one more message before, and send one behind; the fullest counts.
-  if (core < ranks) out += bytes(density.of(ranks));
+  const bool folds =
+      core < ranks;  // rank 0 stands for two from the beginning, and sends the result
+  double out = folds ? bytes(density.of(ranks)) : 0;
+  for (int group = 1; group < core; group *= 2) {
+    out += bytes(density.of(folds ? std::min(2 * group, ranks) : group));
+  }
   return out;
 }
 

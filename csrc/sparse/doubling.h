@@ -15,8 +15,7 @@ SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, RowsV
                              const SparseOptions& options,
                              const std::function<void(Sums&)>& grown = {});
 
-/// Of the densities that are sent in the rounds, each for both directions the same, the sum of
-/// `bytes(density)`.
+/// The sum of `bytes(density)` of what the busiest rank sends.
 double doubling_bytes(int ranks, const SparseDensity& density,
                       const std::function<double(double)>& bytes);
 

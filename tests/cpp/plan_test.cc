@@ -54,6 +54,59 @@ TEST(Plan, ScatterNeedsItsLaterGatherOfTheSameBlock) {
   EXPECT_NE(error_of(kTwo, {scatter, gather, gather}).find("twice"), std::string::npos);
 }
 
+const TensorSpec kSparse = {"s", 0, DType::float32, 16, 100, 8};
+
+Op sparse_op(int tensor, const std::string& scheme = "zen") {
+  Op op{Collective::sparse_all_reduce, {}, 1 << 20, false};
+  op.sparse = {tensor, scheme, 5000};
+  return op;
+}
+
+TEST(Plan, SparseTensorsTakeNoRoomAndHaveAnOpEach) {
+  std::vector<TensorSpec> tensors = kTwo;
+  tensors.push_back(kSparse);
+  const Plan plan("test", tensors, {reduce({{0, 16}}), sparse_op(2)});
+  EXPECT_EQ(plan.numel(), 16);
+  EXPECT_EQ(plan.arena_bytes(), 64);
+  EXPECT_EQ(plan.tensors_of(plan.ops()[0]), (std::vector<int>{0, 1}));
+  EXPECT_EQ(plan.tensors_of(plan.ops()[1]), (std::vector<int>{2}));
+  EXPECT_EQ(plan.bytes(plan.ops()[1]), 5000);
+  EXPECT_EQ(plan.message_bytes(plan.ops()[1]), 5000);
+  EXPECT_EQ(plan.traffic(plan.ops()[1], 4), std::pair(Collective::all_gather, int64_t{6666}));
+  EXPECT_EQ(plan.describe(1), "op 1 (sparse_all_reduce, 0.005 MB by zen: s)");
+  EXPECT_EQ(Plan::from_json(plan.to_json()), plan);
+}
+
+TEST(Plan, RejectsSparseOpsThatMakeNoSense) {
+  std::vector<TensorSpec> tensors = kTwo;
+  tensors.push_back(kSparse);
+  const Op dense = reduce({{0, 16}});
+  const auto expect = [&](std::vector<Op> ops, const char* what) {
+    const std::string error = error_of(tensors, std::move(ops));
+    EXPECT_NE(error.find(what), std::string::npos) << error;
+  };
+  expect({dense}, "'s' is sparse, and in 0 sparse_all_reduces");
+  expect({dense, sparse_op(2), sparse_op(2)}, "in 2 sparse_all_reduces");
+  expect({dense, sparse_op(2), sparse_op(0)}, "'a' is not sparse");
+  expect({dense, sparse_op(3)}, "tensor 3, of 3");
+  Op blocks = sparse_op(2), bare = sparse_op(2), kind = sparse_op(2), coded = sparse_op(2);
+  blocks.blocks = {{0, 16}};
+  bare.sparse.reset();
+  kind.kind = Collective::all_reduce;
+  coded.codec = "fp16";
+  expect({dense, blocks}, "neither blocks nor a codec");
+  expect({dense, coded}, "neither blocks nor a codec");
+  expect({dense, bare}, "belongs to a sparse_all_reduce");
+  expect({dense, kind}, "belongs to a sparse_all_reduce");
+  EXPECT_THROW(Plan("test", tensors, {dense, sparse_op(2, "nez")}), UsageError);
+  EXPECT_NE(error_of({kSparse}, {}), "");
+  EXPECT_NE(error_of({{"s", 0, DType::float32, 0, 9, 8}, {"a", 16, DType::float32, 0}}, {dense})
+                .find("'a' is behind a sparse one"),
+            std::string::npos);
+  EXPECT_NE(error_of({{"s", 4, DType::float32, 0, 2, 2}}, {}).find("elements on the line"),
+            std::string::npos);
+}
+
 TEST(Plan, RejectsBadTensorsAndOps) {
   const std::vector<Op> whole = {reduce({{0, 16}})};
   EXPECT_NE(error_of({{"a", 10, DType::float32, 0}, {"b", 6, DType::float32, 11}}, whole), "");

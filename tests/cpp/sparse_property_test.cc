@@ -111,6 +111,33 @@ TEST_P(EverySparseScheme, IsTheSameToTheBitOnAllRanks) {
   }
 }
 
+TEST_P(EverySparseScheme, SendsWhatItsFormulaSays) {
+  for (int ranks : {2, 3, 4, 8}) {
+    for (int64_t width : {1, 64}) {
+      for (int64_t one_in : {3, 50}) {
+        SCOPED_TRACE(std::to_string(ranks) + " ranks, 1 in " + std::to_string(one_in));
+        Random random(static_cast<uint64_t>(ranks));
+        const SparseShape shape{width == 1 ? 100'000 : 20'000, width, DType::float32};
+        std::vector<Rows> rows(static_cast<size_t>(ranks));
+        for (Rows& r : rows) {
+          for (int64_t id = 0; id < shape.rows; ++id) {
+            if (random.one_in(one_in)) r.ids.push_back(id);
+          }
+          r.values.assign(r.ids.size() * static_cast<size_t>(width), 1);
+        }
+        const double want = GetParam().bytes(ranks, shape, test::density_of(shape, rows));
+        double busiest = 0;
+        for (const SparseSum& sum : test::all_reduce(GetParam(), shape, rows)) {
+          const auto [sent, received, push, pull] = sum.traffic;
+          busiest = std::max({busiest, double(sent), double(received)});
+        }
+        EXPECT_GT(busiest, 0.9 * want);
+        EXPECT_LT(busiest, 1.2 * want);
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(, EverySparseScheme, testing::ValuesIn(sparse_schemes()),
                          [](const auto& scheme) { return std::string(scheme.param.name); });
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <set>
 #include <vector>
 
 #include "ranks.h"
@@ -29,6 +30,17 @@ inline Reference reference(const SparseShape& shape, const std::vector<Rows>& ra
       sum.resize(width);
       for (size_t e = 0; e < width; ++e) sum[e] += rows.values[i * width + e];
     }
+  }
+  return out;
+}
+
+/// Shares of all rows that are in the sums of 1, 2, ... ranks, the first ones.
+inline SparseDensity density_of(const SparseShape& shape, const std::vector<Rows>& ranks) {
+  SparseDensity out;
+  std::set<int64_t> seen;
+  for (const Rows& rows : ranks) {
+    seen.insert(rows.ids.begin(), rows.ids.end());
+    out.of_ranks.push_back(static_cast<double>(seen.size()) / static_cast<double>(shape.rows));
   }
   return out;
 }

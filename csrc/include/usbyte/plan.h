@@ -86,11 +86,11 @@ struct Op {
 class Plan {
  public:
   Plan();
-  /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names; ops
-  /// only of the first four kinds with positive windows, and codecs that can do what their ops
-  /// ask for, of floats only; every sparse tensor in exactly one sparse_all_reduce; every element
-  /// covered exactly once by all_reduce, or exactly once by a reduce_scatter and once by a later
-  /// all_gather whose block is the very block that was scattered.
+  /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names, sparse
+  /// ones last; ops only of the first four kinds with positive windows, and codecs that can do what
+  /// their ops ask for, of floats only; every sparse tensor in exactly one sparse_all_reduce; every
+  /// element covered exactly once by all_reduce, or exactly once by a reduce_scatter and once by a
+  /// later all_gather whose block is the very block that was scattered.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
   /// Another plan for the same tensors, which the two share.
   Plan with(std::string policy, std::vector<Op> ops) const;
