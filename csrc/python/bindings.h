@@ -34,6 +34,10 @@ std::shared_ptr<T> end_locked(std::shared_ptr<T> object) {
 /// them.
 void check_signals();
 
+struct SparseSum;
+/// Ids, 1-d int64, values, 1-d uint8, and SparseTraffic.
+pybind11::tuple to_python(SparseSum sum);
+
 void register_error(pybind11::module_& m);
 void register_tensor(pybind11::module_& m);
 void register_plan(pybind11::module_& m);

@@ -1,7 +1,6 @@
 #include "usbyte/engine.h"
 
 #include <pybind11/functional.h>
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -42,12 +41,6 @@ class PyEngine {
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Engine> engine_;
 };
-
-/// What an array of its memory keeps alive.
-template <typename T>
-py::capsule owner(std::unique_ptr<T> object) {
-  return py::capsule(object.release(), [](void* p) { delete static_cast<T*>(p); });
-}
 
 }  // namespace
 
@@ -106,15 +99,7 @@ void register_engine(py::module_& m) {
       .def(
           "take_rows",
           [](const PyEngine& e, int tensor) {
-            SparseSum sum = e.get()->take_rows(tensor);
-            auto ids = std::make_unique<std::vector<int64_t>>(std::move(sum.rows.ids));
-            auto values = std::make_unique<Buffer>(std::move(sum.rows.values));
-            const int64_t count = std::ssize(*ids), bytes = values->size();
-            const int64_t* const first = ids->data();
-            const auto* const begin = reinterpret_cast<const uint8_t*>(values->data());
-            return py::make_tuple(py::array_t<int64_t>(count, first, owner(std::move(ids))),
-                                  py::array_t<uint8_t>(bytes, begin, owner(std::move(values))),
-                                  sum.traffic);
+            return to_python(e.get()->take_rows(tensor));
           },
           py::arg("tensor"), "Ids, 1-d int64, values, 1-d uint8, and SparseTraffic.")
       .def("unready", [](const PyEngine& e) { return e.get()->unready(); })

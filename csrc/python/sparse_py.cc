@@ -1,6 +1,11 @@
 #include "usbyte/sparse.h"
 
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -8,6 +13,25 @@
 namespace py = pybind11;
 
 namespace usbyte {
+namespace {
+
+/// What an array of its memory keeps alive.
+template <typename T>
+py::capsule owner(std::unique_ptr<T> object) {
+  return py::capsule(object.release(), [](void* p) { delete static_cast<T*>(p); });
+}
+
+}  // namespace
+
+py::tuple to_python(SparseSum sum) {
+  auto ids = std::make_unique<std::vector<int64_t>>(std::move(sum.rows.ids));
+  auto values = std::make_unique<Buffer>(std::move(sum.rows.values));
+  const int64_t count = std::ssize(*ids), bytes = values->size();
+  const int64_t* const first = ids->data();
+  const auto* const begin = reinterpret_cast<const uint8_t*>(values->data());
+  return py::make_tuple(py::array_t<int64_t>(count, first, owner(std::move(ids))),
+                        py::array_t<uint8_t>(bytes, begin, owner(std::move(values))), sum.traffic);
+}
 
 void register_sparse(py::module_& m) {
   py::class_<SparseTraffic>(m, "SparseTraffic", "What one rank has sent and received in a sum.")
@@ -23,6 +47,36 @@ void register_sparse(py::module_& m) {
         return out;
       },
       "Names of the ways to add up sparse gradients.");
+  m.def(
+      "sparse_all_reduce",
+      [](const std::string& scheme, Exchange& exchange, int64_t rows, int64_t width,
+         const std::string& dtype, uintptr_t ids, int64_t count, uintptr_t values, double scale,
+         uint64_t seed) {
+        const SparseShape shape{rows, width, dtype_from_name(dtype)};
+        const RowsView mine{{reinterpret_cast<const int64_t*>(ids), static_cast<size_t>(count)},
+                            reinterpret_cast<const std::byte*>(values)};
+        SparseSum sum;
+        {
+          py::gil_scoped_release free;
+          sum = sparse_scheme(scheme).all_reduce(exchange, shape, mine, {scale, seed});
+        }
+        return to_python(std::move(sum));
+      },
+      py::arg("scheme"), py::arg("exchange"), py::arg("rows"), py::arg("width"), py::arg("dtype"),
+      py::arg("ids"), py::arg("count"), py::arg("values"), py::arg("scale") = 1.0,
+      py::arg("seed") = 0, "Ids, 1-d int64, values, 1-d uint8, and SparseTraffic.");
+  m.def(
+      "sparse_bytes",
+      [](const std::string& scheme, int64_t rows, int64_t width, const std::string& dtype,
+         std::vector<double> density, double skew) {
+        const int ranks = static_cast<int>(density.size());
+        const SparseShape shape{rows, width, dtype_from_name(dtype)};
+        return sparse_scheme(scheme).bytes(ranks, shape, {std::move(density), skew});
+      },
+      py::arg("scheme"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("density"),
+      py::arg("skew") = 1.0,
+      "Bytes that the busiest rank sends or receives. density: shares of all rows that are in the "
+      "sums of 1, 2, ... ranks.");
 }
 
 }  // namespace usbyte

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import TypedDict, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 class Error(RuntimeError): ...
 class UsageError(Error, ValueError): ...
 class PlanError(Error): ...
@@ -107,10 +110,20 @@ class CudaInfo:
 
 class TensorSpec:
     def __init__(
-        self, name: str, numel: int, dtype: str = "float32", offset: int = 0, rows: int = 1
+        self,
+        name: str,
+        numel: int,
+        dtype: str = "float32",
+        offset: int = 0,
+        rows: int = 1,
+        width: int = 0,
     ) -> None: ...
     @property
     def rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def sparse(self) -> bool: ...
     @property
     def name(self) -> str: ...
     @property
@@ -122,17 +135,29 @@ class TensorSpec:
     @property
     def end(self) -> int: ...
 
+class SparseOp:
+    def __init__(self, tensor: int, scheme: str = "zen", bytes: int = 0) -> None: ...
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def scheme(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+
 class Op:
     def __init__(
         self,
         kind: str,
-        blocks: Sequence[tuple[int, int]],
+        blocks: Sequence[tuple[int, int]] = (),
         window_bytes: int = ...,
         fence: bool = False,
         codec: str = "none",
+        sparse: SparseOp | None = None,
     ) -> None: ...
     @property
     def codec(self) -> str: ...
+    @property
+    def sparse(self) -> SparseOp | None: ...
     @property
     def kind(self) -> str: ...
     @property
@@ -408,6 +433,57 @@ class PythonCommunicator(Communicator):
     ) -> None: ...
     def complete(self, ticket: int, error: str | None = None) -> None: ...
 
+class Exchange:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+class PythonExchange(Exchange):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        transfer: Callable[[list[tuple[int, int, int, int, int]]], str | None],
+        abort: Callable[[], None],
+    ) -> None: ...
+
+def make_local_exchanges(size: int) -> list[Exchange]: ...
+
+class SparseTraffic:
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def received_bytes(self) -> int: ...
+    @property
+    def push_imbalance(self) -> float: ...
+    @property
+    def pull_imbalance(self) -> float: ...
+
+RowsSum = tuple[NDArray[np.int64], NDArray[np.uint8], SparseTraffic]
+
+def sparse_schemes() -> list[str]: ...
+def sparse_all_reduce(
+    scheme: str,
+    exchange: Exchange,
+    rows: int,
+    width: int,
+    dtype: str,
+    ids: int,
+    count: int,
+    values: int,
+    scale: float = 1.0,
+    seed: int = 0,
+) -> RowsSum: ...
+def sparse_bytes(
+    scheme: str,
+    rows: int,
+    width: int,
+    dtype: str,
+    density: Sequence[float],
+    skew: float = 1.0,
+) -> float: ...
+
 class Moment: ...
 
 class DeviceClock:
@@ -430,6 +506,7 @@ class Engine:
         steps_before: int = 0,
         hold_gathers: bool = False,
         device: Cuda | None = None,
+        exchange: Exchange | None = None,
         scale: float = 1.0,
         memory: int = 0,
         seed: int = 0,
@@ -441,6 +518,8 @@ class Engine:
     def plan(self) -> Plan: ...
     def begin_step(self, stream: int = 0) -> None: ...
     def ready(self, tensor: int, stream: int = 0, gradient: int = 0) -> list[int]: ...
+    def ready_rows(self, tensor: int, ids: int, count: int, values: int) -> None: ...
+    def take_rows(self, tensor: int) -> RowsSum: ...
     def unready(self) -> list[int]: ...
     def end_backward(self) -> None: ...
     def wait(self, tensor: int, stream: int = 0) -> None: ...

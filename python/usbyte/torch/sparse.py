@@ -17,13 +17,12 @@ from usbyte.torch.arena import dtype_name
 
 def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
     """Parameters that layers such as `nn.Embedding(sparse=True)` give sparse gradients."""
-    modules = model.modules() if model is not None else ()
-    return {
-        module.weight
-        for module in modules
-        if getattr(module, "sparse", False) is True
-        and isinstance(getattr(module, "weight", None), nn.Parameter)
-    }
+    found = set()
+    for module in model.modules() if model is not None else ():
+        weight = getattr(module, "weight", None)
+        if getattr(module, "sparse", False) is True and isinstance(weight, nn.Parameter):
+            found.add(weight)
+    return found
 
 
 def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
