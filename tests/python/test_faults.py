@@ -19,7 +19,7 @@ import os, signal, sys, time
 import torch
 import usbyte.torch as ub
 
-what, overlap = sys.argv[1:]
+what, overlap, kind = sys.argv[1:]
 sys.path.insert(0, TESTS)
 from _models import short_probes
 short_probes()
@@ -29,6 +29,10 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64 + (what == "shape" and ub.rank() == 2 and i ==
 1))
                               for i in range(2)))
+inputs = torch.ones(8, 64)
+if kind == "sparse":
+    model[0] = torch.nn.Embedding(64, 64, sparse=True)
+    inputs = torch.arange(8)
 opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
                               overlap=overlap)
 
@@ -51,7 +55,7 @@ for step in range(1000000):
     if what == "last" and step == 6:
         break  # the update of step 5 is pending, and rank 1 is gone
     opt.zero_grad()
-    model(torch.ones(8, 64)).sum().mul(1e-9).backward()
+    model(inputs).sum().mul(1e-9).backward()
     opt.step()
     if what != "last":
         time.sleep(0.01)
@@ -65,7 +69,9 @@ PARAMETER = re.compile(r"\b[01]\.(weight|bias)\b|usbyte\.used")
 class Job:
     """Ranks started by hand, without a launcher that would end the others."""
 
-    def __init__(self, tmp_path: Path, what: str, overlap: str, size: int = 3) -> None:
+    def __init__(
+        self, tmp_path: Path, what: str, overlap: str, size: int = 3, kind: str = "dense"
+    ) -> None:
         script = tmp_path / "job.py"
         script.write_text(SCRIPT)
         env = {
@@ -79,7 +85,7 @@ class Job:
         }
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, str(script), what, overlap],
+                [sys.executable, str(script), what, overlap, kind],
                 env={**env, "RANK": str(r)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -132,6 +138,15 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path, overlap):
         assert "does not answer" in line
         assert re.search(r"op \d+ \((all_reduce|reduce_scatter|all_gather), ", line)
         assert PARAMETER.search(line)
+
+
+@pytest.mark.parametrize("what", ["kill", "sleep"])
+def test_ranks_that_wait_for_rows_are_told(tmp_path, what):
+    ends = Job(tmp_path, what, "forward", kind="sparse").finish(60, ignore=(1,))
+    told = "does not answer" if what == "kill" else "rank 1 has not begun backward of step 7"
+    for code, err in (ends[0], ends[2]):
+        assert code == 1
+        assert told in last_line(err)
 
 
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
@@ -201,7 +216,7 @@ def test_under_the_launcher_nothing_is_left(tmp_path, what):
     script.write_text(SCRIPT)
     env = {**os.environ, "USBYTE_STALL_LIMIT_S": "3", "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "usbyte.run", "-np", "3"]
-    worker = [sys.executable, str(script), what, "forward"]
+    worker = [sys.executable, str(script), what, "forward", "dense"]
     run = subprocess.run(launcher + worker, env=env, capture_output=True, text=True, timeout=90)
     assert run.returncode != 0
     assert "rank 1" in run.stdout + run.stderr
