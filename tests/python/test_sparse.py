@@ -138,6 +138,28 @@ def test_accumulated_and_kept_gradients():
     run_ranks(2, equals_one_process, ["sgd"], variants, timeout=120)
 
 
+def hooked(rank, size):
+    ub.init()
+    states = []
+    for hook in (None, ub.ddp_comm_hook("none")):
+        model = Words()
+        model.seldom.requires_grad_(False)
+        optimizer = make_optimizer("adagrad", model)
+        net = DistributedDataParallel(model)
+        if hook is not None:
+            net.register_comm_hook(None, hook)
+        for words in batches(rank, 8):
+            optimizer.zero_grad()
+            net(words, False).backward()
+            optimizer.step()
+        states.append(model.state_dict())
+    assert difference(*states) < 1e-12
+
+
+def test_as_a_hook_of_ddp():
+    run_ranks(2, hooked, timeout=120)
+
+
 def densified(rank, size):
     short_probes()
     ub.init()

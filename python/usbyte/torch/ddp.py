@@ -1,4 +1,4 @@
-"""Compression for models that `DistributedDataParallel` has wrapped."""
+"""Compression and sparse sums for models that `DistributedDataParallel` has wrapped."""
 
 # Annotations are what they say, not text, since DDP looks at those of its hooks.
 
@@ -15,6 +15,8 @@ from usbyte.errors import MismatchError, UsageError
 from usbyte.lab.profiles import line
 from usbyte.torch.arena import rows_of
 from usbyte.torch.compression import Codec, Memory, Rules, codecs_of
+from usbyte.torch.exchange import TorchExchange
+from usbyte.torch.sparse import Rows
 
 __all__ = ["ddp_comm_hook"]
 
@@ -29,7 +31,8 @@ def ddp_comm_hook(
     """A communication hook: `model.register_comm_hook(None, ub.ddp_comm_hook("int8"))`.
 
     Buckets stay DDP's; what each parameter travels by is as with `DistributedOptimizer`. What
-    codecs did not send is remembered by parameter, here and not in any checkpoint.
+    codecs did not send is remembered by parameter, here and not in any checkpoint. Sparse gradients
+    travel as the rows that they have, before the hook returns.
 
     Args:
         compression: A codec of `Compression`, or codecs by patterns of parameters' names.
@@ -67,6 +70,7 @@ class _CompressedBuckets:
             )
         else:
             codecs_of(compression, [], [])
+        self._exchange: TorchExchange | None = None  # once there is a sparse gradient
         self._memories: dict[str, Memory] = {}  # by parameter's name
         self._buckets: dict[int, _Bucket] = {}
         self._steps: dict[int, int] = {}
@@ -75,6 +79,8 @@ class _CompressedBuckets:
         index, buffer, params = bucket.index(), bucket.buffer(), bucket.parameters()
         if buffer.device.type != "cpu":
             raise UsageError("ddp_comm_hook: compression works on the CPU only so far")
+        if buffer.layout != torch.strided:
+            return self._sum_of_rows(bucket)
         step = self._steps[index] = self._steps.get(index, 0) + 1
         known = self._buckets.get(index)
         if known is None or not known.fits(buffer, params, step):
@@ -86,6 +92,17 @@ class _CompressedBuckets:
             known = _Bucket(index, buffer, params, names, specs, step, memory, self._group)
             self._buckets[index] = known
         return known.send(step)
+
+    def _sum_of_rows(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._exchange is None:
+            group = self._group or dist.group.WORLD
+            assert group is not None
+            self._exchange = TorchExchange(group)
+        (param,) = bucket.parameters()
+        rows = Rows(f"bucket {bucket.index()}", bucket.buffer(), param)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(rows.average(self._exchange.core))
+        return future
 
     def _remembered(self, names: Sequence[str]) -> dict[str, Any]:
         """Of parameters that come from other buckets, as DDP makes new ones after a step."""

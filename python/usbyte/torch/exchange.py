@@ -12,7 +12,7 @@ from usbyte import _core
 from usbyte.torch.collectives import abort
 from usbyte.torch.communicator import brief
 
-_TAG = 1
+_TAG = 0x3FFFFFFE  # which nobody else is likely to use on a group
 
 Leg = tuple[int, int, int, int, int]  # peer; where and how many bytes to send, and to receive
 
@@ -21,7 +21,7 @@ class TorchExchange:
     """What sparse gradients travel over.
 
     Args:
-        group: A process group that nothing else uses.
+        group: A process group; `close` ends it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -26,7 +26,7 @@ from usbyte.torch.learning import Iteration, Learning
 from usbyte.torch.planning import Decision, Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure
 from usbyte.torch.sending import sender
-from usbyte.torch.sparse import Rows, empty_like, take_sum
+from usbyte.torch.sparse import Rows, empty_like, sparse_tensor
 from usbyte.torch.stopwatch import Stopwatch
 
 log = logging.getLogger("usbyte")
@@ -196,7 +196,7 @@ class Reducer:
 
     def _take_rows(self, i: int) -> None:
         param, given = self.params[i], self._grads[i]
-        self._grads[i] = take_sum(self._engine, self._slot[i], param)
+        self._grads[i] = sparse_tensor(self._engine.take_rows(self._slot[i]), param)
         self._versions[i] = self._grads[i]._version
         del self._rows[i]
         if param.grad is given:

@@ -35,10 +35,8 @@ def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
 
 def sparse_spec(name: str, param: nn.Parameter, offset: int) -> _core.TensorSpec:
     """A sparse gradient in a plan: as many rows as the parameter's first dimension."""
-    rows = param.shape[0]
-    return _core.TensorSpec(
-        name, 0, dtype_name(name, param), offset, rows=rows, width=param.numel() // rows
-    )
+    rows, width = matrix_of(param)
+    return _core.TensorSpec(name, 0, dtype_name(name, param), offset, rows=rows, width=width)
 
 
 def with_sparse(
@@ -94,7 +92,7 @@ class Rows:
         UsageError: It is no sparse gradient of rows.
     """
 
-    def __init__(self, name: str, grad: torch.Tensor, param: nn.Parameter) -> None:
+    def __init__(self, name: str, grad: torch.Tensor, param: torch.Tensor) -> None:
         if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1:
             what = "dense" if grad.layout == torch.strided else f"sparse ({grad.layout})"
             if grad.layout == torch.sparse_coo:
@@ -107,6 +105,7 @@ class Rows:
             raise UsageError(
                 f"the gradient of '{name}' is {grad.dtype}, the parameter {param.dtype}"
             )
+        self._param = param
         self.ids = grad._indices()[0].contiguous()
         self.values = grad._values().contiguous()
 
@@ -114,6 +113,22 @@ class Rows:
         """Tells the engine, which reads them until the tensor has arrived."""
         ids, values = self.ids, self.values
         engine.ready_rows(slot, ids.data_ptr(), len(ids), values.data_ptr())
+
+    def average(self, exchange: _core.Exchange) -> torch.Tensor:
+        """Over all ranks, which all call this; blocks."""
+        rows, width = matrix_of(self._param)
+        return sparse_tensor(
+            _core.sparse_all_reduce(
+                "zen", exchange, rows, width, str(self._param.dtype).removeprefix("torch."),
+                self.ids.data_ptr(), len(self.ids), self.values.data_ptr(), 1 / exchange.size,
+            ),
+            self._param,
+        )  # fmt: skip
+
+
+def matrix_of(param: torch.Tensor) -> tuple[int, int]:
+    """Rows of a parameter, and elements of each: a sparse gradient has some of the rows."""
+    return param.shape[0], param.numel() // param.shape[0]
 
 
 def empty_like(param: nn.Parameter) -> torch.Tensor:
@@ -127,9 +142,9 @@ def empty_like(param: nn.Parameter) -> torch.Tensor:
     )
 
 
-def take_sum(engine: _core.Engine, slot: int, param: nn.Parameter) -> torch.Tensor:
-    """The sum of a sparse parameter's gradients, coalesced; it has arrived."""
-    ids, values, _ = engine.take_rows(slot)
+def sparse_tensor(found: _core.RowsSum, param: torch.Tensor) -> torch.Tensor:
+    """What the core has added up, of the parameter's shape, coalesced."""
+    ids, values, _ = found
     flat = torch.from_numpy(values).view(param.dtype)
     return torch.sparse_coo_tensor(
         torch.from_numpy(ids)[None],
