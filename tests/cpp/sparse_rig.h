@@ -3,12 +3,20 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <ostream>
 #include <set>
 #include <vector>
 
 #include "ranks.h"
 #include "usbyte/half.h"
 #include "usbyte/sparse.h"
+
+namespace usbyte {
+
+/// For messages of failing tests.
+inline void PrintTo(const SparseScheme& scheme, std::ostream* out) { *out << scheme.name; }
+
+}  // namespace usbyte
 
 namespace usbyte::test {
 
