@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "usbyte/sparse_choice.h"
 
 namespace py = pybind11;
 
@@ -37,6 +38,7 @@ void register_sparse(py::module_& m) {
   py::class_<SparseTraffic>(m, "SparseTraffic", "What one rank has sent and received in a sum.")
       .def_readonly("sent_bytes", &SparseTraffic::sent_bytes)
       .def_readonly("received_bytes", &SparseTraffic::received_bytes)
+      .def_readonly("own_rows", &SparseTraffic::own_rows)
       .def_readonly("push_imbalance", &SparseTraffic::push_imbalance)
       .def_readonly("pull_imbalance", &SparseTraffic::pull_imbalance);
   m.def(
@@ -65,6 +67,18 @@ void register_sparse(py::module_& m) {
       py::arg("scheme"), py::arg("exchange"), py::arg("rows"), py::arg("width"), py::arg("dtype"),
       py::arg("ids"), py::arg("count"), py::arg("values"), py::arg("scale") = 1.0,
       py::arg("seed") = 0, "Ids, 1-d int64, values, 1-d uint8, and SparseTraffic.");
+  py::class_<SparseChoice>(m, "SparseChoice", "What a scheme is predicted to cost.")
+      .def_readonly("scheme", &SparseChoice::scheme)
+      .def_readonly("bytes", &SparseChoice::bytes)
+      .def_readonly("seconds", &SparseChoice::seconds);
+  m.def(
+      "sparse_choices",
+      [](const NetworkModel& network, int64_t rows, int64_t width, const std::string& dtype,
+         double of_one, double of_all) {
+        return sparse_choices(network, {rows, width, dtype_from_name(dtype)}, of_one, of_all);
+      },
+      py::arg("network"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("of_one"),
+      py::arg("of_all"), "Ways to add up such gradients, the fastest first; see sparse_choice.h.");
   m.def(
       "sparse_bytes",
       [](const std::string& scheme, int64_t rows, int64_t width, const std::string& dtype,

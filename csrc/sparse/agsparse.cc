@@ -8,7 +8,9 @@ namespace {
 SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
                      const SparseOptions& options) {
   SparseSum out;
-  const Buffer own = write_rows(shape, coalesce(shape, mine));
+  const SparseRows rows = coalesce(shape, mine);
+  out.traffic.own_rows = rows.count();
+  const Buffer own = write_rows(shape, rows);
   const Inbox arrived(exchange, own, out.traffic);
   Sums sums = add_up(shape, shape.rows, arrived.read(shape, [&](int) { return shape.rows; }));
   scale(shape, sums.values, options.scale);
@@ -22,8 +24,10 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
   return (ranks - 1) * density.of(1) * static_cast<double>(shape.rows) * row;
 }
 
+int transfers(int) { return 2; }  // lengths and messages
+
 }  // namespace
 
-const SparseScheme kAgSparse = {"agsparse", all_reduce, bytes, true};
+const SparseScheme kAgSparse = {"agsparse", all_reduce, bytes, transfers, true};
 
 }  // namespace usbyte::sparse

@@ -57,9 +57,12 @@ class Ring {
 SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
                      const SparseOptions& options) {
   const RowsMessage given{Keys(mine.ids), mine.values, {}};
-  Sums all = filled(shape, add_up(shape, shape.rows, std::span(&given, 1)));
+  Sums all = add_up(shape, shape.rows, std::span(&given, 1));
+  const int64_t own_rows = all.set.count();
+  all = filled(shape, all);
   SparseSum out;
   out.traffic = Ring(exchange, shape, all.values).run(options.scale);
+  out.traffic.own_rows = own_rows;
   out.rows = without_zeros(shape, rows_of(std::move(all)));
   return out;
 }
@@ -69,8 +72,10 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity&) {
   return 2.0 * (ranks - 1) / ranks * static_cast<double>(shape.rows * shape.row_bytes());
 }
 
+int transfers(int ranks) { return 2 * (ranks - 1); }
+
 }  // namespace
 
-const SparseScheme kDenseRing = {"dense", all_reduce, bytes, false};
+const SparseScheme kDenseRing = {"dense", all_reduce, bytes, transfers, false};
 
 }  // namespace usbyte::sparse

@@ -15,6 +15,7 @@ class Doubling {
 
   SparseSum run(double factor) {
     const int size = exchange_.size(), rank = exchange_.rank();
+    traffic_.own_rows = sums_.set.count();
     const int core = static_cast<int>(std::bit_floor(static_cast<unsigned>(size)));
     if (rank >= core) {
       give(rank - core);
@@ -81,6 +82,12 @@ double doubling_bytes(int ranks, const SparseDensity& density,
     out += bytes(density.of(folds ? std::min(2 * group, ranks) : group));
   }
   return out;
+}
+
+int doubling_transfers(int ranks) {
+  const auto n = static_cast<unsigned>(ranks);
+  const int rounds = std::bit_width(n) - 1;
+  return 2 * (std::has_single_bit(n) ? rounds : rounds + 2);
 }
 
 }  // namespace usbyte::sparse

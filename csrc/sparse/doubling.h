@@ -19,4 +19,7 @@ SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, RowsV
 double doubling_bytes(int ranks, const SparseDensity& density,
                       const std::function<double(double)>& bytes);
 
+/// Lengths and messages in each round.
+int doubling_transfers(int ranks);
+
 }  // namespace usbyte::sparse

@@ -20,6 +20,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kHierarchical = {"hierarchical", all_reduce, bytes, true};
+const SparseScheme kHierarchical = {"hierarchical", all_reduce, bytes, doubling_transfers, true};
 
 }  // namespace usbyte::sparse

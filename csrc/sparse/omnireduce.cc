@@ -39,6 +39,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kOmniReduce = {"omnireduce", all_reduce, bytes, false};
+const SparseScheme kOmniReduce = {"omnireduce", all_reduce, bytes, push_pull_transfers, false};
 
 }  // namespace usbyte::sparse

@@ -59,6 +59,7 @@ SparseSum push_pull(Exchange& exchange, const SparseShape& shape, const SparseRo
   const Servers servers(shape.rows, exchange.size());
   const Order order(shape, options, how.hashes);
   SparseSum out;
+  out.traffic.own_rows = mine.count();
   Buffer own;
   {
     const Outbox pushed = push(shape, mine, order, servers, exchange.size());

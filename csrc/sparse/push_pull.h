@@ -25,6 +25,9 @@ struct PushPull {
   bool bitmaps = false;
 };
 
+/// Lengths and messages, to the servers and from them.
+inline int push_pull_transfers(int) { return 4; }
+
 /// Sums by push and pull: each row goes to its server, where equal ones meet, and each server sends
 /// its sums to all.
 SparseSum push_pull(Exchange& exchange, const SparseShape& shape, const SparseRows& mine,

@@ -32,6 +32,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kSparCml = {"sparcml", all_reduce, bytes, false};
+const SparseScheme kSparCml = {"sparcml", all_reduce, bytes, doubling_transfers, false};
 
 }  // namespace usbyte::sparse

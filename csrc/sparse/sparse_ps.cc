@@ -21,6 +21,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kSparsePs = {"sparse_ps", all_reduce, bytes, true};
+const SparseScheme kSparsePs = {"sparse_ps", all_reduce, bytes, push_pull_transfers, true};
 
 }  // namespace usbyte::sparse

@@ -28,6 +28,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kZen = {"zen", all_reduce, bytes, true};
+const SparseScheme kZen = {"zen", all_reduce, bytes, push_pull_transfers, true};
 
 }  // namespace usbyte::sparse

@@ -79,6 +79,8 @@ def train(mode, kind, rank, steps=14, accumulate=1, set_to_none=True, seldom=Tru
     if mode != "ddp":
         optimizer.synchronize()
         ops = [op.kind for op in optimizer.plan.ops]
+        chosen = {op.sparse.scheme: op.sparse.bytes for op in optimizer.plan.ops if op.sparse}
+        assert not ops.count("sparse_all_reduce") or max(chosen.values()) > 0
         optimizer.close()
     return model.state_dict(), ops
 

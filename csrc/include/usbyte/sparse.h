@@ -44,6 +44,7 @@ SparseRows coalesce(const SparseShape& shape, RowsView rows);
 /// What one rank has sent and received in a sum.
 struct SparseTraffic {
   int64_t sent_bytes = 0, received_bytes = 0;
+  int64_t own_rows = 0;  ///< that this rank had, each once
   /// Of its rows, the largest share that went to one rank, times the number of ranks; 1 is balance.
   double push_imbalance = 1;
   /// Of the sum's rows, the largest share that came from one rank, likewise.
@@ -78,6 +79,8 @@ struct SparseScheme {
                           const SparseOptions& options);
   /// Bytes that the busiest rank sends or receives, whichever is more, as published.
   double (*bytes)(int ranks, const SparseShape& shape, const SparseDensity& density);
+  /// Transfers that follow each other.
+  int (*transfers)(int ranks);
   /// Rows that come to zeros are part of the sum; else they are left out.
   bool keeps_zeros;
 };

@@ -7,7 +7,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from usbyte.torch.costs import Measured, fit
 from usbyte.torch.device import Device
 from usbyte.torch.learning import Times, combine, job_profile
 from usbyte.torch.ops import Max, allreduce
-from usbyte.torch.sparse import with_sparse
+from usbyte.torch.sparse import Counts, Way, choose_way, with_sparse
 from usbyte.units import format_cost
 
 log = logging.getLogger("usbyte")
@@ -41,6 +41,7 @@ class Decision:
         predicted_s: Seconds for a step of this plan.
         bound_s: Seconds for a step that no plan goes below.
         trial_steps: Steps after which the next plan is tried; 0 if this one stays.
+        sparse: How sparse gradients travel, by name.
     """
 
     plan: _core.Plan
@@ -49,6 +50,7 @@ class Decision:
     predicted_s: float
     bound_s: float
     trial_steps: int = 0
+    sparse: Mapping[str, Way] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As it travels, with a hash of the plan."""
@@ -61,6 +63,7 @@ class Decision:
                 "predicted_s": self.predicted_s,
                 "bound_s": self.bound_s,
                 "trial_steps": self.trial_steps,
+                "sparse": {name: [way.scheme, way.bytes] for name, way in self.sparse.items()},
             }
         )
 
@@ -88,6 +91,7 @@ class Decision:
             message["predicted_s"],
             message["bound_s"],
             message["trial_steps"],
+            {name: Way(*way) for name, way in message["sparse"].items()},
         )
 
 
@@ -138,6 +142,7 @@ class Planner:
     ) -> None:
         self._context, self._label = context, label
         self._names, self._params, self.sparse = names, params, sparse
+        self._ways: Mapping[str, Way] = {}  # of sparse gradients, once they are chosen
         self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._overlap, self._sharded = dict(options), overlap, sharded
@@ -182,7 +187,9 @@ class Planner:
         self._steps = steps
         return self._in_force(self._base)
 
-    def decide(self, times: Times, measured: Sequence[Measured]) -> Decision:
+    def decide(
+        self, times: Times, measured: Sequence[Measured], rows: Mapping[str, Counts]
+    ) -> Decision:
         """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
 
         Where plans are tried, it is the first of them.
@@ -190,13 +197,14 @@ class Planner:
         Args:
             times: Of this rank.
             measured: Of the network; rank 0's count.
+            rows: Of sparse gradients, by name; likewise.
         """
         label = self._label
         times = combine(times, lambda t: allreduce(t, name=f"{label}.times", op=Max))
         self._ready = dict(zip(self._names, times.ready_s, strict=True))
         lists = self._choices or [self._codecs]
         self._plans.measure(spec for codecs in lists for spec in codecs.values())
-        return self._agree(lambda: self._decide(times, fit(self._context.size, measured)))
+        return self._agree(lambda: self._decide(times, fit(self._context.size, measured), rows))
 
     def next_trial(self, step_s: float) -> Decision:
         """Gives every rank the next plan to try or, at the end, the best one.
@@ -220,11 +228,16 @@ class Planner:
         if problem is not None:
             raise problem
         decision = Decision.from_json(message)
+        self._ways = decision.sparse
         self.decision = replace(decision, plan=self._in_force(decision.plan))
         return self.decision
 
-    def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
+    def _decide(
+        self, times: Times, network: _core.NetworkModel, rows: Mapping[str, Counts]
+    ) -> Decision:
         profile = self._profile(times)
+        named = dict(zip(self._names, self._params, strict=True))
+        self._ways = {n: choose_way(n, named[n], counts, network) for n, counts in rows.items()}
         trial_steps = 0
         if callable(self._policy):
             plan = self._coded(self._checked_tensors(self._policy(profile, network), profile))
@@ -321,7 +334,7 @@ class Planner:
         # Under backward mode an iteration ends with its backward.
         predicted = self._plans.step_s(plan, profile, network)
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
-        return Decision(plan, profile, network, predicted, bound, trial_steps)
+        return Decision(plan, profile, network, predicted, bound, trial_steps, self._ways)
 
     def _coded(self, plan: _core.Plan) -> _core.Plan:
         """A plan that knows nothing of codecs, by those that ranks were given."""
@@ -340,9 +353,9 @@ class Planner:
                 for op in plan.ops
             ]
             plan = _core.Plan(plan.policy, plan.tensors, ops)
-        params = [p for n, p in zip(self._names, self._params, strict=True) if n in self.sparse]
-        names = [n for n in self._names if n in self.sparse]
-        return with_sparse(plan, names, params, self._ready)
+        named = zip(self._names, self._params, strict=True)
+        params = {name: param for name, param in named if name in self.sparse}
+        return with_sparse(plan, params, self._ready, self._ways)
 
     def _warms_up(self) -> bool:
         """Steps will take another time as codecs go on, so that plans cannot be compared."""

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Variable
@@ -26,7 +27,7 @@ from usbyte.torch.learning import Iteration, Learning
 from usbyte.torch.planning import Decision, Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure
 from usbyte.torch.sending import sender
-from usbyte.torch.sparse import Rows, empty_like, sparse_tensor
+from usbyte.torch.sparse import Counts, Rows, empty_like, sparse_tensor
 from usbyte.torch.stopwatch import Stopwatch
 
 log = logging.getLogger("usbyte")
@@ -104,6 +105,7 @@ class Reducer:
         self._sums = scale == 1.0
         self._sparse = [name in planner.sparse for name in names]
         self._rows: dict[int, Rows] = {}  # on their way, of sparse parameters
+        self._counts: dict[int, list[tuple[int, int]]] = {}  # of rows, this rank's and the sum's
         self._grads = [torch.empty(0)] * len(params)  # in the arena; of sparse ones as last seen
         self.in_flight = False
         self._fresh = False  # a backward pass has ended since the last step
@@ -196,7 +198,10 @@ class Reducer:
 
     def _take_rows(self, i: int) -> None:
         param, given = self.params[i], self._grads[i]
-        self._grads[i] = sparse_tensor(self._engine.take_rows(self._slot[i]), param)
+        found = self._engine.take_rows(self._slot[i])
+        self._grads[i] = sparse_tensor(found, param)
+        if self._learning is not None:
+            self._counts.setdefault(i, []).append((found[2].own_rows, len(found[0])))
         self._versions[i] = self._grads[i]._version
         del self._rows[i]
         if param.grad is given:
@@ -346,7 +351,12 @@ class Reducer:
             measured = measure(self._context, self._communicator, largest)
         finally:  # should no plan come of it, the old one goes on
             self._communicator.register(self._arena.buffer)
-        decision = self._planner.decide(times, measured)
+        rows = {
+            self.names[i]: Counts(*np.mean(counts, axis=0).tolist())
+            for i, counts in self._counts.items()
+        }
+        self._counts.clear()
+        decision = self._planner.decide(times, measured, rows)
         if self._drift is not None:
             self._drift.cost_s = time.monotonic() - start
         self._learning = None

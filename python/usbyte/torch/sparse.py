@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.arena import dtype_name
+
+log = logging.getLogger("usbyte")
 
 
 def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
@@ -33,6 +37,19 @@ def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
     return model if isinstance(model, nn.Module) else None
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a sparse gradient travels.
+
+    Attributes:
+        scheme: Of `usbyte._core.sparse_schemes()`.
+        bytes: That the busiest rank is expected to send or receive; 0 if unknown.
+    """
+
+    scheme: str = "zen"
+    bytes: int = 0
+
+
 def sparse_spec(name: str, param: nn.Parameter, offset: int) -> _core.TensorSpec:
     """A sparse gradient in a plan: as many rows as the parameter's first dimension."""
     rows, width = matrix_of(param)
@@ -41,43 +58,66 @@ def sparse_spec(name: str, param: nn.Parameter, offset: int) -> _core.TensorSpec
 
 def with_sparse(
     plan: _core.Plan,
-    names: Sequence[str],
-    params: Sequence[nn.Parameter],
-    ready: dict[str, float],
+    params: Mapping[str, nn.Parameter],
+    ready: Mapping[str, float],
+    ways: Mapping[str, Way],
 ) -> _core.Plan:
     """The plan with a sparse_all_reduce for each of these parameters.
 
     Args:
         plan: Of the other parameters.
-        names: Of the sparse ones.
-        params: The sparse ones.
+        params: Sparse ones, by name.
         ready: When gradients are ready, by name, those of the plan's tensors too.
+        ways: How they travel, where that has been chosen; else as `Way` says.
     """
-    if not names:
+    if not params:
         return plan
-    at = {
-        name: len(plan.tensors) + k
-        for k, name in enumerate(sorted(names, key=lambda name: ready[name]))
-    }
-    by_name = dict(zip(names, params, strict=True))
-    tensors = [
-        *plan.tensors,
-        *(sparse_spec(name, by_name[name], plan.numel) for name in at),
-    ]
-    waiting = list(at)
+    waiting = sorted(params, key=lambda name: ready[name])
+    at = {name: len(plan.tensors) + k for k, name in enumerate(waiting)}
+    tensors = [*plan.tensors, *(sparse_spec(n, params[n], plan.numel) for n in at)]
+
+    def op_of(name: str) -> _core.Op:
+        way = ways.get(name, Way())
+        sparse = _core.SparseOp(at[name], way.scheme, way.bytes)
+        return _core.Op("sparse_all_reduce", sparse=sparse)
+
     ops = []
     for op in plan.ops:
         gathers = op.kind == "all_gather"
         latest = max(ready.get(plan.tensors[t].name, np.inf) for t in plan.tensors_of(op))
         while waiting and (gathers or ready[waiting[0]] < latest):
-            ops.append(_sparse_op(at[waiting.pop(0)]))
+            ops.append(op_of(waiting.pop(0)))
         ops.append(op)
-    ops += [_sparse_op(at[name]) for name in waiting]
+    ops += map(op_of, waiting)
     return _core.Plan(plan.policy, tensors, ops)
 
 
-def _sparse_op(tensor: int) -> _core.Op:
-    return _core.Op("sparse_all_reduce", sparse=_core.SparseOp(tensor))
+@dataclass(frozen=True)
+class Counts:
+    """Rows of a sparse gradient, on average.
+
+    Attributes:
+        own: That this rank has.
+        all: That the sum over all ranks has.
+    """
+
+    own: float
+    all: float
+
+
+def choose_way(name: str, param: nn.Parameter, counts: Counts, network: _core.NetworkModel) -> Way:
+    """The fastest by what was measured; logs it."""
+    rows, width = matrix_of(param)
+    share, share_of_all = counts.own / rows, counts.all / rows
+    found = _core.sparse_choices(
+        network, rows, width, dtype_name(name, param), share, max(share, share_of_all)
+    )
+    log.info(
+        "'%s': %.3g %% of %d rows, %.3g %% in the sum: by %s",
+        name, 100 * share, rows, 100 * share_of_all,
+        ", then ".join(f"{c.scheme} ({c.bytes / 1e6:.3g} MB, {c.seconds:.3g} s)" for c in found),
+    )  # fmt: skip
+    return Way(found[0].scheme, found[0].bytes)
 
 
 class Rows:

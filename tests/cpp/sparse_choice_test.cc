@@ -1,0 +1,67 @@
+#include "usbyte/sparse_choice.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "ranks.h"
+#include "usbyte/error.h"
+
+namespace usbyte {
+namespace {
+
+const SparseShape kWords{400'000, 128, DType::float32};
+
+std::string first(const NetworkModel& network, const SparseShape& shape, double one, double all) {
+  return sparse_choices(network, shape, one, all).front().scheme;
+}
+
+TEST(SparseChoice, DensitiesGrowAsAPower) {
+  const SparseDensity density = grown_density(8, 0.01, 0.04);
+  EXPECT_NEAR(density.of(1), 0.01, 1e-12);
+  EXPECT_NEAR(density.of(8), 0.04, 1e-12);
+  EXPECT_NEAR(density.of(4) / density.of(2), density.of(2) / density.of(1), 1e-9);
+  EXPECT_NEAR(grown_density(4, 0, 0.02).of(1), 0.005, 1e-12);
+  EXPECT_EQ(grown_density(4, 0, 0).of(4), 0);
+}
+
+TEST(SparseChoice, IsWhatTheFormulasSay) {
+  // Without startups, bytes alone count: 1 byte/s.
+  const NetworkModel four = NetworkModel::ring(4, 0, 1), sixteen = NetworkModel::ring(16, 0, 1);
+  // Much in common: 3 / 4 (1 + 1.2) is less than 1 + 1.1; little: 3 / 4 (1 + 3) is more than 1 + 1.7.
+  EXPECT_EQ(first(four, kWords, 0.02, 0.024), "zen");
+  EXPECT_EQ(first(four, kWords, 0.02, 0.06), "hierarchical");
+  EXPECT_EQ(first(sixteen, kWords, 0.02, 0.1), "zen");
+  for (const SparseChoice& choice : sparse_choices(four, kWords, 0.02, 0.06)) {
+    EXPECT_NEAR(choice.seconds, static_cast<double>(choice.bytes), 1 + 1e-6 * choice.seconds);
+    EXPECT_TRUE(sparse_scheme(choice.scheme).keeps_zeros);
+  }
+  // Next to no bytes: the fewest transfers.
+  EXPECT_EQ(first(NetworkModel::ring(16, 1e-3, 1e9), kWords, 1e-6, 1e-5), "agsparse");
+}
+
+TEST(SparseChoice, BytesAreThoseOfTheFormula) {
+  const NetworkModel network = NetworkModel::ring(4, 1e-4, 125e6);
+  for (const SparseChoice& choice : sparse_choices(network, kWords, 0.02, 0.06)) {
+    const SparseScheme& scheme = sparse_scheme(choice.scheme);
+    const double bytes = scheme.bytes(4, kWords, grown_density(4, 0.02, 0.06));
+    EXPECT_NEAR(static_cast<double>(choice.bytes), bytes, 1);
+    EXPECT_NEAR(choice.seconds, scheme.transfers(4) * 1e-4 + bytes / 125e6, 1e-9);
+  }
+}
+
+TEST(SparseChoice, ASingleRankSendsNothing) {
+  for (const SparseChoice& choice : sparse_choices(NetworkModel::ring(1, 0, 1), kWords, 0.1, 0.1)) {
+    EXPECT_EQ(choice.bytes, 0);
+  }
+}
+
+TEST(SparseChoice, DensitiesThatCannotBeAreErrors) {
+  const NetworkModel network = NetworkModel::ring(4, 0, 1);
+  EXPECT_THROW(sparse_choices(network, kWords, 0.5, 0.4), UsageError);
+  EXPECT_THROW(sparse_choices(network, kWords, 0.5, 1.1), UsageError);
+  EXPECT_THROW(sparse_choices(network, kWords, std::nan(""), 0.1), UsageError);
+}
+
+}  // namespace
+}  // namespace usbyte
