@@ -98,9 +98,7 @@ void register_engine(py::module_& m) {
           py::arg("tensor"), py::arg("ids"), py::arg("count"), py::arg("values"))
       .def(
           "take_rows",
-          [](const PyEngine& e, int tensor) {
-            return to_python(e.get()->take_rows(tensor));
-          },
+          [](const PyEngine& e, int tensor) { return to_python(e.get()->take_rows(tensor)); },
           py::arg("tensor"), "Ids, 1-d int64, values, 1-d uint8, and SparseTraffic.")
       .def("unready", [](const PyEngine& e) { return e.get()->unready(); })
       .def("end_backward", [](const PyEngine& e) { e.get()->end_backward(); })
