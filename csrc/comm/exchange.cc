@@ -1,5 +1,9 @@
 #include "usbyte/exchange.h"
 
+#include <string>
+
+#include "usbyte/error.h"
+
 namespace usbyte {
 
 std::vector<Buffer> swap(Exchange& exchange, std::span<const Outgoing> outgoing) {
@@ -14,6 +18,10 @@ std::vector<Buffer> swap(Exchange& exchange, std::span<const Outgoing> outgoing)
   exchange.transfer(legs);
   std::vector<Buffer> received;
   for (size_t i = 0; i < count; ++i) {
+    if (coming[i] < 0) {
+      throw FaultError("rank " + std::to_string(outgoing[i].peer) + " announced a message of " +
+                       std::to_string(coming[i]) + " bytes");
+    }
     const Buffer& room = received.emplace_back(coming[i]);
     legs[i] = {
         outgoing[i].peer, outgoing[i].message, {room.data(), static_cast<size_t>(room.size())}};

@@ -19,8 +19,8 @@ using nlohmann::ordered_json;
 constexpr int64_t kSegmentAlignment = 256;  // bytes; what CUDA allocations and NCCL like best
 
 constexpr std::array<std::string_view, 7> kCollectives = {
-    "all_reduce", "reduce_scatter", "all_gather", "sparse_all_reduce",
-    "broadcast",  "all_to_all",     "barrier"};
+    "all_reduce", "reduce_scatter", "all_gather",       "broadcast",
+    "all_to_all", "barrier",        "sparse_all_reduce"};
 
 std::string text(Block b) {
   return "[" + std::to_string(b.begin) + ", " + std::to_string(b.end) + ")";
@@ -135,7 +135,7 @@ void Plan::validate() const {
     const auto error = [i](const std::string& what) {
       return PlanError("op " + std::to_string(i) + ": " + what);
     };
-    if (op.kind > Collective::sparse_all_reduce) {
+    if (op.kind > Collective::all_gather && op.kind != Collective::sparse_all_reduce) {
       throw error("a plan cannot hold " + std::string(name(op.kind)));
     }
     if (op.window_bytes <= 0) throw error("window_bytes must be positive");

@@ -13,16 +13,16 @@
 
 namespace usbyte {
 
-/// Collective operations. A plan uses the first three, which have blocks, and sparse_all_reduce;
-/// the others serve communicators and eager calls.
+/// Collective operations. A plan uses the first three, which have blocks, and sparse_all_reduce,
+/// which no communicator knows; the others serve communicators and eager calls.
 enum class Collective : uint8_t {
   all_reduce,
   reduce_scatter,
   all_gather,
-  sparse_all_reduce,
   broadcast,
   all_to_all,
-  barrier
+  barrier,
+  sparse_all_reduce
 };
 
 std::string_view name(Collective kind);
@@ -87,7 +87,7 @@ class Plan {
  public:
   Plan();
   /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names, sparse
-  /// ones last; ops only of the first four kinds with positive windows, and codecs that can do what
+  /// ones last; ops only of those kinds with positive windows, and codecs that can do what
   /// their ops ask for, of floats only; every sparse tensor in exactly one sparse_all_reduce; every
   /// element covered exactly once by all_reduce, or exactly once by a reduce_scatter and once by a
   /// later all_gather whose block is the very block that was scattered.
