@@ -28,7 +28,8 @@ TEST(SparseChoice, DensitiesGrowAsAPower) {
 TEST(SparseChoice, IsWhatTheFormulasSay) {
   // Without startups, bytes alone count: 1 byte/s.
   const NetworkModel four = NetworkModel::ring(4, 0, 1), sixteen = NetworkModel::ring(16, 0, 1);
-  // Much in common: 3 / 4 (1 + 1.2) is less than 1 + 1.1; little: 3 / 4 (1 + 3) is more than 1 + 1.7.
+  // Much in common: 3 / 4 (1 + 1.2) is less than 1 + 1.1; little: 3 / 4 (1 + 3) is more than 1
+  // + 1.7.
   EXPECT_EQ(first(four, kWords, 0.02, 0.024), "zen");
   EXPECT_EQ(first(four, kWords, 0.02, 0.06), "hierarchical");
   EXPECT_EQ(first(sixteen, kWords, 0.02, 0.1), "zen");
