@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -39,18 +40,15 @@ def test_a_part_passes_or_fails_by_its_exit_code(place):
 
 
 def test_a_part_that_hangs_is_ended_with_what_it_has_started(place, tmp_path):
+    # A shell, which begins at once however busy the machine is.
     child = tmp_path / "child"
-    code = f"""if True:
-        import subprocess, sys, time
-        p = subprocess.Popen(["sleep", "600"])
-        open({str(child)!r}, "w").write(str(p.pid))
-        time.sleep(600)
-    """
+    command = ["sh", "-c", f"sleep 600 & echo $! > {shlex.quote(str(child))}; wait"]
+    hangs = running.Part("part", "Part", command, 5.0)
     begin = time.monotonic()
-    outcome = running.run(part(code, limit_s=3.0), 60, place)
+    outcome = running.run(hangs, 60, place)
     assert outcome.verdict == TIMED_OUT
     assert time.monotonic() - begin < running._GRACE_S + 10
-    status = Path(f"/proc/{child.read_text()}/status")
+    status = Path(f"/proc/{child.read_text().strip()}/status")
     while status.exists() and "Z (zombie)" not in status.read_text():
         assert time.monotonic() - begin < 60, "it lives on"
         time.sleep(0.05)
