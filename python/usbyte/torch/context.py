@@ -222,8 +222,12 @@ class Context:
             raise errors[0]
 
     def _describe(self) -> list[dict[str, Any]]:
-        optimizers = sorted(self._optimizers, key=lambda optimizer: optimizer.label)
-        return [status for optimizer in optimizers if (status := optimizer.status())]
+        found: list[dict[str, Any]] = []
+        for optimizer in sorted(self._optimizers, key=lambda optimizer: optimizer.label):
+            found.append({})
+            with suppress(UsageError):  # of one that is being closed
+                found[-1] = optimizer.status()
+        return found
 
     def _on_fault(self, verdict: str) -> None:
         for optimizer in list(self._optimizers):

@@ -40,7 +40,8 @@ class FaultBoard:
         store: Store of this run; the board makes its own connections.
         rank: This rank.
         size: Number of ranks.
-        describe: Returns this rank's engine states, as `Engine.status` gives them.
+        describe: Returns this rank's engine states, as `Engine.status` gives them; {} for an
+            optimizer without an engine.
         on_fault: Called once, from any thread, with the verdict.
     """
 
@@ -198,8 +199,8 @@ def behind(states: dict[int, list[dict[str, Any]]]) -> list[str]:
     """
     found = []
     for engine in range(max((len(s) for s in states.values()), default=0)):
-        at = {rank: s[engine] for rank, s in states.items() if engine < len(s)}
-        latest = max(s["step"] for s in at.values())
+        at = {rank: s[engine] for rank, s in states.items() if engine < len(s) and s[engine]}
+        latest = max((s["step"] for s in at.values()), default=0)
         left = any(s["step"] == latest and s["phase"] != "backward" for s in at.values())
         for rank, s in sorted(at.items()):
             if s["step"] < latest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -115,6 +116,8 @@ class Reducer:
         self._exchange = TorchExchange(context.new_group()) if any(self._sparse) else None
         plan = planner.learning_plan()
         self._lay_out(plan)
+        # Held while an engine takes another's place: what other threads ask or tell waits for it.
+        self._exchanging = threading.RLock()
         self._engine = self._start_engine(plan, steps_before)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(params)
@@ -151,12 +154,14 @@ class Reducer:
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`."""
-        status: dict[str, Any] = json.loads(self._engine.status())
+        with self._exchanging:
+            status: dict[str, Any] = json.loads(self._engine.status())
         return status
 
     def fail(self, message: str) -> None:
         """Every wait from now on raises FaultError with this message."""
-        self._engine.fail(message)
+        with self._exchanging:
+            self._engine.fail(message)
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records from the next step on; None stops."""
@@ -374,18 +379,20 @@ class Reducer:
 
     def _adopt(self, plan: _core.Plan) -> None:
         """Goes on with another plan; everything is drained. Gradients keep their values."""
-        if self.failed:
-            raise FaultError(self._engine.fault)
-        steps, old = self._engine.steps, self._grads
-        self._engine.close()
-        self.device.keep([self._arena.buffer])
-        self._lay_out(plan)
+        old = self._grads
+        with self._exchanging:
+            if self.failed:
+                raise FaultError(self._engine.fault)
+            steps = self._engine.steps
+            self._engine.close()
+            self.device.keep([self._arena.buffer])
+            self._lay_out(plan)
+            self._engine = self._start_engine(plan, steps)
         for i, param in enumerate(self.params):
             if param.grad is old[i] and not self._sparse[i]:
                 self._grads[i].copy_(old[i])
                 param.grad = self._grads[i]
             self._versions[i] = self._grads[i]._version
-        self._engine = self._start_engine(plan, steps)
         if self._writer is not None:
             self._engine.set_timeline(self._writer)
 
