@@ -64,7 +64,7 @@ cpp: $(SYSTEM_STAMP)
 	cmake --build --preset $(PRESET)
 
 bench: cpp ## run the C++ benchmarks that need no GPU
-	@set -e; for name in codec collective engine plan; do \
+	@set -e; for name in codec collective engine plan sparse; do \
 	  echo "# usbyte_bench_$$name"; build/$(PRESET)/csrc/bench/usbyte_bench_$$name; done
 
 # With PYTHON's own torch, which must see a GPU; what else is missing goes into build/gpu/site, from

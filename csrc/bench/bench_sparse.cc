@@ -1,0 +1,214 @@
+// What Zen's sparse all_reduce takes of this machine: hashing, balance and memory.
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <new>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "bench.h"
+#include "codec/permutation.h"
+#include "usbyte/error.h"
+#include "usbyte/sparse.h"
+#include "usbyte/timeline.h"
+
+namespace {
+
+// Of this thread: a rank is one, and frees what it allocated.
+thread_local int64_t live_bytes = 0, peak_bytes = 0;
+
+}  // namespace
+
+// Not inlined, or GCC takes them for mismatched pairs.
+[[gnu::noinline]] void* operator new(size_t size) {
+  void* out = std::malloc(size);
+  if (out == nullptr) throw std::bad_alloc();
+  live_bytes += static_cast<int64_t>(malloc_usable_size(out));
+  peak_bytes = std::max(peak_bytes, live_bytes);
+  return out;
+}
+
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
+  live_bytes -= static_cast<int64_t>(malloc_usable_size(memory));
+  std::free(memory);
+}
+
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { operator delete(memory); }
+
+namespace {
+
+using namespace usbyte;
+using bench::fixed;
+using bench::percentile;
+
+constexpr const char* kAbout =
+    "Adds up sparse gradients whose rows are drawn by Zipf's law; ranks are threads.\n\n"
+    "  hash, unhash  GB/s of row numbers of 8 bytes, permuted and back, on one core; median\n"
+    "  coalesce      GB/s of keys and values of one rank, in the order drawn; likewise\n"
+    "  copy          GB/s of memcpy of the row numbers, measured in turns; likewise\n"
+    "  gamma         rows of the sum over those of one rank\n"
+    "  push, pull    the largest share of one rank, times the ranks: 1 is balance; by hashing\n"
+    "                (zen) and by equal ranges (sparse_ps)\n"
+    "  memory        the most that a rank has allocated at once, its result too, over the bytes "
+    "of\n"
+    "                keys and values of its own rows and the sum's; bitmaps are not taken off\n\n"
+    "1 GB = 10^9 bytes.";
+
+// None twice; by their frequency, as vocabularies are.
+std::vector<int64_t> draw(const std::vector<double>& cumulative, int64_t count, uint64_t seed) {
+  std::mt19937_64 rng(seed);
+  std::uniform_real_distribution<double> uniform(0, cumulative.back());
+  std::vector<bool> seen(cumulative.size());
+  std::vector<int64_t> out;
+  while (std::ssize(out) < count) {
+    const auto at = std::ranges::upper_bound(cumulative, uniform(rng)) - cumulative.begin();
+    const auto row = std::min(static_cast<size_t>(at), cumulative.size() - 1);
+    if (!seen[row]) out.push_back(static_cast<int64_t>(row));
+    seen[row] = true;
+  }
+  return out;
+}
+
+std::vector<double> zipf(int64_t rows, double exponent) {
+  std::vector<double> out(static_cast<size_t>(rows));
+  for (size_t i = 0; i < out.size(); ++i) out[i] = std::pow(static_cast<double>(i + 1), -exponent);
+  std::partial_sum(out.begin(), out.end(), out.begin());
+  return out;
+}
+
+struct Rates {
+  double hash, unhash, coalesce, copy;  // bytes/s
+};
+
+Rates measure(const SparseShape& shape, const std::vector<int64_t>& ids, int64_t iters) {
+  const Permutation permutation(1, static_cast<uint64_t>(shape.rows));
+  std::vector<uint64_t> numbers(ids.begin(), ids.end()), copied(ids.size());
+  const std::vector<float> values(ids.size() * static_cast<size_t>(shape.width), 1.0F);
+  const RowsView rows{ids, reinterpret_cast<const std::byte*>(values.data())};
+  const double key_bytes = static_cast<double>(numbers.size() * sizeof(uint64_t));
+  const auto row_bytes = static_cast<double>(std::ssize(ids) * (shape.row_bytes() + 8));
+  const std::function<void()> actions[] = {
+      [&] { permutation.apply(numbers); }, [&] { permutation.invert(numbers); },
+      [&] { coalesce(shape, rows); },
+      [&] { std::memcpy(copied.data(), numbers.data(), numbers.size() * sizeof(uint64_t)); }};
+  std::vector<double> times[std::size(actions)];
+  for (int64_t i = -1; i < iters; ++i) {
+    for (size_t a = 0; a < std::size(actions); ++a) {
+      const double start = now_s();
+      actions[a]();
+      if (i >= 0) times[a].push_back(now_s() - start);
+    }
+  }
+  const auto rate = [&](size_t a, double bytes) { return bytes / percentile(times[a], 0.5); };
+  return {rate(0, key_bytes), rate(1, key_bytes), rate(2, row_bytes), rate(3, key_bytes)};
+}
+
+struct Balance {
+  double push = 1, pull = 1, gamma = 1, memory = 0;
+};
+
+// The worst rank's.
+Balance add_up(const char* scheme, const SparseShape& shape,
+               const std::vector<std::vector<int64_t>>& ids) {
+  const size_t ranks = ids.size();
+  const auto exchanges = make_local_exchanges(static_cast<int>(ranks));
+  std::vector<Balance> found(ranks);
+  std::vector<std::exception_ptr> errors(ranks);
+  std::vector<std::thread> threads;
+  for (size_t r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        const std::vector<float> values(ids[r].size() * static_cast<size_t>(shape.width), 1.0F);
+        const RowsView mine{ids[r], reinterpret_cast<const std::byte*>(values.data())};
+        const int64_t before = live_bytes;
+        peak_bytes = before;
+        const SparseSum sum =
+            sparse_scheme(scheme).all_reduce(*exchanges[r], shape, mine, {.seed = 1});
+        const auto own = static_cast<double>(mine.ids.size());
+        const auto all = static_cast<double>(sum.rows.count());
+        found[r] = {sum.traffic.push_imbalance, sum.traffic.pull_imbalance, all / own,
+                    static_cast<double>(peak_bytes - before) /
+                        ((own + all) * static_cast<double>(shape.row_bytes() + 8))};
+      } catch (...) {
+        errors[r] = std::current_exception();
+        exchanges[r]->abort();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+  Balance out;
+  for (const Balance& one : found) {
+    out = {std::max(out.push, one.push), std::max(out.pull, one.pull), one.gamma,
+           std::max(out.memory, one.memory)};
+  }
+  return out;
+}
+
+int bench_sparse(const bench::Options& options) {
+  const SparseShape shape{options.integer("rows", 2), options.integer("width", 1), DType::float32};
+  const auto count =
+      static_cast<int64_t>(options.real("density") * static_cast<double>(shape.rows));
+  if (count < 1 || count > shape.rows) {
+    throw UsageError("--density must leave from one to all of " + std::to_string(shape.rows) +
+                     " rows; it is " + options.text("density"));
+  }
+  const std::vector<double> law = zipf(shape.rows, options.real("zipf"));
+  const int64_t most = options.integer("max-ranks", 2);
+  std::vector<std::vector<int64_t>> ids;
+  for (int64_t r = 0; r < most; ++r) ids.push_back(draw(law, count, static_cast<uint64_t>(r) + 1));
+
+  const Rates rates = measure(shape, ids[0], options.integer("iters", 1));
+  const auto gb = [](double rate) { return fixed(rate * 1e-9, 2); };
+  bench::print_table(options.table(),
+                     {{"rows", "of", "hash(GB/s)", "unhash(GB/s)", "coalesce(GB/s)", "copy(GB/s)"},
+                      {std::to_string(count), std::to_string(shape.rows), gb(rates.hash),
+                       gb(rates.unhash), gb(rates.coalesce), gb(rates.copy)}});
+  std::fputc('\n', options.table());
+  std::vector<std::vector<std::string>> table = {
+      {"ranks", "gamma", "scheme", "push", "pull", "memory"}};
+  auto rows = nlohmann::ordered_json::array();
+  for (int64_t ranks = 2; ranks <= most; ranks *= 2) {
+    const std::vector<std::vector<int64_t>> some(ids.begin(), ids.begin() + ranks);
+    for (const char* scheme : {"zen", "sparse_ps"}) {
+      const Balance found = add_up(scheme, shape, some);
+      table.push_back({std::to_string(ranks), fixed(found.gamma, 2), scheme, fixed(found.push, 3),
+                       fixed(found.pull, 3), fixed(found.memory, 2)});
+      rows.push_back({{"ranks", ranks},
+                      {"gamma", found.gamma},
+                      {"scheme", scheme},
+                      {"push_imbalance", found.push},
+                      {"pull_imbalance", found.pull},
+                      {"memory_share", found.memory}});
+    }
+  }
+  bench::print_table(options.table(), table);
+  options.write({{"benchmark", "sparse"},
+                 {"hash_bytes_per_s", rates.hash},
+                 {"unhash_bytes_per_s", rates.unhash},
+                 {"coalesce_bytes_per_s", rates.coalesce},
+                 {"copy_bytes_per_s", rates.copy},
+                 {"rows", std::move(rows)}});
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  bench::Options options(kAbout);
+  options.flag("rows", "4000000", "of the matrix")
+      .flag("width", "4", "elements of a row, float32")
+      .flag("density", "0.025", "share of the rows that a rank has")
+      .flag("zipf", "1", "exponent of the law")
+      .flag("max-ranks", "64", "threads; 2, 4, 8, ... until so many")
+      .flag("iters", "15", "timed calls");
+  return bench::run(std::move(options), argc, argv, bench_sparse);
+}
