@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "usbyte/error.h"
+#include "usbyte/timeline.h"
 
 namespace usbyte::bench {
 
@@ -143,6 +144,21 @@ double percentile(std::vector<double> samples, double share) {
   std::nth_element(samples.begin(), samples.begin() + static_cast<std::ptrdiff_t>(index),
                    samples.end());
   return samples[index];
+}
+
+std::vector<double> medians_in_turns(std::span<const std::function<void()>> actions,
+                                     int64_t rounds) {
+  std::vector<std::vector<double>> times(actions.size());
+  for (int64_t i = -1; i < rounds; ++i) {
+    for (size_t a = 0; a < actions.size(); ++a) {
+      const double start = now_s();
+      actions[a]();
+      if (i >= 0) times[a].push_back(now_s() - start);
+    }
+  }
+  std::vector<double> out;
+  for (std::vector<double>& of_one : times) out.push_back(percentile(std::move(of_one), 0.5));
+  return out;
 }
 
 double process_cpu_s() {

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -57,6 +59,11 @@ std::string fixed(double value, int decimals);
 
 /// The value below which `share` (0 to 1) of the samples lie.
 double percentile(std::vector<double> samples, double share);
+
+/// Median seconds of each action, over `rounds` of all of them in turns; a round before is not
+/// timed.
+std::vector<double> medians_in_turns(std::span<const std::function<void()>> actions,
+                                     int64_t rounds);
 
 /// CPU time that all threads of this process have used, in seconds.
 double process_cpu_s();

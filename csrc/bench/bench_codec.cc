@@ -15,6 +15,7 @@ namespace {
 
 using namespace usbyte;
 using bench::fixed;
+using bench::medians_in_turns;
 using bench::percentile;
 
 constexpr const char* kAbout =
@@ -70,17 +71,8 @@ Rates measure(const Codec& codec, int64_t count, int64_t iters) {
       [&] { codec.decode_add(message.data(), draw, 1, decoded); },
       [&] { std::memcpy(copied.data(), values.data(), values.size() * sizeof(float)); },
       [&] { seen = largest(values); }};
-  std::vector<double> times[std::size(actions)];
-  for (int64_t i = -1; i < iters; ++i) {
-    for (size_t a = 0; a < std::size(actions); ++a) {
-      const double start = now_s();
-      actions[a]();
-      if (i >= 0) times[a].push_back(now_s() - start);
-    }
-  }
-  const auto rate = [&](size_t a) {
-    return static_cast<double>(count) * sizeof(float) / percentile(times[a], 0.5);
-  };
+  const std::vector<double> times = medians_in_turns(actions, iters);
+  const auto rate = [&](size_t a) { return static_cast<double>(count) * sizeof(float) / times[a]; };
   return {rate(0), rate(1), rate(2), rate(3), rate(4), rate(5)};
 }
 

@@ -16,7 +16,6 @@
 #include "codec/permutation.h"
 #include "usbyte/error.h"
 #include "usbyte/sparse.h"
-#include "usbyte/timeline.h"
 
 namespace {
 
@@ -45,7 +44,7 @@ namespace {
 
 using namespace usbyte;
 using bench::fixed;
-using bench::percentile;
+using bench::medians_in_turns;
 
 constexpr const char* kAbout =
     "Adds up sparse gradients whose rows are drawn by Zipf's law; ranks are threads.\n\n"
@@ -97,15 +96,8 @@ Rates measure(const SparseShape& shape, const std::vector<int64_t>& ids, int64_t
       [&] { permutation.apply(numbers); }, [&] { permutation.invert(numbers); },
       [&] { coalesce(shape, rows); },
       [&] { std::memcpy(copied.data(), numbers.data(), numbers.size() * sizeof(uint64_t)); }};
-  std::vector<double> times[std::size(actions)];
-  for (int64_t i = -1; i < iters; ++i) {
-    for (size_t a = 0; a < std::size(actions); ++a) {
-      const double start = now_s();
-      actions[a]();
-      if (i >= 0) times[a].push_back(now_s() - start);
-    }
-  }
-  const auto rate = [&](size_t a, double bytes) { return bytes / percentile(times[a], 0.5); };
+  const std::vector<double> times = medians_in_turns(actions, iters);
+  const auto rate = [&](size_t a, double bytes) { return bytes / times[a]; };
   return {rate(0, key_bytes), rate(1, key_bytes), rate(2, row_bytes), rate(3, key_bytes)};
 }
 

@@ -1,10 +1,23 @@
 #include "usbyte/exchange.h"
 
+#include <new>
 #include <string>
 
 #include "usbyte/error.h"
 
 namespace usbyte {
+namespace {
+
+Buffer room_for(int64_t bytes, int peer) {
+  try {
+    if (bytes >= 0) return Buffer(bytes);
+  } catch (const std::bad_alloc&) {
+  }
+  throw FaultError("rank " + std::to_string(peer) + " announced a message of " +
+                   std::to_string(bytes) + " bytes, for which there is no memory");
+}
+
+}  // namespace
 
 std::vector<Buffer> swap(Exchange& exchange, std::span<const Outgoing> outgoing) {
   const size_t count = outgoing.size();
@@ -18,11 +31,7 @@ std::vector<Buffer> swap(Exchange& exchange, std::span<const Outgoing> outgoing)
   exchange.transfer(legs);
   std::vector<Buffer> received;
   for (size_t i = 0; i < count; ++i) {
-    if (coming[i] < 0) {
-      throw FaultError("rank " + std::to_string(outgoing[i].peer) + " announced a message of " +
-                       std::to_string(coming[i]) + " bytes");
-    }
-    const Buffer& room = received.emplace_back(coming[i]);
+    const Buffer& room = received.emplace_back(room_for(coming[i], outgoing[i].peer));
     legs[i] = {
         outgoing[i].peer, outgoing[i].message, {room.data(), static_cast<size_t>(room.size())}};
   }

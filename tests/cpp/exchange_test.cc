@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <future>
+#include <limits>
 #include <numeric>
 #include <string>
 
@@ -53,6 +54,25 @@ TEST(Exchange, PairsNeedNobodyElse) {
     const std::vector<Buffer> got = swap(*ranks[static_cast<size_t>(r)], std::span(&outgoing, 1));
     EXPECT_EQ(got[0].size(), 2 - r);
   });
+}
+
+TEST(Exchange, ALengthThatIsNoneIsAnErrorThatNamesTheRank) {
+  for (int64_t announced : {int64_t{-1}, std::numeric_limits<int64_t>::max()}) {
+    const auto ranks = make_local_exchanges(2);
+    on_each_rank(2, [&](int r) {
+      if (r == 1) {
+        int64_t theirs = 0;
+        const Leg leg{0, std::as_bytes(std::span(&announced, 1)),
+                      std::as_writable_bytes(std::span(&theirs, 1))};
+        ranks[1]->transfer(std::span(&leg, 1));
+        return;
+      }
+      const Outgoing outgoing{1, text("abc")};
+      EXPECT_EQ(message_of<FaultError>([&] { swap(*ranks[0], std::span(&outgoing, 1)); }),
+                "rank 1 announced a message of " + std::to_string(announced) +
+                    " bytes, for which there is no memory");
+    });
+  }
 }
 
 TEST(Exchange, LengthsThatDifferAreAnErrorOnBothRanks) {

@@ -398,7 +398,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._shards = None
         rows = [(p, g) for g, group in enumerate(self._inner.param_groups) for p in group["params"]]
         self._frozen = [p for p, _ in rows if not p.requires_grad]
-        rows = [(p, g) for p, g in rows if p.requires_grad]
+        rows = [(p, g) for p, g in rows if p.requires_grad and p.numel()]
         self._params = [p for p, _ in rows]
         self._group_of = [g for _, g in rows]
         self._ungated: list[int] = []
@@ -407,7 +407,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         names = self._names()
         self._claim(names)
         if not self._params:
-            raise UsageError("the optimizer has no parameter that requires a gradient")
+            raise UsageError(
+                "the optimizer has no parameter with elements that requires a gradient"
+            )
         # Looked up each time, as schedulers replace it.
         self._take_step: Callable[..., Any] = lambda *args: self._inner.step(*args)
         if self._fuses:
@@ -480,7 +482,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _sparse_names(self, names: Sequence[str], device: Device) -> set[str]:
         """Of parameters whose gradients travel as the rows that they have."""
         known = set() if self._densifies else sparse_parameters(self._owner)
-        sparse = {n for n, p in zip(names, self._params, strict=True) if p in known and p.numel()}
+        sparse = {n for n, p in zip(names, self._params, strict=True) if p in known}
         if sparse and (self._sharded or device.core is not None):
             what = "shard_optimizer=True" if self._sharded else "a GPU"
             raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +169,7 @@ class Rows:
 
 def matrix_of(param: torch.Tensor) -> tuple[int, int]:
     """Rows of a parameter, and elements of each: a sparse gradient has some of the rows."""
-    return param.shape[0], param.numel() // param.shape[0]
+    return param.shape[0], math.prod(param.shape[1:])
 
 
 def empty_like(param: nn.Parameter) -> torch.Tensor:
