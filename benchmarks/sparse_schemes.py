@@ -16,11 +16,16 @@ round, against the first scheme of the list. Columns:
     formula    what the scheme's cost formula says
     link ms    what those bytes take a link alone
     push, pull the largest share of one rank, times the ranks
+
+`bound` is what the busiest rank has to send or receive by any scheme, in values alone: of a row
+that c of n ranks have, c - 1 messages until the first rank has its sum, and n - 1 more until all
+have, shared evenly; and no rank gets by without all rows that another one has.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from statistics import median
 
 import click
@@ -49,16 +54,38 @@ def draw(rows: int, density: float, zipf: float, seed: int) -> np.ndarray:
     return found
 
 
-def densities(rows: int, density: float, zipf: float, ranks: int) -> tuple[list[float], float]:
-    """Of the sums of 1, 2, ... ranks; and the skew of rank 0's rows."""
-    seen = np.zeros(rows, bool)
-    out = []
-    for rank in range(ranks):
-        seen[draw(rows, density, zipf, rank)] = True
-        out.append(seen.mean().item())
-    ids = draw(rows, density, zipf, 0)
-    ranges = np.bincount(ids // -(-rows // ranks), minlength=ranks)
-    return out, (ranges.max() * ranks / len(ids)).item()
+@dataclass(frozen=True)
+class Workload:
+    """What all ranks together have to add up.
+
+    Attributes:
+        density: Shares of the rows that are in the sums of 1, 2, ... ranks.
+        skew: Rank 0's rows in the fullest of as many equal ranges as ranks, over their mean.
+        bound_rows: That the busiest rank has to send or receive at least.
+    """
+
+    density: list[float]
+    skew: float
+    bound_rows: float
+
+    @classmethod
+    def of(cls, rows: int, density: float, zipf: float, ranks: int) -> Workload:
+        """As the ranks draw it."""
+        drawn = [draw(rows, density, zipf, rank) for rank in range(ranks)]
+        owners = np.zeros(rows, np.int64)
+        shares = []
+        for ids in drawn:
+            owners[ids] += 1
+            shares.append(float(np.count_nonzero(owners) / rows))
+        in_sum = np.count_nonzero(owners)
+        spread = in_sum * (ranks - 2) + owners.sum()
+        missing = max(in_sum - np.count_nonzero(owners[ids] == 1) for ids in drawn)
+        ranges = np.bincount(drawn[0] // -(-rows // ranks), minlength=ranks)
+        return cls(
+            shares,
+            (ranges.max() * ranks / len(drawn[0])).item(),
+            float(max(spread / ranks, missing)),
+        )
 
 
 class Contest:
@@ -125,28 +152,22 @@ def main(
         for scheme in names * (rounds + 1):
             contest.run(scheme)
         if ub.rank() == 0:
-            of_ranks, skew = densities(rows, d, zipf, ub.size())
-            title = (
-                f"{ub.size()} ranks, {rows} x {width}, d {d:.2%}, "
-                f"gamma {of_ranks[-1] / of_ranks[0]:.2f}, skew {skew:.2f}"
+            work = Workload.of(rows, d, zipf, ub.size())
+            gamma = work.density[-1] / work.density[0]
+            bound = work.bound_rows * 4 * width
+            table = _table(contest, rows, width, work, bytes_per_s)
+            table.title = (
+                f"{ub.size()} ranks, {rows} x {width}, d {d:.2%}, gamma {gamma:.2f}, "
+                f"skew {work.skew:.2f}; bound {bound / 1e6:.2f} MB, "
+                f"{bound / bytes_per_s * 1e3:.1f} ms"
             )
-            Console(width=110).print(
-                _table(title, contest, rows, width, of_ranks, skew, bytes_per_s)
-            )
+            Console(width=110).print(table)
     exchange.close()
     ub.shutdown()
 
 
-def _table(
-    title: str,
-    contest: Contest,
-    rows: int,
-    width: int,
-    density: list[float],
-    skew: float,
-    bytes_per_s: float,
-) -> Table:
-    table = Table(title=title)
+def _table(contest: Contest, rows: int, width: int, work: Workload, bytes_per_s: float) -> Table:
+    table = Table()
     table.add_column("scheme")
     for name in ("ms", "min", "max", "x", "MB", "formula", "link ms", "push", "pull"):
         table.add_column(name, justify="right")
@@ -155,7 +176,7 @@ def _table(
     for scheme in order:
         kept = contest.seconds[scheme][1:]  # the first one makes connections
         sent, push, pull = contest.traffic[scheme]
-        formula = _core.sparse_bytes(scheme, rows, width, "float32", density, skew)
+        formula = _core.sparse_bytes(scheme, rows, width, "float32", work.density, work.skew)
         table.add_row(
             scheme, f"{median(kept) * 1e3:.1f}", f"{min(kept) * 1e3:.1f}", f"{max(kept) * 1e3:.1f}",
             f"{median(kept) / best:.2f}", f"{sent / 1e6:.2f}", f"{formula / 1e6:.2f}",

@@ -66,6 +66,7 @@ void Engine::begin_step(CudaStream stream) {
   s.record.done_s.assign(s.plan.ops().size(), 0);
   s.record.gates.clear();
   s.record.updates.clear();
+  s.record.sparse.clear();
 }
 
 std::vector<int> Engine::ready(int tensor, CudaStream stream, const void* gradient) {

@@ -42,7 +42,9 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
     if (device) throw UsageError("sparse tensors on a device: make them dense");
     sparse = std::make_unique<SparseOps>(
         plan, options.exchange, SparseOptions{options.scale, options.seed},
-        [this](int op, const std::exception_ptr& error) { summed(op, error); });
+        [this](int op, const SparseTraffic& traffic, const std::exception_ptr& error) {
+          summed(op, traffic, error);
+        });
   }
   if (std::ranges::all_of(plan.ops(), [](const Op& op) { return op.codec == "none"; })) return;
   turns.resize(plan.ops().size());
@@ -217,13 +219,14 @@ void Engine::State::coded(int op, const std::exception_ptr& error, bool decoded)
 }
 
 // The report of `sparse`.
-void Engine::State::summed(int op, const std::exception_ptr& error) {
+void Engine::State::summed(int op, const SparseTraffic& traffic, const std::exception_ptr& error) {
   const std::string why = error ? what(error) : "";
   std::lock_guard lock(mutex);
   if (error) {
     step.fail(op);
     return fail(op, why);
   }
+  record.sparse[op] = traffic;
   finish(op);
   if (to_signal && !launchable()) signal_waiters();
   work.notify_one();

@@ -109,7 +109,7 @@ struct Engine::State {
   void finish(int op);
   void watch_device(int op);
   void coded(int op, const std::exception_ptr& error, bool decoded);
-  void summed(int op, const std::exception_ptr& error);
+  void summed(int op, const SparseTraffic& traffic, const std::exception_ptr& error);
   void fail(int op, const std::string& why);
   std::string failed(int op, int64_t in_step, const std::string& why) const;
   void signal_waiters();

@@ -59,11 +59,12 @@ void SparseOps::run() {
     } catch (...) {
       error = std::current_exception();
     }
+    const SparseTraffic traffic = sum.traffic;
     lock.lock();
     sums_[tensor] = std::move(sum);
     given_[tensor] = {};
     lock.unlock();
-    report_(op, error);
+    report_(op, traffic, error);
     lock.lock();
   }
 }

@@ -23,7 +23,8 @@ namespace usbyte {
 class SparseOps {
  public:
   /// From the thread, without any lock.
-  using Report = std::function<void(int op, std::exception_ptr error)>;
+  using Report =
+      std::function<void(int op, const SparseTraffic& traffic, std::exception_ptr error)>;
 
   /// `plan` outlives this. Throws UsageError without an exchange.
   SparseOps(const Plan& plan, std::shared_ptr<Exchange> exchange, SparseOptions options,

@@ -51,8 +51,11 @@ void Profile::validate() const {
   int64_t end = 0;
   for (size_t i = 0; i < n; ++i) {
     const TensorSpec& t = tensors[i];
-    if (t.numel <= 0 || t.offset != end) {
-      throw PlanError("profile: tensor '" + t.name + "' is empty or not contiguous");
+    if (t.sparse() ? t.numel != 0 : t.numel <= 0) {
+      throw PlanError("profile: tensor '" + t.name + "' is empty, or sparse with elements");
+    }
+    if (t.offset != end) {
+      throw PlanError("profile: tensor '" + t.name + "' is not contiguous");
     }
     end = t.end();
     if (!std::isfinite(need_s[i]) || !std::isfinite(ready_s[i]) || need_s[i] < 0 ||
@@ -74,6 +77,7 @@ std::string Profile::to_json() const {
                     {"need_s", need_s[i]},
                     {"ready_s", ready_s[i]}});
     if (tensors[i].rows != 1) rows.back()["rows"] = tensors[i].rows;
+    if (tensors[i].sparse()) rows.back()["width"] = tensors[i].width;
     if (!need_spread_s.empty()) rows.back()["need_spread_s"] = need_spread_s[i];
     if (!ready_spread_s.empty()) rows.back()["ready_spread_s"] = ready_spread_s[i];
   }
@@ -97,7 +101,7 @@ Profile Profile::from_json(std::string_view json) {
     for (const auto& row : root.at("tensors")) {
       p.tensors.push_back({row.at("name").get<std::string>(), row.at("numel").get<int64_t>(),
                            dtype_from_name(row.at("dtype").get<std::string>()), offset,
-                           row.value("rows", int64_t{1})});
+                           row.value("rows", int64_t{1}), row.value("width", int64_t{0})});
       offset = p.tensors.back().end();
       p.need_s.push_back(row.at("need_s").get<double>());
       p.ready_s.push_back(row.at("ready_s").get<double>());

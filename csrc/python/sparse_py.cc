@@ -35,10 +35,12 @@ py::tuple to_python(SparseSum sum) {
 }
 
 void register_sparse(py::module_& m) {
-  py::class_<SparseTraffic>(m, "SparseTraffic", "What one rank has sent and received in a sum.")
+  py::class_<SparseTraffic>(m, "SparseTraffic", "What a sum was for one rank.")
       .def_readonly("sent_bytes", &SparseTraffic::sent_bytes)
       .def_readonly("received_bytes", &SparseTraffic::received_bytes)
       .def_readonly("own_rows", &SparseTraffic::own_rows)
+      .def_readonly("sum_rows", &SparseTraffic::sum_rows)
+      .def_readonly("skew", &SparseTraffic::skew)
       .def_readonly("push_imbalance", &SparseTraffic::push_imbalance)
       .def_readonly("pull_imbalance", &SparseTraffic::pull_imbalance);
   m.def(

@@ -5,12 +5,10 @@
 namespace usbyte::sparse {
 namespace {
 
-SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
-                     const SparseOptions& options) {
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
+              const SparseOptions& options) {
   SparseSum out;
-  const SparseRows rows = coalesce(shape, mine);
-  out.traffic.own_rows = rows.count();
-  const Buffer own = write_rows(shape, rows);
+  const Buffer own = write_rows(shape, mine);
   const Inbox arrived(exchange, own, out.traffic);
   Sums sums = add_up(shape, shape.rows, arrived.read(shape, [&](int) { return shape.rows; }));
   scale(shape, sums.values, options.scale);
@@ -28,6 +26,6 @@ int transfers(int) { return 2; }  // lengths and messages
 
 }  // namespace
 
-const SparseScheme kAgSparse = {"agsparse", all_reduce, bytes, transfers, true};
+const SparseScheme kAgSparse = {"agsparse", run, bytes, transfers, true};
 
 }  // namespace usbyte::sparse

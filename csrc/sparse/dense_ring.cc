@@ -54,15 +54,11 @@ class Ring {
   SparseTraffic traffic_;
 };
 
-SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
-                     const SparseOptions& options) {
-  const RowsMessage given{Keys(mine.ids), mine.values, {}};
-  Sums all = add_up(shape, shape.rows, std::span(&given, 1));
-  const int64_t own_rows = all.set.count();
-  all = filled(shape, all);
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
+              const SparseOptions& options) {
+  Sums all = filled(shape, sums_of(shape, std::move(mine)));
   SparseSum out;
   out.traffic = Ring(exchange, shape, all.values).run(options.scale);
-  out.traffic.own_rows = own_rows;
   out.rows = without_zeros(shape, rows_of(std::move(all)));
   return out;
 }
@@ -76,6 +72,6 @@ int transfers(int ranks) { return 2 * (ranks - 1); }
 
 }  // namespace
 
-const SparseScheme kDenseRing = {"dense", all_reduce, bytes, transfers, false};
+const SparseScheme kDenseRing = {"dense", run, bytes, transfers, false};
 
 }  // namespace usbyte::sparse

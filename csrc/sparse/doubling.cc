@@ -15,7 +15,6 @@ class Doubling {
 
   SparseSum run(double factor) {
     const int size = exchange_.size(), rank = exchange_.rank();
-    traffic_.own_rows = sums_.set.count();
     const int core = static_cast<int>(std::bit_floor(static_cast<unsigned>(size)));
     if (rank >= core) {
       give(rank - core);
@@ -64,12 +63,10 @@ class Doubling {
 
 }  // namespace
 
-SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, RowsView mine,
+SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, SparseRows mine,
                              const SparseOptions& options,
                              const std::function<void(Sums&)>& grown) {
-  const RowsMessage given{Keys(mine.ids), mine.values, {}};
-  return Doubling(exchange, shape, add_up(shape, shape.rows, std::span(&given, 1)), grown)
-      .run(options.scale);
+  return Doubling(exchange, shape, sums_of(shape, std::move(mine)), grown).run(options.scale);
 }
 
 double doubling_bytes(int ranks, const SparseDensity& density,

@@ -11,7 +11,7 @@ namespace usbyte::sparse {
 /// theirs to another rank first, and get its result.
 ///
 /// `grown` is called with every sum before it is sent.
-SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, RowsView mine,
+SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, SparseRows mine,
                              const SparseOptions& options,
                              const std::function<void(Sums&)>& grown = {});
 

@@ -6,9 +6,9 @@
 namespace usbyte::sparse {
 namespace {
 
-SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
-                     const SparseOptions& options) {
-  return recursive_doubling(exchange, shape, mine, options);
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
+              const SparseOptions& options) {
+  return recursive_doubling(exchange, shape, std::move(mine), options);
 }
 
 /// 2 sum over i = 1 .. log2 n of d of 2^(i-1) ranks, M b for single elements of 4 bytes.
@@ -20,6 +20,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kHierarchical = {"hierarchical", all_reduce, bytes, doubling_transfers, true};
+const SparseScheme kHierarchical = {"hierarchical", run, bytes, doubling_transfers, true};
 
 }  // namespace usbyte::sparse

@@ -17,11 +17,10 @@ SparseShape blocks_of(const SparseShape& shape) {
   return {(shape.rows * shape.width + kBlock - 1) / kBlock, kBlock, shape.dtype};
 }
 
-SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
-                     const SparseOptions& options) {
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
+              const SparseOptions& options) {
   const SparseShape blocks = blocks_of(shape);
-  SparseSum out =
-      push_pull(exchange, blocks, recut(shape, coalesce(shape, mine), blocks), options, {});
+  SparseSum out = push_pull(exchange, blocks, recut(shape, mine, blocks), options, {});
   out.rows = without_zeros(shape, recut(blocks, out.rows, shape));
   return out;
 }
@@ -39,6 +38,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kOmniReduce = {"omnireduce", all_reduce, bytes, push_pull_transfers, false};
+const SparseScheme kOmniReduce = {"omnireduce", run, bytes, push_pull_transfers, false};
 
 }  // namespace usbyte::sparse

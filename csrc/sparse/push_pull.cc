@@ -54,15 +54,14 @@ Buffer serve(Exchange& exchange, const SparseShape& shape, const Outbox& pushed,
 
 }  // namespace
 
-SparseSum push_pull(Exchange& exchange, const SparseShape& shape, const SparseRows& mine,
+SparseSum push_pull(Exchange& exchange, const SparseShape& shape, SparseRows mine,
                     const SparseOptions& options, PushPull how) {
   const Servers servers(shape.rows, exchange.size());
   const Order order(shape, options, how.hashes);
   SparseSum out;
-  out.traffic.own_rows = mine.count();
   Buffer own;
   {
-    const Outbox pushed = push(shape, mine, order, servers, exchange.size());
+    const Outbox pushed = push(shape, std::exchange(mine, {}), order, servers, exchange.size());
     out.traffic.push_imbalance = pushed.imbalance();
     own = serve(exchange, shape, pushed, options, servers.range(exchange.rank()), how.bitmaps,
                 out.traffic);

@@ -30,7 +30,7 @@ inline int push_pull_transfers(int) { return 4; }
 
 /// Sums by push and pull: each row goes to its server, where equal ones meet, and each server sends
 /// its sums to all.
-SparseSum push_pull(Exchange& exchange, const SparseShape& shape, const SparseRows& mine,
+SparseSum push_pull(Exchange& exchange, const SparseShape& shape, SparseRows mine,
                     const SparseOptions& options, PushPull how);
 
 }  // namespace usbyte::sparse

@@ -326,4 +326,9 @@ SparseRows rows_of(Sums sums) {
   return out;
 }
 
+Sums sums_of(const SparseShape& shape, SparseRows rows) {
+  const Keys keys{std::span<const int64_t>(rows.ids)};
+  return {RowSet(shape.rows, std::span(&keys, 1)), std::move(rows.values)};
+}
+
 }  // namespace usbyte::sparse

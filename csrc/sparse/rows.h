@@ -94,7 +94,8 @@ inline double key_bytes(const SparseShape& shape) {
   return static_cast<double>(Keys::width(shape.rows));
 }
 
-/// A set as `SparseRows`; keys are ids.
+/// A set as `SparseRows`, and back; keys are ids.
 SparseRows rows_of(Sums sums);
+Sums sums_of(const SparseShape& shape, SparseRows rows);
 
 }  // namespace usbyte::sparse

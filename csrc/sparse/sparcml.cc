@@ -14,9 +14,9 @@ bool goes_dense(const SparseShape& shape, double count) {
   return count * (row + key_bytes(shape)) >= static_cast<double>(shape.rows) * row;
 }
 
-SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
-                     const SparseOptions& options) {
-  SparseSum out = recursive_doubling(exchange, shape, mine, options, [&](Sums& sums) {
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
+              const SparseOptions& options) {
+  SparseSum out = recursive_doubling(exchange, shape, std::move(mine), options, [&](Sums& sums) {
     if (goes_dense(shape, static_cast<double>(sums.set.count()))) sums = filled(shape, sums);
   });
   out.rows = without_zeros(shape, std::move(out.rows));
@@ -32,6 +32,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kSparCml = {"sparcml", all_reduce, bytes, doubling_transfers, false};
+const SparseScheme kSparCml = {"sparcml", run, bytes, doubling_transfers, false};
 
 }  // namespace usbyte::sparse

@@ -4,7 +4,8 @@
 #include <array>
 #include <string>
 
-#include "rows.h"
+#include "mail.h"
+#include "push_pull.h"
 #include "schemes.h"
 #include "usbyte/error.h"
 
@@ -13,6 +14,25 @@ namespace usbyte {
 SparseRows coalesce(const SparseShape& shape, RowsView rows) {
   const sparse::RowsMessage given{sparse::Keys(rows.ids), rows.values, {}};
   return sparse::rows_of(sparse::add_up(shape, shape.rows, std::span(&given, 1)));
+}
+
+SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
+                                   const SparseOptions& options) const {
+  SparseRows rows = coalesce(shape, mine);
+  const int64_t own_rows = rows.count();
+  const sparse::Servers ranges(shape.rows, exchange.size());
+  std::vector<int64_t> in_range;
+  for (auto at = rows.ids.begin(); std::ssize(in_range) < exchange.size();) {
+    const int64_t end = ranges.begin(static_cast<int>(in_range.size()) + 1);
+    const auto next = std::lower_bound(at, rows.ids.end(), end);
+    in_range.push_back(next - at);
+    at = next;
+  }
+  SparseSum out = run(exchange, shape, std::move(rows), options);
+  out.traffic.own_rows = own_rows;
+  out.traffic.sum_rows = out.rows.count();
+  out.traffic.skew = sparse::imbalance(in_range);
+  return out;
 }
 
 std::span<const SparseScheme> sparse_schemes() {

@@ -6,9 +6,9 @@
 namespace usbyte::sparse {
 namespace {
 
-SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
-                     const SparseOptions& options) {
-  return push_pull(exchange, shape, coalesce(shape, mine), options, {});
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
+              const SparseOptions& options) {
+  return push_pull(exchange, shape, std::move(mine), options, {});
 }
 
 /// 2 (n - 1) / n (d + d_n) s_n M b for single elements of 4 bytes: the fullest range's rank.
@@ -21,6 +21,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kSparsePs = {"sparse_ps", all_reduce, bytes, push_pull_transfers, true};
+const SparseScheme kSparsePs = {"sparse_ps", run, bytes, push_pull_transfers, true};
 
 }  // namespace usbyte::sparse

@@ -11,9 +11,9 @@
 namespace usbyte::sparse {
 namespace {
 
-SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
-                     const SparseOptions& options) {
-  return push_pull(exchange, shape, coalesce(shape, mine), options, {true, true});
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
+              const SparseOptions& options) {
+  return push_pull(exchange, shape, std::move(mine), options, {true, true});
 }
 
 /// (n - 1) / n (2 d + d_n + 1 / 32) M b for single elements of 4 bytes, with the bitmap's bits;
@@ -28,6 +28,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kZen = {"zen", all_reduce, bytes, push_pull_transfers, true};
+const SparseScheme kZen = {"zen", run, bytes, push_pull_transfers, true};
 
 }  // namespace usbyte::sparse

@@ -1,6 +1,22 @@
 #include "usbyte/step_record.h"
 
 namespace usbyte {
+namespace {
+
+std::vector<std::pair<std::string, double>> numbers(const SparseTraffic& sum, int64_t rows) {
+  const auto own = static_cast<double>(sum.own_rows), all = static_cast<double>(sum.sum_rows);
+  return {{"rows", own},
+          {"sum_rows", all},
+          {"density", own / static_cast<double>(rows)},
+          {"gamma", own > 0 ? all / own : 1},
+          {"skew", sum.skew},
+          {"push_imbalance", sum.push_imbalance},
+          {"pull_imbalance", sum.pull_imbalance},
+          {"sent_bytes", static_cast<double>(sum.sent_bytes)},
+          {"received_bytes", static_cast<double>(sum.received_bytes)}};
+}
+
+}  // namespace
 
 Timeline events(const StepRecord& record, const Plan& plan) {
   using Kind = Event::Kind;
@@ -13,6 +29,11 @@ Timeline events(const StepRecord& record, const Plan& plan) {
     const double launched = record.launched_s[i];
     out.push_back({Kind::queue, record.step, record.queued_s[i], launched, label, bytes});
     out.push_back({Kind::communication, record.step, launched, record.done_s[i], label, bytes});
+    if (const auto sum = record.sparse.find(static_cast<int>(i)); sum != record.sparse.end()) {
+      const int tensor = plan.ops()[i].sparse->tensor;
+      const int64_t rows = plan.tensors()[static_cast<size_t>(tensor)].rows;
+      out.back().numbers = numbers(sum->second, rows);
+    }
   }
   for (const auto& [tensor, span] : record.gates) {
     out.push_back({Kind::gate, record.step, span.first, span.second, tensor_name(tensor)});

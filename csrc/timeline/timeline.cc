@@ -121,7 +121,11 @@ void TimelineWriter::write(const Timeline& events) {
             "\",\"ph\":\"X\",\"ts\":" + microseconds(start + nanoseconds(to_wall_s_)) +
             ",\"dur\":" + microseconds(end - start) + ",\"pid\":" + std::to_string(rank_) +
             ",\"tid\":" + std::to_string(tid) + ",\"args\":{\"step\":" + std::to_string(e->step) +
-            ",\"bytes\":" + std::to_string(e->bytes) + "}}\n";
+            ",\"bytes\":" + std::to_string(e->bytes);
+    for (const auto& [name, value] : e->numbers) {
+      text += "," + quoted(name) + ":" + nlohmann::json(value).dump();
+    }
+    text += "}}\n";
   }
   append(text);
 }

@@ -126,7 +126,13 @@ TEST(NcclFault, AnErrorThatComesLaterIsFound) {
       Request request = sum_of(v);
       request.order = events.back()->order();
       request.fence = true;
-      Pending(*communicator, request).get();
+      try {
+        Pending(*communicator, request).get();
+      } catch (const FaultError&) {
+        // The device may be faster than the end of the launch, which then tells the error.
+        EXPECT_EQ(rank, 1);
+        EXPECT_EQ(&v, &values.back());
+      }
     }
     rig.nccl().await_on_device(6);
     if (rank == 1) {

@@ -115,6 +115,29 @@ TEST(Simulator, GathersFollowTheirScatters) {
   EXPECT_EQ(simulator.step_s(plan), 10.5);
 }
 
+TEST(Simulator, SparseOpsTakeWhatGathersOfTheirBytesDo) {
+  Profile p = three_layers();
+  p.tensors.push_back({"words", 0, DType::float32, 30, 1000, 8});
+  p.need_s.push_back(0);
+  p.ready_s.push_back(9);
+  Op op{Collective::sparse_all_reduce, {}, kUnlimited, false};
+  op.sparse = {3, "zen", 10};
+  const Plan plan("test", p.tensors, {{Collective::all_reduce, {{0, 30}}, kUnlimited, false}, op});
+  // The dense op is launched at 9 with 30 elements, which take as many seconds alone; 10 bytes from
+  // one of two ranks are a gather of 20, which takes 10 s alone.
+  Simulator simulator(p, {2, {{0, 1}}}, Overlap::forward);
+  const double dense_s = 30.0 * static_cast<double>(itemsize(p.tensors[0].dtype));
+  const std::vector<double> arrived = simulator.predict(plan).arrived_s;
+  EXPECT_EQ(arrived[3], 9 + 2 * 10);
+  EXPECT_EQ(arrived[0], 9 + dense_s + 10);
+  // The bound does not count what sparse gradients send.
+  EXPECT_EQ(simulator.bound_s(),
+            Simulator(three_layers(), {2, {{0, 1}}}, Overlap::forward).bound_s());
+  const Profile again = Profile::from_json(p.to_json());
+  EXPECT_EQ(again.tensors, p.tensors);
+  EXPECT_TRUE(again.tensors.back().sparse());
+}
+
 TEST(Simulator, UpdatesRunAtTheGates) {
   Profile p = three_layers();
   p.update_s = 3;  // 1 s for each tensor; the forward pass begins at 7

@@ -83,12 +83,18 @@ TEST(Zen, IsBalancedWhereEqualRangesAreNot) {
       r.ids = zipf(random, shape.rows, 100'000);
       r.values.assign(r.ids.size(), 1);
     }
-    int64_t first = 0;
-    for (int64_t id : rows[0].ids) first += id < shape.rows / ranks;
-    EXPECT_GT(static_cast<double>(first) * ranks / 100'000, 1.2);
-    for (const SparseSum& sum : test::all_reduce(sparse_scheme("zen"), shape, rows, {1, 1})) {
+    std::vector<int64_t> in_range(rows.size());
+    const int64_t range = (shape.rows + ranks - 1) / ranks;
+    for (int64_t id : rows[0].ids) ++in_range[static_cast<size_t>(id / range)];
+    const double skew = static_cast<double>(std::ranges::max(in_range)) * ranks / 100'000;
+    EXPECT_GT(skew, 1.2);
+    const auto sums = test::all_reduce(sparse_scheme("zen"), shape, rows, {1, 1});
+    EXPECT_DOUBLE_EQ(sums[0].traffic.skew, skew);
+    for (const SparseSum& sum : sums) {
       EXPECT_LE(sum.traffic.push_imbalance, 1.1);
       EXPECT_LE(sum.traffic.pull_imbalance, 1.1);
+      EXPECT_EQ(sum.traffic.own_rows, 100'000);
+      EXPECT_EQ(sum.traffic.sum_rows, sum.rows.count());
     }
   }
 }

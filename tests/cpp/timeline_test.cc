@@ -106,10 +106,12 @@ TEST_F(TimelineFile, IsValidFromTheStartAndAfterEachWrite) {
   }
 }
 
-TEST_F(TimelineFile, CarriesKindTimesStepAndBytes) {
+TEST_F(TimelineFile, CarriesKindTimesStepBytesAndNumbers) {
   const double start = now_s();
   TimelineWriter writer(path_, 2, {});
-  writer.write({event(Kind::communication, 7, start, start + 0.0123456, "op 0 (all_reduce)")});
+  Event told = event(Kind::communication, 7, start, start + 0.0123456, "op 0 (all_reduce)");
+  told.numbers = {{"gamma", 1.5}, {"rows", 3}};
+  writer.write({told});
   const double wall =
       std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
   const json e = events("X").at(0);
@@ -118,6 +120,8 @@ TEST_F(TimelineFile, CarriesKindTimesStepAndBytes) {
   EXPECT_EQ(e.at("pid"), 2);
   EXPECT_EQ(e.at("args").at("step"), 7);
   EXPECT_EQ(e.at("args").at("bytes"), 1024);
+  EXPECT_EQ(e.at("args").at("gamma"), 1.5);
+  EXPECT_EQ(e.at("args").at("rows"), 3);
   EXPECT_NEAR(e.at("dur").get<double>(), 12345.6, 0.01);   // microseconds
   EXPECT_NEAR(e.at("ts").get<double>() * 1e-6, wall, 30);  // on the wall clock
   EXPECT_EQ(text().find("e+"), std::string::npos) << "time stamps must not have exponents";

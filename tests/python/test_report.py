@@ -33,14 +33,15 @@ def invoke(*arguments):
 def train(rank, size):
     ub.init()
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    words = nn.Embedding(50, 64, sparse=True)
+    model = nn.Sequential(words, *(nn.Linear(64, 64) for _ in range(3)))
     optimizer = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap="forward",
         policy="bytescheduler", partition_bytes=10_000,
     )  # fmt: skip
     for _ in range(9):
         optimizer.zero_grad()
-        model(torch.ones(2, 64)).sum().mul(1e-6).backward()
+        model(torch.tensor([[1, 2, 2], [3, 4, 40 + rank]])).sum().mul(1e-6).backward()
         optimizer.step()
     optimizer.synchronize()
     plan = optimizer.plan.to_json()
@@ -57,7 +58,10 @@ def run(tmp_path_factory):
     (folder / "plan.json").write_text(plan)
     tensors = [t for t in _core.Plan.from_json(plan).tensors if t.name != "usbyte.used"]
     # In another order than the plan's, and without the flags.
-    specs = profiles.line((t.name, t.numel, t.dtype) for t in reversed(tensors))
+    dense, (words,) = [t for t in tensors if not t.sparse], [t for t in tensors if t.sparse]
+    specs = profiles.line((t.name, t.numel, t.dtype) for t in reversed(dense))
+    end = specs[-1].end
+    specs.append(_core.TensorSpec(words.name, 0, words.dtype, end, words.rows, words.width))
     n = len(specs)
     need = [1e-3 * (n - 1 - i) for i in range(n)]
     ready = [1e-3 * (n + 1 + i) for i in range(n)]
@@ -119,7 +123,7 @@ def test_prediction_alone(run, tmp_path):
     assert done.exit_code == 0, done.output
     text = page.read_text()
     plan = _core.Plan.from_json((run / "plan.json").read_text())
-    job = profiles.matched(profiles.load(str(run / "profile.json")), plan)
+    job = profiles.matched(profiles.load_whole(str(run / "profile.json")), plan)
     network = _core.NetworkModel.ring(2, 1e-3, 125e6)
     shown = Page(text)
     predicted = _core.simulate(plan, job, network)
@@ -170,6 +174,13 @@ def test_prediction_and_measurement_in_a_browser(run):
         assert f"{plan.bytes(plan.ops[0]):,} bytes" in tip
         assert plan.tensors[plan.tensors_of(plan.ops[0])[0]].name in tip
     assert float(shown.value("measured").removesuffix(" ms")) > 0
+    (at,) = [i for i, op in enumerate(plan.ops) if op.sparse]
+    (table,) = shown.select("table", id="sparse")
+    cells = [e["text"] for e in shown.elements[shown.elements.index(table) :] if e["tag"] == "td"]
+    # Five rows of fifty, one of them this rank's alone, and all in the first half but that one.
+    scheme = plan.ops[at].sparse.scheme
+    assert cells[:7] == [str(at), scheme, "50", "10", "12", "1.20", "1.60"]
+    assert cells[-1] == "0.weight"
     for bar in shown.select("rect", **{"class": "bar"}):
         assert 0 <= float(bar["x"].removesuffix("%")) <= 100
         assert 0 < float(bar["width"].removesuffix("%")) <= 100

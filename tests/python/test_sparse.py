@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import usbyte.torch as ub
 from _models import short_probes
 from _ranks import run_ranks
+from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 
 ROWS, WIDTH = 300, 5
@@ -82,6 +83,9 @@ def train(mode, kind, rank, steps=14, accumulate=1, set_to_none=True, seldom=Tru
         ops = [op.kind for op in optimizer.plan.ops]
         chosen = [op.sparse for op in optimizer.plan.ops if op.sparse]
         assert not chosen or max(way.bytes for way in chosen) > 0
+        made = optimizer.decision
+        predicted = _core.simulate(optimizer.plan, made.profile, made.network, mode)
+        assert predicted.step_s == pytest.approx(made.predicted_s)
         optimizer.close()
     return model.state_dict(), ops
 

@@ -41,10 +41,13 @@ struct RowsView {
 /// Adds up what has one id. Throws UsageError on an id outside the matrix.
 SparseRows coalesce(const SparseShape& shape, RowsView rows);
 
-/// What one rank has sent and received in a sum.
+/// What a sum was for one rank.
 struct SparseTraffic {
   int64_t sent_bytes = 0, received_bytes = 0;
   int64_t own_rows = 0;  ///< that this rank had, each once
+  int64_t sum_rows = 0;  ///< that the sum has
+  /// Of its rows, the share in the fullest of as many equal ranges as ranks, times their number.
+  double skew = 1;
   /// Of its rows, the largest share that went to one rank, times the number of ranks; 1 is balance.
   double push_imbalance = 1;
   /// Of the sum's rows, the largest share that came from one rank, likewise.
@@ -73,16 +76,20 @@ struct SparseDensity {
 /// One way to add up gradients of all ranks. All ranks use it with the same shape and options.
 struct SparseScheme {
   std::string_view name;
-  /// Throws UsageError, before anything is sent, on ids outside the matrix, and FaultError when a
-  /// rank is lost or sends what makes no sense.
-  SparseSum (*all_reduce)(Exchange& exchange, const SparseShape& shape, RowsView mine,
-                          const SparseOptions& options);
+  /// What `all_reduce` does with rows that are coalesced.
+  SparseSum (*run)(Exchange& exchange, const SparseShape& shape, SparseRows mine,
+                   const SparseOptions& options);
   /// Bytes that the busiest rank sends or receives, whichever is more, as published.
   double (*bytes)(int ranks, const SparseShape& shape, const SparseDensity& density);
   /// Transfers that follow each other.
   int (*transfers)(int ranks);
   /// Rows that come to zeros are part of the sum; else they are left out.
   bool keeps_zeros;
+
+  /// Throws UsageError, before anything is sent, on ids outside the matrix, and FaultError when a
+  /// rank is lost or sends what makes no sense.
+  SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
+                       const SparseOptions& options) const;
 };
 
 /// All of them:

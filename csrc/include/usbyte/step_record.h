@@ -1,9 +1,11 @@
 #pragma once
 
+#include <map>
 #include <utility>
 #include <vector>
 
 #include "usbyte/plan.h"
+#include "usbyte/sparse.h"
 #include "usbyte/timeline.h"
 
 namespace usbyte {
@@ -18,6 +20,7 @@ struct StepRecord {
   std::vector<double> queued_s, launched_s, done_s;            // by op
   std::vector<std::pair<int, Interval>> gates;                 // by tensor waited for
   std::vector<std::pair<std::vector<int>, Interval>> updates;  // by tensors updated
+  std::map<int, SparseTraffic> sparse;                         // by op that is sparse
 };
 
 /// The events of the record's completed ops, its gates and updates.

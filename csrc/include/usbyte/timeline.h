@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace usbyte {
@@ -26,6 +27,7 @@ struct Event {
   double end_s;
   std::string label;  ///< op and parameter names
   int64_t bytes = 0;
+  std::vector<std::pair<std::string, double>> numbers = {};  ///< more about it, by name
 };
 
 /// Events of one run: measured by the engine or predicted by a simulator.

@@ -33,6 +33,7 @@ def render(scene: Scene) -> str:
         drawing=_drawing(scene, lanes, tops, height),
         head=_head(scene),
         rows="\n".join(_table_row(scene, i) for i in range(len(scene.plan.ops))),
+        sparse=_sparse_table(scene),
     )
 
 
@@ -145,6 +146,38 @@ def _table_row(scene: Scene, i: int) -> str:
     names = scene.op_tip(i).partition("\n")[2]
     text = "".join(f"<td>{cell}</td>" for cell in cells)
     return f'<tr data-op="{i}">{text}<td class="text">{escape(names)}</td></tr>'
+
+
+def _sparse_table(scene: Scene) -> str:
+    """What sparse gradients were like in the measured step, if there are any."""
+    sums = scene.measured.sums if scene.measured is not None else {}
+    if not sums:
+        return ""
+    columns = ["op", "scheme", "rows", "density %", "of the sum %", "gamma", "skew", "push", "pull"]
+    columns += ["sent MB", "received MB"]
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    rows = []
+    for i, told in sorted(sums.items()):
+        sparse = scene.plan.ops[i].sparse
+        assert sparse is not None
+        tensor = scene.plan.tensors[sparse.tensor]
+        cells = [
+            str(i), sparse.scheme, str(tensor.rows), f"{100 * told['density']:.3g}",
+            f"{100 * told['sum_rows'] / tensor.rows:.3g}",
+            *(f"{told[n]:.2f}" for n in ("gamma", "skew", "push_imbalance", "pull_imbalance")),
+            *(f"{told[n] / 1e6:.3f}" for n in ("sent_bytes", "received_bytes")),
+        ]  # fmt: skip
+        text = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        rows.append(f'<tr data-op="{i}">{text}<td class="text">{escape(tensor.name)}</td></tr>')
+    body = "\n".join(rows)
+    return (
+        "<h2>Sparse gradients, measured</h2>\n<p>Of this rank. Density: rows of its gradient that "
+        "are not zero; gamma: by how many times the sum of all ranks has more; skew: of the rank's "
+        "rows those in the fullest of as many equal ranges as ranks, over their mean; push, pull: "
+        "the largest share of one rank, times the ranks.</p>\n"
+        f'<table id="sparse"><thead><tr>{head}<th class="text">tensor</th></tr></thead>\n'
+        f"<tbody>{body}</tbody></table>"
+    )
 
 
 def _ms(seconds: float) -> str:

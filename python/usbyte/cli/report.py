@@ -64,7 +64,7 @@ def report(
     if step is not None and trace_path is None:
         raise click.UsageError("--step chooses a step of --trace, which is missing")
     made = _core.Plan.from_json(read_text(plan, "plan"))
-    job = profiles.matched(profiles.load(profile), made)
+    job = profiles.matched(profiles.load_whole(profile), made)
     net = network(network_path, ring)
     measured = trace.read_trace(trace_path, made, step) if trace_path is not None else None
     shown = Scene(

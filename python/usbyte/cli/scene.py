@@ -83,7 +83,13 @@ class Scene:
 
     def colour(self, op: int) -> str:
         """By how early forward needs what is in the op: from red, at the input, to blue."""
-        begin = min(begin for begin, _ in self.plan.ops[op].blocks)
+        what = self.plan.ops[op]
+        if what.sparse:  # as if it were where the dense gradients are that forward needs next
+            needed = zip(self.plan.tensors, self.profile.need_s, strict=True)
+            need_s = self.profile.need_s[what.sparse.tensor]
+            begin = sum(tensor.numel for tensor, at_s in needed if at_s < need_s)
+        else:
+            begin = min(begin for begin, _ in what.blocks)
         hue = (15 + 235 * begin / max(1, self.plan.numel)) / 360
         return "#" + "".join(f"{round(255 * c):02x}" for c in hls_to_rgb(hue, 0.45, 0.55))
 

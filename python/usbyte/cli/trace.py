@@ -23,6 +23,7 @@ class Measured:
         flights: By op, launched and done.
         gates: Tensor's name, from, to.
         updates: Names of tensors, from, to.
+        sums: By sparse op, what the trace tells of it, by name.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Measured:
     flights: dict[int, tuple[float, float]] = field(default_factory=dict)
     gates: list[tuple[str, float, float]] = field(default_factory=list)
     updates: list[tuple[str, float, float]] = field(default_factory=list)
+    sums: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def shifted(self, by_s: float) -> Measured:
         """The same, `by_s` seconds later."""
@@ -41,6 +43,7 @@ class Measured:
             {op: (a + by_s, b + by_s) for op, (a, b) in self.flights.items()},
             [(name, a + by_s, b + by_s) for name, a, b in self.gates],
             [(name, a + by_s, b + by_s) for name, a, b in self.updates],
+            self.sums,
         )
 
 
@@ -99,6 +102,8 @@ def _step(number: int, events: Iterable[Any], ops: dict[str, int]) -> Measured:
             found.queued[ops[name]] = (start, end)
         elif name in ops and event["cat"] == "communication":
             found.flights[ops[name]] = (start, end)
+            if "sum_rows" in event["args"]:
+                found.sums[ops[name]] = event["args"]
     return found
 
 

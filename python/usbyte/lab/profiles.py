@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,11 @@ def read_trace(text: str) -> Profile:
 
 
 def load(source: str) -> Profile:
+    """Reads a job to plan for: its dense gradients; see `load_whole`."""
+    return dense(load_whole(source))
+
+
+def load_whole(source: str) -> Profile:
     """Reads a profile of usbyte's own or a published trace, or gives one that usbyte comes with.
 
     Args:
@@ -160,20 +165,37 @@ def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
     )
 
 
+def dense(profile: Profile) -> Profile:
+    """The job without sparse gradients, of which planners know nothing."""
+    return _only(profile, lambda t: not t.sparse)
+
+
 def without_flags(profile: Profile, model: str | None = None) -> Profile:
-    """The job without the flags that usbyte itself sends with the gradients.
+    """The job without what usbyte itself sends: flags with the gradients, and sparse ones as rows.
 
     Args:
         profile: The job.
         model: Its new name; None keeps the name.
     """
-    keep = [i for i, t in enumerate(profile.tensors) if t.name != _USED]
+    return _only(profile, lambda t: t.name != _USED and not t.sparse, model)
+
+
+def _only(
+    profile: Profile, keeps: Callable[[TensorSpec], bool], model: str | None = None
+) -> Profile:
+    keep = [i for i, t in enumerate(profile.tensors) if keeps(t)]
+    if len(keep) == len(profile.tensors) and model is None:
+        return profile
+    specs, offset = [], 0
+    for t in (profile.tensors[i] for i in keep):
+        specs.append(TensorSpec(t.name, t.numel, t.dtype, offset, t.rows, t.width))
+        offset += t.numel
 
     def kept(times: Sequence[float]) -> list[float]:
         return [times[i] for i in keep] if times else []
 
     return Profile(
-        line((t.name, t.numel, t.dtype) for t in (profile.tensors[i] for i in keep)),
+        specs,
         kept(profile.need_s),
         kept(profile.ready_s),
         profile.step_s,
@@ -188,32 +210,39 @@ def matched(profile: Profile, plan: Plan) -> Profile:
     """The job with the plan's tensors, in the plan's order.
 
     The flags that usbyte sends with the gradients are added where the plan has them: needed first,
-    ready last.
+    ready last. Sparse gradients that it has not are left out.
 
     Raises:
         UsageError: The plan was made for other tensors.
     """
-    job = without_flags(profile)
+    job = _only(profile, lambda t: t.name != _USED)
     index = {t.name: i for i, t in enumerate(job.tensors)}
     rows = []
     for spec in plan.tensors:
         i = index.pop(spec.name, None)
         if spec.name == _USED:
             rows.append((0.0, profile.backward_end_s))
-        elif i is not None and job.tensors[i].numel == spec.numel:
+        elif i is not None and _size(job.tensors[i]) == _size(spec):
             rows.append((job.need_s[i], job.ready_s[i]))
         else:
             raise UsageError(
-                f"the plan's tensor '{spec.name}' of {spec.numel} elements is not in the profile; "
+                f"the plan's tensor '{spec.name}' of {_size(spec)} is not in the profile; "
                 "give the profile that the plan was made from"
             )
-    if index:
+    missed = [name for name, i in index.items() if not job.tensors[i].sparse]
+    if missed:
         raise UsageError(
-            f"the profile's tensor '{next(iter(index))}' is not in the plan; give the profile that "
+            f"the profile's tensor '{missed[0]}' is not in the plan; give the profile that "
             "the plan was made from"
         )
     need_s, ready_s = [row[0] for row in rows], [row[1] for row in rows]
     return Profile(plan.tensors, need_s, ready_s, job.step_s, job.update_s, job.model)
+
+
+def _size(tensor: TensorSpec) -> str:
+    if tensor.sparse:
+        return f"{tensor.rows} sparse rows of {tensor.width} elements"
+    return f"{tensor.numel} elements"
 
 
 def line(

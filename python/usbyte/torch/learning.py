@@ -14,6 +14,7 @@ from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.arena import USED, dtype_name, rows_of, used_numel
 from usbyte.torch.device import Mark
+from usbyte.torch.sparse import sparse_spec
 
 NEVER = float("inf")
 
@@ -140,7 +141,7 @@ def job_profile(
         params: The parameters.
         times: Theirs; spreads may be empty.
         flags: Put the used flags of all parameters, which travel with the gradients, first.
-        sparse: Names of those whose gradients are not in the arena.
+        sparse: Names of those whose gradients are sparse; they come last, by when they are ready.
         model: Name of the job.
 
     Raises:
@@ -156,12 +157,17 @@ def job_profile(
     rows = [(names[i], params[i].numel(), dtypes[i]) for i in order]
     first = rows[0][2] if rows else "float32"
     matrices = {name: rows_of(param) for name, param in zip(names, params, strict=True)}
+    tensors = line([(USED, used_numel(len(names)), first)] * flags + rows, matrices)
+    end = tensors[-1].end if tensors else 0
+    apart = sorted(set(range(len(names))).difference(there), key=lambda i: times.ready_s[i])
+    tensors += [sparse_spec(names[i], params[i], end) for i in apart]
+    order += apart
 
     def column(values: Sequence[float], first: float) -> list[float]:
         return [first] * flags + [values[i] for i in order] if values else []
 
     return _core.Profile(
-        line([(USED, used_numel(len(names)), first)] * flags + rows, matrices),
+        tensors,
         # The flags are complete when backward is, and the first update may need them.
         column(times.need_s, 0.0),
         column(times.ready_s, max(times.ready_s)),

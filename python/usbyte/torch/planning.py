@@ -13,6 +13,7 @@ from torch import nn
 
 from usbyte import _core, tuning
 from usbyte.errors import MismatchError, UsageError
+from usbyte.lab.profiles import dense
 from usbyte.torch.arena import dtype_name
 from usbyte.torch.coded_plans import WORTH_A_LOSS, CodedPlans, codecs_of
 from usbyte.torch.compression import Choices
@@ -174,7 +175,7 @@ class Planner:
         self._ready = dict(zip(self._names, ready, strict=True))
         network = _core.NetworkModel(self._context.size, [_core.AlphaBeta()])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
-        plan = _core.make_plan("ddp", self._profile(times), network, buckets)
+        plan = _core.make_plan("ddp", dense(self._profile(times)), network, buckets)
         return self._in_force(self._coded(_core.Plan("learning", plan.tensors, plan.ops)))
 
     def recodes_at(self, steps: int) -> bool:
@@ -235,7 +236,8 @@ class Planner:
     def _decide(
         self, times: Times, network: _core.NetworkModel, rows: Mapping[str, Counts]
     ) -> Decision:
-        profile = self._profile(times)
+        whole = self._profile(times)
+        profile = dense(whole)
         named = dict(zip(self._names, self._params, strict=True))
         self._ways = {n: choose_way(n, named[n], counts, network) for n, counts in rows.items()}
         trial_steps = 0
@@ -256,7 +258,7 @@ class Planner:
             plan, trial_steps = self._begin_trials(self._search(self._policy, profile, network))
         else:
             plan = self._plans.make(self._policy, profile, network, self._codecs)
-        decision = self._checked(plan, profile, network, trial_steps)
+        decision = self._checked(plan, whole, network, trial_steps)
         self._log(decision)
         return decision
 
@@ -332,7 +334,7 @@ class Planner:
                 )
             plan = flags_apart(plan)
         # Under backward mode an iteration ends with its backward.
-        predicted = self._plans.step_s(plan, profile, network)
+        predicted = self._plans.step_s(self._with_rows(plan), profile, network)
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
         return Decision(plan, profile, network, predicted, bound, trial_steps, self._ways)
 
@@ -353,6 +355,10 @@ class Planner:
                 for op in plan.ops
             ]
             plan = _core.Plan(plan.policy, plan.tensors, ops)
+        return self._with_rows(plan)
+
+    def _with_rows(self, plan: _core.Plan) -> _core.Plan:
+        """A plan of the dense gradients with what the sparse ones send."""
         named = zip(self._names, self._params, strict=True)
         params = {name: param for name, param in named if name in self.sparse}
         return with_sparse(plan, params, self._ready, self._ways)
@@ -371,7 +377,7 @@ class Planner:
 
     def _log(self, decision: Decision) -> None:
         plan, profile, network = decision.plan, decision.profile, decision.network
-        ddp = _core.make_plan("ddp", profile, network, self._options, self._overlap)
+        ddp = _core.make_plan("ddp", dense(profile), network, self._options, self._overlap)
         reason = ""
         if plan.policy == "auto" and plan.ops == ddp.ops:
             reason = ", like DDP's: less than 1 % is to be won"
@@ -382,7 +388,7 @@ class Planner:
             "%s",
             self._label, plan.policy, self._overlap, len(plan.ops), len(self._names), reason,
             profile.iteration_s, decision.predicted_s, decision.bound_s,
-            _core.simulate(ddp, profile, network, "backward").step_s,
+            _core.simulate(self._with_rows(ddp), profile, network, "backward").step_s,
             format_cost(one.alpha_s, one.beta_s_per_byte, one.overlap_s),
         )  # fmt: skip
 
