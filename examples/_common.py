@@ -1,4 +1,4 @@
-"""What both examples need besides the model and the loop: options, shards, checkpoints."""
+"""What the examples need besides the model and the loop: options, shards, checkpoints."""
 
 import argparse
 import copy
@@ -23,7 +23,7 @@ _RUN_OPTIONS = {
 
 
 def parser(description: str, *, epochs: int, batch_size: int, lr: float) -> argparse.ArgumentParser:
-    """Returns a parser with the options that both examples share."""
+    """Returns a parser with the options that all examples share."""
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -9,29 +9,15 @@ The batch size is global: any number of workers follows the loss curve of a sing
 import argparse
 import hashlib
 import sysconfig
-from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _common import (
-    Batches,
-    library,
-    load_checkpoint,
-    parser,
-    rehearse,
-    save_checkpoint,
-    set_up,
-    settings,
-    warmup_cosine,
-)
+from _common import library, parser, set_up
 from _gpt import GPT, Shape
-from _report import Display, StepClock, finish
+from _loop import Job, train
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 
 def arguments() -> argparse.Namespace:
@@ -71,10 +57,8 @@ def loss_of(network: nn.Module, windows: Tensor, reduction: str = "mean") -> Ten
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction=reduction)
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, windows: Tensor, batch_size: int) -> Tensor:
     """Returns (summed loss, number of bytes)."""
-    model.eval()
     result = torch.zeros(2, dtype=torch.float64, device=windows.device)
     for batch in windows.split(batch_size):
         result[0] += loss_of(model, batch, reduction="sum")
@@ -82,98 +66,21 @@ def evaluate(model: nn.Module, windows: Tensor, batch_size: int) -> Tensor:
     return result
 
 
-def average(losses: Iterable[Tensor], ub: ModuleType) -> float:
-    """Returns the mean of the last losses over all workers."""
-    mean = torch.stack(list(losses)).mean()
-    return float(ub.allreduce(mean, op=ub.Average, name="train_loss"))
-
-
-def train(args: argparse.Namespace, ub: ModuleType) -> None:
-    """Trains, evaluates after each epoch and reports."""
-    device = set_up(args, ub)
-    rank, size = ub.rank(), ub.size()
-
+def job(args: argparse.Namespace, ub: ModuleType, device: torch.device) -> Job:
+    """Returns what is trained."""
     text, valid, digest = load_text(args.text_bytes, args.context)
-    if ub.broadcast_object(digest, root_rank=0) != digest:
-        raise RuntimeError(f"rank {rank} has another standard library, so text, than rank 0")
     text, valid = text.to(device), valid.to(device)
-    batches = Batches(len(text), args.batch_size, args.seed, rank, size)
-    total = args.epochs * batches.per_epoch
-    last = min(total, args.steps or total)
-    fixed = settings(args) | {"text": digest}
-
     model = GPT(Shape(args.layers, args.width, args.heads, args.context)).to(device)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    step = 0
-    if args.resume and rank == 0:
-        step = load_checkpoint(args.checkpoint, model, optimizer, fixed)
-
-    network = DistributedDataParallel(model) if args.ddp else model
-    optimizer = ub.DistributedOptimizer(
-        optimizer,
-        named_parameters=model.named_parameters(),
-        overlap=args.overlap,
-        policy=args.policy,
+    share, batch_size = valid[ub.rank() :: ub.size()], args.batch_size // ub.size()
+    return Job(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=args.lr),
+        samples=len(text),
+        digest=digest,
+        loss=lambda network, index, _: loss_of(network, text[index]),
+        evaluate=lambda: evaluate(model, share, batch_size),
+        measures=("validation_loss",),
     )
-    index = next(batches.epoch(0))
-
-    def warm_up() -> None:
-        optimizer.zero_grad()
-        loss_of(network, text[index]).backward()
-        optimizer.step()
-
-    rehearse(model, optimizer, warm_up, args.warmup)
-    ub.broadcast_parameters(model.state_dict(), root_rank=0)
-    ub.broadcast_optimizer_state(optimizer, root_rank=0)
-    step = ub.broadcast_object(step, root_rank=0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(total), step - 1)
-
-    clock = StepClock(device)
-    history: list[dict[str, Any]] = []
-    losses: deque[Tensor] = deque(maxlen=args.log_every)
-    with Display(rank, step, last) as display:
-        while step < last:
-            epoch = step // batches.per_epoch
-            model.train()
-            for index in batches.epoch(epoch, skip=step % batches.per_epoch):
-                windows = text[index]
-                clock.start()
-                optimizer.zero_grad()
-                loss = loss_of(network, windows)
-                clock.mark()
-                loss.backward()
-                clock.mark()
-                optimizer.step()
-                scheduler.step()
-                clock.mark()
-                losses.append(loss.detach())
-                step += 1
-                display.advance()
-                if step % args.log_every == 0:
-                    train_loss = average(losses, ub)
-                    history.append({"step": step, "train_loss": train_loss})
-                    display.line(f"step {step:5d}  train loss {train_loss:.4f}")
-                if step == last:
-                    break
-
-            share = evaluate(model, valid[rank::size], args.batch_size // size)
-            valid_loss, count = ub.allreduce(share, op=ub.Sum, name="validation").tolist()
-            result = {
-                "epoch": epoch + 1,
-                "step": step,
-                "train_loss": average(losses, ub),
-                "validation_loss": valid_loss / count,
-            }
-            history.append(result)
-            display.line(
-                "step {step:5d}  train loss {train_loss:.4f}  "
-                "validation loss {validation_loss:.4f}  epoch {epoch}".format(**result)
-            )
-            if args.checkpoint and rank == 0:
-                save_checkpoint(args.checkpoint, model, optimizer, step, fixed)
-
-    if rank == 0:
-        finish(args, ub, display, clock, model, history)
 
 
 def main() -> None:
@@ -181,7 +88,8 @@ def main() -> None:
     args = arguments()
     ub = library(args)
     ub.init()
-    train(args, ub)
+    device = set_up(args, ub)
+    train(args, ub, device, job(args, ub, device))
     ub.shutdown()
 
 

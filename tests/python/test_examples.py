@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+FEW_WORDS = ["--batch-size", "512", "--width", "16", "--text-bytes", "1000000"]
 SMALL_GPT = ["--layers", "2", "--width", "64", "--context", "64", "--text-bytes", "100000"]
 
 
@@ -44,6 +45,7 @@ def test_digits_reaches_97_percent_with_two_workers(tmp_path):
     [
         ("digits.py", ["--epochs", "2", "--steps", "30"]),
         ("char_gpt.py", ["--steps", "12", *SMALL_GPT]),
+        ("words.py", ["--steps", "12", *FEW_WORDS]),
     ],
 )
 def test_two_workers_end_with_ddps_parameters_bit_for_bit(tmp_path, script, options):
