@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from contextlib import nullcontext
 
 import pytest
@@ -14,6 +15,7 @@ from _models import short_probes
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
+from usbyte.torch.sparse import Counts, DensityDrift, RowCounts, choose_way, is_outdated
 
 ROWS, WIDTH = 300, 5
 
@@ -131,6 +133,73 @@ def equals_ddp(rank, size):
 
 def test_trains_as_ddp_does():
     run_ranks(2, equals_ddp, timeout=120)
+
+
+def has_other_rows(rank, size):
+    """One rank alone finds another scheme faster; all learn anew, which changes no number."""
+    short_probes()
+    importlib.import_module("usbyte.torch.sparse")._WINDOW = 2
+    ub.init()
+    steps = 30
+    model = Words()
+    optimizer = ub.DistributedOptimizer(
+        make_optimizer("sgd", model), model.named_parameters(), tune_steps=0
+    )
+    learning = []
+    for step, words in enumerate(batches(rank, steps)):
+        optimizer.zero_grad()
+        model(words, is_seldom(step, rank)).backward()
+        optimizer.step()
+        learning.append(optimizer.plan.policy == "learning")
+        if step == 8 and rank == 1:
+            optimizer._reducer._density_drift._outdated = lambda counts: True
+    optimizer.synchronize()
+    got, expected = model.state_dict(), train_alone("sgd", size, steps=steps)
+    optimizer.close()
+    first = learning.index(False)
+    # Three windows of two steps each, the vote and its hearing.
+    assert learning.index(True, first) in range(14, 20), learning
+    assert not learning[-1]
+    assert difference(got, expected) < 1e-12
+
+
+def test_other_rows_make_ranks_learn_anew():
+    run_ranks(2, has_other_rows, timeout=120, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def test_a_scheme_is_outdated_when_another_one_is_clearly_faster():
+    network = _core.NetworkModel.ring(4, 0.0, 125e6)
+    param = nn.Parameter(torch.empty(100_000, 64))
+    apart, alike = Counts(1000, 4000), Counts(1000, 1000)  # ranks share no row, or all of them
+    doubling, zen = (choose_way("words", param, counts, network) for counts in (apart, alike))
+    assert (doubling.scheme, zen.scheme) == ("hierarchical", "zen")
+    assert is_outdated("words", param, doubling, alike, network)
+    assert not is_outdated("words", param, doubling, apart, network)
+    assert is_outdated("words", param, zen, apart, network)
+    nearly = Counts(1000, 2500)  # where both take about as long
+    assert not is_outdated("words", param, zen, nearly, network)
+    assert not is_outdated("words", param, doubling, nearly, network)
+
+
+def test_other_rows_must_last_for_three_windows():
+    asked = []
+    drift = DensityDrift(lambda counts: asked.append(counts) or counts["words"].own > 5)
+
+    def steps_until_wanted(rows):
+        counts = RowCounts()
+        for step, own in enumerate(rows):
+            counts.add("words", own, 2 * own)
+            if drift.wants_plan(counts):
+                return step + 1
+        return None
+
+    drift.reset()  # of the first plan
+    assert steps_until_wanted([9] * 100) == 60
+    assert asked[0]["words"] == Counts(9, 18)
+    drift.reset()
+    assert steps_until_wanted([9] * 119) is None
+    drift.reset()
+    assert steps_until_wanted(([9] * 160 + [1] * 80) * 3) is None
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

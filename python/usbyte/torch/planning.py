@@ -22,7 +22,7 @@ from usbyte.torch.costs import Measured, fit
 from usbyte.torch.device import Device
 from usbyte.torch.learning import Times, combine, job_profile
 from usbyte.torch.ops import Max, allreduce
-from usbyte.torch.sparse import Counts, Way, choose_way, with_sparse
+from usbyte.torch.sparse import Counts, Way, choose_way, is_outdated, with_sparse
 from usbyte.units import format_cost
 
 log = logging.getLogger("usbyte")
@@ -215,6 +215,16 @@ class Planner:
                 collectives keep all ranks at the pace of the slowest.
         """
         return self._agree(lambda: self._tell(step_s))
+
+    def is_outdated(self, rows: Mapping[str, Counts]) -> bool:
+        """Sparse gradients would travel otherwise, if they always had so many rows."""
+        decision = self.decision
+        named = dict(zip(self._names, self._params, strict=True))
+        return decision is not None and any(
+            is_outdated(name, named[name], self._ways[name], counts, decision.network)
+            for name, counts in rows.items()
+            if name in self._ways
+        )
 
     def _agree(self, make: Callable[[], Decision]) -> Decision:
         """What rank 0 makes, on every rank."""

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Variable
@@ -28,7 +27,7 @@ from usbyte.torch.learning import Iteration, Learning
 from usbyte.torch.planning import Decision, Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure
 from usbyte.torch.sending import sender
-from usbyte.torch.sparse import Counts, Rows, empty_like, sparse_tensor
+from usbyte.torch.sparse import DensityDrift, RowCounts, Rows, empty_like, sparse_tensor
 from usbyte.torch.stopwatch import Stopwatch
 
 log = logging.getLogger("usbyte")
@@ -40,7 +39,7 @@ class Reducer:
     The first `learning_steps` steps follow DDP's plan over the order of registration; then all
     ranks agree on a plan made from what they measured, and the arena is laid out anew. If the plan
     is on trial, others follow, each after a number of steps that all ranks count. So it goes again,
-    if `adapt`, when steps come to take another time.
+    if `adapt`, when steps come to take another time or sparse gradients to have other rows.
 
     Args:
         context: The ranks.
@@ -51,7 +50,8 @@ class Reducer:
         gates: Knows when the forward pass needs each parameter.
         scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
         densifies: Sparse gradients of parameters not known to have such are sent as dense ones.
-        adapt: Learn and plan anew when the time of a step changes, but not while on trial.
+        adapt: Learn and plan anew when the time of a step changes, or how many rows sparse
+            gradients have, but not while on trial.
         sharded: Once learned, all_gathers wait for `release_gathers`.
         on_first_gradient: Called inside `backward()` before the first gradient of a step is taken.
         on_gradient: Called inside `backward()` with the index of each parameter whose gradient is
@@ -95,6 +95,7 @@ class Reducer:
         self._first_s: float | None = None  # a step of the first plan on trial
         self._first_kind: tuple[str, frozenset[str]] | None = None  # of that plan
         self._drift = Drift() if adapt else None
+        self._density_drift = DensityDrift(planner.is_outdated)
         self._replan_agreed = False
         self._votes: deque[Fetched] = deque()  # for a new plan, of steps before
         self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
@@ -106,7 +107,7 @@ class Reducer:
         self._sums = scale == 1.0
         self._sparse = [name in planner.sparse for name in names]
         self._rows: dict[int, Rows] = {}  # on their way, of sparse parameters
-        self._counts: dict[int, list[tuple[int, int]]] = {}  # of rows, this rank's and the sum's
+        self._counts = RowCounts()
         self._grads = [torch.empty(0)] * len(params)  # in the arena; of sparse ones as last seen
         self.in_flight = False
         self._fresh = False  # a backward pass has ended since the last step
@@ -205,8 +206,8 @@ class Reducer:
         param, given = self.params[i], self._grads[i]
         found = self._engine.take_rows(self._slot[i])
         self._grads[i] = sparse_tensor(found, param)
-        if self._learning is not None:
-            self._counts.setdefault(i, []).append((found[2].own_rows, len(found[0])))
+        if self._learning is not None or self._drift is not None:
+            self._counts.add(self.names[i], found[2].own_rows, len(found[0]))
         self._versions[i] = self._grads[i]._version
         del self._rows[i]
         if param.grad is given:
@@ -322,8 +323,9 @@ class Reducer:
     def _end_plan(self, began: Mark) -> None:
         if self._replan_agreed:
             self._replan_agreed = self._fresh = False
-            log.info("steps take another time than before: learning anew")
+            log.info("steps take another time, or gradients have other rows: learning anew")
             self._learning = Learning()
+            self._counts.take()
             self._adopt(self._planner.learning_plan())
             self._gates.begin_learning()
             return
@@ -356,12 +358,7 @@ class Reducer:
             measured = measure(self._context, self._communicator, largest)
         finally:  # should no plan come of it, the old one goes on
             self._communicator.register(self._arena.buffer)
-        rows = {
-            self.names[i]: Counts(*np.mean(counts, axis=0).tolist())
-            for i, counts in self._counts.items()
-        }
-        self._counts.clear()
-        decision = self._planner.decide(times, measured, rows)
+        decision = self._planner.decide(times, measured, self._counts.take())
         if self._drift is not None:
             self._drift.cost_s = time.monotonic() - start
         self._learning = None
@@ -376,6 +373,8 @@ class Reducer:
             # Those of a kind take about as long, unless the network has changed since.
             alike = self._first_s is not None and _kind_of(self.plan) == self._first_kind
             self._drift.reset(self._first_s if alike else None)
+            self._density_drift.reset()
+            self._counts.take()
 
     def _adopt(self, plan: _core.Plan) -> None:
         """Goes on with another plan; everything is drained. Gradients keep their values."""
@@ -519,7 +518,7 @@ class Reducer:
             self._stopwatch.step(self.device.now())
         elif self._drift is not None and self._learning is None:
             self._drift.step(self.device.now())
-            wants_plan = self._drift.wanted
+            wants_plan = self._drift.wanted or self._density_drift.wants_plan(self._counts)
         used = [self._local_used[i] for i in self._at_slot]
         self._sender.send_flags([*map(float, used), float(wants_plan)])
         self._engine.end_backward()

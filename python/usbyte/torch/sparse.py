@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ from usbyte.errors import UsageError
 from usbyte.torch.arena import dtype_name
 
 log = logging.getLogger("usbyte")
+
+_WINDOW = 20  # steps whose mean counts
+_LASTING = 3  # windows
+_CLEARLY = 0.1  # share of the time; what is less is noise, or not worth a new plan
 
 
 def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
@@ -108,17 +112,77 @@ class Counts:
 
 def choose_way(name: str, param: nn.Parameter, counts: Counts, network: _core.NetworkModel) -> Way:
     """The fastest by what was measured; logs it."""
-    rows, width = matrix_of(param)
-    share, share_of_all = counts.own / rows, counts.all / rows
-    found = _core.sparse_choices(
-        network, rows, width, dtype_name(name, param), share, max(share, share_of_all)
-    )
+    found, rows = _choices(name, param, counts, network), param.shape[0]
     log.info(
         "'%s': %.3g %% of %d rows, %.3g %% in the sum: by %s",
-        name, 100 * share, rows, 100 * share_of_all,
+        name, 100 * counts.own / rows, rows, 100 * counts.all / rows,
         ", then ".join(f"{c.scheme} ({c.bytes / 1e6:.3g} MB, {c.seconds:.3g} s)" for c in found),
     )  # fmt: skip
     return Way(found[0].scheme, found[0].bytes)
+
+
+def is_outdated(
+    name: str, param: nn.Parameter, way: Way, counts: Counts, network: _core.NetworkModel
+) -> bool:
+    """Another way is predicted to be clearly faster by now."""
+    found = {choice.scheme: choice.seconds for choice in _choices(name, param, counts, network)}
+    return min(found.values()) < (1 - _CLEARLY) * found[way.scheme]
+
+
+def _choices(
+    name: str, param: nn.Parameter, counts: Counts, network: _core.NetworkModel
+) -> list[_core.SparseChoice]:
+    rows, width = matrix_of(param)
+    share, share_of_all = counts.own / rows, counts.all / rows
+    dtype = dtype_name(name, param)
+    return _core.sparse_choices(network, rows, width, dtype, share, max(share, share_of_all))
+
+
+class RowCounts:
+    """How many rows sparse gradients have, over some steps, by name."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, list[tuple[int, int]]] = {}
+
+    def add(self, name: str, own: int, every: int) -> None:
+        """What a step had: this rank, and the sum of all."""
+        self._steps.setdefault(name, []).append((own, every))
+
+    @property
+    def steps(self) -> int:
+        """Of the one with the most."""
+        return max(map(len, self._steps.values()), default=0)
+
+    def take(self) -> dict[str, Counts]:
+        """The means; counting begins anew."""
+        steps, self._steps = self._steps, {}
+        return {name: Counts(*np.mean(rows, axis=0).tolist()) for name, rows in steps.items()}
+
+
+class DensityDrift:
+    """Notices that gradients have come to have so many rows that another scheme is faster.
+
+    That must last for three windows. After each new plan they are twice as long, so that a job
+    whose batches vary by nature does not learn for ever.
+
+    Args:
+        outdated: Whether the plan in force is, by such counts.
+    """
+
+    def __init__(self, outdated: Callable[[Mapping[str, Counts]], bool]) -> None:
+        self._outdated = outdated
+        self._window, self._in_a_row = _WINDOW // 2, 0
+
+    def reset(self) -> None:
+        """A plan has come into force."""
+        self._window *= 2
+        self._in_a_row = 0
+
+    def wants_plan(self, counts: RowCounts) -> bool:
+        """To be asked in every step; takes the counts of a window that is full."""
+        if counts.steps >= self._window:
+            self._in_a_row = self._in_a_row + 1 if self._outdated(counts.take()) else 0
+        return self._in_a_row >= _LASTING
 
 
 class Rows:
