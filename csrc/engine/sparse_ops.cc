@@ -40,7 +40,12 @@ void SparseOps::start(int op) {
 
 SparseSum SparseOps::take(int tensor) {
   std::lock_guard lock(mutex_);
-  return std::exchange(sums_[static_cast<size_t>(tensor)], {});
+  std::optional<SparseSum> sum = std::exchange(sums_[static_cast<size_t>(tensor)], std::nullopt);
+  if (!sum) {
+    throw UsageError("take_rows: the sum of '" + plan_.tensors()[static_cast<size_t>(tensor)].name +
+                     "' has been taken");
+  }
+  return *std::move(sum);
 }
 
 void SparseOps::run() {

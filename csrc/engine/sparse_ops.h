@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -34,7 +35,7 @@ class SparseOps {
   /// What tensor t adds; its memory lives until its op is reported.
   void give(int tensor, RowsView rows);
   void start(int op);
-  /// The sum for a tensor, once.
+  /// The sum for a tensor. Throws UsageError if it has been taken.
   SparseSum take(int tensor);
   /// Ends what is on its way, for good.
   void abort() { exchange_->abort(); }
@@ -52,8 +53,8 @@ class SparseOps {
   std::condition_variable work_;
   std::deque<int> started_;
   bool stopping_ = false;
-  std::vector<RowsView> given_;  // by tensor
-  std::vector<SparseSum> sums_;  // likewise
+  std::vector<RowsView> given_;                 // by tensor
+  std::vector<std::optional<SparseSum>> sums_;  // likewise, until taken
 
   std::thread thread_;
 };

@@ -35,7 +35,8 @@ std::vector<SparseChoice> sparse_choices(const NetworkModel& network, const Spar
   const double s_per_byte = ring.beta_s_per_byte * n / rounds;
   std::vector<SparseChoice> out;
   for (const SparseScheme& scheme : sparse_schemes()) {
-    if (!scheme.keeps_zeros) continue;
+    // Skew is not known here, and the server's formula without it is Zen's.
+    if (!scheme.keeps_zeros || scheme.name == "sparse_ps") continue;
     const double bytes = n > 1 ? scheme.bytes(n, shape, density) : 0;
     out.push_back({std::string(scheme.name), static_cast<int64_t>(bytes),
                    scheme.transfers(n) * transfer_s + bytes * s_per_byte});

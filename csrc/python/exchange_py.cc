@@ -13,6 +13,11 @@ namespace py = pybind11;
 namespace usbyte {
 namespace {
 
+py::memoryview view(std::byte* data, size_t bytes) {
+  static std::byte none;  // for what is empty
+  return py::memoryview::from_memory(data ? data : &none, static_cast<py::ssize_t>(bytes));
+}
+
 /// Hands transfers to a Python callable, which carries them out on a torch.distributed backend.
 class PythonExchange : public Exchange {
  public:
@@ -30,8 +35,9 @@ class PythonExchange : public Exchange {
         py::list told;
         for (const Leg& leg : legs) {
           told.append(py::make_tuple(
-              leg.peer, reinterpret_cast<uintptr_t>(leg.send.data()), leg.send.size(),
-              reinterpret_cast<uintptr_t>(leg.receive.data()), leg.receive.size()));
+              // torch wants memory that it may write, also for what it sends.
+              leg.peer, view(const_cast<std::byte*>(leg.send.data()), leg.send.size()),
+              view(leg.receive.data(), leg.receive.size())));
         }
         const py::object problem = transfer_(std::move(told));
         if (problem.is_none()) return;
@@ -45,7 +51,11 @@ class PythonExchange : public Exchange {
 
   void abort() override {
     py::gil_scoped_acquire gil;
-    abort_();
+    try {
+      abort_();
+    } catch (py::error_already_set& e) {
+      e.discard_as_unraisable("abort of an exchange");
+    }
   }
 
  private:
@@ -62,8 +72,8 @@ void register_exchange(py::module_& m) {
       .def_property_readonly("size", &Exchange::size);
   py::class_<PythonExchange, Exchange, std::shared_ptr<PythonExchange>>(
       m, "PythonExchange",
-      "Calls transfer([(peer, address, bytes to send, address, bytes to receive), ...]), which "
-      "returns what went wrong or None, and abort().")
+      "Calls transfer([(peer, memory to send, memory to receive into), ...]), which returns what "
+      "went wrong or None, and abort().")
       .def(py::init<int, int, py::function, py::function>(), py::arg("rank"), py::arg("size"),
            py::arg("transfer"), py::arg("abort"));
   m.def(

@@ -5,13 +5,11 @@
 namespace usbyte::sparse {
 namespace {
 
-SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
-              const SparseOptions& options) {
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine, const SparseOptions&) {
   SparseSum out;
   const Buffer own = write_rows(shape, mine);
   const Inbox arrived(exchange, own, out.traffic);
   Sums sums = add_up(shape, shape.rows, arrived.read(shape, [&](int) { return shape.rows; }));
-  scale(shape, sums.values, options.scale);
   out.rows = rows_of(std::move(sums));
   return out;
 }

@@ -16,7 +16,7 @@ class Ring {
         rank_(exchange.rank()),
         size_(exchange.size()) {}
 
-  SparseTraffic run(double factor) {
+  SparseTraffic run() {
     const Buffer room(parts_.range(0) * shape_.row_bytes());
     for (int step = 1; step < size_; ++step) {
       const std::span<std::byte> into = part(rank_ - step - 1);
@@ -25,7 +25,6 @@ class Ring {
       add(shape_.dtype, into, coming);
     }
     const std::span<std::byte> own = part(rank_);
-    scale(shape_, own, factor);
     for (int step = 0; step < size_ - 1; ++step) pass(part(rank_ - step), part(rank_ - step - 1));
     return traffic_;
   }
@@ -54,11 +53,10 @@ class Ring {
   SparseTraffic traffic_;
 };
 
-SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
-              const SparseOptions& options) {
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine, const SparseOptions&) {
   Sums all = filled(shape, sums_of(shape, std::move(mine)));
   SparseSum out;
-  out.traffic = Ring(exchange, shape, all.values).run(options.scale);
+  out.traffic = Ring(exchange, shape, all.values).run();
   out.rows = without_zeros(shape, rows_of(std::move(all)));
   return out;
 }

@@ -13,7 +13,7 @@ class Doubling {
            const std::function<void(Sums&)>& grown)
       : exchange_(exchange), shape_(shape), grown_(grown), sums_(std::move(sums)) {}
 
-  SparseSum run(double factor) {
+  SparseSum run() {
     const int size = exchange_.size(), rank = exchange_.rank();
     const int core = static_cast<int>(std::bit_floor(static_cast<unsigned>(size)));
     if (rank >= core) {
@@ -23,7 +23,6 @@ class Doubling {
     } else {
       if (rank + core < size) add(rank + core, false);
       for (int distance = 1; distance < core; distance *= 2) add(rank ^ distance, true);
-      scale(shape_, sums_.values, factor);
       if (rank + core < size) give(rank + core);
     }
     return {rows_of(std::move(sums_)), traffic_};
@@ -64,9 +63,8 @@ class Doubling {
 }  // namespace
 
 SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, SparseRows mine,
-                             const SparseOptions& options,
                              const std::function<void(Sums&)>& grown) {
-  return Doubling(exchange, shape, sums_of(shape, std::move(mine)), grown).run(options.scale);
+  return Doubling(exchange, shape, sums_of(shape, std::move(mine)), grown).run();
 }
 
 double doubling_bytes(int ranks, const SparseDensity& density,

@@ -12,7 +12,6 @@ namespace usbyte::sparse {
 ///
 /// `grown` is called with every sum before it is sent.
 SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, SparseRows mine,
-                             const SparseOptions& options,
                              const std::function<void(Sums&)>& grown = {});
 
 /// The sum of `bytes(density)` of what the busiest rank sends.

@@ -6,9 +6,8 @@
 namespace usbyte::sparse {
 namespace {
 
-SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
-              const SparseOptions& options) {
-  return recursive_doubling(exchange, shape, std::move(mine), options);
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine, const SparseOptions&) {
+  return recursive_doubling(exchange, shape, std::move(mine));
 }
 
 /// 2 sum over i = 1 .. log2 n of d of 2^(i-1) ranks, M b for single elements of 4 bytes.

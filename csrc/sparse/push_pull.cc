@@ -44,11 +44,10 @@ Outbox push(const SparseShape& shape, const SparseRows& rows, const Order& order
 }
 
 /// What this rank adds up, as the message that all pull.
-Buffer serve(Exchange& exchange, const SparseShape& shape, const Outbox& pushed,
-             const SparseOptions& options, int64_t range, bool bitmaps, SparseTraffic& traffic) {
+Buffer serve(Exchange& exchange, const SparseShape& shape, const Outbox& pushed, int64_t range,
+             bool bitmaps, SparseTraffic& traffic) {
   const Inbox arrived(exchange, pushed, traffic);
-  Sums own = add_up(shape, range, arrived.read(shape, [&](int) { return range; }));
-  scale(shape, own.values, options.scale);
+  const Sums own = add_up(shape, range, arrived.read(shape, [&](int) { return range; }));
   return write_set(shape, range, own, bitmaps);
 }
 
@@ -63,8 +62,7 @@ SparseSum push_pull(Exchange& exchange, const SparseShape& shape, SparseRows min
   {
     const Outbox pushed = push(shape, std::exchange(mine, {}), order, servers, exchange.size());
     out.traffic.push_imbalance = pushed.imbalance();
-    own = serve(exchange, shape, pushed, options, servers.range(exchange.rank()), how.bitmaps,
-                out.traffic);
+    own = serve(exchange, shape, pushed, servers.range(exchange.rank()), how.bitmaps, out.traffic);
   }
   const Inbox arrived(exchange, own, out.traffic);
   const std::vector<RowsMessage> parts =

@@ -300,14 +300,14 @@ void add(DType dtype, std::span<std::byte> into, std::span<const std::byte> from
   });
 }
 
-void scale(const SparseShape& shape, std::span<std::byte> values, double factor) {
+void scale(const SparseShape& shape, Buffer& values, double factor) {
   if (factor == 1) return;
   if (!is_floating(shape.dtype)) {
     throw UsageError("sums of " + std::string(name(shape.dtype)) + " cannot be scaled");
   }
   with_type(shape.dtype, [&]<typename T>(T) {
     T* const begin = reinterpret_cast<T*>(values.data());
-    T* const end = begin + values.size() / sizeof(T);
+    T* const end = begin + values.size() / static_cast<int64_t>(sizeof(T));
     for (T* at = begin; at < end; ++at) {
       if constexpr (std::is_arithmetic_v<T>) {
         *at = static_cast<T>(*at * static_cast<T>(factor));

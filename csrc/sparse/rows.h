@@ -84,10 +84,7 @@ SparseRows recut(const SparseShape& from, const SparseRows& rows, const SparseSh
 void add(DType dtype, std::span<std::byte> into, std::span<const std::byte> from);
 
 /// Multiplies elements. Throws UsageError for integers unless by 1.
-void scale(const SparseShape& shape, std::span<std::byte> values, double factor);
-inline void scale(const SparseShape& shape, Buffer& values, double factor) {
-  scale(shape, {values.data(), static_cast<size_t>(values.size())}, factor);
-}
+void scale(const SparseShape& shape, Buffer& values, double factor);
 
 /// What a key takes in a message, bytes.
 inline double key_bytes(const SparseShape& shape) {

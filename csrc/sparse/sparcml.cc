@@ -14,9 +14,8 @@ bool goes_dense(const SparseShape& shape, double count) {
   return count * (row + key_bytes(shape)) >= static_cast<double>(shape.rows) * row;
 }
 
-SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
-              const SparseOptions& options) {
-  SparseSum out = recursive_doubling(exchange, shape, std::move(mine), options, [&](Sums& sums) {
+SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine, const SparseOptions&) {
+  SparseSum out = recursive_doubling(exchange, shape, std::move(mine), [&](Sums& sums) {
     if (goes_dense(shape, static_cast<double>(sums.set.count()))) sums = filled(shape, sums);
   });
   out.rows = without_zeros(shape, std::move(out.rows));

@@ -19,6 +19,7 @@ SparseRows coalesce(const SparseShape& shape, RowsView rows) {
 SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
                                    const SparseOptions& options) const {
   SparseRows rows = coalesce(shape, mine);
+  sparse::scale(shape, rows.values, options.scale);
   const int64_t own_rows = rows.count();
   const sparse::Servers ranges(shape.rows, exchange.size());
   std::vector<int64_t> in_range;

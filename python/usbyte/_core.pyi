@@ -444,7 +444,7 @@ class PythonExchange(Exchange):
         self,
         rank: int,
         size: int,
-        transfer: Callable[[list[tuple[int, int, int, int, int]]], str | None],
+        transfer: Callable[[list[tuple[int, memoryview, memoryview]]], str | None],
         abort: Callable[[], None],
     ) -> None: ...
 

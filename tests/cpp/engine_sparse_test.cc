@@ -84,6 +84,8 @@ TEST(EngineSparse, SumsBesideDenseOpsStepAfterStep) {
           }
           const SparseShape shape = shape_of(plan, tensor);
           test::expect_rows(shape, sum.rows, test::reference(shape, all), 0.5);
+          const std::string again = message_of<UsageError>([&] { engine.take_rows(tensor); });
+          EXPECT_NE(again.find("has been taken"), std::string::npos) << again;
         }
         engine.drain();
         const float want = static_cast<float>(size * step + size * (size - 1) / 2);

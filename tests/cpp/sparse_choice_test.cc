@@ -36,6 +36,7 @@ TEST(SparseChoice, IsWhatTheFormulasSay) {
   for (const SparseChoice& choice : sparse_choices(four, kWords, 0.02, 0.06)) {
     EXPECT_NEAR(choice.seconds, static_cast<double>(choice.bytes), 1 + 1e-6 * choice.seconds);
     EXPECT_TRUE(sparse_scheme(choice.scheme).keeps_zeros);
+    EXPECT_NE(choice.scheme, "sparse_ps");
   }
   // Next to no bytes: the fewest transfers.
   EXPECT_EQ(first(NetworkModel::ring(16, 1e-3, 1e9), kWords, 1e-6, 1e-5), "agsparse");

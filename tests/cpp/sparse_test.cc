@@ -54,6 +54,16 @@ TEST(Sparse, IntegersAreNotScaled) {
   EXPECT_THROW(sparse_scheme("zen").all_reduce(*alone[0], shape, {}, {0.5, 0}), UsageError);
 }
 
+TEST(Sparse, AveragesStayInsideTheRangeOfTheirType) {
+  const SparseShape shape{10, 1, DType::float16};
+  const std::vector<Rows> rows(8, Rows{{3}, {16'384}});  // whose sum is beyond 65504
+  for (const SparseScheme& scheme : sparse_schemes()) {
+    for (const SparseSum& sum : test::all_reduce(scheme, shape, rows, {1.0 / 8, 0})) {
+      test::expect_rows(shape, sum.rows, {{3, {16'384}}});
+    }
+  }
+}
+
 TEST(Sparse, UnknownSchemesAreToldTheKnownOnes) {
   const std::string what = message_of<UsageError>([] { sparse_scheme("nez"); });
   EXPECT_NE(what.find("'nez'; known are zen"), std::string::npos) << what;

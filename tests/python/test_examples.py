@@ -45,7 +45,6 @@ def test_digits_reaches_97_percent_with_two_workers(tmp_path):
     [
         ("digits.py", ["--epochs", "2", "--steps", "30"]),
         ("char_gpt.py", ["--steps", "12", *SMALL_GPT]),
-        ("words.py", ["--steps", "12", *FEW_WORDS]),
     ],
 )
 def test_two_workers_end_with_ddps_parameters_bit_for_bit(tmp_path, script, options):
@@ -56,11 +55,10 @@ def test_two_workers_end_with_ddps_parameters_bit_for_bit(tmp_path, script, opti
     assert ddp["parameters_sha256"] == backward["parameters_sha256"]
 
 
-@pytest.mark.parametrize("script", ["digits.py", "char_gpt.py"])
+@pytest.mark.parametrize("script", ["digits.py", "char_gpt.py", "words.py"])
 def test_one_and_four_workers_follow_the_same_loss(tmp_path, script):
     options = ["--epochs", "1", "--steps", "16"]
-    if script == "char_gpt.py":
-        options += SMALL_GPT
+    options += {"char_gpt.py": SMALL_GPT, "words.py": FEW_WORDS}.get(script, [])
     one = start(tmp_path, "plain", 1, script, *options)
     four = start(tmp_path, "usbyterun", 4, script, *options)
     for key, value in one["history"][-1].items():

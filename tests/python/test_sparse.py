@@ -15,7 +15,7 @@ from _models import short_probes
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.sparse import Counts, DensityDrift, RowCounts, choose_way, is_outdated
+from usbyte.torch.sparse import Counts, DensityDrift, RowCounts, choose_way, to_be_won_s
 
 ROWS, WIDTH = 300, 5
 
@@ -135,6 +135,55 @@ def test_trains_as_ddp_does():
     run_ranks(2, equals_ddp, timeout=120)
 
 
+def reuses_its_batch(rank, size):
+    """A buffer for batches that is filled anew as soon as step() has returned."""
+    short_probes()
+    ub.init()
+    model, batch = Words(), torch.empty(16, 4, dtype=torch.int64)
+    optimizer = ub.DistributedOptimizer(
+        make_optimizer("sgd", model), model.named_parameters(), overlap="forward"
+    )
+    for step, words in enumerate(batches(rank, 14)):
+        batch.copy_(words)
+        optimizer.zero_grad()
+        model(batch, is_seldom(step, rank)).backward()
+        optimizer.step()
+        batch.fill_(7)
+    optimizer.synchronize()
+    assert difference(model.state_dict(), train_alone("sgd", size)) < 1e-12
+    optimizer.close()
+
+
+def test_batches_may_be_overwritten_after_a_step():
+    run_ranks(2, reuses_its_batch, timeout=120)
+
+
+def keeps_sparse_gradients(rank, size):
+    """With sparse_as_dense=True a layer may be used in an earlier micro-batch alone."""
+    short_probes()
+    ub.init()
+    torch.manual_seed(0)
+    first, second = nn.Embedding(9, 3, sparse=True), nn.Embedding(9, 3, sparse=True)
+    model = nn.ModuleList([first, second])
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), sparse_as_dense=True
+    )
+    start = first.weight.detach().clone()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        first(torch.tensor([1, 1, 2 + rank])).sum().backward()
+    second(torch.tensor([rank])).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    moved = (start - first.weight.detach())[:, 0] / 0.1
+    assert torch.allclose(moved, torch.tensor([0, 2, 0.5, 0.5, 0, 0, 0, 0, 0]), atol=1e-5), moved
+    optimizer.close()
+
+
+def test_sparse_gradients_of_earlier_micro_batches_become_dense():
+    run_ranks(2, keeps_sparse_gradients, timeout=120)
+
+
 def has_other_rows(rank, size):
     """One rank alone finds another scheme faster; all learn anew, which changes no number."""
     short_probes()
@@ -173,12 +222,14 @@ def test_a_scheme_is_outdated_when_another_one_is_clearly_faster():
     apart, alike = Counts(1000, 4000), Counts(1000, 1000)  # ranks share no row, or all of them
     doubling, zen = (choose_way("words", param, counts, network) for counts in (apart, alike))
     assert (doubling.scheme, zen.scheme) == ("hierarchical", "zen")
-    assert is_outdated("words", param, doubling, alike, network)
-    assert not is_outdated("words", param, doubling, apart, network)
-    assert is_outdated("words", param, zen, apart, network)
+    assert to_be_won_s("words", param, doubling, alike, network) > 0
+    assert to_be_won_s("words", param, doubling, apart, network) == 0
+    assert to_be_won_s("words", param, zen, apart, network) > 0
     nearly = Counts(1000, 2500)  # where both take about as long
-    assert not is_outdated("words", param, zen, nearly, network)
-    assert not is_outdated("words", param, doubling, nearly, network)
+    assert to_be_won_s("words", param, zen, nearly, network) == 0
+    assert to_be_won_s("words", param, doubling, nearly, network) == 0
+    assert Counts(10, 30).grown_to(60) == Counts(20, 60)
+    assert Counts(0, 0).grown_to(60) == Counts(60, 60)
 
 
 def test_other_rows_must_last_for_three_windows():

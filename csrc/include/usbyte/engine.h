@@ -92,7 +92,8 @@ class Engine {
   /// The gradient of a sparse tensor, whose memory must live until the tensor has arrived. Throws
   /// UsageError for others, as `ready` does for sparse ones.
   void ready_rows(int tensor, RowsView rows);
-  /// The sum of a sparse tensor's gradients, once in a step; it has been waited for.
+  /// The sum of a sparse tensor's gradients, which has been waited for. Throws UsageError when it
+  /// has been taken in this step.
   SparseSum take_rows(int tensor);
   /// Tensors that are not ready yet in this step.
   std::vector<int> unready() const;

@@ -60,7 +60,7 @@ struct SparseSum {
 };
 
 struct SparseOptions {
-  double scale = 1;   ///< multiplied with sums of floats
+  double scale = 1;   ///< multiplied with each rank's rows, of floats, before they are added
   uint64_t seed = 0;  ///< of what is drawn by chance; the same on all ranks
 };
 

@@ -20,9 +20,9 @@ struct SparseChoice {
 /// power of the number of ranks in between. One rank's is at least its share of all.
 SparseDensity grown_density(int ranks, double of_one, double of_all);
 
-/// Ways to add up such gradients that leave out no row, the fastest first. Transfers take what the
-/// rounds of a ring all_reduce take, bytes what its bytes do; adding up takes no time. Throws
-/// UsageError on densities that are no shares or shrink.
+/// Ways to add up such gradients that leave out no row and are not slowed by skew, the fastest
+/// first. Transfers take what the rounds of a ring all_reduce take, bytes what its bytes do; adding
+/// up takes no time. Throws UsageError on densities that are no shares or shrink.
 std::vector<SparseChoice> sparse_choices(const NetworkModel& network, const SparseShape& shape,
                                          double of_one, double of_all);
 

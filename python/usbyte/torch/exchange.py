@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 
 import torch
@@ -14,7 +13,7 @@ from usbyte.torch.communicator import brief
 
 _TAG = 0x3FFFFFFE  # which nobody else is likely to use on a group
 
-Leg = tuple[int, int, int, int, int]  # peer; where and how many bytes to send, and to receive
+Leg = tuple[int, memoryview, memoryview]  # peer, what to send and where to receive
 
 
 class TorchExchange:
@@ -52,19 +51,15 @@ class TorchExchange:
         try:
             with torch.no_grad():
                 coming = [
-                    dist.irecv(_bytes_at(place, size), self._rank_of(peer), self._group, _TAG)
-                    for peer, _, _, place, size in legs
-                    if size > 0
+                    dist.irecv(_tensor(memory), self._rank_of(peer), self._group, _TAG)
+                    for peer, _, memory in legs
+                    if memory
                 ]
                 # One after the other: peers come in another order on each rank, so that no link has
                 # more than one message at a time.
-                for peer, place, size, _, _ in legs:
-                    if size > 0:
-                        _wait(
-                            dist.isend(
-                                _bytes_at(place, size), self._rank_of(peer), self._group, _TAG
-                            )
-                        )
+                for peer, memory, _ in legs:
+                    if memory:
+                        _wait(dist.isend(_tensor(memory), self._rank_of(peer), self._group, _TAG))
                 for work in coming:
                     _wait(work)
         except RuntimeError as error:
@@ -75,8 +70,7 @@ class TorchExchange:
         return dist.get_global_rank(self._group, peer)
 
 
-def _bytes_at(address: int, size: int) -> torch.Tensor:
-    memory = (ctypes.c_byte * size).from_address(address)
+def _tensor(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

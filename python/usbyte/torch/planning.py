@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from usbyte import _core, tuning
@@ -21,8 +22,8 @@ from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
 from usbyte.torch.device import Device
 from usbyte.torch.learning import Times, combine, job_profile
-from usbyte.torch.ops import Max, allreduce
-from usbyte.torch.sparse import Counts, Way, choose_way, is_outdated, with_sparse
+from usbyte.torch.ops import Average, Max, allreduce
+from usbyte.torch.sparse import Counts, Way, choose_way, to_be_won_s, with_sparse
 from usbyte.units import format_cost
 
 log = logging.getLogger("usbyte")
@@ -144,6 +145,7 @@ class Planner:
         self._context, self._label = context, label
         self._names, self._params, self.sparse = names, params, sparse
         self._ways: Mapping[str, Way] = {}  # of sparse gradients, once they are chosen
+        self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
         self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._overlap, self._sharded = dict(options), overlap, sharded
@@ -198,14 +200,23 @@ class Planner:
         Args:
             times: Of this rank.
             measured: Of the network; rank 0's count.
-            rows: Of sparse gradients, by name; likewise.
+            rows: Of sparse gradients, by name; ranks' own ones are averaged.
         """
         label = self._label
         times = combine(times, lambda t: allreduce(t, name=f"{label}.times", op=Max))
         self._ready = dict(zip(self._names, times.ready_s, strict=True))
+        if self.sparse:
+            known = sorted(self.sparse)
+            own = torch.tensor([rows[name].own if name in rows else 0.0 for name in known])
+            means = allreduce(own, name=f"{label}.rows", op=Average).tolist()
+            self._rows = {
+                name: Counts(mean, max(mean, rows[name].all))
+                for name, mean in zip(known, means, strict=True)
+                if name in rows
+            }
         lists = self._choices or [self._codecs]
         self._plans.measure(spec for codecs in lists for spec in codecs.values())
-        return self._agree(lambda: self._decide(times, fit(self._context.size, measured), rows))
+        return self._agree(lambda: self._decide(times, fit(self._context.size, measured)))
 
     def next_trial(self, step_s: float) -> Decision:
         """Gives every rank the next plan to try or, at the end, the best one.
@@ -217,14 +228,26 @@ class Planner:
         return self._agree(lambda: self._tell(step_s))
 
     def is_outdated(self, rows: Mapping[str, Counts]) -> bool:
-        """Sparse gradients would travel otherwise, if they always had so many rows."""
+        """Sparse gradients would travel otherwise, and clearly faster, if they had such rows.
+
+        Only the sums' rows count, so that all ranks find the same.
+        """
         decision = self.decision
+        if decision is None:
+            return False
         named = dict(zip(self._names, self._params, strict=True))
-        return decision is not None and any(
-            is_outdated(name, named[name], self._ways[name], counts, decision.network)
+        won_s = sum(
+            to_be_won_s(
+                name,
+                named[name],
+                self._ways[name],
+                self._rows[name].grown_to(counts.all),
+                decision.network,
+            )
             for name, counts in rows.items()
-            if name in self._ways
+            if name in self._rows
         )
+        return won_s > _WORTH_LEARNING * decision.predicted_s
 
     def _agree(self, make: Callable[[], Decision]) -> Decision:
         """What rank 0 makes, on every rank."""
@@ -243,13 +266,11 @@ class Planner:
         self.decision = replace(decision, plan=self._in_force(decision.plan))
         return self.decision
 
-    def _decide(
-        self, times: Times, network: _core.NetworkModel, rows: Mapping[str, Counts]
-    ) -> Decision:
+    def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
         whole = self._profile(times)
         profile = dense(whole)
         named = dict(zip(self._names, self._params, strict=True))
-        self._ways = {n: choose_way(n, named[n], counts, network) for n, counts in rows.items()}
+        self._ways = {n: choose_way(n, named[n], c, network) for n, c in self._rows.items()}
         trial_steps = 0
         if callable(self._policy):
             plan = self._coded(self._checked_tensors(self._policy(profile, network), profile))
@@ -436,6 +457,8 @@ class Planner:
         raise MismatchError(f"{self._label}: {difference}. Build the same model on all ranks.")
 
 
+#: Share of a step that another way to send rows must be predicted to save.
+_WORTH_LEARNING = 0.01
 #: Of each trial of codecs to choose from, as of auto's plans.
 _CHOICE_STEPS = 7
 

@@ -467,14 +467,6 @@ class Reducer:
     def _collect(self, i: int, param: torch.Tensor) -> None:
         grad = param.grad
         assert grad is not None
-        if grad.layout != torch.strided and not self._sparse[i]:
-            if not self._densifies:
-                raise UsageError(
-                    f"the gradient of '{self.names[i]}' is sparse, which was not to be seen when "
-                    "the optimizer was wrapped: give DistributedOptimizer model= or "
-                    "sparse_as_dense=True"
-                )
-            grad = grad.to_dense()
         if grad is self._grads[i]:
             self._check_not_summed(i)
         self._send(i, grad)
@@ -483,6 +475,14 @@ class Reducer:
         self._local_used[i] = self._holds_result[i] = True
         if self._sparse[i]:
             return self._send_rows(i, grad)
+        if grad.layout != torch.strided:
+            if not self._densifies:
+                raise UsageError(
+                    f"the gradient of '{self.names[i]}' is sparse, which was not to be seen when "
+                    "the optimizer was wrapped: give DistributedOptimizer model= or "
+                    "sparse_as_dense=True"
+                )
+            grad = grad.to_dense()
         self._sender.send(i, grad)
         self._versions[i] = self._grads[i]._version
 

@@ -102,12 +102,16 @@ class Counts:
     """Rows of a sparse gradient, on average.
 
     Attributes:
-        own: That this rank has.
+        own: That one rank has.
         all: That the sum over all ranks has.
     """
 
     own: float
     all: float
+
+    def grown_to(self, every: float) -> Counts:
+        """The same where the sum has so many, and a rank's own rows have grown alike."""
+        return Counts(min(self.own * every / self.all, every) if self.all else every, every)
 
 
 def choose_way(name: str, param: nn.Parameter, counts: Counts, network: _core.NetworkModel) -> Way:
@@ -121,12 +125,13 @@ def choose_way(name: str, param: nn.Parameter, counts: Counts, network: _core.Ne
     return Way(found[0].scheme, found[0].bytes)
 
 
-def is_outdated(
+def to_be_won_s(
     name: str, param: nn.Parameter, way: Way, counts: Counts, network: _core.NetworkModel
-) -> bool:
-    """Another way is predicted to be clearly faster by now."""
+) -> float:
+    """Seconds by which another way is predicted to be faster by now; 0 unless clearly so."""
     found = {choice.scheme: choice.seconds for choice in _choices(name, param, counts, network)}
-    return min(found.values()) < (1 - _CLEARLY) * found[way.scheme]
+    won_s = found[way.scheme] - min(found.values())
+    return won_s if won_s > _CLEARLY * found[way.scheme] else 0.0
 
 
 def _choices(
@@ -166,7 +171,7 @@ class DensityDrift:
     whose batches vary by nature does not learn for ever.
 
     Args:
-        outdated: Whether the plan in force is, by such counts.
+        outdated: Whether the plan in force is, by what is counted.
     """
 
     def __init__(self, outdated: Callable[[Mapping[str, Counts]], bool]) -> None:
@@ -204,15 +209,17 @@ class Rows:
                 what = f"sparse in {grad.sparse_dim()} dimensions"
             raise UsageError(
                 f"the gradient of '{name}' is {what}, where its layer has sparse=True, of rows: "
-                "pass sparse_as_dense=True to DistributedOptimizer"
+                "make it dense, as DistributedOptimizer does with sparse_as_dense=True"
             )
         if grad.dtype != param.dtype:
             raise UsageError(
                 f"the gradient of '{name}' is {grad.dtype}, the parameter {param.dtype}"
             )
         self._param = param
-        self.ids = grad._indices()[0].contiguous()
-        self.values = grad._values().contiguous()
+        # Of its own: torch's indices may be the very memory of the batch, which is filled anew
+        # while these are on their way.
+        self.ids = grad._indices()[0].clone(memory_format=torch.contiguous_format)
+        self.values = grad._values().clone(memory_format=torch.contiguous_format)
 
     def give(self, engine: _core.Engine, slot: int) -> None:
         """Tells the engine, which reads them until the tensor has arrived."""
