@@ -41,9 +41,16 @@ RowSet::RowSet(int64_t range, std::span<const Keys> lists) {
       words_[static_cast<size_t>(key >> 6)] |= uint64_t{1} << (key & 63);
     }
   }
-  for (size_t w = 0; w < words_.size(); ++w) {
-    if (w % kBlock == 0) directory_.push_back(count_);
-    count_ += std::popcount(words_[w]);
+  directory_.reserve((words_.size() + kBlock - 1) / kBlock);
+  for (size_t first = 0; first < words_.size(); first += kBlock) {
+    Block block{count_, 0};
+    const size_t end = std::min(first + kBlock, words_.size());
+    for (size_t w = first; w < end; ++w) {
+      const auto within = static_cast<uint64_t>(count_ - block.before);
+      if (w > first) block.within |= within << (kWithinBits * (w - first - 1));
+      count_ += bits(words_[w]);
+    }
+    directory_.push_back(block);
   }
 }
 

@@ -42,6 +42,9 @@ class Keys {
 
 /// The union of lists of numbers below `range`, in ascending order, and where in it each is. A
 /// bitmap with a directory where that is not much larger than the lists, else sorted.
+///
+/// The directory is that of S. Vigna, "Broadword Implementation of Rank/Select Queries", WEA 2008:
+/// one place in it and one word of the bitmap tell a position, however far apart keys are.
 class RowSet {
  public:
   RowSet() = default;
@@ -52,11 +55,11 @@ class RowSet {
   /// Place of a number that is in the set.
   int64_t position(int64_t key) const {
     if (words_.empty()) return std::ranges::lower_bound(sorted_, key) - sorted_.begin();
-    const int64_t word = key >> 6, block = word / kBlock * kBlock;
-    int64_t before = directory_[static_cast<size_t>(word / kBlock)];
-    for (int64_t w = block; w < word; ++w) before += std::popcount(words_[static_cast<size_t>(w)]);
-    const uint64_t below = (uint64_t{1} << (key & 63)) - 1;
-    return before + std::popcount(words_[static_cast<size_t>(word)] & below);
+    const auto word = static_cast<size_t>(key) >> 6;
+    const Block& block = directory_[word / kBlock];
+    const uint64_t within = block.within >> (kWithinBits * ((word - 1) % kBlock)) & kWithinMask;
+    const uint64_t below = words_[word] & ((uint64_t{1} << (key & 63)) - 1);
+    return block.before + static_cast<int64_t>(within) + bits(below);
   }
   /// Calls use(number) for each, ascending.
   template <typename Use>
@@ -70,11 +73,26 @@ class RowSet {
   }
 
  private:
-  static constexpr int64_t kBlock = 8;  // words for each entry of the directory
+  static constexpr size_t kBlock = 8;  // words for each entry of the directory
+  static constexpr size_t kWithinBits = 9;
+  static constexpr uint64_t kWithinMask = (uint64_t{1} << kWithinBits) - 1;
+
+  struct Block {
+    int64_t before;   // numbers before it
+    uint64_t within;  // in it, before each word but the first; 0 comes out for that one
+  };
+
+  // std::popcount calls a library where processors need not have the instruction.
+  static int64_t bits(uint64_t word) {
+    word -= word >> 1 & 0x5555555555555555;
+    word = (word & 0x3333333333333333) + (word >> 2 & 0x3333333333333333);
+    word = (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0f;
+    return static_cast<int64_t>(word * 0x0101010101010101 >> 56);
+  }
 
   std::vector<uint64_t> words_;
-  std::vector<int64_t> directory_;  // numbers before each block
-  std::vector<int64_t> sorted_;     // instead of both
+  std::vector<Block> directory_;
+  std::vector<int64_t> sorted_;  // instead of both
   int64_t count_ = 0;
 };
 
