@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "bench.h"
-#include "codec/permutation.h"
+#include "sparse/servers.h"
 #include "usbyte/error.h"
 #include "usbyte/sparse.h"
 
@@ -48,7 +48,8 @@ using bench::medians_in_turns;
 
 constexpr const char* kAbout =
     "Adds up sparse gradients whose rows are drawn by Zipf's law; ranks are threads.\n\n"
-    "  hash, unhash  GB/s of row numbers of 8 bytes, permuted and back, on one core; median\n"
+    "  place, name   GB/s of row numbers of 8 bytes: which rank adds a row up, by which key, and\n"
+    "                back; on one core, ascending; median\n"
     "  coalesce      GB/s of keys and values of one rank, in the order drawn; likewise\n"
     "  copy          GB/s of memcpy of the row numbers, measured in turns; likewise\n"
     "  gamma         rows of the sum over those of one rank\n"
@@ -82,20 +83,29 @@ std::vector<double> zipf(int64_t rows, double exponent) {
 }
 
 struct Rates {
-  double hash, unhash, coalesce, copy;  // bytes/s
+  double place, name, coalesce, copy;  // bytes/s
 };
 
 Rates measure(const SparseShape& shape, const std::vector<int64_t>& ids, int64_t iters) {
-  const Permutation permutation(1, static_cast<uint64_t>(shape.rows));
-  std::vector<uint64_t> numbers(ids.begin(), ids.end()), copied(ids.size());
+  const sparse::Dealt servers(shape.rows, 4, 1);
+  std::vector<int64_t> ascending = ids, copied(ids.size());
+  std::ranges::sort(ascending);
+  std::vector<sparse::Place> places(ids.size());
   const std::vector<float> values(ids.size() * static_cast<size_t>(shape.width), 1.0F);
   const RowsView rows{ids, reinterpret_cast<const std::byte*>(values.data())};
-  const double key_bytes = static_cast<double>(numbers.size() * sizeof(uint64_t));
+  const double key_bytes = static_cast<double>(ids.size() * sizeof(int64_t));
   const auto row_bytes = static_cast<double>(std::ssize(ids) * (shape.row_bytes() + 8));
   const std::function<void()> actions[] = {
-      [&] { permutation.apply(numbers); }, [&] { permutation.invert(numbers); },
+      [&] {
+        for (size_t i = 0; i < ids.size(); ++i) places[i] = servers.place(ascending[i]);
+      },
+      [&] {
+        for (size_t i = 0; i < ids.size(); ++i) {
+          ascending[i] = servers.id(places[i].server, places[i].key);
+        }
+      },
       [&] { coalesce(shape, rows); },
-      [&] { std::memcpy(copied.data(), numbers.data(), numbers.size() * sizeof(uint64_t)); }};
+      [&] { std::memcpy(copied.data(), ids.data(), ids.size() * sizeof(int64_t)); }};
   const std::vector<double> times = medians_in_turns(actions, iters);
   const auto rate = [&](size_t a, double bytes) { return bytes / times[a]; };
   return {rate(0, key_bytes), rate(1, key_bytes), rate(2, row_bytes), rate(3, key_bytes)};
@@ -161,9 +171,9 @@ int bench_sparse(const bench::Options& options) {
   const Rates rates = measure(shape, ids[0], options.integer("iters", 1));
   const auto gb = [](double rate) { return fixed(rate * 1e-9, 2); };
   bench::print_table(options.table(),
-                     {{"rows", "of", "hash(GB/s)", "unhash(GB/s)", "coalesce(GB/s)", "copy(GB/s)"},
-                      {std::to_string(count), std::to_string(shape.rows), gb(rates.hash),
-                       gb(rates.unhash), gb(rates.coalesce), gb(rates.copy)}});
+                     {{"rows", "of", "place(GB/s)", "name(GB/s)", "coalesce(GB/s)", "copy(GB/s)"},
+                      {std::to_string(count), std::to_string(shape.rows), gb(rates.place),
+                       gb(rates.name), gb(rates.coalesce), gb(rates.copy)}});
   std::fputc('\n', options.table());
   std::vector<std::vector<std::string>> table = {
       {"ranks", "gamma", "scheme", "push", "pull", "memory"}};
@@ -188,8 +198,8 @@ int bench_sparse(const bench::Options& options) {
   const std::string ran = std::to_string(rows.size()) + " sums";
   return bench::finish(options, table, ran, "in memory", wrong,
                        {{"benchmark", "sparse"},
-                        {"hash_bytes_per_s", rates.hash},
-                        {"unhash_bytes_per_s", rates.unhash},
+                        {"place_bytes_per_s", rates.place},
+                        {"name_bytes_per_s", rates.name},
                         {"coalesce_bytes_per_s", rates.coalesce},
                         {"copy_bytes_per_s", rates.copy},
                         {"rows", std::move(rows)}});

@@ -15,19 +15,4 @@ Permutation::Permutation(uint64_t key, uint64_t size) : size_(size) {
   for (uint64_t round = 0; round < 4; ++round) keys_[round] = mix(key + round);
 }
 
-// One pass for all, which has no branches, then the rest of the walks.
-void Permutation::apply(std::span<uint64_t> numbers) const {
-  for (uint64_t& i : numbers) i = forward(i);
-  for (uint64_t& i : numbers) {
-    if (i >= size_) i = (*this)(i);
-  }
-}
-
-void Permutation::invert(std::span<uint64_t> numbers) const {
-  for (uint64_t& i : numbers) i = backward(i);
-  for (uint64_t& i : numbers) {
-    if (i >= size_) i = inverse(i);
-  }
-}
-
 }  // namespace usbyte

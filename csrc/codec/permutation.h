@@ -1,13 +1,12 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 
 namespace usbyte {
 
-/// A permutation of [0, size) that a key chooses, and its inverse: a Feistel network of four rounds
-/// on the least number of bits that hold it, walked until it comes back inside (Black and Rogaway,
-/// "Ciphers with Arbitrary Finite Domains", 2002).
+/// A permutation of [0, size) that a key chooses: a Feistel network of four rounds on the least
+/// number of bits that hold it, walked until it comes back inside (Black and Rogaway, "Ciphers with
+/// Arbitrary Finite Domains", 2002).
 class Permutation {
  public:
   Permutation(uint64_t key, uint64_t size);
@@ -17,17 +16,9 @@ class Permutation {
     while (i >= size_);
     return i;
   }
-  uint64_t inverse(uint64_t i) const {
-    do i = backward(i);
-    while (i >= size_);
-    return i;
-  }
-  /// Of each, in place.
-  void apply(std::span<uint64_t> numbers) const;
-  void invert(std::span<uint64_t> numbers) const;
 
  private:
-  // Halves are of 32 bits at most, so that a lane's product of two is whole.
+  // Halves are of 32 bits at most.
   uint64_t spread(uint64_t half, int round) const {
     uint64_t x = (half ^ keys_[round]) & 0xffffffff;
     x = (x * 0x9e3779b1) & 0xffffffff;
@@ -41,14 +32,6 @@ class Permutation {
     low ^= spread(high, 1) & low_mask_;
     high ^= spread(low, 2) & high_mask_;
     low ^= spread(high, 3) & low_mask_;
-    return high << low_bits_ | low;
-  }
-  uint64_t backward(uint64_t i) const {
-    uint64_t low = i & low_mask_, high = i >> low_bits_;
-    low ^= spread(high, 3) & low_mask_;
-    high ^= spread(low, 2) & high_mask_;
-    low ^= spread(high, 1) & low_mask_;
-    high ^= spread(low, 0) & high_mask_;
     return high << low_bits_ | low;
   }
 

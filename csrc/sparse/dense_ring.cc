@@ -1,5 +1,6 @@
-#include "push_pull.h"
+#include "rows.h"
 #include "schemes.h"
+#include "servers.h"
 
 // A dense ring: reduce_scatter, then all_gather, of all rows (Patarasuk and Yuan, "Bandwidth
 // optimal all-reduce algorithms for clusters of workstations", 2009).
@@ -48,7 +49,7 @@ class Ring {
   Exchange& exchange_;
   const SparseShape& shape_;
   Buffer& values_;
-  const Servers parts_;
+  const Ranges parts_;
   const int rank_, size_;
   SparseTraffic traffic_;
 };

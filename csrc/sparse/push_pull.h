@@ -1,36 +1,62 @@
 #pragma once
 
-#include "rows.h"
+#include <utility>
+#include <vector>
 
+#include "mail.h"
+
+// Sums by push and pull: each row goes to its server, where equal ones meet, and each server sends
+// its sums to all. `Servers` are those of servers.h.
 namespace usbyte::sparse {
-
-/// Which rank adds up which rows: the numbers of all rows, in some order, cut into equal runs.
-class Servers {
- public:
-  Servers(int64_t rows, int ranks) : rows_(rows), run_((rows + ranks - 1) / ranks) {}
-
-  int of(uint64_t number) const { return static_cast<int>(number / static_cast<uint64_t>(run_)); }
-  int64_t begin(int server) const { return std::min(server * run_, rows_); }
-  /// How many rows a server has.
-  int64_t range(int server) const { return begin(server + 1) - begin(server); }
-
- private:
-  int64_t rows_, run_;
-};
-
-struct PushPull {
-  /// Rows are numbered by a permutation that the seed chooses, and not as they come.
-  bool hashes = false;
-  /// What is pulled may have a bitmap instead of keys.
-  bool bitmaps = false;
-};
 
 /// Lengths and messages, to the servers and from them.
 inline int push_pull_transfers(int) { return 4; }
 
-/// Sums by push and pull: each row goes to its server, where equal ones meet, and each server sends
-/// its sums to all.
+/// The rows as messages to their servers.
+template <typename Servers>
+Outbox push(const SparseShape& shape, const SparseRows& rows, const Servers& servers, int ranks) {
+  std::vector<int64_t> counts(static_cast<size_t>(ranks));
+  for (int64_t id : rows.ids) ++counts[static_cast<size_t>(servers.place(id).server)];
+  Outbox out(shape, counts, [&](int server) { return servers.range(server); });
+  const std::byte* row = rows.values.data();
+  for (int64_t id : rows.ids) {
+    const auto [server, key] = servers.place(id);
+    out.put(server, key, row);
+    row += shape.row_bytes();
+  }
+  return out;
+}
+
+/// With `bitmaps`, what is pulled may have one instead of keys.
+template <typename Servers>
 SparseSum push_pull(Exchange& exchange, const SparseShape& shape, SparseRows mine,
-                    const SparseOptions& options, PushPull how);
+                    const Servers& servers, bool bitmaps) {
+  SparseSum out;
+  Buffer own;
+  {
+    const Outbox pushed = push(shape, std::exchange(mine, {}), servers, exchange.size());
+    out.traffic.push_imbalance = pushed.imbalance();
+    const int64_t range = servers.range(exchange.rank());
+    const Inbox arrived(exchange, pushed, out.traffic);
+    const Sums sums = add_up(shape, range, arrived.read(shape, [&](int) { return range; }));
+    own = write_set(shape, range, sums, bitmaps);
+  }
+  const Inbox arrived(exchange, own, out.traffic);
+  const std::vector<RowsMessage> parts =
+      arrived.read(shape, [&](int server) { return servers.range(server); });
+  out.traffic.pull_imbalance = imbalance(parts);
+
+  std::vector<std::vector<int64_t>> ids(parts.size());
+  std::vector<RowsMessage> named;
+  for (size_t s = 0; s < parts.size(); ++s) {
+    ids[s].resize(static_cast<size_t>(parts[s].count()));
+    for (size_t i = 0; i < ids[s].size(); ++i) {
+      ids[s][i] = servers.id(static_cast<int>(s), parts[s].keys[static_cast<int64_t>(i)]);
+    }
+    named.push_back({Keys(std::span<const int64_t>(ids[s])), parts[s].values, {}});
+  }
+  out.rows = rows_of(put_together(shape, shape.rows, named));
+  return out;
+}
 
 }  // namespace usbyte::sparse

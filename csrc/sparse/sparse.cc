@@ -5,8 +5,8 @@
 #include <string>
 
 #include "mail.h"
-#include "push_pull.h"
 #include "schemes.h"
+#include "servers.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -21,7 +21,7 @@ SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape,
   SparseRows rows = coalesce(shape, mine);
   sparse::scale(shape, rows.values, options.scale);
   const int64_t own_rows = rows.count();
-  const sparse::Servers ranges(shape.rows, exchange.size());
+  const sparse::Ranges ranges(shape.rows, exchange.size());
   std::vector<int64_t> in_range;
   for (auto at = rows.ids.begin(); std::ssize(in_range) < exchange.size();) {
     const int64_t end = ranges.begin(static_cast<int>(in_range.size()) + 1);

@@ -2,18 +2,18 @@
 
 #include "push_pull.h"
 #include "schemes.h"
+#include "servers.h"
 
 // Balanced parallelism (Zen, OSDI 2025): every row goes to the server that its id hashes to, so
-// that each rank's rows are spread evenly, however they are skewed.
-//
-// The hash is a permutation of all ids, cut into equal runs. So servers have the same number of
-// ids, nobody needs a table of them, and a server's bitmap has one bit for each.
+// that each rank's rows are spread evenly, however they are skewed. As rows are dealt out, servers
+// have the same number of ids, and a server's bitmap has one bit for each.
 namespace usbyte::sparse {
 namespace {
 
 SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
               const SparseOptions& options) {
-  return push_pull(exchange, shape, std::move(mine), options, {true, true});
+  const Dealt servers(shape.rows, exchange.size(), options.seed);
+  return push_pull(exchange, shape, std::move(mine), servers, true);
 }
 
 /// (n - 1) / n (2 d + d_n + 1 / 32) M b for single elements of 4 bytes, with the bitmap's bits;

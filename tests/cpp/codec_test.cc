@@ -270,29 +270,20 @@ TEST(Codec, APermutationIsOne) {
     for (uint64_t key = 0; key < 5; ++key) {
       const Permutation permutation(key, size);
       std::set<uint64_t> seen;
-      for (uint64_t i = 0; i < size; ++i) {
-        seen.insert(permutation(i));
-        EXPECT_EQ(permutation.inverse(permutation(i)), i);
-      }
+      for (uint64_t i = 0; i < size; ++i) seen.insert(permutation(i));
       EXPECT_EQ(seen.size(), size);
       EXPECT_LT(*seen.rbegin(), size);
-      std::vector<uint64_t> all(size);
-      std::iota(all.begin(), all.end(), 0);
-      permutation.apply(all);
-      for (uint64_t i = 0; i < size; ++i) EXPECT_EQ(all[i], permutation(i));
-      permutation.invert(all);
-      for (uint64_t i = 0; i < size; ++i) EXPECT_EQ(all[i], i);
     }
   }
 }
 
-TEST(Codec, APermutationOfMoreThanFourBillionHasAnInverse) {
+TEST(Codec, APermutationOfMoreThanFourBillionStaysInside) {
   const uint64_t size = (uint64_t{1} << 40) - 12345;
   const Permutation permutation(7, size);
-  for (uint64_t i = 0; i < size; i += size / 1000) {
-    EXPECT_LT(permutation(i), size);
-    EXPECT_EQ(permutation.inverse(permutation(i)), i);
-  }
+  std::set<uint64_t> seen;
+  for (uint64_t i = 0; i < 1000; ++i) seen.insert(permutation(i * (size / 1000)));
+  EXPECT_EQ(seen.size(), 1000);
+  EXPECT_LT(*seen.rbegin(), size);
 }
 
 // The mean over many draws is the value, within five deviations of that mean.
