@@ -48,7 +48,7 @@ RowSet::RowSet(int64_t range, std::span<const Keys> lists) {
     for (size_t w = first; w < end; ++w) {
       const auto within = static_cast<uint64_t>(count_ - block.before);
       if (w > first) block.within |= within << (kWithinBits * (w - first - 1));
-      count_ += bits(words_[w]);
+      count_ += ones(words_[w]);
     }
     directory_.push_back(block);
   }

@@ -9,6 +9,14 @@
 
 namespace usbyte::sparse {
 
+/// Bits that are set. std::popcount calls a library where processors need not have the instruction.
+inline int64_t ones(uint64_t word) {
+  word -= word >> 1 & 0x5555555555555555;
+  word = (word & 0x3333333333333333) + (word >> 2 & 0x3333333333333333);
+  word = (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0f;
+  return static_cast<int64_t>(word * 0x0101010101010101 >> 56);
+}
+
 /// Numbers of rows as they travel: of 4 bytes each where those suffice, else of 8.
 class Keys {
  public:
@@ -59,7 +67,7 @@ class RowSet {
     const Block& block = directory_[word / kBlock];
     const uint64_t within = block.within >> (kWithinBits * ((word - 1) % kBlock)) & kWithinMask;
     const uint64_t below = words_[word] & ((uint64_t{1} << (key & 63)) - 1);
-    return block.before + static_cast<int64_t>(within) + bits(below);
+    return block.before + static_cast<int64_t>(within) + ones(below);
   }
   /// Calls use(number) for each, ascending.
   template <typename Use>
@@ -81,14 +89,6 @@ class RowSet {
     int64_t before;   // numbers before it
     uint64_t within;  // in it, before each word but the first; 0 comes out for that one
   };
-
-  // std::popcount calls a library where processors need not have the instruction.
-  static int64_t bits(uint64_t word) {
-    word -= word >> 1 & 0x5555555555555555;
-    word = (word & 0x3333333333333333) + (word >> 2 & 0x3333333333333333);
-    word = (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0f;
-    return static_cast<int64_t>(word * 0x0101010101010101 >> 56);
-  }
 
   std::vector<uint64_t> words_;
   std::vector<Block> directory_;

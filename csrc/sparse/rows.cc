@@ -172,7 +172,7 @@ RowsMessage read(std::span<const std::byte> message, const SparseShape& shape, i
   for (int64_t w = 0; w < keys / 8; ++w) {
     uint64_t word;
     std::memcpy(&word, at + 8 * w, 8);
-    if (found + std::popcount(word) > head.count) throw damaged();
+    if (found + ones(word) > head.count) throw damaged();
     for (; word != 0; word &= word - 1) {
       listed[found++] = static_cast<uint32_t>(64 * w + std::countr_zero(word));
     }

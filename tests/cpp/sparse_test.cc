@@ -6,7 +6,9 @@
 #include <cmath>
 #include <numeric>
 #include <set>
+#include <utility>
 
+#include "../../csrc/sparse/servers.h"
 #include "sparse_rig.h"
 #include "usbyte/error.h"
 
@@ -81,6 +83,55 @@ TEST(Sparse, ManyMoreRowsThanFourBytesCount) {
   }
   for (const SparseSum& sum : test::all_reduce(sparse_scheme("zen"), shape, rows)) {
     test::expect_rows(shape, sum.rows, test::reference(shape, rows));
+  }
+}
+
+/// Every row has one server and key, which name it, and every key below a server's range is a row.
+template <typename Servers>
+void expect_one_place_for_each_row(int64_t rows, int ranks, const Servers& servers) {
+  SCOPED_TRACE(std::to_string(rows) + " rows, " + std::to_string(ranks) + " ranks");
+  int64_t keys = 0, most = 0;
+  std::set<std::pair<int, int64_t>> seen;
+  for (int64_t id = 0; id < rows; ++id) {
+    const auto [server, key] = servers.place(id);
+    ASSERT_TRUE(server >= 0 && server < ranks && key >= 0 && key < servers.range(server));
+    ASSERT_TRUE(seen.insert({server, key}).second);
+    ASSERT_EQ(servers.id(server, key), id);
+  }
+  for (int r = 0; r < ranks; ++r) {
+    keys += servers.range(r);
+    most = std::max(most, servers.range(r));
+  }
+  EXPECT_EQ(keys, rows);
+  EXPECT_EQ(most, (rows + ranks - 1) / ranks);
+}
+
+TEST(Servers, HaveEachRowOnce) {
+  for (int64_t rows = 0; rows < 70; ++rows) {
+    for (int ranks = 1; ranks <= 9; ++ranks) {
+      expect_one_place_for_each_row(rows, ranks, sparse::Ranges(rows, ranks));
+      for (uint64_t seed : {0, 1, 2}) {
+        expect_one_place_for_each_row(rows, ranks, sparse::Dealt(rows, ranks, seed));
+      }
+    }
+  }
+}
+
+// Rows that are a stride apart, which without a hash would be one server's, or a few ones'.
+TEST(Servers, AreDealtRowsEvenlyAtAnyStride) {
+  constexpr int kRanks = 8, kRows = 40'000;
+  for (int64_t stride : {1, 2, 8, 64, 4096, 12'345}) {
+    const sparse::Dealt servers(kRows * stride, kRanks, 3);
+    std::vector<int> counts(kRanks);
+    int64_t last_key[kRanks] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    for (int64_t i = 0; i < kRows; ++i) {
+      const auto [server, key] = servers.place(i * stride);
+      ++counts[static_cast<size_t>(server)];
+      EXPECT_GT(key, std::exchange(last_key[server], key));
+    }
+    // 5000 with a deviation of 66.
+    EXPECT_LT(std::ranges::max(counts), 5350) << stride;
+    EXPECT_GT(std::ranges::min(counts), 4650) << stride;
   }
 }
 
