@@ -152,11 +152,11 @@ def sleeper(lab, host):
 @pytest.mark.netns
 def test_rates_change_while_ranks_run(lab):
     rates = lambda: [host.bytes_per_s for host in lab.status()]  # noqa: E731
-    assert rates() == [125e6, 125e6]
+    assert rates() == [[125e6], [125e6]]
     with sleeper(lab, 1) as process:
         done = command("rate", "200mbit")
         assert done.returncode == 0, done.stderr
-        assert rates() == [25e6, 25e6]
+        assert rates() == [[25e6], [25e6]]
         shown = command("status")
         assert "200mbit" in shown.stdout
         assert str(process.pid) in shown.stdout
@@ -166,7 +166,7 @@ def test_rates_change_while_ranks_run(lab):
         assert str(process.pid) in refused.stderr
         assert "--kill" in refused.stderr
     assert command("rate", "unlimited").returncode == 0
-    assert rates() == [None, None]
+    assert rates() == [[None], [None]]
 
 
 @pytest.mark.netns
@@ -199,7 +199,7 @@ def test_a_failing_up_leaves_nothing(lab, monkeypatch):
     if lab.hosts():
         lab.down()
     monkeypatch.setattr(netns, "INTERFACE", "a-name-that-is-too-long")
-    with pytest.raises(UsageError, match="ip link add"):
+    with pytest.raises(UsageError, match="ip -n .* addr add"):
         lab.up(2)
     assert left() == []
 
@@ -243,6 +243,59 @@ def test_congestion_control_is_that_of_choice(lab):
     )
     assert "src 10.98.0.2 congctl reno" in done.stdout
     lab.down()
+
+
+_WAY = """
+import re, subprocess, torch, usbyte.torch as ub
+ub.init()
+total = ub.allreduce(torch.tensor([ub.rank() + 1.0]), op=ub.Sum).item()
+ways = [subprocess.run(["ip", "route", "get", f"10.98.0.{k + 1}"], capture_output=True, text=True,
+                       check=True).stdout for k in range(ub.size()) if k != ub.rank()]
+print(total, ub.local_rank(), ub.local_size(), *(re.search("eth[0-9]", way)[0] for way in ways))
+ub.shutdown()
+"""
+
+
+@pytest.mark.netns
+def test_hosts_of_two_dimensions_meet_over_the_outermost_that_differs(lab):
+    if lab.hosts():
+        lab.down()
+    done = command("up", "--topology", "2x2:10gbit,1gbit")
+    assert done.returncode == 0, done.stderr
+    assert "2x2 hosts, 10gbit, 1gbit" in done.stdout
+    assert [host.bytes_per_s for host in lab.status()] == [[1.25e9, 125e6]] * 4
+    done = command("run", "--", sys.executable, "-c", _WAY)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] 10.0 0 2 eth0 eth1 eth1",
+        "[1] 10.0 1 2 eth0 eth1 eth1",
+        "[2] 10.0 0 2 eth1 eth1 eth0",
+        "[3] 10.0 1 2 eth1 eth1 eth0",
+    ]
+    assert command("rate", "5gbit,unlimited").returncode == 0
+    assert [host.bytes_per_s for host in lab.status()] == [[625e6, None]] * 4
+    refused = command("rate", "5gbit,1gbit,1gbit")
+    assert refused.returncode == 1
+    assert "has 2 dimensions" in refused.stderr
+    lab.down()
+    assert left() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--topology", "2x0:1gbit"], "not 2x0"),
+        (["--topology", "2x:1gbit"], "is no topology"),
+        (["--topology", "2x2:1gbit,1gbit,1gbit"], "has 2 dimensions"),
+        (["--topology", "2x2:1gbit", "--hosts", "4"], "leave out --hosts"),
+        (["--topology", "100x3"], "1 to 250 hosts"),
+    ],
+)
+@pytest.mark.netns
+def test_topologies_that_make_no_sense_are_refused(lab, arguments, what):
+    done = command("up", *arguments)
+    assert done.returncode in (1, 2)
+    assert what in " ".join(done.stderr.split())
 
 
 @pytest.mark.netns

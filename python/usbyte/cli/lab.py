@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +20,7 @@ Example:
   usbyte lab run -- python train.py
   usbyte lab rate 200mbit
   usbyte lab down
+  usbyte lab up --topology 2x2:10gbit,1gbit
 """
 _NAME = click.option(
     "--name", default="usbyte", show_default=True, help="Labs of other names are left alone."
@@ -28,37 +31,66 @@ def _rate(text: str) -> float:
     return float("inf") if text == "unlimited" else units.parse_rate(text)
 
 
-_RATE = Parsed("rate", _rate)
+def _rates(text: str) -> list[float]:
+    return [_rate(each) for each in text.split(",")]
+
+
+def _topology(text: str) -> tuple[list[int], list[float]]:
+    """Sizes and rates by dimension of "2x2:10gbit,1gbit"."""
+    sizes, _, rates = text.partition(":")
+    if not re.fullmatch(r"[0-9]+(x[0-9]+)*", sizes):
+        raise ValueError(
+            f"{text!r} is no topology; write hosts in each dimension, the innermost first, and "
+            "their links' rates, such as 2x2:10gbit,1gbit"
+        )
+    return [int(size) for size in sizes.split("x")], _rates(rates or "unlimited")
+
+
+_RATES = Parsed("rate", _rates)
 
 
 @click.group(epilog=_EXAMPLES)
 def lab() -> None:
     """Emulate a cluster on this machine.
 
-    Hosts are network namespaces whose links have a given rate. Each has its own share of this
+    Hosts are network namespaces whose links have a given rate. A lab of several dimensions
+    (--topology) has an interface for each at every host. Each has its own share of this
     machine's cores; with fewer cores than hosts, some share a core. Needs Linux, root, iproute2 and
     util-linux.
     """
 
 
 @lab.command()
-@click.option("--hosts", type=click.IntRange(1, 250), default=4, show_default=True)
+@click.option("--hosts", type=click.IntRange(1, 250), help="How many; 4 if nothing is given.")
 @click.option(
     "--rate",
-    type=_RATE,
-    default="unlimited",
-    show_default=True,
-    help="Of each link in each direction, such as 1gbit.",
+    type=_RATES,
+    help="Of each link in each direction, such as 1gbit; unlimited if nothing is given.",
+)
+@click.option(
+    "--topology",
+    type=Parsed("topology", _topology),
+    metavar="SIZES:RATES",
+    help="Dimensions instead, the innermost first: 2x2:10gbit,1gbit is two nodes of two ranks.",
 )
 @click.option(
     "--congestion", metavar="NAME",
     help="TCP's congestion control, such as cubic; by default this system's.",
 )  # fmt: skip
 @_NAME
-def up(hosts: int, rate: float, congestion: str | None, name: str) -> None:
+def up(
+    hosts: int | None,
+    rate: list[float] | None,
+    topology: tuple[list[int], list[float]] | None,
+    congestion: str | None,
+    name: str,
+) -> None:
     """Start the cluster."""
-    _lab(name).up(hosts, _shaped(rate), congestion)
-    click.echo(f"lab '{name}': {hosts} hosts, {_rate_text(rate)}")
+    if topology is not None and (hosts, rate) != (None, None):
+        raise click.UsageError("--topology tells hosts and rates: leave out --hosts and --rate")
+    sizes, rates = topology or ([hosts or 4], rate or [float("inf")])
+    _lab(name).up(sizes, _shaped(rates), congestion)
+    click.echo(f"lab '{name}': {'x'.join(map(str, sizes))} hosts, {_rate_text(rates)}")
 
 
 @lab.command(context_settings={"allow_interspersed_args": False})
@@ -76,12 +108,13 @@ def run(name: str, command: tuple[str, ...]) -> None:
 
 
 @lab.command()
-@click.argument("rate", type=_RATE)
+@click.argument("rate", type=_RATES)
 @_NAME
-def rate(rate: float, name: str) -> None:
+def rate(rate: list[float], name: str) -> None:
     """Give the links another RATE.
 
-    RATE is for example 200mbit or unlimited. Ranks that run go on.
+    RATE is for example 200mbit or unlimited, or one for each dimension, as 10gbit,1gbit. Ranks that
+    run go on.
     """
     _lab(name).rate(_shaped(rate))
     click.echo(f"lab '{name}': {_rate_text(rate)}")
@@ -103,7 +136,7 @@ def status(name: str) -> None:
         raise SystemExit(1)
     table = Table("host", "address", "rate", "processes", title=f"lab '{name}'")
     for host in hosts:
-        shaping = _rate_text(host.bytes_per_s or float("inf"))
+        shaping = _rate_text([each or float("inf") for each in host.bytes_per_s])
         table.add_row(host.namespace, host.address, shaping, " ".join(map(str, host.pids)))
     Console().print(table)
 
@@ -123,9 +156,13 @@ def _lab(name: str) -> Lab:
     return Lab(name)
 
 
-def _shaped(rate: float) -> float | None:
-    return None if rate == float("inf") else rate
+def _shaped(rates: Sequence[float]) -> float | list[float | None] | None:
+    """One for all dimensions, or one for each."""
+    found = [None if rate == float("inf") else rate for rate in rates]
+    return found[0] if len(found) == 1 else found
 
 
-def _rate_text(rate: Any) -> str:
-    return "unlimited" if rate == float("inf") else units.format_rate(rate)
+def _rate_text(rates: Iterable[Any]) -> str:
+    return ", ".join(
+        "unlimited" if rate == float("inf") else units.format_rate(rate) for rate in rates
+    )

@@ -5,6 +5,12 @@ directions. Host i of the lab NAME is 10.98.0.(i+1) on eth0, and called NAME-i. 
 of `ip` every time: there is no state file to go stale. Needs Linux, root, iproute2, util-linux, and
 the kernel's bridge, veth and sch_tbf.
 
+A lab of several dimensions has an interface for each of them at every host: eth0 for the innermost,
+whose hosts stand for the ranks of a node. Where host i is in the dimensions is i by the digits of
+their sizes, the innermost first. Hosts reach each other over the outermost dimension in which they
+are in different places; a bridge joins those that are in the same places further out. The address
+is eth0's, and the same on every path, so that nothing that runs in the lab has to know of it.
+
 Each host computes on its own share of the cores. With fewer cores than hosts, several share one. A
 message would then at once wake its receiver in the sender's place, who answers, and then Gloo's
 thread in the sender, which spins for up to a tick of the scheduler on the lock that the sender
@@ -20,6 +26,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -38,12 +45,14 @@ log = logging.getLogger("usbyte")
 
 #: Name of the lab that commands mean where none is given.
 DEFAULT = "usbyte"
-#: Interface of every host.
+#: Of every host: the interface that has its address.
 INTERFACE = "eth0"
 # `ip netns exec` lays the files of the namespace's folder here over those of /etc.
 _ETC = Path("/etc/netns")
 #: More do not fit into one byte of the address.
 MAX_HOSTS = 250
+#: One digit in the interfaces' names.
+MAX_DIMENSIONS = 10
 
 # A bucket of 1 ms lets a link reach its rate; the queue holds what 32 ms of it carry.
 _BURST_S, _LEAST_BURST = 1e-3, 128 << 10
@@ -59,9 +68,10 @@ _ENTER = (
     '[ -z "$LAB_CGROUP" ] || echo 0 > "$LAB_CGROUP/cgroup.procs"; '
     'cores=$(echo "$LAB_CORES" | cut -d " " -f $((RANK + 1))); '
     'exec ip netns exec "$LAB_PREFIX$RANK" taskset -c "$cores" chrt "$LAB_POLICY" 0 '
-    "env -u LAB_PREFIX -u LAB_CGROUP -u LAB_CORES -u LAB_POLICY -u TORCHELASTIC_USE_AGENT_STORE "
-    "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.98.0.1 GLOO_SOCKET_IFNAME=eth0 "
-    'NCCL_SOCKET_IFNAME=eth0 "$@"'
+    "env -u LAB_PREFIX -u LAB_CGROUP -u LAB_CORES -u LAB_POLICY -u LAB_LOCAL_SIZE "
+    "-u TORCHELASTIC_USE_AGENT_STORE MASTER_ADDR=10.98.0.1 "
+    'LOCAL_RANK=$((RANK % LAB_LOCAL_SIZE)) LOCAL_WORLD_SIZE="$LAB_LOCAL_SIZE" '
+    'GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 "$@"'
 )
 
 
@@ -72,13 +82,13 @@ class Host:
     Attributes:
         namespace: Its network namespace.
         address: Its IPv4 address.
-        bytes_per_s: Rate of its link in each direction; None if it is not shaped.
+        bytes_per_s: Of its links in each direction, by dimension; None where one is not shaped.
         pids: Processes that run in it.
     """
 
     namespace: str
     address: str
-    bytes_per_s: float | None
+    bytes_per_s: list[float | None]
     pids: list[int]
 
 
@@ -98,7 +108,6 @@ class Lab:
         if missing := unusable():
             raise UsageError(f"the lab cannot be used here: {missing}")
         self.name = name
-        self._bridge = f"{name}-br"
         legacy = _CGROUPS / "cpu"  # of version 1
         self._cgroup = (legacy if legacy.is_dir() else _CGROUPS) / f"usbyte-lab-{name}"
 
@@ -106,55 +115,83 @@ class Lab:
         """How many hosts are up."""
         return len(self._namespaces())
 
+    def dimensions(self) -> int:
+        """How many dimensions its network has; 0 if it is down."""
+        links = (re.fullmatch(rf"{self.name}-v0d([0-9])", link) for link in self._links())
+        return sum(link is not None for link in links)
+
     def up(
-        self, hosts: int, bytes_per_s: float | None = None, congestion: str | None = None
+        self,
+        sizes: int | Sequence[int],
+        bytes_per_s: float | Sequence[float | None] | None = None,
+        congestion: str | None = None,
     ) -> None:
         """Starts the cluster.
 
         Args:
-            hosts: How many.
-            bytes_per_s: Of each link in each direction; None for as fast as it goes.
+            sizes: How many hosts, or how many in each dimension, the innermost first.
+            bytes_per_s: Of each link in each direction, or of those of each dimension; None for as
+                fast as it goes.
             congestion: TCP's congestion control, such as "cubic"; None for the system's default.
 
         Raises:
             UsageError: It is up already, or the system refuses; then nothing is left behind.
         """
-        if not 1 <= hosts <= MAX_HOSTS:
-            raise UsageError(f"a lab has 1 to {MAX_HOSTS} hosts, not {hosts}")
+        shape = [sizes] if isinstance(sizes, int) else list(sizes)
+        hosts = math.prod(shape)
+        if not 1 <= hosts <= MAX_HOSTS or min(shape) < 1:
+            raise UsageError(f"a lab has 1 to {MAX_HOSTS} hosts, not {'x'.join(map(str, shape))}")
+        if len(shape) > MAX_DIMENSIONS:
+            raise UsageError(f"a lab has up to {MAX_DIMENSIONS} dimensions, not {len(shape)}")
+        rates = _by_dimension(bytes_per_s, len(shape))
         if self._namespaces() or self._links():
             raise UsageError(
                 f"lab '{self.name}' is up already, with {self.hosts()} hosts; end it with "
                 f"`{self._command('down')}`, or name another with --name"
             )
         try:
-            _run("ip", "link", "add", self._bridge, "type", "bridge")
-            _run("ip", "link", "set", self._bridge, "up")
+            for k in range(len(shape)):
+                for group in range(math.prod(shape[k + 1 :])):
+                    bridge = self._bridge(k, group)
+                    _run("ip", "link", "add", bridge, "type", "bridge")
+                    _run("ip", "link", "set", bridge, "up")
             for i in range(hosts):
-                self._add_host(i)
+                self._add_host(i, shape)
                 self._forget_connections(i)
-                if congestion is not None:
-                    self._control_congestion(i, congestion)
+                self._add_routes(i, shape, congestion)
                 self._name_hosts(i, hosts)
-            if bytes_per_s is not None:
-                self._shape(hosts, bytes_per_s)
+            self._shape(hosts, rates)
             self._weigh_together()
         except BaseException:
             self._remove()
             raise
 
-    def rate(self, bytes_per_s: float | None) -> None:
-        """Shapes the links anew, also while ranks run; None ends shaping."""
-        self._shape(self._require(), bytes_per_s)
+    def rate(self, bytes_per_s: float | Sequence[float | None] | None) -> None:
+        """Shapes the links anew, also while ranks run; None ends shaping.
+
+        Args:
+            bytes_per_s: Of all links, or of those of each dimension.
+
+        Raises:
+            UsageError: The lab is not up, or has another number of dimensions.
+        """
+        hosts = self._require()
+        self._shape(hosts, _by_dimension(bytes_per_s, self.dimensions()))
 
     def status(self) -> list[Host]:
         """The hosts; empty if the lab is down."""
         found = []
+        dimensions = self.dimensions()
         for i in range(self.hosts()):
             namespace = f"{self.name}-{i}"
             pids = _pids(namespace)
-            shaping = _json("tc", "-j", "qdisc", "show", "dev", f"{self.name}-v{i}", "root")
-            rate = next((q["options"]["rate"] for q in shaping if q["kind"] == "tbf"), None)
-            found.append(Host(namespace, f"10.98.0.{i + 1}", rate, pids))
+            rates = []
+            for k in range(dimensions):
+                shaping = _json("tc", "-j", "qdisc", "show", "dev", self._link(i, k), "root")
+                rates.append(
+                    next((q["options"]["rate"] for q in shaping if q["kind"] == "tbf"), None)
+                )
+            found.append(Host(namespace, _address(i), rates, pids))
         return found
 
     def run(self, command: Sequence[str]) -> NoReturn:
@@ -164,11 +201,13 @@ class Lab:
         """
         size = self._require()
         shares = [",".join(map(str, share)) for share in _shares(size)]
+        inner = len(_json("ip", "-j", "link", "show", "master", self._bridge(0, 0)))
         env = os.environ | {
             "LAB_PREFIX": f"{self.name}-",
             "LAB_CGROUP": str(self._cgroup) if self._cgroup.is_dir() else "",
             "LAB_CORES": " ".join(shares),
             "LAB_POLICY": "--batch" if len(set(shares)) < size else "--other",
+            "LAB_LOCAL_SIZE": str(inner if self.dimensions() > 1 else 1),
         }
         launcher = [sys.executable, "-m", "usbyte.run", "-np", str(size)]
         sys.stdout.flush()
@@ -195,28 +234,47 @@ class Lab:
             _run("kill", "-KILL", *map(str, pids))
         self._remove()
 
-    def _add_host(self, i: int) -> None:
-        namespace, link = f"{self.name}-{i}", f"{self.name}-v{i}"
-        _run("ip", "netns", "add", namespace)
-        peer = ["type", "veth", "peer", "name", INTERFACE, "netns", namespace]
-        _run("ip", "link", "add", link, *peer)
-        _run("ip", "link", "set", link, "master", self._bridge, "up")
-        inside = ["ip", "-n", namespace]
-        _run(*inside, "addr", "add", f"10.98.0.{i + 1}/24", "dev", INTERFACE)
-        _run(*inside, "link", "set", INTERFACE, "up")
-        _run(*inside, "link", "set", "lo", "up")
+    def _bridge(self, dimension: int, group: int) -> str:
+        return f"{self.name}-b{dimension}g{group}"
 
-    def _control_congestion(self, i: int, algorithm: str) -> None:
-        # Of the route, since the sysctl belongs to the whole machine in some containers.
-        route = ["10.98.0.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link"]
-        route += ["src", f"10.98.0.{i + 1}", "congctl", algorithm]
+    def _link(self, i: int, dimension: int) -> str:
+        """The outer end of a host's link."""
+        return f"{self.name}-v{i}d{dimension}"
+
+    def _add_host(self, i: int, shape: Sequence[int]) -> None:
+        namespace = f"{self.name}-{i}"
+        _run("ip", "netns", "add", namespace)
+        inside = ["ip", "-n", namespace]
+        _run(*inside, "link", "set", "lo", "up")
+        for k in range(len(shape)):
+            link = self._link(i, k)
+            peer = ["type", "veth", "peer", "name", f"eth{k}", "netns", namespace]
+            _run("ip", "link", "add", link, *peer)
+            bridge = self._bridge(k, i // math.prod(shape[: k + 1]))
+            _run("ip", "link", "set", link, "master", bridge, "up")
+            _run(*inside, "link", "set", f"eth{k}", "up")
+        _run(*inside, "addr", "add", f"{_address(i)}/32", "dev", INTERFACE)
+
+    def _add_routes(self, i: int, shape: Sequence[int], congestion: str | None) -> None:
+        # Congestion control is the routes', since the sysctl belongs to the whole machine in some
+        # containers.
+        control = ["congctl", congestion] if congestion is not None else []
+        routes = [
+            " ".join(
+                ["route", "add", _address(j), "dev", f"eth{_dimension_between(i, j, shape)}",
+                 "scope", "link", "src", _address(i), *control]
+            )
+            for j in range(math.prod(shape)) if j != i
+        ]  # fmt: skip
         try:
-            _run("ip", "-n", f"{self.name}-{i}", "route", "replace", *route)
+            _run("ip", "-n", f"{self.name}-{i}", "-batch", "-", stdin="\n".join(routes))
         except UsageError as error:
-            known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+            known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+            if congestion is None or congestion in known:
+                raise
             raise UsageError(
-                f"the system does not take '{algorithm}' as TCP's congestion control; it knows "
-                + known.read_text().strip().replace(" ", ", ")
+                f"the system does not take '{congestion}' as TCP's congestion control; it knows "
+                + ", ".join(known)
             ) from error
 
     def _forget_connections(self, i: int) -> None:
@@ -247,8 +305,8 @@ class Lab:
 
     def _name_hosts(self, i: int, hosts: int) -> None:
         # Its own name too, by which some libraries look for the address to listen at.
-        lines = ["127.0.0.1 localhost", f"10.98.0.{i + 1} {socket.gethostname()}"]
-        lines += [f"10.98.0.{k + 1} {self.name}-{k}" for k in range(hosts)]
+        lines = ["127.0.0.1 localhost", f"{_address(i)} {socket.gethostname()}"]
+        lines += [f"{_address(k)} {self.name}-{k}" for k in range(hosts)]
         folder = _ETC / f"{self.name}-{i}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -259,11 +317,12 @@ class Lab:
                 "writable"
             ) from error
 
-    def _shape(self, hosts: int, bytes_per_s: float | None) -> None:
+    def _shape(self, hosts: int, rates: Sequence[float | None]) -> None:
         for i in range(hosts):
             inside = ["ip", "netns", "exec", f"{self.name}-{i}"]
-            for end in ([*inside, "tc"], INTERFACE), (["tc"], f"{self.name}-v{i}"):
-                _shape_link(*end, bytes_per_s)
+            for k, bytes_per_s in enumerate(rates):
+                for end in ([*inside, "tc"], f"eth{k}"), (["tc"], self._link(i, k)):
+                    _shape_link(*end, bytes_per_s)
 
     def _remove(self) -> None:
         # Links first: a namespace is torn down in the background, and its veth would linger.
@@ -295,7 +354,9 @@ class Lab:
 
     def _links(self) -> list[str]:
         names = [entry["ifname"] for entry in _json("ip", "-j", "link", "show")]
-        return [name for name in names if re.fullmatch(rf"{self.name}-(v[0-9]+|br)", name)]
+        return [
+            name for name in names if re.fullmatch(rf"{self.name}-(v[0-9]+d|b[0-9]g)[0-9]+", name)
+        ]
 
     def _require(self) -> int:
         hosts = self.hosts()
@@ -306,6 +367,34 @@ class Lab:
 
     def _command(self, verb: str) -> str:
         return f"usbyte lab {verb}" + ("" if self.name == DEFAULT else f" --name {self.name}")
+
+
+def _address(i: int) -> str:
+    return f"10.98.0.{i + 1}"
+
+
+def _dimension_between(i: int, j: int, shape: Sequence[int]) -> int:
+    """The outermost dimension in which two hosts are in different places."""
+    places = (math.prod(shape[:k]) for k in range(len(shape)))
+    return max(k for k, place in enumerate(places) if i // place != j // place)
+
+
+def _rate_of(link: str) -> float | None:
+    shaping = _json("tc", "-j", "qdisc", "show", "dev", link, "root")
+    return next((q["options"]["rate"] for q in shaping if q["kind"] == "tbf"), None)
+
+
+def _by_dimension(
+    bytes_per_s: float | Sequence[float | None] | None, dimensions: int
+) -> list[float | None]:
+    if bytes_per_s is None or isinstance(bytes_per_s, int | float):
+        return [bytes_per_s] * dimensions
+    if len(bytes_per_s) != dimensions:
+        raise UsageError(
+            f"the lab has {dimensions} dimensions, so give one rate or {dimensions}, not "
+            f"{len(bytes_per_s)}"
+        )
+    return list(bytes_per_s)
 
 
 def _shares(hosts: int) -> list[list[int]]:
@@ -378,8 +467,8 @@ def _json(*command: str) -> list[dict[str, Any]]:
     return [entry for entry in json.loads(text or "[]") if entry]
 
 
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(*command: str, stdin: str | None = None) -> str:
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip() or done.stdout.strip() or f"exit {done.returncode}").strip()
         raise UsageError(
