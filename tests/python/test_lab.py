@@ -199,7 +199,7 @@ def test_a_failing_up_leaves_nothing(lab, monkeypatch):
     if lab.hosts():
         lab.down()
     monkeypatch.setattr(netns, "INTERFACE", "a-name-that-is-too-long")
-    with pytest.raises(UsageError, match="ip -n .* addr add"):
+    with pytest.raises(UsageError, match=r"ip -n .* addr add"):
         lab.up(2)
     assert left() == []
 
