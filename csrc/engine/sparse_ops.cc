@@ -55,6 +55,7 @@ void SparseOps::abort() {
 }
 
 void SparseOps::run() {
+  std::exception_ptr error;
   std::unique_lock lock(mutex_);
   for (;;) {
     work_.wait(lock, [this] { return stopping_ || !started_.empty(); });
@@ -65,11 +66,13 @@ void SparseOps::run() {
     const auto tensor = static_cast<size_t>(op.sparse->tensor);
     lock.unlock();
     SparseSum sum;
-    std::exception_ptr error;
-    try {
-      sum = sum_of(next);
-    } catch (...) {
-      error = std::current_exception();
+    // Once one has failed, peers may take messages of a later op for that one's.
+    if (!error) {
+      try {
+        sum = sum_of(next);
+      } catch (...) {
+        error = std::current_exception();
+      }
     }
     const SparseTraffic traffic = sum.traffic;
     lock.lock();

@@ -253,6 +253,7 @@ struct SparseRig {
   }
   ~SparseRig() {
     engine.reset();
+    cuda->synchronize(compute);
     cuda->destroy(compute);
     cuda->destroy(other);
   }
