@@ -41,7 +41,7 @@ StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
                  seconds(clock, done),
                  {},
                  {},
-                 {}};
+                 sparse};
   for (size_t op = 0; op < out.queued_s.size(); ++op) {
     if (!queued[op]) out.queued_s[op] = out.launched_s[op];  // all_gathers
   }
@@ -151,9 +151,10 @@ void DeviceStep::complete(int op, CudaStream stream, std::vector<int>& packed) {
       followed.push_back(other);
     }
     if (!mine) continue;
+    const TensorSpec& spec = plan_.tensors()[static_cast<size_t>(tensor)];
+    if (spec.sparse()) continue;
     gradient.packed_for = op;
     packed.push_back(tensor);
-    const TensorSpec& spec = plan_.tensors()[static_cast<size_t>(tensor)];
     std::byte* const target = arena_ + plan_.byte_offset(spec.offset);
     const void* const source = gradient.source ? gradient.source : target;
     if (source != target || scale_ != 1) segments.push_back({source, target, spec.numel});
@@ -219,15 +220,18 @@ LaunchedOp DeviceStep::launched(int op, int64_t step) const {
   return {op, step, record_.launched[i], record_.done[i]};
 }
 
-void DeviceStep::wait(int tensor, CudaStream stream) {
+Moment DeviceStep::gate(CudaStream stream) {
+  std::lock_guard lock(mutex_);
+  const bool timed = timed_ && !cuda_->capturing(stream);  // its events have no time
+  return timed ? clock_.mark(stream) : Moment();
+}
+
+void DeviceStep::wait(int tensor, CudaStream stream, const Moment& gate) {
   std::lock_guard lock(mutex_);
   const auto& ops = brought_by_[static_cast<size_t>(tensor)];
   const NamedRange shown(*cuda_, plan_.tensors()[static_cast<size_t>(tensor)].name);
-  const bool timed = timed_ && !cuda_->capturing(stream);  // its events have no time
-  Moment start;
-  if (timed) start = clock_.mark(stream);
   for (int op : ops) wait_op(static_cast<size_t>(op), stream);
-  if (timed) record_.gates.push_back({tensor, {start, clock_.mark(stream)}});
+  if (gate) record_.gates.push_back({tensor, {gate, clock_.mark(stream)}});
 }
 
 void DeviceStep::wait_reduced(CudaStream stream) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,6 +23,7 @@ struct DeviceRecord {
   std::vector<Moment> queued, launched, done;                    // by op
   std::vector<std::pair<int, std::pair<Moment, Moment>>> gates;  // by tensor waited for
   std::vector<std::pair<std::vector<int>, std::pair<Moment, Moment>>> updates;
+  std::map<int, SparseTraffic> sparse;  // by op
 
   /// Everything that was recorded has passed.
   bool passed(DeviceClock& clock) const;
@@ -55,7 +57,7 @@ class DeviceStep {
   /// The gradient of `tensor` is what `source` holds behind what is on `stream` now; it may be in
   /// the arena already, and is not there if `source` is null. The last gradient that an op waits
   /// for packs, on its stream, all that the op touches and that have not been. Returns the tensors
-  /// packed: later work on `stream` may use their memory again.
+  /// packed: later work on `stream` may use their memory again. Rows are not packed.
   std::vector<int> gradient(int tensor, CudaStream stream, const void* source);
   /// What the all_gathers send is there behind what is on `stream` now.
   void release(CudaStream stream);
@@ -72,10 +74,12 @@ class DeviceStep {
   /// An op that has been launched, for whoever watches it.
   LaunchedOp launched(int op, int64_t step) const;
 
+  /// When the device comes to a wait on `stream`, for the record; empty if that has no such times.
+  Moment gate(CudaStream stream);
   /// Later work on `stream` comes behind the ops that bring `tensor`, which have been launched;
   /// behind every reduction; behind all ops. Throws UsageError if the stream is being captured and
   /// would have to wait.
-  void wait(int tensor, CudaStream stream);
+  void wait(int tensor, CudaStream stream, const Moment& gate);
   void wait_reduced(CudaStream stream);
   void wait_all(CudaStream stream);
   /// Blocks the host until all ops that were launched are over.

@@ -83,11 +83,16 @@ std::vector<int> Engine::ready(int tensor, CudaStream stream, const void* gradie
   return packed;
 }
 
-void Engine::ready_rows(int tensor, RowsView rows) {
+void Engine::ready_rows(int tensor, RowsView rows, CudaStream stream, const int64_t* count) {
   State& s = *state_;
   std::unique_lock lock(s.mutex);
   s.begin_ready(tensor, true);
-  s.sparse->give(tensor, rows);
+  s.sparse->give(tensor, {rows, count});
+  if (s.device) {
+    lock.unlock();
+    s.device->gradient(tensor, stream, nullptr);
+    lock.lock();
+  }
   s.end_ready(tensor);
 }
 
@@ -127,6 +132,7 @@ void Engine::end_backward() {
 
 void Engine::wait(int tensor, const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
+  const Moment gate = s.device ? s.device->gate(stream) : Moment();
   {
     std::unique_lock lock(s.mutex);
     s.check();
@@ -137,7 +143,7 @@ void Engine::wait(int tensor, const std::function<void()>& poll, CudaStream stre
       if (s.writer && !s.device) s.record.gates.push_back({tensor, {start, now_s()}});
     }
   }
-  if (s.device) s.device->wait(tensor, stream);
+  if (s.device) s.device->wait(tensor, stream, gate);
 }
 
 void Engine::wait_reduced(const std::function<void()>& poll, CudaStream stream) {

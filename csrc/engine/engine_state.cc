@@ -39,9 +39,8 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
   record.step = options.steps_before;
   const auto is_sparse = [](const Op& op) { return op.sparse.has_value(); };
   if (std::ranges::any_of(plan.ops(), is_sparse)) {
-    if (device) throw UsageError("sparse tensors on a device: make them dense");
     sparse = std::make_unique<SparseOps>(
-        plan, options.exchange, SparseOptions{options.scale, options.seed},
+        plan, options.exchange, options.device, SparseOptions{options.scale, options.seed},
         [this](int op, const SparseTraffic& traffic, const std::exception_ptr& error) {
           summed(op, traffic, error);
         });
@@ -130,6 +129,7 @@ void Engine::State::post_record() {
     if (device) {
       unpassed.push_back(device->record());
       unpassed.back().step = record.step;
+      unpassed.back().sparse = record.sparse;
     } else {
       outbox.push_back(record);
     }
@@ -255,7 +255,8 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
 
 // Without the lock. Only who has set `launching` is here, so `requests` needs none.
 void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept {
-  if (plan.ops()[static_cast<size_t>(op)].sparse) return sparse->start(op);
+  const bool is_sparse = plan.ops()[static_cast<size_t>(op)].sparse.has_value();
+  if (is_sparse && !device) return sparse->start(op);
   Request& request = requests[static_cast<size_t>(op)];
   const Completion done = [self, op](std::exception_ptr error) { self->complete(op, error, self); };
   if (!device) return communicator.launch(step.coded(op) ? coding->request(op) : request, done);
@@ -266,6 +267,7 @@ void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept 
   } catch (const Error&) {
     return done(std::current_exception());
   }
+  if (is_sparse) return sparse->start(op, *request.order);
   communicator.launch(request, done);
 }
 

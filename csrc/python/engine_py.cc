@@ -90,12 +90,14 @@ void register_engine(py::module_& m) {
           py::arg("tensor"), py::arg("stream") = 0, py::arg("gradient") = 0)
       .def(
           "ready_rows",
-          [](const PyEngine& e, int tensor, uintptr_t ids, int64_t count, uintptr_t values) {
-            e.get()->ready_rows(
-                tensor, {{reinterpret_cast<const int64_t*>(ids), static_cast<size_t>(count)},
-                         reinterpret_cast<const std::byte*>(values)});
+          [](const PyEngine& e, int tensor, uintptr_t ids, int64_t most, uintptr_t values,
+             uintptr_t stream, uintptr_t count) {
+            const RowsView rows{{reinterpret_cast<const int64_t*>(ids), static_cast<size_t>(most)},
+                                reinterpret_cast<const std::byte*>(values)};
+            e.get()->ready_rows(tensor, rows, {stream}, reinterpret_cast<const int64_t*>(count));
           },
-          py::arg("tensor"), py::arg("ids"), py::arg("count"), py::arg("values"))
+          py::arg("tensor"), py::arg("ids"), py::arg("most"), py::arg("values"),
+          py::arg("stream") = 0, py::arg("count") = 0)
       .def(
           "take_rows",
           [](const PyEngine& e, int tensor) { return to_python(e.get()->take_rows(tensor)); },

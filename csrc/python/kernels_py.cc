@@ -55,6 +55,16 @@ void register_kernels(py::module_& m) {
            py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
            py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"));
   using Unlocked = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "scatter_add",
+      [](Cuda& cuda, uintptr_t target, uintptr_t rows, uintptr_t values, const std::string& dtype,
+         int64_t count, int64_t width, uintptr_t stream) {
+        cuda.scatter_add(at(target), static_cast<const int64_t*>(at(rows)), at(values),
+                         dtype_from_name(dtype), count, width, {stream});
+      },
+      py::arg("cuda"), py::arg("target"), py::arg("rows"), py::arg("values"), py::arg("dtype"),
+      py::arg("count"), py::arg("width"), py::arg("stream"), Unlocked(),
+      "Adds rows that do not decrease, equal ones in order.");
   m.def("update_sgd", &update_sgd, py::arg("cuda"), py::arg("rows"), py::arg("dtype"),
         py::arg("options"), py::arg("stream"), Unlocked(),
         "One step of each row: (param, grad, momentum buffer or 0, count, first step).");

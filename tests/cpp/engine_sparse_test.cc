@@ -125,24 +125,27 @@ TEST(EngineSparse, WrongCallsAreErrors) {
 // One rank's rows are impossible: the others wait for it in vain until they are told.
 TEST(EngineSparse, AFaultEndsTheRanksThatWaitInsideAnExchange) {
   constexpr int kRanks = 3;
+  const Plan plan = plan_of("zen");
+  // Ranks that have not failed yet may still be adding up those of the others.
+  std::vector<std::vector<std::byte>> arenas(
+      kRanks, std::vector<std::byte>(static_cast<size_t>(plan.arena_bytes())));
   auto communicators = make_local_communicators(kRanks);
   auto exchanges = make_local_exchanges(kRanks);
   on_each_rank(kRanks, [&](int rank) {
     const auto r = static_cast<size_t>(rank);
-    const Plan plan = plan_of("zen");
-    std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-    EngineOptions options;
-    options.exchange = std::move(exchanges[r]);
-    Engine engine(plan, arena.data(), *communicators[r], options);
-    engine.begin_step();
     const int64_t id = rank == 1 ? 50 : 3;
     const std::vector<float> row(4, 1.0F);
-    const auto* const values = reinterpret_cast<const std::byte*>(row.data());
-    engine.ready_rows(1, {std::span(&id, 1), values});
-    engine.ready_rows(2, {});
-    engine.ready(0);
-    engine.end_backward();
-    const std::string what = message_of<FaultError>([&] { engine.wait(1); });
+    EngineOptions options;
+    options.exchange = std::move(exchanges[r]);
+    Engine engine(plan, arenas[r].data(), *communicators[r], options);
+    const std::string what = message_of<FaultError>([&] {
+      engine.begin_step();
+      engine.ready_rows(1, {std::span(&id, 1), reinterpret_cast<const std::byte*>(row.data())});
+      engine.ready_rows(2, {});
+      engine.ready(0);
+      engine.end_backward();
+      engine.wait(1);
+    });
     EXPECT_NE(what.find("sparse_all_reduce"), std::string::npos) << what;
     EXPECT_NE(what.find(rank == 1 ? "row 50 is outside" : "exchange"), std::string::npos) << what;
   });

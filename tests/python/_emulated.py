@@ -33,6 +33,9 @@ class EmulatedDevice(CudaDevice):
     def fetch(self, tensor: torch.Tensor) -> Fetched:
         return Fetched(tensor.clone(), self.now())
 
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
 
 def emulate() -> EmulatedDevice:
     """From now on parameters of this process count as on that device."""

@@ -59,7 +59,7 @@ struct EngineOptions {
 /// runs what the calls below have put in order: an op comes behind its gradients, and what comes
 /// later on a stream that was given to `wait` behind the op. Whoever waits on the host does so
 /// until the op is on a stream or, if the communicator is not `stream_ordered`, until the network
-/// has done its part.
+/// has done its part; for a sparse tensor, whose sum the host makes, always until it has.
 ///
 /// A fault ends a stream-ordered collective early, and what waits for it on the device goes on:
 /// updates that were on a stream may have been applied to sums that are not whole. State of the
@@ -89,11 +89,14 @@ class Engine {
   /// later work on `stream` may use again; none on the host. Throws UsageError if it was already
   /// ready in this step.
   std::vector<int> ready(int tensor, CudaStream stream = {}, const void* gradient = nullptr);
-  /// The gradient of a sparse tensor, whose memory must live until the tensor has arrived. Throws
-  /// UsageError for others, as `ready` does for sparse ones.
-  void ready_rows(int tensor, RowsView rows);
-  /// The sum of a sparse tensor's gradients, which has been waited for. Throws UsageError when it
-  /// has been taken in this step.
+  /// The gradient of a sparse tensor, whose memory must live until the tensor has arrived. On a
+  /// device, memory of which it is: behind what is on `stream` now, the first `*count` of the rows
+  /// are there, or all if `count`, which is the device's too, is null. Throws UsageError for other
+  /// tensors, as `ready` does for sparse ones.
+  void ready_rows(int tensor, RowsView rows, CudaStream stream = {},
+                  const int64_t* count = nullptr);
+  /// The sum of a sparse tensor's gradients, which has been waited for; on the host. Throws
+  /// UsageError when it has been taken in this step.
   SparseSum take_rows(int tensor);
   /// Tensors that are not ready yet in this step.
   std::vector<int> unready() const;

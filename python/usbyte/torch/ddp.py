@@ -15,7 +15,8 @@ from usbyte.errors import MismatchError, UsageError
 from usbyte.lab.profiles import line
 from usbyte.torch.arena import rows_of
 from usbyte.torch.compression import Codec, Memory, Rules, codecs_of
-from usbyte.torch.exchange import TorchExchange
+from usbyte.torch.device import device_of
+from usbyte.torch.exchange import TorchExchange, host_group
 from usbyte.torch.sparse import Rows
 
 __all__ = ["ddp_comm_hook"]
@@ -41,7 +42,7 @@ def ddp_comm_hook(
 
     Raises:
         UsageError: There is no such codec, a pattern comes without names or fits none, or (when
-            backward runs) gradients are not on the CPU.
+            backward runs) gradients that are not sparse are not on the CPU.
     """
     return _CompressedBuckets(compression, named_parameters, process_group).hook
 
@@ -77,10 +78,10 @@ class _CompressedBuckets:
 
     def hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         index, buffer, params = bucket.index(), bucket.buffer(), bucket.parameters()
-        if buffer.device.type != "cpu":
-            raise UsageError("ddp_comm_hook: compression works on the CPU only so far")
         if buffer.layout != torch.strided:
             return self._sum_of_rows(bucket)
+        if buffer.device.type != "cpu":
+            raise UsageError("ddp_comm_hook: compression works on the CPU only so far")
         step = self._steps[index] = self._steps.get(index, 0) + 1
         known = self._buckets.get(index)
         if known is None or not known.fits(buffer, params, step):
@@ -97,10 +98,13 @@ class _CompressedBuckets:
         if self._exchange is None:
             group = self._group or dist.group.WORLD
             assert group is not None
-            self._exchange = TorchExchange(group)
+            self._exchange = TorchExchange(host_group(group))
         (param,) = bucket.parameters()
-        rows = Rows(f"bucket {bucket.index()}", bucket.buffer(), param)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        name = f"bucket {bucket.index()}"
+        rows = Rows(name, bucket.buffer(), param, device_of([name], [param]))
+        # Who waits for it does so on the device, too.
+        devices: list[int | str | torch.device] = [param.device] if param.is_cuda else []
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         future.set_result(rows.average(self._exchange.core))
         return future
 

@@ -55,6 +55,10 @@ class Device:
         """What a tensor of one element holds behind the work given to the device so far."""
         return Fetched(tensor.clone(), None)
 
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same as a tensor of the host, where this is; the host does not wait."""
+        return tensor
+
     def record_update(
         self, engine: _core.Engine, tensors: Sequence[int], start: Mark, end: Mark
     ) -> None:
@@ -105,6 +109,11 @@ class CudaDevice(Device):
         value = torch.empty(1, dtype=tensor.dtype, pin_memory=True)
         value.copy_(tensor, non_blocking=True)
         return Fetched(value, self.now())
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Device`; torch keeps the page-locked memory until it has been copied."""
+        pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        return pinned.to(self.torch_device, non_blocking=True)
 
     def record_update(
         self, engine: _core.Engine, tensors: Sequence[int], start: Mark, end: Mark

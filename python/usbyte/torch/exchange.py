@@ -70,6 +70,16 @@ class TorchExchange:
         return dist.get_global_rank(self._group, peer)
 
 
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, or one of the same ranks that takes memory of the host, too. Collective."""
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 def _tensor(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 

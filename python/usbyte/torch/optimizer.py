@@ -16,7 +16,7 @@ from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
 from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
 from usbyte.torch.context import current
-from usbyte.torch.device import Device, Mark, device_of
+from usbyte.torch.device import Mark, device_of
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
 from usbyte.torch.ops import Average, ReduceOp, Sum
@@ -70,8 +70,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             launch for all parameters that are due, to the same results but for the rounding of the
             last bit. Step hooks are refused.
         sparse_as_dense: Send sparse gradients, as of `nn.Embedding(sparse=True)`, as dense ones.
-            Otherwise only the rows that they have travel, and the wrapped optimizer gets sparse
-            sums; layers that have them are found through `model` or `model.named_parameters()`.
+            Otherwise only the rows that they have travel, from a GPU by way of the host, and the
+            wrapped optimizer gets sparse sums, where the parameters are; layers that have them are
+            found through `model` or `model.named_parameters()`.
         max_grad_norm: With shard_optimizer: gradients are scaled so that their norm over all
             parameters is no larger.
         partition_bytes: bytescheduler: larger tensors are split.
@@ -432,7 +433,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._sharded:
             check_relays(codecs.specs)
         device = device_of(names, self._params)
-        sparse = self._sparse_names(names, device)
+        sparse = self._sparse_names(names)
         self._planner = planner = Planner(
             self._context,
             self.label,
@@ -479,12 +480,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         self._closed = False
 
-    def _sparse_names(self, names: Sequence[str], device: Device) -> set[str]:
+    def _sparse_names(self, names: Sequence[str]) -> set[str]:
         """Of parameters whose gradients travel as the rows that they have."""
         known = set() if self._densifies else sparse_parameters(self._owner)
         sparse = {n for n, p in zip(names, self._params, strict=True) if p in known}
-        if sparse and (self._sharded or device.core is not None):
-            what = "shard_optimizer=True" if self._sharded else "a GPU"
+        if sparse and (self._sharded or self._fuses):
+            what = "shard_optimizer=True" if self._sharded else "fused_update=True"
             raise UsageError(
                 f"the gradient of '{min(sparse)}' is sparse, which does not go with {what}: pass "
                 "sparse_as_dense=True"

@@ -205,7 +205,7 @@ class Reducer:
     def _take_rows(self, i: int) -> None:
         param, given = self.params[i], self._grads[i]
         found = self._engine.take_rows(self._slot[i])
-        self._grads[i] = sparse_tensor(found, param)
+        self._grads[i] = sparse_tensor(found, param, self.device)
         if self._learning is not None or self._drift is not None:
             self._counts.add(self.names[i], found[2].own_rows, len(found[0]))
         self._versions[i] = self._grads[i]._version
@@ -487,7 +487,7 @@ class Reducer:
         self._versions[i] = self._grads[i]._version
 
     def _send_rows(self, i: int, grad: torch.Tensor) -> None:
-        self._rows[i] = Rows(self.names[i], grad, self.params[i])
+        self._rows[i] = Rows(self.names[i], grad, self.params[i], self.device)
         self._rows[i].give(self._engine, self._slot[i])
         self._grads[i], self._versions[i] = grad, grad._version
 

@@ -16,6 +16,7 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.arena import dtype_name
+from usbyte.torch.device import Device
 
 log = logging.getLogger("usbyte")
 
@@ -193,16 +194,20 @@ class DensityDrift:
 class Rows:
     """A sparse gradient as the engine takes it; keeps the memory.
 
+    On a device the rows are coalesced there, so that no more than one of an id is copied to the
+    host; there are as many as `count` says, behind the work given to the device so far.
+
     Args:
         name: Of the parameter.
         grad: Of its shape; coalesced or not.
         param: The parameter.
+        device: Where they are.
 
     Raises:
         UsageError: It is no sparse gradient of rows.
     """
 
-    def __init__(self, name: str, grad: torch.Tensor, param: torch.Tensor) -> None:
+    def __init__(self, name: str, grad: torch.Tensor, param: torch.Tensor, device: Device) -> None:
         if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1:
             what = "dense" if grad.layout == torch.strided else f"sparse ({grad.layout})"
             if grad.layout == torch.sparse_coo:
@@ -215,27 +220,69 @@ class Rows:
             raise UsageError(
                 f"the gradient of '{name}' is {grad.dtype}, the parameter {param.dtype}"
             )
-        self._param = param
+        self._param, self._device = param, device
+        ids, values = grad._indices()[0], grad._values()
+        self.count: torch.Tensor | None = None
+        if device.core is not None:
+            device.keep([ids, values])
+            self.ids, self.values, self.count = _coalesced(ids, values, device, device.core)
+            return
         # Of its own: torch's indices may be the very memory of the batch, which is filled anew
         # while these are on their way.
-        self.ids = grad._indices()[0].clone(memory_format=torch.contiguous_format)
-        self.values = grad._values().clone(memory_format=torch.contiguous_format)
+        self.ids = ids.clone(memory_format=torch.contiguous_format)
+        self.values = values.clone(memory_format=torch.contiguous_format)
 
     def give(self, engine: _core.Engine, slot: int) -> None:
         """Tells the engine, which reads them until the tensor has arrived."""
-        ids, values = self.ids, self.values
-        engine.ready_rows(slot, ids.data_ptr(), len(ids), values.data_ptr())
+        engine.ready_rows(
+            slot, self.ids.data_ptr(), len(self.ids), self.values.data_ptr(),
+            self._device.stream(), 0 if self.count is None else self.count.data_ptr(),
+        )  # fmt: skip
 
     def average(self, exchange: _core.Exchange) -> torch.Tensor:
-        """Over all ranks, which all call this; blocks."""
+        """Over all ranks, which all call this; blocks, also for a device."""
         rows, width = matrix_of(self._param)
+        count = len(self.ids) if self.count is None or not len(self.ids) else int(self.count)
+        ids, values = self.ids[:count].cpu(), self.values[:count].cpu()
         return sparse_tensor(
             _core.sparse_all_reduce(
                 "zen", exchange, rows, width, str(self._param.dtype).removeprefix("torch."),
-                self.ids.data_ptr(), len(self.ids), self.values.data_ptr(), 1 / exchange.size,
+                ids.data_ptr(), count, values.data_ptr(), 1 / exchange.size,
             ),
             self._param,
+            self._device,
         )  # fmt: skip
+
+
+def _coalesced(
+    ids: torch.Tensor, values: torch.Tensor, device: Device, core: _core.Cuda
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every id once, ascending, with the sum of its values in their order.
+
+    The device alone knows how many there are; the host does not wait for it.
+
+    Args:
+        ids: (n,), in any order.
+        values: (n, ...).
+        device: Where they are.
+        core: The same as the core sees it.
+
+    Returns:
+        Ids (n,) and sums (n, ...), of which the first ones are there, and their number (1,), or
+        (0,) if n is 0.
+    """
+    ids, order = ids.sort(stable=True)
+    begins = torch.ones_like(ids)
+    begins[1:] = ids[1:] != ids[:-1]
+    ends = begins.cumsum(0)
+    places, values = ends - 1, values.index_select(0, order)
+    sums = torch.zeros_like(values)
+    _core.scatter_add(
+        core, sums.data_ptr(), places.data_ptr(), values.data_ptr(),
+        str(values.dtype).removeprefix("torch."), len(ids), math.prod(values.shape[1:]),
+        device.stream(),
+    )  # fmt: skip
+    return torch.zeros_like(ids).scatter_(0, places, ids), sums, ends[-1:]
 
 
 def matrix_of(param: torch.Tensor) -> tuple[int, int]:
@@ -246,7 +293,7 @@ def matrix_of(param: torch.Tensor) -> tuple[int, int]:
 def empty_like(param: nn.Parameter) -> torch.Tensor:
     """A gradient of a parameter that has no row."""
     return torch.sparse_coo_tensor(
-        torch.empty(1, 0, dtype=torch.int64),
+        torch.empty(1, 0, dtype=torch.int64, device=param.device),
         param.new_empty(0, *param.shape[1:]),
         param.shape,
         is_coalesced=True,
@@ -254,12 +301,12 @@ def empty_like(param: nn.Parameter) -> torch.Tensor:
     )
 
 
-def sparse_tensor(found: _core.RowsSum, param: torch.Tensor) -> torch.Tensor:
-    """What the core has added up, of the parameter's shape, coalesced."""
+def sparse_tensor(found: _core.RowsSum, param: torch.Tensor, device: Device) -> torch.Tensor:
+    """What the core has added up, of the parameter's shape, coalesced, on its device."""
     ids, values, _ = found
-    flat = torch.from_numpy(values).view(param.dtype)
+    flat = device.bring(torch.from_numpy(values).view(param.dtype))
     return torch.sparse_coo_tensor(
-        torch.from_numpy(ids)[None],
+        device.bring(torch.from_numpy(ids))[None],
         flat.view(len(ids), *param.shape[1:]),
         param.shape,
         is_coalesced=True,
