@@ -41,7 +41,7 @@ StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
                  seconds(clock, done),
                  {},
                  {},
-                 {}};
+                 sparse};
   for (size_t op = 0; op < out.queued_s.size(); ++op) {
     if (!queued[op]) out.queued_s[op] = out.launched_s[op];  // all_gathers
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,6 +23,7 @@ struct DeviceRecord {
   std::vector<Moment> queued, launched, done;                    // by op
   std::vector<std::pair<int, std::pair<Moment, Moment>>> gates;  // by tensor waited for
   std::vector<std::pair<std::vector<int>, std::pair<Moment, Moment>>> updates;
+  std::map<int, SparseTraffic> sparse;  // by op, as in StepRecord
 
   /// Everything that was recorded has passed.
   bool passed(DeviceClock& clock) const;

@@ -1,20 +1,22 @@
 #include "sparse_ops.h"
 
+#include <cfenv>
 #include <utility>
 
 #include "usbyte/error.h"
 
 namespace usbyte {
 
-SparseOps::SparseOps(const Plan& plan, std::shared_ptr<Exchange> exchange, SparseOptions options,
-                     Report report)
+SparseOps::SparseOps(const Plan& plan, Coding* coding, std::shared_ptr<Exchange> exchange,
+                     SparseOptions options, Report report)
     : plan_(plan),
+      coding_(coding),
       exchange_(std::move(exchange)),
       options_(options),
       report_(std::move(report)),
       given_(plan.tensors().size()),
       sums_(plan.tensors().size()) {
-  if (!exchange_) throw UsageError("the plan has sparse tensors: the engine needs an exchange");
+  if (!exchange_) throw UsageError("the plan adds up rows: the engine needs an exchange");
   thread_ = std::thread([this] { run(); });
 }
 
@@ -49,41 +51,54 @@ SparseSum SparseOps::take(int tensor) {
 }
 
 void SparseOps::run() {
+  std::fesetenv(FE_DFL_ENV);  // who made the thread may flush subnormals
   std::unique_lock lock(mutex_);
   for (;;) {
     work_.wait(lock, [this] { return stopping_ || !started_.empty(); });
     if (stopping_) return;
     const int op = started_.front();
     started_.pop_front();
-    const auto tensor = static_cast<size_t>(plan_.ops()[static_cast<size_t>(op)].sparse->tensor);
     lock.unlock();
-    SparseSum sum;
+    SparseTraffic traffic;
     std::exception_ptr error;
     try {
-      sum = sum_of(op);
+      traffic = carry_out(op);
     } catch (...) {
       error = std::current_exception();
     }
-    const SparseTraffic traffic = sum.traffic;
-    lock.lock();
-    sums_[tensor] = std::move(sum);
-    given_[tensor] = {};
-    lock.unlock();
     report_(op, traffic, error);
     lock.lock();
   }
 }
 
-SparseSum SparseOps::sum_of(int op) {
-  const SparseOp& what = *plan_.ops()[static_cast<size_t>(op)].sparse;
-  const TensorSpec& tensor = plan_.tensors()[static_cast<size_t>(what.tensor)];
+SparseTraffic SparseOps::carry_out(int op) {
+  const Op& what = plan_.ops()[static_cast<size_t>(op)];
+  return what.sparse ? add_up_tensor(what) : add_up_picks(what, coding_->op(op));
+}
+
+SparseTraffic SparseOps::add_up_tensor(const Op& op) {
+  const auto tensor = static_cast<size_t>(op.sparse->tensor);
   RowsView mine;
   {
     std::lock_guard lock(mutex_);
-    mine = given_[static_cast<size_t>(what.tensor)];
+    mine = std::exchange(given_[tensor], {});
   }
-  const SparseShape shape{tensor.rows, tensor.width, tensor.dtype};
-  return sparse_scheme(what.scheme).all_reduce(*exchange_, shape, mine, options_);
+  SparseSum sum =
+      sparse_scheme(op.adds_by()).all_reduce(*exchange_, plan_.shape(op), mine, options_);
+  const SparseTraffic traffic = sum.traffic;
+  std::lock_guard lock(mutex_);
+  sums_[tensor] = std::move(sum);
+  return traffic;
+}
+
+// What is picked has been scaled, as gradients are.
+SparseTraffic SparseOps::add_up_picks(const Op& op, CodedOp& coded) {
+  SparseOptions options = options_;
+  options.scale = 1;
+  SparseSum sum =
+      sparse_scheme(op.adds_by()).all_reduce(*exchange_, plan_.shape(op), coded.rows(), options);
+  coded.sum(std::move(sum.rows));
+  return sum.traffic;
 }
 
 }  // namespace usbyte

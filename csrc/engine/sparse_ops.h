@@ -10,26 +10,28 @@
 #include <thread>
 #include <vector>
 
+#include "coding.h"
 #include "usbyte/exchange.h"
 #include "usbyte/plan.h"
 #include "usbyte/sparse.h"
 
 namespace usbyte {
 
-/// The thread that carries out sparse_all_reduces, one after the other in the order of their
-/// launches, which is the plan's and so the same on all ranks.
+/// The thread that carries out ops that add up rows by a scheme, one after the other in the order
+/// of their launches, which is the plan's and so the same on all ranks.
 ///
-/// Ownership: the rows given for a tensor are this one's from `start` until the op is reported; the
-/// sum is the caller's from then on.
+/// Ownership: the rows given for a tensor, or of a coded op, are this one's from `start` until the
+/// op is reported; the sum is the caller's, or the coded op's, from then on.
 class SparseOps {
  public:
   /// From the thread, without any lock.
   using Report =
       std::function<void(int op, const SparseTraffic& traffic, std::exception_ptr error)>;
 
-  /// `plan` outlives this. Throws UsageError without an exchange.
-  SparseOps(const Plan& plan, std::shared_ptr<Exchange> exchange, SparseOptions options,
-            Report report);
+  /// `plan` and `coding`, null if no op has a codec, outlive this. Throws UsageError without an
+  /// exchange.
+  SparseOps(const Plan& plan, Coding* coding, std::shared_ptr<Exchange> exchange,
+            SparseOptions options, Report report);
   ~SparseOps();
 
   /// What tensor t adds; its memory lives until its op is reported.
@@ -42,9 +44,12 @@ class SparseOps {
 
  private:
   void run();
-  SparseSum sum_of(int op);
+  SparseTraffic carry_out(int op);
+  SparseTraffic add_up_tensor(const Op& op);
+  SparseTraffic add_up_picks(const Op& op, CodedOp& coded);
 
   const Plan& plan_;
+  Coding* const coding_;
   const std::shared_ptr<Exchange> exchange_;
   const SparseOptions options_;
   const Report report_;
