@@ -11,6 +11,7 @@
 #include "coded_plan.h"
 #include "device_training.h"
 #include "nccl_rig.h"
+#include "sparse_rig.h"
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"
 #include "usbyte/local_communicator.h"
@@ -160,13 +161,13 @@ TEST_P(CodedDevicePlans, TrainOverTheHostsNetworkAsTheHostDoes) {
   const std::vector<Trained> want = wanted(plan, size, seed);
   const Plan summed = test::with_random_schemes(plan, random);
   auto hosts = make_local_communicators(size);
-  auto exchanges = make_local_exchanges(size);
+  const auto exchanges = test::shared_exchanges(size);
   on_each_rank(size, [&](int rank) {
     const auto r = static_cast<size_t>(rank);
     const auto cuda = make_emulated_cuda({.most_delay_s = seed % 2 ? 2e-4 : 0, .seed = seed});
     {
       StagedCommunicator network(cuda, std::move(hosts[r]), {.chunk_bytes = 256, .buffers = 3});
-      const Trained got = on_device(summed, network, cuda, *cuda, seed, std::move(exchanges[r]));
+      const Trained got = on_device(summed, network, cuda, *cuda, seed, exchanges[r]);
       expect_alike(plan, got, want[r], size);
     }
     EXPECT_EQ(cuda->live(), 0);
@@ -181,11 +182,11 @@ TEST_P(CodedDevicePlans, TrainOverNcclAsTheHostDoes) {
   const std::vector<Trained> want = wanted(plan, size, seed);
   test::NcclRig rig(size, slots, {}, {.most_delay_s = seed % 2 ? 2e-4 : 0, .seed = seed});
   const Plan summed = test::with_random_schemes(plan, random);
-  auto exchanges = make_local_exchanges(size);
+  const auto exchanges = test::shared_exchanges(size);
   rig.on_each([&](int rank, Communicator& network) {
     const auto r = static_cast<size_t>(rank);
-    const Trained got = on_device(summed, network, rig.shared_device(rank), rig.cuda(), seed,
-                                  std::move(exchanges[r]));
+    const Trained got =
+        on_device(summed, network, rig.shared_device(rank), rig.cuda(), seed, exchanges[r]);
     expect_alike(plan, got, want[r], size);
   });
 }

@@ -12,6 +12,7 @@
 
 #include "coded_plan.h"
 #include "engine_rig.h"
+#include "sparse_rig.h"
 #include "usbyte/local_communicator.h"
 
 namespace usbyte {
@@ -36,7 +37,7 @@ struct Trained {
 std::vector<Trained> train(const Plan& plan, int size, uint64_t seed) {
   std::vector<Trained> out(static_cast<size_t>(size));
   auto communicators = make_local_communicators(size, {seed % 2 ? 1e-4 : 0, 0});
-  auto exchanges = make_local_exchanges(size);
+  const auto exchanges = test::shared_exchanges(size);
   on_each_rank(size, [&](int rank) {
     const auto r = static_cast<size_t>(rank);
     std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
@@ -46,7 +47,7 @@ std::vector<Trained> train(const Plan& plan, int size, uint64_t seed) {
     options.memory = out[r].memory.data();
     options.seed = seed;
     options.scale = 0.5;  // is for other gradients
-    options.exchange = std::move(exchanges[r]);
+    options.exchange = exchanges[r];
     Engine engine(plan, arena.data(), *communicators[r], options);
     for (int64_t step = 1; step <= kSteps; ++step) {
       engine.begin_step();
