@@ -58,6 +58,7 @@ class WithoutFeedback final : public Codec {
   int64_t message_bytes(int64_t count) const override { return inner_->message_bytes(count); }
   int memories() const override { return 0; }
   std::optional<GroupCodec> kernels() const override { return inner_->kernels(); }
+  const Picks* picks() const override { return inner_->picks(); }
   void encode(std::span<const float> values, const Draw& draw, std::byte* message) const override {
     inner_->encode(values, draw, message);
   }

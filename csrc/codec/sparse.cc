@@ -43,11 +43,10 @@ void Sparse::encode(std::span<const float> values, const Draw&, std::byte* messa
   });
 }
 
-uint32_t Sparse::checked(uint32_t index, std::span<float> values) const {
-  if (index < values.size()) return index;
+uint32_t Sparse::checked(uint32_t index, int64_t count) const {
+  if (index < count) return index;
   throw FaultError("a message by " + spec() + " has index " + std::to_string(index) + " for " +
-                   std::to_string(values.size()) +
-                   " elements: what was received is not what was sent");
+                   std::to_string(count) + " elements: what was received is not what was sent");
 }
 
 void Sparse::decode(const std::byte* message, const Draw&, std::span<float> values) const {
@@ -55,7 +54,7 @@ void Sparse::decode(const std::byte* message, const Draw&, std::span<float> valu
   const int64_t k = kept(ratio_, std::ssize(values));
   for (int64_t i = 0; i < k; ++i) {
     const uint32_t index = at<uint32_t>(message, 0)[i];
-    if (index != kNone) values[checked(index, values)] = at<float>(message, 4 * k)[i];
+    if (index != kNone) values[checked(index, std::ssize(values))] = at<float>(message, 4 * k)[i];
   }
 }
 
@@ -65,7 +64,19 @@ void Sparse::decode_add(const std::byte* message, const Draw&, float factor,
   for (int64_t i = 0; i < k; ++i) {
     const uint32_t index = at<uint32_t>(message, 0)[i];
     if (index == kNone) continue;
-    values[checked(index, values)] += factor * at<float>(message, 4 * k)[i];
+    values[checked(index, std::ssize(values))] += factor * at<float>(message, 4 * k)[i];
+  }
+}
+
+void Sparse::read(const std::byte* message, int64_t count, int64_t first, std::vector<int64_t>& ids,
+                  std::vector<float>& values) const {
+  const int64_t k = picked(count);
+  for (int64_t i = 0; i < k; ++i) {
+    const uint32_t index = at<uint32_t>(message, 0)[i];
+    const float value = at<float>(message, 4 * k)[i];
+    if (index == kNone || value == 0) continue;
+    ids.push_back(first + checked(index, count));
+    values.push_back(value);
   }
 }
 

@@ -22,7 +22,7 @@ Threshold threshold_of(std::span<const float> values, int64_t k);
 
 /// Codecs that send a share of the elements: their indices, then their values. Indices of
 /// kNone, which no element has, stand for nothing.
-class Sparse : public Codec {
+class Sparse : public Codec, public Picks {
  public:
   explicit Sparse(double ratio) : ratio_(ratio) {}
 
@@ -32,6 +32,11 @@ class Sparse : public Codec {
   void decode(const std::byte* message, const Draw& draw, std::span<float> values) const override;
   void decode_add(const std::byte* message, const Draw& draw, float factor,
                   std::span<float> values) const override;
+
+  const Picks* picks() const override { return this; }
+  int64_t picked(int64_t count) const override { return kept(ratio_, count); }
+  void read(const std::byte* message, int64_t count, int64_t first, std::vector<int64_t>& ids,
+            std::vector<float>& values) const override;
 
  protected:
   static constexpr uint32_t kNone = 0xffffffff;
@@ -59,7 +64,7 @@ class Sparse : public Codec {
 
  private:
   /// Throws FaultError if there is no such element: a message has been damaged.
-  uint32_t checked(uint32_t index, std::span<float> values) const;
+  uint32_t checked(uint32_t index, int64_t count) const;
 
   const double ratio_;
 };

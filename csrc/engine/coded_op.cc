@@ -1,5 +1,6 @@
 #include "usbyte/coded_op.h"
 
+#include <algorithm>
 #include <map>
 #include <span>
 
@@ -74,6 +75,73 @@ class MessagesOp final : public CodedOp {
   const uint64_t seed_;
   const HostBytes buffer_;
   std::vector<Memory> memories_;  // of each run that is sent
+};
+
+// Elements that a codec has picked, which are added up as rows of one.
+class PicksOp final : public CodedOp {
+ public:
+  PicksOp(const CodingSpace& space, const Op& op, std::shared_ptr<const Codec> codec, Floats floats)
+      : CodedOp(op, Collective::all_reduce, DType::uint8),
+        codec_(std::move(codec)),
+        floats_(std::move(floats)),
+        rank_(space.rank),
+        size_(space.size),
+        seed_(space.seed) {
+    travels(nullptr, 0);
+    int64_t longest = 0;
+    for (Block b : op.blocks) {
+      memories_.push_back(memory_of(space, *codec_, b));
+      longest = std::max(longest, codec_->message_bytes(b.numel()));
+    }
+    message_ = Buffer(longest);
+    reads_ = writes_ = op.blocks;
+    if (codec_->memories() > 0) keeps_ = reads_;
+  }
+
+  void encode(const Turn& turn) override {
+    ids_.clear();
+    values_.clear();
+    int64_t first = 0;
+    for (size_t i = 0; i < reads_.size(); ++i) {
+      const Block block = reads_[i];
+      const Draw draw = Draw::of(seed_, turn.step, block.begin, rank_);
+      codec_->send(floats_->load(block), memories_[i], draw, size_, message_.data());
+      codec_->picks()->read(message_.data(), block.numel(), first, ids_, values_);
+      first += block.numel();
+    }
+  }
+
+  RowsView rows() const override {
+    return {ids_, reinterpret_cast<const std::byte*>(values_.data())};
+  }
+  void sum(SparseRows rows) override { sum_ = std::move(rows); }
+
+  void decode(const Turn&) override {
+    const auto* const sums = reinterpret_cast<const float*>(sum_.values.data());
+    size_t next = 0;
+    int64_t first = 0;
+    for (Block block : writes_) {
+      const std::span<float> values = floats_->room(block);
+      std::ranges::fill(values, 0.0F);
+      for (; next < sum_.ids.size() && sum_.ids[next] < first + block.numel(); ++next) {
+        values[static_cast<size_t>(sum_.ids[next] - first)] = sums[next];
+      }
+      floats_->store(block, values);
+      first += block.numel();
+    }
+    sum_ = {};
+  }
+
+ private:
+  const std::shared_ptr<const Codec> codec_;
+  const Floats floats_;
+  const int rank_, size_;
+  const uint64_t seed_;
+  std::vector<Memory> memories_;  // by block
+  Buffer message_;                // of one block
+  std::vector<int64_t> ids_;
+  std::vector<float> values_;
+  SparseRows sum_;
 };
 
 // A round of a codec of two, for each of several matrices.
@@ -163,6 +231,8 @@ std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
     const auto codec = make_codec(op.codec);
     if (!codec || !wanted(op, *codec)) {
       out.push_back(nullptr);
+    } else if (!op.scheme.empty()) {
+      out.push_back(std::make_unique<PicksOp>(space, op, codec, floats));
     } else if (codec->matrices() && op.kind != Collective::all_reduce) {
       out.push_back(std::make_unique<RoundOp>(space, op, codec, floats, first));
     } else {

@@ -38,6 +38,8 @@ class Coding {
 
   /// What travels for a coded op.
   const Request& request(int op) const { return ops_[static_cast<size_t>(op)]->request(); }
+  /// For its rows, once it is encoded, and their sum, before it is decoded.
+  CodedOp& op(int op) { return *ops_[static_cast<size_t>(op)]; }
   void encode(int op, Turn turn) { put({op, false, std::move(turn)}); }
   void decode(int op, Turn turn) { put({op, true, std::move(turn)}); }
 

@@ -207,6 +207,7 @@ class HostedOp final : public DeviceOp {
       : DeviceOp(std::move(lanes), op, host->request().kind, host->request().dtype,
                  bytes_of(*host)),
         host_(std::move(host)),
+        summed_(!op.scheme.empty()),
         sends_(request_.kind == Collective::all_gather ? shard({0, bytes_of(*host_)}, rank, size)
                                                        : Block{0, bytes_of(*host_)}),
         rows_(codec.memories()),
@@ -215,6 +216,12 @@ class HostedOp final : public DeviceOp {
                                                                        : Rounds::first) {
     reads_ = host_->reads();
     writes_ = host_->writes();
+  }
+
+  RowsView rows() const override { return host_->rows(); }
+  void sum(SparseRows rows) override {
+    host_->sum(std::move(rows));
+    cuda().record(request_.order->done, in());
   }
 
  private:
@@ -233,6 +240,7 @@ class HostedOp final : public DeviceOp {
       cuda().copy(buffer() + sends_.begin, message() + sends_.begin,
                   static_cast<size_t>(sends_.numel()), out());
     }
+    if (summed_) cuda().record(turn.order->started, out());
   }
   void decode_behind(const Turn& turn) override {
     if (bytes_of(*host_) > 0) {
@@ -260,6 +268,7 @@ class HostedOp final : public DeviceOp {
   }
 
   const std::unique_ptr<CodedOp> host_;
+  const bool summed_;  // with no communicator to record events
   const Block sends_;  // bytes of the message
   const int rows_;
   // Of a codec of two rounds: in between, what it keeps is on the host.

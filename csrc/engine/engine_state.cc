@@ -37,23 +37,25 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
     requests.push_back(std::move(request));
   }
   record.step = options.steps_before;
-  const auto is_sparse = [](const Op& op) { return op.sparse.has_value(); };
-  if (std::ranges::any_of(plan.ops(), is_sparse)) {
+  const auto any = [this](auto is) { return std::ranges::any_of(plan.ops(), is); };
+  if (any([](const Op& op) { return op.codec != "none"; })) {
+    turns.resize(plan.ops().size());
+    const CodingSpace space{
+        plan,         arena,         options.memory, communicator.rank(), communicator.size(),
+        options.seed, options.device};
+    coding = std::make_unique<Coding>(
+        space, communicator.stream_ordered(),
+        [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
+        [this](int op, const std::exception_ptr& error) { coded(op, error, true); });
+  }
+  if (any([](const Op& op) { return !op.adds_by().empty(); })) {
     sparse = std::make_unique<SparseOps>(
-        plan, options.exchange, options.device, SparseOptions{options.scale, options.seed},
+        plan, coding.get(), options.exchange, options.device,
+        SparseOptions{options.scale, options.seed},
         [this](int op, const SparseTraffic& traffic, const std::exception_ptr& error) {
           summed(op, traffic, error);
         });
   }
-  if (std::ranges::all_of(plan.ops(), [](const Op& op) { return op.codec == "none"; })) return;
-  turns.resize(plan.ops().size());
-  const CodingSpace space{
-      plan,         arena,         options.memory, communicator.rank(), communicator.size(),
-      options.seed, options.device};
-  coding = std::make_unique<Coding>(
-      space, communicator.stream_ordered(),
-      [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
-      [this](int op, const std::exception_ptr& error) { coded(op, error, true); });
 }
 
 void Engine::State::check() const {
@@ -165,21 +167,23 @@ void Engine::State::complete(int op, const std::exception_ptr& error,
     step.fail(op);
     return fail(op, why);
   }
-  if (step.coded(op)) {
-    step.received(op);
-    if (device) device->received(op);
-    watch_device(op);
-    ++coding_jobs;
-    coding->decode(op, turns[static_cast<size_t>(op)]);
-  } else {
-    finish(op);
-  }
+  arrive(op);
   if (launchable() && !launching) {
     launch_all(lock, self);
   } else if (to_signal && !launchable()) {
     signal_waiters();
   }
   if (stopping) work.notify_one();
+}
+
+// The network has done its part.
+void Engine::State::arrive(int op) {
+  if (!step.coded(op)) return finish(op);
+  step.received(op);
+  if (device) device->received(op);
+  watch_device(op);
+  ++coding_jobs;
+  coding->decode(op, turns[static_cast<size_t>(op)]);
 }
 
 void Engine::State::finish(int op) {
@@ -227,7 +231,7 @@ void Engine::State::summed(int op, const SparseTraffic& traffic, const std::exce
     return fail(op, why);
   }
   record.sparse[op] = traffic;
-  finish(op);
+  arrive(op);
   if (to_signal && !launchable()) signal_waiters();
   work.notify_one();
 }
@@ -256,7 +260,8 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
 // Without the lock. Only who has set `launching` is here, so `requests` needs none.
 void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept {
   const bool is_sparse = plan.ops()[static_cast<size_t>(op)].sparse.has_value();
-  if (is_sparse && !device) return sparse->start(op);
+  const bool by_scheme = !plan.ops()[static_cast<size_t>(op)].adds_by().empty();
+  if (by_scheme && !(is_sparse && device)) return sparse->start(op);
   Request& request = requests[static_cast<size_t>(op)];
   const Completion done = [self, op](std::exception_ptr error) { self->complete(op, error, self); };
   if (!device) return communicator.launch(step.coded(op) ? coding->request(op) : request, done);

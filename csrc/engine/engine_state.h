@@ -77,7 +77,7 @@ struct Engine::State {
   int coding_jobs = 0;                // not reported yet
   std::vector<Turn> turns;            // by op, of those that are coded
   std::unique_ptr<Coding> coding;     // null without codecs; goes first, as it reports to this
-  std::unique_ptr<SparseOps> sparse;  // null without sparse tensors; likewise
+  std::unique_ptr<SparseOps> sparse;  // null unless rows are added up; likewise
 
   // With `mutex` held.
   void check() const;
@@ -106,6 +106,7 @@ struct Engine::State {
   double waiting_since() const;
   void launch_all(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self) noexcept;
   void complete(int op, const std::exception_ptr& error, const std::shared_ptr<State>& self);
+  void arrive(int op);
   void finish(int op);
   void watch_device(int op);
   void coded(int op, const std::exception_ptr& error, bool decoded);

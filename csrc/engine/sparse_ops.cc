@@ -1,21 +1,23 @@
 #include "sparse_ops.h"
 
+#include <cfenv>
 #include <utility>
 
 #include "usbyte/error.h"
 
 namespace usbyte {
 
-SparseOps::SparseOps(const Plan& plan, std::shared_ptr<Exchange> exchange,
+SparseOps::SparseOps(const Plan& plan, Coding* coding, std::shared_ptr<Exchange> exchange,
                      std::shared_ptr<Cuda> device, SparseOptions options, Report report)
     : plan_(plan),
+      coding_(coding),
       exchange_(std::move(exchange)),
       options_(options),
       report_(std::move(report)),
       device_(device ? std::make_unique<DeviceRows>(std::move(device)) : nullptr),
       given_(plan.tensors().size()),
       sums_(plan.tensors().size()) {
-  if (!exchange_) throw UsageError("the plan has sparse tensors: the engine needs an exchange");
+  if (!exchange_) throw UsageError("the plan adds up rows: the engine needs an exchange");
   thread_ = std::thread([this] { run(); });
 }
 
@@ -55,6 +57,7 @@ void SparseOps::abort() {
 }
 
 void SparseOps::run() {
+  std::fesetenv(FE_DFL_ENV);  // who made the thread may flush subnormals
   std::exception_ptr error;
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -62,41 +65,51 @@ void SparseOps::run() {
     if (stopping_) return;
     const Started next = std::move(started_.front());
     started_.pop_front();
-    const Op& op = plan_.ops()[static_cast<size_t>(next.op)];
-    const auto tensor = static_cast<size_t>(op.sparse->tensor);
     lock.unlock();
-    SparseSum sum;
+    SparseTraffic traffic;
     // Once one has failed, peers may take messages of a later op for that one's.
     if (!error) {
       try {
-        sum = sum_of(next);
+        traffic = carry_out(next);
       } catch (...) {
         error = std::current_exception();
       }
     }
-    const SparseTraffic traffic = sum.traffic;
-    lock.lock();
-    sums_[tensor] = std::move(sum);
-    given_[tensor] = {};
-    lock.unlock();
     report_(next.op, traffic, error);
     lock.lock();
   }
 }
 
-SparseSum SparseOps::sum_of(const Started& started) {
-  const SparseOp& what = *plan_.ops()[static_cast<size_t>(started.op)].sparse;
-  const TensorSpec& tensor = plan_.tensors()[static_cast<size_t>(what.tensor)];
+SparseTraffic SparseOps::carry_out(const Started& started) {
+  const Op& op = plan_.ops()[static_cast<size_t>(started.op)];
+  return op.sparse ? add_up_tensor(op, started.order) : add_up_picks(op, coding_->op(started.op));
+}
+
+SparseTraffic SparseOps::add_up_tensor(const Op& op, const StreamOrder& order) {
+  const auto tensor = static_cast<size_t>(op.sparse->tensor);
   GivenRows mine;
   {
     std::lock_guard lock(mutex_);
-    mine = given_[static_cast<size_t>(what.tensor)];
+    mine = std::exchange(given_[tensor], {});
   }
-  const SparseShape shape{tensor.rows, tensor.width, tensor.dtype};
-  if (device_) mine.rows = device_->fetch(mine, shape.row_bytes(), started.order);
-  SparseSum sum = sparse_scheme(what.scheme).all_reduce(*exchange_, shape, mine.rows, options_);
-  if (device_) device_->finish(started.order);
-  return sum;
+  const SparseShape shape = plan_.shape(op);
+  if (device_) mine.rows = device_->fetch(mine, shape.row_bytes(), order);
+  SparseSum sum = sparse_scheme(op.adds_by()).all_reduce(*exchange_, shape, mine.rows, options_);
+  if (device_) device_->finish(order);
+  const SparseTraffic traffic = sum.traffic;
+  std::lock_guard lock(mutex_);
+  sums_[tensor] = std::move(sum);
+  return traffic;
+}
+
+// What is picked has been scaled, as gradients are.
+SparseTraffic SparseOps::add_up_picks(const Op& op, CodedOp& coded) {
+  SparseOptions options = options_;
+  options.scale = 1;
+  SparseSum sum =
+      sparse_scheme(op.adds_by()).all_reduce(*exchange_, plan_.shape(op), coded.rows(), options);
+  coded.sum(std::move(sum.rows));
+  return sum.traffic;
 }
 
 }  // namespace usbyte

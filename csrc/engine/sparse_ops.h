@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "coding.h"
 #include "device_rows.h"
 #include "usbyte/exchange.h"
 #include "usbyte/plan.h"
@@ -17,21 +18,23 @@
 
 namespace usbyte {
 
-/// The thread that carries out sparse_all_reduces, one after the other in the order of their
-/// launches, which is the plan's and so the same on all ranks.
+/// The thread that carries out ops that add up rows by a scheme, one after the other in the order
+/// of their launches, which is the plan's and so the same on all ranks.
 ///
-/// Ownership: the rows given for a tensor are this one's from `start` until the op is reported; the
-/// sum is the caller's from then on. Rows on a device it waits for, and nobody else does.
+/// Ownership: the rows given for a tensor, or of a coded op, are this one's from `start` until the
+/// op is reported; the sum is the caller's, or the coded op's, from then on. Rows of a tensor on a
+/// device it waits for, and nobody else does.
 class SparseOps {
  public:
   /// From the thread, without any lock.
   using Report =
       std::function<void(int op, const SparseTraffic& traffic, std::exception_ptr error)>;
 
-  /// `plan` outlives this. Rows are on `device`, or on the host if that is null. Throws UsageError
-  /// without an exchange.
-  SparseOps(const Plan& plan, std::shared_ptr<Exchange> exchange, std::shared_ptr<Cuda> device,
-            SparseOptions options, Report report);
+  /// `plan` and `coding`, null if no op has a codec, outlive this. Tensors' rows are on `device`,
+  /// or on the host if that is null; those of coded ops are on the host. Throws UsageError without
+  /// an exchange.
+  SparseOps(const Plan& plan, Coding* coding, std::shared_ptr<Exchange> exchange,
+            std::shared_ptr<Cuda> device, SparseOptions options, Report report);
   ~SparseOps();
 
   /// What tensor t adds; its memory lives until its op is reported.
@@ -50,9 +53,12 @@ class SparseOps {
   };
 
   void run();
-  SparseSum sum_of(const Started& started);
+  SparseTraffic carry_out(const Started& started);
+  SparseTraffic add_up_tensor(const Op& op, const StreamOrder& order);
+  SparseTraffic add_up_picks(const Op& op, CodedOp& coded);
 
   const Plan& plan_;
+  Coding* const coding_;
   const std::shared_ptr<Exchange> exchange_;
   const SparseOptions options_;
   const Report report_;

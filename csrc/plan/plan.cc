@@ -139,6 +139,16 @@ void Plan::validate() const {
       throw error("a plan cannot hold " + std::string(name(op.kind)));
     }
     if (op.window_bytes <= 0) throw error("window_bytes must be positive");
+    const std::shared_ptr<const Codec> codec = make_codec(op.codec);
+    if (!op.scheme.empty()) {
+      if (op.kind != Collective::all_reduce || !codec || !codec->picks()) {
+        throw error("scheme " + op.scheme +
+                    " is for an all_reduce with a codec that picks elements, as topk does");
+      }
+      if (std::ranges::none_of(sparse_schemes(), [&](auto& s) { return s.name == op.scheme; })) {
+        throw error("unknown scheme '" + op.scheme + "'");
+      }
+    }
     if (op.sparse.has_value() != (op.kind == Collective::sparse_all_reduce)) {
       throw error("a sparse tensor belongs to a sparse_all_reduce, and to nothing else");
     }
@@ -149,7 +159,6 @@ void Plan::validate() const {
       continue;
     }
     if (op.blocks.empty()) throw error("no blocks");
-    const std::shared_ptr<const Codec> codec = make_codec(op.codec);
     const bool in_parts = op.kind != Collective::all_reduce;
     const Matrices* const matrices = codec && in_parts ? codec->matrices() : nullptr;
     if (codec && in_parts && !codec->relays()) {
@@ -268,7 +277,15 @@ int64_t Plan::message_bytes(const Op& op) const {
 std::pair<Collective, int64_t> Plan::traffic(const Op& op, int ranks) const {
   const std::shared_ptr<const Codec> codec = make_codec(op.codec);
   // What a rank receives of an all_gather is all but its own part.
-  if (op.sparse) return {Collective::all_gather, bytes(op) * ranks / std::max(ranks - 1, 1)};
+  const auto gathered = [ranks](double received) {
+    return std::pair(Collective::all_gather,
+                     static_cast<int64_t>(received * ranks / std::max(ranks - 1, 1)));
+  };
+  if (op.sparse) return gathered(static_cast<double>(bytes(op)));
+  if (!op.scheme.empty()) {
+    const SparseScheme& scheme = sparse_scheme(op.scheme);
+    return gathered(ranks > 1 ? scheme.bytes(ranks, shape(op), density(op, ranks)) : 0);
+  }
   if (!codec) return {op.kind, bytes(op)};
   if (codec->matrices()) return {Collective::all_reduce, message_bytes(op)};
   if (op.kind != Collective::all_reduce) {
@@ -278,6 +295,24 @@ std::pair<Collective, int64_t> Plan::traffic(const Op& op, int ranks) const {
   }
   if (codec->adds()) return {op.kind, message_bytes(op)};
   return {Collective::all_gather, ranks * message_bytes(op)};
+}
+
+SparseShape Plan::shape(const Op& op) const {
+  if (op.sparse) {
+    const TensorSpec& tensor = tensors()[static_cast<size_t>(op.sparse->tensor)];
+    return {tensor.rows, tensor.width, tensor.dtype};
+  }
+  SparseShape out{0, 1, DType::float32};
+  for (Block b : op.blocks) out.rows += b.numel();
+  return out;
+}
+
+SparseDensity Plan::density(const Op& op, int ranks) const {
+  const std::shared_ptr<const Codec> codec = make_codec(op.codec);
+  int64_t picked = 0;
+  for (Block b : op.blocks) picked += codec->picks()->picked(b.numel());
+  return independent_density(ranks,
+                             static_cast<double>(picked) / static_cast<double>(shape(op).rows));
 }
 
 const TensorSpec* Plan::tensor_at(Block block) const {
@@ -312,14 +347,12 @@ void Plan::append_tensors_of(const Op& op, std::vector<int>& out) const {
 std::string Plan::describe(int index) const {
   constexpr size_t kNamed = 4;
   const Op& op = ops_.at(static_cast<size_t>(index));
-  char head[64];
-  std::snprintf(head, sizeof head, "op %d (%s, %.3g MB%s: ", index,
-                std::string(name(op.kind)).c_str(), static_cast<double>(bytes(op)) / 1e6,
-                (op.sparse            ? " by " + op.sparse->scheme
-                 : op.codec == "none" ? ""
-                                      : " by " + op.codec)
-                    .c_str());
-  std::string out = head;
+  char megabytes[32];
+  std::snprintf(megabytes, sizeof megabytes, "%.3g MB", static_cast<double>(bytes(op)) / 1e6);
+  std::string by = op.codec == "none" ? "" : " by " + op.codec;
+  if (!op.adds_by().empty()) by += (by.empty() ? " by " : ", ") + op.adds_by();
+  std::string out = "op " + std::to_string(index) + " (" + std::string(name(op.kind)) + ", " +
+                    megabytes + by + ": ";
   const std::vector<int> touched = tensors_of(op);
   for (size_t i = 0; i < std::min(touched.size(), kNamed); ++i) {
     out += (i ? ", " : "") + this->tensors()[static_cast<size_t>(touched[i])].name;
@@ -345,6 +378,7 @@ std::string Plan::to_json() const {
                    {"window_bytes", op.window_bytes},
                    {"fence", op.fence}});
     if (op.codec != "none") ops.back()["codec"] = op.codec;
+    if (!op.scheme.empty()) ops.back()["scheme"] = op.scheme;
     if (!op.sparse) continue;
     ops.back()["sparse"] = {
         {"tensor", op.sparse->tensor}, {"scheme", op.sparse->scheme}, {"bytes", op.sparse->bytes}};
@@ -383,6 +417,7 @@ Plan Plan::from_json(std::string_view json) {
         op.sparse = {s.at("tensor").get<int>(), s.at("scheme").get<std::string>(),
                      s.at("bytes").get<int64_t>()};
       }
+      if (o.contains("scheme")) op.scheme = o["scheme"].get<std::string>();
       ops.push_back(std::move(op));
     }
     return Plan(root.at("policy").get<std::string>(), std::move(tensors), std::move(ops));

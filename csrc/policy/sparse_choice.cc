@@ -3,9 +3,31 @@
 #include <algorithm>
 #include <cmath>
 
+#include "usbyte/codec.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
+namespace {
+
+constexpr double kClearly = 0.1;  // share of the time
+
+// What a transfer and a byte of it take, s.
+struct Link {
+  explicit Link(const NetworkModel& network) {
+    const AlphaBeta ring = network.cost(Collective::all_reduce, 1);
+    const double rounds = std::max(2 * (network.ranks - 1), 1);
+    transfer_s = ring.latency_s() / rounds;
+    // Of an all_reduce of m bytes, 2 (n - 1) / n of m go over each link.
+    s_per_byte = ring.beta_s_per_byte * network.ranks / rounds;
+  }
+  double time_s(int transfers, double bytes) const {
+    return transfers * transfer_s + bytes * s_per_byte;
+  }
+
+  double transfer_s, s_per_byte;
+};
+
+}  // namespace
 
 SparseDensity grown_density(int ranks, double of_one, double of_all) {
   SparseDensity out;
@@ -26,23 +48,43 @@ std::vector<SparseChoice> sparse_choices(const NetworkModel& network, const Spar
                      " and, of all ranks, " + std::to_string(of_all) +
                      " are no shares of the rows that grow");
   }
+  return sparse_choices(network, shape, grown_density(network.ranks, of_one, of_all));
+}
+
+std::vector<SparseChoice> sparse_choices(const NetworkModel& network, const SparseShape& shape,
+                                         const SparseDensity& density) {
   const int n = network.ranks;
-  const SparseDensity density = grown_density(n, of_one, of_all);
-  const AlphaBeta ring = network.cost(Collective::all_reduce, 1);
-  const double rounds = std::max(2 * (n - 1), 1);
-  const double transfer_s = ring.latency_s() / rounds;
-  // Of an all_reduce of m bytes, 2 (n - 1) / n of m go over each link.
-  const double s_per_byte = ring.beta_s_per_byte * n / rounds;
+  const Link link(network);
   std::vector<SparseChoice> out;
   for (const SparseScheme& scheme : sparse_schemes()) {
     // Skew is not known here, and the server's formula without it is Zen's.
     if (!scheme.keeps_zeros || scheme.name == "sparse_ps") continue;
     const double bytes = n > 1 ? scheme.bytes(n, shape, density) : 0;
     out.push_back({std::string(scheme.name), static_cast<int64_t>(bytes),
-                   scheme.transfers(n) * transfer_s + bytes * s_per_byte});
+                   link.time_s(scheme.transfers(n), bytes)});
   }
   std::ranges::stable_sort(out, {}, &SparseChoice::seconds);
   return out;
+}
+
+Plan with_schemes(const Plan& plan, const NetworkModel& network) {
+  const int n = network.ranks;
+  const Link link(network);
+  std::vector<Op> ops = plan.ops();
+  for (Op& op : ops) {
+    const auto codec = make_codec(op.codec);
+    if (op.kind != Collective::all_reduce || !codec || !codec->picks() || !op.scheme.empty()) {
+      continue;
+    }
+    const auto [kind, bytes] = plan.traffic(op, n);
+    const double received = static_cast<double>(bytes) * (n - 1) / n;
+    // Either may be what the network does better than measured, or modelled.
+    const double gathered_s =
+        std::min(network.cost(kind, 1).time_s(bytes), link.time_s(1, received));
+    const SparseChoice best = sparse_choices(network, plan.shape(op), plan.density(op, n)).front();
+    if (best.seconds < (1 - kClearly) * gathered_s) op.scheme = best.scheme;
+  }
+  return plan.with(plan.policy(), std::move(ops));
 }
 
 }  // namespace usbyte

@@ -81,6 +81,8 @@ void register_sparse(py::module_& m) {
       },
       py::arg("network"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("of_one"),
       py::arg("of_all"), "Ways to add up such gradients, the fastest first; see sparse_choice.h.");
+  m.def("with_schemes", &with_schemes, py::arg("plan"), py::arg("network"),
+        "The plan with schemes where they pay for what codecs pick; see sparse_choice.h.");
   m.def(
       "sparse_bytes",
       [](const std::string& scheme, int64_t rows, int64_t width, const std::string& dtype,

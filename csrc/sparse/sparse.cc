@@ -16,6 +16,14 @@ SparseRows coalesce(const SparseShape& shape, RowsView rows) {
   return sparse::rows_of(sparse::add_up(shape, shape.rows, std::span(&given, 1)));
 }
 
+SparseDensity independent_density(int ranks, double of_one) {
+  SparseDensity out;
+  for (double none = 1; std::ssize(out.of_ranks) < ranks;) {
+    out.of_ranks.push_back(1 - (none *= 1 - of_one));
+  }
+  return out;
+}
+
 SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
                                    const SparseOptions& options) const {
   SparseRows rows = coalesce(shape, mine);

@@ -30,9 +30,7 @@ Timeline events(const StepRecord& record, const Plan& plan) {
     out.push_back({Kind::queue, record.step, record.queued_s[i], launched, label, bytes});
     out.push_back({Kind::communication, record.step, launched, record.done_s[i], label, bytes});
     if (const auto sum = record.sparse.find(static_cast<int>(i)); sum != record.sparse.end()) {
-      const int tensor = plan.ops()[i].sparse->tensor;
-      const int64_t rows = plan.tensors()[static_cast<size_t>(tensor)].rows;
-      out.back().numbers = numbers(sum->second, rows);
+      out.back().numbers = numbers(sum->second, plan.shape(plan.ops()[i]).rows);
     }
   }
   for (const auto& [tensor, span] : record.gates) {

@@ -246,6 +246,31 @@ TEST(Codec, AnIndexThatThereIsNotIsAnError) {
     std::vector<std::byte> message(static_cast<size_t>(codec->message_bytes(8)), std::byte{1});
     EXPECT_THROW(codec->decode(message.data(), {}, values), FaultError) << spec;
     EXPECT_THROW(codec->decode_add(message.data(), {}, 1, values), FaultError) << spec;
+    std::vector<int64_t> ids;
+    EXPECT_THROW(codec->picks()->read(message.data(), 8, 0, ids, values), FaultError) << spec;
+  }
+}
+
+TEST(Codec, WhatIsPickedIsWhatIsDecoded) {
+  for (const std::string name : {"topk:0.3", "topk:0.3,feedback=off", "dct:0.3", "dgc:0.3"}) {
+    const auto codec = make_codec(name);
+    ASSERT_TRUE(codec->picks()) << name;
+    std::vector<float> gradient(20), rows(40), decoded(20), read(20);
+    for (size_t i = 0; i < 4; ++i) gradient[5 * i] = 1 + static_cast<float>(i);
+    Memory memory{{rows.data(), rows.data() + 20}, 0};
+    std::vector<std::byte> message(static_cast<size_t>(codec->message_bytes(20)));
+    codec->send(gradient, memory, {}, 1, message.data());
+    codec->decode(message.data(), {}, decoded);
+    std::vector<int64_t> ids;
+    std::vector<float> values;
+    EXPECT_EQ(codec->picks()->picked(20), 6);
+    codec->picks()->read(message.data(), 20, 100, ids, values);
+    EXPECT_EQ(ids.size(), 4U) << name;  // neither zeros nor what stands for nothing
+    for (size_t i = 0; i < ids.size(); ++i) read[static_cast<size_t>(ids[i] - 100)] = values[i];
+    EXPECT_EQ(read, decoded) << name;
+  }
+  for (const char* name : {"randk:0.3", "int8", "fp16", "powersgd:1"}) {
+    EXPECT_FALSE(make_codec(name)->picks()) << name;
   }
 }
 

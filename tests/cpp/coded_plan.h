@@ -7,6 +7,7 @@
 
 #include "random_plan.h"
 #include "ranks.h"
+#include "usbyte/codec.h"
 #include "usbyte/half.h"
 #include "usbyte/plan.h"
 
@@ -44,6 +45,19 @@ inline Plan random_coded_plan(Random& random) {
     codecs.emplace_back(kCodecSpecs[random(0, std::ssize(kCodecSpecs) - 1)]);
   }
   return with_codecs(plain, codecs);
+}
+
+/// The same plan, in which some of what can be is added up by schemes that add in order of ranks.
+inline Plan with_random_schemes(const Plan& plan, Random& random) {
+  std::vector<Op> ops = plan.ops();
+  for (Op& op : ops) {
+    constexpr const char* kSchemes[] = {"", "zen", "agsparse", "sparse_ps"};
+    const auto codec = make_codec(op.codec);
+    if (op.kind == Collective::all_reduce && codec && codec->picks()) {
+      op.scheme = kSchemes[random(0, std::ssize(kSchemes) - 1)];
+    }
+  }
+  return plan.with(plan.policy(), std::move(ops));
 }
 
 /// Sets an element of an arena; what its dtype can hold of the value.

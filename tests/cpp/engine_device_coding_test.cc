@@ -11,6 +11,7 @@
 #include "coded_plan.h"
 #include "device_training.h"
 #include "nccl_rig.h"
+#include "sparse_rig.h"
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"
 #include "usbyte/local_communicator.h"
@@ -73,7 +74,8 @@ Trained on_host(const Plan& plan, Communicator& network, uint64_t seed) {
 
 // The host does not look at what kernels do before the end.
 Trained on_device(const Plan& plan, Communicator& network, const std::shared_ptr<Cuda>& cuda,
-                  EmulatedCuda& kernels, uint64_t seed, int64_t* waits = nullptr) {
+                  EmulatedCuda& kernels, uint64_t seed, std::shared_ptr<Exchange> exchange,
+                  int64_t* waits = nullptr) {
   Trained out;
   Random random(seed + static_cast<uint64_t>(network.rank()));
   const test::DeviceBytes arena(cuda, plan.arena_bytes()), sources(cuda, plan.arena_bytes());
@@ -83,6 +85,7 @@ Trained on_device(const Plan& plan, Communicator& network, const std::shared_ptr
   const CudaStream compute[] = {cuda->create_stream(false), cuda->create_stream(false)};
   EngineOptions options = options_of(kept, seed);
   options.device = cuda;
+  options.exchange = std::move(exchange);
   out.arenas.resize(kSteps);
   {
     Engine engine(plan, arena.data(), network, options);
@@ -156,13 +159,16 @@ TEST_P(CodedDevicePlans, TrainOverTheHostsNetworkAsTheHostDoes) {
   const Plan plan = test::random_coded_plan(random);
   const int size = 1 + static_cast<int>(seed % 4);
   const std::vector<Trained> want = wanted(plan, size, seed);
+  const Plan summed = test::with_random_schemes(plan, random);
   auto hosts = make_local_communicators(size);
+  const auto exchanges = test::shared_exchanges(size);
   on_each_rank(size, [&](int rank) {
     const auto r = static_cast<size_t>(rank);
     const auto cuda = make_emulated_cuda({.most_delay_s = seed % 2 ? 2e-4 : 0, .seed = seed});
     {
       StagedCommunicator network(cuda, std::move(hosts[r]), {.chunk_bytes = 256, .buffers = 3});
-      expect_alike(plan, on_device(plan, network, cuda, *cuda, seed), want[r], size);
+      const Trained got = on_device(summed, network, cuda, *cuda, seed, exchanges[r]);
+      expect_alike(plan, got, want[r], size);
     }
     EXPECT_EQ(cuda->live(), 0);
   });
@@ -175,9 +181,13 @@ TEST_P(CodedDevicePlans, TrainOverNcclAsTheHostDoes) {
   const int size = 1 + static_cast<int>(seed % 4), slots = 1 + static_cast<int>(seed / 4 % 3);
   const std::vector<Trained> want = wanted(plan, size, seed);
   test::NcclRig rig(size, slots, {}, {.most_delay_s = seed % 2 ? 2e-4 : 0, .seed = seed});
+  const Plan summed = test::with_random_schemes(plan, random);
+  const auto exchanges = test::shared_exchanges(size);
   rig.on_each([&](int rank, Communicator& network) {
-    const Trained got = on_device(plan, network, rig.shared_device(rank), rig.cuda(), seed);
-    expect_alike(plan, got, want[static_cast<size_t>(rank)], size);
+    const auto r = static_cast<size_t>(rank);
+    const Trained got =
+        on_device(summed, network, rig.shared_device(rank), rig.cuda(), seed, exchanges[r]);
+    expect_alike(plan, got, want[r], size);
   });
 }
 
@@ -191,7 +201,7 @@ TEST(EngineDeviceCoding, TheHostDoesNotWaitForKernels) {
   test::NcclRig rig(1, 1);
   rig.on_each([&](int rank, Communicator& network) {
     int64_t waits = -1;
-    on_device(plan, network, rig.shared_device(rank), rig.cuda(), 1, &waits);
+    on_device(plan, network, rig.shared_device(rank), rig.cuda(), 1, nullptr, &waits);
     EXPECT_EQ(waits, 0);
   });
 }

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -105,6 +106,49 @@ TEST(Plan, RejectsSparseOpsThatMakeNoSense) {
             std::string::npos);
   EXPECT_NE(error_of({{"s", 4, DType::float32, 0, 2, 2}}, {}).find("elements on the line"),
             std::string::npos);
+}
+
+Op picked_op(const std::string& codec, const std::string& scheme) {
+  Op op = reduce({{0, 16}});
+  op.codec = codec;
+  op.scheme = scheme;
+  return op;
+}
+
+TEST(Plan, PickedElementsAreGatheredOrAddedUpByAScheme) {
+  const Plan gathered("test", kTwo, {picked_op("topk:0.25", "")});
+  const Plan summed("test", kTwo, {picked_op("topk:0.25", "zen")});
+  EXPECT_EQ(gathered.to_json().find("scheme"), std::string::npos);
+  EXPECT_NE(gathered.hash(), summed.hash());
+  EXPECT_EQ(Plan::from_json(summed.to_json()), summed);
+  EXPECT_EQ(summed.describe(0), "op 0 (all_reduce, 6.4e-05 MB by topk:0.25, zen: a, b)");
+  const Op& op = summed.ops()[0];
+  EXPECT_EQ(summed.message_bytes(op), 32);
+  EXPECT_EQ(gathered.traffic(gathered.ops()[0], 4),
+            std::pair(Collective::all_gather, int64_t{128}));
+  // 4 of 16 are pushed, of 8 bytes each; 1 - 0.75^4 of 16 are pulled, of 4 bytes, with 2 of bits.
+  const double pulled = (1 - std::pow(0.75, 4)) * 16 * 4 + 2;
+  EXPECT_EQ(summed.traffic(op, 4),
+            std::pair(Collective::all_gather, static_cast<int64_t>(32 + pulled)));
+  EXPECT_EQ(summed.traffic(op, 1).second, 0);
+}
+
+TEST(Plan, RejectsSchemesThatMakeNoSense) {
+  const auto expect = [&](Op op, const char* what) {
+    const std::string error = error_of(kTwo, {std::move(op)});
+    EXPECT_NE(error.find(what), std::string::npos) << error;
+  };
+  expect(picked_op("none", "zen"), "scheme zen is for an all_reduce with a codec that picks");
+  expect(picked_op("randk:0.5", "zen"), "codec that picks elements");
+  expect(picked_op("topk:0.5", "nez"), "op 0: unknown scheme 'nez'");
+  Op scatter = picked_op("topk:0.5", "zen");
+  scatter.kind = Collective::reduce_scatter;
+  expect(scatter, "is for an all_reduce");
+  auto json = nlohmann::json::parse(Plan("test", kTwo, {picked_op("topk:0.5", "zen")}).to_json());
+  for (const nlohmann::json& wrong : {nlohmann::json(1), nlohmann::json(), nlohmann::json("nez")}) {
+    json["ops"][0]["scheme"] = wrong;
+    EXPECT_THROW(Plan::from_json(json.dump()), PlanError);
+  }
 }
 
 TEST(Plan, RejectsBadTensorsAndOps) {

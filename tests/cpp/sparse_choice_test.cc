@@ -58,6 +58,50 @@ TEST(SparseChoice, ASingleRankSendsNothing) {
   }
 }
 
+Plan picks(const std::string& codec) {
+  constexpr int64_t kNumel = 10'000'000;
+  return {"test",
+          {{"a", kNumel, DType::float32, 0}},
+          {{Collective::all_reduce, {{0, kNumel}}, 1 << 20, false, codec}}};
+}
+
+TEST(SparseChoice, WhatIsPickedIsAddedUpWhereThatIsClearlyFaster) {
+  const auto scheme = [](const std::string& codec, const NetworkModel& network) {
+    const Plan plan = with_schemes(picks(codec), network);
+    EXPECT_EQ(with_schemes(plan, network), plan);
+    return plan.ops()[0].scheme;
+  };
+  const auto fast = [](int ranks) { return NetworkModel::ring(ranks, 0, 1e9); };
+  for (int ranks : {1, 2, 4}) EXPECT_EQ(scheme("topk:0.01", fast(ranks)), "") << ranks;
+  for (int ranks : {8, 16, 64}) EXPECT_EQ(scheme("topk:0.01", fast(ranks)), "zen") << ranks;
+  EXPECT_EQ(scheme("dgc:0.01", fast(8)), "zen");
+  EXPECT_EQ(scheme("dct:0.01", fast(8)), "zen");
+  EXPECT_EQ(scheme("randk:0.01", fast(8)), "");
+  EXPECT_EQ(scheme("int8", fast(8)), "");
+  EXPECT_EQ(scheme("none", fast(8)), "");
+  // Transfers that follow each other take longer than what they save.
+  EXPECT_EQ(scheme("topk:0.01", NetworkModel::ring(8, 0.1, 1e9)), "");
+}
+
+TEST(SparseChoice, AnAllGatherThatWasMeasuredToBeFastIsKept) {
+  NetworkModel network = NetworkModel::ring(8, 0, 1e9);
+  network.all_gather = {{0, 0.5e-9}};
+  EXPECT_EQ(with_schemes(picks("topk:0.01"), network), picks("topk:0.01"));
+}
+
+TEST(SparseChoice, ASchemeThatAnOpHasStays) {
+  std::vector<Op> ops = picks("topk:0.01").ops();
+  ops[0].scheme = "sparse_ps";
+  const Plan plan = picks("topk:0.01").with("test", ops);
+  EXPECT_EQ(with_schemes(plan, NetworkModel::ring(64, 0, 1e9)), plan);
+}
+
+TEST(SparseChoice, IndependentDrawsOverlapAsChanceHasIt) {
+  const SparseDensity density = independent_density(3, 0.1);
+  EXPECT_NEAR(density.of(1), 0.1, 1e-12);
+  EXPECT_NEAR(density.of(3), 1 - 0.9 * 0.9 * 0.9, 1e-12);
+}
+
 TEST(SparseChoice, DensitiesThatCannotBeAreErrors) {
   const NetworkModel network = NetworkModel::ring(4, 0, 1);
   EXPECT_THROW(sparse_choices(network, kWords, 0.5, 0.4), UsageError);

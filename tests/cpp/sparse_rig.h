@@ -20,6 +20,13 @@ inline void PrintTo(const SparseScheme& scheme, std::ostream* out) { *out << sch
 
 namespace usbyte::test {
 
+/// Local exchanges that are there until the last rank is done with them, whichever is first.
+inline std::vector<std::shared_ptr<Exchange>> shared_exchanges(int size) {
+  std::vector<std::shared_ptr<Exchange>> out;
+  for (auto& exchange : make_local_exchanges(size)) out.push_back(std::move(exchange));
+  return out;
+}
+
 /// One rank's gradient: rows in any order, perhaps some of them more than once.
 struct Rows {
   std::vector<int64_t> ids;

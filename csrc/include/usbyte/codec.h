@@ -35,6 +35,7 @@ struct Memory {
 };
 
 class Matrices;
+class Picks;
 
 /// Makes a run of float32 smaller for the network, with some loss. Immutable, thread-safe,
 /// deterministic for a given Draw.
@@ -71,6 +72,8 @@ class Codec {
   /// For codecs that make less of whole matrices, in two rounds; null for others. Without them such
   /// a codec is to send values as they are.
   virtual const Matrices* matrices() const { return nullptr; }
+  /// For codecs that send some elements and where they were; null for others.
+  virtual const Picks* picks() const { return nullptr; }
 
   virtual void encode(std::span<const float> values, const Draw& draw,
                       std::byte* message) const = 0;
@@ -113,6 +116,19 @@ class Matrices {
   /// values = what both rounds say; what the next step begins with goes to the memory.
   virtual void finish(int64_t rows, std::span<const float> first, std::span<const float> second,
                       Memory& memory, std::span<float> values) const = 0;
+};
+
+/// How a codec's messages are read that are elements and their indices.
+class Picks {
+ public:
+  virtual ~Picks() = default;
+
+  /// Elements in the message of `count`.
+  virtual int64_t picked(int64_t count) const = 0;
+  /// Appends those that are not zero, each index plus `first` among `ids`; in any order. Throws
+  /// FaultError if the message has been damaged.
+  virtual void read(const std::byte* message, int64_t count, int64_t first,
+                    std::vector<int64_t>& ids, std::vector<float>& values) const = 0;
 };
 
 /// The codec that a spec names: "name" or "name:parameters", as in "dgc:0.001,momentum=0.9". "none"

@@ -10,6 +10,7 @@
 #include "usbyte/communicator.h"
 #include "usbyte/cuda.h"
 #include "usbyte/plan.h"
+#include "usbyte/sparse.h"
 
 namespace usbyte {
 
@@ -38,7 +39,9 @@ struct Turn {
 
 /// An op whose gradients travel as a codec's messages: how they are made, what travels, and what
 /// becomes of it. `encode` fills the request's buffer; when the request has completed, `decode`
-/// reads it. All coded ops of a plan are used by one thread, which they may block for a device.
+/// reads it. Of an op with a scheme there is no request: it has `rows` then, and is given their
+/// `sum`. All coded ops of a plan are used by one thread, which they may block for a device; what
+/// rows become is another's business in between.
 class CodedOp {
  public:
   virtual ~CodedOp() = default;
@@ -48,6 +51,9 @@ class CodedOp {
   /// Once the network has ended: waits for a device, for a second at most; whether nothing of this
   /// is on its streams any more. False where that cannot be told, as there is none.
   virtual bool settle() { return false; }
+  /// What this rank adds to the sum; until that is given.
+  virtual RowsView rows() const { return {}; }
+  virtual void sum(SparseRows /*rows*/) {}
   /// Its window and fence are the plan's.
   const Request& request() const { return request_; }
   /// Blocks of the arena that `encode` reads, and that `decode` writes.

@@ -13,6 +13,9 @@
 
 namespace usbyte {
 
+struct SparseDensity;
+struct SparseShape;
+
 /// Collective operations. A plan uses the first three, which have blocks, and sparse_all_reduce,
 /// which no communicator knows; the others serve communicators and eager calls.
 enum class Collective : uint8_t {
@@ -65,6 +68,8 @@ struct SparseOp {
 /// block; in a reduce_scatter one for each `shard` of each block, to the rank that adds them up; in
 /// an all_gather one for each of the rank's own shards. With a codec of two rounds the
 /// reduce_scatter is the first and the all_gather the second, and their blocks are whole tensors.
+/// With a `scheme` (of sparse.h) too, an all_reduce adds up what a codec has picked as rows of one
+/// element, numbered as the op's blocks follow each other, instead of gathering its messages.
 ///
 /// A sparse_all_reduce has no blocks and no codec, but a sparse tensor.
 struct Op {
@@ -74,7 +79,10 @@ struct Op {
   bool fence = false;
   std::string codec = "none";
   std::optional<SparseOp> sparse = std::nullopt;
+  std::string scheme = "";
 
+  /// The scheme that adds up its rows; empty for ops that a communicator carries out.
+  const std::string& adds_by() const { return sparse ? sparse->scheme : scheme; }
   bool operator==(const Op&) const = default;
 };
 
@@ -87,10 +95,10 @@ class Plan {
  public:
   Plan();
   /// Throws PlanError unless the plan is valid: tensors contiguous from 0 with unique names, sparse
-  /// ones last; ops only of those kinds with positive windows, and codecs that can do what
-  /// their ops ask for, of floats only; every sparse tensor in exactly one sparse_all_reduce; every
-  /// element covered exactly once by all_reduce, or exactly once by a reduce_scatter and once by a
-  /// later all_gather whose block is the very block that was scattered.
+  /// ones last; ops only of those kinds with positive windows, and codecs and schemes that can do
+  /// what their ops ask for, of floats only; every sparse tensor in exactly one sparse_all_reduce;
+  /// every element covered exactly once by all_reduce, or exactly once by a reduce_scatter and once
+  /// by a later all_gather whose block is the very block that was scattered.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
   /// Another plan for the same tensors, which the two share.
   Plan with(std::string policy, std::vector<Op> ops) const;
@@ -115,8 +123,12 @@ class Plan {
   /// its messages.
   int64_t message_bytes(const Op& op) const;
   /// What it is for the network, and its payload there: messages that cannot be added are gathered,
-  /// and sums of two rounds reduced.
+  /// and sums of two rounds reduced; an all_gather that takes as long as a scheme, by its formula.
   std::pair<Collective, int64_t> traffic(const Op& op, int ranks) const;
+  /// Of the rows that `op` adds up by a scheme.
+  SparseShape shape(const Op& op) const;
+  /// How dense those are that a codec picks, if ranks pick independently of each other.
+  SparseDensity density(const Op& op, int ranks) const;
   /// Indices of the tensors that `op` touches, ascending.
   std::vector<int> tensors_of(const Op& op) const;
   /// The same, behind what `out` holds.

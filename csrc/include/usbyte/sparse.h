@@ -73,6 +73,10 @@ struct SparseDensity {
   double of(int ranks) const { return of_ranks[static_cast<size_t>(ranks - 1)]; }
 };
 
+/// Of gradients with rows drawn independently of each other's; any on average have as few in common
+/// as these, or more.
+SparseDensity independent_density(int ranks, double of_one);
+
 /// One way to add up gradients of all ranks. All ranks use it with the same shape and options.
 struct SparseScheme {
   std::string_view name;

@@ -158,17 +158,20 @@ def _sparse_table(scene: Scene) -> str:
     head = "".join(f"<th>{column}</th>" for column in columns)
     rows = []
     for i, told in sorted(sums.items()):
-        sparse = scene.plan.ops[i].sparse
-        assert sparse is not None
-        tensor = scene.plan.tensors[sparse.tensor]
+        op = scene.plan.ops[i]
+        names = scene.op_tip(i).partition("\n")[2]
+        if op.sparse:
+            scheme, of = op.sparse.scheme, scene.plan.tensors[op.sparse.tensor].rows
+        else:
+            scheme, of = op.scheme, sum(end - begin for begin, end in op.blocks)
         cells = [
-            str(i), sparse.scheme, str(tensor.rows), f"{100 * told['density']:.3g}",
-            f"{100 * told['sum_rows'] / tensor.rows:.3g}",
+            str(i), scheme, str(of), f"{100 * told['density']:.3g}",
+            f"{100 * told['sum_rows'] / of:.3g}",
             *(f"{told[n]:.2f}" for n in ("gamma", "skew", "push_imbalance", "pull_imbalance")),
             *(f"{told[n] / 1e6:.3f}" for n in ("sent_bytes", "received_bytes")),
         ]  # fmt: skip
         text = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        rows.append(f'<tr data-op="{i}">{text}<td class="text">{escape(tensor.name)}</td></tr>')
+        rows.append(f'<tr data-op="{i}">{text}<td class="text">{escape(names)}</td></tr>')
     body = "\n".join(rows)
     return (
         "<h2>Sparse gradients, measured</h2>\n<p>Of this rank. Density: rows of its gradient that "

@@ -69,10 +69,13 @@ class CodedPlans:
         network: _core.NetworkModel,
         codecs: Mapping[str, str],
     ) -> _core.Plan:
-        """A policy's plan for tensors that travel by `codecs`, by their names."""
+        """A policy's plan for tensors that travel by `codecs`, by their names.
+
+        What is picked is added up by a scheme where that is faster, once the plan is made.
+        """
         of = codecs_of(profile, codecs)
         args = (policy, profile, network, self._options, self._overlap, self._sharded)
-        return _core.make_plan(*args, of, self.costs_of(of))
+        return _core.with_schemes(_core.make_plan(*args, of, self.costs_of(of)), network)
 
     def step_s(
         self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel

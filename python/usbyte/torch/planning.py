@@ -364,6 +364,7 @@ class Planner:
                     "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
                 )
             plan = flags_apart(plan)
+        plan = _core.with_schemes(plan, network)
         # Under backward mode an iteration ends with its backward.
         predicted = self._plans.step_s(self._with_rows(plan), profile, network)
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
@@ -382,7 +383,14 @@ class Planner:
         now = {c.spec: c.at_step(self._steps) for c in self._stages}
         if not all(now.get(op.codec, op.codec) == op.codec for op in plan.ops):
             ops = [
-                _core.Op(op.kind, op.blocks, op.window_bytes, op.fence, now.get(op.codec, op.codec))
+                _core.Op(
+                    op.kind,
+                    op.blocks,
+                    op.window_bytes,
+                    op.fence,
+                    now.get(op.codec, op.codec),
+                    scheme=op.scheme,
+                )
                 for op in plan.ops
             ]
             plan = _core.Plan(plan.policy, plan.tensors, ops)
@@ -408,6 +416,13 @@ class Planner:
 
     def _log(self, decision: Decision) -> None:
         plan, profile, network = decision.plan, decision.profile, decision.network
+        for scheme in sorted({op.scheme for op in plan.ops} - {""}):
+            ops = [op for op in plan.ops if op.scheme == scheme]
+            log.info(
+                "%s: what %s picks is added up by %s in %d of %d ops, not gathered",
+                self._label, "/".join(sorted({op.codec for op in ops})), scheme, len(ops),
+                len(plan.ops),
+            )  # fmt: skip
         ddp = _core.make_plan("ddp", dense(profile), network, self._options, self._overlap)
         reason = ""
         if plan.policy == "auto" and plan.ops == ddp.ops:

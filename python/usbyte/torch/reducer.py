@@ -114,7 +114,7 @@ class Reducer:
         self._writer: _core.TimelineWriter | None = None
         self._memory = memory
         self._communicator = context.new_communicator(device)
-        self._exchange = TorchExchange(context.new_group()) if any(self._sparse) else None
+        self._exchange: TorchExchange | None = None  # once a plan adds up rows
         plan = planner.learning_plan()
         self._lay_out(plan)
         # Held while an engine takes another's place: what other threads ask or tell waits for it.
@@ -411,6 +411,8 @@ class Reducer:
 
     def _start_engine(self, plan: _core.Plan, steps_before: int) -> _core.Engine:
         env = self._context.env
+        if self._exchange is None and any(op.sparse or op.scheme for op in plan.ops):
+            self._exchange = TorchExchange(self._context.new_group())  # ranks go over together
         engine = _core.Engine(
             plan,
             self._arena.buffer.data_ptr(),
