@@ -35,7 +35,9 @@ RowsView DeviceRows::fetch(const GivenRows& given, int64_t row_bytes, const Stre
   }
   if (count < 0 || count > most) {
     throw FaultError("the device counts " + std::to_string(count) + " rows where " +
-                     std::to_string(most) + " have room");
+                     std::to_string(most) +
+                     " have room: the gradient's memory was written to before its sum, or a kernel "
+                     "failed, which CUDA_LAUNCH_BLOCKING=1 shows");
   }
   const auto ids = static_cast<size_t>(count) * sizeof(int64_t);
   const auto values = static_cast<size_t>(count * row_bytes);

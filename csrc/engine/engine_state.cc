@@ -50,7 +50,8 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
   }
   if (any([](const Op& op) { return !op.adds_by().empty(); })) {
     sparse = std::make_unique<SparseOps>(
-        plan, coding.get(), options.exchange, options.device,
+        plan, coding.get(), options.exchange,
+        any([](const Op& op) { return op.sparse.has_value(); }) ? options.device : nullptr,
         SparseOptions{options.scale, options.seed},
         [this](int op, const SparseTraffic& traffic, const std::exception_ptr& error) {
           summed(op, traffic, error);

@@ -56,7 +56,9 @@ std::string CodecCosts::to_json() const {
       codecs[spec]["further_s_per_byte"] = cost.further_s_per_byte;
     }
   }
-  return ordered_json{{"format", kFormat}, {"codecs", std::move(codecs)}}.dump();
+  ordered_json out{{"format", kFormat}, {"codecs", std::move(codecs)}};
+  if (row_s != 0) out["row_s"] = row_s;
+  return out.dump();
 }
 
 CodecCosts CodecCosts::from_json(std::string_view json) {
@@ -65,7 +67,10 @@ CodecCosts CodecCosts::from_json(std::string_view json) {
     if (!root.is_object() || root.value("format", "") != kFormat) {
       throw UsageError("codec costs: unknown format; usbyte probe --codecs --json writes them");
     }
-    CodecCosts costs;
+    CodecCosts costs{{}, root.value("row_s", 0.0)};
+    if (!(costs.row_s >= 0 && std::isfinite(costs.row_s))) {
+      throw UsageError("codec costs: row_s: a cost is negative or no number");
+    }
     const ordered_json& codecs = root.at("codecs");
     if (!codecs.is_object()) throw UsageError("codec costs: \"codecs\" is no object");
     for (const auto& [spec, entry] : codecs.items()) {

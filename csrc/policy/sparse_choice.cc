@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../simulator/coding_thread.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 
@@ -67,8 +68,9 @@ std::vector<SparseChoice> sparse_choices(const NetworkModel& network, const Spar
   return out;
 }
 
-Plan with_schemes(const Plan& plan, const NetworkModel& network) {
+Plan with_schemes(const Plan& plan, const NetworkModel& network, const CodecCosts& costs) {
   const int n = network.ranks;
+  if (n == 1) return plan;
   const Link link(network);
   std::vector<Op> ops = plan.ops();
   for (Op& op : ops) {
@@ -80,9 +82,14 @@ Plan with_schemes(const Plan& plan, const NetworkModel& network) {
     const double received = static_cast<double>(bytes) * (n - 1) / n;
     // Either may be what the network does better than measured, or modelled.
     const double gathered_s =
-        std::min(network.cost(kind, 1).time_s(bytes), link.time_s(1, received));
+        std::min(network.cost(kind, 1).time_s(bytes), link.time_s(1, received)) +
+        CodingThread::times_of(plan, op, costs, n).decode_s;
     const SparseChoice best = sparse_choices(network, plan.shape(op), plan.density(op, n)).front();
-    if (best.seconds < (1 - kClearly) * gathered_s) op.scheme = best.scheme;
+    Op by_scheme = op;
+    by_scheme.scheme = best.scheme;
+    const double added_up_s =
+        best.seconds + CodingThread::times_of(plan, by_scheme, costs, n).decode_s;
+    if (added_up_s < (1 - kClearly) * gathered_s) op = std::move(by_scheme);
   }
   return plan.with(plan.policy(), std::move(ops));
 }

@@ -21,12 +21,13 @@ void register_codec_costs(py::module_& m) {
       .def_readonly("further_s_per_byte", &CodecCost::further_s_per_byte)
       .def("__eq__", &CodecCost::operator==);
   py::class_<CodecCosts>(m, "CodecCosts", "The costs of codecs on one machine, by spec.")
-      .def(py::init([](const std::map<std::string, CodecCost>& by_spec) {
-             CodecCosts costs;
+      .def(py::init([](const std::map<std::string, CodecCost>& by_spec, double row_s) {
+             CodecCosts costs{{}, row_s};
              costs.by_spec.insert(by_spec.begin(), by_spec.end());
              return CodecCosts::from_json(costs.to_json());
            }),
-           py::arg("by_spec") = std::map<std::string, CodecCost>{})
+           py::arg("by_spec") = std::map<std::string, CodecCost>{}, py::arg("row_s") = 0.0)
+      .def_readonly("row_s", &CodecCosts::row_s)
       .def_property_readonly("specs",
                              [](const CodecCosts& costs) {
                                std::vector<std::string> out;

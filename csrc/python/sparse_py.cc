@@ -81,7 +81,9 @@ void register_sparse(py::module_& m) {
       },
       py::arg("network"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("of_one"),
       py::arg("of_all"), "Ways to add up such gradients, the fastest first; see sparse_choice.h.");
-  m.def("with_schemes", &with_schemes, py::arg("plan"), py::arg("network"),
+  m.def("measure_row_s", &measure_row_s, py::arg("budget_s"),
+        py::call_guard<py::gil_scoped_release>(), "CodecCosts.row_s of this machine.");
+  m.def("with_schemes", &with_schemes, py::arg("plan"), py::arg("network"), py::arg("costs"),
         "The plan with schemes where they pay for what codecs pick; see sparse_choice.h.");
   m.def(
       "sparse_bytes",

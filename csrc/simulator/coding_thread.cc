@@ -3,11 +3,14 @@
 #include <utility>
 
 #include "usbyte/codec.h"
+#include "usbyte/sparse.h"
 
 namespace usbyte {
 
 // Each block, or shard of one, is a message of its own.
-CodingThread::Times CodingThread::times_of(const Op& op, const CodecCost& cost, int ranks) {
+CodingThread::Times CodingThread::times_of(const Plan& plan, const Op& op, const CodecCosts& costs,
+                                           int ranks) {
+  const CodecCost cost = costs.of(op.codec);
   const auto codec = make_codec(op.codec);
   const bool whole = op.kind == Collective::all_reduce;
   const bool scatters = op.kind == Collective::reduce_scatter;
@@ -15,7 +18,7 @@ CodingThread::Times CodingThread::times_of(const Op& op, const CodecCost& cost, 
   const bool gathers = !whole && !scatters && !round;  // a message of each shard
   const int64_t encodes = scatters && !round ? ranks : 1, parts = gathers ? ranks : 1;
   int64_t decodes = whole || scatters ? ranks : 1;  // of each part
-  if (whole && codec->adds()) decodes = 1;
+  if (whole && (codec->adds() || !op.scheme.empty())) decodes = 1;
   if (round && scatters) decodes = 0;
   Times out;
   int64_t all = 0;
@@ -28,12 +31,15 @@ CodingThread::Times CodingThread::times_of(const Op& op, const CodecCost& cost, 
   }
   if (cost.at_once) out = {cost.encode_s(encodes, all), cost.decode_s(parts, decodes, all)};
   if (round) out.encode_s /= 2;  // as costs are of both
+  if (!op.scheme.empty()) {
+    out.decode_s += costs.row_s * rows_handled(plan.shape(op), plan.density(op, ranks), ranks);
+  }
   return out;
 }
 
 CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, int ranks) {
   for (const Op& op : plan.ops()) {
-    times_.push_back(op.codec == "none" ? Times{} : times_of(op, costs.of(op.codec), ranks));
+    times_.push_back(op.codec == "none" ? Times{} : times_of(plan, op, costs, ranks));
   }
 }
 

@@ -17,6 +17,12 @@ namespace usbyte {
 /// at that moment.
 class CodingThread {
  public:
+  struct Times {
+    double encode_s = 0, decode_s = 0;
+  };
+  /// What it takes for an op of the plan that has a codec, adding up by a scheme included.
+  static Times times_of(const Plan& plan, const Op& op, const CodecCosts& costs, int ranks);
+
   struct Job {
     int op;
     bool decodes;
@@ -34,11 +40,6 @@ class CodingThread {
   const Job& ended() const { return running_; }
 
  private:
-  struct Times {
-    double encode_s = 0, decode_s = 0;
-  };
-  static Times times_of(const Op& op, const CodecCost& cost, int ranks);
-
   std::vector<Times> times_;  // by op
   std::set<Job> waiting_;
   Job running_{};

@@ -8,6 +8,7 @@
 #include "schemes.h"
 #include "servers.h"
 #include "usbyte/error.h"
+#include "usbyte/timeline.h"
 
 namespace usbyte {
 
@@ -42,6 +43,27 @@ SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape,
   out.traffic.sum_rows = out.rows.count();
   out.traffic.skew = sparse::imbalance(in_range);
   return out;
+}
+
+double measure_row_s(double budget_s) {
+  constexpr int64_t kIds = 1 << 16, kOneIn = 64;
+  const SparseShape shape{kIds * kOneIn, 1, DType::float32};
+  std::vector<int64_t> ids;
+  for (int64_t i = 0; i < kIds; ++i) {
+    ids.push_back(i * kOneIn + static_cast<int64_t>(mix(static_cast<uint64_t>(i)) % kOneIn));
+  }
+  const std::vector<float> values(ids.size(), 1.0F);
+  const RowsView rows{ids, reinterpret_cast<const std::byte*>(values.data())};
+  const auto alone = make_local_exchanges(1);
+  std::vector<double> times;
+  const double end = now_s() + budget_s;
+  while (times.size() < 3 || now_s() < end) {
+    const double start = now_s();
+    sparse::kZen.all_reduce(*alone[0], shape, rows, {});
+    times.push_back(now_s() - start);
+  }
+  std::ranges::nth_element(times, times.begin() + std::ssize(times) / 2);
+  return times[times.size() / 2] / rows_handled(shape, {{1.0 / kOneIn}}, 1);
 }
 
 std::span<const SparseScheme> sparse_schemes() {

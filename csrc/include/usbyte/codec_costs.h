@@ -41,6 +41,8 @@ struct CodecCost {
 /// The costs of codecs on one machine, by spec as in "topk:0.01".
 struct CodecCosts {
   std::map<std::string, CodecCost, std::less<>> by_spec = {};
+  /// Adding up what was picked by a scheme of sparse.h, for each of `rows_handled`, s.
+  double row_s = 0;
 
   /// Of a spec; "none" is free. Throws UsageError, with how to measure it, if it is not known.
   CodecCost of(std::string_view spec) const;

@@ -77,6 +77,15 @@ struct SparseDensity {
 /// as these, or more.
 SparseDensity independent_density(int ranks, double of_one);
 
+/// Rows that a rank goes through to add up such gradients: its own when it sends them, about as
+/// many when it adds them up, and those of the sum.
+inline double rows_handled(const SparseShape& shape, const SparseDensity& density, int ranks) {
+  return static_cast<double>(shape.rows) * (2 * density.of(1) + density.of(ranks));
+}
+/// What this machine takes for each of those, of one float32, s: the median of what fits into
+/// `budget_s`, at least three tries.
+double measure_row_s(double budget_s);
+
 /// One way to add up gradients of all ranks. All ranks use it with the same shape and options.
 struct SparseScheme {
   std::string_view name;

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "usbyte/codec_costs.h"
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/sparse.h"
@@ -32,8 +33,9 @@ std::vector<SparseChoice> sparse_choices(const NetworkModel& network, const Spar
                                          const SparseDensity& density);
 
 /// The plan with schemes for those ops whose codecs pick elements and whose sums they are predicted
-/// to bring in a tenth less time than gathering the messages does; for none that has one. Elements
-/// are taken to be picked independently by each rank, so that sums are as dense as can be.
-Plan with_schemes(const Plan& plan, const NetworkModel& network);
+/// to bring in a tenth less time than gathering the messages does, coding by `costs` included; for
+/// none that has one. Elements are taken to be picked independently by each rank, so that sums are
+/// as dense as can be. Throws UsageError where costs of a codec are missing.
+Plan with_schemes(const Plan& plan, const NetworkModel& network, const CodecCosts& costs);
 
 }  // namespace usbyte

@@ -185,12 +185,7 @@ class Lab:
         for i in range(self.hosts()):
             namespace = f"{self.name}-{i}"
             pids = _pids(namespace)
-            rates = []
-            for k in range(dimensions):
-                shaping = _json("tc", "-j", "qdisc", "show", "dev", self._link(i, k), "root")
-                rates.append(
-                    next((q["options"]["rate"] for q in shaping if q["kind"] == "tbf"), None)
-                )
+            rates = [_rate_of(self._link(i, k)) for k in range(dimensions)]
             found.append(Host(namespace, _address(i), rates, pids))
         return found
 
@@ -435,7 +430,10 @@ def unusable() -> str:
 
 
 def shape_own_link(bytes_per_s: float | None) -> None:
-    """Shapes what this host of a lab sends, from inside, also while ranks run; None ends shaping.
+    """Shapes what this host of a lab sends, in all dimensions, from inside, also while ranks run.
+
+    Args:
+        bytes_per_s: None ends shaping.
 
     Raises:
         UsageError: This is not a host of a lab.
@@ -447,7 +445,10 @@ def shape_own_link(bytes_per_s: float | None) -> None:
         raise UsageError(
             "this is no host of a lab, whose link could be shaped: start it by `usbyte lab run`"
         )
-    _shape_link(["tc"], INTERFACE, bytes_per_s)
+    links = [link["ifname"] for link in _json("ip", "-j", "link", "show")]
+    for link in links:
+        if re.fullmatch(r"eth[0-9]", link):
+            _shape_link(["tc"], link, bytes_per_s)
 
 
 def _shape_link(tc: list[str], device: str, bytes_per_s: float | None) -> None:

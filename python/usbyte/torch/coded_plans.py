@@ -14,6 +14,7 @@ from usbyte.tuning import Candidate
 log = logging.getLogger("usbyte")
 
 _PROBE_S = 0.1  # that a codec is timed for before it is planned with
+_ROWS_PROBE_S = 0.02  # likewise, that adding up by a scheme is
 WORTH_A_LOSS = 0.02  # part of a step that a codec with more loss must gain
 
 
@@ -39,6 +40,7 @@ class CodedPlans:
         self._label, self._options = label, dict(options)
         self._overlap, self._sharded, self._device = overlap, sharded, device
         self._costs: dict[str, _core.CodecCost] = {}
+        self._row_s = 0.0
 
     def measure(self, specs: Iterable[str]) -> None:
         """Times codecs that were not yet, on all ranks at once, as they will run. Collective.
@@ -54,13 +56,24 @@ class CodedPlans:
         for spec, cost, row in zip(wanted, measured, slowest, strict=True):
             encode, decode = _core.AlphaBeta(*row[:3]), _core.AlphaBeta(*row[3:6])
             self._costs[spec] = _core.CodecCost(encode, decode, cost.at_once, row[6])
+        row_s = torch.tensor(_core.measure_row_s(_ROWS_PROBE_S), dtype=torch.float64)
+        self._row_s = float(allreduce(row_s, name=f"{self._label}.row", op=Max))
 
     def costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:
         """What codecs take; those that `measure` has not seen are timed on this rank alone."""
         wanted = set(specs) - {"none"}
         for spec in sorted(wanted - set(self._costs)):
             self._costs[spec] = self._measure(spec)
-        return _core.CodecCosts({spec: self._costs[spec] for spec in wanted})
+        return _core.CodecCosts({spec: self._costs[spec] for spec in wanted}, self._row_s)
+
+    def with_schemes(self, plan: _core.Plan, network: _core.NetworkModel) -> _core.Plan:
+        """The plan; what is picked is added up by a scheme where that is faster.
+
+        Not on a device, where the network was measured on another path than schemes take.
+        """
+        if self._device is not None:
+            return plan
+        return _core.with_schemes(plan, network, self.costs_of(op.codec for op in plan.ops))
 
     def make(
         self,
@@ -69,13 +82,10 @@ class CodedPlans:
         network: _core.NetworkModel,
         codecs: Mapping[str, str],
     ) -> _core.Plan:
-        """A policy's plan for tensors that travel by `codecs`, by their names.
-
-        What is picked is added up by a scheme where that is faster, once the plan is made.
-        """
+        """A policy's plan for tensors that travel by `codecs`, by their names."""
         of = codecs_of(profile, codecs)
         args = (policy, profile, network, self._options, self._overlap, self._sharded)
-        return _core.with_schemes(_core.make_plan(*args, of, self.costs_of(of)), network)
+        return self.with_schemes(_core.make_plan(*args, of, self.costs_of(of)), network)
 
     def step_s(
         self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel

@@ -364,7 +364,7 @@ class Planner:
                     "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
                 )
             plan = flags_apart(plan)
-        plan = _core.with_schemes(plan, network)
+        plan = self._plans.with_schemes(plan, network)
         # Under backward mode an iteration ends with its backward.
         predicted = self._plans.step_s(self._with_rows(plan), profile, network)
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)

@@ -116,6 +116,7 @@ class Reducer:
         self._communicator = context.new_communicator(device)
         self._exchange: TorchExchange | None = None  # once a plan adds up rows
         plan = planner.learning_plan()
+        self._provide_exchange(plan)
         self._lay_out(plan)
         # Held while an engine takes another's place: what other threads ask or tell waits for it.
         self._exchanging = threading.RLock()
@@ -379,6 +380,7 @@ class Reducer:
     def _adopt(self, plan: _core.Plan) -> None:
         """Goes on with another plan; everything is drained. Gradients keep their values."""
         old = self._grads
+        self._provide_exchange(plan)
         with self._exchanging:
             if self.failed:
                 raise FaultError(self._engine.fault)
@@ -409,10 +411,13 @@ class Reducer:
         ]
         self._communicator.register(self._arena.buffer)
 
+    def _provide_exchange(self, plan: _core.Plan) -> None:
+        """For a plan that adds up rows, to which all ranks go over together."""
+        if self._exchange is None and any(op.sparse or op.scheme for op in plan.ops):
+            self._exchange = TorchExchange(self._context.new_group())
+
     def _start_engine(self, plan: _core.Plan, steps_before: int) -> _core.Engine:
         env = self._context.env
-        if self._exchange is None and any(op.sparse or op.scheme for op in plan.ops):
-            self._exchange = TorchExchange(self._context.new_group())  # ranks go over together
         engine = _core.Engine(
             plan,
             self._arena.buffer.data_ptr(),

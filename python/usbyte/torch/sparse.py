@@ -223,8 +223,8 @@ class Rows:
         self._param, self._device = param, device
         ids, values = grad._indices()[0], grad._values()
         self.count: torch.Tensor | None = None
-        if device.core is not None:
-            device.keep([ids, values])
+        device.keep([ids, values])
+        if device.core is not None and not grad.is_coalesced():
             self.ids, self.values, self.count = _coalesced(ids, values, device, device.core)
             return
         # Of its own: torch's indices may be the very memory of the batch, which is filled anew
