@@ -25,22 +25,29 @@ std::vector<std::tuple<int, int, int>> rows(const std::vector<ChunkPhase>& order
 void register_mesh_simulator(py::module_& m) {
   py::class_<MeshCollective>(m, "MeshCollective",
                              "A collective on a mesh, cut into as many chunks as it has routes; "
-                             "released release_s after the start, or after the end of the earlier "
-                             "collective `after`.")
+                             "after: earlier collectives and the seconds after their ends.")
       .def(py::init([](const std::string& kind, double bytes, std::vector<Route> routes,
-                       std::vector<int> sizes, double release_s, int after) {
-             return MeshCollective{collective_from_name(kind), bytes,     std::move(routes),
-                                   std::move(sizes),           release_s, after};
+                       std::vector<int> sizes, double release_s,
+                       const std::vector<std::pair<int, double>>& after) {
+             MeshCollective out{collective_from_name(kind), bytes,     std::move(routes),
+                                std::move(sizes),           release_s, {}};
+             for (auto [collective, delay_s] : after) out.after.push_back({collective, delay_s});
+             return out;
            }),
            py::arg("kind"), py::arg("bytes"), py::arg("routes"),
-           py::arg("sizes") = std::vector<int>{}, py::arg("release_s") = 0.0, py::arg("after") = -1)
+           py::arg("sizes") = std::vector<int>{}, py::arg("release_s") = 0.0,
+           py::arg("after") = std::vector<std::pair<int, double>>{})
       .def_property_readonly("kind",
                              [](const MeshCollective& c) { return std::string(name(c.kind)); })
       .def_readonly("bytes", &MeshCollective::bytes)
       .def_readonly("routes", &MeshCollective::routes)
       .def_readonly("sizes", &MeshCollective::sizes)
       .def_readonly("release_s", &MeshCollective::release_s)
-      .def_readonly("after", &MeshCollective::after);
+      .def_property_readonly("after", [](const MeshCollective& c) {
+        std::vector<std::pair<int, double>> out;
+        for (auto [collective, delay_s] : c.after) out.emplace_back(collective, delay_s);
+        return out;
+      });
   py::class_<MeshSchedule>(m, "MeshSchedule",
                            "Routes by chunk and, by dimension, the order of (chunk, phase).")
       .def_property_readonly("kind",

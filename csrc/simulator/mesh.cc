@@ -5,6 +5,7 @@
 #include <queue>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include "usbyte/error.h"
 #include "usbyte/mesh_simulator.h"
@@ -52,7 +53,7 @@ class Simulation {
 
   MeshRun run() {
     for (size_t c = 0; c < collectives_.size(); ++c) {
-      if (collectives_[c].after < 0) release(c, 0);
+      if (awaited_[c] == 0) release(c);
     }
     while (!events_.empty()) {
       const double now_s = events_.top().at_s;
@@ -85,12 +86,19 @@ class Simulation {
     if (!(collective.release_s >= 0 && std::isfinite(collective.release_s))) {
       throw UsageError(culprit + ": release_s is negative or not finite");
     }
-    if (collective.after < -1 || collective.after >= static_cast<int>(c)) {
-      throw UsageError(culprit + " comes after collective " + std::to_string(collective.after) +
-                       ", which is no earlier one");
+    for (const MeshDependency& earlier : collective.after) {
+      if (earlier.collective < 0 || earlier.collective >= static_cast<int>(c)) {
+        throw UsageError(culprit + " comes after collective " + std::to_string(earlier.collective) +
+                         ", which is no earlier one");
+      }
+      if (!(earlier.delay_s >= 0 && std::isfinite(earlier.delay_s))) {
+        throw UsageError(culprit + ": a delay is negative or not finite");
+      }
+      followers_[static_cast<size_t>(earlier.collective)].push_back({c, earlier.delay_s});
     }
+    awaited_.push_back(collective.after.size());
+    run_.released_s[c] = collective.release_s;
     if (collective.routes.empty()) throw UsageError(culprit + " has no routes, so no chunks");
-    if (collective.after >= 0) followers_[static_cast<size_t>(collective.after)].push_back(c);
     const Topology among = topology_.among(collective.sizes);
     const double bytes = collective.bytes / static_cast<double>(collective.routes.size());
     std::vector<std::vector<MeshPhase>>& chunks = chunks_.emplace_back();
@@ -104,8 +112,7 @@ class Simulation {
     return chunks_[static_cast<size_t>(at.collective)][static_cast<size_t>(at.chunk)];
   }
 
-  void release(size_t c, double after_s) {
-    run_.released_s[c] = after_s + collectives_[c].release_s;
+  void release(size_t c) {
     for (size_t chunk = 0; chunk < chunks_[c].size(); ++chunk) {
       events_.push({run_.released_s[c], -1, {static_cast<int>(c), static_cast<int>(chunk), 0}});
     }
@@ -124,7 +131,11 @@ class Simulation {
     if (--left_[c] > 0) return;
     run_.done_s[c] = now_s;
     run_.finish_s = std::max(run_.finish_s, now_s);
-    for (size_t follower : followers_[c]) release(follower, now_s);
+    for (const auto& [follower, delay_s] : followers_[c]) {
+      double& released_s = run_.released_s[follower];
+      released_s = std::max(released_s, now_s + delay_s);
+      if (--awaited_[follower] == 0) release(follower);
+    }
   }
 
   void start(size_t d, double now_s) {
@@ -147,10 +158,11 @@ class Simulation {
   const Topology& topology_;
   const std::vector<MeshCollective>& collectives_;
   const MeshOptions& options_;
-  std::vector<std::vector<std::vector<MeshPhase>>> chunks_;  // by collective, chunk, phase
-  std::vector<size_t> left_;                                 // chunks, by collective
-  std::vector<std::vector<size_t>> followers_;               // by collective
-  std::vector<std::set<Waiting>> waiting_;                   // by dimension
+  std::vector<std::vector<std::vector<MeshPhase>>> chunks_;        // by collective, chunk, phase
+  std::vector<size_t> left_;                                       // chunks, by collective
+  std::vector<size_t> awaited_;                                    // earlier ones, by collective
+  std::vector<std::vector<std::pair<size_t, double>>> followers_;  // and delays, by collective
+  std::vector<std::set<Waiting>> waiting_;                         // by dimension
   std::vector<bool> free_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   MeshRun run_;

@@ -162,7 +162,7 @@ MeshChoice chosen_routes(const Topology& topology, Collective kind, double bytes
   const auto consider = [&](const char* name, std::vector<Route> routes, MeshQueue queue) {
     MeshOptions rules = mesh;
     rules.queue = queue;
-    const MeshCollective collective{kind, bytes, std::move(routes), {}, 0, -1};
+    const MeshCollective collective{kind, bytes, std::move(routes), {}, 0, {}};
     const MeshRun run = simulate_mesh(topology, {collective}, rules);
     if (best.name.empty()) {
       best.fixed_s = run.finish_s;

@@ -769,7 +769,7 @@ class MeshCollective:
         routes: Sequence[Sequence[int]],
         sizes: Sequence[int] = ...,
         release_s: float = 0.0,
-        after: int = -1,
+        after: Sequence[tuple[int, float]] = ...,
     ) -> None: ...
     @property
     def kind(self) -> str: ...
@@ -782,7 +782,7 @@ class MeshCollective:
     @property
     def release_s(self) -> float: ...
     @property
-    def after(self) -> int: ...
+    def after(self) -> list[tuple[int, float]]: ...
 
 class MeshSchedule:
     @property

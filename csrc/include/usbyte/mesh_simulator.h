@@ -27,17 +27,24 @@ struct MeshOptions {
   bool startups_overlap = false;
 };
 
+/// So long after the end of an earlier collective, s: computing in between, for one.
+struct MeshDependency {
+  int collective = 0;  ///< by its place in the run
+  double delay_s = 0;
+
+  bool operator==(const MeshDependency&) const = default;
+};
+
 /// A collective among all ranks, or among `sizes[d]` of each line of dimension d. It is cut into as
-/// many equal chunks as it has routes.
+/// many equal chunks as it has routes, which may start release_s after the start of the run, and
+/// not before what it comes `after`.
 struct MeshCollective {
   Collective kind = Collective::all_reduce;  ///< or reduce_scatter, all_gather, all_to_all
   double bytes = 0;           ///< before a reduce_scatter, after an all_gather; see mesh_phases
   std::vector<Route> routes;  ///< by chunk
   std::vector<int> sizes;     ///< empty: all ranks
-  /// Chunks may start so long after the start of the run or, if `after` is no -1, after the end of
-  /// that earlier collective.
   double release_s = 0;
-  int after = -1;
+  std::vector<MeshDependency> after;
 };
 
 /// A phase of a chunk of a collective; phases are counted as mesh_phases lists them.
