@@ -42,7 +42,7 @@ std::vector<double> recomputed(const Topology& topology, Collective kind, double
 TEST(Themis, EveryChunkGoesToTheLeastLoadedFirst) {
   std::mt19937 rng(11);
   for (int repeat = 0; repeat < 200; ++repeat) {
-    const Topology topology = random_topology(rng);
+    const Topology topology = random_topology(rng, 1, 1, true);
     const Collective kind = kReducing[rng() % 3];
     const ThemisOptions options{kLatencies[rng() % 3]};
     const int chunks = 1 + static_cast<int>(rng() % 64);
@@ -146,7 +146,7 @@ TEST(Themis, IsNearTheBestOfAllAssignments) {
 TEST(Themis, ChosenIsNeverSlowerThanTheFixedOrder) {
   std::mt19937 rng(17);
   for (int repeat = 0; repeat < 200; ++repeat) {
-    const Topology topology = random_topology(rng);
+    const Topology topology = random_topology(rng, 1, 1, true);
     const Collective kind = kReducing[rng() % 3];
     const int chunks = 1 + static_cast<int>(rng() % 32);
     const double bytes = 1e4 * std::pow(10, rng() % 5);
