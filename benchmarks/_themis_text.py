@@ -17,11 +17,11 @@ time over the time.
 ## One all_reduce
 
 On average over the six networks and 100, 250, 500 and 1000 MB; published are averages over its \
-networks and sizes from 100 MB to 1 GB, and single figures by network could not be looked up. The \
-published networks have several chunks under way in a dimension, so that startups overlap; *in \
-turn*, a dimension carries out one operation at a time, startup included, as one communicator \
-does. Themis counts startups once in each dimension's load where they overlap, else with each \
-phase.
+networks and sizes from 100 MB to 1 GB, and single figures by network could not be looked up. \
+What is published is only reached where several chunks are under way in a dimension, so that \
+startups overlap, which is taken to be how it was simulated; *in turn*, a dimension carries out \
+one operation at a time, startup included, as one communicator does. Themis counts startups once \
+in each dimension's load where they overlap, else with each phase.
 
 """
 

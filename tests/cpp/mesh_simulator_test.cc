@@ -198,5 +198,24 @@ TEST(MeshSchedule, RejectsOrdersThatWaitInACircle) {
   }
 }
 
+TEST(MeshSchedule, ChangedBytesAreRejectedOrStillCarriedOut) {
+  std::mt19937 rng(8);
+  const std::string alphabet = "{}[],:\"0123456789.-e ";
+  for (int repeat = 0; repeat < 2000; ++repeat) {
+    const Topology topology = random_topology(rng, 2, 2);
+    const MeshCollective collective{kDown, 80, themis_routes(topology, kDown, 80, 3), {}, 0, {}};
+    const MeshSchedule schedule = simulate_mesh(topology, {collective}).schedule(collective);
+    std::string json = schedule.to_json();
+    json[rng() % json.size()] = alphabet[rng() % alphabet.size()];
+    try {
+      const MeshSchedule changed = MeshSchedule::from_json(json);
+      changed.validate(topology);
+      EXPECT_EQ(changed.routes.size(), 3u);
+    } catch (const UsageError&) {
+      continue;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace usbyte

@@ -176,5 +176,26 @@ TEST(Topology, RejectsNonsenseAndNamesIt) {
   EXPECT_THROW((Topology{std::vector<Dimension>(65, {"a", 1})}.validate()), UsageError);
 }
 
+TEST(Topology, ChangedBytesGiveATopologyOrAUsageError) {
+  std::mt19937 rng(4);
+  const std::string alphabet = "{}[],:\"0123456789.-+eEtrufalsn\\ \xff";
+  int rejected = 0;
+  constexpr int kRepeats = 5000;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    std::string json = random_topology(rng, 1, 1, true).to_json();
+    for (size_t changes = 1 + rng() % 3; changes > 0; --changes) {
+      json[rng() % json.size()] = alphabet[rng() % alphabet.size()];
+    }
+    try {
+      const Topology topology = Topology::from_json(json);
+      topology.validate();
+      EXPECT_EQ(Topology::from_json(topology.to_json()), topology);
+    } catch (const UsageError&) {
+      ++rejected;
+    }
+  }
+  EXPECT_GT(rejected, kRepeats / 2);
+}
+
 }  // namespace
 }  // namespace usbyte
