@@ -61,5 +61,8 @@ void register_exchange(pybind11::module_& m);
 void register_kernels(pybind11::module_& m);
 void register_nccl(pybind11::module_& m);
 void register_sparse(pybind11::module_& m);
+void register_topology(pybind11::module_& m);
+void register_mesh_simulator(pybind11::module_& m);
+void register_themis(pybind11::module_& m);
 
 }  // namespace usbyte

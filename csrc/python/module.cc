@@ -28,6 +28,9 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_bytecomp(m);
   usbyte::register_adatopk(m);
   usbyte::register_simulator(m);
+  usbyte::register_topology(m);
+  usbyte::register_mesh_simulator(m);
+  usbyte::register_themis(m);
   usbyte::register_env(m);
   usbyte::register_timeline(m);
   usbyte::register_cuda(m);

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "usbyte/topology.h"
+
+namespace usbyte {
+
+/// What a dimension takes next of the chunks that wait for it: the one that came first, or the one
+/// with the fewest bytes to move (smallest chunk first, Themis). Ties go to the chunk that came
+/// first, then to the earlier collective, the earlier chunk.
+enum class MeshQueue : uint8_t { fifo, smallest_chunk_first };
+
+std::string_view name(MeshQueue queue);  ///< "fifo" or "scf"
+/// Inverse of `name`; throws UsageError on an unknown spelling.
+MeshQueue mesh_queue_from_name(std::string_view name);
+
+/// Rules of all dimensions.
+struct MeshOptions {
+  MeshQueue queue = MeshQueue::fifo;
+  /// A dimension takes the next chunk when the bytes of the one before have been sent, and not only
+  /// when that has arrived: startups are latency, during which others send. Else it is busy with
+  /// one operation at a time, startup included, as one communicator is.
+  bool startups_overlap = false;
+};
+
+/// So long after the end of an earlier collective, s: computing in between, for one.
+struct MeshDependency {
+  int collective = 0;  ///< by its place in the run
+  double delay_s = 0;
+
+  bool operator==(const MeshDependency&) const = default;
+};
+
+/// A collective among all ranks, or among `sizes[d]` of each line of dimension d. It is cut into as
+/// many equal chunks as it has routes, which may start release_s after the start of the run, and
+/// not before what it comes `after`.
+struct MeshCollective {
+  Collective kind = Collective::all_reduce;  ///< or reduce_scatter, all_gather, all_to_all
+  double bytes = 0;           ///< before a reduce_scatter, after an all_gather; see mesh_phases
+  std::vector<Route> routes;  ///< by chunk
+  std::vector<int> sizes;     ///< empty: all ranks
+  double release_s = 0;
+  std::vector<MeshDependency> after;
+};
+
+/// A phase of a chunk of a collective; phases are counted as mesh_phases lists them.
+struct ChunkPhase {
+  int collective = 0;
+  int chunk = 0;
+  int phase = 0;
+
+  auto operator<=>(const ChunkPhase&) const = default;
+};
+
+/// What all ranks carry out: ways of chunks, and in which order each dimension takes them. A rank
+/// that follows the orders never waits in a circle: the simulator has carried them out.
+struct MeshSchedule {
+  Collective kind = Collective::all_reduce;
+  std::vector<Route> routes;                   ///< by chunk
+  std::vector<std::vector<ChunkPhase>> order;  ///< by dimension; of collective 0 only
+
+  /// Throws UsageError unless every phase of every chunk is once in the order of its dimension and
+  /// nothing waits in a circle.
+  void validate(const Topology& topology) const;
+  std::string to_json() const;
+  /// Throws UsageError on malformed JSON. What it says is not checked before `validate`.
+  static MeshSchedule from_json(std::string_view json);
+  bool operator==(const MeshSchedule&) const = default;
+};
+
+/// What happened to one dimension.
+struct DimensionUse {
+  double busy_s = 0;       ///< while bytes were sent: moved_bytes over its speed
+  double startup_s = 0;    ///< of its phases together
+  double moved_bytes = 0;  ///< that each rank sent
+  std::vector<ChunkPhase> order;
+};
+
+/// A run of collectives.
+struct MeshRun {
+  double finish_s = 0;
+  std::vector<double> released_s;  ///< by collective
+  std::vector<double> done_s;      ///< by collective
+  std::vector<DimensionUse> dimensions;
+  /// Bytes that all dimensions moved over what they could have moved until the end: utilisations of
+  /// the dimensions, weighted by their speeds, as Themis defines it.
+  double utilization = 0;
+
+  /// What ranks carry out of a run of one collective. Throws UsageError if there were others.
+  MeshSchedule schedule(const MeshCollective& collective) const;
+};
+
+/// All ranks do the same at the same time, so that a dimension is one server with a queue and the
+/// cost does not depend on the number of ranks: O(n log n) for n phases of chunks. The same on all
+/// ranks for the same arguments. Throws UsageError on an invalid topology or collective.
+MeshRun simulate_mesh(const Topology& topology, const std::vector<MeshCollective>& collectives,
+                      const MeshOptions& options = {});
+
+/// Seconds of a collective if all dimensions that it spans were busy all the time and startups
+/// took none: bytes_moved / sum of speeds. Every route moves the same, B (1 - 1/N) of B bytes for
+/// each of reduce_scatter and all_gather among N ranks; behind a switch that adds up an all_reduce
+/// is twice as fast. An all_to_all takes as long as its slowest dimension.
+double ideal_s(const Topology& topology, Collective kind, double bytes,
+               const std::vector<int>& sizes = {});
+
+}  // namespace usbyte
