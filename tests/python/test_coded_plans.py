@@ -95,7 +95,7 @@ def test_without_trials_the_prediction_decides():
 def leaves_alone(rank, size):
     ub.init()
     short_probes()
-    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e13)
+    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 0.0, 1e13)
     model = nn.Linear(64, 64)
     opt = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),

@@ -47,7 +47,7 @@ def left():
 
 
 @pytest.fixture(scope="module")
-def lab():
+def own_lab():
     if reason := netns.unusable():
         pytest.skip(reason)
     lab = Lab(NAME)
@@ -59,6 +59,18 @@ def lab():
     if lab.hosts():
         lab.down(kill=True)
     assert left() == []
+
+
+@pytest.fixture
+def lab(own_lab):
+    """Two hosts at 1 Gbit/s, whatever tests before have made of them, and in which order."""
+    if own_lab.hosts() == 2 and own_lab.dimensions() == 1:
+        own_lab.rate(125e6)
+    else:
+        if own_lab.hosts():
+            own_lab.down(kill=True)
+        own_lab.up(2, 125e6)
+    return own_lab
 
 
 _RANK = """
@@ -196,8 +208,7 @@ def test_up_twice_and_down_twice(lab):
 
 @pytest.mark.netns
 def test_a_failing_up_leaves_nothing(lab, monkeypatch):
-    if lab.hosts():
-        lab.down()
+    lab.down()
     monkeypatch.setattr(netns, "INTERFACE", "a-name-that-is-too-long")
     with pytest.raises(UsageError, match=r"ip -n .* addr add"):
         lab.up(2)
@@ -206,8 +217,7 @@ def test_a_failing_up_leaves_nothing(lab, monkeypatch):
 
 @pytest.mark.netns
 def test_down_removes_what_an_interrupted_up_left(lab):
-    if lab.hosts():
-        lab.down()
+    lab.down()
     subprocess.run(["ip", "netns", "add", f"{NAME}-0"], check=True)
     assert command("down").returncode == 0
     assert left() == []
@@ -218,8 +228,7 @@ def test_without_control_groups_a_lab_is_up_all_the_same(lab, monkeypatch, tmp_p
     (tmp_path / "autogroup").write_text("1\n")
     monkeypatch.setattr(netns, "_AUTOGROUP", tmp_path / "autogroup")
     monkeypatch.setattr(netns, "_CGROUPS", tmp_path)
-    if lab.hosts():
-        lab.down()
+    lab.down()
     bare = netns.Lab(NAME)
     bare.up(1)
     assert bare.hosts() == 1
@@ -231,8 +240,7 @@ def test_without_control_groups_a_lab_is_up_all_the_same(lab, monkeypatch, tmp_p
 
 @pytest.mark.netns
 def test_congestion_control_is_that_of_choice(lab):
-    if lab.hosts():
-        lab.down()
+    lab.down()
     unknown = command("up", "--congestion", "no_such")
     assert unknown.returncode == 1
     assert "does not take 'no_such' as TCP's congestion control; it knows " in unknown.stderr
@@ -258,8 +266,7 @@ ub.shutdown()
 
 @pytest.mark.netns
 def test_hosts_of_two_dimensions_meet_over_the_outermost_that_differs(lab):
-    if lab.hosts():
-        lab.down()
+    lab.down()
     done = command("up", "--topology", "2x2:10gbit,1gbit")
     assert done.returncode == 0, done.stderr
     assert "2x2 hosts, 10gbit, 1gbit" in done.stdout
@@ -302,8 +309,6 @@ def test_topologies_that_make_no_sense_are_refused(lab, arguments, what):
 def test_only_a_host_of_a_lab_shapes_its_own_link(lab):
     with pytest.raises(UsageError, match="no host of a lab"):
         netns.shape_own_link(1e6)
-    if not lab.hosts():
-        lab.up(2)
     code = "from usbyte.lab import netns; netns.shape_own_link(25e6)"
     assert command("run", "--", sys.executable, "-c", code).returncode == 0
     shaped = subprocess.run(
