@@ -202,8 +202,9 @@ double ideal_s(const Topology& topology, Collective kind, double bytes,
   double speed = 0, slowest_s = 0;
   for (const Dimension& d : among.dimensions) {
     if (d.size == 1) continue;
-    const bool halved = kind == Collective::all_reduce && d.in_network_reduction;
-    speed += halved ? 2 * d.bytes_per_s : d.bytes_per_s;
+    // Over what is moved for the same part of a vector elsewhere.
+    const double share = d.moved_bytes(1, kind == Collective::all_reduce) / d.moved_bytes(1, false);
+    speed += d.bytes_per_s / share;
     slowest_s = std::max(slowest_s, d.moved_bytes(bytes, false) / d.bytes_per_s);
   }
   if (kind == Collective::all_to_all || speed == 0) return slowest_s;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -16,6 +17,19 @@ std::string what(const ChunkPhase& at) {
   return "phase " + std::to_string(at.phase) + " of chunk " + std::to_string(at.chunk);
 }
 
+const ordered_json& array(const ordered_json& value) {
+  if (!value.is_array()) throw UsageError("mesh schedule: " + value.dump() + " is no list");
+  return value;
+}
+
+// Numbers that do not fit would wrap around to some that do.
+int index(const ordered_json& value) {
+  if (!value.is_number_unsigned() || value.get<uint64_t>() > std::numeric_limits<int>::max()) {
+    throw UsageError("mesh schedule: " + value.dump() + " is no index");
+  }
+  return value.get<int>();
+}
+
 }  // namespace
 
 void MeshSchedule::validate(const Topology& topology) const {
@@ -24,6 +38,7 @@ void MeshSchedule::validate(const Topology& topology) const {
     throw UsageError("mesh schedule: orders of " + std::to_string(order.size()) +
                      " dimensions for " + std::to_string(topology.dimensions.size()));
   }
+  if (routes.empty()) throw UsageError("mesh schedule: no routes, so no chunks");
   std::vector<std::vector<MeshPhase>> phases;
   size_t all = 0;
   for (const Route& route : routes) {
@@ -90,11 +105,15 @@ MeshSchedule MeshSchedule::from_json(std::string_view json) {
     if (root.at("format") != kFormat) throw UsageError("mesh schedule: unknown format");
     MeshSchedule out;
     out.kind = collective_from_name(root.at("kind").get<std::string>());
-    out.routes = root.at("routes").get<std::vector<Route>>();
-    for (const auto& row : root.at("order")) {
+    for (const auto& row : array(root.at("routes"))) {
+      Route& route = out.routes.emplace_back();
+      for (const auto& d : array(row)) route.push_back(index(d));
+    }
+    for (const auto& row : array(root.at("order"))) {
       auto& of_dimension = out.order.emplace_back();
-      for (const auto& at : row) {
-        of_dimension.push_back({0, at.at(0).get<int>(), at.at(1).get<int>()});
+      for (const auto& at : array(row)) {
+        if (array(at).size() != 2) throw UsageError("mesh schedule: " + at.dump() + " is no pair");
+        of_dimension.push_back({0, index(at[0]), index(at[1])});
       }
     }
     return out;

@@ -94,8 +94,8 @@ int Dimension::steps() const {
 }
 
 double Dimension::moved_bytes(double bytes, bool of_all_reduce) const {
-  const double whole = bytes * (size - 1) / size;
-  return of_all_reduce && in_network_reduction ? whole / 2 : whole;
+  if (of_all_reduce && in_network_reduction && size > 1) return bytes / 2;
+  return bytes * (size - 1) / size;
 }
 
 int Topology::ranks() const {

@@ -147,7 +147,7 @@ TEST(MeshSimulator, CostDoesNotDependOnRanks) {
 TEST(MeshSimulator, IdealByHand) {
   const Topology two{{{"a", 4, 10}, {"b", 2, 5, 0, DimensionKind::switched, true}}};
   EXPECT_DOUBLE_EQ(ideal_s(two, kDown, 80), 80 * 7.0 / 8 / 15);
-  EXPECT_DOUBLE_EQ(ideal_s(two, kWhole, 80), 2 * 80 * 7.0 / 8 / 20);
+  EXPECT_DOUBLE_EQ(ideal_s(two, kWhole, 80), 2 * 80 * 7.0 / 8 / 15);
   EXPECT_DOUBLE_EQ(ideal_s(two, kDown, 80, {4, 1}), 6);
   EXPECT_DOUBLE_EQ(ideal_s(two, Collective::all_to_all, 80), 8);
   EXPECT_EQ(ideal_s({{{"a", 1}}}, kWhole, 80), 0);
@@ -175,6 +175,12 @@ TEST(MeshSchedule, RejectsOrdersThatWaitInACircle) {
   const MeshCollective collective{kDown, 80, {{0, 1}, {1, 0}}, {}, 0, {}};
   const MeshSchedule good = simulate_mesh(two, {collective}).schedule(collective);
   good.validate(two);
+  EXPECT_THROW((MeshSchedule{kDown, {}, {{}, {}}}.validate(two)), UsageError);
+  for (const char* wrong : {"4294967296", "-1", "0.9", "true", "1e300", "[0]"}) {
+    std::string json = good.to_json();
+    json.replace(json.find("[[0,1]") + 2, 1, wrong);
+    EXPECT_THROW(MeshSchedule::from_json(json), UsageError) << json;
+  }
   MeshSchedule circle = good;
   for (auto& order : circle.order) std::swap(order[0], order[1]);
   EXPECT_THROW(circle.validate(two), UsageError);

@@ -71,7 +71,7 @@ TEST(Dimension, StepsAndBytes) {
   const Dimension ring{"d", 4, 10, 0.5}, sharp{"d", 4, 10, 0.5, DimensionKind::switched, true};
   EXPECT_EQ(ring.startup_s(), 1.5);
   EXPECT_EQ(ring.moved_bytes(80, true), 60);
-  EXPECT_EQ(sharp.moved_bytes(80, true), 30);
+  EXPECT_EQ(sharp.moved_bytes(80, true), 40);
   EXPECT_EQ(sharp.moved_bytes(80, false), 60);  // nobody else fills the way back
 }
 

@@ -81,6 +81,12 @@ def test_steps_by_hand():
     )  # fmt: skip
     assert meshes.step_s(waits, mesh, fixed) == pytest.approx(2)
     assert meshes.step_s(job(meshes.Step(compute_s=3)), mesh, fixed) == pytest.approx(3)
+    # A wait is not for what was started before it.
+    other = meshes.Start("other", "all_reduce", 10)
+    both = job(meshes.Step(start=gradients), meshes.Step(start=other), meshes.Step(wait="other"))
+    assert meshes.step_s(both, mesh, fixed) == pytest.approx(2)
+    at_once = job(meshes.Step(start=gradients), meshes.Step(wait="gradients"))
+    assert meshes.step_s(at_once, mesh, fixed) == pytest.approx(1)
     for each in (one, two, waits):  # one dimension is used as well as can be
         assert meshes.ideal_step_s(each, mesh) == pytest.approx(meshes.step_s(each, mesh, fixed))
 

@@ -102,8 +102,9 @@ MeshRun simulate_mesh(const Topology& topology, const std::vector<MeshCollective
 
 /// Seconds of a collective if all dimensions that it spans were busy all the time and startups
 /// took none: bytes_moved / sum of speeds. Every route moves the same, B (1 - 1/N) of B bytes for
-/// each of reduce_scatter and all_gather among N ranks; behind a switch that adds up an all_reduce
-/// is twice as fast. An all_to_all takes as long as its slowest dimension.
+/// each of reduce_scatter and all_gather among N ranks; behind a switch that adds up, P ranks move
+/// 2 (P - 1) / P times less for an all_reduce. An all_to_all takes as long as its slowest
+/// dimension.
 double ideal_s(const Topology& topology, Collective kind, double bytes,
                const std::vector<int>& sizes = {});
 

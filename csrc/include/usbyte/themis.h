@@ -58,8 +58,9 @@ struct TwoDimensionShare {
 /// With a_i = (P_i - 1) / P_i, a share x that goes inner first loads the inner dimension with
 /// x a1 / B1 + (1 - x) a1 / (P2 B1) and the outer one with x a2 / (P1 B2) + (1 - x) a2 / B2 for
 /// each byte. They are equal at x* = (a2/B2 - a1/(P2 B1)) / ((a1/B1) (1 - 1/P2) + (a2/B2) (1 -
-/// 1/P1)), and x = 1 is best where the outer dimension is the busier one even then. Halved where a
-/// switch adds up. Throws UsageError unless the topology has two dimensions of more than one rank.
+/// 1/P1)), and x = 1 is best where the outer dimension is the busier one even then. Where a
+/// switch adds up, a_i is 1 / 2. Throws UsageError unless the topology has two dimensions of more
+/// than one rank.
 TwoDimensionShare two_dimension_share(const Topology& topology);
 
 /// A way to carry out a collective, and what it is predicted to take.

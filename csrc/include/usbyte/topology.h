@@ -35,10 +35,10 @@ struct Dimension {
   double startup_s() const { return steps() * latency_s; }
   /// Bytes that a rank sends, and receives, in a phase of `kind` whose vector, before a
   /// reduce_scatter or after an all_gather, has `bytes`: bytes * (size - 1) / size, which is the
-  /// least (Chan, Heimlich, Purkayastha and van de Geijn, 2007), also of an all_to_all. As phases
-  /// of one all_reduce (`of_all_reduce`) both count half behind a switch that adds up: there one
-  /// loads the way to the switch only and the other the way back, so that those of two chunks
-  /// overlap.
+  /// least (Chan, Heimlich, Purkayastha and van de Geijn, 2007), also of an all_to_all, whose
+  /// messages are not forwarded by ranks here. As phases of one all_reduce (`of_all_reduce`),
+  /// behind a switch that adds up, half of `bytes` for each: a rank sends the others' parts, then
+  /// its own once, and receives likewise, so that those of two chunks overlap.
   double moved_bytes(double bytes, bool of_all_reduce) const;
 
   bool operator==(const Dimension&) const = default;

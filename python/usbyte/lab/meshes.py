@@ -237,7 +237,7 @@ def _walk(job: Workload, topology: Topology) -> tuple[list[_Sent], dict[int, flo
     now, sent, places = {-1: 0.0}, list[_Sent](), dict[str, int]()
     for step in job.steps:
         if step.wait is not None:
-            now.setdefault(places[step.wait], 0.0)
+            now = {places[step.wait]: 0.0, **now}
         now = {place: s + job.compute_scale * step.compute_s for place, s in now.items()}
         if step.start is None:
             continue
