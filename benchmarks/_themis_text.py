@@ -48,7 +48,7 @@ Nodes of 8 ranks, 1 GB, no startups. With a = (P - 1) / P, inner first alone is 
 < (P1 - 1) P2 / (P2 - 1), since else the outer dimension is the busier one whatever the order; \
 *inner first* and *gain* are the best share of bytes by the closed form and what it gains over \
 all of them. Then Themis in the better of its queues with 4, 16 and 64 chunks, simulated, over \
-the fixed order: near the bound it loses, most with few chunks. *Chosen* does not. Beyond the \
+the fixed order: near the bound it can lose. *Chosen* does not. Beyond the \
 bound Themis itself finds the inner dimension the less loaded one every time, and stays with the \
 fixed order.
 
@@ -86,8 +86,8 @@ with 64 chunks by any rule here; without any startups order of arrival is as pub
 smallest first above it.
 - The largest gain is that of the network of three equal dimensions, whose fixed order leaves two \
 of them nearly idle. Whether the published latencies are these is not known here.
-- Counting no startups in loads, as the released code does, is as good as counting them once \
-where they overlap, and worse where they take their turn.
+- Counting no startups in loads, as the released code does, is as good as counting them once; \
+where they take their turn, counting them with each phase is better.
 - ResNet-50: the public input is of one image for each NPU. With 32 images the gain is \
 {images:.2f}x: computing hides what could be gained. That the published gain is larger than \
 either says that computing there was shorter, or more was sent.

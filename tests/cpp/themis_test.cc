@@ -207,7 +207,7 @@ TEST(TwoDimensionShare, IsTheBestOfAllShares) {
     for (int i = 0; i <= 50; ++i) EXPECT_GE(busiest_s(i / 50.0), best * (1 - 1e-9));
     EXPECT_NEAR(share.gain, busiest_s(1) / best, 1e-9);
     EXPECT_EQ(share.gains, share.gain > 1 + 1e-12) << topology.to_json();
-    // Many chunks come close to it.
+    // With many chunks the greedy rule loads no more than the fixed order does.
     if (!topology.dimensions[1].in_network_reduction) {
       const auto loads =
           route_loads_s(topology, kWhole, 1e9, themis_routes(topology, kWhole, 1e9, 1000));
