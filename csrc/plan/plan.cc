@@ -1,7 +1,6 @@
 #include "usbyte/plan.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -17,10 +16,6 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr int64_t kSegmentAlignment = 256;  // bytes; what CUDA allocations and NCCL like best
-
-constexpr std::array<std::string_view, 7> kCollectives = {
-    "all_reduce", "reduce_scatter", "all_gather",       "broadcast",
-    "all_to_all", "barrier",        "sparse_all_reduce"};
 
 std::string text(Block b) {
   return "[" + std::to_string(b.begin) + ", " + std::to_string(b.end) + ")";
@@ -46,20 +41,6 @@ void check_tiling(std::vector<Block> blocks, int64_t numel, const std::string& w
 }
 
 }  // namespace
-
-std::string_view name(Collective kind) { return kCollectives.at(static_cast<size_t>(kind)); }
-
-bool reduces(Collective kind) {
-  return kind == Collective::all_reduce || kind == Collective::reduce_scatter;
-}
-
-Collective collective_from_name(std::string_view text) {
-  auto it = std::find(kCollectives.begin(), kCollectives.end(), text);
-  if (it == kCollectives.end()) {
-    throw PlanError("unknown collective '" + std::string(text) + "'");
-  }
-  return static_cast<Collective>(it - kCollectives.begin());
-}
 
 Block shard(Block block, int rank, int size) {
   const int64_t chunk = (block.numel() + size - 1) / size;

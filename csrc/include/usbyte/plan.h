@@ -9,31 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "usbyte/collective.h"
+#include "usbyte/mesh_schedule.h"
 #include "usbyte/tensor.h"
 
 namespace usbyte {
 
 struct SparseDensity;
 struct SparseShape;
-
-/// Collective operations. A plan uses the first three, which have blocks, and sparse_all_reduce,
-/// which no communicator knows; the others serve communicators and eager calls.
-enum class Collective : uint8_t {
-  all_reduce,
-  reduce_scatter,
-  all_gather,
-  broadcast,
-  all_to_all,
-  barrier,
-  sparse_all_reduce
-};
-
-std::string_view name(Collective kind);
-/// Inverse of `name`; throws PlanError on an unknown spelling.
-Collective collective_from_name(std::string_view name);
-
-/// all_reduce and reduce_scatter.
-bool reduces(Collective kind);
 
 /// Half-open range of arena elements. May begin and end inside a tensor and may span tensors of one
 /// dtype.

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "usbyte/plan.h"
+#include "usbyte/collective.h"
 
 namespace usbyte {
 

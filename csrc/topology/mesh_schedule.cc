@@ -4,7 +4,7 @@
 #include <string>
 
 #include "usbyte/error.h"
-#include "usbyte/mesh_simulator.h"
+#include "usbyte/mesh_schedule.h"
 
 namespace usbyte {
 namespace {
