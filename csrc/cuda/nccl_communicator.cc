@@ -150,7 +150,9 @@ void NcclCommunicator::State::carry_out(size_t index, const Request& request) {
   Slot& slot = slots[index];
   Request adapted = request;
   if (request.kind == Collective::barrier) {
-    adapted = {Collective::barrier, DType::int32, ReduceOp::sum, 0, {}, {{slot.token, 1}}};
+    adapted = Request();
+    adapted.dtype = DType::int32;
+    adapted.recv = {{slot.token, 1}};
   } else if (payload_bytes(request) == 0) {
     return;
   }

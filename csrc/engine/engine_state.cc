@@ -31,6 +31,7 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
     Request request{op.kind, plan.dtype(op), ReduceOp::sum, 0, {}, {}};
     request.window_bytes = op.window_bytes;
     request.fence = op.fence;
+    if (op.route) request.schedule = std::make_shared<const MeshSchedule>(*op.route);
     for (Block b : op.blocks) {
       request.recv.push_back({arena + plan.byte_offset(b.begin), b.numel()});
     }

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "usbyte/error.h"
+#include "usbyte/mesh_simulator.h"
 
 namespace usbyte {
 namespace {
@@ -120,8 +121,9 @@ double NetworkModel::least_beta() const {
     }
     return beta;
   };
-  return std::min(least(Collective::all_reduce),
-                  least(Collective::reduce_scatter) + least(Collective::all_gather));
+  const double flat = std::min(least(Collective::all_reduce),
+                               least(Collective::reduce_scatter) + least(Collective::all_gather));
+  return topology ? std::min(flat, ideal_s(*topology, Collective::all_reduce, 1)) : flat;
 }
 
 NetworkModel NetworkModel::ring(int ranks, double latency_s, double bytes_per_s, int concurrent) {
@@ -145,6 +147,12 @@ NetworkModel NetworkModel::scaled(double alpha, double beta) const {
        {&model.one_shot.latency_s, &model.one_shot.gap_s, &model.one_shot.busy_latency_s}) {
     *s *= alpha;
   }
+  if (beta == 0) model.topology.reset();  // no speed says that bytes take no time
+  for (int d = 0; model.topology && d < model.topology->ndim(); ++d) {
+    Dimension& dimension = model.topology->dimensions[static_cast<size_t>(d)];
+    dimension.latency_s *= alpha;
+    dimension.bytes_per_s /= beta;
+  }
   model.validate();
   return model;
 }
@@ -167,6 +175,12 @@ void NetworkModel::validate() const {
   for (const auto* row : {&all_reduce, &reduce_scatter, &all_gather}) {
     for (const AlphaBeta& c : *row) c.validate("network");
   }
+  if (!topology) return;
+  topology->validate();
+  if (topology->ranks() != ranks) {
+    throw UsageError("network: " + std::to_string(ranks) + " ranks, but a topology of " +
+                     std::to_string(topology->ranks()));
+  }
 }
 
 std::string NetworkModel::to_json() const {
@@ -174,7 +188,7 @@ std::string NetworkModel::to_json() const {
                              {"latency_s", one_shot.latency_s},
                              {"gap_s", one_shot.gap_s},
                              {"busy_latency_s", one_shot.busy_latency_s}};
-  return ordered_json{{"format", "usbyte-network-1"},
+  ordered_json out = {{"format", "usbyte-network-1"},
                       {"ranks", ranks},
                       {"all_reduce", rows(all_reduce)},
                       {"reduce_scatter", rows(reduce_scatter)},
@@ -182,8 +196,9 @@ std::string NetworkModel::to_json() const {
                       {"concurrent", concurrent},
                       {"busy_alpha_s", busy_alpha_s},
                       {"pack_s_per_byte", pack_s_per_byte},
-                      {"one_shot", shot}}
-      .dump();
+                      {"one_shot", shot}};
+  if (topology) out["topology"] = ordered_json::parse(topology->to_json());
+  return out.dump();
 }
 
 NetworkModel NetworkModel::from_json(std::string_view json) {
@@ -198,6 +213,9 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
       const auto& shot = root.at("one_shot");
       model.one_shot = {shot.at("most_bytes").get<int64_t>(), shot.at("latency_s").get<double>(),
                         shot.at("gap_s").get<double>(), shot.at("busy_latency_s").get<double>()};
+    }
+    if (root.contains("topology")) {
+      model.topology = Topology::from_json(root.at("topology").dump());
     }
     model.validate();
     return model;

@@ -63,6 +63,7 @@ class Coder {
       const auto codec = make_codec(spec);
       Op coded{op.kind, std::move(blocks[spec]), op.window_bytes, std::exchange(fence_, false),
                spec};
+      if (!codec && order.size() == 1) coded.route = op.route;
       if (codec && codec->matrices() && op.kind == Collective::all_reduce) {
         coded.kind = Collective::reduce_scatter;
         second_rounds_.push_back(coded);

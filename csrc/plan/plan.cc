@@ -140,6 +140,12 @@ void Plan::validate() const {
       continue;
     }
     if (op.blocks.empty()) throw error("no blocks");
+    if (op.route) {
+      if (op.kind != Collective::all_reduce || op.route->kind != op.kind || op.codec != "none") {
+        throw error("a route is for an all_reduce without a codec, and of an all_reduce");
+      }
+      if (op.route->routes.empty()) throw error("a route needs a chunk at least");
+    }
     const bool in_parts = op.kind != Collective::all_reduce;
     const Matrices* const matrices = codec && in_parts ? codec->matrices() : nullptr;
     if (codec && in_parts && !codec->relays()) {
@@ -332,6 +338,7 @@ std::string Plan::describe(int index) const {
   std::snprintf(megabytes, sizeof megabytes, "%.3g MB", static_cast<double>(bytes(op)) / 1e6);
   std::string by = op.codec == "none" ? "" : " by " + op.codec;
   if (!op.adds_by().empty()) by += (by.empty() ? " by " : ", ") + op.adds_by();
+  if (op.route) by += ", routed";
   std::string out = "op " + std::to_string(index) + " (" + std::string(name(op.kind)) + ", " +
                     megabytes + by + ": ";
   const std::vector<int> touched = tensors_of(op);
@@ -360,6 +367,7 @@ std::string Plan::to_json() const {
                    {"fence", op.fence}});
     if (op.codec != "none") ops.back()["codec"] = op.codec;
     if (!op.scheme.empty()) ops.back()["scheme"] = op.scheme;
+    if (op.route) ops.back()["route"] = ordered_json::parse(op.route->to_json());
     if (!op.sparse) continue;
     ops.back()["sparse"] = {
         {"tensor", op.sparse->tensor}, {"scheme", op.sparse->scheme}, {"bytes", op.sparse->bytes}};
@@ -399,6 +407,7 @@ Plan Plan::from_json(std::string_view json) {
                      s.at("bytes").get<int64_t>()};
       }
       if (o.contains("scheme")) op.scheme = o["scheme"].get<std::string>();
+      if (o.contains("route")) op.route = MeshSchedule::from_json(o["route"].dump());
       ops.push_back(std::move(op));
     }
     return Plan(root.at("policy").get<std::string>(), std::move(tensors), std::move(ops));

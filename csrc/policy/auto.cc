@@ -4,6 +4,7 @@
 #include <queue>
 
 #include "auto_coded.h"
+#include "auto_routed.h"
 #include "batching.h"
 #include "local_search.h"
 #include "usbyte/policy.h"
@@ -228,6 +229,7 @@ std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
 }  // namespace
 
 Plan automatic(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
+  if (network.topology) return automatic_routed(profile, network, options);
   if (!options.codec_of.empty()) return automatic_coded(profile, network, options);
   Simulator simulator(profile, network, options.overlap, options.sharded);
   const Plan fallback =

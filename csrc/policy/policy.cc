@@ -62,6 +62,7 @@ const std::map<std::string, Policy, std::less<>>& policies() {
                                                                  {"mgwfbp", mgwfbp},
                                                                  {"p3", p3},
                                                                  {"pipedap", pipedap},
+                                                                 {"themis", themis},
                                                                  {"usbyte", usbyte},
                                                                  {"wfbp", wfbp}};
   return all;

@@ -64,5 +64,6 @@ void register_sparse(pybind11::module_& m);
 void register_topology(pybind11::module_& m);
 void register_mesh_simulator(pybind11::module_& m);
 void register_themis(pybind11::module_& m);
+void register_routes(pybind11::module_& m);
 
 }  // namespace usbyte

@@ -93,6 +93,13 @@ void register_mesh_simulator(py::module_& m) {
       py::arg("startups_overlap") = false, py::call_guard<py::gil_scoped_release>(),
       "queue: fifo, or scf for the smallest chunk first.");
   m.def(
+      "simulate_schedule",
+      [](const Topology& topology, const MeshSchedule& schedule, double bytes) {
+        return simulate_schedule(topology, schedule, bytes).seconds;
+      },
+      py::arg("topology"), py::arg("schedule"), py::arg("bytes"),
+      "Seconds of a collective of so many bytes by that schedule.");
+  m.def(
       "ideal_s",
       [](const Topology& topology, const std::string& kind, double bytes,
          const std::vector<int>& sizes) {

@@ -19,6 +19,9 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_tensor(m);
   usbyte::register_codec(m);
   usbyte::register_coded_op(m);
+  usbyte::register_topology(m);
+  usbyte::register_mesh_simulator(m);
+  usbyte::register_themis(m);
   usbyte::register_plan(m);
   usbyte::register_profile(m);
   usbyte::register_network(m);
@@ -28,9 +31,7 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_bytecomp(m);
   usbyte::register_adatopk(m);
   usbyte::register_simulator(m);
-  usbyte::register_topology(m);
-  usbyte::register_mesh_simulator(m);
-  usbyte::register_themis(m);
+  usbyte::register_routes(m);
   usbyte::register_env(m);
   usbyte::register_timeline(m);
   usbyte::register_cuda(m);

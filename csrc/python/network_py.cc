@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -56,16 +57,18 @@ void register_network(py::module_& m) {
       .def(
           py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
                       int concurrent, double busy_alpha_s, double pack_s_per_byte,
-                      OneShot one_shot) {
+                      OneShot one_shot, std::optional<Topology> topology) {
             NetworkModel model{
                 ranks,      std::move(all_reduce), std::move(reduce_scatter), std::move(all_gather),
-                concurrent, busy_alpha_s,          pack_s_per_byte,           one_shot};
+                concurrent, busy_alpha_s,          pack_s_per_byte,           one_shot,
+                std::move(topology)};
             model.validate();
             return model;
           }),
           py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
           py::arg("all_gather") = Costs{}, py::arg("concurrent") = 0, py::arg("busy_alpha_s") = 0.0,
-          py::arg("pack_s_per_byte") = 0.0, py::arg("one_shot") = OneShot{})
+          py::arg("pack_s_per_byte") = 0.0, py::arg("one_shot") = OneShot{},
+          py::arg("topology") = std::nullopt)
       .def_readonly("ranks", &NetworkModel::ranks)
       .def_readonly("all_reduce", &NetworkModel::all_reduce)
       .def_readonly("reduce_scatter", &NetworkModel::reduce_scatter)
@@ -78,6 +81,8 @@ void register_network(py::module_& m) {
           "pack_s_per_byte", &NetworkModel::pack_s_per_byte,
           "Seconds per byte to pack an all_reduce of several blocks and to put them back.")
       .def_readonly("one_shot", &NetworkModel::one_shot)
+      .def_readonly("topology", &NetworkModel::topology,
+                    "Its dimensions, through which all_reduces may be routed; None without.")
       .def(
           "cost",
           [](const NetworkModel& model, const std::string& kind, int in_flight) {

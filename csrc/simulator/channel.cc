@@ -45,8 +45,17 @@ void Channel::launch(int op, Collective kind, int64_t bytes, double now_s, bool 
     shoot(op, work_s * std::max(network_->ranks / 2.0, 1.0));
     return;
   }
-  waiting_.push_back(
+  wait_for_start(
       {shots_sent_s_, op, cost.latency_s() + pack_s, cost.alpha_s + pack_s, work_s, 0, 0});
+}
+
+void Channel::launch_routed(int op, double latency_s, double work_s, double now_s) {
+  go_on_to(now_s);
+  wait_for_start({shots_sent_s_, op, latency_s, latency_s, work_s, 0, 0});
+}
+
+void Channel::wait_for_start(Flight op) {
+  waiting_.push_back(op);
   if (starts_s() <= now_s_) start_next();
 }
 

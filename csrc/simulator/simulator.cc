@@ -132,7 +132,12 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
       const size_t i = static_cast<size_t>(op);
       const Op& what = plan.ops()[i];
       const auto [kind, bytes] = plan.traffic(what, network_.ranks);
-      channel.launch(op, kind, bytes, now, what.blocks.size() > 1 && !step.coded(op));
+      if (what.route) {
+        const ScheduleCost cost = routed_cost(what, bytes);
+        channel.launch_routed(op, cost.seconds - cost.busiest_s, cost.busiest_s, now);
+      } else {
+        channel.launch(op, kind, bytes, now, what.blocks.size() > 1 && !step.coded(op));
+      }
       if (record) record->launched_s[i] = now;
     }
     const double ready = next_ready < backward_order_.size()
@@ -178,6 +183,13 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
       release = end + reduced_late_s_ + shard_update_s_;
     }
   }
+}
+
+ScheduleCost Simulator::routed_cost(const Op& op, int64_t bytes) const {
+  if (!network_.topology) {
+    throw UsageError("simulator: a plan has routes, but the network no dimensions");
+  }
+  return simulate_schedule(*network_.topology, *op.route, static_cast<double>(bytes));
 }
 
 double Simulator::bound_s() const {

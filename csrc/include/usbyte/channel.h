@@ -37,6 +37,9 @@ class Channel {
   /// Launches `op` at `now_s`. `packed`: it consists of several blocks, which lengthens the startup
   /// of an all_reduce, with all that goes for one, by the network's `pack_s_per_byte`.
   void launch(int op, Collective kind, int64_t bytes, double now_s, bool packed = false);
+  /// Launches one that goes through the dimensions of a network, as all its routes together do: it
+  /// starts up for `latency_s`, and has the busiest dimension for `work_s` after that.
+  void launch_routed(int op, double latency_s, double work_s, double now_s);
   /// When the next op starts up, its bytes begin or cease to flow, or it completes, if nothing is
   /// launched before; infinity when nothing is in flight.
   double next_s() const;
@@ -56,6 +59,7 @@ class Channel {
     auto operator<=>(const Flight&) const = default;
   };
 
+  void wait_for_start(Flight op);
   size_t unsettled() const { return starting_.size() + flowing_.size() + lingering_.size(); }
   size_t running() const { return unsettled() + held_.size(); }
   void shoot(int op, double work_s);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,6 +13,8 @@
 #include "usbyte/plan.h"
 
 namespace usbyte {
+
+struct MeshSchedule;
 
 enum class ReduceOp : uint8_t { sum, min, max, product };
 
@@ -57,6 +60,8 @@ struct Request {
   /// Multiplied with what each rank puts into a sum; 1 / size makes it the average. Only
   /// NcclCommunicator takes other than 1.
   double scale = 1;
+  /// How it goes through the dimensions of a network, for `MeshCommunicator`; others need none.
+  std::shared_ptr<const MeshSchedule> schedule = nullptr;
 };
 
 /// What keeps a request of kind sparse_all_reduce from being carried out.
@@ -70,7 +75,7 @@ using Completion = std::function<void(std::exception_ptr)>;
 /// Starts collectives. Ranks must launch the same requests in the same order. Implementations:
 /// `LocalCommunicator` (ranks are threads of one process), `PythonCommunicator` (any
 /// torch.distributed backend), `StagedCommunicator` (device memory over one of those),
-/// `NcclCommunicator`.
+/// `NcclCommunicator`, `MeshCommunicator` (several dimensions, over one of the others for each).
 ///
 /// A request with an `order` is complete for the host once `order->done` has been recorded. Where
 /// the communicator is `stream_ordered` that is at once, and its own streams keep windows and

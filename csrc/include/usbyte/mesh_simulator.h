@@ -76,6 +76,17 @@ struct MeshRun {
 MeshRun simulate_mesh(const Topology& topology, const std::vector<MeshCollective>& collectives,
                       const MeshOptions& options = {});
 
+/// What a schedule takes.
+struct ScheduleCost {
+  double seconds = 0;    ///< until the last chunk is there
+  double busiest_s = 0;  ///< that its phases take of the dimension that has most to do
+};
+
+/// Carries a schedule out, whose orders leave nothing to decide, for `bytes` in as many chunks as
+/// it has routes. Throws UsageError unless it is one for the topology.
+ScheduleCost simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
+                               bool startups_overlap = false);
+
 /// Seconds of a collective if all dimensions that it spans were busy all the time and startups
 /// took none: bytes_moved / sum of speeds. Every route moves the same, B (1 - 1/N) of B bytes for
 /// each of reduce_scatter and all_gather among N ranks; behind a switch that adds up, P ranks move

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "usbyte/plan.h"
+#include "usbyte/topology.h"
 
 namespace usbyte {
 
@@ -72,11 +74,14 @@ struct NetworkModel {
   /// back, s/byte; the number of blocks does not count. Other collectives go block by block.
   double pack_s_per_byte = 0;
   OneShot one_shot = {};
+  /// Its dimensions, through which all_reduces may be routed; none: they go as the costs above say.
+  std::optional<Topology> topology = std::nullopt;
 
   /// Cost of a plan's op while `in_flight` >= 1 ops are in flight, itself included, of which no
   /// more than `concurrent` count.
   AlphaBeta cost(Collective kind, int in_flight) const;
-  /// The least time in which any number of ops moves a byte through a whole all_reduce, s/byte.
+  /// The least time in which any number of ops moves a byte through a whole all_reduce, s/byte,
+  /// routed or not.
   double least_beta() const;
 
   /// The same where everything takes `alpha` times as long but what goes by the byte: beta takes
@@ -88,7 +93,8 @@ struct NetworkModel {
   /// Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
   static NetworkModel ring(int ranks, double latency_s, double bytes_per_s, int concurrent = 0);
 
-  /// Throws UsageError unless there is a rank, all_reduce has an entry, and all numbers are valid.
+  /// Throws UsageError unless there is a rank, all_reduce has an entry, all numbers are valid and
+  /// the topology, if there is one, has as many ranks.
   void validate() const;
   std::string to_json() const;
   static NetworkModel from_json(std::string_view json);

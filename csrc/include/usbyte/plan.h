@@ -55,6 +55,9 @@ struct SparseOp {
 /// element, numbered as the op's blocks follow each other, instead of gathering its messages.
 ///
 /// A sparse_all_reduce has no blocks and no codec, but a sparse tensor.
+///
+/// An all_reduce with a `route` goes in chunks through the dimensions of the network; one without
+/// takes no notice of them. Routes and codecs exclude each other.
 struct Op {
   Collective kind = Collective::all_reduce;
   std::vector<Block> blocks;
@@ -63,6 +66,7 @@ struct Op {
   std::string codec = "none";
   std::optional<SparseOp> sparse = std::nullopt;
   std::string scheme = "";
+  std::optional<MeshSchedule> route = std::nullopt;
 
   /// The scheme that adds up its rows; empty for ops that a communicator carries out.
   const std::string& adds_by() const { return sparse ? sparse->scheme : scheme; }

@@ -101,12 +101,20 @@ Plan pipedap(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// 2023.
 Plan bytecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
+/// Themis: DDP's buckets, each cut into chunks that go through the dimensions of the network in the
+/// orders that its greedy rule gives them (themis.h), or innermost first where that is as fast, or
+/// past the dimensions where nothing else is faster, all by the simulator. Rashidi, Won, Srinivasan,
+/// Sridharan and Krishna, "Themis: A Network Bandwidth-Aware Collective Scheduling Policy for
+/// Distributed Training of DL Models", ISCA 2022. On a network without dimensions, DDP's plan.
+Plan themis(const Profile&, const NetworkModel&, const PolicyOptions&);
+
 /// usbyte's own, "auto": unequal all_reduces over the flat line (or reduce_scatters and all_gathers
 /// where they cost less), cut inside and across tensors, one or several in flight, with exact
 /// batching of what backward leaves; the best of several such drafts and of all other policies
 /// under the simulator, after a local search. Never worse than any other policy in the model (with
 /// codecs: than any but bytecomp, which may leave tensors as they are); DDP's plan where less than
-/// 1 % is to be won. Best where alpha and beta were measured.
+/// 1 % is to be won. Best where alpha and beta were measured. Where the network has dimensions,
+/// all_reduces are routed through them if that is faster.
 Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// MergeComp: gradients that follow one another in backward are merged, each group is encoded, sent

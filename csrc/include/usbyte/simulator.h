@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "usbyte/codec_costs.h"
+#include "usbyte/mesh_simulator.h"
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/profile.h"
@@ -63,6 +64,7 @@ class Simulator {
   void run(const Plan& plan, StepRecord* record);
   template <bool kCodes>  // with times of codecs; planners try many plans without
   void play(const Plan& plan, StepRecord* record);
+  ScheduleCost routed_cost(const Op& op, int64_t bytes) const;
   double sharded_bound_s() const;
 
   const Profile* profile_;

@@ -390,6 +390,7 @@ class Planner:
                     op.fence,
                     now.get(op.codec, op.codec),
                     scheme=op.scheme,
+                    route=op.route,
                 )
                 for op in plan.ops
             ]

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+
+#include "usbyte/network.h"
+#include "usbyte/plan.h"
+#include "usbyte/themis.h"
+
+namespace usbyte {
+
+/// The fastest of `chosen_routes` for an all_reduce of so many bytes in 1, 2, 4, ... 64 chunks; of
+/// those within 1 % of it the one with the fewest, as each phase costs more than models know. No
+/// chunk's shards are below a page.
+MeshChoice best_route(const Topology& topology, int64_t bytes);
+
+/// The same plan where all_reduces go through the network's dimensions, if that is predicted to
+/// take less time than not to. Ops with codecs stay as they are. Without dimensions, or one only,
+/// nothing changes.
+Plan with_routes(const Plan& plan, const NetworkModel& network);
+
+/// What a network costs whose all_reduces are all routed: a cost fitted to what `best_route` is
+/// predicted to take. For policies, which then plan as for any network. The topology is none.
+NetworkModel routed_network(const NetworkModel& network);
+
+}  // namespace usbyte
