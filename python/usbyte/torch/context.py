@@ -10,6 +10,7 @@ import socket
 import sys
 import traceback
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -164,6 +165,11 @@ class Context:
         group = dist.new_group(backend=self._host_backend(), timeout=self._timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def new_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group over some ranks, for those; None for the others. Collective, on all ranks."""
+        group = dist.new_group(list(ranks), backend=self._host_backend(), timeout=self._timeout)
+        return group if isinstance(group, dist.ProcessGroup) else None
 
     def _host_backend(self) -> str:
         return self.env.backend if self.env.backend not in ("", "nccl") else "gloo"
