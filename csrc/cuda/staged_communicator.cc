@@ -181,6 +181,7 @@ void StagedCommunicator::State::send(const Chunk& chunk) {
   message.reduce = request.reduce;
   message.root = request.root;
   message.scale = request.scale;
+  message.schedule = request.schedule;
   const Span span{chunk.buffer->memory, chunk.layout().count};
   if (request.kind != Collective::barrier) {
     if (span.count == 0) return arrive(chunk);

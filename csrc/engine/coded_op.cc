@@ -8,6 +8,7 @@
 #include "device_coding.h"
 #include "message_layout.h"
 #include "usbyte/error.h"
+#include "usbyte/lines.h"
 
 namespace usbyte {
 namespace {
@@ -214,6 +215,7 @@ CodedOp::CodedOp(const Op& planned, Collective kind, DType dtype) {
   request_.dtype = dtype;
   request_.window_bytes = planned.window_bytes;
   request_.fence = planned.fence;
+  request_.line = planned.line;
 }
 
 void CodedOp::travels(std::byte* buffer, int64_t bytes) {
@@ -236,8 +238,16 @@ std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
     } else if (codec->matrices() && op.kind != Collective::all_reduce) {
       out.push_back(std::make_unique<RoundOp>(space, op, codec, floats, first));
     } else {
+      Op own = op;
+      own.blocks = worked_on(space.plan, op, space.mesh, space.rank);
+      CodingSpace ranks = space;  // that the messages are of
+      if (op.line >= 0) {
+        const auto line = static_cast<size_t>(op.line);
+        ranks.rank = space.mesh->coordinates(space.rank)[line];
+        ranks.size = space.mesh->dimensions[line].size;
+      }
       out.push_back(std::make_unique<MessagesOp>(
-          space, op, codec, MessageLayout(op, *codec, space.rank, space.size), floats));
+          ranks, own, codec, MessageLayout(own, *codec, ranks.rank, ranks.size), floats));
     }
   }
   return out;

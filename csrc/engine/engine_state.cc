@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "usbyte/error.h"
+#include "usbyte/lines.h"
 
 namespace usbyte {
 namespace {
@@ -14,6 +15,18 @@ using Clock = std::chrono::steady_clock;
 Clock::time_point at(double seconds) {
   return Clock::time_point(
       std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+}
+
+void check_lines(const Plan& plan, const Communicator& communicator, const EngineOptions& options) {
+  const Topology* const mesh = communicator.topology();
+  for (size_t i = 0; i < plan.ops().size(); ++i) {
+    if (plan.ops()[i].line < 0) continue;
+    const std::string what = plan.describe(static_cast<int>(i));
+    if (options.device) throw UsageError(what + ": ops along lines are of the host's memory");
+    if (!mesh || plan.ops()[i].line >= mesh->ndim()) {
+      throw UsageError(what + ": the communicator has no such dimension");
+    }
+  }
 }
 
 }  // namespace
@@ -27,12 +40,14 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
                             : nullptr),
       step(plan, options.hold_gathers),
       oldest(plan.ops().size()) {
+  check_lines(plan, communicator, options);
   for (const Op& op : plan.ops()) {
     Request request{op.kind, plan.dtype(op), ReduceOp::sum, 0, {}, {}};
     request.window_bytes = op.window_bytes;
     request.fence = op.fence;
     if (op.route) request.schedule = std::make_shared<const MeshSchedule>(*op.route);
-    for (Block b : op.blocks) {
+    request.line = op.line;
+    for (Block b : worked_on(plan, op, communicator.topology(), communicator.rank())) {
       request.recv.push_back({arena + plan.byte_offset(b.begin), b.numel()});
     }
     requests.push_back(std::move(request));
@@ -42,8 +57,8 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
   if (any([](const Op& op) { return op.codec != "none"; })) {
     turns.resize(plan.ops().size());
     const CodingSpace space{
-        plan,         arena,         options.memory, communicator.rank(), communicator.size(),
-        options.seed, options.device};
+        plan,         arena,          options.memory, communicator.rank(),    communicator.size(),
+        options.seed, options.device, nullptr,        communicator.topology()};
     coding = std::make_unique<Coding>(
         space, communicator.stream_ordered(),
         [this](int op, const std::exception_ptr& error) { coded(op, error, false); },

@@ -108,6 +108,8 @@ void Plan::validate() const {
       scattered;  // all_reduce and reduce_scatter must tile the arena together
   struct Scattered {
     std::string codec;
+    int line = -1;
+    bool summed = false;  // along another line, too
     bool gathered = false;
   };
   std::map<Block, Scattered> scatters;
@@ -146,6 +148,14 @@ void Plan::validate() const {
       }
       if (op.route->routes.empty()) throw error("a route needs a chunk at least");
     }
+    const bool of_shards = op.kind == Collective::all_reduce && op.line >= 0;
+    if (op.line < -1) throw error("a line is of a dimension, or -1");
+    if (op.line >= 0 && (op.route || !op.scheme.empty() || (!of_shards && op.codec != "none"))) {
+      throw error("a line has no route or scheme, and a codec for an all_reduce only");
+    }
+    if (of_shards && codec && codec->matrices()) {
+      throw error("codec " + op.codec + " needs whole matrices, and a line has shards");
+    }
     const bool in_parts = op.kind != Collective::all_reduce;
     const Matrices* const matrices = codec && in_parts ? codec->matrices() : nullptr;
     if (codec && in_parts && !codec->relays()) {
@@ -166,13 +176,25 @@ void Plan::validate() const {
         throw error("codec " + op.codec + " needs matrices that it makes less of; block " +
                     text(b) + " is none");
       }
-      if (op.kind == Collective::all_gather) {
+      if (op.kind == Collective::all_gather || of_shards) {
         auto it = scatters.find(b);
         if (it == scatters.end()) {
           throw error("block " + text(b) + " was not scattered by an earlier op");
         }
         Scattered& scatter = it->second;
         if (scatter.gathered) throw error("block " + text(b) + " is gathered twice");
+        if (of_shards) {
+          if (scatter.line < 0 || scatter.line == op.line || scatter.summed) {
+            throw error("shards of block " + text(b) +
+                        " are added up along one other line than they were scattered along, once");
+          }
+          scatter.summed = true;
+          continue;
+        }
+        if (scatter.line != op.line || (op.line >= 0 && !scatter.summed)) {
+          throw error("block " + text(b) + " is gathered along another line than it was " +
+                      "scattered along, or before its shards are added up");
+        }
         const auto first = make_codec(scatter.codec);
         if ((matrices || (first && first->matrices())) && op.codec != scatter.codec) {
           throw error("block " + text(b) + " is gathered by " + op.codec +
@@ -180,7 +202,7 @@ void Plan::validate() const {
         }
         scatter.gathered = true;
       } else {
-        if (op.kind == Collective::reduce_scatter) scatters[b] = {op.codec};
+        if (op.kind == Collective::reduce_scatter) scatters[b] = {op.codec, op.line};
         reduced.push_back(b);
       }
     }
@@ -339,6 +361,7 @@ std::string Plan::describe(int index) const {
   std::string by = op.codec == "none" ? "" : " by " + op.codec;
   if (!op.adds_by().empty()) by += (by.empty() ? " by " : ", ") + op.adds_by();
   if (op.route) by += ", routed";
+  if (op.line >= 0) by += ", along dimension " + std::to_string(op.line);
   std::string out = "op " + std::to_string(index) + " (" + std::string(name(op.kind)) + ", " +
                     megabytes + by + ": ";
   const std::vector<int> touched = tensors_of(op);
@@ -367,6 +390,7 @@ std::string Plan::to_json() const {
                    {"fence", op.fence}});
     if (op.codec != "none") ops.back()["codec"] = op.codec;
     if (!op.scheme.empty()) ops.back()["scheme"] = op.scheme;
+    if (op.line >= 0) ops.back()["line"] = op.line;
     if (op.route) ops.back()["route"] = ordered_json::parse(op.route->to_json());
     if (!op.sparse) continue;
     ops.back()["sparse"] = {
@@ -407,6 +431,7 @@ Plan Plan::from_json(std::string_view json) {
                      s.at("bytes").get<int64_t>()};
       }
       if (o.contains("scheme")) op.scheme = o["scheme"].get<std::string>();
+      op.line = o.value("line", -1);
       if (o.contains("route")) op.route = MeshSchedule::from_json(o["route"].dump());
       ops.push_back(std::move(op));
     }

@@ -5,6 +5,14 @@
 #include <numeric>
 
 namespace usbyte {
+namespace {
+
+// It works on what another op has scattered.
+bool is_follower(const Op& op) {
+  return op.kind == Collective::all_gather || (op.kind == Collective::all_reduce && op.line >= 0);
+}
+
+}  // namespace
 
 Step::Step(const Plan& plan, bool hold_gathers)
     : plan_(&plan),
@@ -14,45 +22,48 @@ Step::Step(const Plan& plan, bool hold_gathers)
       completed_(next_),
       pending_(to_arrive_.size()) {
   const auto at = [](int i) { return static_cast<size_t>(i); };
-  std::vector<std::pair<Block, int>> scattered_by;
-  std::vector<std::pair<int, int>> ops_of, gathers_of;
+  std::vector<std::pair<Block, int>> made_by;  // shards: the op that has done so last
+  std::vector<std::pair<int, int>> ops_of, followers_of;
   ops_.reserve(plan.ops().size());
   for (const Op& op : plan.ops()) {
     const int index = static_cast<int>(ops_.size());
+    const bool follows = is_follower(op);
     plan.append_tensors_of(op, tensors_of_.items);
     tensors_of_.ends.push_back(tensors_of_.items.size());
     ops_.push_back({plan.message_bytes(op), 0, op.codec != "none"});
     any_coded_ |= ops_.back().coded;
-    if (op.kind == Collective::all_gather) continue;
-    ++reductions_;
-    for (int t : tensors(index)) ops_of.push_back({t, index});
-    if (op.kind == Collective::reduce_scatter) {
-      for (Block b : op.blocks) scattered_by.push_back({b, index});
-    } else {
+    if (op.kind != Collective::all_gather) ++reductions_;
+    const bool scatters = op.kind == Collective::reduce_scatter;
+    if (scatters) {
+      for (Block b : op.blocks) made_by.push_back({b, index});
+    } else if (op.kind == Collective::all_gather || !follows) {
       for (int t : tensors(index)) ++to_arrive_[at(t)];
     }
+    if (follows) continue;
+    for (int t : tensors(index)) ops_of.push_back({t, index});
     ops_.back().inputs = static_cast<int>(tensors(index).size());
   }
   ops_of_ = Lists::of(to_arrive_.size(), ops_of);
-  if (scattered_by.empty()) return;
-  std::sort(scattered_by.begin(), scattered_by.end());
+  if (made_by.empty()) return;
+  std::sort(made_by.begin(), made_by.end());
   for (size_t i = 0; i < ops_.size(); ++i) {
     const Op& op = plan.ops()[i];
     const int index = static_cast<int>(i);
-    if (op.kind != Collective::all_gather) continue;
-    for (int t : tensors(index)) ++to_arrive_[at(t)];
-    const size_t before = gathers_of.size();
+    if (!is_follower(op)) continue;
+    const size_t before = followers_of.size();
     for (Block b : op.blocks) {
-      const auto it = std::lower_bound(scattered_by.begin(), scattered_by.end(),
+      const auto it = std::lower_bound(made_by.begin(), made_by.end(),
                                        std::pair(b, std::numeric_limits<int>::min()));
-      gathers_of.push_back({it->second, index});
+      followers_of.push_back({it->second, index});
+      if (op.kind == Collective::all_reduce) it->second = index;
     }
-    const auto own = gathers_of.begin() + static_cast<std::ptrdiff_t>(before);
-    std::sort(own, gathers_of.end());
-    gathers_of.erase(std::unique(own, gathers_of.end()), gathers_of.end());
-    ops_[i].inputs = static_cast<int>(gathers_of.size() - before) + (hold_gathers ? 1 : 0);
+    const auto own = followers_of.begin() + static_cast<std::ptrdiff_t>(before);
+    std::sort(own, followers_of.end());
+    followers_of.erase(std::unique(own, followers_of.end()), followers_of.end());
+    const bool held = hold_gathers && op.kind == Collective::all_gather;
+    ops_[i].inputs = static_cast<int>(followers_of.size() - before) + (held ? 1 : 0);
   }
-  gathers_of_ = Lists::of(ops_.size(), gathers_of);
+  followers_of_ = Lists::of(ops_.size(), followers_of);
 }
 
 std::span<const int> Step::Lists::operator[](int list) const {
@@ -93,14 +104,17 @@ int Step::launch() {
 }
 
 Step::Change Step::complete(int op) {
-  const Collective kind = plan_->ops()[static_cast<size_t>(op)].kind;
+  const Op& what = plan_->ops()[static_cast<size_t>(op)];
+  const Collective kind = what.kind;
   if (!coded(op)) admission_.completed(bytes(op));
   ++completed_;
   queued_.clear();
   arrived_.clear();
   if (kind != Collective::all_gather) --to_reduce_;
-  if (kind == Collective::reduce_scatter) {
-    for (int gather : gathers_of_[op]) input_arrived(gather);
+  const bool leaves_shards =
+      kind == Collective::reduce_scatter || (kind == Collective::all_reduce && is_follower(what));
+  if (leaves_shards) {
+    for (int follower : followers_of_[op]) input_arrived(follower);
   } else {
     for (int t : tensors(op)) {
       if (--pending_[static_cast<size_t>(t)] == 0) arrived_.push_back(t);

@@ -1,6 +1,7 @@
 #include "usbyte/routes.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <utility>
 #include <vector>
@@ -10,7 +11,8 @@ namespace {
 
 constexpr int kMostChunks = 64;
 constexpr int64_t kLeastShard = 4096;  // bytes that a rank sends of a chunk in its last phase
-constexpr double kAsFast = 1.01;
+constexpr double kAsFast = 1.03;
+constexpr double kWorthwhile = 0.95;  // of the fixed order's time: else it stays
 constexpr int64_t kSmallest = 1 << 16, kLargest = 1 << 28;  // bytes that costs are fitted to
 
 bool has_lines(const NetworkModel& network) {
@@ -23,21 +25,45 @@ double flat_s(const NetworkModel& network, int64_t bytes) {
   return network.cost(Collective::all_reduce, 1).time_s(bytes);
 }
 
+// By chunks, the fixed order first.
+std::vector<MeshChoice> priced(const Topology& topology, int64_t bytes) {
+  const double size = static_cast<double>(bytes);
+  std::vector<MeshChoice> out;
+  double fixed_s = std::numeric_limits<double>::infinity();
+  for (int chunks = 1; chunks <= kMostChunks; chunks *= 2) {
+    if (chunks > 1 && bytes / chunks / topology.ranks() < kLeastShard) break;
+    for (MeshChoice& choice : route_choices(topology, Collective::all_reduce, size, chunks,
+                                            {ThemisLatency::once}, {MeshQueue::fifo, true})) {
+      choice.seconds = simulate_schedule(topology, choice.schedule, size).seconds;
+      if (choice.name == "fixed") fixed_s = std::min(fixed_s, choice.seconds);
+      out.push_back(std::move(choice));
+    }
+  }
+  for (MeshChoice& choice : out) choice.fixed_s = fixed_s;
+  return out;
+}
+
+MeshChoice first_of_the_fastest(std::vector<MeshChoice> all) {
+  const double least_s = std::ranges::min_element(all, {}, &MeshChoice::seconds)->seconds;
+  return *std::ranges::find_if(
+      all, [&](const MeshChoice& choice) { return choice.seconds <= kAsFast * least_s; });
+}
+
 }  // namespace
 
 MeshChoice best_route(const Topology& topology, int64_t bytes) {
-  std::vector<MeshChoice> tried;
-  double least_s = 0;
-  for (int chunks = 1; chunks <= kMostChunks; chunks *= 2) {
-    if (chunks > 1 && bytes / chunks / topology.ranks() < kLeastShard) break;
-    tried.push_back(chosen_routes(topology, Collective::all_reduce, static_cast<double>(bytes),
-                                  chunks));
-    least_s = chunks == 1 ? tried.back().seconds : std::min(least_s, tried.back().seconds);
-  }
-  for (MeshChoice& choice : tried) {
-    if (choice.seconds <= kAsFast * least_s) return std::move(choice);
-  }
-  return std::move(tried.front());
+  std::vector<MeshChoice> all = priced(topology, bytes);
+  const auto [others, end] =
+      std::ranges::stable_partition(all, [](const MeshChoice& c) { return c.name == "fixed"; });
+  MeshChoice best = first_of_the_fastest({all.begin(), others});
+  MeshChoice other = first_of_the_fastest({others, end});
+  return other.seconds < kWorthwhile * best.seconds ? other : best;
+}
+
+MeshChoice fixed_route(const Topology& topology, int64_t bytes) {
+  std::vector<MeshChoice> all = priced(topology, bytes);
+  std::erase_if(all, [](const MeshChoice& choice) { return choice.name != "fixed"; });
+  return first_of_the_fastest(std::move(all));
 }
 
 Plan with_routes(const Plan& plan, const NetworkModel& network) {

@@ -75,7 +75,8 @@ Plan with_schemes(const Plan& plan, const NetworkModel& network, const CodecCost
   std::vector<Op> ops = plan.ops();
   for (Op& op : ops) {
     const auto codec = make_codec(op.codec);
-    if (op.kind != Collective::all_reduce || !codec || !codec->picks() || !op.scheme.empty()) {
+    if (op.kind != Collective::all_reduce || !codec || !codec->picks() || !op.scheme.empty() ||
+        op.line >= 0) {
       continue;
     }
     const auto [kind, bytes] = plan.traffic(op, n);

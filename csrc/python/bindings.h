@@ -54,6 +54,7 @@ void register_coded_op(pybind11::module_& m);
 void register_codec_costs(pybind11::module_& m);
 void register_codec_probe(pybind11::module_& m);
 void register_communicator(pybind11::module_& m);
+void register_mesh_communicator(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);
 void register_device_clock(pybind11::module_& m);
 void register_engine(pybind11::module_& m);

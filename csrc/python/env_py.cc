@@ -29,6 +29,7 @@ void register_env(py::module_& m) {
       .def_readonly("partition_bytes", &Env::partition_bytes)
       .def_readonly("credit_bytes", &Env::credit_bytes)
       .def_readonly("bucket_bytes", &Env::bucket_bytes)
+      .def_readonly("topology", &Env::topology)
       .def_readonly("one_shot_bytes", &Env::one_shot_bytes)
       .def_readonly("learning_steps", &Env::learning_steps)
       .def_readonly("stall_warning_s", &Env::stall_warning_s)

@@ -38,6 +38,7 @@ PYBIND11_MODULE(_core, m) {
   usbyte::register_device_clock(m);
   usbyte::register_kernels(m);
   usbyte::register_communicator(m);
+  usbyte::register_mesh_communicator(m);
   usbyte::register_nccl(m);
   usbyte::register_exchange(m);
   usbyte::register_sparse(m);

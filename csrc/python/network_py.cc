@@ -54,21 +54,25 @@ void register_network(py::module_& m) {
   py::class_<NetworkModel>(m, "NetworkModel",
                            "What the network costs, on the path of training: for each collective "
                            "its cost with 1, 2, ... ops in flight.")
-      .def(
-          py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
-                      int concurrent, double busy_alpha_s, double pack_s_per_byte,
-                      OneShot one_shot, std::optional<Topology> topology) {
-            NetworkModel model{
-                ranks,      std::move(all_reduce), std::move(reduce_scatter), std::move(all_gather),
-                concurrent, busy_alpha_s,          pack_s_per_byte,           one_shot,
-                std::move(topology)};
-            model.validate();
-            return model;
-          }),
-          py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
-          py::arg("all_gather") = Costs{}, py::arg("concurrent") = 0, py::arg("busy_alpha_s") = 0.0,
-          py::arg("pack_s_per_byte") = 0.0, py::arg("one_shot") = OneShot{},
-          py::arg("topology") = std::nullopt)
+      .def(py::init([](int ranks, Costs all_reduce, Costs reduce_scatter, Costs all_gather,
+                       int concurrent, double busy_alpha_s, double pack_s_per_byte,
+                       OneShot one_shot, std::optional<Topology> topology) {
+             NetworkModel model{ranks,
+                                std::move(all_reduce),
+                                std::move(reduce_scatter),
+                                std::move(all_gather),
+                                concurrent,
+                                busy_alpha_s,
+                                pack_s_per_byte,
+                                one_shot,
+                                std::move(topology)};
+             model.validate();
+             return model;
+           }),
+           py::arg("ranks"), py::arg("all_reduce"), py::arg("reduce_scatter") = Costs{},
+           py::arg("all_gather") = Costs{}, py::arg("concurrent") = 0,
+           py::arg("busy_alpha_s") = 0.0, py::arg("pack_s_per_byte") = 0.0,
+           py::arg("one_shot") = OneShot{}, py::arg("topology") = std::nullopt)
       .def_readonly("ranks", &NetworkModel::ranks)
       .def_readonly("all_reduce", &NetworkModel::all_reduce)
       .def_readonly("reduce_scatter", &NetworkModel::reduce_scatter)
@@ -90,6 +94,14 @@ void register_network(py::module_& m) {
             return model.cost(collective_from_name(kind), in_flight);
           },
           py::arg("kind"), py::arg("in_flight") = 1)
+      .def(
+          "with_topology",
+          [](NetworkModel model, std::optional<Topology> topology) {
+            model.topology = std::move(topology);
+            model.validate();
+            return model;
+          },
+          py::arg("topology"), "The same with other dimensions, or without.")
       .def("scaled", &NetworkModel::scaled, py::arg("alpha"), py::arg("beta"),
            "The same with startups, shots too, and bytes that many times as long.")
       .def_static("ring", &NetworkModel::ring, py::arg("ranks"), py::arg("latency_s"),

@@ -23,16 +23,16 @@ void register_plan(py::module_& m) {
       .def(py::init([](const std::string& kind, const std::vector<Range>& blocks,
                        int64_t window_bytes, bool fence, const std::string& codec,
                        std::optional<SparseOp> sparse, const std::string& scheme,
-                       std::optional<MeshSchedule> route) {
-             Op op{collective_from_name(kind), {},    window_bytes, fence, codec,
-                   std::move(sparse),          scheme, std::move(route)};
+                       std::optional<MeshSchedule> route, int line) {
+             Op op{collective_from_name(kind), {},     window_bytes,     fence, codec,
+                   std::move(sparse),          scheme, std::move(route), line};
              for (auto [begin, end] : blocks) op.blocks.push_back({begin, end});
              return op;
            }),
            py::arg("kind"), py::arg("blocks") = std::vector<Range>{},
            py::arg("window_bytes") = std::numeric_limits<int64_t>::max(), py::arg("fence") = false,
            py::arg("codec") = "none", py::arg("sparse") = std::nullopt, py::arg("scheme") = "",
-           py::arg("route") = std::nullopt)
+           py::arg("route") = std::nullopt, py::arg("line") = -1)
       .def_property_readonly("kind", [](const Op& op) { return std::string(name(op.kind)); })
       .def_property_readonly("blocks",
                              [](const Op& op) {
@@ -46,6 +46,7 @@ void register_plan(py::module_& m) {
       .def_readonly("sparse", &Op::sparse)
       .def_readonly("scheme", &Op::scheme)
       .def_readonly("route", &Op::route)
+      .def_readonly("line", &Op::line)
       .def("__eq__", &Op::operator==);
 
   py::class_<Plan>(m, "Plan", "What one iteration communicates, in launch order.")

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "usbyte/codec.h"
+#include "usbyte/lines.h"
 #include "usbyte/sparse.h"
 
 namespace usbyte {
@@ -37,9 +38,18 @@ CodingThread::Times CodingThread::times_of(const Plan& plan, const Op& op, const
   return out;
 }
 
-CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, int ranks) {
+CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, const NetworkModel& network) {
   for (const Op& op : plan.ops()) {
-    times_.push_back(op.codec == "none" ? Times{} : times_of(plan, op, costs, ranks));
+    if (op.codec == "none") {
+      times_.push_back({});
+    } else if (op.line >= 0 && network.topology) {
+      Op own = op;
+      own.blocks = worked_on(plan, op, &*network.topology, 0);
+      const int ranks = network.topology->dimensions.at(static_cast<size_t>(op.line)).size;
+      times_.push_back(times_of(plan, own, costs, ranks));
+    } else {
+      times_.push_back(times_of(plan, op, costs, network.ranks));
+    }
   }
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "usbyte/codec_costs.h"
+#include "usbyte/network.h"
 #include "usbyte/plan.h"
 
 namespace usbyte {
@@ -30,7 +31,7 @@ class CodingThread {
   };
 
   /// Throws UsageError where the costs of a codec of the plan are not known.
-  CodingThread(const Plan& plan, const CodecCosts& costs, int ranks);
+  CodingThread(const Plan& plan, const CodecCosts& costs, const NetworkModel& network);
 
   void put(const Job& job, double now_s);
   /// When the thread next takes or ends a job; infinity where there is none.

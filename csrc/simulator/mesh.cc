@@ -195,38 +195,6 @@ MeshSchedule MeshRun::schedule(const MeshCollective& collective) const {
   return out;
 }
 
-ScheduleCost simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
-                               bool startups_overlap) {
-  schedule.validate(topology);
-  const double chunk_bytes = bytes / static_cast<double>(schedule.routes.size());
-  std::vector<std::vector<MeshPhase>> phases;
-  size_t left = 0;
-  for (const Route& route : schedule.routes) {
-    phases.push_back(mesh_phases(topology, schedule.kind, route, chunk_bytes));
-    left += phases.back().size();
-  }
-  std::vector<int> next(phases.size());                     // phase, by chunk
-  std::vector<double> there_s(phases.size());               // since when it can begin
-  std::vector<size_t> taken(schedule.order.size());         // phases, by dimension
-  std::vector<double> free_s(taken.size()), busy_s(taken.size());
-  while (left > 0) {  // ends, as nothing waits in a circle
-    for (size_t d = 0; d < taken.size(); ++d) {
-      for (; taken[d] < schedule.order[d].size(); ++taken[d], --left) {
-        const ChunkPhase& at = schedule.order[d][taken[d]];
-        const auto chunk = static_cast<size_t>(at.chunk);
-        if (next[chunk] != at.phase) break;
-        const MeshPhase& phase = phases[chunk][static_cast<size_t>(next[chunk]++)];
-        const double start_s = std::max(free_s[d], there_s[chunk]);
-        there_s[chunk] = start_s + phase.seconds();
-        const double held_s = startups_overlap ? phase.transfer_s : phase.seconds();
-        free_s[d] = start_s + held_s;
-        busy_s[d] += held_s;
-      }
-    }
-  }
-  return {*std::ranges::max_element(there_s), *std::ranges::max_element(busy_s)};
-}
-
 double ideal_s(const Topology& topology, Collective kind, double bytes,
                const std::vector<int>& sizes) {
   topology.validate();

@@ -9,6 +9,7 @@
 #include "coding_thread.h"
 #include "usbyte/channel.h"
 #include "usbyte/error.h"
+#include "usbyte/lines.h"
 
 namespace usbyte {
 namespace {
@@ -111,7 +112,7 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
   bool released = !sharded_;
   Channel channel(network_);
   std::optional<CodingThread> coding;
-  if constexpr (kCodes) coding.emplace(plan, codec_costs_, network_.ranks);
+  if constexpr (kCodes) coding.emplace(plan, codec_costs_, network_);
   size_t next_ready = 0;  // in backward_order_
   double now = 0;
   const auto queued = [&](std::span<const int> ops) {
@@ -132,7 +133,10 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
       const size_t i = static_cast<size_t>(op);
       const Op& what = plan.ops()[i];
       const auto [kind, bytes] = plan.traffic(what, network_.ranks);
-      if (what.route) {
+      if (what.line >= 0) {
+        const LineCost cost = line_cost(plan, what, mesh());
+        channel.launch_routed(op, cost.startup_s, cost.transfer_s, now);
+      } else if (what.route) {
         const ScheduleCost cost = routed_cost(what, bytes);
         channel.launch_routed(op, cost.seconds - cost.busiest_s, cost.busiest_s, now);
       } else {
@@ -185,11 +189,13 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
   }
 }
 
+const Topology& Simulator::mesh() const {
+  if (network_.topology) return *network_.topology;
+  throw UsageError("simulator: a plan has routes or lines, but the network no dimensions");
+}
+
 ScheduleCost Simulator::routed_cost(const Op& op, int64_t bytes) const {
-  if (!network_.topology) {
-    throw UsageError("simulator: a plan has routes, but the network no dimensions");
-  }
-  return simulate_schedule(*network_.topology, *op.route, static_cast<double>(bytes));
+  return simulate_schedule(mesh(), *op.route, static_cast<double>(bytes));
 }
 
 double Simulator::bound_s() const {

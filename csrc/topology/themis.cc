@@ -156,29 +156,30 @@ TwoDimensionShare two_dimension_share(const Topology& topology) {
   return out;
 }
 
-MeshChoice chosen_routes(const Topology& topology, Collective kind, double bytes, int chunks,
-                         const ThemisOptions& options, const MeshOptions& mesh) {
-  MeshChoice best;
-  const auto consider = [&](const char* name, std::vector<Route> routes, MeshQueue queue) {
+std::vector<MeshChoice> route_choices(const Topology& topology, Collective kind, double bytes,
+                                      int chunks, const ThemisOptions& options,
+                                      const MeshOptions& mesh) {
+  std::vector<MeshChoice> out;
+  const double ideal = usbyte::ideal_s(topology, kind, bytes);
+  const auto add = [&](const char* name, std::vector<Route> routes, MeshQueue queue) {
     MeshOptions rules = mesh;
     rules.queue = queue;
     const MeshCollective collective{kind, bytes, std::move(routes), {}, 0, {}};
     const MeshRun run = simulate_mesh(topology, {collective}, rules);
-    if (best.name.empty()) {
-      best.fixed_s = run.finish_s;
-    } else if (run.finish_s >= best.seconds) {
-      return;
-    }
-    best.name = name;
-    best.schedule = run.schedule(collective);
-    best.seconds = run.finish_s;
+    const double fixed_s = out.empty() ? run.finish_s : out.front().seconds;
+    out.push_back({name, run.schedule(collective), run.finish_s, fixed_s, ideal});
   };
-  consider("fixed", fixed_routes(topology, chunks), MeshQueue::fifo);
+  add("fixed", fixed_routes(topology, chunks), MeshQueue::fifo);
   const std::vector<Route> routes = themis_routes(topology, kind, bytes, chunks, options);
-  consider("themis+fifo", routes, MeshQueue::fifo);
-  consider("themis+scf", routes, MeshQueue::smallest_chunk_first);
-  best.ideal_s = usbyte::ideal_s(topology, kind, bytes);
-  return best;
+  add("themis+fifo", routes, MeshQueue::fifo);
+  add("themis+scf", routes, MeshQueue::smallest_chunk_first);
+  return out;
+}
+
+MeshChoice chosen_routes(const Topology& topology, Collective kind, double bytes, int chunks,
+                         const ThemisOptions& options, const MeshOptions& mesh) {
+  std::vector<MeshChoice> all = route_choices(topology, kind, bytes, chunks, options, mesh);
+  return std::move(*std::ranges::min_element(all, {}, &MeshChoice::seconds));
 }
 
 }  // namespace usbyte

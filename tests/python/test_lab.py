@@ -19,6 +19,7 @@ from usbyte.lab import netns
 from usbyte.lab.netns import Lab
 
 ROOT = Path(usbyte.__file__).parents[1]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAME = f"t{os.getpid() % 10_000_000}"
 METRICS = "/proc/sys/net/ipv4/tcp_no_metrics_save"
 
@@ -264,6 +265,9 @@ ub.shutdown()
 """
 
 
+_QUICK = ["--sizes", "256K,1M", "--rounds", "1", "--largest", "256K"]
+
+
 @pytest.mark.netns
 def test_hosts_of_two_dimensions_meet_over_the_outermost_that_differs(lab):
     lab.down()
@@ -279,6 +283,10 @@ def test_hosts_of_two_dimensions_meet_over_the_outermost_that_differs(lab):
         "[2] 10.0 0 2 eth1 eth1 eth0",
         "[3] 10.0 1 2 eth1 eth1 eth0",
     ]
+    # Sums over routes that the rates of the links ask for.
+    routes = [sys.executable, str(BENCHMARKS / "routes.py")]
+    done = command("run", "--", *routes, *_QUICK, "--topology", "2x2")
+    assert done.returncode == 0, done.stdout + done.stderr
     assert command("rate", "5gbit,unlimited").returncode == 0
     assert [host.bytes_per_s for host in lab.status()] == [[625e6, None]] * 4
     refused = command("rate", "5gbit,1gbit,1gbit")
@@ -286,6 +294,17 @@ def test_hosts_of_two_dimensions_meet_over_the_outermost_that_differs(lab):
     assert "has 2 dimensions" in refused.stderr
     lab.down()
     assert left() == []
+
+
+@pytest.mark.netns
+def test_eight_hosts_add_up_on_routes_through_three_dimensions(lab):
+    lab.down()
+    assert command("up", "--topology", "2x2x2:200mbit,200mbit,200mbit").returncode == 0
+    routes = [sys.executable, str(BENCHMARKS / "routes.py")]
+    done = command("run", "--", *routes, *_QUICK, "--topology", "2x2x2")
+    lab.down()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "themis" in done.stdout
 
 
 @pytest.mark.parametrize(

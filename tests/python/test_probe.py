@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -89,6 +90,28 @@ def test_on_two_ranks(tmp_path):
     ):
         assert done.stdout.count(f"│ {kind} ") == 2 * len(lines), done.stdout
     assert f"{network.all_reduce[0].beta_s_per_byte * 1e9:.4f}" in done.stdout
+
+
+def test_lines_of_a_mesh(tmp_path):
+    files = ["--dimensions", "2x2", "--json", "network.json"]
+    done = usbyte_probe(tmp_path, "--largest", "64k", "--repeats", "2", *files, ranks=4)
+    assert done.returncode == 0, done.stderr
+    network = _core.NetworkModel.from_json((tmp_path / "network.json").read_text())
+    assert [(d.name, d.size) for d in network.topology.dimensions] == [
+        ("inside", 2),
+        ("between", 2),
+    ]
+    for dimension in network.topology.dimensions:
+        assert re.search(rf"{dimension.name} +│ +2 │", done.stdout)
+    # All ranks are on this host.
+    done = usbyte_probe(
+        tmp_path, "--largest", "64k", "--repeats", "1", "--dimensions", "hosts", ranks=2
+    )
+    assert "has one dimension only" in done.stdout
+    done = usbyte_probe(tmp_path, "--dimensions", "3", ranks=2)
+    assert done.returncode == 1
+    assert "topology 3 is not one of this job's 2 ranks" in done.stderr + done.stdout
+    assert usbyte_probe(tmp_path, "--dimensions", "--codecs", "fp16").returncode == 2
 
 
 def test_what_it_says_where_it_cannot(tmp_path):

@@ -26,7 +26,8 @@ struct CodingSpace {
   int rank, size;
   uint64_t seed;
   std::shared_ptr<Cuda> device = nullptr;
-  Halt* halt = nullptr;  ///< ends waits for the device; outlives them
+  Halt* halt = nullptr;            ///< ends waits for the device; outlives them
+  const Topology* mesh = nullptr;  ///< of the ranks; null where there are no lines
 };
 
 /// One use of a coded op. On a device, `order` is the network's and `done` is recorded when the

@@ -15,6 +15,7 @@
 namespace usbyte {
 
 struct MeshSchedule;
+struct Topology;
 
 enum class ReduceOp : uint8_t { sum, min, max, product };
 
@@ -60,8 +61,12 @@ struct Request {
   /// Multiplied with what each rank puts into a sum; 1 / size makes it the average. Only
   /// NcclCommunicator takes other than 1.
   double scale = 1;
-  /// How it goes through the dimensions of a network, for `MeshCommunicator`; others need none.
+  /// How an all_reduce goes through the dimensions of a network, for `MeshCommunicator`. Others do
+  /// not look at it: what they do has the same result, but for the order of sums.
   std::shared_ptr<const MeshSchedule> schedule = nullptr;
+  /// Among the ranks of this one's line in that dimension only; -1: all. Only communicators that
+  /// have a `topology` take others.
+  int line = -1;
 };
 
 /// What keeps a request of kind sparse_all_reduce from being carried out.
@@ -90,6 +95,9 @@ class Communicator {
   /// Starts `request` and returns; may call `done` before it returns. The memory must live until
   /// then. Errors go to `done`; launch itself does not throw.
   virtual void launch(const Request& request, Completion done) = 0;
+
+  /// The dimensions that requests may be routed through; null where there are none.
+  virtual const Topology* topology() const { return nullptr; }
 
   /// Requests complete when they are on a stream, not when they are over.
   virtual bool stream_ordered() const { return false; }

@@ -24,6 +24,7 @@ struct Env {
 
   std::string backend;         ///< USBYTE_BACKEND
   std::string policy;          ///< USBYTE_POLICY, "" = auto
+  std::string topology;        ///< USBYTE_TOPOLOGY, "" = none
   int64_t partition_bytes;     ///< USBYTE_PARTITION_BYTES
   int64_t credit_bytes;        ///< USBYTE_CREDIT_BYTES
   int64_t bucket_bytes;        ///< USBYTE_BUCKET_BYTES

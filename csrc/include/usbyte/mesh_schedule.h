@@ -18,6 +18,9 @@ struct ChunkPhase {
   auto operator<=>(const ChunkPhase&) const = default;
 };
 
+/// Phases that a dimension has in hand at once: the next one starts up while one is on its way.
+inline constexpr int kPhasesInFlight = 2;
+
 /// What all ranks carry out: ways of chunks, and in which order each dimension takes them. A rank
 /// that follows the orders never waits in a circle: the simulator has carried them out.
 struct MeshSchedule {

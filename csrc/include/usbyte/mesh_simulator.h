@@ -79,13 +79,14 @@ MeshRun simulate_mesh(const Topology& topology, const std::vector<MeshCollective
 /// What a schedule takes.
 struct ScheduleCost {
   double seconds = 0;    ///< until the last chunk is there
-  double busiest_s = 0;  ///< that its phases take of the dimension that has most to do
+  double busiest_s = 0;  ///< of them, that the dimension with most to do is busy sending
 };
 
-/// Carries a schedule out, whose orders leave nothing to decide, for `bytes` in as many chunks as
-/// it has routes. Throws UsageError unless it is one for the topology.
+/// Carries a schedule out as `MeshCommunicator` does, for `bytes` in as many chunks as it has
+/// routes: a dimension has up to `in_flight` phases in hand, whose startups pass side by side and
+/// whose bytes share it. Throws UsageError unless it is a schedule for the topology.
 ScheduleCost simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
-                               bool startups_overlap = false);
+                               int in_flight = kPhasesInFlight);
 
 /// Seconds of a collective if all dimensions that it spans were busy all the time and startups
 /// took none: bytes_moved / sum of speeds. Every route moves the same, B (1 - 1/N) of B bytes for

@@ -58,6 +58,12 @@ struct SparseOp {
 ///
 /// An all_reduce with a `route` goes in chunks through the dimensions of the network; one without
 /// takes no notice of them. Routes and codecs exclude each other.
+///
+/// An op with a `line` is among the ranks that differ in the coordinate of that dimension only. A
+/// reduce_scatter leaves a rank its `shard` by that coordinate; an all_reduce of the same blocks,
+/// with another line, adds these shards up, and it may have a codec, whose messages then go through
+/// the dimension of that line alone; an all_gather with the first line ends it. All three are of
+/// the same blocks.
 struct Op {
   Collective kind = Collective::all_reduce;
   std::vector<Block> blocks;
@@ -67,6 +73,7 @@ struct Op {
   std::optional<SparseOp> sparse = std::nullopt;
   std::string scheme = "";
   std::optional<MeshSchedule> route = std::nullopt;
+  int line = -1;  ///< -1: among all ranks
 
   /// The scheme that adds up its rows; empty for ops that a communicator carries out.
   const std::string& adds_by() const { return sparse ? sparse->scheme : scheme; }
@@ -85,7 +92,8 @@ class Plan {
   /// ones last; ops only of those kinds with positive windows, and codecs and schemes that can do
   /// what their ops ask for, of floats only; every sparse tensor in exactly one sparse_all_reduce;
   /// every element covered exactly once by all_reduce, or exactly once by a reduce_scatter and once
-  /// by a later all_gather whose block is the very block that was scattered.
+  /// by a later all_gather whose block is the very block that was scattered, and, if these have a
+  /// line, once by an all_reduce with another one in between.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
   /// Another plan for the same tensors, which the two share.
   Plan with(std::string policy, std::vector<Op> ops) const;

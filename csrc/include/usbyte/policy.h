@@ -103,9 +103,10 @@ Plan bytecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// Themis: DDP's buckets, each cut into chunks that go through the dimensions of the network in the
 /// orders that its greedy rule gives them (themis.h), or innermost first where that is as fast, or
-/// past the dimensions where nothing else is faster, all by the simulator. Rashidi, Won, Srinivasan,
-/// Sridharan and Krishna, "Themis: A Network Bandwidth-Aware Collective Scheduling Policy for
-/// Distributed Training of DL Models", ISCA 2022. On a network without dimensions, DDP's plan.
+/// past the dimensions where nothing else is faster, all by the simulator. Rashidi, Won,
+/// Srinivasan, Sridharan and Krishna, "Themis: A Network Bandwidth-Aware Collective Scheduling
+/// Policy for Distributed Training of DL Models", ISCA 2022. On a network without dimensions, DDP's
+/// plan.
 Plan themis(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// usbyte's own, "auto": unequal all_reduces over the flat line (or reduce_scatters and all_gathers

@@ -8,10 +8,14 @@
 
 namespace usbyte {
 
-/// The fastest of `chosen_routes` for an all_reduce of so many bytes in 1, 2, 4, ... 64 chunks; of
-/// those within 1 % of it the one with the fewest, as each phase costs more than models know. No
-/// chunk's shards are below a page.
+/// The fastest of `route_choices`, carried out as `simulate_schedule` does, for an all_reduce of so
+/// many bytes in 1, 2, 4, ... 64 chunks; of those within 3 % of it the one with the fewest, as each
+/// phase costs more than models know, and the fixed order unless another is 5 % faster. No chunk's
+/// shards are below a page.
 MeshChoice best_route(const Topology& topology, int64_t bytes);
+
+/// The fastest with the fixed order: a hierarchical all_reduce.
+MeshChoice fixed_route(const Topology& topology, int64_t bytes);
 
 /// The same plan where all_reduces go through the network's dimensions, if that is predicted to
 /// take less time than not to. Ops with codecs stay as they are. Without dimensions, or one only,

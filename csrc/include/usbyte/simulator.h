@@ -64,6 +64,7 @@ class Simulator {
   void run(const Plan& plan, StepRecord* record);
   template <bool kCodes>  // with times of codecs; planners try many plans without
   void play(const Plan& plan, StepRecord* record);
+  const Topology& mesh() const;
   ScheduleCost routed_cost(const Op& op, int64_t bytes) const;
   double sharded_bound_s() const;
 

@@ -16,9 +16,9 @@ namespace usbyte {
 /// follow the same rules. Not thread-safe; the owner guards it.
 ///
 /// Ops are launched strictly in plan order, each when all its bytes are ready and its window admits
-/// it; an all_gather also waits for the reduce_scatter of its blocks, and an op with a codec for
-/// `encoded`. A tensor has arrived when every all_reduce or all_gather that touches it has
-/// completed.
+/// it; an all_gather also waits for the reduce_scatter of its blocks, or for what adds up their
+/// shards, which waits for that, and an op with a codec for `encoded`. A tensor has arrived when
+/// every all_reduce or all_gather that touches it has completed.
 class Step {
  public:
   /// What one call has brought about; valid until the next one.
@@ -70,7 +70,7 @@ class Step {
  private:
   struct Info {
     int64_t bytes;
-    int inputs;  // tensors, or reduce_scatters for an all_gather, that it waits for
+    int inputs;  // tensors, or ops that have scattered or added up its blocks, that it waits for
     bool coded;
   };
 
@@ -90,7 +90,7 @@ class Step {
   std::vector<Info> ops_;
   Lists tensors_of_;            // by op
   Lists ops_of_;                // by tensor: ops that wait for its gradient
-  Lists gathers_of_;            // by reduce_scatter: all_gathers that need it
+  Lists followers_of_;          // by op: those that wait for it
   std::vector<int> to_arrive_;  // by tensor: ops after which it has arrived
 
   Admission admission_;

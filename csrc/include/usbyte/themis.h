@@ -72,8 +72,13 @@ struct MeshChoice {
   double ideal_s = 0;
 };
 
-/// The fastest, in the simulator, of the fixed order, Themis with first come, first served, and
-/// Themis with the smallest chunk first; the fixed order if that is as fast. So nothing is lost
+/// The fixed order, Themis with first come, first served, and Themis with the smallest chunk first,
+/// each as the simulator says that dimensions take the chunks. `options.queue` is not used.
+std::vector<MeshChoice> route_choices(const Topology& topology, Collective kind, double bytes,
+                                      int chunks, const ThemisOptions& options = {},
+                                      const MeshOptions& mesh = {});
+
+/// The fastest of them, in the simulator; the fixed order if that is as fast. So nothing is lost
 /// where nothing can be gained. Deterministic: all ranks choose alike. `options.queue` is not used.
 MeshChoice chosen_routes(const Topology& topology, Collective kind, double bytes, int chunks,
                          const ThemisOptions& options = {}, const MeshOptions& mesh = {});

@@ -25,6 +25,7 @@ _EXAMPLES = """\b
 Example:
   usbyterun -np 4 -H a:1,b:1,c:1,d:1 usbyte probe --json network.json
   usbyte lab run -- usbyte probe --plot probe.png
+  usbyterun -np 4 -H a:2,b:2 usbyte probe --dimensions --json network.json
   usbyte probe --codecs topk:0.01,fp16 --json codecs.json
   usbyte plan vgg16 --network network.json --codec topk:0.01 --codec-costs codecs.json
 """
@@ -52,6 +53,11 @@ Example:
     "--codec-time", type=SECONDS, default="1s", help="For each codec, with --codecs; about."
 )
 @click.option(
+    "--dimensions", is_flag=False, flag_value="hosts", metavar="[SIZES]",
+    help="Measure the lines of a mesh too: of the ranks of each host, and of hosts; or of sizes such "
+    "as 2x4, the innermost first.",
+)  # fmt: skip
+@click.option(
     "--json", "json_path", type=click.Path(path_type=Path),
     help="Write the network that usbyte plan takes as --network; with --codecs, what it takes as "
     "--codec-costs.",
@@ -64,6 +70,7 @@ def probe(
     repeats: int,
     codecs: list[str] | None,
     codec_time: float,
+    dimensions: str | None,
     json_path: Path | None,
     csv_path: Path | None,
     plot: Path | None,
@@ -82,6 +89,8 @@ def probe(
     host, with copies and waits. The error is as the residual; the message is part of the gradients.
     """
     if codecs is not None:
+        if dimensions is not None:
+            raise click.UsageError("--dimensions does not go with --codecs")
         if csv_path is not None or plot is not None:
             raise click.UsageError("--csv and --plot do not go with --codecs; write --json")
         _probe_codecs(codecs, codec_time, device, json_path)
@@ -108,19 +117,21 @@ def probe(
     if device == "cuda":
         torch.cuda.set_device(ub.local_rank() % torch.cuda.device_count())
     place = device_at(torch.device(device))
-    rows = measure_apart(current(), place, largest, repeats=repeats)
+    rows, topology = measure_apart(current(), place, dimensions, largest, repeats=repeats)
     if ub.rank() == 0:
         from rich.console import Console
 
         lines = fit_lines(rows)
         console = Console(highlight=False)
         console.print(_table(lines, ub.size()), _residuals(lines))
-        network = fit(ub.size(), rows)
+        network = fit(ub.size(), rows).with_topology(topology)
         console.print(
             _together(concurrent(rows), network.busy_alpha_s), _packing(network.pack_s_per_byte)
         )
         if network.one_shot.most_bytes > 0:
             console.print(_shots(network.one_shot))
+        if dimensions is not None:
+            console.print(_lines(topology) if topology else "The network has one dimension only.")
         if json_path is not None:
             write_text(json_path, network.to_json() + "\n")
         if csv_path is not None:
@@ -194,6 +205,24 @@ def _table(lines: Sequence[Line], ranks: int) -> Table:
             f"{beta * 1e9:.4f}",
             units.format_rate(float(f"{8 * share / beta:.3g}") / 8) if beta else "-",
             f"{line.residual:.1%}",
+        )
+    return table
+
+
+def _lines(topology: _core.Topology) -> Table:
+    """One row for each dimension."""
+    from rich.table import Table
+
+    table = Table(title="lines of the mesh: reduce_scatters and all_gathers")
+    table.add_column("dimension")
+    for column in ("ranks", "startup", "a rank sends"):
+        table.add_column(column, justify="right")
+    for dimension in topology.dimensions:
+        table.add_row(
+            dimension.name,
+            str(dimension.size),
+            units.format_seconds(dimension.startup_s),
+            units.format_rate(float(f"{8 * dimension.bytes_per_s:.3g}") / 8),
         )
     return table
 

@@ -66,6 +66,25 @@ class CodedPlans:
             self._costs[spec] = self._measure(spec)
         return _core.CodecCosts({spec: self._costs[spec] for spec in wanted}, self._row_s)
 
+    def routed(
+        self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel
+    ) -> _core.Plan:
+        """The plan, its messages on the way that is predicted to be the fastest.
+
+        They are gathered, added up by a scheme, or go through the slower dimension alone, inside of
+        which gradients are summed as they are.
+        """
+        best = self.with_schemes(plan, network)
+        topology = network.topology
+        coded = any(op.kind == "all_reduce" and op.codec != "none" for op in plan.ops)
+        if topology is None or self._sharded or self._device is not None or not coded:
+            return best
+        if sum(dimension.size > 1 for dimension in topology.dimensions) != 2:
+            return best
+        along = _core.along_lines(plan, topology)
+        faster = self.step_s(along, profile, network) < self.step_s(best, profile, network)
+        return along if faster else best
+
     def with_schemes(self, plan: _core.Plan, network: _core.NetworkModel) -> _core.Plan:
         """The plan; what is picked is added up by a scheme where that is faster.
 
@@ -85,7 +104,7 @@ class CodedPlans:
         """A policy's plan for tensors that travel by `codecs`, by their names."""
         of = codecs_of(profile, codecs)
         args = (policy, profile, network, self._options, self._overlap, self._sharded)
-        return self.with_schemes(_core.make_plan(*args, of, self.costs_of(of)), network)
+        return self.routed(_core.make_plan(*args, of, self.costs_of(of)), profile, network)
 
     def step_s(
         self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -259,6 +259,36 @@ class Memory:
                     self.kinds[plan.tensors[t].name] = codec.remembers
         for name in self.parts.keys() & old.keys():
             self._take(name, old[name], kinds.get(name, ""))
+        self._settle()
+
+    def spread(self, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Gives all ranks the same of what they remember together, before another sends it.
+
+        Args:
+            average: Over all ranks, of a tensor on the host; called for each parameter, in the
+                same order on all ranks.
+        """
+        for name in sorted(self.parts):
+            self.parts[name].copy_(average(self.parts[name].cpu().contiguous()))
+        self._settle()
+
+    def concentrate(self, plan: _core.Plan, topology: _core.Topology, rank: int) -> None:
+        """Leaves what was spread to the ranks that send it, of the shards that a plan adds up."""
+        scatters = {block: op.line for op in plan.ops if op.kind == "reduce_scatter"
+                    for block in op.blocks}  # fmt: skip
+        for op in plan.ops:
+            if op.line < 0 or op.codec == "none":
+                continue
+            for block in op.blocks:
+                inside = scatters[block]
+                size = topology.dimensions[inside].size
+                begin, end = block
+                chunk = -(-(end - begin) // size)
+                own = min(begin + topology.coordinates(rank)[inside] * chunk, end)
+                last = min(own + chunk, end)
+                self._buffer[:, begin:own] = 0
+                self._buffer[:, own:last] *= size
+                self._buffer[:, last:end] = 0
         self._settle()
 
     @property

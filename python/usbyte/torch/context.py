@@ -26,6 +26,8 @@ from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.device import CudaDevice, Device
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
+from usbyte.torch.lines import host_topology, line_groups, sizes_of
+from usbyte.torch.mesh import Given, MeshCommunicator, of_sizes, parse
 from usbyte.torch.nccl import NcclCommunicator, agree
 from usbyte.torch.one_shot import most_one_shot_bytes
 from usbyte.torch.staged import StagedCommunicator
@@ -54,7 +56,7 @@ _BACKEND_GRACE_S = 30.0
 
 
 #: `core` is for the engine; `allocate` makes an arena, `register` names the one in use.
-EngineCommunicator = TorchCommunicator | StagedCommunicator | NcclCommunicator
+EngineCommunicator = TorchCommunicator | MeshCommunicator | StagedCommunicator | NcclCommunicator
 
 
 class _Excepthook(Protocol):
@@ -111,23 +113,45 @@ class Context:
         mine = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
         return mine.index(self.rank), len(mine)
 
-    def new_communicator(self, device: Device) -> EngineCommunicator:
+    def new_communicator(self, device: Device, topology: Given | None = None) -> EngineCommunicator:
         """A communicator between all ranks for gradients on `device`. Collective.
 
+        Args:
+            device: Where gradients are.
+            topology: Dimensions that all_reduces may be routed through; see `mesh.Given`.
+
         Raises:
-            UsageError: The backend that was asked for cannot be used.
+            UsageError: The backend that was asked for cannot be used, or not with dimensions, or
+                there is no such mesh.
             MismatchError: The ranks would communicate in different ways.
         """
+        mesh = None if topology is None else self._mesh(topology)
         backend = self.env.backend
         self._check_backend(device)
         if isinstance(device, CudaDevice):
             nccl = None
             if backend in ("", "nccl"):
                 nccl = agree(self.eager, self.env, self.rank, device, backend)
+            if nccl is not None and mesh is not None:
+                log.warning("NCCL has its own ways through a network: no routes of usbyte's")
             if nccl is not None:
                 return NcclCommunicator(self.eager, self.env, nccl, self.rank, self.size, device)
-            return StagedCommunicator(device, self._host_communicator(), self.env.chunk_bytes)
-        return self._host_communicator()
+            return StagedCommunicator(device, self._on_host(mesh), self.env.chunk_bytes)
+        return self._on_host(mesh)
+
+    def _mesh(self, given: Given) -> _core.Topology:
+        parsed = parse(given, self.size)
+        if isinstance(parsed, str):
+            parsed = host_topology(self)
+        return parsed if isinstance(parsed, _core.Topology) else of_sizes(parsed)
+
+    def _on_host(self, mesh: _core.Topology | None) -> TorchCommunicator | MeshCommunicator:
+        flat = self._host_communicator()
+        if mesh is None or sum(size > 1 for size in sizes_of(mesh)) < 2:
+            return flat
+        groups = line_groups(self, mesh)
+        lines = [TorchCommunicator(group) if group is not None else None for group in groups]
+        return MeshCommunicator(mesh, flat, lines, mesh != of_sizes(sizes_of(mesh)))
 
     def _check_backend(self, device: Device) -> None:
         mine = [device.torch_device.type, self.env.backend, self.env.chunk_bytes]

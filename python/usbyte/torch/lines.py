@@ -6,12 +6,15 @@ import json
 import math
 import socket
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.context import Context
+
+if TYPE_CHECKING:
+    from usbyte.torch.context import Context
 
 
 def host_topology(context: Context) -> list[int]:

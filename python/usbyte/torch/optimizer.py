@@ -19,6 +19,7 @@ from usbyte.torch.context import current
 from usbyte.torch.device import Mark, device_of
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
+from usbyte.torch.mesh import Given, told
 from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.reducer import Reducer
@@ -75,6 +76,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             found through `model` or `model.named_parameters()`.
         max_grad_norm: With shard_optimizer: gradients are scaled so that their norm over all
             parameters is no larger.
+        topology: Dimensions of the network that all_reduces may go through in chunks, first down
+            and then up, in orders of their own: "hosts" (the ranks of each host, and the hosts),
+            sizes such as "2x4" or [2, 4] with the innermost first (speeds are then measured), a
+            `Topology`, or the path of a JSON file of one. The default is USBYTE_TOPOLOGY's; with
+            policy "themis", "hosts"; else none. NCCL has its own ways.
         partition_bytes: bytescheduler: larger tensors are split.
         credit_bytes: bytescheduler: bytes in flight.
         bucket_bytes: ddp: bucket size.
@@ -100,6 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         fused_update: bool = False,
         max_grad_norm: float | None = None,
         sparse_as_dense: bool = False,
+        topology: Given | None = None,
         partition_bytes: int | None = None,
         credit_bytes: int | None = None,
         bucket_bytes: int | None = None,
@@ -151,6 +158,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._op = op
         self._scale = 1.0 / context.size if op == Average else 1.0
         self._policy, self._tune_steps = policy, tune_steps
+        usual = "hosts" if policy == "themis" else None
+        self._topology = topology if topology is not None else env.topology or usual
+        self._told_topology = told(self._topology, context.size)
         self._options = {
             "partition_bytes": _bytes("partition_bytes", partition_bytes, env.partition_bytes),
             "credit_bytes": _bytes("credit_bytes", credit_bytes, env.credit_bytes),
@@ -452,6 +462,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "op": str(self._op),
                 "policy": self._policy if isinstance(self._policy, str) else "a function",
                 "max_grad_norm": self._max_grad_norm,
+                "topology": self._told_topology,
             },
         )
         self._gates = gates = Gates(
@@ -469,6 +480,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._densifies,
                 self._policy == "auto",
                 self._sharded,
+                self._topology,
                 self._memory,
                 self._steps,
                 self._before_first_gradient,

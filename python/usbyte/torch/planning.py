@@ -191,7 +191,11 @@ class Planner:
         return self._in_force(self._base)
 
     def decide(
-        self, times: Times, measured: Sequence[Measured], rows: Mapping[str, Counts]
+        self,
+        times: Times,
+        measured: Sequence[Measured],
+        topology: _core.Topology | None,
+        rows: Mapping[str, Counts],
     ) -> Decision:
         """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
 
@@ -200,6 +204,7 @@ class Planner:
         Args:
             times: Of this rank.
             measured: Of the network; rank 0's count.
+            topology: Its dimensions, if ops may be routed through them.
             rows: Of sparse gradients, by name; ranks' own ones are averaged.
         """
         label = self._label
@@ -216,7 +221,12 @@ class Planner:
             }
         lists = self._choices or [self._codecs]
         self._plans.measure(spec for codecs in lists for spec in codecs.values())
-        return self._agree(lambda: self._decide(times, fit(self._context.size, measured)))
+
+        def decide() -> Decision:
+            network = fit(self._context.size, measured).with_topology(topology)
+            return self._decide(times, network)
+
+        return self._agree(decide)
 
     def next_trial(self, step_s: float) -> Decision:
         """Gives every rank the next plan to try or, at the end, the best one.
@@ -364,7 +374,7 @@ class Planner:
                     "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
                 )
             plan = flags_apart(plan)
-        plan = self._plans.with_schemes(plan, network)
+        plan = self._plans.routed(plan, dense(profile), network)
         # Under backward mode an iteration ends with its backward.
         predicted = self._plans.step_s(self._with_rows(plan), profile, network)
         bound = _core.bound_s(profile, network, self._overlap, self._sharded)
@@ -391,6 +401,7 @@ class Planner:
                     now.get(op.codec, op.codec),
                     scheme=op.scheme,
                     route=op.route,
+                    line=op.line,
                 )
                 for op in plan.ops
             ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
 from statistics import fmean, median
 
@@ -13,8 +15,20 @@ from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.communicator import Staging, TorchCommunicator
 from usbyte.torch.context import Context, EngineCommunicator, current
-from usbyte.torch.costs import BUSY, ONE_SHOT, PACKED, SHOT_BUSY, SHOTS, Measured, concurrent, fit
+from usbyte.torch.costs import (
+    BUSY,
+    ONE_SHOT,
+    PACKED,
+    SHOT_BUSY,
+    SHOTS,
+    Measured,
+    concurrent,
+    fit,
+    fit_lines,
+)
 from usbyte.torch.device import Device, device_at
+from usbyte.torch.mesh import Given, MeshCommunicator
+from usbyte.torch.staged import StagedCommunicator
 
 __all__ = ["probe"]
 
@@ -37,6 +51,7 @@ _MOST_AHEAD = 3  # more than that in flight is as good as any number
 # ones vary so much that many must count.
 _SPAN, _SPAN_S = 64, 0.15
 _FEWEST_GROUPS, _MOST_GROUPS = 2, 32
+_CREDITED = 0.5  # of the overlap of startups on lines, as auto does
 _MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups that count
 _SHOTS = 16  # of one shot each, together
 _FLOAT_BYTES = 4
@@ -44,7 +59,9 @@ _UNLIMITED = 1 << 62
 
 
 def probe(
-    largest_bytes: int = LARGEST_BYTES, device: torch.device | str = "cpu"
+    largest_bytes: int = LARGEST_BYTES,
+    device: torch.device | str = "cpu",
+    topology: Given | None = None,
 ) -> _core.NetworkModel:
     """Measures the network between all ranks. Collective.
 
@@ -52,6 +69,7 @@ def probe(
         largest_bytes: Upper limit to the payloads, which are chosen so that an operation takes
             about 0.05 s.
         device: Where the payloads are, as gradients are on the device of their parameters.
+        topology: Dimensions whose lines are measured too, as `DistributedOptimizer` takes it.
 
     Returns:
         The same model on every rank.
@@ -59,8 +77,9 @@ def probe(
     context = current()
     if context.size == 1:
         return _core.NetworkModel(1, [_core.AlphaBeta()])
-    rows = measure_apart(context, device_at(torch.device(device)), largest_bytes)
-    network = fit(context.size, rows)
+    place = device_at(torch.device(device))
+    rows, found = measure_apart(context, place, topology, largest_bytes)
+    network = fit(context.size, rows).with_topology(found)
     return share(context, "probe", network)
 
 
@@ -75,14 +94,16 @@ def share(context: Context, name: str, network: _core.NetworkModel) -> _core.Net
 def measure_apart(
     context: Context,
     device: Device,
+    topology: Given | None,
     largest_bytes: int,
     *,
     repeats: int = _REPEATS,
-) -> list[Measured]:
-    """Measures over a communicator of its own. Collective; see `measure`."""
-    communicator = context.new_communicator(device)
+) -> tuple[list[Measured], _core.Topology | None]:
+    """Over a communicator of its own. Collective; see `measure` and `measure_dimensions`."""
+    communicator = context.new_communicator(device, topology)
     try:
-        return measure(context, communicator, largest_bytes, repeats=repeats)
+        rows = measure(context, communicator, largest_bytes, repeats=repeats)
+        return rows, measure_dimensions(context, communicator, largest_bytes, repeats=repeats)
     finally:
         communicator.close()
 
@@ -104,32 +125,15 @@ def measure(
             four times as large.
         repeats: Measurements of each size.
     """
-    smallest = _smallest(communicator)
-    some = max(min(1 << 20, largest_bytes), 2 * smallest) // _FLOAT_BYTES * _FLOAT_BYTES
-    fewest = {smallest: _FEWEST_GROUPS, some: _FEWEST_GROUPS}
-    rows = [row for row in _time(context, communicator, 1, fewest, 2) if row.kind == "all_reduce"]
-    small_s, some_s = (median(r.seconds for r in rows if r.bytes == size) for size in fewest)
-    # Every rank must choose the same sizes and numbers of groups.
-    text = context.eager.broadcast_bytes("probe.times", f"{small_s} {some_s}".encode(), 0)
-    small_s, some_s = (max(float(word), 1e-6) for word in text.split())
-    largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
-    largest = max(largest, 4 * smallest)  # a line takes two sizes
-    sizes = _sizes(smallest, largest)
-
-    span_s = min(_SPAN * small_s, _SPAN_S)
+    sizes = _Sizes.choose(context, communicator, "all_reduce", largest_bytes)
+    largest = sizes.largest
 
     def time_window(window: int) -> list[Measured]:
-        counts = {}
-        most_bytes = max(_MOST_BYTES // (_FEWEST_GROUPS * window), smallest)
-        for size in sorted({min(size, most_bytes) for size in sizes}):
-            seconds = window * max(small_s, some_s * size / some)
-            most = min(_MOST_GROUPS, _MOST_BYTES // (window * size))
-            counts[size] = max(min(int(span_s / seconds), most), _FEWEST_GROUPS)
-        return _time(context, communicator, window, counts, repeats)
+        return _time(context, communicator, _WINDOWS[window], window, sizes.groups(window), repeats)
 
     rows = time_window(1)
     large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
-    if isinstance(communicator, TorchCommunicator):  # devices pack on the way, or not at all
+    if communicator.device.core is None:  # devices pack on the way, or not at all
         rows += _time_packing(context, communicator, large, repeats)
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(context, communicator, large, ahead, repeats)
@@ -143,6 +147,110 @@ def measure(
         if 1 < window <= (together or max(_WINDOWS)):
             rows += time_window(window)
     return rows
+
+
+def measure_dimensions(
+    context: Context,
+    communicator: EngineCommunicator,
+    largest_bytes: int,
+    *,
+    repeats: int = _REPEATS,
+) -> _core.Topology | None:
+    """Times the lines of a mesh, one dimension after the other, all its lines at once. Collective.
+
+    Lines share what they share in training, such as the interface of a host. The slowest counts.
+
+    Args:
+        context: The ranks.
+        communicator: Nothing else uses it, or its host's, meanwhile.
+        largest_bytes: Upper limit to the payloads, as of `measure`.
+        repeats: Measurements of each size.
+
+    Returns:
+        The dimensions as rings, as which they are used, the same on every rank; None if the
+        communicator has none. Those whose speeds were given stay.
+    """
+    mesh = communicator.host if isinstance(communicator, StagedCommunicator) else communicator
+    if not isinstance(mesh, MeshCommunicator):
+        return None
+    if mesh.is_measured:
+        return mesh.topology
+    found = []
+    for dimension, its in zip(mesh.topology.dimensions, mesh.lines, strict=True):
+        costs = None if its is None else _line_costs(context, its, largest_bytes, repeats)
+        texts = context.eager.allgather_bytes("probe.dimension", json.dumps(costs).encode())
+        known = [row for row in map(json.loads, texts) if row is not None]
+        startup_s, s_per_byte = map(max, zip(*known, strict=True)) if known else (0.0, 1.0)
+        steps = max(dimension.size - 1, 1)
+        share = steps / dimension.size  # of the vector, that a rank sends
+        found.append(
+            _core.Dimension(
+                dimension.name, dimension.size, share / max(s_per_byte, 1e-15), startup_s / steps
+            )
+        )
+    return _core.Topology(found)
+
+
+def _line_costs(
+    context: Context, line: TorchCommunicator, largest_bytes: int, repeats: int
+) -> tuple[float, float]:
+    """Seconds and seconds per byte of the vector, of a reduce_scatter or all_gather on average."""
+    kinds = ["reduce_scatter", "all_gather"]
+    sizes = _Sizes.choose(context, line, kinds[0], largest_bytes)
+    rows = _time(context, line, [kinds], 1, sizes.groups(1), repeats)
+    costs = [found.cost for found in fit_lines(rows)]
+    # A whole overlap is what too few sizes to tell look like, and chunks would seem free.
+    startup_s = fmean(cost.alpha_s - _CREDITED * cost.overlap_s for cost in costs)
+    return startup_s, fmean(cost.beta_s_per_byte for cost in costs)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is timed, the same on all ranks.
+
+    Attributes:
+        sizes: Bytes, ascending.
+        small_s: What one of the smallest size takes.
+        s_per_byte: What a byte of a larger one takes.
+    """
+
+    sizes: list[int]
+    small_s: float
+    s_per_byte: float
+
+    @property
+    def largest(self) -> int:
+        return self.sizes[-1]
+
+    @classmethod
+    def choose(
+        cls, context: Context, communicator: EngineCommunicator, kind: str, largest_bytes: int
+    ) -> _Sizes:
+        """From what two sizes take. Collective."""
+        smallest = _smallest(communicator)
+        some = max(min(1 << 20, largest_bytes), 2 * smallest) // _FLOAT_BYTES * _FLOAT_BYTES
+        fewest = {smallest: _FEWEST_GROUPS, some: _FEWEST_GROUPS}
+        kinds = next(kinds for kinds in _WINDOWS[1] if kind in kinds)
+        timed = _time(context, communicator, [kinds], 1, fewest, 2)
+        rows = [row for row in timed if row.kind == kind]
+        small_s, some_s = (median(r.seconds for r in rows if r.bytes == size) for size in fewest)
+        # Every rank must choose the same sizes and numbers of groups.
+        text = context.eager.broadcast_bytes("probe.times", f"{small_s} {some_s}".encode(), 0)
+        small_s, some_s = (max(float(word), 1e-6) for word in text.split())
+        largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
+        largest = max(largest, 4 * smallest)  # a line takes two sizes
+        return cls(_sizes(smallest, largest), small_s, some_s / some)
+
+    def groups(self, window: int) -> dict[int, int]:
+        """How many groups of `window` operations are timed, by the size of one of these."""
+        counts = {}
+        span_s = min(_SPAN * self.small_s, _SPAN_S)
+        most_bytes = max(_MOST_BYTES // (_FEWEST_GROUPS * window), self.sizes[0])
+        for size in sorted({min(size, most_bytes) for size in self.sizes}):
+            seconds = window * max(self.small_s, self.s_per_byte * size)
+            most = min(_MOST_GROUPS, _MOST_BYTES // (window * size))
+            counts[size] = max(min(int(span_s / seconds), most), _FEWEST_GROUPS)
+        return counts
 
 
 def _smallest(communicator: EngineCommunicator) -> int:
@@ -162,16 +270,17 @@ def _sizes(low: int, high: int) -> list[int]:
 def _time(
     context: Context,
     communicator: EngineCommunicator,
+    series: list[list[str]],
     window: int,
     groups: dict[int, int],
     repeats: int,
 ) -> list[Measured]:
-    """`groups`: how many, by the size of each of their operations."""
+    """`groups`: how many, by the size of each of their operations; `series`: of which kinds."""
     rows = []
     longest = max((count + 1) * window * size for size, count in groups.items())
     buffer = _zeros(communicator, longest)
     # All sizes anew in each repetition, so that no disturbance meets all measurements of one.
-    for _, size, kinds in product(range(repeats), groups, _WINDOWS[window]):
+    for _, size, kinds in product(range(repeats), groups, series):
         plan = _plan(kinds, window, [size // _FLOAT_BYTES] * (groups[size] + 1))
         with _engine(context, communicator, buffer, plan) as engine:
             _run(engine, len(plan.tensors), communicator.device.stream())
@@ -181,7 +290,7 @@ def _time(
 
 
 def _time_packing(
-    context: Context, communicator: TorchCommunicator, size: int, repeats: int
+    context: Context, communicator: EngineCommunicator, size: int, repeats: int
 ) -> list[Measured]:
     """Packs two blocks of that many bytes together, on all ranks at once as those of a host do."""
     [tensor] = line([("probe0", 1, "float32")])

@@ -24,8 +24,10 @@ from usbyte.torch.drift import Drift
 from usbyte.torch.exchange import TorchExchange
 from usbyte.torch.gates import Gates
 from usbyte.torch.learning import Iteration, Learning
+from usbyte.torch.mesh import Given, MeshCommunicator
+from usbyte.torch.ops import Average, allreduce
 from usbyte.torch.planning import Decision, Planner
-from usbyte.torch.probe import LARGEST_BYTES, measure
+from usbyte.torch.probe import LARGEST_BYTES, measure, measure_dimensions
 from usbyte.torch.sending import sender
 from usbyte.torch.sparse import DensityDrift, RowCounts, Rows, empty_like, sparse_tensor
 from usbyte.torch.stopwatch import Stopwatch
@@ -53,6 +55,7 @@ class Reducer:
         adapt: Learn and plan anew when the time of a step changes, or how many rows sparse
             gradients have, but not while on trial.
         sharded: Once learned, all_gathers wait for `release_gathers`.
+        topology: Dimensions that all_reduces may be routed through; None for none.
         on_first_gradient: Called inside `backward()` before the first gradient of a step is taken.
         on_gradient: Called inside `backward()` with the index of each parameter whose gradient is
             there.
@@ -76,6 +79,7 @@ class Reducer:
         densifies: bool,
         adapt: bool,
         sharded: bool,
+        topology: Given | None,
         memory: Memory,
         steps_before: int,
         on_first_gradient: Callable[[int], None],
@@ -113,7 +117,7 @@ class Reducer:
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
         self._memory = memory
-        self._communicator = context.new_communicator(device)
+        self._communicator = context.new_communicator(device, topology)
         self._exchange: TorchExchange | None = None  # once a plan adds up rows
         plan = planner.learning_plan()
         self._provide_exchange(plan)
@@ -357,9 +361,10 @@ class Reducer:
         start = time.monotonic()
         try:
             measured = measure(self._context, self._communicator, largest)
+            topology = measure_dimensions(self._context, self._communicator, largest)
         finally:  # should no plan come of it, the old one goes on
             self._communicator.register(self._arena.buffer)
-        decision = self._planner.decide(times, measured, self._counts.take())
+        decision = self._planner.decide(times, measured, topology, self._counts.take())
         if self._drift is not None:
             self._drift.cost_s = time.monotonic() - start
         self._learning = None
@@ -381,6 +386,9 @@ class Reducer:
         """Goes on with another plan; everything is drained. Gradients keep their values."""
         old = self._grads
         self._provide_exchange(plan)
+        if _codes_shards(plan) or _codes_shards(self.plan):
+            # Others send elements than those that remember what of these was not sent.
+            self._memory.spread(lambda rows: allreduce(rows, name="usbyte.memory", op=Average))
         with self._exchanging:
             if self.failed:
                 raise FaultError(self._engine.fault)
@@ -388,6 +396,9 @@ class Reducer:
             self._engine.close()
             self.device.keep([self._arena.buffer])
             self._lay_out(plan)
+            if _codes_shards(plan) and isinstance(self._communicator, MeshCommunicator):
+                topology = self._communicator.topology
+                self._memory.concentrate(plan, topology, self._context.rank)
             self._engine = self._start_engine(plan, steps)
         for i, param in enumerate(self.params):
             if param.grad is old[i] and not self._sparse[i]:
@@ -539,3 +550,8 @@ class Reducer:
 def _kind_of(plan: _core.Plan) -> tuple[str, frozenset[str]]:
     """Plans of one kind take about as long."""
     return plan.policy, frozenset(op.codec for op in plan.ops)
+
+
+def _codes_shards(plan: _core.Plan) -> bool:
+    """Ranks remember shards of gradients, not all of their own."""
+    return any(op.line >= 0 and op.codec != "none" for op in plan.ops)

@@ -7,6 +7,7 @@ import torch
 from usbyte import _core
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.device import Device
+from usbyte.torch.mesh import MeshCommunicator
 
 
 class StagedCommunicator:
@@ -21,11 +22,14 @@ class StagedCommunicator:
         core: For the engine.
         most_one_shot_bytes: The host's.
         device: As given.
+        host: As given.
     """
 
-    def __init__(self, device: Device, host: TorchCommunicator, chunk_bytes: int) -> None:
+    def __init__(
+        self, device: Device, host: TorchCommunicator | MeshCommunicator, chunk_bytes: int
+    ) -> None:
         assert device.core is not None
-        self.device, self._host = device, host
+        self.device, self.host = device, host
         self.core: _core.Communicator = _core.StagedCommunicator(
             device.core, host.core, chunk_bytes=chunk_bytes
         )
@@ -40,4 +44,4 @@ class StagedCommunicator:
 
     def close(self) -> None:
         """Ends the host's threads."""
-        self._host.close()
+        self.host.close()

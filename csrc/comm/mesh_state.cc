@@ -1,0 +1,257 @@
+#include "mesh_state.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "usbyte/error.h"
+
+namespace usbyte {
+namespace {
+
+bool holds_others(const std::vector<std::thread::id>& threads) {
+  return std::ranges::any_of(threads, [](auto id) { return id != std::this_thread::get_id(); });
+}
+
+void take_out(std::vector<std::thread::id>& threads) {
+  threads.erase(std::ranges::find(threads, std::this_thread::get_id()));
+}
+
+// Made before the call, whose end would else still touch the text that others read.
+std::exception_ptr fault_of(const std::string& why) {
+  return why.empty() ? nullptr : std::make_exception_ptr(FaultError(why));
+}
+
+}  // namespace
+
+MeshCommunicator::State::State(Topology t, std::shared_ptr<Communicator> f,
+                               std::vector<std::shared_ptr<Communicator>> communicators)
+    : topology(std::move(t)),
+      rank(f->rank()),
+      coordinates(topology.coordinates(rank)),
+      flat(std::move(f)),
+      lines(communicators.size()) {
+  for (size_t d = 0; d < lines.size(); ++d) lines[d].communicator = std::move(communicators[d]);
+}
+
+/// With the lock.
+void MeshCommunicator::State::leave() {
+  take_out(inside);
+  changed.notify_all();
+}
+
+std::string MeshCommunicator::State::invalid(const std::shared_ptr<const MeshSchedule>& schedule) {
+  {
+    std::lock_guard lock(mutex);
+    const auto known = valid.find(schedule.get());
+    if (known != valid.end() && !known->second.expired()) return "";
+  }
+  try {
+    schedule->validate(topology);
+  } catch (const UsageError& e) {
+    return e.what();
+  }
+  std::lock_guard lock(mutex);
+  std::erase_if(valid, [](const auto& known) { return known.second.expired(); });
+  valid.insert_or_assign(schedule.get(), schedule);
+  return "";
+}
+
+void MeshCommunicator::State::launch_flat(const Request& request, Completion done) {
+  std::shared_ptr<Communicator> to;
+  std::string why;
+  {
+    std::lock_guard lock(mutex);
+    why = ended;
+    if (why.empty()) {
+      to = flat;
+      enter();
+      ++flat_in_flight;
+    }
+  }
+  if (!to) return done(fault_of(why));
+  // Shared, so that copies of what is launched do not keep what the completion holds.
+  const auto held = std::make_shared<Completion>(std::move(done));
+  to->launch(request, [self = shared_from_this(), held](std::exception_ptr error) {
+    {
+      std::lock_guard lock(self->mutex);
+      self->calling.push_back(std::this_thread::get_id());
+    }
+    std::exchange(*held, nullptr)(std::move(error));
+    std::lock_guard lock(self->mutex);
+    take_out(self->calling);
+    --self->flat_in_flight;
+    self->changed.notify_all();
+  });
+  to.reset();
+  std::lock_guard lock(mutex);
+  leave();
+}
+
+void MeshCommunicator::State::start(const std::shared_ptr<MeshJob>& job) {
+  std::string why;
+  {
+    std::lock_guard lock(mutex);
+    why = fault;
+    if (why.empty()) {
+      for (size_t d = 0; d < lines.size(); ++d) {
+        for (const ChunkPhase& next : job->order(d)) {
+          lines[d].waiting.push_back({job, next.chunk, next.phase});
+        }
+      }
+      (job->left > 0 ? open : over).push_back(job);
+    }
+  }
+  if (!why.empty()) return std::exchange(job->done, nullptr)(fault_of(why));
+  go_on();
+}
+
+/// Launches what can be on all lines, and completes what is over.
+void MeshCommunicator::State::go_on() {
+  for (bool passes = true; passes;) {
+    passes = false;
+    for (size_t d = 0; d < lines.size(); ++d) passes |= launch_on(d);
+  }
+  deliver();
+}
+
+/// Whether phases passed at once, so that others may be launchable now.
+bool MeshCommunicator::State::launch_on(size_t d) {
+  Line& line = lines[d];
+  bool passes = false;
+  std::unique_lock lock(mutex);
+  while (fault.empty() && !line.launching && !line.waiting.empty() &&
+         line.in_flight < kPhasesInFlight) {
+    if (const Task& next = line.waiting.front();
+        next.job->passed[static_cast<size_t>(next.chunk)] != next.phase) {
+      break;
+    }
+    Task task = std::move(line.waiting.front());
+    line.waiting.pop_front();
+    const Request request = task.job->phase(task.chunk, task.phase);
+    if (request.recv.empty()) {
+      pass(task);
+      passes = true;
+      continue;
+    }
+    ++line.in_flight;
+    ++task.job->in_flight;
+    line.launching = true;
+    std::shared_ptr<Communicator> to = line.communicator;
+    enter();
+    lock.unlock();
+    to->launch(request, [self = shared_from_this(), d,
+                         task = std::move(task)](const std::exception_ptr& error) {
+      self->count(d, task, error);
+      self->go_on();
+    });
+    to.reset();
+    lock.lock();
+    line.launching = false;
+    leave();
+  }
+  return passes;
+}
+
+/// A phase is over.
+void MeshCommunicator::State::count(size_t d, const Task& task, const std::exception_ptr& error) {
+  const std::string why = error ? what(error) : "";
+  std::lock_guard lock(mutex);
+  --lines[d].in_flight;
+  --task.job->in_flight;
+  if (!error) pass(task);
+  if (error && fault.empty()) {
+    fault = "phase " + std::to_string(task.phase) + " of chunk " + std::to_string(task.chunk) +
+            ", over dimension '" + topology.dimensions[d].name + "', failed: " + why;
+  }
+  if (!fault.empty()) give_up();
+}
+
+/// With the lock.
+void MeshCommunicator::State::pass(const Task& task) {
+  ++task.job->passed[static_cast<size_t>(task.chunk)];
+  if (--task.job->left > 0) return;
+  std::erase(open, task.job);
+  over.push_back(task.job);
+}
+
+/// With the lock, after a fault: nothing else is launched, and what has nothing in flight is over.
+void MeshCommunicator::State::give_up() {
+  for (Line& line : lines) line.waiting.clear();
+  const auto [idle, end] =
+      std::ranges::stable_partition(open, [](const auto& job) { return job->in_flight > 0; });
+  over.insert(over.end(), idle, end);
+  open.erase(idle, end);
+}
+
+void MeshCommunicator::State::deliver() {
+  std::unique_lock lock(mutex);
+  if (delivering) return;
+  delivering = true;
+  while (!over.empty()) {
+    std::shared_ptr<MeshJob> job = std::move(over.front());
+    over.pop_front();
+    const std::string why = job->left > 0 ? fault : "";
+    calling.push_back(std::this_thread::get_id());
+    lock.unlock();
+    std::exchange(job->done, nullptr)(fault_of(why));
+    job.reset();
+    lock.lock();
+    take_out(calling);
+  }
+  delivering = false;
+  changed.notify_all();
+}
+
+void MeshCommunicator::State::end(const std::string& why) {
+  bool first = false;
+  {
+    std::lock_guard lock(mutex);
+    first = ended.empty();
+    if (first) ended = why;
+    if (fault.empty()) fault = why;
+    give_up();
+  }
+  deliver();
+  std::vector<std::shared_ptr<Communicator>> all;
+  std::unique_lock lock(mutex);
+  all.push_back(flat);
+  for (const Line& line : lines) all.push_back(line.communicator);
+  enter();
+  lock.unlock();
+  for (const auto& communicator : all) {
+    if (communicator) communicator->abort();
+  }
+  all.clear();
+  lock.lock();
+  leave();
+  if (!first) return;
+  changed.wait(lock, [this] { return !holds_others(inside); });
+  all.push_back(std::exchange(flat, nullptr));
+  for (Line& line : lines) all.push_back(std::exchange(line.communicator, nullptr));
+  lock.unlock();
+}
+
+std::string MeshCommunicator::State::failure() {
+  std::unique_lock lock(mutex);
+  std::shared_ptr<Communicator> from = flat;
+  enter();
+  lock.unlock();
+  std::string out = from ? from->failure() : "";
+  from.reset();
+  lock.lock();
+  leave();
+  return out;
+}
+
+/// With the lock: whether this thread is inside a completion.
+bool MeshCommunicator::State::completing() const {
+  return std::ranges::find(calling, std::this_thread::get_id()) != calling.end();
+}
+
+/// With the lock.
+bool MeshCommunicator::State::idle() const {
+  return open.empty() && over.empty() && flat_in_flight == 0 && !delivering && calling.empty() &&
+         inside.empty();
+}
+
+}  // namespace usbyte

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "mesh_job.h"
+#include "usbyte/mesh_communicator.h"
+
+namespace usbyte {
+
+// `mutex` guards what is below it and what jobs count, and is never held while a communicator or a
+// completion is called or destroyed. What is in flight holds the state alive.
+//
+// Who is inside a communicator has a share of it and is in `inside`. Communicators are let go of
+// once nobody else is there, so that no completion of one line is left with the last share of
+// another: the ends of two lines would wait for one another's completions.
+//
+// Of a line one thread at a time launches, which has set `launching`, and one calls completions,
+// which has set `delivering`; each of them looks again before it stops. Others leave what they have
+// found to it, also when they are further up on its stack, which is thus never deeper than there
+// are lines.
+struct MeshCommunicator::State : std::enable_shared_from_this<State> {
+  using Threads = std::vector<std::thread::id>;
+  using Jobs = std::deque<std::shared_ptr<MeshJob>>;
+  struct Task {
+    std::shared_ptr<MeshJob> job;  // in `open` or `over`, too, while this waits
+    int chunk;
+    int phase;
+  };
+  struct Line {
+    std::shared_ptr<Communicator> communicator;
+    std::deque<Task> waiting;
+    int in_flight = 0;
+    bool launching = false;
+  };
+
+  State(Topology topology, std::shared_ptr<Communicator> flat,
+        std::vector<std::shared_ptr<Communicator>> lines);
+
+  void enter() { inside.push_back(std::this_thread::get_id()); }
+  void leave();
+  std::string invalid(const std::shared_ptr<const MeshSchedule>& schedule);
+  void launch_flat(const Request& request, Completion done);
+  void start(const std::shared_ptr<MeshJob>& job);
+  void go_on();
+  bool launch_on(size_t d);
+  void count(size_t d, const Task& task, const std::exception_ptr& error);
+  void pass(const Task& task);
+  void give_up();
+  void deliver();
+  void end(const std::string& why);
+  std::string failure();
+  bool completing() const;
+  bool idle() const;
+
+  const Topology topology;
+  const int rank;
+  const std::vector<int> coordinates;
+
+  std::mutex mutex;
+  std::condition_variable changed;     // for ends
+  std::shared_ptr<Communicator> flat;  // null, and those of lines, once they are let go of
+  int flat_in_flight = 0;
+  std::vector<Line> lines;  // by dimension
+  Jobs open;                // not over, in order of launches
+  Jobs over;                // to be completed
+  bool delivering = false;
+  Threads inside;     // a communicator
+  Threads calling;    // a completion
+  std::string fault;  // final: why requests with a schedule fail
+  std::string ended;  // final: why all do
+  // Found valid. A schedule is another if its owner is.
+  std::map<const MeshSchedule*, std::weak_ptr<const MeshSchedule>> valid;
+};
+
+}  // namespace usbyte

@@ -1,0 +1,168 @@
+// Ops along the lines of a mesh: what is coded is a shard of what a node has summed up.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "mesh_rig.h"
+#include "random_plan.h"
+#include "usbyte/codec.h"
+#include "usbyte/engine.h"
+#include "usbyte/error.h"
+#include "usbyte/lines.h"
+
+namespace usbyte {
+namespace {
+
+using test::communicators;
+using test::mesh;
+using test::message_of;
+using test::on_each_rank;
+using test::Random;
+
+constexpr int kSteps = 4;
+
+// All_reduces that tile up to five tensors, each with a codec, along lines; some without.
+Plan random_lines(Random& random, const Topology& topology,
+                  const std::vector<std::string>& codecs) {
+  std::vector<TensorSpec> tensors;
+  int64_t end = 0;
+  for (int64_t t = random(1, 5); t > 0; --t) {
+    tensors.push_back({"t" + std::to_string(t), random(1, 40), DType::float32, end, 1, 0});
+    end = tensors.back().end();
+  }
+  std::vector<Op> ops;
+  for (int64_t begin = 0; begin < end;) {
+    const int64_t next = std::min(begin + random(1, 30), end);
+    ops.push_back({Collective::all_reduce, {{begin, next}}, std::numeric_limits<int64_t>::max()});
+    ops.back().codec = codecs[static_cast<size_t>(random(0, std::ssize(codecs) - 1))];
+    begin = next;
+  }
+  std::shuffle(ops.begin(), ops.end(), random.engine());
+  return along_lines(Plan("test", tensors, ops), topology);
+}
+
+float input(int rank, int step, int64_t element) {
+  Random random(static_cast<uint64_t>(rank + 10 * step + 1000 * element));
+  return static_cast<float>(random(-40, 40));
+}
+
+struct Outcome {
+  std::vector<std::vector<float>> outputs;  // by step
+  std::vector<float> memory;
+};
+
+// What each rank's arena holds after each step, and what its codecs remember in the end.
+std::vector<Outcome> run(const Plan& plan, const Topology& topology) {
+  const auto meshes = communicators(topology);
+  std::vector<Outcome> out(meshes.size());
+  on_each_rank(topology.ranks(), [&](int rank) {
+    const auto at = static_cast<size_t>(rank);
+    const auto numel = static_cast<size_t>(plan.numel());
+    std::vector<float> arena(numel);
+    out[at].memory.resize(3 * numel);
+    EngineOptions options;
+    options.memory = out[at].memory.data();
+    Engine engine(plan, reinterpret_cast<std::byte*>(arena.data()), *meshes[at], options);
+    for (int step = 0; step < kSteps; ++step) {
+      engine.begin_step();
+      for (size_t e = 0; e < numel; ++e) arena[e] = input(rank, step, static_cast<int64_t>(e));
+      for (int t = 0; t < static_cast<int>(plan.tensors().size()); ++t) engine.ready(t);
+      engine.end_backward();
+      engine.drain();
+      out[at].outputs.push_back(arena);
+    }
+  });
+  return out;
+}
+
+const std::vector<std::vector<int>> kMeshes = {{2, 2}, {3, 2}, {2, 3}, {2, 1, 2}};
+
+TEST(EngineLines, WhatLosesNothingIsTheSum) {
+  Random random(1);
+  for (int i = 0; i < cases(24); ++i) {
+    const Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
+    const Plan plan = random_lines(random, topology, {"topk:1", "fp16", "none"});
+    for (const Outcome& rank : run(plan, topology)) {
+      for (int step = 0; step < kSteps; ++step) {
+        for (int64_t e = 0; e < plan.numel(); ++e) {
+          float sum = 0;
+          for (int r = 0; r < topology.ranks(); ++r) sum += input(r, step, e);
+          ASSERT_EQ(rank.outputs[static_cast<size_t>(step)][static_cast<size_t>(e)], sum);
+        }
+      }
+    }
+  }
+}
+
+// Only who codes an element remembers what was not sent of it.
+TEST(EngineLines, WhatIsNotSentIsRemembered) {
+  Random random(2);
+  for (int i = 0; i < cases(24); ++i) {
+    const Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
+    const Plan plan = random_lines(random, topology, {"topk:0.3", "efsignsgd", "int8"});
+    const std::vector<Outcome> ranks = run(plan, topology);
+    std::vector<int> codes(ranks.size() * static_cast<size_t>(plan.numel()));
+    for (const Op& op : plan.ops()) {
+      for (size_t r = 0; op.codec != "none" && r < ranks.size(); ++r) {
+        for (Block b : worked_on(plan, op, &topology, static_cast<int>(r))) {
+          for (int64_t e = b.begin; e < b.end; ++e) {
+            codes[r * static_cast<size_t>(plan.numel()) + static_cast<size_t>(e)] = 1;
+          }
+        }
+      }
+    }
+    for (size_t e = 0; e < static_cast<size_t>(plan.numel()); ++e) {
+      double produced = 0, arrived = 0;
+      for (int step = 0; step < kSteps; ++step) {
+        arrived += ranks[0].outputs[static_cast<size_t>(step)][e];
+        for (int r = 0; r < topology.ranks(); ++r) {
+          produced += input(r, step, static_cast<int64_t>(e));
+        }
+      }
+      for (size_t r = 0; r < ranks.size(); ++r) {
+        arrived += ranks[r].memory[e];
+        const bool is_its = codes[r * static_cast<size_t>(plan.numel()) + e] == 1;
+        EXPECT_TRUE(is_its || ranks[r].memory[e] == 0);
+      }
+      ASSERT_NEAR(arrived, produced, 1e-3 * (1 + std::abs(produced)));
+    }
+  }
+}
+
+TEST(EngineLines, AllRanksHaveTheSameWhateverTheCodec) {
+  Random random(3);
+  const std::vector<std::string> codecs = {
+      "fp16",    "bf16",   "fp8",      "int8",    "topk:0.2", "randk:0.3", "dct:0.2",
+      "dgc:0.2", "qsgd:4", "terngrad", "signsgd", "signum",   "efsignsgd", "onebit"};
+  for (int i = 0; i < cases(28); ++i) {
+    const Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
+    const Plan plan = random_lines(random, topology, codecs);
+    const std::vector<Outcome> ranks = run(plan, topology);
+    for (const Outcome& rank : ranks) ASSERT_EQ(rank.outputs, ranks[0].outputs);
+    for (const auto& step : ranks[0].outputs) {
+      for (float x : step) ASSERT_TRUE(std::isfinite(x));
+    }
+  }
+}
+
+TEST(EngineLines, CommunicatorsWithoutSuchADimensionAreRefused) {
+  Random random(4);
+  const Topology topology = mesh({2, 2});
+  const Plan plan = random_lines(random, topology, {"fp16"});
+  std::vector<float> arena(static_cast<size_t>(plan.numel()));
+  auto* const bytes = reinterpret_cast<std::byte*>(arena.data());
+  auto flat = make_local_communicators(4);
+  EXPECT_NE(
+      message_of<UsageError>([&] { Engine(plan, bytes, *flat[0]); }).find("no such dimension"),
+      std::string::npos);
+  const auto one = communicators(mesh({4}));
+  EXPECT_NE(message_of<UsageError>([&] { Engine(plan, bytes, *one[0]); }).find("no such dimension"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace usbyte

@@ -1,0 +1,169 @@
+#include "usbyte/lines.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <set>
+
+#include "random_job.h"
+#include "usbyte/codec.h"
+#include "usbyte/error.h"
+#include "usbyte/simulator.h"
+
+namespace usbyte {
+namespace {
+
+constexpr auto kScatter = Collective::reduce_scatter;
+constexpr auto kWhole = Collective::all_reduce;
+constexpr auto kGather = Collective::all_gather;
+constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+
+const Topology kMesh{{{"inside", 2, 1e9, 1e-5}, {"between", 3, 1e7, 1e-4}}};
+
+Op op_of(Collective kind, Block block, int line, std::string codec = "none") {
+  Op op{kind, {block}, kUnlimited, false, std::move(codec)};
+  op.line = line;
+  return op;
+}
+
+Plan plan_of(std::vector<Op> ops, int64_t numel = 10) {
+  return Plan("test", {{"w", numel, DType::float32, 0, 1, 0}}, std::move(ops));
+}
+
+TEST(Lines, PlansHoldThem) {
+  const Block all{0, 10};
+  const Plan plan =
+      plan_of({op_of(kScatter, all, 0), op_of(kWhole, all, 1, "topk:0.5"), op_of(kGather, all, 0)});
+  EXPECT_EQ(Plan::from_json(plan.to_json()), plan);
+  EXPECT_NE(plan.describe(1).find("along dimension 1"), std::string::npos);
+  EXPECT_EQ(plan.tensors_of(plan.ops()[1]), std::vector<int>{0});
+}
+
+TEST(Lines, PlansWhoseShardsAreNotAddedUpOnceAreRefused) {
+  const Block all{0, 10}, half{0, 5}, rest{5, 10};
+  const Op scatter = op_of(kScatter, all, 0), sum = op_of(kWhole, all, 1),
+           gather = op_of(kGather, all, 0);
+  EXPECT_NO_THROW(plan_of({scatter, sum, gather}));
+  EXPECT_THROW(plan_of({scatter, gather}), PlanError);
+  EXPECT_THROW(plan_of({scatter, sum, sum, gather}), PlanError);
+  EXPECT_THROW(plan_of({scatter, gather, sum}), PlanError);
+  EXPECT_THROW(plan_of({sum, scatter, gather}), PlanError);
+  EXPECT_THROW(plan_of({sum}), PlanError);
+  EXPECT_THROW(plan_of({scatter, sum}), PlanError);
+  EXPECT_THROW(plan_of({scatter, op_of(kWhole, all, 0), gather}), PlanError);
+  EXPECT_THROW(plan_of({scatter, sum, op_of(kGather, all, 1)}), PlanError);
+  EXPECT_THROW(plan_of({scatter, sum, op_of(kGather, all, -1)}), PlanError);
+  EXPECT_THROW(plan_of({op_of(kScatter, all, -1), sum, op_of(kGather, all, -1)}), PlanError);
+  EXPECT_THROW(plan_of({scatter, op_of(kWhole, half, 1), op_of(kWhole, rest, 1), gather}),
+               PlanError);
+  EXPECT_THROW(plan_of({op_of(kScatter, all, 0, "fp16"), sum, gather}), PlanError);
+  EXPECT_THROW(plan_of({scatter, op_of(kWhole, all, -2), gather}), PlanError);
+  EXPECT_THROW(plan_of({scatter, op_of(kWhole, all, 1, "powersgd:2"), gather}), PlanError);
+}
+
+TEST(Lines, EachStepWaitsForTheOneBefore) {
+  const Block a{0, 10}, b{10, 20};
+  const Plan plan("test", {{"a", 10, DType::float32, 0, 1, 0}, {"b", 10, DType::float32, 10, 1, 0}},
+                  {op_of(kScatter, a, 0), op_of(kWhole, a, 1), op_of(kScatter, b, 0),
+                   op_of(kWhole, b, 1), op_of(kGather, a, 0), op_of(kGather, b, 0)});
+  Step step(plan);
+  step.begin();
+  step.ready(0);
+  ASSERT_TRUE(step.launchable());
+  EXPECT_EQ(step.launch(), 0);
+  EXPECT_FALSE(step.launchable());  // a's sum waits for its scatter
+  step.complete(0);
+  EXPECT_EQ(step.launch(), 1);
+  EXPECT_FALSE(step.launchable());  // b is not ready
+  step.ready(1);
+  EXPECT_EQ(step.launch(), 2);
+  EXPECT_TRUE(step.complete(1).arrived.empty());
+  step.complete(2);
+  EXPECT_EQ(step.launch(), 3);
+  EXPECT_EQ(step.launch(), 4);  // a's shards are added up
+  EXPECT_FALSE(step.launchable());
+  EXPECT_FALSE(step.reduced());
+  step.complete(3);
+  EXPECT_TRUE(step.reduced());
+  EXPECT_EQ(step.launch(), 5);
+  EXPECT_EQ(step.complete(4).arrived.front(), 0);
+  EXPECT_FALSE(step.drained());
+  EXPECT_EQ(step.complete(5).arrived.front(), 1);
+  EXPECT_TRUE(step.drained());
+}
+
+TEST(Lines, ShardsTileABlockAndAreThoseOfTheInnerDimension) {
+  std::mt19937 rng(1);
+  for (int i = 0; i < cases(100); ++i) {
+    const int64_t numel = uniform(rng, 1, 20);
+    const Plan plan =
+        along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.5")}, numel), kMesh);
+    ASSERT_EQ(plan.ops().size(), 3U);
+    std::vector<int> covered(static_cast<size_t>(numel));
+    for (int rank = 0; rank < kMesh.ranks(); ++rank) {
+      EXPECT_EQ(worked_on(plan, plan.ops()[0], &kMesh, rank), plan.ops()[0].blocks);
+      const std::vector<Block> own = worked_on(plan, plan.ops()[1], &kMesh, rank);
+      EXPECT_EQ(own, worked_on(plan, plan.ops()[1], &kMesh, kMesh.line(rank, 1).front()));
+      for (Block b : own) {
+        for (int64_t e = b.begin; e < b.end; ++e) ++covered[static_cast<size_t>(e)];
+      }
+    }
+    EXPECT_EQ(covered, std::vector<int>(static_cast<size_t>(numel), 3));
+  }
+}
+
+TEST(Lines, OnlyOpsWithCodecsGoAlongThem) {
+  std::vector<TensorSpec> tensors;
+  for (int i = 0; i < 4; ++i) {
+    tensors.push_back(
+        {std::string(1, static_cast<char>('a' + i)), 100, DType::float32, 100 * i, 1, 0});
+  }
+  Op scheme = op_of(kWhole, {300, 400}, -1, "topk:0.1");
+  scheme.scheme = "zen";
+  const Plan plan("test", tensors,
+                  {op_of(kWhole, {0, 100}, -1, "topk:0.1"), op_of(kWhole, {100, 200}, -1),
+                   op_of(kWhole, {200, 300}, -1, "fp16"), scheme});
+  const Plan along = along_lines(plan, kMesh);
+  std::vector<std::pair<Collective, int>> found;
+  for (const Op& op : along.ops()) found.emplace_back(op.kind, op.line);
+  const std::vector<std::pair<Collective, int>> expected = {
+      {kScatter, 0}, {kWhole, 1},  {kWhole, -1}, {kScatter, 0},
+      {kWhole, 1},   {kGather, 0}, {kWhole, -1}, {kGather, 0}};
+  EXPECT_EQ(found, expected);
+  EXPECT_EQ(along_lines(along, kMesh), along);
+  EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}}}), UsageError);
+  EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}), UsageError);
+}
+
+TEST(Lines, CostsAreThoseOfTheirDimension) {
+  const int64_t numel = 1'000'000;
+  const Plan plan =
+      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh);
+  const double bytes = 4e6;
+  const LineCost down = line_cost(plan, plan.ops()[0], kMesh);
+  EXPECT_DOUBLE_EQ(down.startup_s, 1e-5);
+  EXPECT_DOUBLE_EQ(down.transfer_s, bytes / 2 / 1e9);
+  const LineCost sum = line_cost(plan, plan.ops()[1], kMesh);
+  const auto message = static_cast<double>(make_codec("topk:0.01")->message_bytes(numel / 2));
+  EXPECT_DOUBLE_EQ(sum.startup_s, 2e-4);  // two steps of a ring of three
+  EXPECT_DOUBLE_EQ(sum.transfer_s, 2 * message / 1e7);
+  const Plan halves = along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "fp16")}, numel), kMesh);
+  const LineCost half = line_cost(halves, halves.ops()[1], kMesh);
+  EXPECT_DOUBLE_EQ(half.startup_s, 4e-4);
+  EXPECT_DOUBLE_EQ(half.transfer_s, 2 * (bytes / 2 / 2) * 2 / 3 / 1e7);
+
+  Profile profile;
+  profile.tensors = plan.tensors();
+  profile.need_s = {0};
+  profile.ready_s = {1};
+  NetworkModel network = NetworkModel::ring(6, 0, 1e7);
+  network.topology = kMesh;
+  Simulator simulator(profile, network, Overlap::backward);
+  EXPECT_NEAR(simulator.step_s(plan),
+              1 + 2 * (down.startup_s + down.transfer_s) + sum.startup_s + sum.transfer_s, 1e-9);
+  network.topology.reset();
+  EXPECT_THROW(Simulator(profile, network, Overlap::backward).step_s(plan), UsageError);
+}
+
+}  // namespace
+}  // namespace usbyte

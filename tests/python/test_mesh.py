@@ -1,0 +1,215 @@
+"""Gradients on routes through the dimensions of a network."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import usbyte.torch as ub
+from _hosts import on_hosts
+from _models import difference, short_probes, train
+from _ranks import run_ranks
+from usbyte import _core
+from usbyte.errors import FaultError, MismatchError, UsageError
+from usbyte.torch.lines import sizes_of
+from usbyte.torch.mesh import parse
+
+LEARN_FAST = {"USBYTE_LEARNING_STEPS": "2"}
+
+
+def scattered(profile, network):
+    """DDP's small buckets, each in three chunks of other orders."""
+    usual = _core.make_plan("ddp", profile, network, {"bucket_bytes": 4096})
+    topology = network.topology
+    dimensions = [d for d, each in enumerate(topology.dimensions) if each.size > 1]
+    ops = []
+    for op in usual.ops:
+        turns = [dimensions[k:] + dimensions[:k] for k in range(3)]
+        collective = _core.MeshCollective("all_reduce", usual.bytes(op), turns)
+        schedule = _core.simulate_mesh(topology, [collective]).schedule(collective)
+        ops.append(_core.Op(op.kind, op.blocks, op.window_bytes, op.fence, route=schedule))
+    return _core.Plan("scattered", profile.tensors, ops)
+
+
+def routed(rank, size, sizes, mixed):
+    ub.init()
+    name = "sgd" if mixed else "adamw"
+    expected = train("ddp", name, rank, size, steps=12, double=not mixed, mixed=mixed)
+    plans = []
+
+    def remember(_step, _model, optimizer):
+        plans.append(optimizer.plan)
+
+    for mode in ("forward", "backward"):
+        got = train(
+            mode, name, rank, size, steps=12, double=not mixed, mixed=mixed, policy=scattered,
+            topology=sizes, on_step=remember,
+        )  # fmt: skip
+        assert difference(got, expected) <= (1e-4 if mixed else 1e-6)
+    assert plans[-1].policy == "scattered"
+    assert all(op.route for op in plans[-1].ops)
+    ub.shutdown()
+    return plans[-1].hash()
+
+
+@pytest.mark.parametrize(("sizes", "mixed"), [("2x2", True), ("2x1x2", False), ("2x3", False)])
+def test_training_on_routes_equals_ddp(sizes, mixed):
+    ranks = math.prod(map(int, sizes.split("x")))
+    assert len(set(run_ranks(ranks, routed, sizes, mixed, timeout=120, env=LEARN_FAST))) == 1
+
+
+def learned(rank, size, policy, topology):
+    """What the ranks find out about their mesh, and how many ops of the plan are routed."""
+    on_hosts(rank, 2)
+    ub.init()
+    short_probes()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), policy=policy,
+        topology=topology, tune_steps=0 if policy == "auto" else None,
+    )  # fmt: skip
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(4, 256)).sum().backward()
+        optimizer.step()
+    decision = optimizer.decision
+    found = decision.network.topology
+    routes = sum(op.route is not None for op in decision.plan.ops)
+    ub.shutdown()
+    return found.to_json() if found is not None else None, routes
+
+
+def test_lines_are_measured():
+    found = run_ranks(4, learned, "auto", "2x2", env=LEARN_FAST)
+    assert len({text for text, _ in found}) == 1
+    dimensions = _core.Topology.from_json(found[0][0]).dimensions
+    assert [(d.name, d.size) for d in dimensions] == [("inside", 2), ("between", 2)]
+    assert all(1e6 < d.bytes_per_s < 1e12 and d.latency_s >= 0 for d in dimensions)
+
+
+def test_themis_takes_hosts_for_dimensions_and_environment_or_file_otherwise(tmp_path):
+    sizes = {"": [2, 2], "4x1": None, "1x2x2": [1, 2, 2]}
+    for given, expected in sizes.items():
+        env = LEARN_FAST | ({"USBYTE_TOPOLOGY": given} if given else {})
+        for text, _ in run_ranks(4, learned, "themis", None, env=env):
+            assert (sizes_of(_core.Topology.from_json(text)) if text else None) == expected
+    # Of a network so fast that whatever the flat way was measured to cost is more.
+    fast = _core.Topology([_core.Dimension("a", 2, 1e15), _core.Dimension("b", 2, 1e15)])
+    path = tmp_path / "fast.json"
+    path.write_text(fast.to_json())
+    for policy in ("themis", "auto"):
+        for text, routes in run_ranks(4, learned, policy, str(path), env=LEARN_FAST):
+            assert text == fast.to_json()
+            assert policy == "auto" or routes > 0
+
+
+def refused(rank, size, case):
+    ub.init()
+    parameter = nn.Parameter(torch.ones(3))
+    topology = {"size": "3x2", "text": "two", "differs": ["2x2", "4", "2x2", "2x2"][rank]}[case]
+    try:
+        ub.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=0.1), [("w", parameter)], topology=topology
+        )
+    except (UsageError, MismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ub.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("size", "UsageError: topology 3x2 is not one of this job's 4 ranks"),
+        ("text", "UsageError: topology 'two' is neither 'hosts'"),
+        ("differs", "MismatchError: optimizer.1: topology is"),
+    ],
+)
+def test_meshes_that_are_none_are_refused_on_every_rank(case, told):
+    for text in run_ranks(4, refused, case):
+        assert text.startswith(told)
+
+
+def foreign(rank, size, topology):
+    """A plan whose routes are of another mesh."""
+    ub.init()
+    short_probes()
+    line = _core.Topology([_core.Dimension("all", size, 1e9)])
+
+    def policy(profile, network):
+        return scattered(profile, network.with_topology(line))
+
+    model = nn.Linear(8, 8)
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), policy=policy,
+        topology=topology,
+    )  # fmt: skip
+    try:
+        for _ in range(4):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+    except UsageError as error:
+        return str(error)
+    finally:
+        ub.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("topology", "told"),
+    [("2x2", "mesh schedule: orders of 1"), (None, "the network no dimension")],
+)
+def test_plans_for_another_mesh_are_refused_on_every_rank(topology, told):
+    for text in run_ranks(4, foreign, topology, env=LEARN_FAST):
+        assert told in text
+
+
+def dying(rank, size):
+    ub.init()
+    short_probes()
+    model = nn.Linear(512, 512)
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), policy=scattered,
+        topology="2x2",
+    )  # fmt: skip
+    began = time.monotonic()
+    try:
+        for step in range(1000):
+            if step == 8 and rank == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(4, 512)).sum().backward()
+            optimizer.step()
+            began = time.monotonic()
+    except FaultError as error:
+        return str(error), time.monotonic() - began
+    finally:
+        ub.shutdown()
+
+
+def test_a_lost_peer_is_a_fault_on_every_rank():
+    env = LEARN_FAST | {"USBYTE_STALL_LIMIT_S": "20"}
+    for told, seconds in run_ranks(4, dying, timeout=60, env=env, dies=[3])[:3]:
+        assert "rank 3" in told
+        assert seconds < 30
+
+
+def test_what_a_topology_may_be_given_as(tmp_path):
+    topology = _core.Topology([_core.Dimension("a", 2, 1e9), _core.Dimension("b", 3, 2e9)])
+    path = tmp_path / "t.json"
+    path.write_text(topology.to_json())
+    assert parse("hosts", 6) == "hosts"
+    assert parse("2x3", 6) == parse([2, 3], 6) == [2, 3]
+    assert parse(topology, 6) == parse(str(path), 6) == topology
+    path.write_text(json.dumps({"format": "else"}))
+    with pytest.raises(UsageError, match=r"t\.json"):
+        parse(str(path), 6)
+    for wrong in ("2x2", [], [6, 0]):
+        with pytest.raises(UsageError, match="not one of this job's 6 ranks"):
+            parse(wrong, 6)
