@@ -18,6 +18,7 @@ from _models import difference, short_probes, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
+from usbyte.torch.compression import Memory
 from usbyte.torch.lines import sizes_of
 from usbyte.torch.mesh import parse
 
@@ -109,6 +110,80 @@ def test_themis_takes_hosts_for_dimensions_and_environment_or_file_otherwise(tmp
         for text, routes in run_ranks(4, learned, policy, str(path), env=LEARN_FAST):
             assert text == fast.to_json()
             assert policy == "auto" or routes > 0
+
+
+def compressed(rank, size, topology, spec):
+    """Trains with a codec, and without; what was between hosts, and what is remembered of it."""
+    ub.init()
+    expected = train("ddp", "sgd", rank, size, steps=12)
+    plans, memories = [], []
+
+    def remember(_step, _model, optimizer):
+        plans.append(optimizer.plan)
+        memories.append(optimizer._memory.parts)
+
+    got = train(
+        "forward", "sgd", rank, size, steps=12, topology=topology, on_step=remember,
+        compression={"*": spec}, policy="ddp",
+    )  # fmt: skip
+    ub.shutdown()
+    ops = plans[-1].ops
+    coded = [op for op in ops if op.codec != "none"]
+    return difference(got, expected), [op.line for op in coded], [op.kind for op in ops]
+
+
+def slow_between(tmp_path):
+    """So slow that whatever can be is compressed there, and only there."""
+    mesh = _core.Topology([_core.Dimension("in", 2, 1e15), _core.Dimension("between", 2, 1e15)])
+    path = tmp_path / "mesh.json"
+    path.write_text(mesh.to_json())
+    return str(path)
+
+
+@pytest.mark.parametrize(("spec", "tolerance"), [("fp16", 1e-2), ("topk:0.9", 0.5)])
+def test_codecs_in_the_slower_dimension_only(tmp_path, spec, tolerance):
+    args = (slow_between(tmp_path), spec)
+    for off, lines, kinds in run_ranks(4, compressed, *args, timeout=120, env=LEARN_FAST):
+        assert off <= tolerance
+        assert lines
+        assert set(lines) == {1}
+        assert {"reduce_scatter", "all_gather"} <= set(kinds)
+
+
+def test_what_is_remembered_moves_to_who_sends_it():
+    mesh = _core.Topology([_core.Dimension("in", 2, 1e9), _core.Dimension("out", 2, 1e9)])
+    sizes = [7, 6]
+    tensors = [
+        _core.TensorSpec(name, numel, "float32", sum(sizes[:i]))
+        for i, (name, numel) in enumerate(zip("ab", sizes, strict=True))
+    ]
+    whole = _core.Plan("t", tensors, [_core.Op("all_reduce", [(0, 7), (7, 13)], codec="topk:0.5")])
+    along = _core.along_lines(whole, mesh)
+    ranks = [Memory() for _ in range(4)]
+    generator = torch.Generator().manual_seed(0)
+    for memory in ranks:
+        memory.lay_out(whole)
+        for part in memory.parts.values():
+            part.copy_(torch.randn(part.shape, generator=generator))
+
+    def total(name):
+        return sum(memory.parts[name].double() for memory in ranks)
+
+    before = {name: total(name) for name in "ab"}
+    means = {name: before[name] / 4 for name in "ab"}
+    for plan in (along, whole, along):
+        for memory in ranks:
+            names = iter("ab")
+            memory.spread(lambda rows, names=names: means[next(names)].to(rows.dtype))
+        for rank, memory in enumerate(ranks):
+            memory.lay_out(plan)
+            memory.concentrate(plan, mesh, rank)
+        for name in "ab":
+            assert torch.allclose(total(name), before[name], atol=1e-6)
+        for rank, memory in enumerate(ranks):
+            kept = torch.cat([memory.parts[name][0] for name in "ab"])
+            others = kept[4:7] if rank % 2 == 0 else kept[:4]  # of a's shards
+            assert (others.abs().max() == 0) == (plan is along)
 
 
 def refused(rank, size, case):

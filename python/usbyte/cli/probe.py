@@ -54,8 +54,8 @@ Example:
 )
 @click.option(
     "--dimensions", is_flag=False, flag_value="hosts", metavar="[SIZES]",
-    help="Measure the lines of a mesh too: of the ranks of each host, and of hosts; or of sizes such "
-    "as 2x4, the innermost first.",
+    help="Measure the lines of a mesh too: of the ranks of each host, and of hosts; or of sizes "
+    "such as 2x4, the innermost first.",
 )  # fmt: skip
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path),
