@@ -110,7 +110,11 @@ plan; synchronous training tries several plans, which may go on into the epochs 
 
 
 def page(
-    found: Mapping[str, tuple[Job, Mapping[str, Result]]], slots: int, nodes: int, network: str
+    found: Mapping[str, tuple[Job, Mapping[str, Result]]],
+    slots: int,
+    nodes: int,
+    network: str,
+    busy: float,
 ) -> str:
     """The page.
 
@@ -119,12 +123,14 @@ def page(
         slots: Ranks of a node.
         nodes: How many.
         network: In words.
+        busy: Load of the machine before, threads that would run.
     """
     command = shlex.join(["python", "benchmarks/daso.py", *sys.argv[1:]])
     where = f" ({network})" if network else ""
     text = (
         f"{_HEAD}{nodes} nodes of {slots} ranks{where} on one machine: {_processor()}, "
-        f"{os.cpu_count()} cores, Linux {platform.release()}; usbyte {usbyte.__version__}, torch "
+        f"{os.cpu_count()} cores (load average {busy:.1f} from other work when it began), Linux "
+        f"{platform.release()}; usbyte {usbyte.__version__}, torch "
         f"{torch.__version__}, Python {platform.python_version()}; {date.today().isoformat()}. "
         f"On every rank: `{command}`, with OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}."
         "\n\nSynchronous: `DistributedOptimizer` over all ranks, overlap forward, policy auto. "

@@ -399,11 +399,13 @@ def faults(rank, size, slots, how):
     ],
 )
 def test_a_lost_rank_is_a_fault_on_every_rank(slots, how, said):
-    env = {"USBYTE_STALL_LIMIT_S": "4", "USBYTE_STALL_WARNING_S": "2"}
+    # Short only where the limit is what ends the job: ranks of a busy machine are slow too.
+    limit_s = 8 if how == "sleep" else 20
+    env = {"USBYTE_STALL_LIMIT_S": str(limit_s), "USBYTE_STALL_WARNING_S": "3"}
     size = 4 if slots == 2 else 3
-    results = run_ranks(size, faults, slots, how, env=env, dies=[1], timeout=40)
+    results = run_ranks(size, faults, slots, how, env=env, dies=[1], timeout=60)
     texts = [r[0] for r in results if r is not None]
     assert len(texts) == len(results) - 1
     for text, seconds in (r for r in results if r is not None):
         assert re.search(said, text), text
-        assert seconds < 20
+        assert seconds < limit_s + 20

@@ -56,8 +56,9 @@ class DasoOptimizer(DistributedOptimizer):
     x <- (2 S x + sum) / (2 S + P), where P is the number of nodes and the sum has their parameters
     of S batches ago, its own among them. The network between nodes has S batches' time for that,
     and moves the parameters once in B batches. What a node learns from others is stale, the batch
-    that an update sees is that of one node, and the result is not that of synchronous training: see
-    docs/daso.md.
+    that an update sees is that of one node, and a merge undoes P / (2 S + P) of what the node has
+    learned in those S batches: the result is not that of synchronous training. docs/daso.md has
+    measurements.
 
     The first and the last epochs, warm-up and cool-down, are synchronous: after each batch all
     ranks wait for the average of the nodes' parameters (S = 0 above), as in the authors'
@@ -68,12 +69,14 @@ class DasoOptimizer(DistributedOptimizer):
 
     Coquelin et al., "Accelerating neural network training with distributed asynchronous and
     selective optimization (DASO)", J. Big Data 9 (2022), arXiv 2104.05588. Where that leaves things
-    open, or this differs: the ranks' losses are averaged to judge them; an epoch counts as improved
-    if it is below the best one so far, warm-up included, by more than `stability`; an exchange
-    begins only once the one before has been used, and one in flight keeps its S; at the begin of
-    the cool-down it is used at once; parameters travel in float32 (float64 as such), not cast to 16
-    bits; the sums, not the merged parameters, are sent on inside a node, at once, to the same
-    result.
+    open, or this differs: local indices take turns by the number of the exchange, those of warm-up
+    and cool-down included; the ranks' losses are averaged to judge them, and an epoch counts as
+    improved if its loss is below the best one so far, warm-up included, by more than `stability`;
+    an exchange begins only once the one before has been used, and one in flight keeps its S; at the
+    begin of the cool-down it is used at once; parameters travel in float32 (float64 as such), not
+    cast to 16 bits as in the authors' implementation; inside a node the sums are sent on as soon as
+    they are there, in place of merged parameters when they are due, to the same result. B and S are
+    8 and a quarter of B by default, and losses judged, as in that implementation.
 
     State of the optimizer (momenta) is each node's own and never averaged. Buffers (statistics of
     batch norm) are each rank's own, as with `DistributedOptimizer`: before a validation or a
@@ -144,7 +147,15 @@ class DasoOptimizer(DistributedOptimizer):
                 raise UsageError(f"policy '{policy}' tries plans, which nodes would do unequally")
         except UsageError as error:
             problem = str(error)
-        _check_alike(context, problem, arguments | {"topology": sizes}, _specs(optimizer, named))
+        settings = {
+            "topology": sizes,
+            "policy": policy,
+            "USBYTE_BACKEND": context.env.backend,
+            "USBYTE_LEARNING_STEPS": context.env.learning_steps,
+            "USBYTE_ONE_SHOT_BYTES": context.env.one_shot_bytes,
+            "USBYTE_BUCKET_BYTES": context.env.bucket_bytes,
+        }
+        _check_alike(context, problem, arguments | settings, _specs(optimizer, named))
         sizes = host_topology(context) if sizes is None else sizes
         slots, nodes = sizes[0] if sizes else 1, math.prod(sizes[1:])
         groups = line_groups(context, [slots, nodes])
@@ -153,8 +164,9 @@ class DasoOptimizer(DistributedOptimizer):
         self._vectors: ParameterVectors | None = None
         self._batches = 0  # for messages
         self._has_settled = False
-        label = f"daso.{context.next_label()}"
+        self._whole = context
         if groups[1] is not None:
+            label = context.next_label()
             self._node = Node(context, label, slots)
             self._exchange = NodeExchange(context, label, groups[0], groups[1], self._node.rank)
         elif context.rank == 0:
@@ -240,8 +252,8 @@ class DasoOptimizer(DistributedOptimizer):
             Error: The loss of a rank is not finite; raised on every rank.
         """
         self._check_usable()
-        context, own = current(), float(loss)
-        texts = context.eager.allgather_bytes(f"{self.label}.loss", repr(own).encode())
+        own = repr(float(loss)).encode()
+        texts = self._whole.eager.allgather_bytes(f"{self.label}.loss", own)
         losses = [float(text) for text in texts]
         for rank, value in enumerate(losses):
             if not math.isfinite(value):
@@ -441,7 +453,7 @@ def _check_alike(
                 what = f"exchange_{name}" if name in ("every", "wait") else name
                 raise MismatchError(
                     f"DasoOptimizer: {what} is {rows[0][1][name]} on rank 0 but {value} on rank "
-                    f"{rank}. Give all ranks the same arguments."
+                    f"{rank}. Give all ranks the same arguments and environment."
                 )
     if any(row[2] != rows[0][2] for row in rows):
         difference = difference_of([row[2] for row in rows])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Node(Context):
-    """What an optimizer sees of the run if it is to know the ranks of this node alone.
+    """What one optimizer sees of the run if it is to know the ranks of this node alone.
 
     Faults, timelines and shutdown stay those of the whole run. Making one is collective among all
     ranks of the run, and so are `new_group` and `new_communicator`, for all nodes at once; what
@@ -25,13 +25,14 @@ class Node(Context):
 
     Args:
         whole: The run.
-        label: Another one for each use.
+        label: Name of the optimizer, the same on all ranks and not used before.
         slots: Ranks of each node; those of one follow one another.
     """
 
     def __init__(self, whole: Context, label: str, slots: int) -> None:
         # Not the parent's: that one joins the other ranks, and this is already done.
         self._whole, self.env, self._timeout = whole, whole.env, whole._timeout
+        self._label = label
         first = whole.rank - whole.rank % slots
         self.rank, self.size = whole.rank - first, slots
         self.local_rank, self.local_size = self.rank, slots
@@ -43,7 +44,7 @@ class Node(Context):
             self.size,
             stall_limit_s=self.env.stall_limit_s,
             stall_warning_s=self.env.stall_warning_s,
-            on_fault=whole.report_fault,
+            on_fault=self.report_fault,
         )
 
     def new_group(self) -> dist.ProcessGroup:
@@ -51,8 +52,8 @@ class Node(Context):
         return self._group_of_node(self._host_backend())
 
     def next_label(self) -> str:
-        """See `Context`."""
-        return self._whole.next_label()
+        """The optimizer's, as given."""
+        return self._label
 
     def add(self, optimizer: DistributedOptimizer) -> None:
         """See `Context`."""
@@ -64,7 +65,9 @@ class Node(Context):
 
     def report_fault(self, noticed: str) -> str:
         """See `Context`."""
-        return self._whole.report_fault(noticed)
+        first = self._whole.rank - self.rank
+        where = f"inside the node of ranks {first}-{first + self.size - 1}, which counts from 0"
+        return self._whole.report_fault(f"{noticed} ({where})")
 
     def close(self) -> None:
         """Ends the thread of `eager`."""
