@@ -31,6 +31,7 @@ def parser(description: str, *, epochs: int, batch_size: int, lr: float) -> argp
     add("--ddp", action="store_true", help="plain PyTorch DDP, for comparison")
     add("--overlap", choices=["forward", "backward"], default="forward", help="usbyte only")
     add("--policy", help="usbyte only: bytescheduler, ddp, wfbp, ...; None: the library's choice")
+    add("--daso", action="store_true", help="nodes exchange parameters late: other results")
     add("--epochs", type=int, default=epochs, help="passes over the data; sets the LR schedule")
     add("--steps", type=int, help="stop once this many steps are done; the schedule stays")
     add("--batch-size", type=int, default=batch_size, help="samples per step, over all workers")
@@ -53,6 +54,8 @@ def library(args: argparse.Namespace) -> ModuleType:
     """Returns `usbyte.torch`, or with `--ddp` a module with the same names over plain DDP."""
     if args.resume and not args.checkpoint:
         raise ValueError("--resume needs --checkpoint FILE")
+    if args.ddp and args.daso:
+        raise ValueError("--daso is usbyte's: leave out --ddp")
     return importlib.import_module("_ddp" if args.ddp else "usbyte.torch")
 
 
@@ -68,6 +71,34 @@ def set_up(args: argparse.Namespace, ub: ModuleType) -> torch.device:
     index = ub.local_rank() % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def wrap(
+    args: argparse.Namespace, ub: ModuleType, optimizer: Optimizer, model: nn.Module, losses: int
+) -> Any:
+    """Returns the optimizer that knows of the other workers.
+
+    Args:
+        args: The options.
+        ub: `usbyte.torch` or its stand-in.
+        optimizer: To be wrapped.
+        model: Whose parameters it has.
+        losses: How often `end_epoch` will be told a loss until training ends, with `--daso`.
+    """
+    names = model.named_parameters()
+    if args.daso:
+        synchronous = losses // 8
+        return ub.DasoOptimizer(
+            optimizer,
+            named_parameters=names,
+            policy=args.policy,
+            total_epochs=max(1, losses),
+            warmup_epochs=synchronous,
+            cooldown_epochs=synchronous,
+        )
+    return ub.DistributedOptimizer(
+        optimizer, named_parameters=names, overlap=args.overlap, policy=args.policy
+    )
 
 
 class Batches:

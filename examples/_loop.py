@@ -15,6 +15,7 @@ from _common import (
     save_checkpoint,
     settings,
     warmup_cosine,
+    wrap,
 )
 from _report import Display, StepClock, finish
 from torch import Tensor, nn
@@ -61,12 +62,7 @@ def train(args: argparse.Namespace, ub: ModuleType, device: torch.device, job: J
         step = load_checkpoint(args.checkpoint, model, job.optimizer, fixed)
 
     network = DistributedDataParallel(model) if args.ddp else model
-    optimizer = ub.DistributedOptimizer(
-        job.optimizer,
-        named_parameters=model.named_parameters(),
-        overlap=args.overlap,
-        policy=args.policy,
-    )
+    optimizer = wrap(args, ub, job.optimizer, model, losses=total // args.log_every)
     index = next(batches.epoch(0))
 
     def warm_up() -> None:
@@ -103,10 +99,14 @@ def train(args: argparse.Namespace, ub: ModuleType, device: torch.device, job: J
                 if step % args.log_every == 0:
                     train_loss = _average(losses, ub)
                     history.append({"step": step, "train_loss": train_loss})
+                    if args.daso:
+                        optimizer.end_epoch(train_loss)
                     display.line(f"step {step:5d}  train loss {train_loss:.4f}")
                 if step == last:
                     break
 
+            if args.daso:
+                optimizer.synchronize_nodes()  # rank 0 saves for all
             model.eval()
             with torch.no_grad():
                 share = job.evaluate()

@@ -124,7 +124,8 @@ def finish(
         history: One record for each evaluation, in order.
     """
     times = clock.summary()
-    mode = "ddp" if args.ddp else f"usbyte, overlap {args.overlap}, policy {args.policy}"
+    how = "DASO" if args.daso else f"overlap {args.overlap}"
+    mode = "ddp" if args.ddp else f"usbyte, {how}, policy {args.policy}"
     workers = f"{ub.size()} worker{'s' if ub.size() > 1 else ''}"
     rate = 1e3 * args.batch_size / times["total"]["median"] if times else None
     if rate:
@@ -133,8 +134,8 @@ def finish(
         display.line(_NOTE)
     if args.json:
         report = {
-            "mode": "ddp" if args.ddp else "usbyte",
-            "overlap": None if args.ddp else args.overlap,
+            "mode": "ddp" if args.ddp else "daso" if args.daso else "usbyte",
+            "overlap": None if args.ddp or args.daso else args.overlap,
             "policy": None if args.ddp else args.policy,
             "world_size": ub.size(),
             "device": str(next(model.parameters()).device),

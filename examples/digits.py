@@ -22,6 +22,7 @@ from _common import (
     set_up,
     settings,
     warmup_cosine,
+    wrap,
 )
 from _report import Display, StepClock, finish
 from sklearn.datasets import load_digits
@@ -84,18 +85,13 @@ def train(args: argparse.Namespace, ub: ModuleType) -> None:
     last = min(total, args.steps or total)
 
     model = build_model().to(device)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr)
     step = 0
     if args.resume and rank == 0:
         step = load_checkpoint(args.checkpoint, model, optimizer, settings(args))
 
     network = DistributedDataParallel(model) if args.ddp else model
-    optimizer = ub.DistributedOptimizer(
-        optimizer,
-        named_parameters=model.named_parameters(),
-        overlap=args.overlap,
-        policy=args.policy,
-    )
+    optimizer = wrap(args, ub, optimizer, model, losses=args.epochs)
     index = next(batches.epoch(0))
 
     def warm_up() -> None:
@@ -134,6 +130,9 @@ def train(args: argparse.Namespace, ub: ModuleType) -> None:
                     break
 
             train_loss = ub.allreduce(torch.stack(losses).mean(), op=ub.Average, name="train_loss")
+            if args.daso:
+                optimizer.end_epoch(train_loss)
+                optimizer.synchronize_nodes()  # rank 0 saves for all
             share = evaluate(model, test_x[rank::size], test_y[rank::size])
             test_loss, right, count = ub.allreduce(share, op=ub.Sum, name="test").tolist()
             result = {

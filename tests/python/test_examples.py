@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FEW_WORDS = ["--batch-size", "512", "--width", "16", "--text-bytes", "1000000"]
+NODE = ["env", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1"]  # each worker alone on its host
 SMALL_GPT = ["--layers", "2", "--width", "64", "--context", "64", "--text-bytes", "100000"]
 
 
@@ -23,8 +24,9 @@ def start(tmp_path, launcher, workers, script, *options):
         "plain": [sys.executable, *program],
         "usbyterun": [sys.executable, "-m", "usbyte.run", "-np", str(workers), sys.executable],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+        "nodes": [sys.executable, "-m", "usbyte.run", "-np", str(workers), *NODE, sys.executable],
     }[launcher]
-    if launcher == "usbyterun":
+    if launcher in ("usbyterun", "nodes"):
         command += program
     elif launcher == "torchrun":
         command += ["--nproc-per-node", str(workers), *program]
@@ -73,3 +75,20 @@ def test_resume_ends_with_the_parameters_of_an_uninterrupted_run(tmp_path):
     start(tmp_path, "usbyterun", 2, "digits.py", *options, *saved, "--steps", "29")
     resumed = start(tmp_path, "usbyterun", 2, "digits.py", *options, *saved, "--resume")
     assert resumed["parameters_sha256"] == whole["parameters_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("digits.py", ["--epochs", "10"]),
+        ("char_gpt.py", ["--epochs", "1", "--log-every", "2", "--steps", "20", *SMALL_GPT]),
+    ],
+)
+def test_daso_trains_on_two_nodes(tmp_path, script, options):
+    result = start(tmp_path, "nodes", 2, script, "--daso", *options)
+    assert result["mode"] == "daso"
+    assert result["world_size"] == 2
+    losses = [row["train_loss"] for row in result["history"]]
+    assert losses[-1] < 0.8 * losses[0]
+    if script == "digits.py":
+        assert result["history"][-1]["test_accuracy"] >= 0.95

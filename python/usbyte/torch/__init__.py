@@ -7,6 +7,7 @@ the parameters once, and train as before; the README has the ten lines.
 # ruff: noqa: F403
 from usbyte.torch.compression import Compression as Compression
 from usbyte.torch.context import *
+from usbyte.torch.daso import *
 from usbyte.torch.ddp import *
 from usbyte.torch.functions import *
 from usbyte.torch.ops import *

@@ -75,6 +75,7 @@ class Context:
         local_size: Ranks on this host.
         env: The USBYTE_* knobs.
         eager: Collectives outside the plan.
+        store: Keys of this run, which its ranks share.
     """
 
     def __init__(self, cluster: Cluster, env: _core.Env) -> None:
@@ -88,7 +89,7 @@ class Context:
         self._labels = 0
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultBoard | None = None
-        store = _run_store(self.size)
+        self.store = store = _run_store(self.size)
         if self.size > 1:
             self._faults = FaultBoard(store, self.rank, self.size, self._describe, self._on_fault)
         self.eager = EagerQueue(
@@ -131,7 +132,7 @@ class Context:
         if isinstance(device, CudaDevice):
             nccl = None
             if backend in ("", "nccl"):
-                nccl = agree(self.eager, self.env, self.rank, device, backend)
+                nccl = self._agree_on_nccl(device)
             if nccl is not None and mesh is not None:
                 log.warning("NCCL has its own ways through a network: no routes of usbyte's")
             if nccl is not None:
@@ -152,6 +153,9 @@ class Context:
         groups = line_groups(self, mesh)
         lines = [TorchCommunicator(group) if group is not None else None for group in groups]
         return MeshCommunicator(mesh, flat, lines, mesh != of_sizes(sizes_of(mesh)))
+
+    def _agree_on_nccl(self, device: CudaDevice) -> _core.Nccl | None:
+        return agree(self.eager, self.env, self.rank, device, self.env.backend)
 
     def _check_backend(self, device: Device) -> None:
         mine = [device.torch_device.type, self.env.backend, self.env.chunk_bytes]
@@ -190,9 +194,18 @@ class Context:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def new_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group over some ranks, for those; None for the others. Collective, on all ranks."""
-        group = dist.new_group(list(ranks), backend=self._host_backend(), timeout=self._timeout)
+    def new_group_of(
+        self, ranks: Sequence[int], backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """A group over some ranks, for those; None for the others. Collective, on all ranks.
+
+        Args:
+            ranks: Of the run.
+            backend: That of gradients on the CPU if left out.
+        """
+        group = dist.new_group(
+            list(ranks), backend=backend or self._host_backend(), timeout=self._timeout
+        )
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _host_backend(self) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
 from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
-from usbyte.torch.context import current
+from usbyte.torch.context import Context, current
 from usbyte.torch.device import Mark, device_of
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
@@ -86,6 +86,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes: ddp: bucket size.
         tune_steps: Steps of each trial of a plan, 2 at least; else 7 (auto), or as published 100
             (tune:bytescheduler) and 5 (tune:dear). With auto, 0 means that none is tried.
+        ranks: Those that share gradients, for optimizers made of this one; all if left out.
 
     Raises:
         UsageError: Bad arguments, names missing or used twice.
@@ -111,6 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         credit_bytes: int | None = None,
         bucket_bytes: int | None = None,
         tune_steps: int | None = None,
+        ranks: Context | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
@@ -125,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "max_grad_norm needs shard_optimizer=True; otherwise call optimizer.synchronize() "
                 "and torch.nn.utils.clip_grad_norm_ between backward() and step()"
             )
-        self._context = context = current()
+        self._context = context = ranks or current()
         if shard_optimizer and fused_update:
             raise UsageError("fused_update=True does not go with shard_optimizer=True")
         self._compression: Rules | Sequence[Rules] = "none" if compression is None else compression
@@ -158,8 +160,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._op = op
         self._scale = 1.0 / context.size if op == Average else 1.0
         self._policy, self._tune_steps = policy, tune_steps
-        usual = "hosts" if policy == "themis" else None
-        self._topology = topology if topology is not None else env.topology or usual
+        if topology is None and ranks is None:
+            topology = env.topology or ("hosts" if policy == "themis" else None)
+        self._topology = topology
         self._told_topology = told(self._topology, context.size)
         self._options = {
             "partition_bytes": _bytes("partition_bytes", partition_bytes, env.partition_bytes),
@@ -386,6 +389,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             whole_state: With shard_optimizer, give the wrapped optimizer its whole state back;
                 `shutdown` does not.
         """
+        self._end_engine(whole_state)
+
+    # Inside.
+
+    def _end_engine(self, whole_state: bool = True) -> None:
         self._closed = True
         reducer, gates = self._reducer, self._gates
         if reducer is None or gates is None:
@@ -402,10 +410,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reducer.close()
             self._gates = self._reducer = None
 
-    # Inside.
-
     def _build(self) -> None:
-        self.close()
+        self._end_engine()
         self._shards = None
         rows = [(p, g) for g, group in enumerate(self._inner.param_groups) for p in group["params"]]
         self._frozen = [p for p, _ in rows if not p.requires_grad]

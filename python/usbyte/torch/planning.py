@@ -22,7 +22,7 @@ from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
 from usbyte.torch.device import Device
 from usbyte.torch.learning import Times, combine, job_profile
-from usbyte.torch.ops import Average, Max, allreduce
+from usbyte.torch.ops import Average, Max, ReduceOp
 from usbyte.torch.sparse import Counts, Way, choose_way, to_be_won_s, with_sparse
 from usbyte.units import format_cost
 
@@ -208,12 +208,12 @@ class Planner:
             rows: Of sparse gradients, by name; ranks' own ones are averaged.
         """
         label = self._label
-        times = combine(times, lambda t: allreduce(t, name=f"{label}.times", op=Max))
+        times = combine(times, lambda t: self._reduced(f"{label}.times", t, Max))
         self._ready = dict(zip(self._names, times.ready_s, strict=True))
         if self.sparse:
             known = sorted(self.sparse)
             own = torch.tensor([rows[name].own if name in rows else 0.0 for name in known])
-            means = allreduce(own, name=f"{label}.rows", op=Average).tolist()
+            means = self._reduced(f"{label}.rows", own, Average).tolist()
             self._rows = {
                 name: Counts(mean, max(mean, rows[name].all))
                 for name, mean in zip(known, means, strict=True)
@@ -258,6 +258,12 @@ class Planner:
             if name in self._rows
         )
         return won_s > _WORTH_LEARNING * decision.predicted_s
+
+    def _reduced(self, name: str, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """The same over the ranks that follow the plans, which need not be all of the run."""
+        result = tensor.clone()
+        self._context.eager.allreduce(name, result, op)
+        return result
 
     def _agree(self, make: Callable[[], Decision]) -> Decision:
         """What rank 0 makes, on every rank."""
@@ -480,7 +486,7 @@ class Planner:
                         f"{self._label}: {name} is {values[0]} on rank 0 but {value} on rank "
                         f"{rank}. Give all ranks the same arguments and environment."
                     )
-        difference = _difference([rows for _, rows in specs])
+        difference = difference_of([rows for _, rows in specs])
         raise MismatchError(f"{self._label}: {difference}. Build the same model on all ranks.")
 
 
@@ -492,13 +498,18 @@ _CHOICE_STEPS = 7
 _ALIKE = ("shape", "strides", "dtype", "compression", "gradients")
 
 
-def _difference(specs: Sequence[Sequence[list[object]]]) -> str:
+def difference_of(specs: Sequence[Sequence[list[object]]]) -> str:
+    """In which parameter ranks differ first, in words.
+
+    Args:
+        specs: By rank, for each parameter its name and what has to be alike.
+    """
     first = specs[0]
     for rank, spec in enumerate(specs):
         for a, b in zip(first, spec, strict=False):
             if a[0] != b[0]:
                 return f"rank 0 has parameter '{a[0]}' where rank {rank} has '{b[0]}'"
-            for what, x, y in zip(_ALIKE, a[1:], b[1:], strict=True):
+            for what, x, y in zip(_ALIKE, a[1:], b[1:], strict=False):
                 if x != y:
                     return f"parameter '{a[0]}' has {what} {x} on rank 0 but {y} on rank {rank}"
         if len(first) != len(spec):

@@ -25,7 +25,7 @@ from usbyte.torch.exchange import TorchExchange
 from usbyte.torch.gates import Gates
 from usbyte.torch.learning import Iteration, Learning
 from usbyte.torch.mesh import Given, MeshCommunicator
-from usbyte.torch.ops import Average, allreduce
+from usbyte.torch.ops import Average
 from usbyte.torch.planning import Decision, Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure, measure_dimensions
 from usbyte.torch.sending import sender
@@ -388,7 +388,7 @@ class Reducer:
         self._provide_exchange(plan)
         if _codes_shards(plan) or _codes_shards(self.plan):
             # Others send elements than those that remember what of these was not sent.
-            self._memory.spread(lambda rows: allreduce(rows, name="usbyte.memory", op=Average))
+            self._memory.spread(self._average)
         with self._exchanging:
             if self.failed:
                 raise FaultError(self._engine.fault)
@@ -407,6 +407,10 @@ class Reducer:
             self._versions[i] = self._grads[i]._version
         if self._writer is not None:
             self._engine.set_timeline(self._writer)
+
+    def _average(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._context.eager.allreduce("usbyte.memory", tensor, Average)
+        return tensor
 
     def _lay_out(self, plan: _core.Plan) -> None:
         position = {t.name: k for k, t in enumerate(plan.tensors)}
