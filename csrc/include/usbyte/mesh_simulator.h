@@ -91,7 +91,7 @@ ScheduleCost simulate_schedule(const Topology& topology, const MeshSchedule& sch
 /// took none: bytes_moved / sum of speeds. Every route moves the same, B (1 - 1/N) of B bytes for
 /// each of reduce_scatter and all_gather among N ranks; behind a switch that adds up, P ranks move
 /// 2 (P - 1) / P times less for an all_reduce. An all_to_all takes as long as its slowest
-/// dimension.
+/// dimension, where rings pass messages on.
 double ideal_s(const Topology& topology, Collective kind, double bytes,
                const std::vector<int>& sizes = {});
 
