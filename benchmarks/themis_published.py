@@ -31,6 +31,7 @@ from _themis_cases import (
     Rules,
     all_reduce,
     compute_for,
+    direct,
     gains,
     outcomes,
     steps_s,
@@ -207,10 +208,17 @@ def _deviations() -> dict[str, float]:
     ]
     gain = statistics.mean(each.gains[1] for each in found) / SPEEDUPS[1] - 1
     images = gains(meshes.load_workload("resnet50").scaled(32))
+    dlrm = meshes.load_workload("dlrm")
+    rings, passed_over = (
+        [statistics.mean(gain) for gain in zip(*found, strict=True)]
+        for found in (gains(dlrm), gains(dlrm, direct))
+    )
     return {
         **dict(zip(("fixed", "fifo", "scf"), differ, strict=True)),
         "gain": gain,
         "images": statistics.mean(scf for _, scf, _ in images),
+        **dict(zip(("fifo_ring", "scf_ring"), rings, strict=False)),
+        **dict(zip(("fifo_direct", "scf_direct"), passed_over, strict=False)),
     }
 
 

@@ -36,6 +36,7 @@ std::string mesh_problem(const Request& request, const Topology& topology) {
     return what + "it is one of " + std::string(name(request.schedule->kind)) +
            "; make one for an all_reduce";
   }
+  if (!request.send.empty()) return what + "it is in place, and sends nothing else";
   if (request.reduce != ReduceOp::sum) {
     return what + "it reduces sums only; launch others without";
   }

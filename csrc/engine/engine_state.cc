@@ -20,11 +20,17 @@ Clock::time_point at(double seconds) {
 void check_lines(const Plan& plan, const Communicator& communicator, const EngineOptions& options) {
   const Topology* const mesh = communicator.topology();
   for (size_t i = 0; i < plan.ops().size(); ++i) {
-    if (plan.ops()[i].line < 0) continue;
+    const Op& op = plan.ops()[i];
+    if (op.line < 0) continue;
     const std::string what = plan.describe(static_cast<int>(i));
     if (options.device) throw UsageError(what + ": ops along lines are of the host's memory");
-    if (!mesh || plan.ops()[i].line >= mesh->ndim()) {
+    if (!mesh || op.line >= mesh->ndim()) {
       throw UsageError(what + ": the communicator has no such dimension");
+    }
+    const Op* const scatter = scattered_by(plan, op);
+    const auto ranks = [&](int line) { return mesh->dimensions[static_cast<size_t>(line)].size; };
+    if (scatter && ranks(scatter->line) * ranks(op.line) != communicator.size()) {
+      throw UsageError(what + ": this line and that of the scatter do not reach all ranks");
     }
   }
 }

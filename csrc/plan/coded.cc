@@ -28,7 +28,7 @@ class Coder {
       // What waits for a first round leaves the network to the op behind that one.
       std::vector<Op> waiting = std::exchange(second_rounds_, {});
       const Op& op = plan_.ops()[i];
-      if (op.codec != "none") {
+      if (op.codec != "none" || op.line >= 0) {
         out_.push_back(op);
       } else {
         add(op, static_cast<int>(i));

@@ -1,7 +1,6 @@
 #include "usbyte/lines.h"
 
 #include <algorithm>
-#include <array>
 #include <string>
 #include <utility>
 
@@ -13,19 +12,18 @@ namespace {
 
 bool of_shards(const Op& op) { return op.kind == Collective::all_reduce && op.line >= 0; }
 
-// The two dimensions of more than one rank, the inner one first.
-std::array<int, 2> inside_and_between(const Topology& mesh) {
+// The other one of two dimensions of more than one rank.
+int other_than(int coded, const Topology& mesh) {
   std::vector<int> found;
   for (int d = 0; d < mesh.ndim(); ++d) {
     if (mesh.dimensions[static_cast<size_t>(d)].size > 1) found.push_back(d);
   }
-  if (found.size() != 2) {
-    throw UsageError(
-        "lines: compression by dimension needs two dimensions of more than one rank, "
-        "not " +
-        std::to_string(found.size()));
+  if (found.size() != 2 || (coded != found[0] && coded != found[1])) {
+    throw UsageError("lines: compression in dimension " + std::to_string(coded) +
+                     " needs two dimensions of more than one rank, of which it is one; there are " +
+                     std::to_string(found.size()));
   }
-  return {found[0], found[1]};
+  return coded == found[0] ? found[1] : found[0];
 }
 
 bool can_go_along_lines(const Op& op) {
@@ -61,6 +59,12 @@ std::vector<Block> worked_on(const Plan& plan, const Op& op, const Topology* mes
   return out;
 }
 
+Topology with_startups(const Topology& mesh, size_t messages) {
+  Topology out = mesh;
+  for (Dimension& d : out.dimensions) d.latency_s *= static_cast<double>(messages);
+  return out;
+}
+
 LineCost line_cost(const Plan& plan, const Op& op, const Topology& mesh) {
   if (op.line < 0 || op.line >= mesh.ndim()) {
     throw UsageError("lines: a plan of other dimensions than the network's");
@@ -78,12 +82,14 @@ LineCost line_cost(const Plan& plan, const Op& op, const Topology& mesh) {
   } else if (op.kind == Collective::all_reduce) {
     phases = 2;
   }
-  return {phases * dimension.startup_s(),
+  const double messages = op.kind == Collective::all_reduce ? phases  // packed into one
+                                                            : static_cast<double>(op.blocks.size());
+  return {messages * dimension.startup_s(),
           phases * dimension.moved_bytes(bytes, false) / dimension.bytes_per_s};
 }
 
-Plan along_lines(const Plan& plan, const Topology& mesh) {
-  const auto [inside, between] = inside_and_between(mesh);
+Plan along_lines(const Plan& plan, const Topology& mesh, int coded) {
+  const int inside = other_than(coded, mesh);
   std::vector<Op> out, gathers;  // each of the latter behind the next sum
   const auto flush = [&out](std::vector<Op>& waiting) {
     std::ranges::move(waiting, std::back_inserter(out));
@@ -99,7 +105,7 @@ Plan along_lines(const Plan& plan, const Topology& mesh) {
     gather.kind = Collective::all_gather;
     scatter.codec = gather.codec = "none";
     scatter.line = gather.line = inside;
-    sum.line = between;
+    sum.line = coded;
     sum.fence = gather.fence = false;
     out.push_back(std::move(scatter));
     out.push_back(std::move(sum));

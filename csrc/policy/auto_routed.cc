@@ -1,11 +1,16 @@
 #include "auto_routed.h"
 
-#include <utility>
+#include <vector>
 
 #include "usbyte/routes.h"
 #include "usbyte/simulator.h"
 
 namespace usbyte {
+namespace {
+
+constexpr double kWorthwhile = 0.01;  // of the step: less than that is not worth a route
+
+}  // namespace
 
 Plan automatic_routed(const Profile& profile, const NetworkModel& network,
                       const PolicyOptions& options) {
@@ -14,12 +19,16 @@ Plan automatic_routed(const Profile& profile, const NetworkModel& network,
   Plan best = automatic(profile, flat, options);
   if (options.sharded) return best;  // its scatters and gathers have no routes
   Simulator simulator(profile, network, options.overlap, false, options.codec_costs);
-  double best_s = simulator.step_s(best);
+  double best_s = (1 - kWorthwhile) * simulator.step_s(best);
+  std::vector<Plan> routed;
   for (const NetworkModel& assumed : {flat, routed_network(network)}) {
-    Plan plan = with_routes(automatic(profile, assumed, options), network);
+    routed.push_back(with_routes(automatic(profile, assumed, options), network));
+  }
+  if (options.codec_of.empty()) routed.push_back(themis(profile, network, options));
+  for (Plan& plan : routed) {
     const double step_s = simulator.step_s(plan);
     if (step_s >= best_s) continue;
-    best = std::move(plan);
+    best = plan.with("auto", plan.ops());
     best_s = step_s;
   }
   return best;

@@ -4,9 +4,9 @@
 
 namespace usbyte {
 
-/// `automatic` where the network has dimensions: the best, under the simulator, of its plan for
-/// all_reduces that go past them, of the same with routes, and of its plan for a network that costs
-/// what routed ones do, with routes. The first where it is as good.
+/// `automatic` where the network has dimensions: its plan for all_reduces that go past them, or, if
+/// that gains 1 % of the step, the best of the same with routes, of its plan for a network that
+/// costs what routed ones do, with routes, and of themis'.
 Plan automatic_routed(const Profile& profile, const NetworkModel& network,
                       const PolicyOptions& options);
 

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "usbyte/lines.h"
+
 namespace usbyte {
 namespace {
 
@@ -20,9 +22,10 @@ bool has_lines(const NetworkModel& network) {
                                                    [](auto& d) { return d.size > 1; }) > 1;
 }
 
-double flat_s(const NetworkModel& network, int64_t bytes) {
+double flat_s(const NetworkModel& network, int64_t bytes, size_t blocks) {
   if (network.one_shot.takes(Collective::all_reduce, bytes)) return network.one_shot.latency_s;
-  return network.cost(Collective::all_reduce, 1).time_s(bytes);
+  const double pack_s = blocks > 1 ? network.pack_s_per_byte * static_cast<double>(bytes) : 0;
+  return network.cost(Collective::all_reduce, 1).time_s(bytes) + pack_s;
 }
 
 // By chunks, the fixed order first.
@@ -34,7 +37,7 @@ std::vector<MeshChoice> priced(const Topology& topology, int64_t bytes) {
     if (chunks > 1 && bytes / chunks / topology.ranks() < kLeastShard) break;
     for (MeshChoice& choice : route_choices(topology, Collective::all_reduce, size, chunks,
                                             {ThemisLatency::once}, {MeshQueue::fifo, true})) {
-      choice.seconds = simulate_schedule(topology, choice.schedule, size).seconds;
+      choice.seconds = simulate_schedule(topology, choice.schedule, size);
       if (choice.name == "fixed") fixed_s = std::min(fixed_s, choice.seconds);
       out.push_back(std::move(choice));
     }
@@ -68,16 +71,18 @@ MeshChoice fixed_route(const Topology& topology, int64_t bytes) {
 
 Plan with_routes(const Plan& plan, const NetworkModel& network) {
   if (!has_lines(network)) return plan;
-  std::map<int64_t, MeshChoice> by_bytes;
+  std::map<std::pair<int64_t, size_t>, MeshChoice> found;  // by bytes and blocks
   std::vector<Op> ops = plan.ops();
   for (Op& op : ops) {
-    if (op.kind != Collective::all_reduce || op.codec != "none") continue;
+    if (op.kind != Collective::all_reduce || op.codec != "none" || op.line >= 0) continue;
     const int64_t bytes = plan.bytes(op);
-    auto found = by_bytes.find(bytes);
-    if (found == by_bytes.end()) {
-      found = by_bytes.emplace(bytes, best_route(*network.topology, bytes)).first;
+    const size_t blocks = op.blocks.size();
+    auto best = found.find({bytes, blocks});
+    if (best == found.end()) {
+      const Topology through = with_startups(*network.topology, blocks);
+      best = found.emplace(std::pair(bytes, blocks), best_route(through, bytes)).first;
     }
-    if (found->second.seconds < flat_s(network, bytes)) op.route = found->second.schedule;
+    if (best->second.seconds < flat_s(network, bytes, blocks)) op.route = best->second.schedule;
   }
   return plan.with(plan.policy(), std::move(ops));
 }

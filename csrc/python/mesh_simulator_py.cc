@@ -95,7 +95,7 @@ void register_mesh_simulator(py::module_& m) {
   m.def(
       "simulate_schedule",
       [](const Topology& topology, const MeshSchedule& schedule, double bytes) {
-        return simulate_schedule(topology, schedule, bytes).seconds;
+        return simulate_schedule(topology, schedule, bytes);
       },
       py::arg("topology"), py::arg("schedule"), py::arg("bytes"),
       "Seconds of a collective of so many bytes by that schedule.");

@@ -16,8 +16,8 @@ void register_routes(py::module_& m) {
         "The fastest with the innermost dimension first for every chunk.");
   m.def("with_routes", &with_routes, py::arg("plan"), py::arg("network"),
         "The same plan with routes for all_reduces that are predicted to gain by them.");
-  m.def("along_lines", &along_lines, py::arg("plan"), py::arg("mesh"),
-        "The same plan with codecs in the outer of two dimensions only.");
+  m.def("along_lines", &along_lines, py::arg("plan"), py::arg("mesh"), py::arg("coded"),
+        "The same plan with codecs in one of two dimensions only.");
   m.def("routed_network", &routed_network, py::arg("network"),
         "What the network costs whose all_reduces are all routed.");
 }

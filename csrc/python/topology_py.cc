@@ -35,6 +35,8 @@ void register_topology(py::module_& m) {
       .def_property_readonly("startup_s", &Dimension::startup_s)
       .def("moved_bytes", &Dimension::moved_bytes, py::arg("bytes"), py::arg("of_all_reduce"),
            "Bytes that a rank sends in a phase whose vector has `bytes` where it is whole.")
+      .def("exchanged_bytes", &Dimension::exchanged_bytes, py::arg("bytes"),
+           "Bytes that a rank sends in an all_to_all of `bytes`; around a ring they are passed on.")
       .def("__eq__", &Dimension::operator==);
   py::class_<Topology>(m, "Topology",
                        "A network of several dimensions, the innermost first; "

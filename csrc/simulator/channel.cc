@@ -49,7 +49,7 @@ void Channel::launch(int op, Collective kind, int64_t bytes, double now_s, bool 
       {shots_sent_s_, op, cost.latency_s() + pack_s, cost.alpha_s + pack_s, work_s, 0, 0});
 }
 
-void Channel::launch_routed(int op, double latency_s, double work_s, double now_s) {
+void Channel::launch_for(int op, double latency_s, double work_s, double now_s) {
   go_on_to(now_s);
   wait_for_start({shots_sent_s_, op, latency_s, latency_s, work_s, 0, 0});
 }

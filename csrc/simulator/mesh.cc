@@ -205,7 +205,7 @@ double ideal_s(const Topology& topology, Collective kind, double bytes,
     // Over what is moved for the same part of a vector elsewhere.
     const double share = d.moved_bytes(1, kind == Collective::all_reduce) / d.moved_bytes(1, false);
     speed += d.bytes_per_s / share;
-    slowest_s = std::max(slowest_s, d.moved_bytes(bytes, false) / d.bytes_per_s);
+    slowest_s = std::max(slowest_s, d.exchanged_bytes(bytes) / d.bytes_per_s);
   }
   if (kind == Collective::all_to_all || speed == 0) return slowest_s;
   const double moved = bytes * (1 - 1.0 / among.ranks());

@@ -30,10 +30,9 @@ class Playing {
     passed_.resize(phases_.size());
     taken_.resize(schedule.order.size());
     in_hand_.resize(schedule.order.size());
-    busy_s_.resize(schedule.order.size());
   }
 
-  ScheduleCost run() {
+  double run() {
     double now_s = 0;
     for (;;) {
       take();
@@ -42,7 +41,7 @@ class Playing {
       now_s += step_s;
       go_on(step_s);
     }
-    return {now_s, *std::ranges::max_element(busy_s_)};
+    return now_s;
   }
 
  private:
@@ -54,7 +53,6 @@ class Playing {
         if (passed_[chunk] != order[taken_[d]].phase) break;
         const MeshPhase& phase = phases_[chunk][static_cast<size_t>(passed_[chunk])];
         in_hand_[d].push_back({chunk, phase.startup_s, phase.transfer_s});
-        busy_s_[d] += phase.transfer_s;
       }
     }
   }
@@ -97,13 +95,12 @@ class Playing {
   std::vector<int> passed_;                     // phases, by chunk
   std::vector<size_t> taken_;                   // phases, by dimension
   std::vector<std::vector<Flight>> in_hand_;    // by dimension
-  std::vector<double> busy_s_;                  // by dimension
 };
 
 }  // namespace
 
-ScheduleCost simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
-                               int in_flight) {
+double simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
+                         int in_flight) {
   if (in_flight < 1 || !(bytes >= 0 && std::isfinite(bytes))) {
     throw UsageError("mesh: a schedule for " + std::to_string(bytes) + " bytes with " +
                      std::to_string(in_flight) + " phases in flight");

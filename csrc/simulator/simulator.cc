@@ -135,10 +135,12 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
       const auto [kind, bytes] = plan.traffic(what, network_.ranks);
       if (what.line >= 0) {
         const LineCost cost = line_cost(plan, what, mesh());
-        channel.launch_routed(op, cost.startup_s, cost.transfer_s, now);
+        channel.launch_for(op, cost.startup_s, cost.transfer_s, now);
       } else if (what.route) {
-        const ScheduleCost cost = routed_cost(what, bytes);
-        channel.launch_routed(op, cost.seconds - cost.busiest_s, cost.busiest_s, now);
+        // Phases of the next one follow this one's on each dimension, so that hardly any overlap.
+        const Topology through = with_startups(mesh(), what.blocks.size());
+        channel.launch_for(
+            op, 0, simulate_schedule(through, *what.route, static_cast<double>(bytes)), now);
       } else {
         channel.launch(op, kind, bytes, now, what.blocks.size() > 1 && !step.coded(op));
       }
@@ -192,10 +194,6 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
 const Topology& Simulator::mesh() const {
   if (network_.topology) return *network_.topology;
   throw UsageError("simulator: a plan has routes or lines, but the network no dimensions");
-}
-
-ScheduleCost Simulator::routed_cost(const Op& op, int64_t bytes) const {
-  return simulate_schedule(mesh(), *op.route, static_cast<double>(bytes));
 }
 
 double Simulator::bound_s() const {

@@ -98,6 +98,10 @@ double Dimension::moved_bytes(double bytes, bool of_all_reduce) const {
   return bytes * (size - 1) / size;
 }
 
+double Dimension::exchanged_bytes(double bytes) const {
+  return kind == DimensionKind::ring ? bytes * (size - 1) / 2 : moved_bytes(bytes, false);
+}
+
 int Topology::ranks() const {
   int product = 1;
   for (const Dimension& d : dimensions) product *= d.size;
@@ -262,9 +266,11 @@ std::vector<MeshPhase> mesh_phases(const Topology& topology, Collective kind, co
   std::vector<MeshPhase> down, up;  // to parts of the vector, and back to all of it
   for (int d : route) {
     const Dimension& dimension = topology.dimensions[static_cast<size_t>(d)];
-    const double moved = dimension.moved_bytes(bytes, kind == Collective::all_reduce);
+    const bool exchange = kind == Collective::all_to_all;
+    const double moved = exchange ? dimension.exchanged_bytes(bytes)
+                                  : dimension.moved_bytes(bytes, kind == Collective::all_reduce);
     const MeshPhase phase{d,
-                          kind == Collective::all_to_all ? kind : Collective::reduce_scatter,
+                          exchange ? kind : Collective::reduce_scatter,
                           bytes,
                           moved,
                           dimension.startup_s(),
@@ -272,7 +278,7 @@ std::vector<MeshPhase> mesh_phases(const Topology& topology, Collective kind, co
     down.push_back(phase);
     up.push_back(phase);
     up.back().kind = Collective::all_gather;
-    if (kind != Collective::all_to_all) bytes /= dimension.size;
+    if (!exchange) bytes /= dimension.size;
   }
   if (kind == Collective::reduce_scatter || kind == Collective::all_to_all) return down;
   std::ranges::reverse(up);

@@ -42,7 +42,22 @@ Plan random_lines(Random& random, const Topology& topology,
     begin = next;
   }
   std::shuffle(ops.begin(), ops.end(), random.engine());
-  return along_lines(Plan("test", tensors, ops), topology);
+  // Some of several blocks.
+  std::vector<Op> joined;
+  for (Op& op : ops) {
+    op.window_bytes = random(1, 200);
+    op.fence = random.one_in(4);
+    if (!joined.empty() && joined.back().codec == op.codec && random.one_in(2)) {
+      joined.back().blocks.push_back(op.blocks.front());
+    } else {
+      joined.push_back(op);
+    }
+  }
+  std::vector<int> dimensions;
+  for (int d = 0; d < topology.ndim(); ++d) {
+    if (topology.dimensions[static_cast<size_t>(d)].size > 1) dimensions.push_back(d);
+  }
+  return along_lines(Plan("test", tensors, joined), topology, dimensions[random(0, 1)]);
 }
 
 float input(int rank, int step, int64_t element) {
@@ -159,6 +174,9 @@ TEST(EngineLines, CommunicatorsWithoutSuchADimensionAreRefused) {
   EXPECT_NE(
       message_of<UsageError>([&] { Engine(plan, bytes, *flat[0]); }).find("no such dimension"),
       std::string::npos);
+  const auto cube = communicators(mesh({2, 2, 2}));
+  EXPECT_NE(message_of<UsageError>([&] { Engine(plan, bytes, *cube[0]); }).find("all ranks"),
+            std::string::npos);
   const auto one = communicators(mesh({4}));
   EXPECT_NE(message_of<UsageError>([&] { Engine(plan, bytes, *one[0]); }).find("no such dimension"),
             std::string::npos);

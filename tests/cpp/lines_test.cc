@@ -97,7 +97,7 @@ TEST(Lines, ShardsTileABlockAndAreThoseOfTheInnerDimension) {
   for (int i = 0; i < cases(100); ++i) {
     const int64_t numel = uniform(rng, 1, 20);
     const Plan plan =
-        along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.5")}, numel), kMesh);
+        along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.5")}, numel), kMesh, 1);
     ASSERT_EQ(plan.ops().size(), 3U);
     std::vector<int> covered(static_cast<size_t>(numel));
     for (int rank = 0; rank < kMesh.ranks(); ++rank) {
@@ -123,22 +123,25 @@ TEST(Lines, OnlyOpsWithCodecsGoAlongThem) {
   const Plan plan("test", tensors,
                   {op_of(kWhole, {0, 100}, -1, "topk:0.1"), op_of(kWhole, {100, 200}, -1),
                    op_of(kWhole, {200, 300}, -1, "fp16"), scheme});
-  const Plan along = along_lines(plan, kMesh);
+  const Plan along = along_lines(plan, kMesh, 1);
   std::vector<std::pair<Collective, int>> found;
   for (const Op& op : along.ops()) found.emplace_back(op.kind, op.line);
   const std::vector<std::pair<Collective, int>> expected = {
       {kScatter, 0}, {kWhole, 1},  {kWhole, -1}, {kScatter, 0},
       {kWhole, 1},   {kGather, 0}, {kWhole, -1}, {kGather, 0}};
   EXPECT_EQ(found, expected);
-  EXPECT_EQ(along_lines(along, kMesh), along);
-  EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}}}), UsageError);
-  EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}), UsageError);
+  EXPECT_EQ(along_lines(along, kMesh, 1), along);
+  EXPECT_EQ(with_codecs(along, std::vector<std::string>(4, "none")), along);
+  EXPECT_EQ(along_lines(plan, kMesh, 0).ops()[1].line, 0);
+  EXPECT_THROW(along_lines(plan, kMesh, 2), UsageError);
+  EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}}}, 0), UsageError);
+  EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}, 0), UsageError);
 }
 
 TEST(Lines, CostsAreThoseOfTheirDimension) {
   const int64_t numel = 1'000'000;
   const Plan plan =
-      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh);
+      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, 1);
   const double bytes = 4e6;
   const LineCost down = line_cost(plan, plan.ops()[0], kMesh);
   EXPECT_DOUBLE_EQ(down.startup_s, 1e-5);
@@ -147,10 +150,19 @@ TEST(Lines, CostsAreThoseOfTheirDimension) {
   const auto message = static_cast<double>(make_codec("topk:0.01")->message_bytes(numel / 2));
   EXPECT_DOUBLE_EQ(sum.startup_s, 2e-4);  // two steps of a ring of three
   EXPECT_DOUBLE_EQ(sum.transfer_s, 2 * message / 1e7);
-  const Plan halves = along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "fp16")}, numel), kMesh);
+  const Plan halves =
+      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "fp16")}, numel), kMesh, 1);
   const LineCost half = line_cost(halves, halves.ops()[1], kMesh);
   EXPECT_DOUBLE_EQ(half.startup_s, 4e-4);
   EXPECT_DOUBLE_EQ(half.transfer_s, 2 * (bytes / 2 / 2) * 2 / 3 / 1e7);
+
+  // Each block of a scatter is a message of its own; what is coded is one.
+  const Plan blocks = along_lines(
+      plan_of({{kWhole, {{0, numel / 2}, {numel / 2, numel}}, kUnlimited, false, "topk:0.01"}},
+              numel),
+      kMesh, 1);
+  EXPECT_DOUBLE_EQ(line_cost(blocks, blocks.ops()[0], kMesh).startup_s, 2e-5);
+  EXPECT_DOUBLE_EQ(line_cost(blocks, blocks.ops()[1], kMesh).startup_s, 2e-4);
 
   Profile profile;
   profile.tensors = plan.tensors();

@@ -149,7 +149,8 @@ TEST(MeshSimulator, IdealByHand) {
   EXPECT_DOUBLE_EQ(ideal_s(two, kDown, 80), 80 * 7.0 / 8 / 15);
   EXPECT_DOUBLE_EQ(ideal_s(two, kWhole, 80), 2 * 80 * 7.0 / 8 / 15);
   EXPECT_DOUBLE_EQ(ideal_s(two, kDown, 80, {4, 1}), 6);
-  EXPECT_DOUBLE_EQ(ideal_s(two, Collective::all_to_all, 80), 8);
+  EXPECT_DOUBLE_EQ(ideal_s(two, Collective::all_to_all, 80), 12);  // a is a ring, and passes on
+  EXPECT_DOUBLE_EQ(ideal_s(two, Collective::all_to_all, 80, {1, 2}), 8);
   EXPECT_EQ(ideal_s({{{"a", 1}}}, kWhole, 80), 0);
 }
 

@@ -73,6 +73,44 @@ TEST(Dimension, StepsAndBytes) {
   EXPECT_EQ(ring.moved_bytes(80, true), 60);
   EXPECT_EQ(sharp.moved_bytes(80, true), 40);
   EXPECT_EQ(sharp.moved_bytes(80, false), 60);  // nobody else fills the way back
+  EXPECT_EQ(ring.exchanged_bytes(80), 20 * (1 + 2 + 3));
+  EXPECT_EQ(sharp.exchanged_bytes(80), 20 * 3);
+  EXPECT_EQ((Dimension{"d", 1}.exchanged_bytes(80)), 0);
+}
+
+// Every message of an all_to_all, link by link: one dimension after the other, around a ring from
+// each rank to the next.
+TEST(Dimension, AnAllToAllIsPassedOnAroundRings) {
+  std::mt19937 rng(5);
+  for (int repeat = 0; repeat < 60; ++repeat) {
+    Topology topology = random_topology(rng);
+    while (topology.ranks() > 100) topology.dimensions.pop_back();
+    const Route route = random_route(topology, rng);
+    const int ranks = topology.ranks();
+    const double bytes = 1e6;
+    std::vector<std::vector<double>> sent(topology.dimensions.size());  // by dimension and rank
+    for (auto& by_rank : sent) by_rank.resize(static_cast<size_t>(ranks));
+    for (int from = 0; from < ranks; ++from) {
+      for (int to = 0; to < ranks; ++to) {
+        std::vector<int> at = topology.coordinates(from);
+        for (int d : route) {
+          const auto dimension = static_cast<size_t>(d);
+          const Dimension& through = topology.dimensions[dimension];
+          const int end = topology.coordinates(to)[dimension];
+          while (at[dimension] != end) {
+            sent[dimension][static_cast<size_t>(topology.rank(at))] += bytes / ranks;
+            const bool ring = through.kind == DimensionKind::ring;
+            at[dimension] = ring ? (at[dimension] + 1) % through.size : end;
+          }
+        }
+      }
+    }
+    for (const MeshPhase& phase : mesh_phases(topology, Collective::all_to_all, route, bytes)) {
+      for (double of_rank : sent[static_cast<size_t>(phase.dimension)]) {
+        EXPECT_NEAR(of_rank, phase.moved_bytes, 1e-6 * bytes);
+      }
+    }
+  }
 }
 
 TEST(Topology, PhasesLeaveLessInEachDimension) {
@@ -86,7 +124,8 @@ TEST(Topology, PhasesLeaveLessInEachDimension) {
   EXPECT_EQ(phases[3], (MeshPhase{0, up, 80, 60, 1.5, 6}));
   EXPECT_EQ(mesh_phases(topology, up, {2, 0}, 80).front(), (MeshPhase{0, up, 40, 30, 1.5, 3}));
   const auto both = mesh_phases(topology, Collective::all_to_all, {2, 0}, 80);
-  EXPECT_EQ(both[1], (MeshPhase{0, Collective::all_to_all, 80, 60, 1.5, 6}));
+  EXPECT_EQ(both[0], (MeshPhase{2, Collective::all_to_all, 80, 40, 1, 8}));
+  EXPECT_EQ(both[1], (MeshPhase{0, Collective::all_to_all, 80, 120, 1.5, 12}));
   for (const Route& wrong : {Route{0}, {0, 0}, {0, 1, 2}, {0, 3}, {}}) {
     EXPECT_THROW(mesh_phases(topology, down, wrong, 1), UsageError);
   }

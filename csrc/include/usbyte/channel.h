@@ -37,9 +37,10 @@ class Channel {
   /// Launches `op` at `now_s`. `packed`: it consists of several blocks, which lengthens the startup
   /// of an all_reduce, with all that goes for one, by the network's `pack_s_per_byte`.
   void launch(int op, Collective kind, int64_t bytes, double now_s, bool packed = false);
-  /// Launches one that goes through the dimensions of a network, as all its routes together do: it
-  /// starts up for `latency_s`, and has the busiest dimension for `work_s` after that.
-  void launch_routed(int op, double latency_s, double work_s, double now_s);
+  /// Launches one of the given costs: it starts up for `latency_s`, and has the channel for
+  /// `work_s` after that. Ops that go through the dimensions of a network share it, too, although
+  /// those on different dimensions could pass each other.
+  void launch_for(int op, double latency_s, double work_s, double now_s);
   /// When the next op starts up, its bytes begin or cease to flow, or it completes, if nothing is
   /// launched before; infinity when nothing is in flight.
   double next_s() const;

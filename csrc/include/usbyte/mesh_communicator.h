@@ -27,7 +27,7 @@ namespace usbyte {
 /// That order is lost with the first error of a line: every request with a schedule that is not
 /// complete, once nothing of it is in flight, and every later one then completes with a FaultError
 /// that names the phase. Ranks of other lines learn of it when this communicator is aborted or
-/// gone. Requests without a schedule go on.
+/// gone. Requests with neither a schedule nor a line go on.
 ///
 /// Completions of requests with a schedule are called one at a time, by whichever thread completes
 /// a phase or launches.
@@ -48,7 +48,7 @@ class MeshCommunicator final : public Communicator {
   int rank() const override;
   int size() const override;
   /// A request with a schedule is an all_reduce of sums on the host, without a scale; one with a
-  /// line, of any kind but a broadcast or barrier, in place and likewise.
+  /// line an all_reduce, reduce_scatter or all_gather, and likewise.
   void launch(const Request& request, Completion done) override;
   const Topology* topology() const override;
   std::string failure() override;

@@ -76,23 +76,18 @@ struct MeshRun {
 MeshRun simulate_mesh(const Topology& topology, const std::vector<MeshCollective>& collectives,
                       const MeshOptions& options = {});
 
-/// What a schedule takes.
-struct ScheduleCost {
-  double seconds = 0;    ///< until the last chunk is there
-  double busiest_s = 0;  ///< of them, that the dimension with most to do is busy sending
-};
-
-/// Carries a schedule out as `MeshCommunicator` does, for `bytes` in as many chunks as it has
-/// routes: a dimension has up to `in_flight` phases in hand, whose startups pass side by side and
-/// whose bytes share it. Throws UsageError unless it is a schedule for the topology.
-ScheduleCost simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
-                               int in_flight = kPhasesInFlight);
+/// Seconds that a schedule takes, carried out as `MeshCommunicator` does, for `bytes` in as many
+/// chunks as it has routes: a dimension has up to `in_flight` phases in hand, whose startups pass
+/// side by side and whose bytes share it. Throws UsageError unless it is a schedule for the
+/// topology.
+double simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
+                         int in_flight = kPhasesInFlight);
 
 /// Seconds of a collective if all dimensions that it spans were busy all the time and startups
 /// took none: bytes_moved / sum of speeds. Every route moves the same, B (1 - 1/N) of B bytes for
 /// each of reduce_scatter and all_gather among N ranks; behind a switch that adds up, P ranks move
 /// 2 (P - 1) / P times less for an all_reduce. An all_to_all takes as long as its slowest
-/// dimension.
+/// dimension, where rings pass messages on.
 double ideal_s(const Topology& topology, Collective kind, double bytes,
                const std::vector<int>& sizes = {});
 

@@ -115,7 +115,7 @@ Plan themis(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// under the simulator, after a local search. Never worse than any other policy in the model (with
 /// codecs: than any but bytecomp, which may leave tensors as they are); DDP's plan where less than
 /// 1 % is to be won. Best where alpha and beta were measured. Where the network has dimensions,
-/// all_reduces are routed through them if that is faster.
+/// all_reduces are routed through them if that gains 1 % of the step.
 Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// MergeComp: gradients that follow one another in backward are merged, each group is encoded, sent

@@ -65,7 +65,6 @@ class Simulator {
   template <bool kCodes>  // with times of codecs; planners try many plans without
   void play(const Plan& plan, StepRecord* record);
   const Topology& mesh() const;
-  ScheduleCost routed_cost(const Op& op, int64_t bytes) const;
   double sharded_bound_s() const;
 
   const Profile* profile_;

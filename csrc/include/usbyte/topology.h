@@ -35,11 +35,16 @@ struct Dimension {
   double startup_s() const { return steps() * latency_s; }
   /// Bytes that a rank sends, and receives, in a phase of `kind` whose vector, before a
   /// reduce_scatter or after an all_gather, has `bytes`: bytes * (size - 1) / size, which is the
-  /// least (Chan, Heimlich, Purkayastha and van de Geijn, 2007), also of an all_to_all, whose
-  /// messages are not forwarded by ranks here. As phases of one all_reduce (`of_all_reduce`),
-  /// behind a switch that adds up, half of `bytes` for each: a rank sends the others' parts, then
-  /// its own once, and receives likewise, so that those of two chunks overlap.
+  /// least (Chan, Heimlich, Purkayastha and van de Geijn, 2007). As phases of one all_reduce
+  /// (`of_all_reduce`), behind a switch that adds up, half of `bytes` for each: a rank sends the
+  /// others' parts, then its own once, and receives likewise, so that those of two chunks overlap.
   double moved_bytes(double bytes, bool of_all_reduce) const;
+  /// Bytes that a rank sends, and receives, in an all_to_all of `bytes` for each rank:
+  /// bytes * (size - 1) / size where all others are reached directly. A ring has links to the next
+  /// rank only, so that what goes to the k-th one is sent k times, by those in between too:
+  /// bytes / size * (1 + 2 + ... + size - 1) = bytes * (size - 1) / 2. Where bytes_per_s are those
+  /// of both directions of a ring, each carries half of them, all the way round as well.
+  double exchanged_bytes(double bytes) const;
 
   bool operator==(const Dimension&) const = default;
 };
@@ -95,8 +100,9 @@ struct MeshPhase {
 /// Phases of a chunk of `bytes` on its way: reduce_scatter in the order of the route, all_gather
 /// backwards, all_reduce both. `bytes` are of the vector that is whole somewhere: before a
 /// reduce_scatter, after an all_gather; each dimension that has been walked leaves 1 / size of it.
-/// An all_to_all keeps all bytes in every dimension. Throws UsageError on other collectives and on
-/// routes that are no order of the dimensions with more than one rank.
+/// An all_to_all keeps all bytes in every dimension, and passes them on around rings. Throws
+/// UsageError on other collectives and on routes that are no order of the dimensions with more than
+/// one rank.
 std::vector<MeshPhase> mesh_phases(const Topology& topology, Collective kind, const Route& route,
                                    double bytes);
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from usbyte._core import (
     Dimension,
@@ -18,6 +16,7 @@ from usbyte._core import (
     simulate_mesh,
 )
 from usbyte.errors import UsageError
+from usbyte.lab.fields import Fields, parse
 
 #: Names of published networks; `meshes/README.md` says where they are from.
 MESHES = (
@@ -29,6 +28,8 @@ WORKLOADS = ("resnet50", "gnmt", "dlrm", "transformer-1t")
 _FOLDER = Path(__file__).parent
 _GROUPS = ("all", "model", "data")
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+_FORMAT = "usbyte-mesh-workload-1"
+_MOST_RANKS = 2**31 - 1
 
 #: Routes of the chunks of a collective of a kind and so many bytes.
 Routing = Callable[[Topology, str, float], Sequence[Sequence[int]]]
@@ -104,7 +105,11 @@ def load_mesh(source: str) -> Topology:
     Raises:
         UsageError: There is no such file, or it holds no valid topology.
     """
-    return Topology.from_json(_read("meshes", MESHES, source))
+    text = _read("meshes", MESHES, source)
+    try:
+        return Topology.from_json(text)
+    except UsageError as error:
+        raise UsageError(f"'{source}': {error}") from error
 
 
 def load_workload(source: str) -> Workload:
@@ -113,22 +118,17 @@ def load_workload(source: str) -> Workload:
     Raises:
         UsageError: There is no such file, or it holds no valid job.
     """
-    text = _read("workloads", WORKLOADS, source)
-    try:
-        root = json.loads(text)
-        if root["format"] != "usbyte-mesh-workload-1":
-            raise ValueError(f"its format is {root['format']!r}")
-        job = Workload(
-            str(root["name"]),
-            str(root["source"]),
-            tuple(map(str, root["assumptions"])),
-            int(root["model_ranks"]),
-            float(root["compute_scale"]),
-            tuple(_step(row) for row in root["steps"]),
-        )
-        _check(job)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"'{source}' is not a job for a mesh: {error!r}") from error
+    root = parse(_read("workloads", WORKLOADS, source), source)
+    root.one_of("format", (_FORMAT,))
+    job = Workload(
+        root.text("name"),
+        root.text("source"),
+        root.texts("assumptions"),
+        root.whole("model_ranks", 1, _MOST_RANKS),
+        root.number("compute_scale"),
+        _steps(root.rows("steps"), source),
+    )
+    root.end()
     return job
 
 
@@ -187,26 +187,37 @@ def step_s(
 
 
 def ideal_step_s(job: Workload, topology: Topology) -> float:
-    """Seconds of an iteration if every collective used all dimensions that it spans all the time.
+    """Seconds of an iteration in which every collective is served as an ideal network would.
 
-    Collectives of different ranks are not in each other's way here, startups take no time: a bound
-    that schedules may not reach.
+    A collective that is served uses all links of the dimensions that it spans, all the time;
+    startups take no time, switches do not add up, and no rank passes on what is for another.
+    Collectives among the same ranks are served one after another, each as a whole, in the order in
+    which they start; those among other ranks are not in each other's way, though they share links.
+
+    No schedule is faster for a job of which no two collectives among the same ranks are under way
+    at once, on a network whose switches do not add up. It is no bound otherwise: chunks of a small
+    collective may overtake those of a large one, which here it waits for, and a switch that adds up
+    has less sent.
     """
     sent, computed = _walk(job, topology)
     spans = sorted({tuple(each.sizes) for each in sent})
     if not spans:
         return job.compute_s
-    # One dimension in place of all those that a collective spans, with their speeds together.
+    # For all dimensions that a collective spans one of two ranks, which send half of a vector to
+    # each other: as much faster than theirs together as they send more. A mesh of as many ranks as
+    # all of them have could have more than there are numbers for.
     joined = []
     for place, sizes in enumerate(spans):
         among = topology.among(sizes)
-        speed = among.bytes_per_s or 1.0  # of one rank alone
-        joined.append(Dimension(str(place), among.ranks, speed, kind="fully_connected"))
+        part = 1 - 1 / among.ranks
+        speed = among.bytes_per_s / (2 * part) if part else 1.0  # of one rank alone
+        joined.append(Dimension(str(place), 2, speed, kind="fully_connected"))
     mesh = Topology(joined)
     collectives = []
     for each in sent:
+        place = spans.index(tuple(each.sizes))
         alone = [1] * len(spans)
-        alone[spans.index(tuple(each.sizes))] = topology.among(each.sizes).ranks
+        alone[place] = 2 if math.prod(each.sizes) > 1 else 1
         collectives.append(each.collective(fixed_routes(mesh.among(alone), 1), alone))
     return _end_s(simulate_mesh(mesh, collectives), computed)
 
@@ -258,42 +269,39 @@ def _end_s(run: MeshRun, computed: Mapping[int, float]) -> float:
 def _read(folder: str, names: Sequence[str], source: str) -> str:
     path = _FOLDER / folder / f"{source}.json" if source in names else Path(source)
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no text, or a path that there cannot be
         raise UsageError(
             f"cannot read '{source}': {error}; give a JSON file or one of " + ", ".join(names)
         ) from error
 
 
-def _step(row: Mapping[str, Any]) -> Step:
-    start = row.get("start")
-    return Step(
-        row.get("wait"), float(row.get("compute_s", 0.0)), Start(**start) if start else None
-    )
-
-
-def _check(job: Workload) -> None:
-    started: set[str] = set()
-    for step in job.steps:
-        if step.wait is not None and step.wait not in started:
-            raise ValueError(f"it waits for {step.wait!r}, which has not been started")
-        _check_number(step.compute_s, "compute_s")
-        if step.start is None:
-            continue
-        if step.start.name in started:
-            raise ValueError(f"it starts {step.start.name!r} twice")
-        started.add(step.start.name)
-        if step.start.kind not in _KINDS or step.start.ranks not in _GROUPS:
-            raise ValueError(
-                f"{step.start.name!r} is a {step.start.kind!r} among {step.start.ranks!r} ranks; "
-                f"known are {', '.join(_KINDS)} among {', '.join(_GROUPS)}"
+def _steps(rows: Sequence[Fields], file: str) -> tuple[Step, ...]:
+    steps, started = list[Step](), set[str]()
+    for place, row in enumerate(rows):
+        wait = row.text("wait") if row.has("wait") else None
+        if wait is not None and wait not in started:
+            raise UsageError(
+                f"'{file}': steps[{place}].wait is for {wait!r}, which has not been started"
             )
-        _check_number(step.start.bytes, step.start.name)
-    _check_number(job.compute_scale, "compute_scale")
-    if job.model_ranks < 1:
-        raise ValueError(f"its model_ranks are {job.model_ranks}")
+        compute_s = row.number("compute_s") if row.has("compute_s") else 0.0
+        start = _start(row.inner("start")) if row.has("start") else None
+        if start is not None and start.name in started:
+            raise UsageError(f"'{file}': steps[{place}].start.name: {start.name!r} starts twice")
+        if start is not None:
+            started.add(start.name)
+        row.end()
+        steps.append(Step(wait, compute_s, start))
+    return tuple(steps)
 
 
-def _check_number(value: float, name: str) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} is {value}, and must be finite and not negative")
+def _start(row: Fields) -> Start:
+    start = Start(
+        row.text("name"),
+        row.one_of("kind", _KINDS),
+        row.number("bytes"),
+        row.one_of("ranks", _GROUPS) if row.has("ranks") else "all",
+        row.flag("blocking") if row.has("blocking") else False,
+    )
+    row.end()
+    return start

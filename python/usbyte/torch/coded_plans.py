@@ -71,19 +71,19 @@ class CodedPlans:
     ) -> _core.Plan:
         """The plan, its messages on the way that is predicted to be the fastest.
 
-        They are gathered, added up by a scheme, or go through the slower dimension alone, inside of
-        which gradients are summed as they are.
+        They are gathered, added up by a scheme, or go through one of two dimensions alone, while
+        gradients are summed up in the other one as they are.
         """
         best = self.with_schemes(plan, network)
         topology = network.topology
         coded = any(op.kind == "all_reduce" and op.codec != "none" for op in plan.ops)
         if topology is None or self._sharded or self._device is not None or not coded:
             return best
-        if sum(dimension.size > 1 for dimension in topology.dimensions) != 2:
-            return best
-        along = _core.along_lines(plan, topology)
-        faster = self.step_s(along, profile, network) < self.step_s(best, profile, network)
-        return along if faster else best
+        lines = [d for d, dimension in enumerate(topology.dimensions) if dimension.size > 1]
+        if len(lines) == 2:
+            along = [_core.along_lines(plan, topology, line) for line in lines]
+            best = min([best, *along], key=lambda each: self.step_s(each, profile, network))
+        return best
 
     def with_schemes(self, plan: _core.Plan, network: _core.NetworkModel) -> _core.Plan:
         """The plan; what is picked is added up by a scheme where that is faster.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +15,8 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.arena import USED
+
+log = logging.getLogger("usbyte")
 
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -233,6 +237,7 @@ class Memory:
         self.parts: dict[str, torch.Tensor] = {}
         self.kinds: dict[str, str] = {}
         self._buffer = torch.empty(0, 0)
+        self._sender: int | None = None  # this rank, while ranks remember shards only
 
     def lay_out(self, plan: _core.Plan, device: torch.device = _HOST) -> None:
         """Goes over to another plan; its codecs go on with rows that mean the same to them.
@@ -261,16 +266,36 @@ class Memory:
             self._take(name, old[name], kinds.get(name, ""))
         self._settle()
 
-    def spread(self, average: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def told(self) -> str:
+        """What `spread` has to know of every rank, as JSON."""
+        return json.dumps({n: [len(part), self.kinds.get(n, "")] for n, part in self.parts.items()})
+
+    def spread(
+        self,
+        tensors: Sequence[_core.TensorSpec],
+        told: Sequence[str],
+        average: Callable[[torch.Tensor], None],
+    ) -> None:
         """Gives all ranks the same of what they remember together, before another sends it.
 
         Args:
-            average: Over all ranks, of a tensor on the host; called for each parameter, in the
-                same order on all ranks.
+            tensors: The plan's, alike on all ranks; ranks may have memories of some of them only.
+            told: By rank, what `told` gave there.
+            average: Over all ranks, in place, of a tensor on the host; called once, or, if no rank
+                remembers anything, not at all.
         """
-        for name in sorted(self.parts):
-            self.parts[name].copy_(average(self.parts[name].cpu().contiguous()))
-        self._settle()
+        everyone = [json.loads(text) for text in told]
+        rows = max((row[0] for each in everyone for row in each.values()), default=0)
+        if rows == 0:
+            return
+        kinds = {n: kind for each in reversed(everyone) for n, (_, kind) in each.items() if kind}
+        sizes = {t.name: t.numel for t in tensors if t.name != USED}
+        whole = torch.zeros(rows, sum(sizes.values()))
+        parts = dict(zip(sizes, whole.split(list(sizes.values()), dim=1), strict=True))
+        for name in parts.keys() & self.parts.keys():
+            parts[name][: len(self.parts[name])] = self.parts[name].cpu()
+        average(whole)
+        self.parts, self.kinds, self._sender = parts, kinds, None
 
     def concentrate(self, plan: _core.Plan, topology: _core.Topology, rank: int) -> None:
         """Leaves what was spread to the ranks that send it, of the shards that a plan adds up."""
@@ -289,6 +314,7 @@ class Memory:
                 self._buffer[:, begin:own] = 0
                 self._buffer[:, own:last] *= size
                 self._buffer[:, last:end] = 0
+        self._sender = rank
         self._settle()
 
     @property
@@ -298,8 +324,9 @@ class Memory:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """A copy by parameter on the host, for a checkpoint."""
+        whose = {} if self._sender is None else {"rank": self._sender}
         return {
-            name: {"kind": self.kinds.get(name, ""), "rows": part.to("cpu", copy=True)}
+            name: {"kind": self.kinds.get(name, ""), "rows": part.to("cpu", copy=True)} | whose
             for name, part in self.parts.items()
         }
 
@@ -312,8 +339,18 @@ class Memory:
                     "it into the one it was saved from"
                 )
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over a checkpoint's, or forgets all; `check` has passed."""
+    def load(self, state: Mapping[str, Any], rank: int) -> None:
+        """Takes over a checkpoint's, or forgets all; `check` has passed.
+
+        What another rank alone remembered, as it alone has sent it, is not taken over.
+        """
+        if any(part.get("rank", rank) != rank for part in state.values()):
+            log.warning(
+                "rank %d: what codecs remember is another rank's, and left out: save and load on "
+                "every rank to lose nothing",
+                rank,
+            )
+            state = {}
         if not self.parts:  # no codec has remembered anything yet
             self.parts = {name: part["rows"].clone().float() for name, part in state.items()}
             self.kinds = {name: part["kind"] for name, part in state.items()}

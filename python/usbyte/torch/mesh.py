@@ -15,7 +15,7 @@ from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.lines import sizes_of
 
 #: What users give: "hosts", sizes such as "2x4" or [2, 4], the innermost first, the path of a JSON
-#: file, or what is in one.
+#: file of a topology or a network that `usbyte probe --dimensions` has written, or a topology.
 Given = str | Sequence[int] | _core.Topology
 
 _SIZES = re.compile(r"\d+(x\d+)*")
@@ -89,8 +89,11 @@ def parse(given: Given, ranks: int) -> str | list[int] | _core.Topology:
 
 
 def told(given: Given | None, ranks: int) -> str:
-    """What `parse` makes of it, in words that differ where it does."""
-    parsed = None if given is None else parse(given, ranks)
+    """What `parse` makes of it, or says of it, in words that differ where it does."""
+    try:
+        parsed = None if given is None else parse(given, ranks)
+    except UsageError as error:
+        return str(error)
     return parsed.to_json() if isinstance(parsed, _core.Topology) else str(parsed)
 
 
@@ -98,16 +101,22 @@ def _from_text(text: str) -> list[int] | _core.Topology:
     if _SIZES.fullmatch(text):
         return [int(size) for size in text.split("x")]
     try:
-        json = Path(text).read_text()
-    except OSError as error:
+        content = Path(text).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(
             f"topology {text!r} is neither 'hosts', nor sizes such as '2x4', nor a file that can "
-            f"be read ({error.strerror})"
+            f"be read ({reason})"
         ) from None
     try:
-        return _core.Topology.from_json(json)
+        if '"usbyte-network-1"' in content:
+            measured = _core.NetworkModel.from_json(content).topology
+            if measured is None:
+                raise UsageError("the network has no dimensions; probe it with --dimensions")
+            return measured
+        return _core.Topology.from_json(content)
     except UsageError as error:
-        raise UsageError(f"{text}: {error}") from None
+        raise UsageError(f"topology '{text}': {error}") from None
 
 
 def of_sizes(sizes: Sequence[int]) -> _core.Topology:

@@ -19,10 +19,10 @@ from usbyte.torch.context import Context, current
 from usbyte.torch.device import Mark, device_of
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
-from usbyte.torch.mesh import Given, told
+from usbyte.torch.mesh import Given, parse, told
 from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.planning import Decision, Planner, Policy
-from usbyte.torch.reducer import Reducer
+from usbyte.torch.reducer import Reducer, codes_shards
 from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
 from usbyte.torch.sparse import model_of, sparse_parameters
 from usbyte.torch.updates import DeferredUpdates, check_groups_unchanged, has_step_hooks
@@ -163,7 +163,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if topology is None and ranks is None:
             topology = env.topology or ("hosts" if policy == "themis" else None)
         self._topology = topology
-        self._told_topology = told(self._topology, context.size)
         self._options = {
             "partition_bytes": _bytes("partition_bytes", partition_bytes, env.partition_bytes),
             "credit_bytes": _bytes("credit_bytes", credit_bytes, env.credit_bytes),
@@ -232,8 +231,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         memory = state_dict.get(MEMORY, {})
         self._memory.check(memory, dict(zip(self._names(), self._params, strict=True)))
+        if memory and self._reducer is not None and codes_shards(self._reducer.plan):
+            raise UsageError(
+                "load_state_dict: each rank compresses shards of its own by now, which need not be "
+                "those of the state; load it right after the optimizer is made"
+            )
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != MEMORY})
-        self._memory.load(memory)
+        self._memory.load(memory, self._context.rank)
         if self._shards is not None:
             self._shards.recut()
 
@@ -468,9 +472,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "op": str(self._op),
                 "policy": self._policy if isinstance(self._policy, str) else "a function",
                 "max_grad_norm": self._max_grad_norm,
-                "topology": self._told_topology,
+                "topology": told(self._topology, self._context.size),
             },
         )
+        if self._topology is not None:
+            parse(self._topology, self._context.size)  # alike, so an error is on all ranks
         self._gates = gates = Gates(
             self._params, self._apply, self.synchronize, device, self._model
         )

@@ -441,6 +441,15 @@ class Planner:
                 self._label, "/".join(sorted({op.codec for op in ops})), scheme, len(ops),
                 len(plan.ops),
             )  # fmt: skip
+        if network.topology is not None:
+            routed = sum(op.route is not None for op in plan.ops)
+            coded = {op.line for op in plan.ops if op.line >= 0 and op.codec != "none"}
+            names = [network.topology.dimensions[line].name for line in coded]
+            log.info(
+                "%s: %d of %d ops go through the network's dimensions in chunks; compressed "
+                "in %s only",
+                self._label, routed, len(plan.ops), names[0] if names else "none",
+            )  # fmt: skip
         ddp = _core.make_plan("ddp", dense(profile), network, self._options, self._overlap)
         reason = ""
         if plan.policy == "auto" and plan.ops == ddp.ops:

@@ -386,9 +386,12 @@ class Reducer:
         """Goes on with another plan; everything is drained. Gradients keep their values."""
         old = self._grads
         self._provide_exchange(plan)
-        if _codes_shards(plan) or _codes_shards(self.plan):
-            # Others send elements than those that remember what of these was not sent.
-            self._memory.spread(self._average)
+        moves = _coded_shards(plan) != _coded_shards(self.plan)
+        if moves:  # others send elements than those that remember what of these was not sent
+            told = self._context.eager.allgather_bytes(
+                "usbyte.memory.kinds", self._memory.told().encode()
+            )
+            self._memory.spread(plan.tensors, [text.decode() for text in told], self._average)
         with self._exchanging:
             if self.failed:
                 raise FaultError(self._engine.fault)
@@ -396,7 +399,7 @@ class Reducer:
             self._engine.close()
             self.device.keep([self._arena.buffer])
             self._lay_out(plan)
-            if _codes_shards(plan) and isinstance(self._communicator, MeshCommunicator):
+            if moves and isinstance(self._communicator, MeshCommunicator):
                 topology = self._communicator.topology
                 self._memory.concentrate(plan, topology, self._context.rank)
             self._engine = self._start_engine(plan, steps)
@@ -408,9 +411,8 @@ class Reducer:
         if self._writer is not None:
             self._engine.set_timeline(self._writer)
 
-    def _average(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _average(self, tensor: torch.Tensor) -> None:
         self._context.eager.allreduce("usbyte.memory", tensor, Average)
-        return tensor
 
     def _lay_out(self, plan: _core.Plan) -> None:
         position = {t.name: k for k, t in enumerate(plan.tensors)}
@@ -556,6 +558,23 @@ def _kind_of(plan: _core.Plan) -> tuple[str, frozenset[str]]:
     return plan.policy, frozenset(op.codec for op in plan.ops)
 
 
-def _codes_shards(plan: _core.Plan) -> bool:
-    """Ranks remember shards of gradients, not all of their own."""
-    return any(op.line >= 0 and op.codec != "none" for op in plan.ops)
+def _coded_shards(plan: _core.Plan) -> set[tuple[tuple[int, int], int]]:
+    """Blocks, and the lines along which they are scattered, of whose shards codecs remember."""
+    coded = {
+        block
+        for op in plan.ops
+        if op.line >= 0 and (codec := _core.make_codec(op.codec)) is not None and codec.remembers
+        for block in op.blocks
+    }
+    return {
+        (block, op.line)
+        for op in plan.ops
+        if op.kind == "reduce_scatter"
+        for block in op.blocks
+        if block in coded
+    }
+
+
+def codes_shards(plan: _core.Plan) -> bool:
+    """Codecs remember shards of gradients, each on the rank that sends them."""
+    return bool(_coded_shards(plan))

@@ -1,0 +1,129 @@
+"""README.md: its table of systems names what there is, and all that there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+import usbyte.torch as ub
+from usbyte import _core, tuning
+from usbyte.cli import main
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = ("system", "in usbyte", "tests", "measured by", "published", "here")
+
+
+def table(text):
+    """Rows of the section, by name of the system; cells by name of the column."""
+    section = text.split("## What is in it\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert tuple(rows[0]) == COLUMNS
+    assert all(len(row) == len(COLUMNS) for row in rows)
+    found = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in rows[2:]}
+    assert len(found) == len(rows) - 2
+    return found
+
+
+ROWS = table((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def named(rows, kind):
+    """What stands behind `policy`, `policies`, ... up to the end of the list."""
+    plural = kind[:-1] + "ies" if kind.endswith("y") else kind + "s"
+    lists = [
+        part
+        for row in rows.values()
+        for part in re.findall(rf"\b(?:{kind}|{plural}) ((?:`[^`]+`[^`:;]*)+)", row["in usbyte"])
+    ]
+    return [name for part in lists for name in quoted(part)]
+
+
+def declared_in(path):
+    """Names of the tests of a file: functions, or those of TEST, TEST_F, TEST_P and TYPED_TEST."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return set(re.findall(r"^def (test_\w+)\(", text, flags=re.M))
+    pairs = re.findall(r"^(?:TYPED_)?TEST(?:_[FP])?\((\w+),\s*(\w+)\)", text, flags=re.M)
+    return {f"{suite}.{name}" for suite, name in pairs}
+
+
+def wrong_tests(rows):
+    """Tests that are named and do not exist, and rows that should have some."""
+    wrong = []
+    for system, row in rows.items():
+        if not quoted(row["tests"]) and not row["in usbyte"].startswith("not here"):
+            wrong.append(f"{system}: no test")
+        for text in quoted(row["tests"]):
+            file, _, name = text.partition(" ")
+            path = ROOT / "tests" / ("cpp" if file.endswith(".cc") else "python") / file
+            if not path.is_file() or (name and name not in declared_in(path)):
+                wrong.append(f"{system}: {text}")
+    return wrong
+
+
+def test_policies_codecs_and_schemes_are_those_there_are():
+    policies = named(ROWS, "policy")
+    assert sorted(policies) == sorted(tuning.policies())
+    assert set(_core.policies()) < set(policies)
+    codecs = named(ROWS, "codec")
+    assert sorted(["none", *codecs]) == sorted({"none", *_core.codec_names()})
+    assert sorted(named(ROWS, "scheme")) == sorted(_core.sparse_schemes())
+
+
+def test_tests_exist():
+    assert wrong_tests(ROWS) == []
+
+
+@pytest.mark.parametrize("system", ROWS)
+def test_names_and_files_exist(system):
+    row = ROWS[system]
+    for name in quoted(row["in usbyte"] + row["measured by"]):
+        if name.startswith(("_core.", "ub.")):
+            module, attribute = name.split(".")
+            assert hasattr({"_core": _core, "ub": ub}[module], attribute), name
+        elif name.startswith("benchmarks/"):
+            assert (ROOT / name).is_file(), name
+        elif name.startswith("usbyte "):
+            assert name.split()[1] in main.list_commands(click.Context(main)), name
+    for page in re.findall(r"\]\(([^)#]+)\)", "".join(row.values())):
+        assert (ROOT / page).is_file(), page
+
+
+@pytest.mark.parametrize("system", ROWS)
+def test_figures_stand_on_their_pages(system):
+    """Every factor, percentage and time, on the next page that is linked behind it."""
+    assert missing_figures(ROWS[system]["here"]) == []
+
+
+def missing_figures(cell):
+    missing, figures = [], r"(\d+(?:\.\d+)?)(?:x\b| ?%| ms\b| s\b)"
+    for text, page in re.findall(r"(.*?)\]\(([^)]+)\)", cell):
+        path = ROOT / page
+        if not path.is_file():
+            continue
+        content = path.read_text(encoding="utf-8")
+        for figure in re.findall(figures, text):
+            if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", content):
+                missing.append(f"{figure} on {page}")
+    return missing
+
+
+def test_what_is_not_so_is_found():
+    rows = {name: dict(row) for name, row in ROWS.items()}
+    rows["DDP"]["tests"] = "`policy_test.cc Ddp.DoesNotExist`, `test_none.py test_it`"
+    rows["P3"] |= {"tests": "", "in usbyte": "policies `p3`, `p4`; by `ub.none`"}
+    del rows["WFBP"]
+    wrong = {"DDP: policy_test.cc Ddp.DoesNotExist", "DDP: test_none.py test_it", "P3: no test"}
+    assert wrong <= {*wrong_tests(rows)}
+    assert {*named(rows, "policy")} == {*named(ROWS, "policy"), "p4"} - {"wfbp"}
+    assert missing_figures("1.30x, 9.87x, 9.86x ([page](docs/reproduced.md)), 3.21x") == [
+        "9.87 on docs/reproduced.md"
+    ]
