@@ -111,36 +111,77 @@ TEST(Themis, CountsStartupsOrNot) {
   EXPECT_THROW(themis_latency_from_name("twice"), UsageError);
 }
 
-// The fastest of all assignments of two routes to chunks, in either queue.
-double best_s(const Topology& topology, double bytes, int chunks) {
+// All routes that there are, given to chunks in all ways.
+std::vector<std::vector<Route>> all_assignments(const Topology& topology, int chunks) {
+  std::vector<Route> routes;
+  Route route = innermost_first(topology);
+  do routes.push_back(route);
+  while (std::ranges::next_permutation(route).found);
+  std::vector<std::vector<Route>> out(1);
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    std::vector<std::vector<Route>> longer;
+    for (const auto& assigned : out) {
+      for (const Route& next : routes) {
+        longer.push_back(assigned);
+        longer.back().push_back(next);
+      }
+    }
+    out = std::move(longer);
+  }
+  return out;
+}
+
+// In the better of both queues.
+double routed_s(const Topology& topology, double bytes, const std::vector<Route>& routes) {
   double best = std::numeric_limits<double>::infinity();
-  for (int bits = 0; bits < 1 << chunks; ++bits) {
-    MeshCollective collective{kWhole, bytes, {}, {}, 0, {}};
-    for (int i = 0; i < chunks; ++i) {
-      collective.routes.push_back(bits >> i & 1 ? Route{1, 0} : Route{0, 1});
-    }
-    for (MeshQueue queue : {MeshQueue::fifo, MeshQueue::smallest_chunk_first}) {
-      best = std::min(best, simulate_mesh(topology, {collective}, {queue}).finish_s);
-    }
+  for (MeshQueue queue : {MeshQueue::fifo, MeshQueue::smallest_chunk_first}) {
+    const MeshCollective collective{kWhole, bytes, routes, {}, 0, {}};
+    best = std::min(best, simulate_mesh(topology, {collective}, {queue}).finish_s);
   }
   return best;
 }
 
-TEST(Themis, IsNearTheBestOfAllAssignments) {
+// Against all assignments. The first chunk always goes the fixed way, so that one or two chunks can
+// take several times as long as they would at best. But the busiest dimension is loaded with no
+// more than at best and one phase of a chunk, on the dimension that is slowest for it; and times,
+// which have all_gathers and waits too, are within three of those.
+TEST(Themis, LoadsAreWithinAChunkOfTheBestOfAllAssignments) {
   std::mt19937 rng(13);
-  double worst = 1, sum = 0;
-  constexpr int kRepeats = 40, kChunks = 6;
-  for (int repeat = 0; repeat < kRepeats; ++repeat) {
-    Topology topology = random_topology(rng, 2, 2);
-    topology.dimensions.resize(2);
-    const MeshChoice choice = chosen_routes(topology, kWhole, 1e8, kChunks);
-    const double ratio = choice.seconds / best_s(topology, 1e8, kChunks);
-    EXPECT_GE(ratio, 1 - 1e-9);
-    worst = std::max(worst, ratio);
-    sum += ratio;
+  constexpr double kBytes = 1e8;
+  for (const auto& [ndim, most_chunks] : {std::pair(2, 6), {3, 4}}) {
+    for (int chunks = 1; chunks <= most_chunks; ++chunks) {
+      SCOPED_TRACE(std::to_string(ndim) + " dimensions, " + std::to_string(chunks) + " chunks");
+      double sum = 0;
+      constexpr int kRepeats = 50;
+      for (int repeat = 0; repeat < kRepeats; ++repeat) {
+        Topology topology = random_topology(rng, 3, 2, true);
+        topology.dimensions.resize(static_cast<size_t>(ndim));
+        double slowest_s = 0;
+        for (const Dimension& d : topology.dimensions) {
+          const double moved = d.moved_bytes(kBytes / chunks, true);
+          slowest_s = std::max(slowest_s, d.startup_s() + moved / d.bytes_per_s);
+        }
+        const auto busiest_s = [&](const std::vector<Route>& routes) {
+          return std::ranges::max(route_loads_s(topology, kWhole, kBytes, routes));
+        };
+        double best_s = std::numeric_limits<double>::infinity(), least_load_s = best_s;
+        for (const std::vector<Route>& routes : all_assignments(topology, chunks)) {
+          best_s = std::min(best_s, routed_s(topology, kBytes, routes));
+          least_load_s = std::min(least_load_s, busiest_s(routes));
+        }
+        const std::vector<Route> greedy = themis_routes(topology, kWhole, kBytes, chunks);
+        const double greedy_s = routed_s(topology, kBytes, greedy), load_s = busiest_s(greedy);
+        const double chosen_s = chosen_routes(topology, kWhole, kBytes, chunks).seconds;
+        EXPECT_GE(load_s, least_load_s * (1 - 1e-9));
+        EXPECT_GE(chosen_s, best_s * (1 - 1e-9));
+        EXPECT_LE(chosen_s, greedy_s * (1 + 1e-9));
+        EXPECT_LE(load_s, least_load_s + slowest_s);
+        EXPECT_LE(greedy_s, best_s + 3 * slowest_s);
+        sum += chosen_s / best_s;
+      }
+      EXPECT_LT(sum / kRepeats, chunks < 3 ? 2 : 1.6);
+    }
   }
-  EXPECT_LT(worst, 1.3);
-  EXPECT_LT(sum / kRepeats, 1.08);
 }
 
 TEST(Themis, ChosenIsNeverSlowerThanTheFixedOrder) {
