@@ -138,8 +138,8 @@ def page(
         "\n\nSynchronous: `DistributedOptimizer` over all ranks, overlap forward, policy auto. "
         f"{EPOCHS} epochs as DASO counts them, of which {SYNCHRONOUS} are warm-up and "
         f"{SYNCHRONOUS} cool-down; s/epoch is the median of those between, MB what all ranks "
-        "together sent between nodes in one of them. All ranks ended with the same parameters bit for bit "
-        "(checked). In brackets: the least and the most over seeds.\n"
+        "together sent between nodes in one of them. All ranks ended with the same parameters bit "
+        "for bit (checked). In brackets: the least and the most over seeds.\n"
     )
     for name, (job, results) in found.items():
         text += f"\n### {name}\n\n{_heading(job, results)}\n\n"
