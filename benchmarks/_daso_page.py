@@ -8,7 +8,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -55,7 +55,8 @@ class Result:
         losses: Training loss of the last epoch.
         epoch_s: Of the epochs between warm-up and cool-down, the median.
         whole_s: Of the whole training.
-        outer_bytes: That rank 0 sent between nodes in one of those epochs, the mean; 0: unknown.
+        outer_bytes: That all ranks together sent between nodes in one of those epochs, the mean; 0:
+            unknown.
     """
 
     scores: list[float] = field(default_factory=list)
@@ -105,7 +106,8 @@ What is saved is the network between nodes, and as much time as that was in the 
 compute, and all ranks share the cores of one machine, so that compute takes longer than on \
 machines of their own, which makes the difference smaller. The whole time includes warm-up and \
 cool-down, whose steps wait for the slow network, and of both kinds of training the making of the \
-plan; synchronous training tries several plans, which may go on into the epochs that are counted.
+plan; synchronous training tries several plans, which may go on into the epochs that are counted. \
+Bytes between nodes can be counted on exactly; times are those of a machine with other work.
 """
 
 
@@ -135,9 +137,9 @@ def page(
         f"On every rank: `{command}`, with OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}."
         "\n\nSynchronous: `DistributedOptimizer` over all ranks, overlap forward, policy auto. "
         f"{EPOCHS} epochs as DASO counts them, of which {SYNCHRONOUS} are warm-up and "
-        f"{SYNCHRONOUS} cool-down; s/epoch is the median of those between, MB that which rank 0 "
-        "sent between nodes in one of them. All ranks ended with the same parameters bit for bit "
-        "(checked). In brackets: the least and the most over seeds.\n"
+        f"{SYNCHRONOUS} cool-down; s/epoch is the median of those between, MB what all ranks "
+        "together sent between nodes in one of them. All ranks ended with the same parameters bit "
+        "for bit (checked). In brackets: the least and the most over seeds.\n"
     )
     for name, (job, results) in found.items():
         text += f"\n### {name}\n\n{_heading(job, results)}\n\n"
@@ -159,23 +161,22 @@ def _heading(job: Job, results: Mapping[str, Result]) -> str:
 
 def _row(job: Job, name: str, results: Mapping[str, Result]) -> list[str]:
     result, base = results[name], results[VARIANTS[0].name]
-    score = statistics.fmean(result.scores)
-    spread = (
-        f" ({job.format(min(result.scores))}-{job.format(max(result.scores))})"
-        if len(result.scores) > 1
-        else ""
-    )
     sent = statistics.fmean(result.outer_bytes) / 1e6
-    worse = score - statistics.fmean(base.scores)
+    difference = statistics.fmean(result.scores) - statistics.fmean(base.scores)
     return [
         name,
-        job.format(score) + spread,
-        "" if result is base else job.format(worse, "+"),
+        _with_spread(result.scores, job.format),
+        "" if result is base else job.format(difference, "+"),
         f"{statistics.fmean(result.losses):.4f}",
         f"{statistics.median(result.epoch_s):.2f}",
         f"{sent:.1f}" if sent else "",
-        f"{statistics.fmean(result.whole_s):.1f}",
+        _with_spread(result.whole_s, lambda seconds: f"{seconds:.1f}"),
     ]
+
+
+def _with_spread(values: Sequence[float], write: Callable[[float], str]) -> str:
+    mean = write(statistics.fmean(values))
+    return f"{mean} ({write(min(values))}-{write(max(values))})" if len(values) > 1 else mean
 
 
 def _processor() -> str:
