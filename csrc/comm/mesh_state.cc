@@ -119,8 +119,7 @@ bool MeshCommunicator::State::launch_on(size_t d) {
   Line& line = lines[d];
   bool passes = false;
   std::unique_lock lock(mutex);
-  while (fault.empty() && !line.launching && !line.waiting.empty() &&
-         line.in_flight < kPhasesInFlight) {
+  while (!line.launching && !line.waiting.empty() && line.in_flight < kPhasesInFlight) {
     if (const Task& next = line.waiting.front();
         next.job->passed[static_cast<size_t>(next.chunk)] != next.phase) {
       break;
@@ -250,8 +249,7 @@ bool MeshCommunicator::State::completing() const {
 
 /// With the lock.
 bool MeshCommunicator::State::idle() const {
-  return open.empty() && over.empty() && flat_in_flight == 0 && !delivering && calling.empty() &&
-         inside.empty();
+  return open.empty() && over.empty() && flat_in_flight == 0 && !delivering && inside.empty();
 }
 
 }  // namespace usbyte

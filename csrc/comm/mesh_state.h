@@ -35,7 +35,7 @@ struct MeshCommunicator::State : std::enable_shared_from_this<State> {
   };
   struct Line {
     std::shared_ptr<Communicator> communicator;
-    std::deque<Task> waiting;
+    std::deque<Task> waiting;  // none after a fault
     int in_flight = 0;
     bool launching = false;
   };
@@ -72,7 +72,7 @@ struct MeshCommunicator::State : std::enable_shared_from_this<State> {
   Jobs over;                // to be completed
   bool delivering = false;
   Threads inside;     // a communicator
-  Threads calling;    // a completion
+  Threads calling;    // a completion; while `delivering`, or `flat_in_flight`
   std::string fault;  // final: why requests with a schedule fail
   std::string ended;  // final: why all do
   // Found valid. A schedule is another if its owner is.

@@ -23,10 +23,16 @@ const std::string kDestroyed =
     "the mesh communicator was destroyed before this request was complete";
 const std::string kAborted = "the mesh communicator was aborted";
 
-/// A rank of two whose launches complete when the test says so, or at once; no data moves.
+/// A rank of two whose launches complete when the test says so, or at once; no data moves. What is
+/// in flight fails when it goes.
 class ManualLine final : public Communicator {
  public:
   explicit ManualLine(int size = 2) : size_(size) {}
+  ~ManualLine() override {
+    for (const Completion& done : pending_) {
+      done(std::make_exception_ptr(FaultError("the line is gone")));
+    }
+  }
 
   int rank() const override { return 0; }
   int size() const override { return size_; }
@@ -36,10 +42,11 @@ class ManualLine final : public Communicator {
     const char here = 0;
     deepest = std::max(deepest, top ? std::abs(top - &here) : 0);
     changed_.notify_all();
-    changed_.wait(lock, [this] { return !holds || aborted; });
-    if (at_once) {
+    changed_.wait(lock, [this] { return !holds || (aborted && !holds_on); });
+    if (keeps) kept.push_back(done);
+    if (at_once || requests.size() == fails_at) {
       lock.unlock();
-      return done(nullptr);
+      return done(at_once ? nullptr : std::make_exception_ptr(FaultError("no route")));
     }
     pending_.push_back(std::move(done));
     changed_.notify_all();
@@ -47,6 +54,12 @@ class ManualLine final : public Communicator {
   void abort() override {
     std::lock_guard lock(mutex_);
     aborted = true;
+    changed_.notify_all();
+  }
+
+  void let_on() {
+    std::lock_guard lock(mutex_);
+    holds_on = false;
     changed_.notify_all();
   }
 
@@ -71,7 +84,12 @@ class ManualLine final : public Communicator {
 
   // Of one thread at a time, or behind await.
   std::vector<Request> requests;
-  bool at_once = false, holds = false, aborted = false;
+  bool at_once = false, aborted = false;
+  bool holds = false;     // launches, until it is aborted
+  bool holds_on = false;  // then too
+  bool keeps = false;     // completions
+  size_t fails_at = 0;    // launches, the last of which fails at once
+  std::vector<Completion> kept;
   const char* top = nullptr;  // of the stack
   std::ptrdiff_t deepest = 0;
 
@@ -169,6 +187,21 @@ TEST_F(ManualMesh, PhasesWaitForOneAnotherAndForTheirTurn) {
   EXPECT_EQ(d1->requests[1].recv[0].count, 2);
 }
 
+TEST_F(ManualMesh, WhatIsEmptyIsNotLaunched) {
+  memory = {{}, {1}};
+  all->launch(by(both), log("a"));
+  EXPECT_EQ(in_flight(), (Counts{1, 0, 0})) << "the second chunk has no elements";
+  while (d0->in_flight() + d1->in_flight() > 0) (d1->in_flight() ? d1 : d0)->complete();
+  EXPECT_EQ(log.take(), "a: done\n");
+  for (auto& line : {d0, d1}) {
+    EXPECT_EQ(line->requests.size(), 2U);
+    for (const Request& request : line->requests) {
+      ASSERT_EQ(request.recv.size(), 1U);
+      EXPECT_EQ(request.recv[0].data, memory[1].data());
+    }
+  }
+}
+
 TEST_F(ManualMesh, WhatCompletesInLaunchGoesNoDeeperThanThereAreLines) {
   for (auto& line : {flat, d0, d1}) line->at_once = true;
   const char here = 0;
@@ -220,6 +253,7 @@ TEST_F(ManualMesh, AnErrorOfALineEndsWhatHasASchedule) {
   d1->complete(0, std::make_exception_ptr(MismatchError("rank 1 differs")));
   const std::string why = ": phase 0 of chunk 1, over dimension 'd1', failed: rank 1 differs\n";
   EXPECT_EQ(log.take(), "b" + why) << "nothing of it is in flight";
+  EXPECT_EQ(both.use_count(), 2) << "of that there is nothing left";
   all->launch(by(one), log("c"));
   EXPECT_EQ(log.take(), "c" + why);
   EXPECT_EQ(in_flight(), (Counts{1, 0, 1}));
@@ -277,6 +311,21 @@ TEST_F(ManualMesh, AnAbortFreesWhoIsInsideALaunch) {
   EXPECT_TRUE(let_go());
   d0->complete();
   EXPECT_EQ(log.take(), "a: " + kAborted + "\n");
+}
+
+// Else it might be left with the last share of it.
+TEST_F(ManualMesh, NothingIsLetGoOfWhileAThreadIsInsideALaunch) {
+  d0->holds = d0->holds_on = true;
+  std::thread launcher([this] { all->launch(by(one), log("a")); });
+  d0->await([this] { return !d0->requests.empty(); });
+  std::thread aborter([this] { all->abort(); });
+  d0->await([this] { return d0->aborted; });
+  std::this_thread::sleep_for(20ms);
+  EXPECT_EQ(d1.use_count(), 2);
+  d0->let_on();
+  launcher.join();
+  aborter.join();
+  EXPECT_TRUE(let_go());
 }
 
 TEST_F(ManualMesh, DestructionWaitsForWhatIsInFlight) {
@@ -379,6 +428,34 @@ TEST_F(ManualMesh, ACompletionInsideALaunchMayDestroyIt) {
   EXPECT_TRUE(let_go());
 }
 
+// Its last share is then with whom is inside, and a phase of another request in flight on it.
+TEST_F(ManualMesh, AndTheLineThatItIsInside) {
+  ManualLine& line = *d0;
+  all = nullptr;
+  all = std::make_unique<MeshCommunicator>(
+      topology, flat, std::vector<std::shared_ptr<Communicator>>{std::move(d0), d1});
+  d0 = std::make_shared<ManualLine>();
+  line.fails_at = 3;
+  all->launch(by(one), log("a"));
+  all->launch(by(one), log("b", [this] { all.reset(); }));
+  line.complete();
+  d1->complete();
+  d1->complete();
+  const std::string why = ": phase 0 of chunk 0, over dimension 'd0', failed: no route\n";
+  EXPECT_EQ(log.take(), "b" + why + "a" + why);
+  EXPECT_TRUE(let_go());
+}
+
+TEST_F(ManualMesh, ACompletionInsideAnAbortMayDestroyIt) {
+  all->launch(by(one), log("a"));
+  all->launch(by(one), log("b", [this] { all.reset(); }));
+  all->abort();
+  EXPECT_FALSE(all);
+  EXPECT_TRUE(let_go());
+  d0->complete();
+  EXPECT_EQ(log.take(), "b: " + kAborted + "\na: " + kAborted + "\n");
+}
+
 TEST_F(ManualMesh, ACompletionMayAbortIt) {
   all->launch(by(one), log("a", [this] { all->abort(); }));
   all->launch(by(one), log("b"));
@@ -390,6 +467,7 @@ TEST_F(ManualMesh, ACompletionMayAbortIt) {
 }
 
 TEST_F(ManualMesh, CompletionsMayOwnIt) {
+  for (auto& line : {flat, d0, d1}) line->keeps = true;
   std::shared_ptr<MeshCommunicator> mine = std::move(all);
   std::weak_ptr<MeshCommunicator> watch = mine;
   for (const Schedule& how : {one, Schedule()}) {

@@ -87,7 +87,7 @@ class _CompressedBuckets:
         if known is None or not known.fits(buffer, params, step):
             names = [self._names.setdefault(p, str(len(self._names))) for p in params]
             memory = Memory()
-            memory.load(self._remembered(names))
+            memory.load(self._remembered(names), dist.get_rank())
             self._memories |= dict.fromkeys(names, memory)
             specs = self._specs(params)
             known = _Bucket(index, buffer, params, names, specs, step, memory, self._group)
