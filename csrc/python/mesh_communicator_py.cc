@@ -2,7 +2,7 @@
 
 #include <pybind11/stl.h>
 
-#include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -11,22 +11,49 @@
 namespace py = pybind11;
 
 namespace usbyte {
+namespace {
+
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+std::shared_ptr<MeshCommunicator> make(Topology topology, std::shared_ptr<Communicator> flat,
+                                       std::vector<std::shared_ptr<Communicator>> lines) {
+  // What Python owns may be let go of by any thread.
+  flat = end_locked(std::move(flat));
+  for (auto& line : lines) {
+    if (line) line = end_locked(std::move(line));
+  }
+  py::gil_scoped_release free;
+  return end_unlocked(
+      std::make_shared<MeshCommunicator>(std::move(topology), std::move(flat), std::move(lines)));
+}
+
+void all_reduce(MeshCommunicator& communicator,
+                const std::vector<std::pair<uintptr_t, int64_t>>& spans, const std::string& dtype,
+                const MeshSchedule* schedule) {
+  Request request;
+  request.kind = Collective::all_reduce;
+  request.dtype = dtype_from_name(dtype);
+  for (auto [address, count] : spans) {
+    request.recv.push_back({reinterpret_cast<void*>(address), count});
+  }
+  if (schedule) request.schedule = std::make_shared<MeshSchedule>(*schedule);
+  py::gil_scoped_release free;
+  communicator.run(request);
+}
+
+}  // namespace
 
 void register_mesh_communicator(py::module_& m) {
-  using Held = std::shared_ptr<Communicator>;
   py::class_<MeshCommunicator, Communicator, std::shared_ptr<MeshCommunicator>>(
       m, "MeshCommunicator",
-      "All_reduces with routes over the lines of a mesh, by dimension, None where there is no "
-      "other rank; all else over the flat communicator.")
-      .def(py::init([](Topology topology, Held flat, const std::vector<Held>& lines) {
-             Held all = end_locked(std::move(flat));
-             std::vector<Held> held;
-             for (const Held& line : lines) held.push_back(line ? end_locked(line) : nullptr);
-             py::gil_scoped_release free;
-             return end_unlocked(std::make_shared<MeshCommunicator>(
-                 std::move(topology), std::move(all), std::move(held)));
-           }),
-           py::arg("topology"), py::arg("flat").none(false), py::arg("lines"));
+      "All_reduces with a schedule over the lines of a network's dimensions, each a communicator "
+      "of the host or None where there is one rank; everything else over the flat one.")
+      .def(py::init(&make), py::arg("topology"), py::arg("flat").none(false), py::arg("lines"))
+      .def("all_reduce", &all_reduce, py::arg("spans"), py::arg("dtype") = "float32",
+           py::arg("schedule") = nullptr,
+           "Sums [(address, count), ...] in place; returns when that is over.")
+      .def("failure", &MeshCommunicator::failure, Unlocked(), "Empty while all is well.")
+      .def("abort", &MeshCommunicator::abort, Unlocked());
 }
 
 }  // namespace usbyte
