@@ -48,7 +48,9 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
       oldest(plan.ops().size()) {
   check_lines(plan, communicator, options);
   for (const Op& op : plan.ops()) {
-    Request request{op.kind, plan.dtype(op), ReduceOp::sum, 0, {}, {}};
+    Request request;
+    request.kind = op.kind;
+    request.dtype = plan.dtype(op);
     request.window_bytes = op.window_bytes;
     request.fence = op.fence;
     if (op.route) request.schedule = std::make_shared<const MeshSchedule>(*op.route);

@@ -80,6 +80,7 @@ class CodedPlans:
         if topology is None or self._sharded or self._device is not None or not coded:
             return best
         lines = [d for d, dimension in enumerate(topology.dimensions) if dimension.size > 1]
+        lines.sort(key=lambda d: topology.dimensions[d].bytes_per_s)  # of equal plans, the first
         if len(lines) == 2:
             along = [_core.along_lines(plan, topology, line) for line in lines]
             best = min([best, *along], key=lambda each: self.step_s(each, profile, network))
