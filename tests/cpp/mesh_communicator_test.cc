@@ -212,6 +212,60 @@ TEST(MeshCommunicator, RequestsThatCannotBeAreRefused) {
   });
 }
 
+TEST(MeshCommunicator, RequestsAlongALineAreAmongItsRanks) {
+  const Topology topology = mesh({2, 3});
+  Meshes ranks = communicators(topology);
+  EXPECT_EQ(*ranks[0]->topology(), topology);
+  on_each_rank(6, [&](int rank) {
+    const std::vector<int> place = topology.coordinates(rank);
+    for (int line : {0, 1, 0}) {
+      const auto at = static_cast<size_t>(line);
+      const int size = topology.dimensions[at].size;
+      std::vector<int32_t> data(5, rank);
+      Request request;
+      request.dtype = DType::int32;
+      request.line = line;
+      request.recv = {{data.data(), 5}, {nullptr, 0}};
+      int32_t sum = 0;
+      for (int other : topology.line(rank, line)) sum += other;
+      for (auto kind : {Collective::reduce_scatter, Collective::all_gather}) {
+        request.kind = kind;
+        ranks[static_cast<size_t>(rank)]->run(request);
+        const Block own = shard({0, 5}, place[at], size);
+        for (int64_t i = 0; i < 5; ++i) {
+          const bool there = kind == Collective::all_gather || (own.begin <= i && i < own.end);
+          EXPECT_TRUE(!there || data[static_cast<size_t>(i)] == sum);
+        }
+      }
+      request.kind = Collective::all_reduce;
+      ranks[static_cast<size_t>(rank)]->run(request);
+      EXPECT_EQ(data, std::vector<int32_t>(5, sum * size));
+    }
+  });
+}
+
+TEST(MeshCommunicator, RequestsThatCannotGoAlongALineAreRefused) {
+  const Topology topology = mesh({2, 2});
+  Meshes ranks = communicators(topology);
+  float one = 1;
+  const auto expect_refused = [&](const std::string& why, auto change) {
+    Request request;
+    request.kind = Collective::all_reduce;
+    request.line = 1;
+    request.recv = {{&one, 1}};
+    change(request);
+    const std::string message = message_of<UsageError>([&] { ranks[0]->run(request); });
+    EXPECT_NE(message.find(why), std::string::npos) << message;
+  };
+  expect_refused("no dimension 2", [](Request& r) { r.line = 2; });
+  expect_refused("cannot have a line",
+                 [&](Request& r) { r.schedule = schedule(topology, {{0, 1}}); });
+  expect_refused("only all_reduces, reduce_scatters and all_gathers",
+                 [](Request& r) { r.kind = Collective::broadcast; });
+  expect_refused("in place", [](Request& r) { r.send = r.recv; });
+  expect_refused("sums only", [](Request& r) { r.reduce = ReduceOp::max; });
+}
+
 // Schedules are validated once, but not what is another one at the same place or of one owner.
 TEST(MeshCommunicator, WhatIsKnownOfAScheduleIsNotSaidOfOthers) {
   const Topology topology = mesh({1});
