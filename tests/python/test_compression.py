@@ -346,14 +346,14 @@ def test_memory_is_checked_before_it_is_taken():
         memory.check(saved("unsent", 1, 5), {"a": param})
     memory.check(saved("unsent", 1, 5), {"frozen since": param})
     memory.check(saved("unsent, velocity", 2, 4), {"a": param})
-    memory.load(saved("unsent, velocity", 2, 4))
+    memory.load(saved("unsent, velocity", 2, 4), 0)
     assert memory.parts["a"].tolist() == [[1, 1, 1, 1]]
     later = Memory()
-    later.load(saved("unsent", 1, 4))  # before there is a plan
+    later.load(saved("unsent", 1, 4), 0)  # before there is a plan
     later.lay_out(plan)
     assert later.state()["a"]["rows"].tolist() == [[1, 1, 1, 1]]
     assert later.state()["a"]["kind"] == "unsent"
-    memory.load({})
+    memory.load({}, 0)
     assert not memory.parts["a"].any()
 
 
