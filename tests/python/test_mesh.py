@@ -49,7 +49,7 @@ def routed(rank, size, sizes, mixed):
     def remember(_step, _model, optimizer):
         plans.append(optimizer.plan)
 
-    for mode in ("forward", "backward"):
+    for mode in ("forward", "backward") if mixed else ("forward",):
         got = train(
             mode, name, rank, size, steps=12, double=not mixed, mixed=mixed, policy=scattered,
             topology=sizes, on_step=remember,
@@ -98,7 +98,7 @@ def test_lines_are_measured():
 
 
 def test_themis_takes_hosts_for_dimensions_and_environment_or_file_otherwise(tmp_path):
-    sizes = {"": [2, 2], "4x1": None, "1x2x2": [1, 2, 2]}
+    sizes = {"": [2, 2], "4x1": None}
     for given, expected in sizes.items():
         env = LEARN_FAST | ({"USBYTE_TOPOLOGY": given} if given else {})
         for text, _ in run_ranks(4, learned, "themis", None, env=env):
@@ -107,10 +107,9 @@ def test_themis_takes_hosts_for_dimensions_and_environment_or_file_otherwise(tmp
     fast = _core.Topology([_core.Dimension("a", 2, 1e15), _core.Dimension("b", 2, 1e15)])
     path = tmp_path / "fast.json"
     path.write_text(fast.to_json())
-    for policy in ("themis", "auto"):
-        for text, routes in run_ranks(4, learned, policy, str(path), env=LEARN_FAST):
-            assert text == fast.to_json()
-            assert policy == "auto" or routes > 0
+    for text, routes in run_ranks(4, learned, "themis", str(path), env=LEARN_FAST):
+        assert text == fast.to_json()
+        assert routes > 0
 
 
 def compressed(rank, size, topology, spec):
