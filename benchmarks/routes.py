@@ -8,12 +8,14 @@ Run it on every rank of an emulated cluster of two dimensions:
 The lines of the mesh are measured first, as training does it. Then the ways take turns: an
 all_reduce that knows nothing of dimensions; the innermost dimension first for every chunk, in the
 number of chunks that is predicted to be best (a hierarchical all_reduce); and what policy themis
-sends. Sums are checked in every round. A time is that of the slowest rank. Columns:
+sends. Sums are checked in every round. A time is that of the slowest rank. Above each table stands
+what it would take if all dimensions were busy all the time, without startups. Columns:
 
+    chunks     that the vector is cut into
     ms         median of the rounds, and the least and the most
     predicted  by the simulator, from what the lines were measured to cost
+    off        by how much that is more than what was measured
     x          the fixed order's time over this one's, as measured
-    ideal      all dimensions busy all the time, without startups
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class Way:
     predicted_s: float
     seconds: list[float] = field(default_factory=list)
 
-    def run(self, mesh: MeshCommunicator, size: int, rounds: int) -> None:
-        """Adds up vectors of so many bytes, one after the other."""
+    def run(self, mesh: MeshCommunicator, size: int) -> None:
+        """Adds up vectors of so many bytes."""
         [tensor] = line([("vector", size // 4, "float32")])
         plan = _core.Plan(
             "routes", [tensor], [_core.Op("all_reduce", [(0, tensor.numel)], route=self.route)]
@@ -64,21 +66,20 @@ class Way:
         mesh.register(buffer)
         values = buffer.view(torch.float32)
         engine = _core.Engine(plan, buffer.data_ptr(), mesh.core)
-        for _ in range(rounds):
-            values.copy_(torch.arange(len(values)) % 97 + ub.rank())
-            ub.barrier()
-            engine.begin_step()
-            engine.ready(0)
-            engine.end_backward()
-            engine.drain()
-            [(begin, end)] = engine.op_times()
-            ranks = ub.size()
-            expected = torch.arange(len(values)) % 97 * ranks + ranks * (ranks - 1) // 2
-            if not torch.equal(values, expected.float()):
-                raise click.ClickException(f"rank {ub.rank()}: {self.name} came to another sum")
-            took = torch.tensor(end - begin, dtype=torch.float64)
-            self.seconds.append(float(ub.allreduce(took, op=ub.Max)))
+        values.copy_(torch.arange(len(values)) % 97 + ub.rank())
+        ub.barrier()
+        engine.begin_step()
+        engine.ready(0)
+        engine.end_backward()
+        engine.drain()
+        [(begin, end)] = engine.op_times()
         engine.close()
+        ranks = ub.size()
+        expected = torch.arange(len(values)) % 97 * ranks + ranks * (ranks - 1) // 2
+        if not torch.equal(values, expected.float()):
+            raise click.ClickException(f"rank {ub.rank()}: {self.name} came to another sum")
+        took = torch.tensor(end - begin, dtype=torch.float64)
+        self.seconds.append(float(ub.allreduce(took, op=ub.Max)))
 
 
 def _ways(network: _core.NetworkModel, size: int) -> list[Way]:
@@ -127,7 +128,7 @@ def main(topology: str, sizes: Sequence[int], rounds: int, largest: int) -> None
         ways = _ways(network, size)
         for turn in range(rounds + 1):
             for way in ways:
-                way.run(mesh, size, 1)
+                way.run(mesh, size)
                 if turn == 0:
                     way.seconds.clear()  # the first one makes connections
         if ub.rank() == 0:

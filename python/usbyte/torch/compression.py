@@ -299,8 +299,9 @@ class Memory:
 
     def concentrate(self, plan: _core.Plan, topology: _core.Topology, rank: int) -> None:
         """Leaves what was spread to the ranks that send it, of the shards that a plan adds up."""
-        scatters = {block: op.line for op in plan.ops if op.kind == "reduce_scatter"
-                    for block in op.blocks}  # fmt: skip
+        scatters = {
+            block: op.line for op in plan.ops if op.kind == "reduce_scatter" for block in op.blocks
+        }
         for op in plan.ops:
             if op.line < 0 or op.codec == "none":
                 continue

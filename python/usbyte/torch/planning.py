@@ -444,11 +444,11 @@ class Planner:
         if network.topology is not None:
             routed = sum(op.route is not None for op in plan.ops)
             coded = {op.line for op in plan.ops if op.line >= 0 and op.codec != "none"}
-            names = [network.topology.dimensions[line].name for line in coded]
+            names = [network.topology.dimensions[line].name for line in sorted(coded)]
             log.info(
-                "%s: %d of %d ops go through the network's dimensions in chunks; compressed "
-                "in %s only",
-                self._label, routed, len(plan.ops), names[0] if names else "none",
+                "%s: %d of %d ops go through the network's dimensions in chunks%s",
+                self._label, routed, len(plan.ops),
+                f"; codecs work in '{names[0]}' only" if names else "",
             )  # fmt: skip
         ddp = _core.make_plan("ddp", dense(profile), network, self._options, self._overlap)
         reason = ""

@@ -399,7 +399,7 @@ class Reducer:
             self._engine.close()
             self.device.keep([self._arena.buffer])
             self._lay_out(plan)
-            if moves and isinstance(self._communicator, MeshCommunicator):
+            if moves and codes_shards(plan) and isinstance(self._communicator, MeshCommunicator):
                 topology = self._communicator.topology
                 self._memory.concentrate(plan, topology, self._context.rank)
             self._engine = self._start_engine(plan, steps)
@@ -558,16 +558,17 @@ def _kind_of(plan: _core.Plan) -> tuple[str, frozenset[str]]:
     return plan.policy, frozenset(op.codec for op in plan.ops)
 
 
-def _coded_shards(plan: _core.Plan) -> set[tuple[tuple[int, int], int]]:
-    """Blocks, and the lines along which they are scattered, of whose shards codecs remember."""
+def _coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, str]]:
+    """Of whose shards codecs remember: blocks, their lines and, as places tell no more, tensors."""
     coded = {
         block
         for op in plan.ops
         if op.line >= 0 and (codec := _core.make_codec(op.codec)) is not None and codec.remembers
         for block in op.blocks
     }
+    order = " ".join(t.name for t in plan.tensors)
     return {
-        (block, op.line)
+        (*block, op.line, order)
         for op in plan.ops
         if op.kind == "reduce_scatter"
         for block in op.blocks
