@@ -132,16 +132,16 @@ void Simulator::play(const Plan& plan, StepRecord* record) {
       const int op = step.launch();
       const size_t i = static_cast<size_t>(op);
       const Op& what = plan.ops()[i];
-      const auto [kind, bytes] = plan.traffic(what, network_.ranks);
       if (what.line >= 0) {
         const LineCost cost = line_cost(plan, what, mesh());
         channel.launch_for(op, cost.startup_s, cost.transfer_s, now);
       } else if (what.route) {
         // Phases of the next one follow this one's on each dimension, so that hardly any overlap.
         const Topology through = with_startups(mesh(), what.blocks.size());
-        channel.launch_for(
-            op, 0, simulate_schedule(through, *what.route, static_cast<double>(bytes)), now);
+        const auto bytes = static_cast<double>(plan.bytes(what));
+        channel.launch_for(op, 0, simulate_schedule(through, *what.route, bytes), now);
       } else {
+        const auto [kind, bytes] = plan.traffic(what, network_.ranks);
         channel.launch(op, kind, bytes, now, what.blocks.size() > 1 && !step.coded(op));
       }
       if (record) record->launched_s[i] = now;
