@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 
 import pytest
 import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import short_probes
+from _models import difference, short_probes
 from _ranks import run_ranks
 from usbyte.errors import Error, MismatchError, UsageError
 
 
 def _warmed(overlap="forward", steps=8, model=None, **options):
     short_probes()
+    torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     opt = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -36,54 +39,143 @@ def end(opt):
         opt.close()
 
 
-def misuse(rank, size):
-    ub.init()
-    # A gradient changed in flight, in three ways.
-    for change in (
-        lambda p: p.grad.mul_(2),
-        lambda p: setattr(p, "grad", p.grad * 2),
-        lambda p: setattr(p, "grad", None),
-    ):
-        model, opt = _warmed()
+def _plain(steps=8):
+    """What `_warmed` is without other ranks, which have the same data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
         opt.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
-        change(model[1].weight)
-        with pytest.raises(Error, match=r"gradient of '1\.weight' was .* after backward"):
-            opt.step()
-        end(opt)
-    # Zeroed in flight behind the optimizer's back.
-    model, opt = _warmed()
+        opt.step()
+    return model, opt
+
+
+def replace(model, opt):
+    model[1].weight.grad = model[1].weight.grad * 2
+
+
+def remove(model, opt):
+    model[1].weight.grad = None
+
+
+def clip_by_hand(model, opt):
+    for p in model.parameters():
+        p.grad.clamp_(-0.01, 0.01)
+
+
+def zero_all(model, opt):
     model.zero_grad(set_to_none=False)
-    with pytest.raises(Error, match=r"gradient of '0\.(weight|bias)' was modified"):
-        model(torch.ones(1, 4))
-    end(opt)
-    # After synchronize() it may be changed.
+
+
+BETWEEN = {
+    "changed": lambda model, opt: model[1].weight.grad.mul_(2),
+    "replaced": replace,
+    "removed": remove,
+    "clipped": lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "clipped by value": lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    "clipped by hand": clip_by_hand,
+    "zeroed": zero_all,
+    "removed with the model's": lambda model, opt: model.zero_grad(),
+}
+
+
+def misuse(rank, size):
+    ub.init()
+    x = torch.ones(1, 4)
+    # Gradients in flight are fetched for whoever looks at them.
+    for name, change in BETWEEN.items():
+        states, norms = [], []
+        for make in (_plain, _warmed):
+            model, opt = make()
+            opt.zero_grad()
+            model(x).sum().backward()
+            norms.append([p.grad.norm() for p in model[0].parameters()])
+            change(model, opt)
+            opt.step()
+            opt.zero_grad()
+            model(x).sum().backward()
+            opt.step()
+            states.append({k: v.clone() for k, v in model.state_dict().items()})
+        opt.close()
+        assert torch.equal(torch.stack(norms[0]), torch.stack(norms[1])), name
+        assert difference(states[1], states[0]) == 0, name
+    # So are updates that are pending, for whoever looks at, or changes, a parameter or gradient.
+    for name, change in AFTER.items():
+        states, seen = [], []
+        for make in (_plain, _warmed):
+            model, opt = make()
+            seen.append(change(model, opt))
+            model(x).sum().backward()
+            opt.step()
+            states.append({k: v.clone() for k, v in model.state_dict().items()})
+        opt.close()
+        assert seen[0] is None or torch.equal(*seen), name
+        assert difference(states[1], states[0]) == 0, name
+    # Backward again before step(), without another forward pass.
     model, opt = _warmed()
     opt.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()
-    opt.synchronize()
-    before = model[0].weight.detach().clone()
-    model[0].weight.grad.zero_()
-    opt.step()
-    assert torch.equal(model[0].weight, before)
-    # Backward again before step().
-    model, opt = _warmed()
-    opt.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
     with pytest.raises(UsageError, match="before step"):
-        model(torch.ones(1, 4)).sum().backward()
-    end(opt)
-    # A parameter read before its update in a way the first steps did not show.
-    model, opt = _warmed()
-    opt.zero_grad()
-    out = torch.nn.functional.linear(torch.ones(1, 4), model[0].weight)
-    with pytest.raises(Error, match=r"'0\.weight' was used in the forward pass before"):
-        out.sum().backward()
+        loss.backward()
     end(opt)
 
 
-def test_what_would_be_silently_wrong_is_an_error():
+def fill(model, opt):
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+
+
+def assign(model, opt):
+    model[0].weight.data = torch.ones(8, 4)
+
+
+def average(model, opt):
+    means = [torch.zeros_like(p) for p in model.parameters()]
+    torch._foreach_lerp_(means, list(model.parameters()), 0.5)
+    return torch.cat([m.flatten() for m in means])
+
+
+def copied(model, opt):
+    twin = copy.deepcopy(model)
+    other = io.BytesIO()
+    torch.save(model, other)
+    other.seek(0)
+    loaded = torch.load(other, weights_only=False)
+    loaded(torch.ones(1, 4)).sum().backward()  # of which nothing is sent
+    return torch.cat([p.detach().flatten() for m in (twin, loaded) for p in m.parameters()])
+
+
+AFTER = {
+    "written to": fill,
+    "given other memory": assign,
+    "averaged": average,
+    "as a vector": lambda model, opt: nn.utils.parameters_to_vector(model.parameters()).detach(),
+    "copied": copied,
+    "used past its module": lambda model, opt: nn.functional.linear(
+        torch.ones(1, 4), model[0].weight, model[0].bias
+    ).detach(),
+    "printed": lambda model, opt: print(model[0].weight),
+    "its gradient": lambda model, opt: model[1].weight.grad.clone(),
+    "gradients zeroed": zero_all,
+}
+
+
+def test_what_is_in_flight_is_fetched_for_whoever_uses_it():
     run_ranks(2, misuse, timeout=90)
+
+
+class PastPython(torch.autograd.Function):
+    """Looks at its weight without torch's knowledge."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones(8, 4), torch.ones(8)
 
 
 def more_misuse(rank, size):
@@ -93,10 +185,21 @@ def more_misuse(rank, size):
     model, opt = _warmed(steps=0)
     with pytest.raises(UsageError, match="closure"):
         opt.step(lambda: 0.0)
-    # A parameter written to while its update is pending.
+    # Gradients and parameters written to past all that can be seen.
     model, opt = _warmed()
-    with torch.no_grad():
-        model[0].weight.fill_(1.0)
+    view = model[1].weight.grad.view(-1)
+    opt.zero_grad()
+    model(x).sum().backward()
+    view.mul_(2)
+    with pytest.raises(Error, match=r"gradient of '1\.weight' was modified after backward"):
+        opt.step()
+    end(opt)
+    model, opt = _warmed()
+    view = model[0].weight.detach()
+    opt.zero_grad()
+    model(x).sum().backward()
+    opt.step()
+    view.fill_(1.0)
     with pytest.raises(Error, match=r"'0\.weight' was written to between step"):
         model(x)
     end(opt)
@@ -132,11 +235,10 @@ def test_more_of_what_would_be_silently_wrong_is_an_error():
 
 def interrupted(rank, size):
     ub.init()
-    x = torch.ones(1, 4)
     # Only the second parameter with a gradient was read too early.
     model, opt = _warmed()
     opt.zero_grad()
-    stale = torch.nn.functional.linear(x, model[0].weight, model[0].bias)
+    stale = PastPython.apply(torch.ones(1, 8, requires_grad=True), *model[0].parameters())
     with pytest.raises(Error, match=r"'0\.(weight|bias)' was used in the forward pass before"):
         model[1](stale).sum().backward()
     with pytest.raises(Error, match="did not end"):

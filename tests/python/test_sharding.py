@@ -225,8 +225,10 @@ def test_unsupported_optimizers_and_modes_are_errors(single):
     params = [nn.Parameter(torch.ones(3))]
     with pytest.raises(UsageError, match=r"LBFGS is not known to.*AdamW"):
         ub.DistributedOptimizer(torch.optim.LBFGS(params), shard_optimizer=True, overlap="forward")
-    with pytest.raises(UsageError, match='overlap="forward"'):
-        ub.DistributedOptimizer(torch.optim.SGD(params, lr=1), shard_optimizer=True)
+    with pytest.raises(UsageError, match='leave out overlap="backward"'):
+        ub.DistributedOptimizer(
+            torch.optim.SGD(params, lr=1), shard_optimizer=True, overlap="backward"
+        )
     with pytest.raises(UsageError, match="'wfbp' cannot serve shard_optimizer=True; take one of a"):
         ub.DistributedOptimizer(
             torch.optim.SGD(params, lr=1), shard_optimizer=True, overlap="forward", policy="wfbp"

@@ -27,6 +27,9 @@ class CodedPlans:
         overlap: What communication may hide behind.
         sharded: Whether each rank updates its shard, and parameters are gathered.
         device: Where gradients are; None for the host.
+
+    Attributes:
+        overlap: As given; it may change.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class CodedPlans:
         device: _core.Cuda | None,
     ) -> None:
         self._label, self._options = label, dict(options)
-        self._overlap, self._sharded, self._device = overlap, sharded, device
+        self.overlap, self._sharded, self._device = overlap, sharded, device
         self._costs: dict[str, _core.CodecCost] = {}
         self._row_s = 0.0
 
@@ -104,15 +107,19 @@ class CodedPlans:
     ) -> _core.Plan:
         """A policy's plan for tensors that travel by `codecs`, by their names."""
         of = codecs_of(profile, codecs)
-        args = (policy, profile, network, self._options, self._overlap, self._sharded)
+        args = (policy, profile, network, self._options, self.overlap, self._sharded)
         return self.routed(_core.make_plan(*args, of, self.costs_of(of)), profile, network)
 
     def step_s(
-        self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel
+        self,
+        plan: _core.Plan,
+        profile: _core.Profile,
+        network: _core.NetworkModel,
+        overlap: str | None = None,
     ) -> float:
         """Predicted seconds of a step."""
         costs = self.costs_of([op.codec for op in plan.ops])
-        args = (profile, network, self._overlap, self._sharded, costs)
+        args = (profile, network, overlap or self.overlap, self._sharded, costs)
         return _core.simulate(plan, *args).step_s
 
     def choose(

@@ -1,38 +1,44 @@
 """Gates: what makes a layer's forward wait until its own parameters are updated.
 
 The modules that own the parameters are found at the first forward pass (or in `model`, if the user
-passes it). Each gets a forward pre-hook. During the learning steps a torch function mode watches
-which parameters are read before the gate of their owner has been passed (functional use); those are
-waited for at the gate of the outermost module.
+passes it). Each gets a forward pre-hook, so that all of its parameters are asked for at once; what
+is read in any other way asks for itself (`awaited.py`). Compiled and scripted modules run without
+the hooks of what is inside, so they are asked for as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from usbyte.torch.awaited import hold, release
 from usbyte.torch.device import Device, Mark
 
 
 class Gates:
     """Calls `arrive` with the parameters that a module is about to use.
 
+    While learning it also notes when each parameter is first used in an iteration, by its module or
+    otherwise; but not in the first iteration, in which modules may still be compiled.
+
     Args:
         params: The parameters, whose positions are the indices passed on.
         arrive: Called before a module's forward with the indices it needs.
-        drain: Called before anything reads parameters in another way (state_dict, evaluation).
+        enter: Called before an outermost module's forward, with whether it trains.
         device: Of the parameters.
         model: Where the parameters live; found at the first forward pass if None.
 
     Attributes:
         needed: By parameter, when it was first used in the current iteration; None: not yet.
+        read_early: By parameter, in how many learning iterations it was read before the forward
+            pass began.
+        iterations: That were watched.
         roots: Where parameters were found.
     """
 
@@ -40,21 +46,23 @@ class Gates:
         self,
         params: Sequence[nn.Parameter],
         arrive: Callable[[Sequence[int]], None],
-        drain: Callable[[], None],
+        enter: Callable[[bool], None],
         device: Device,
         model: nn.Module | None = None,
     ) -> None:
+        self._params = params
         self._index = {p: i for i, p in enumerate(params)}
-        self._arrive, self._drain, self._device = arrive, drain, device
+        self._arrive, self._enter, self._device = arrive, enter, device
         self._handles: list[RemovableHandle] = []
         self._installed: set[nn.Module] = set()
-        self._owned: set[int] = set()
         self.roots: list[nn.Module] = []
-        self._at_root: set[int] = set()  # waited for at the outermost module's gate
-        self._outside: set[int] = set()  # read outside any forward
-        self._learning = True
-        self._reads: _Reads | None = None
+        self._unseen: set[int] = set()  # got gradients, but nobody was seen to use them
+        self._opaque: set[int] = set()  # of these, what compiled code reads without being seen
+        self._learning, self._watching = True, False
+        self._begun = False  # the forward pass of this iteration
         self.needed: list[Mark | None] = [None] * len(params)
+        self.read_early = [0] * len(params)
+        self.iterations = 0
         self._finder: RemovableHandle | None = None
         if model is None:
             self._finder = register_module_forward_pre_hook(self._find)
@@ -67,160 +75,165 @@ class Gates:
         Args:
             used: Which parameters got a gradient in it.
         """
-        for i, need in enumerate(self.needed):
-            if used[i] and need is None:
-                self._outside.add(i)
+        unseen = {i for i, n in enumerate(self.needed) if n is None and used[i]}
+        if self._watching:
+            self._unseen |= unseen
+            self.iterations += 1
+        elif _has_compiled():
+            self._opaque |= unseen
+        self._watching, self._begun = True, False
         self.needed = [None] * len(self.needed)
+        self._watch()
 
     def begin_learning(self) -> None:
         """Watches again when parameters are used."""
-        self._learning = True
+        self._learning, self._watching, self._begun = True, False, False
         self.needed = [None] * len(self.needed)
+        self.read_early = [0] * len(self.needed)
+        self.iterations = 0
 
     def finish_learning(self) -> set[int]:
-        """Ends the watch for functional use.
+        """Ends the watch.
 
         Returns:
-            The indices without a gate, or read past it; their updates cannot be deferred.
+            The indices whose use was not seen, so that their updates cannot wait for it.
         """
-        self._learning = False
+        self.rest()
+        self._learning = self._watching = False
         if self._finder is not None:
             self._finder.remove()
             self._finder = None
-        return (set(self._index.values()) - self._owned) | self._outside
+        return self._unseen | self._opaque
+
+    def rest(self) -> None:
+        """Notes nothing more in this iteration: the optimizer is about to use all parameters."""
+        for param in self._params if self._learning else ():
+            release(param)
 
     def close(self) -> None:
         """Removes every hook."""
-        if self._reads is not None:  # what ended the forward pass was no Exception
-            self._reads.__exit__(None, None, None)
-            self._reads = None
+        self.rest()
         for handle in [*self._handles, self._finder]:
             if handle is not None:
                 handle.remove()
 
-    def _find(self, module: nn.Module, _args: Any) -> None:
+    def _find(self, module: nn.Module, args: Any) -> None:
         # Inside a compiled region hooks are traced; its outermost module has been seen before.
         if torch.compiler.is_compiling() or module in self._installed:
             return
         if all(p not in self._index for p in module.parameters()):
             return
-        self._install(module)
-        # The hooks just installed on `module` itself do not take part in this very call.
-        self._enter_root(module, ())
-        own = self._own(module)
-        if own:
-            self._gate(own, module, ())
+        for hook in self._install(module):  # does not take part in this very call
+            hook(module, args)
 
-    def _own(self, module: nn.Module) -> list[int]:
-        direct = module.parameters(recurse=False)
-        return [self._index[p] for p in direct if p in self._index]
-
-    def _install(self, root: nn.Module) -> None:
+    def _install(self, root: nn.Module) -> list[Callable[..., None]]:
+        """Puts gates below a root; returns the hooks of the root itself."""
         self.roots.append(root)
-        self._handles.append(root.register_forward_pre_hook(self._enter_root))
-        self._handles.append(root.register_forward_hook(self._leave_root, always_call=True))
-        for module in root.modules():
+        here: list[Callable[..., None]] = []
+        for module, params in _gated(root):
             if module in self._installed:
                 continue
             self._installed.add(module)
-            self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
-            self._handles.append(_on_load(module, self._before_state_dict))
-            own = self._own(module)
-            if own and hasattr(root, "_orig_mod"):  # torch.compile: gates inside would be traced
-                self._owned.update(own)
-                self._at_root.update(own)
-            elif own:
-                self._owned.update(own)
-                self._handles.append(module.register_forward_pre_hook(partial(self._gate, own)))
+            own = [self._index[p] for p in params if p in self._index]
+            if own or module is root:
+                hook = _Hook(self._at_gate, own, module is root)
+                self._handles.append(module.register_forward_pre_hook(hook))
+                here += [hook] * (module is root)
+        self._installed.update(root.modules())
+        return here
 
-    def _before_state_dict(self, *_args: Any) -> None:
-        self._drain()
-
-    def _enter_root(self, module: nn.Module, _args: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            # Evaluation may take other paths through the model than those that were learned.
-            self._drain()
-        elif self._learning:
-            if self._reads is None:
-                self._reads = _Reads(self._index, self.needed, self._at_root, self._device)
-                self._reads.__enter__()
-                self._reads.root = module
-        elif self._at_root:
-            self._arrive(sorted(self._at_root))
-
-    def _leave_root(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        if self._reads is not None and self._reads.root is module:
-            self._reads.__exit__(None, None, None)
-            self._reads = None
-
-    def _gate(self, own: list[int], _module: nn.Module, _args: Any) -> None:
-        # Evaluation needs parameters too, but not as the next step does.
-        if self._learning and (self._reads is not None or torch.is_grad_enabled()):
-            now = self._device.now()
+    def _at_gate(self, own: list[int], is_root: bool, module: nn.Module) -> None:
+        if torch.compiler.is_compiling():
+            return
+        trains = module.training and torch.is_grad_enabled()
+        if is_root:
+            self._enter(trains)
+            if not trains:
+                self.rest()  # torch looks for overridden tensors before it takes its fast paths
+            elif self._learning and not self._begun:
+                self._begun = True
+                self._watch()
+        if self._learning:
+            if torch.is_grad_enabled():  # evaluation needs them too, but not as the next step does
+                self._use(own)
             for i in own:
-                if self.needed[i] is None:
-                    self.needed[i] = now
-        self._arrive(own)
+                release(self._params[i])
+        if own:
+            self._arrive(own)
+
+    def _use(self, indices: Sequence[int]) -> None:
+        now = self._device.now()
+        for i in indices:
+            if self.needed[i] is None:
+                self.needed[i] = now
+
+    def _watch(self) -> None:
+        """Notes who is the first to use a parameter that has not been used yet."""
+        if self._watching:
+            for i, param in enumerate(self._params):
+                if self.needed[i] is None and i not in self._opaque:
+                    hold(param, self._read)
+
+    def _read(self, param: torch.Tensor) -> torch.Tensor:
+        release(param)
+        i = self._index[param]  # type: ignore[index]
+        if not self._begun:
+            self.read_early[i] += 1
+        self._use([i])
+        return param
 
 
-def _on_load(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
-    """Calls `hook` before `module.load_state_dict`; registering was private before torch 2.5."""
-    public = getattr(module, "register_load_state_dict_pre_hook", None)
-    register = public or module._register_load_state_dict_pre_hook
-    handle: RemovableHandle = register(hook)
-    return handle
-
-
-class _Reads(TorchFunctionMode):
-    """Notes parameters that a torch function reads before their owner's gate."""
-
-    root: nn.Module
+class _Hook:
+    """A hook that copies of its module do without."""
 
     def __init__(
-        self,
-        index: dict[nn.Parameter, int],
-        needed: list[Mark | None],
-        at_root: set[int],
-        device: Device,
+        self, call: Callable[[list[int], bool, nn.Module], None], own: list[int], is_root: bool
     ) -> None:
-        super().__init__()
-        self._index, self._needed, self._at_root = index, needed, at_root
-        self._device = device
+        self._call, self._own, self._is_root = call, own, is_root
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for arg in (*args, *(kwargs or {}).values()):
-            for item in arg if isinstance(arg, list | tuple) else (arg,):
-                if isinstance(item, nn.Parameter):
-                    i = self._index.get(item)
-                    if i is not None and self._needed[i] is None and not _is_metadata(func):
-                        self._needed[i] = self._device.now()
-                        self._at_root.add(i)
-        return func(*args, **(kwargs or {}))
+    def __call__(self, module: nn.Module, _args: Any) -> None:
+        self._call(self._own, self._is_root, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return no_gate
+
+    def __reduce__(self) -> Any:
+        return _no_gate, ()
 
 
-_METADATA_METHODS = frozenset(
-    [
-        "dim",
-        "size",
-        "numel",
-        "nelement",
-        "stride",
-        "element_size",
-        "is_floating_point",
-        "is_contiguous",
-        "data_ptr",
-    ]
-)
-_ALIASES = frozenset(
-    ["T", "mT", "H", "mH", "data", "real", "imag"]
-)  # attributes that give access to the values
+def no_gate(*_args: Any) -> None:
+    """What stands for a gate in copies and pickles of a model."""
 
 
-def _is_metadata(func: Any) -> bool:
-    """True for what does not look at a tensor's values: `.shape`, `.device`, `.dim()`, ..."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") not in _ALIASES
-    return name in _METADATA_METHODS
+def _no_gate() -> Callable[..., None]:
+    return no_gate
+
+
+def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Modules whose hooks run, with the parameters that each is to be asked for."""
+    if _is_compiled_in_place(root):
+        return  # the hooks of the root itself are traced
+    own = list(root.parameters(recurse=False))
+    if hasattr(root, "_orig_mod") or isinstance(root, torch.jit.ScriptModule):
+        yield root, list(root.parameters())
+        return
+    inside = []
+    for child in root.children():
+        if _is_compiled_in_place(child):
+            own += child.parameters()
+        else:
+            inside.append(child)
+    yield root, own
+    for child in inside:
+        yield from _gated(child)
+
+
+def _is_compiled_in_place(module: nn.Module) -> bool:
+    """By `module.compile()`, which compiles its hooks too."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-import weakref
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from usbyte import _core, tuning
 from usbyte.errors import Error, UsageError
+from usbyte.torch.awaited import release
 from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
 from usbyte.torch.context import Context, current
 from usbyte.torch.device import Mark, device_of
@@ -21,19 +23,19 @@ from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
 from usbyte.torch.mesh import Given, parse, told
 from usbyte.torch.ops import Average, ReduceOp, Sum
+from usbyte.torch.overlap import Overlap, Watch, agree
+from usbyte.torch.ownership import claim
 from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.reducer import Reducer, codes_shards
 from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
 from usbyte.torch.sparse import model_of, sparse_parameters
-from usbyte.torch.updates import DeferredUpdates, check_groups_unchanged, has_step_hooks
+from usbyte.torch.updates import DeferredUpdates, has_step_hooks
 
 __all__ = [
     "DistributedOptimizer",
 ]
 
 log = logging.getLogger("usbyte")
-
-Overlap = Literal["backward", "forward"]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -48,7 +50,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             must be unique and cover every parameter of `optimizer`.
         overlap: "backward": gradients are final when `backward()` returns, as with DDP. "forward":
             `step()` returns at once, and each layer of the next forward pass waits only for its own
-            parameters; results are the same bit for bit.
+            parameters; who reads a gradient or a parameter before has it fetched first, so that
+            results are the same bit for bit. "auto" (the default): backward in the first steps,
+            then forward, if nothing seen in them speaks against it and it is predicted to pay; the
+            log tells what was decided and why.
         policy: How communication is planned: "auto" (the default) plans from what the first steps
             and a probe of the network have shown, tries (without shards) a few plans that are as
             good on paper, keeps the fastest, and does so anew when steps come to take another time;
@@ -63,10 +68,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             is added to the next gradients. On a GPU `topk`, `randk`, `dct`, `dgc` and `powersgd`
             are coded on the host, others by kernels. A single rank sends nothing.
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
-            and the work, and parameters are gathered in the next forward pass. Needs overlap
-            "forward" and an optimizer that treats every element by itself. `step()` uses gradients
-            up, as if `zero_grad()` followed it. `state_dict` and `load_state_dict` deal in the
-            whole state and are collective.
+            and the work, and parameters are gathered in the next forward pass, so that overlap is
+            "forward". Needs an optimizer that treats every element by itself. `step()` uses
+            gradients up, as if `zero_grad()` followed it. `state_dict` and `load_state_dict` deal
+            in the whole state and are collective.
         fused_update: Updates of torch.optim.SGD, Adam and AdamW on a CUDA device run as one kernel
             launch for all parameters that are due, to the same results but for the rounding of the
             last bit. Step hooks are refused.
@@ -98,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
         *,
-        overlap: Overlap = "backward",
+        overlap: Overlap = "auto",
         policy: str | Policy | None = None,
         op: ReduceOp = Average,
         model: nn.Module | None = None,
@@ -117,11 +122,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
         if overlap not in get_args(Overlap):
-            raise UsageError(f'overlap must be "backward" or "forward", not {overlap!r}')
+            raise UsageError(f'overlap must be "auto", "backward" or "forward", not {overlap!r}')
         if op not in (Average, Sum):
             raise UsageError(f"op must be Average or Sum, not {op}")
         if shard_optimizer:
             check_shardable(optimizer, overlap)
+            overlap = "forward"
         elif max_grad_norm is not None:
             raise UsageError(
                 "max_grad_norm needs shard_optimizer=True; otherwise call optimizer.synchronize() "
@@ -175,7 +181,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._reducer: Reducer | None = None
         self._gates: Gates | None = None
         self._planner: Planner | None = None
-        self._learned = False  # updates may be deferred
+        self._learned = False  # there is a plan, and a decision on overlap
+        # Held while updates are applied: whoever reads a parameter may ask for that.
+        self._applying = threading.RLock()
         self._set_to_none = True
         self._closed = False
         self._build()
@@ -276,7 +284,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         reducer = self._reducer
         if closure is not None and self._overlap == "forward" and reducer is not None:
             raise UsageError(
-                'a closure needs its gradients at once: use overlap="backward" with this optimizer'
+                'a closure needs its gradients at once: leave out overlap="forward" with this '
+                "optimizer"
             )
         if self._shards is not None and reducer is not None:
             self._sharded_step(self._shards, reducer)
@@ -286,8 +295,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             or not reducer.in_flight
             or reducer.plan_ends
             or self._needs_whole_step()
+            or closure is not None
+            or not reducer.untouched()
         ):
             self.synchronize()
+            self._watch.step(closure is not None, self._needs_whole_step())
             start: Mark = reducer.device.now() if reducer is not None else 0.0
             if self._max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
@@ -295,11 +307,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if reducer is not None:
                 reducer.finish_step(start)
                 if reducer.learning:
+                    if self._learned:
+                        self._watch.begin()
                     self._learned = False
                 elif not self._learned:
                     self._finish_learning()
             return result
-        reducer.check_untouched()
         reducer.in_flight = False
         self._updates.defer()
         self._apply(self._ungated)
@@ -334,7 +347,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "with shard_optimizer=True no rank has whole gradients: call step() right "
                     "after backward(), and clip with max_grad_norm="
                 )
-            self._reducer.settle()
+            with self._applying:
+                self._reducer.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -369,6 +383,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return not self._reducer.learning and decision is not None and not decision.trial_steps
 
     # Used by Context.
+
+    @property
+    def closed(self) -> bool:
+        """Nothing is sent any more."""
+        return self._closed
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`. Empty if nothing is sent."""
@@ -410,6 +429,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if whole_state:
                     self._end_sharding()
         finally:
+            self._updates.forget()
+            reducer.release_gradients()
             gates.close()
             reducer.close()
             self._gates = self._reducer = None
@@ -424,9 +445,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group_of = [g for _, g in rows]
         self._ungated: list[int] = []
         self._learned = False
+        self._in_step = False  # of the wrapped optimizer, while learning
         self._late: list[bool] = []  # updates that the forward pass did not ask for
         names = self._names()
-        self._claim(names)
+        claim(self, self._params, names)
         if not self._params:
             raise UsageError(
                 "the optimizer has no parameter with elements that requires a gradient"
@@ -435,7 +457,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._take_step: Callable[..., Any] = lambda *args: self._inner.step(*args)
         if self._fuses:
             self._take_step = FusedUpdate(self._inner, names, self._params).step
-        self._updates = DeferredUpdates(self._inner, self._take_step, self._params, self._group_of)
+        count = range(len(self._params))
+        self._fetch_param = [partial(self._on_param_read, i) for i in count]
+        self._fetch_gradient = [partial(self._on_gradient_read, i) for i in count]
+        self._updates = DeferredUpdates(
+            self._inner, self._take_step, self._params, self._group_of, self._fetch_param
+        )
+        self._watch = Watch(self._inner, names, self._params)
         if self._sharded:
             check_dense(names, self._params)
         if any(getattr(p, "_usbyte_shard", False) for p in self._inner.state):
@@ -477,9 +505,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         if self._topology is not None:
             parse(self._topology, self._context.size)  # alike, so an error is on all ranks
-        self._gates = gates = Gates(
-            self._params, self._apply, self.synchronize, device, self._model
-        )
+        self._gates = gates = Gates(self._params, self._apply, self._on_root, device, self._model)
         try:
             self._reducer = Reducer(
                 self._context,
@@ -498,6 +524,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._before_first_gradient,
                 self._on_gradient,
                 self._on_backward_end,
+                self._on_learned,
             )
         except BaseException:
             gates.close()
@@ -524,16 +551,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 'policy="auto"'
             )
 
-    def _claim(self, names: Sequence[str]) -> None:
-        for param, name in zip(self._params, names, strict=True):
-            owner = getattr(param, "_usbyte_owner", lambda: None)()
-            if owner is not None and owner is not self and not owner._closed:
-                raise UsageError(
-                    f"parameter '{name}' is already wrapped by another DistributedOptimizer, which "
-                    "lives on in the model's hooks; call its close() first"
-                )
-            param._usbyte_owner = weakref.ref(self)
-
     def _names(self) -> list[str]:
         if self._given_names is None:
             return [f"group{g}.param{i}" for i, g in enumerate(self._group_of)]
@@ -551,10 +568,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step_now(self, closure: Callable[[], float] | None) -> float | None:
         args = () if closure is None else (closure,)
-        if self._learned or self._overlap == "backward":
+        if self._learned or self._overlap == "backward" or self._reducer is None:
             return self._take_step(*args)
-        with check_groups_unchanged(self._inner):
-            return self._take_step(*args)
+        self._in_step = True
+        try:
+            with self._watch.groups(self._overlap == "forward"):
+                return self._take_step(*args)
+        finally:
+            self._in_step = False
 
     def _check_usable(self) -> None:
         if self._context.size == 1:
@@ -601,6 +622,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._group_of,
             reducer,
             self._max_grad_norm,
+            self._fetch_param,
         )
         return self._shards
 
@@ -614,23 +636,64 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._shards.uncut()
             self._shards = None
 
-    def _finish_learning(self) -> None:
+    def _on_learned(self) -> None:
+        """All ranks are about to plan: they agree on the overlap first."""
         assert self._gates is not None
-        assert self._reducer is not None
+        assert self._planner is not None
         self._ungated = sorted(self._gates.finish_learning())
+        if self._overlap == "auto":
+            reason = self._watch.reason(self._gates, self._ungated)
+            self._planner.allow_forward(agree(self._context, self.label, reason))
+
+    def _finish_learning(self) -> None:
+        assert self._reducer is not None
+        assert self._planner is not None
         if self._sharded:
             self._begin_sharding(self._reducer)
-        elif self._overlap == "forward":
+        elif self._planner.overlap == "forward":
             log.info(
-                "%s: updates wait for the next forward pass, except %d without a module",
+                "%s: updates wait for the next forward pass, except %d whose use was not seen",
                 self.label,
                 len(self._ungated),
             )
         self._learned = True
 
+    @property
+    def _defers(self) -> bool:
+        """Updates wait for the next forward pass, under the plan in force."""
+        if not self._learned or self._overlap == "backward":
+            return False
+        decision = self.decision
+        return decision is not None and decision.overlap == "forward"
+
+    def _on_root(self, trains: bool) -> None:
+        # Evaluation may take other paths through the model than those that were learned, and a
+        # second forward pass before step() leads to a second backward pass.
+        assert self._reducer is not None
+        if not trains or (self._reducer.in_flight and self._shards is None):
+            self.synchronize()
+
+    def _on_param_read(self, i: int, param: torch.Tensor) -> torch.Tensor:
+        self._apply([i])
+        release(param)
+        return param
+
+    def _on_gradient_read(self, i: int, grad: torch.Tensor) -> torch.Tensor:
+        reducer = self._reducer
+        if reducer is not None and reducer.in_flight:
+            self.synchronize()
+        elif self._updates.pending[i]:
+            self._apply([i])
+        elif not self._learned and not self._in_step:
+            self._watch.gradient_read(i)
+        release(grad)
+        return reducer.gradient(i) if reducer is not None else grad
+
     def _before_first_gradient(self, i: int) -> None:
         # Layers that the forward pass skipped have not asked for their updates. If one of them gets
         # a gradient all the same, it was read past its gate.
+        if self._gates is not None:
+            self._gates.rest()
         updates = self._shards or self._updates
         self._late = list(updates.pending) if updates.count else []
         self._on_gradient(i)
@@ -648,14 +711,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _on_backward_end(self) -> None:
         assert self._reducer is not None
         self._late = []
-        if self._overlap == "backward" or not self._learned:
+        if not self._defers:
             self._reducer.settle()
+            self._watch.backward()
+        if self._defers or not (self._learned or self._in_step or self._overlap == "backward"):
+            self._reducer.hold_gradients(self._fetch_gradient)
 
     def _apply(self, indices: Sequence[int]) -> None:
         if self._shards is not None:
-            self._shards.arrive(indices)
-        elif self._reducer is not None:
-            self._updates.apply(indices, self._reducer)
+            with self._applying:
+                self._shards.arrive(indices)
+        elif self._reducer is not None and self._updates.count:
+            with self._applying:
+                self._updates.apply(indices, self._reducer)
 
     def _apply_all(self) -> None:
         self._apply(range(len(self._params)))

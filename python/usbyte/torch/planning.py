@@ -44,6 +44,7 @@ class Decision:
         bound_s: Seconds for a step that no plan goes below.
         trial_steps: Steps after which the next plan is tried; 0 if this one stays.
         sparse: How sparse gradients travel, by name.
+        overlap: What communication hides behind: "forward", "backward".
     """
 
     plan: _core.Plan
@@ -53,6 +54,7 @@ class Decision:
     bound_s: float
     trial_steps: int = 0
     sparse: Mapping[str, Way] = field(default_factory=dict)
+    overlap: str = "forward"
 
     def to_json(self) -> str:
         """As it travels, with a hash of the plan."""
@@ -66,6 +68,7 @@ class Decision:
                 "bound_s": self.bound_s,
                 "trial_steps": self.trial_steps,
                 "sparse": {name: [way.scheme, way.bytes] for name, way in self.sparse.items()},
+                "overlap": self.overlap,
             }
         )
 
@@ -94,6 +97,7 @@ class Decision:
             message["bound_s"],
             message["trial_steps"],
             {name: Way(*way) for name, way in message["sparse"].items()},
+            message["overlap"],
         )
 
 
@@ -107,7 +111,8 @@ class Planner:
         params: The parameters.
         device: Which they are on.
         policy: A policy's name, tuned ones included, or a callable Profile x NetworkModel -> Plan.
-        overlap: What communication may hide behind.
+        overlap: What communication may hide behind: "forward", "backward"; "auto": backward, until
+            `allow_forward`.
         codecs: What the parameters may travel by.
         sparse: Names of those whose gradients travel as the rows that they have.
         sharded: Whether each rank updates its shard, and parameters are gathered.
@@ -148,12 +153,15 @@ class Planner:
         self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
         self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
-        self._options, self._overlap, self._sharded = dict(options), overlap, sharded
+        self._options, self._sharded = dict(options), sharded
+        self._chooses_overlap = overlap == "auto"
         self._policy, self._tune_steps = policy, tune_steps
         lists = [dict(zip(names, specs, strict=True)) for specs in codecs.lists]
         self._codecs = {} if codecs.optional else lists[0]
         self._choices = lists if codecs.optional else []
-        self._plans = CodedPlans(label, options, overlap, sharded, device.core)
+        self._plans = CodedPlans(
+            label, options, "backward" if overlap == "auto" else overlap, sharded, device.core
+        )
         self._steps = steps
         self._base: _core.Plan | None = None  # the plan in force, by codecs as they end
         self._stages: list[_core.Codec] = []  # those codecs
@@ -167,6 +175,22 @@ class Planner:
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
         }
         self._check_alike(settings | dict(alike or {}))
+
+    @property
+    def overlap(self) -> str:
+        """What communication may hide behind, in plans to come."""
+        return self._plans.overlap
+
+    def allow_forward(self, reason: str) -> None:
+        """Whether updates may wait for the next forward pass, which all ranks must say alike.
+
+        Args:
+            reason: Why not; empty if they may.
+        """
+        assert self._chooses_overlap
+        self._plans.overlap = "backward" if reason else "forward"
+        if reason:
+            log.info("%s: overlap backward: %s", self._label, reason)
 
     def learning_plan(self) -> _core.Plan:
         """DDP's buckets in order of registration."""
@@ -287,7 +311,7 @@ class Planner:
         profile = dense(whole)
         named = dict(zip(self._names, self._params, strict=True))
         self._ways = {n: choose_way(n, named[n], c, network) for n, c in self._rows.items()}
-        trial_steps = 0
+        trial_steps, overlap = 0, self.overlap
         if callable(self._policy):
             plan = self._coded(self._checked_tensors(self._policy(profile, network), profile))
         elif self._choices:
@@ -298,14 +322,17 @@ class Planner:
                 usual = _core.Plan("auto", usual.tensors, usual.ops)
                 found.append(tuning.Candidate("no compression, DDP's buckets", usual))
                 search = tuning.Search(found, _CHOICE_STEPS, halve=True, worth=WORTH_A_LOSS)
-                plan, trial_steps = self._begin_trials(search)
+                plan, trial_steps, overlap = self._begin_trials(search)
             else:
                 plan = found[0].plan
         elif self._policy in tuning.TRIED and self._tune_steps != 0 and not self._warms_up():
-            plan, trial_steps = self._begin_trials(self._search(self._policy, profile, network))
+            search = self._search(self._policy, profile, network)
+            plan, trial_steps, overlap = self._begin_trials(search)
         else:
             plan = self._plans.make(self._policy, profile, network, self._codecs)
-        decision = self._checked(plan, whole, network, trial_steps)
+        decision = self._checked(plan, whole, network, trial_steps, overlap)
+        if self._chooses_overlap and not trial_steps and self._policy == "auto":
+            decision = self._worth_forward(decision)
         self._log(decision)
         return decision
 
@@ -316,18 +343,30 @@ class Planner:
         codecs = codecs_of(profile, self._codecs)
         costs = self._plans.costs_of(codecs)
         return tuning.TRIED[policy](
-            tuning.Job(profile, network, self._options, self._overlap, self._sharded, codecs, costs)
-        )
+            tuning.Job(
+                profile, network, self._options, self.overlap, self._sharded, codecs, costs,
+                may_end_in_backward=self._chooses_overlap,
+            )
+        )  # fmt: skip
 
-    def _begin_trials(self, search: tuning.Search) -> tuple[_core.Plan, int]:
-        """The first plan to try, and for how many steps; 0 if there is no other."""
+    def _worth_forward(self, decision: Decision) -> Decision:
+        """The decision, or that for DDP's plan if updates in the forward pass would save no 1 %."""
+        profile, network = decision.profile, decision.network
+        plan = self._plans.make("ddp", dense(profile), network, self._codecs)
+        plan = _core.Plan("auto", plan.tensors, plan.ops)
+        usual = self._checked(plan, profile, network, 0, "backward")
+        worth = decision.predicted_s < usual.predicted_s * (1 - _WORTH_FORWARD)
+        return decision if worth else usual
+
+    def _begin_trials(self, search: tuning.Search) -> tuple[_core.Plan, int, str]:
+        """The first plan to try, for how many steps (0 if there is no other), and its overlap."""
         steps = self._tune_steps or search.steps
         if search.space is None and len(search.starts) == 1:
-            return search.starts[0].plan, 0
+            return search.starts[0].plan, 0, self.overlap
         self._tuner = tuning.Tuner(search)
         first = self._tuner.ask()
         assert first is not None
-        return first.plan, steps
+        return first.plan, steps, first.overlap or self.overlap
 
     def _tell(self, step_s: float) -> Decision:
         last, tuner = self.decision, self._tuner
@@ -341,13 +380,16 @@ class Planner:
             self._label, tuner.measurements, tried.what, step_s,
         )  # fmt: skip
         following = tuner.ask()
-        if following is not None:
-            return self._checked(following.plan, last.profile, last.network, last.trial_steps)
-        decision = self._checked(tuner.best().plan, last.profile, last.network, 0)
-        log.info(
-            "%s: %s; predicted %.4g s, bound %.4g s",
-            self._label, tuner.summary(), decision.predicted_s, decision.bound_s,
+        candidate = following or tuner.best()
+        decision = self._checked(
+            candidate.plan, last.profile, last.network,
+            last.trial_steps if following is not None else 0, candidate.overlap or self.overlap,
         )  # fmt: skip
+        if following is None:
+            log.info(
+                "%s: %s; overlap %s, predicted %.4g s, bound %.4g s", self._label, tuner.summary(),
+                decision.overlap, decision.predicted_s, decision.bound_s,
+            )  # fmt: skip
         return decision
 
     def _checked_tensors(self, plan: _core.Plan, profile: _core.Profile) -> _core.Plan:
@@ -371,6 +413,7 @@ class Planner:
         profile: _core.Profile,
         network: _core.NetworkModel,
         trial_steps: int,
+        overlap: str,
     ) -> Decision:
         """The decision for a plan, if ranks can follow it."""
         if self._sharded:
@@ -382,9 +425,9 @@ class Planner:
             plan = flags_apart(plan)
         plan = self._plans.routed(plan, dense(profile), network)
         # Under backward mode an iteration ends with its backward.
-        predicted = self._plans.step_s(self._with_rows(plan), profile, network)
-        bound = _core.bound_s(profile, network, self._overlap, self._sharded)
-        return Decision(plan, profile, network, predicted, bound, trial_steps, self._ways)
+        predicted = self._plans.step_s(self._with_rows(plan), profile, network, overlap)
+        bound = _core.bound_s(profile, network, self.overlap, self._sharded)
+        return Decision(plan, profile, network, predicted, bound, trial_steps, self._ways, overlap)
 
     def _coded(self, plan: _core.Plan) -> _core.Plan:
         """A plan that knows nothing of codecs, by those that ranks were given."""
@@ -450,7 +493,7 @@ class Planner:
                 self._label, routed, len(plan.ops),
                 f"; codecs work in '{names[0]}' only" if names else "",
             )  # fmt: skip
-        ddp = _core.make_plan("ddp", dense(profile), network, self._options, self._overlap)
+        ddp = _core.make_plan("ddp", dense(profile), network, self._options, self.overlap)
         reason = ""
         if plan.policy == "auto" and plan.ops == ddp.ops:
             reason = ", like DDP's: less than 1 % is to be won"
@@ -459,7 +502,7 @@ class Planner:
             "%s: policy %s, overlap %s: %d ops for %d gradients%s; a step takes %.4g s without "
             "communication, predicted %.4g s, bound %.4g s, DDP's buckets %.4g s; all_reduce costs "
             "%s",
-            self._label, plan.policy, self._overlap, len(plan.ops), len(self._names), reason,
+            self._label, plan.policy, decision.overlap, len(plan.ops), len(self._names), reason,
             profile.iteration_s, decision.predicted_s, decision.bound_s,
             _core.simulate(self._with_rows(ddp), profile, network, "backward").step_s,
             format_cost(one.alpha_s, one.beta_s_per_byte, one.overlap_s),
@@ -501,6 +544,8 @@ class Planner:
 
 #: Share of a step that another way to send rows must be predicted to save.
 _WORTH_LEARNING = 0.01
+#: Share of a step that updates in the next forward pass must be predicted to save.
+_WORTH_FORWARD = 0.01
 #: Of each trial of codecs to choose from, as of auto's plans.
 _CHOICE_STEPS = 7
 

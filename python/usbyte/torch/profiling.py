@@ -18,6 +18,7 @@ from usbyte.env import detect
 from usbyte.errors import UsageError
 from usbyte.lab.profiles import dumps, without_flags
 from usbyte.torch.context import current, is_initialized
+from usbyte.torch.ownership import owner_of
 from usbyte.torch.recording import Recorder, hook_on_all_steps, names_of, parameters_of
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def distributed_owner(params: Sequence[nn.Parameter]) -> DistributedOptimizer | 
     """
     found: list[DistributedOptimizer] = []
     for param in params:
-        owner: DistributedOptimizer | None = getattr(param, "_usbyte_owner", lambda: None)()
+        owner = owner_of(param)
         if owner is not None and owner.plan is not None and all(owner is not o for o in found):
             found.append(owner)
     if len(found) > 1:

@@ -64,7 +64,7 @@ class Recorder:
         self._device = device_of(names, params)
         self._wanted = skip + steps
         self._learning = Learning(skip)
-        self._gates = Gates(params, lambda _: None, lambda: None, self._device, model)
+        self._gates = Gates(params, lambda _: None, lambda _: None, self._device, model)
         self._begin_iteration()
         self._step_began: Mark = 0.0
         self._depth = 0  # of steps in steps: those of a subclass call its base class's
@@ -93,6 +93,7 @@ class Recorder:
     def before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """A pre-hook of optimizers."""
         if self._depth == 0:
+            self._gates.rest()
             self._step_began = self._device.now()
         self._depth += 1
 

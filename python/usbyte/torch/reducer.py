@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.arena import Arena
+from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.compression import Memory
 from usbyte.torch.context import Context
 from usbyte.torch.device import Device, Fetched, Mark
@@ -60,6 +61,7 @@ class Reducer:
         on_gradient: Called inside `backward()` with the index of each parameter whose gradient is
             there.
         on_backward_end: Called inside `backward()` when the last gradient is on its way.
+        on_learned: Called when all ranks have learned enough, before they plan.
 
     Attributes:
         in_flight: Gradients of the last backward have not been waited for.
@@ -85,12 +87,13 @@ class Reducer:
         on_first_gradient: Callable[[int], None],
         on_gradient: Callable[[int], None],
         on_backward_end: Callable[[], None],
+        on_learned: Callable[[], None],
     ) -> None:
         self._context, self.names, self.params = context, names, params
         self.device = device
         self._planner, self._gates = planner, gates
         self._on_first_gradient, self._on_gradient = on_first_gradient, on_gradient
-        self._on_backward_end = on_backward_end
+        self._on_backward_end, self._on_learned = on_backward_end, on_learned
         self._scale, self._sharded, self._densifies = scale, sharded, densifies
         self.in_backward = False
         self._sync = True
@@ -114,6 +117,7 @@ class Reducer:
         self._counts = RowCounts()
         self._grads = [torch.empty(0)] * len(params)  # in the arena; of sparse ones as last seen
         self.in_flight = False
+        self._lent = False  # all parameters have gradients, while they are in flight
         self._fresh = False  # a backward pass has ended since the last step
         self._writer: _core.TimelineWriter | None = None
         self._memory = memory
@@ -197,6 +201,7 @@ class Reducer:
         """
         stream = self.device.stream()
         self._engine.wait(self._slot[i], stream)
+        release(self._grads[i])
         if self._grads[i]._version != self._versions[i]:
             raise self._touched(i, "was modified")
         if i in self._rows:
@@ -218,6 +223,22 @@ class Reducer:
         if param.grad is given:
             param.grad = self._grads[i]
 
+    def hold_gradients(self, fetch: Sequence[Fetch]) -> None:
+        """Who reads a gradient has it fetched first, until it was waited for or released.
+
+        Parameters that have none show the other ranks', which may turn out to be none.
+        """
+        self._lent = self.in_flight
+        for i, (grad, each) in enumerate(zip(self._grads, fetch, strict=True)):
+            hold(grad, each)
+            if self._lent and not self._local_used[i] and not self._sparse[i]:
+                self.params[i].grad = grad
+
+    def release_gradients(self) -> None:
+        """Who reads a gradient gets it as it is."""
+        for grad in self._grads:
+            release(grad)
+
     def gradient(self, i: int) -> torch.Tensor:
         """Where the arena holds parameter i: its gradient, or its new value once gathered."""
         return self._grads[i]
@@ -229,7 +250,12 @@ class Reducer:
             Error: Somebody wrote to a gradient while it was in flight.
         """
         self._engine.wait_reduced(self.device.stream())
-        self.check_untouched()
+        self.release_gradients()
+        if not self.untouched():
+            raise UsageError(
+                "with shard_optimizer=True no rank has whole gradients: do not replace or remove "
+                "any between backward() and step()"
+            )
         self.in_flight = False
 
     def used_anywhere(self) -> list[bool]:
@@ -267,10 +293,12 @@ class Reducer:
             self._engine.drain(stream)
             self._settled = self.device.now()
             self._waits.append((start, self._settled))
+        self.release_gradients()
         for i, param in enumerate(self.params):
             if self._grads[i]._version != self._versions[i]:
                 raise self._touched(i, "was modified")
-            if param.grad is None:
+            gone = param.grad is None and self._lent and not self._sparse[i]  # reset by the user
+            if not (self._local_used[i] or gone):
                 param.grad = self.wait(i)
             elif self._sparse[i]:
                 self.wait(i)
@@ -290,19 +318,20 @@ class Reducer:
             slots = [self._slot[i] for i in indices]
             self.device.record_update(self._engine, slots, start, self.device.now())
 
-    def check_untouched(self) -> None:
-        """Raises Error if a gradient in flight was changed, replaced or removed since backward."""
-        for i, param in enumerate(self.params):
-            grad = param.grad
-            if grad is self._grads[i]:
-                if grad._version == self._versions[i]:
-                    continue
-                what = "was modified"
-            elif not self._local_used[i] and grad is None:
-                continue
-            else:
-                what = "was replaced or removed"
-            raise self._touched(i, what)
+    def untouched(self) -> bool:
+        """Whether parameters still have the gradients in flight, not others or none.
+
+        Raises:
+            Error: One of those was changed since backward.
+        """
+        same = True
+        with torch._C.DisableTorchFunctionSubclass():  # gradients are held
+            for i, param in enumerate(self.params):
+                if param.grad is not self._grads[i]:
+                    same = same and not self._local_used[i] and param.grad is None
+                elif param.grad._version != self._versions[i]:
+                    raise self._touched(i, "was modified")
+        return same
 
     def _touched(self, i: int, what: str) -> Error:
         return Error(
@@ -356,6 +385,7 @@ class Reducer:
         if len(self._learning) < self._context.env.learning_steps:
             return
         times = self._learning.times()
+        self._on_learned()
         total = sum(p.numel() * p.element_size() for p in self.params)
         largest = min(max(total, 1 << 20), LARGEST_BYTES)
         start = time.monotonic()
@@ -482,6 +512,8 @@ class Reducer:
             self._votes.append(self.device.fetch(self._arena.used[-1:]))
             if len(self._votes) > self.device.lag:
                 self._replan_agreed = bool(self._votes.popleft().get())
+        self.release_gradients()
+        self._lent = False
         self._sender.begin()
         self._local_used = [False] * len(self.params)
         self._used = None

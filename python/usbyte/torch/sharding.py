@@ -20,6 +20,7 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import Error, UsageError
 from usbyte.torch.arena import USED, is_dense, laid_out_like
+from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.communicator import shards
 from usbyte.torch.context import Context
 from usbyte.torch.ops import Max, Sum, allgather, allreduce
@@ -41,10 +42,10 @@ def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
             f"{kind.__name__} is not known to: use torch.optim.{', '.join(_ELEMENTWISE)}, or "
             "leave shard_optimizer out"
         )
-    if overlap != "forward":
+    if overlap == "backward":
         raise UsageError(
-            "shard_optimizer=True gathers parameters in the next forward pass: add "
-            'overlap="forward"'
+            "shard_optimizer=True gathers parameters in the next forward pass: leave out "
+            'overlap="backward"'
         )
 
 
@@ -78,6 +79,7 @@ class ShardedUpdates:
         group_of: The optimizer's group of each parameter.
         reducer: Has adopted a plan of reduce_scatters and all_gathers.
         max_grad_norm: Gradients are scaled so that their norm over all parameters is no larger.
+        fetch: By parameter, what whoever reads it before it has arrived is to call first.
 
     Attributes:
         pending: By parameter, whether its new values have not been taken yet.
@@ -94,7 +96,9 @@ class ShardedUpdates:
         group_of: Sequence[int],
         reducer: Reducer,
         max_grad_norm: float | None,
+        fetch: Sequence[Fetch],
     ) -> None:
+        self._fetch = fetch
         self._context, self._label, self._optimizer = context, label, optimizer
         self._params, self._group_of, self._reducer = params, group_of, reducer
         self._max_grad_norm = max_grad_norm
@@ -140,6 +144,8 @@ class ShardedUpdates:
         self._versions = [param._version for param in self._params]
         self.pending = [True] * len(self._params)
         self.count = len(self._params)
+        for param, fetch in zip(self._params, self._fetch, strict=True):
+            hold(param, fetch)
         self._reducer.release_gathers()
 
     def arrive(self, indices: Sequence[int]) -> None:
@@ -148,6 +154,7 @@ class ShardedUpdates:
             if not self.pending[i]:
                 continue
             self._reducer.wait_gathered(i)
+            release(self._params[i])
             if self._params[i]._version != self._versions[i]:
                 raise Error(
                     f"parameter '{self._reducer.names[i]}' was written to between step() and the "

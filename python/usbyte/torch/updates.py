@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from usbyte.errors import Error, UsageError
+from usbyte.errors import Error
+from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.reducer import Reducer
 
 
@@ -19,12 +20,14 @@ class DeferredUpdates:
 
     An update is the optimizer's own `step`, with its groups narrowed to those parameters and with
     the hyper-parameters as they were when `defer` was called, whatever a scheduler has done since.
+    Until then the parameter is held, so that who reads it gets it updated first.
 
     Args:
         optimizer: The wrapped optimizer.
         step: Takes its step.
         params: Parameters, by index.
         group_of: The optimizer's group of each parameter.
+        fetch: By parameter, what whoever reads it is to call first.
     """
 
     def __init__(
@@ -33,9 +36,10 @@ class DeferredUpdates:
         step: Callable[[], Any],
         params: Sequence[nn.Parameter],
         group_of: Sequence[int],
+        fetch: Sequence[Fetch],
     ) -> None:
         self._optimizer, self._step = optimizer, step
-        self._params, self._group_of = params, group_of
+        self._params, self._group_of, self._fetch = params, group_of, fetch
         self._hyper: list[dict[str, Any]] = []
         self._versions: list[int] = []  # of the parameters, when their updates were put off
         self._zero_after: set[int] = set()  # whose gradients the user has zeroed meanwhile
@@ -49,16 +53,26 @@ class DeferredUpdates:
         self._zero_after.clear()
         self.pending = [True] * len(self._params)
         self.count = len(self._params)
+        for param, fetch in zip(self._params, self._fetch, strict=True):
+            hold(param, fetch)
+
+    def forget(self) -> None:
+        """Gives up the updates that are pending, as those of a run that has failed."""
+        self.pending = [False] * len(self._params)
+        self.count = 0
+        for param in self._params:
+            release(param)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Resets the gradients that the user sees; pending updates still get theirs."""
-        for i, param in enumerate(self._params):
-            if set_to_none:
-                param.grad = None
-            elif self.pending[i]:
-                self._zero_after.add(i)
-            elif param.grad is not None:
-                param.grad.zero_()
+        with torch._C.DisableTorchFunctionSubclass():  # parameters are held
+            for i, param in enumerate(self._params):
+                if set_to_none:
+                    param.grad = None
+                elif self.pending[i]:
+                    self._zero_after.add(i)
+                elif param.grad is not None:
+                    param.grad.zero_()
 
     def apply(self, indices: Sequence[int], reducer: Reducer) -> None:
         """Applies the pending updates of these parameters, waiting for each gradient."""
@@ -69,6 +83,8 @@ class DeferredUpdates:
         # A signal handler may have asked for the same updates while this waited.
         arrived = [(i, grad) for i, grad in arrived if self.pending[i]]
         due = [i for i, _ in arrived]
+        for i in due:
+            release(self._params[i])
         self._check_unwritten(due, reducer)
         for i in due:
             self.pending[i] = False
@@ -77,14 +93,14 @@ class DeferredUpdates:
         kept = [self._params[i].grad for i in due]
         try:
             for i, grad in arrived:
-                if grad is not None:
-                    self._params[i].grad = grad
+                self._params[i].grad = grad
             with self._narrowed(due), _plain_arithmetic(reducer.device.torch_device.type):
                 self._step()
         finally:
-            for i, before in zip(due, kept, strict=True):
+            for (i, grad), before in zip(arrived, kept, strict=True):
                 if i not in self._zero_after:
-                    self._params[i].grad = before
+                    nobody = grad is None and before is reducer.gradient(i)
+                    self._params[i].grad = None if nobody else before
                 elif before is not None:
                     before.zero_()
         reducer.record_update(due, start)
@@ -135,17 +151,16 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @contextmanager
-def check_groups_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Raises UsageError if the step inside keeps state in its groups: narrowing would repeat it."""
+def check_groups_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[str]]:
+    """Gives a list, which after the step inside names what it has changed in its groups.
+
+    Narrowing would repeat that.
+    """
     before = [hyper_parameters(group) for group in optimizer.param_groups]
-    yield
+    changed: list[str] = []
+    yield changed
     for old, group in zip(before, optimizer.param_groups, strict=True):
-        for key, value in old.items():
-            if not _same(group[key], value):
-                raise UsageError(
-                    f"{type(optimizer).__name__}.step() changes its group's '{key}', so it cannot "
-                    'be applied layer by layer; use overlap="backward"'
-                )
+        changed += [key for key, value in old.items() if not _same(group[key], value)]
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:

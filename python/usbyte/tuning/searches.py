@@ -33,6 +33,8 @@ class Job:
         codecs: By tensor, what gradients travel by; empty: nothing is compressed, or plans get
             their codecs afterwards.
         codec_costs: Of those codecs.
+        may_end_in_backward: DDP's plan is tried as in DDP, with gradients that are final after
+            backward.
     """
 
     profile: _core.Profile
@@ -42,6 +44,7 @@ class Job:
     sharded: bool = False
     codecs: Sequence[str] = ()
     codec_costs: _core.CodecCosts = field(default_factory=lambda: _core.CodecCosts())
+    may_end_in_backward: bool = False
 
     def plan(
         self, policy: str, network: _core.NetworkModel | None = None, **sizes: int
@@ -115,7 +118,9 @@ def auto(job: Job) -> Search:
     first = job.plan("auto")
     starts = [Candidate("auto", first)]
     if not job.sharded and first.ops != (usual := job.plan("ddp")).ops:
-        starts += [*_variants(job, first, end), Candidate("ddp", _named("auto", usual))]
+        overlap = "backward" if job.may_end_in_backward else None
+        ddp = Candidate("ddp", _named("auto", usual), overlap=overlap)
+        starts += [*_variants(job, first, end), ddp]
     return Search(starts, steps=7, halve=True)
 
 

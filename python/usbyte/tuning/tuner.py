@@ -27,11 +27,13 @@ class Candidate:
         what: In words, for the log.
         plan: What is measured.
         point: Where it lies in the space that is searched; None for a plan from elsewhere.
+        overlap: What communication may hide behind under it; None: what the job says.
     """
 
     what: str
     plan: _core.Plan
     point: Point | None = None
+    overlap: str | None = None
 
 
 @dataclass(frozen=True)

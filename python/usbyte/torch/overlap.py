@@ -1,0 +1,150 @@
+"""Whether updates may wait for the next forward pass: what the first steps show against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from usbyte.errors import UsageError
+from usbyte.torch.context import Context
+from usbyte.torch.gates import Gates
+from usbyte.torch.updates import check_groups_unchanged
+
+Overlap = Literal["auto", "backward", "forward"]
+
+
+@dataclass
+class _Seen:
+    """Counts of steps, of those in which it happened, and of what is open."""
+
+    steps: int = 0
+    closures: int = 0
+    wholes: int = 0
+    repeated: int = 0  # several backward passes were sent
+    with_reads: int = 0  # of gradients
+    first_read: int = 0
+    changed: str = ""  # in the optimizer's groups
+    backwards: int = 0  # since the last step
+    reads: set[int] = field(default_factory=set)  # since the last backward pass
+
+
+class Watch:
+    """Notes what a script does between `backward()`, `step()` and the next forward pass.
+
+    Deferred updates are right whatever it does, as who reads a gradient or a parameter gets it
+    fetched first. But then there is nothing to hide communication behind; and an optimizer that
+    looks across parameters must not be called layer by layer, which only the known ones are known
+    not to do.
+
+    Args:
+        optimizer: The wrapped one.
+        names: Of its parameters.
+        params: Those.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Sequence[str], params: Sequence[nn.Parameter]
+    ) -> None:
+        self._optimizer, self._names = optimizer, names
+        self._bytes = [p.numel() * p.element_size() for p in params]
+        self._seen = _Seen()
+
+    def begin(self) -> None:
+        """Learning begins anew."""
+        self._seen = _Seen()
+
+    def backward(self) -> None:
+        """A backward pass has ended, with sums that were waited for."""
+        self._seen.backwards += 1
+
+    def gradient_read(self, i: int) -> None:
+        """Somebody uses a gradient between `backward()` and `step()`."""
+        self._seen.reads.add(i)
+
+    def step(self, closure: bool, whole: bool) -> None:
+        """`step()` is called.
+
+        Args:
+            closure: With one.
+            whole: Step hooks or a GradScaler want all parameters updated at once.
+        """
+        seen = self._seen
+        seen.steps += 1
+        seen.closures += closure
+        seen.wholes += whole
+        seen.repeated += seen.backwards > 1
+        if seen.reads:
+            seen.with_reads += 1
+            seen.first_read = min(seen.reads)
+        seen.backwards, seen.reads = 0, set()
+
+    @contextmanager
+    def groups(self, strict: bool) -> Iterator[None]:
+        """Around the optimizer's step, which must not change its groups.
+
+        Raises:
+            UsageError: It does, if `strict`.
+        """
+        with check_groups_unchanged(self._optimizer) as changes:
+            yield
+        if changes and strict:
+            raise UsageError(
+                f"{type(self._optimizer).__name__}.step() changes its group's '{changes[0]}', so "
+                'it cannot be applied layer by layer; leave out overlap="forward"'
+            )
+        self._seen.changed = next(iter(changes), self._seen.changed)
+
+    def reason(self, gates: Gates, ungated: Sequence[int]) -> str:
+        """Why updates should not wait for the next forward pass; empty if they may."""
+        return "; ".join(self._reasons(gates, ungated))
+
+    def _reasons(self, gates: Gates, ungated: Sequence[int]) -> Iterator[str]:
+        kind, seen = type(self._optimizer), self._seen
+        if not f"{kind.__module__}.".startswith("torch.optim."):
+            yield (
+                f"{kind.__name__} is none of torch's own optimizers, and may look across "
+                'parameters; if it does not, say overlap="forward"'
+            )
+        if seen.closures:
+            yield "step() is called with a closure"
+        if seen.changed:
+            yield f"{kind.__name__}.step() changes its group's '{seen.changed}'"
+        if seen.wholes:
+            yield "step hooks, or a GradScaler, want to see each step as a whole"
+        if seen.repeated:
+            yield "several backward passes before one step() were sent"
+        if seen.with_reads and 2 * seen.with_reads >= seen.steps:
+            yield (
+                "gradients are used between backward() and step(), that of "
+                f"'{self._names[seen.first_read]}' for one"
+            )
+        whole = sum(self._bytes)
+        early = [2 * n > gates.iterations for n in gates.read_early]
+        read = [i for i, is_early in enumerate(early) if is_early]
+        if 2 * sum(self._bytes[i] for i in read) > whole:
+            yield (
+                f"parameters are read between step() and the forward pass, '{self._names[read[0]]}'"
+                " for one"
+            )
+        if 2 * sum(self._bytes[i] for i in ungated) > whole:
+            yield (
+                f"what uses '{self._names[ungated[0]]}', and more, was not seen to, as in compiled "
+                "code"
+            )
+
+
+def agree(context: Context, label: str, reason: str) -> str:
+    """The reason of the first rank that has one, the same on all ranks. Collective."""
+    texts = context.eager.allgather_bytes(f"{label}.overlap", json.dumps(reason).encode())
+    reasons = [json.loads(text) for text in texts]
+    for rank, each in enumerate(reasons):
+        if each:
+            alike = all(other == each for other in reasons)
+            return each if alike else f"{each} (on rank {rank})"
+    return ""
