@@ -73,7 +73,7 @@ def starts_and_stops(rank, size, folder):
     ub.init()
     path = Path(folder) / "run.%r.json"
     model = nn.Linear(64, 64)
-    opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), overlap="backward")
 
     def step():
         opt.zero_grad()

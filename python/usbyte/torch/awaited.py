@@ -108,6 +108,7 @@ _METADATA_METHODS = frozenset(
         "element_size",
         "is_floating_point",
         "is_contiguous",
+        "requires_grad_",
     ]
 )
 _ALIASES = frozenset(

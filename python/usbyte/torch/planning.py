@@ -190,7 +190,7 @@ class Planner:
         assert self._chooses_overlap
         self._plans.overlap = "backward" if reason else "forward"
         if reason:
-            log.info("%s: overlap backward: %s", self._label, reason)
+            log.info("%s: updates do not wait for the next forward pass: %s", self._label, reason)
 
     def learning_plan(self) -> _core.Plan:
         """DDP's buckets in order of registration."""
