@@ -7,6 +7,7 @@ data differ. All scripts take `STEPS` steps.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ Wrap = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Any]]
 def mlp(*sizes: int, **options: Any) -> nn.Sequential:
     sizes = sizes or (6, 12, 12, 4)
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b, **options), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

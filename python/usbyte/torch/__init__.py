@@ -10,6 +10,7 @@ from usbyte.torch.context import *
 from usbyte.torch.daso import *
 from usbyte.torch.ddp import *
 from usbyte.torch.functions import *
+from usbyte.torch.joining import *
 from usbyte.torch.ops import *
 from usbyte.torch.optimizer import *
 from usbyte.torch.probe import *

@@ -11,10 +11,11 @@ from usbyte._core import Plan, TensorSpec
 from usbyte.errors import UsageError
 
 #: First tensor of the arena: a flag for each parameter, set by the ranks that used it in this step,
-#: and one more, set by those that want a new plan.
+#: and votes: one of the ranks that want a new plan, one of those that have data, which `join` asks.
 #: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
 #: that a bucket can take both.
 USED = "usbyte.used"
+VOTES = 2
 
 _DTYPES = {
     torch.float32: "float32",
@@ -65,11 +66,11 @@ def laid_out_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def used_numel(params: int) -> int:
-    """Elements of `USED`: a flag for each parameter, a vote, and what aligns gradients behind it.
+    """Elements of `USED`: a flag for each parameter, votes, and what aligns gradients behind it.
 
     Kernels move 16 bytes at a time, eight elements of the smallest dtype, where those are aligned.
     """
-    return -(-(params + 1) // 8) * 8
+    return -(-(params + VOTES) // 8) * 8
 
 
 class Arena:
@@ -83,8 +84,8 @@ class Arena:
     Attributes:
         buffer: 1-d uint8.
         flags: 1-d, all of `USED`.
-        used: 1-d, of those the flags, one for each parameter, in the plan's order, and the vote
-            for a new plan.
+        used: 1-d, of those the flags, one for each parameter, in the plan's order, and the votes.
+        votes: 1-d, the latter alone: for a new plan, and of ranks that have data.
         grads: For each dense parameter its gradient's view, of its shape and strides. Each
             view has a version counter of its own, so that a write to one gradient can be told from
             a write to another.
@@ -99,7 +100,8 @@ class Arena:
         self.buffer = buffer
         flags, *tensors = plan.tensors
         self.flags = self._flat(plan, flags)
-        self.used = self.flags[: len(params) + 1]
+        self.used = self.flags[: len(params) + VOTES]
+        self.votes = self.used[len(params) :]
         self.grads = []
         for spec, param in zip(tensors, params, strict=True):
             if spec.sparse:

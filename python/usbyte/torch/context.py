@@ -221,6 +221,11 @@ class Context:
         self._optimizers.add(optimizer)
         optimizer.set_timeline(self._writer)
 
+    def sending(self) -> list[DistributedOptimizer]:
+        """Optimizers whose gradients go to other ranks, in the order in which they were made."""
+        living = [o for o in self._optimizers if o.plan is not None]
+        return sorted(living, key=lambda o: int(o.label.partition(".")[2]))
+
     def warn(self, text: str) -> None:
         """Logs a warning of the engine."""
         log.warning("rank %d: %s", self.rank, text)
@@ -232,7 +237,7 @@ class Context:
     def drain(self) -> None:
         """Applies every pending update."""
         for optimizer in list(self._optimizers):
-            optimizer.synchronize()
+            optimizer.drain()
 
     def start_timeline(self, path: str, steps: str = "0:") -> None:
         """Records all optimizers' steps "A:B" into `path`, in which %r stands for the rank."""

@@ -92,6 +92,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tune_steps: Steps of each trial of a plan, 2 at least; else 7 (auto), or as published 100
             (tune:bytescheduler) and 5 (tune:dear). With auto, 0 means that none is tried.
         ranks: Those that share gradients, for optimizers made of this one; all if left out.
+        backward_passes_per_step: Accumulate gradients over so many backward passes, and send their
+            sum in the last one, or in `step()` if that comes earlier.
+        gradient_predivide_factor: Horovod's. Gradients are divided by the number of ranks before
+            they are summed, so that it changes nothing; with `Sum` it must be 1.
 
     Raises:
         UsageError: Bad arguments, names missing or used twice.
@@ -118,6 +122,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int | None = None,
         tune_steps: int | None = None,
         ranks: Context | None = None,
+        backward_passes_per_step: int = 1,
+        gradient_predivide_factor: float = 1.0,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
@@ -133,6 +139,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "max_grad_norm needs shard_optimizer=True; otherwise call optimizer.synchronize() "
                 "and torch.nn.utils.clip_grad_norm_ between backward() and step()"
             )
+        if backward_passes_per_step < 1:
+            raise UsageError(
+                f"backward_passes_per_step must be 1 at least, not {backward_passes_per_step}"
+            )
+        if gradient_predivide_factor != 1.0 and op != Average:
+            raise UsageError("gradient_predivide_factor needs op=Average")
+        self._passes_per_step = backward_passes_per_step
         self._context = context = ranks or current()
         if shard_optimizer and fused_update:
             raise UsageError("fused_update=True does not go with shard_optimizer=True")
@@ -199,7 +212,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         reducer: Reducer | None = getattr(self, "_reducer", None)
         if reducer is not None and reducer.in_flight:
-            self.synchronize()
+            self.drain()
         return self._inner.param_groups
 
     @property
@@ -210,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's, up to date; with shard_optimizer, only this rank's shards."""
-        self.synchronize()
+        self.drain()
         return self._inner.state
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With compression it also holds what this rank's codecs remember, as `MEMORY`, which the
         wrapped optimizer does not mind: to lose nothing of it, save and load on every rank.
         """
-        self.synchronize()
+        self.drain()
         memory = self._memory.state()
         extra = {MEMORY: memory} if memory else {}
         if self._shards is None:
@@ -236,7 +249,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: What codecs remember is of other parameters.
         """
-        self.synchronize()
+        self.drain()
         memory = state_dict.get(MEMORY, {})
         self._memory.check(memory, dict(zip(self._names(), self._params, strict=True)))
         if memory and self._reducer is not None and codes_shards(self._reducer.plan):
@@ -251,7 +264,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds to the wrapped optimizer and plans anew. Collective."""
-        self.synchronize()
+        self.drain()
         self._inner.add_param_group(param_group)
         self._end_sharding()
         self._steps = self._reducer.steps if self._reducer is not None else 0
@@ -287,6 +300,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 'a closure needs its gradients at once: leave out overlap="forward" with this '
                 "optimizer"
             )
+        if reducer is not None and reducer.unsent and not reducer.in_flight and closure is None:
+            self._apply_all()
+            reducer.send_kept()
         if self._shards is not None and reducer is not None:
             self._sharded_step(self._shards, reducer)
             return None
@@ -298,7 +314,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             or closure is not None
             or not reducer.untouched()
         ):
-            self.synchronize()
+            self.drain()
             self._watch.step(closure is not None, self._needs_whole_step())
             start: Mark = reducer.device.now() if reducer is not None else 0.0
             if self._max_grad_norm is not None:
@@ -327,7 +343,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif self._updates.count:
             self._updates.zero_grad(set_to_none)
         else:
-            self.synchronize()
+            self.drain()
             self._inner.zero_grad(set_to_none)
         if self._reducer is not None:
             self._reducer.forget_results()
@@ -335,9 +351,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until gradients are final and applies pending updates.
 
-        Called between `backward()` and `step()`, it makes gradients safe to read and to change, for
-        example to clip them.
+        Whoever reads gradients or parameters in Python gets them so without it; it is for what
+        reads their memory in other ways. With backward_passes_per_step above 1 it sends what has
+        been accumulated until then, on all ranks.
         """
+        if self._reducer is not None and self._reducer.accumulates and not self._reducer.in_flight:
+            self._apply_all()
+            self._reducer.send_kept()
+        self.drain()
+
+    def drain(self) -> None:
+        """Makes final what is on its way, and sends nothing: for this rank alone to call."""
         if self._reducer is None:
             return
         self._apply_all()
@@ -351,8 +375,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._reducer.settle()
 
     @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Horovod's, around `step()` after `synchronize()`; here that never waits twice."""
+        yield
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate on this rank; the next one outside sends the sum."""
+        """Backward passes inside accumulate on this rank; the next one outside sends the sum.
+
+        So does `step()`, where none has followed.
+        """
         self._check_usable()
         if self._reducer is None:
             yield
@@ -381,6 +413,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return True
         decision = self.decision
         return not self._reducer.learning and decision is not None and not decision.trial_steps
+
+    # Used by `join`.
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share gradients."""
+        return self._context.size
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are sent, with their names."""
+        return list(zip(self._names(), self._params, strict=True))
+
+    def stand_in(self) -> int:
+        """Takes part in the other ranks' steps, without data, until all ranks do so. Collective.
+
+        Returns:
+            In how many steps.
+        """
+        self._check_usable()
+        steps = 0
+        while self._reducer is not None:
+            self.drain()
+            self.zero_grad()
+            if not self._reducer.send_none():
+                break
+            self.step()
+            steps += 1
+        return steps
 
     # Used by Context.
 
@@ -500,6 +560,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "op": str(self._op),
                 "policy": self._policy if isinstance(self._policy, str) else "a function",
                 "max_grad_norm": self._max_grad_norm,
+                "backward_passes_per_step": self._passes_per_step,
                 "topology": told(self._topology, self._context.size),
             },
         )
@@ -518,6 +579,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._densifies,
                 self._policy == "auto",
                 self._sharded,
+                self._passes_per_step,
                 self._topology,
                 self._memory,
                 self._steps,
@@ -671,7 +733,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # second forward pass before step() leads to a second backward pass.
         assert self._reducer is not None
         if not trains or (self._reducer.in_flight and self._shards is None):
-            self.synchronize()
+            self.drain()
 
     def _on_param_read(self, i: int, param: torch.Tensor) -> torch.Tensor:
         self._apply([i])
@@ -681,7 +743,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _on_gradient_read(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         reducer = self._reducer
         if reducer is not None and reducer.in_flight:
-            self.synchronize()
+            self.drain()
         elif self._updates.pending[i]:
             self._apply([i])
         elif not self._learned and not self._in_step:

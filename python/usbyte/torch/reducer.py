@@ -56,6 +56,7 @@ class Reducer:
         adapt: Learn and plan anew when the time of a step changes, or how many rows sparse
             gradients have, but not while on trial.
         sharded: Once learned, all_gathers wait for `release_gathers`.
+        passes_per_step: Backward passes that accumulate until the last of them sends.
         topology: Dimensions that all_reduces may be routed through; None for none.
         on_first_gradient: Called inside `backward()` before the first gradient of a step is taken.
         on_gradient: Called inside `backward()` with the index of each parameter whose gradient is
@@ -65,7 +66,8 @@ class Reducer:
 
     Attributes:
         in_flight: Gradients of the last backward have not been waited for.
-        in_backward: A backward pass has begun and not ended.
+        in_backward: A backward pass that sends has begun and not ended.
+        unsent: This rank has accumulated gradients since it last sent any.
         device: Where the parameters are.
     """
 
@@ -81,6 +83,7 @@ class Reducer:
         densifies: bool,
         adapt: bool,
         sharded: bool,
+        passes_per_step: int,
         topology: Given | None,
         memory: Memory,
         steps_before: int,
@@ -95,8 +98,10 @@ class Reducer:
         self._on_first_gradient, self._on_gradient = on_first_gradient, on_gradient
         self._on_backward_end, self._on_learned = on_backward_end, on_learned
         self._scale, self._sharded, self._densifies = scale, sharded, densifies
-        self.in_backward = False
-        self._sync = True
+        self.in_backward = self.unsent = False
+        self._sync = self._has_data = True
+        self._passes_per_step, self._passes = passes_per_step, 0  # of backward, with sync
+        self._in_pass = False  # one of those
         self._learning: Learning | None = Learning()
         self._stopwatch: Stopwatch | None = None  # while a plan is on trial
         self._first_s: float | None = None  # a step of the first plan on trial
@@ -183,6 +188,11 @@ class Reducer:
         """With False, backward only accumulates gradients locally. Returns what it was before."""
         before, self._sync = self._sync, sync
         return before
+
+    @property
+    def accumulates(self) -> bool:
+        """Some of several backward passes until the next sum have been seen."""
+        return self._passes_per_step > 1 and self.unsent
 
     def close(self) -> None:
         """Removes the hooks and ends the engine."""
@@ -487,17 +497,58 @@ class Reducer:
         )
         return engine
 
+    def send_kept(self) -> None:
+        """Sends what was accumulated without sync, as if a backward pass had ended now."""
+        self._begin()
+        self._end()
+
+    def send_none(self) -> bool:
+        """Takes part in a step of the other ranks with nothing; waits for them.
+
+        All gradients of this rank must be reset.
+
+        Returns:
+            Whether any rank has sent something; if not, nothing is in flight any more.
+        """
+        self._has_data = False
+        try:
+            self.send_kept()
+        finally:
+            self._has_data = True
+        self._engine.wait(0, self.device.stream())
+        if self._arena.votes[1].item():
+            return True
+        if self._sharded and self._learning is None:
+            self.wait_reduced()
+            self.release_gathers()  # of nothing, which nobody is going to take
+        self.settle()
+        return False
+
     def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(param: torch.Tensor) -> None:
-            if not self.in_backward:
+            if not self._in_pass:
                 self._on_first_gradient(i)
+                if self._sync:
+                    self._begin_pass()
             self._on_gradient(i)
-            if self._sync:
-                if not self.in_backward:
-                    self._begin()
+            if self.in_backward:
                 self._collect(i, param)
+            else:
+                self.unsent = True
 
         return on_gradient
+
+    def _begin_pass(self) -> None:
+        if self._passes + 1 == self._passes_per_step:
+            self._begin()
+        self._in_pass = True
+        Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._in_pass = False
+        self._passes += 1
+        if self.in_backward:
+            self._end()
 
     def _begin(self) -> None:
         if self.in_flight:
@@ -509,16 +560,15 @@ class Reducer:
         self._engine.drain(stream)
         if self._drift is not None and self._learning is None:
             # The sum of the votes of a step, the same on all ranks.
-            self._votes.append(self.device.fetch(self._arena.used[-1:]))
+            self._votes.append(self.device.fetch(self._arena.votes[:1]))
             if len(self._votes) > self.device.lag:
                 self._replan_agreed = bool(self._votes.popleft().get())
         self.release_gradients()
-        self._lent = False
+        self._lent = self.unsent = False
         self._sender.begin()
         self._local_used = [False] * len(self.params)
         self._used = None
         self.in_backward = True
-        Variable._execution_engine.queue_callback(self._end)
 
     def _collect(self, i: int, param: torch.Tensor) -> None:
         grad = param.grad
@@ -576,8 +626,10 @@ class Reducer:
             self._drift.step(self.device.now())
             wants_plan = self._drift.wanted or self._density_drift.wants_plan(self._counts)
         used = [self._local_used[i] for i in self._at_slot]
-        self._sender.send_flags([*map(float, used), float(wants_plan)])
+        votes = [float(wants_plan), float(self._has_data)]
+        self._sender.send_flags([*map(float, used), *votes])
         self._engine.end_backward()
+        self._passes = 0
         self.in_backward = False
         self._fresh = True
         self.in_flight = True

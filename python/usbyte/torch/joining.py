@@ -1,0 +1,46 @@
+"""Ranks that run out of data before others."""
+
+from __future__ import annotations
+
+from usbyte.errors import UsageError
+from usbyte.torch.context import current
+from usbyte.torch.functions import broadcast_optimizer_state, broadcast_parameters
+
+__all__ = ["join"]
+
+
+def join(device: int = -1) -> int:
+    """Takes part in the other ranks' steps without data, until every rank has called it.
+
+    Meanwhile this rank's gradients count as zeros, and averages are still over all ranks, as in
+    Horovod and in DDP's `Join`. In the end all ranks have the parameters of the optimizer and its
+    state from the rank that came last, whatever it did between `backward()` and `step()`; buffers
+    stay each rank's own. Of the collectives of `ops`, none is answered: ranks that still train must
+    not wait for this one in any other way. Collective.
+
+    Args:
+        device: Horovod's; of no effect, as nothing has to be made on one.
+
+    Returns:
+        The rank that came last.
+
+    Raises:
+        UsageError: There are several DistributedOptimizers, whose steps could follow each other in
+            any order, or one of some ranks.
+    """
+    context = current()
+    context.drain()
+    optimizers = context.sending()
+    if len(optimizers) > 1 or any(o.size != context.size for o in optimizers):
+        raise UsageError(
+            "join() needs a single DistributedOptimizer, of all ranks: close() the others, or give "
+            "all ranks the same number of batches"
+        )
+    steps = optimizers[0].stand_in() if optimizers else 0
+    texts = context.eager.allgather_bytes("usbyte.join", str(steps).encode())
+    waited = [int(text) for text in texts]
+    last = max(rank for rank, count in enumerate(waited) if count == min(waited))
+    for optimizer in optimizers:
+        broadcast_parameters(optimizer.named(), last)
+        broadcast_optimizer_state(optimizer, last)
+    return last

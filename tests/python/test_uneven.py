@@ -1,0 +1,152 @@
+"""Ranks with unequal numbers of batches, and micro-batches: DDP's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import _scripts
+import usbyte.torch as ub
+from _models import difference, short_probes
+from _ranks import run_ranks
+from usbyte.errors import UsageError
+
+SHARDED = {"shard_optimizer": True, "policy": "dear"}
+
+
+def batches(rank, count):
+    data = torch.Generator().manual_seed(rank)
+    return [torch.randn(5, 6, generator=data) for _ in range(count)]
+
+
+def state(model):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def uneven(rank, size, counts):
+    ub.init()
+    short_probes()
+
+    def make():
+        torch.manual_seed(0)
+        model = _scripts.mlp()
+        return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    model, opt = make()
+    net = nn.parallel.DistributedDataParallel(model)
+    with Join([net]):
+        for x in batches(rank, counts[rank]):
+            opt.zero_grad()
+            net(x).pow(2).mean().backward()
+            opt.step()
+    want = state(model)
+    for options in ({"overlap": "backward"}, {"overlap": "forward"}, {"policy": "wfbp"}, SHARDED):
+        model, opt = make()
+        opt = ub.DistributedOptimizer(opt, model.named_parameters(), **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=1.0)
+        for x in batches(rank, counts[rank]):
+            opt.zero_grad()
+            model(x).pow(2).mean().backward()
+            opt.step()
+            scheduler.step()
+        last = ub.join()
+        assert last == max(r for r in range(size) if counts[r] == max(counts))
+        assert difference(state(model), want) <= (0 if size == 2 else 1e-6), options
+        # All ranks go on alike.
+        for x in batches(rank, 2):
+            opt.zero_grad()
+            model(x).pow(2).mean().backward()
+            opt.step()
+        sums = torch.stack([p.double().sum() for p in model.state_dict().values()])
+        assert torch.equal(ub.allreduce(sums, op=ub.Max), ub.allreduce(sums, op=ub.Min)), options
+        opt.close()
+
+
+def test_ranks_that_run_out_of_data_join():
+    env = {"USBYTE_LEARNING_STEPS": "4"}
+    run_ranks(2, uneven, [9, 2], timeout=90, env=env)  # one joins while the other still learns
+    run_ranks(3, uneven, [6, 0, 8], timeout=90, env=env)
+
+
+def micro_batches(rank, size):
+    ub.init()
+    short_probes()
+    count = 11  # of micro-batches, two to a step: the last step has one
+
+    def make():
+        torch.manual_seed(0)
+        model = _scripts.mlp()
+        return model, _scripts.sgd(model)
+
+    model, opt = make()
+    net = nn.parallel.DistributedDataParallel(model)
+    for k, x in enumerate(batches(rank, count)):
+        if k % 2 == 0 and k < count - 1:
+            with net.no_sync():
+                net(x).pow(2).mean().backward()
+            continue
+        net(x).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        opt.step()
+        opt.zero_grad()
+    want = state(model)
+
+    def by_passes(opt, model, k, x):
+        model(x).pow(2).mean().backward()
+
+    def by_no_sync(opt, model, k, x):  # with nothing outside: step() sends
+        with opt.no_sync():
+            model(x).pow(2).mean().backward()
+
+    for overlap in ("backward", "forward", "auto"):
+        for how, options in ((by_passes, {"backward_passes_per_step": 2}), (by_no_sync, {})):
+            model, opt = make()
+            opt = ub.DistributedOptimizer(
+                opt, model.named_parameters(), overlap=overlap, policy="wfbp", **options
+            )
+            for k, x in enumerate(batches(rank, count)):
+                how(opt, model, k, x)
+                if k % 2 == 0 and k < count - 1:
+                    continue
+                if how is by_passes:  # as in Horovod
+                    opt.synchronize()
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+                    with opt.skip_synchronize():
+                        opt.step()
+                else:
+                    opt.step()
+                opt.zero_grad()
+            if how is by_passes:
+                assert difference(state(model), want) == 0, overlap
+            else:
+                sums = torch.stack([p.double().sum() for p in model.state_dict().values()])
+                assert torch.equal(ub.allreduce(sums, op=ub.Max), ub.allreduce(sums, op=ub.Min))
+            opt.close()
+
+
+def test_micro_batches_and_a_short_last_cycle_equal_ddp():
+    run_ranks(2, micro_batches, timeout=90, env={"USBYTE_LEARNING_STEPS": "3"})
+
+
+def refused(rank, size):
+    ub.init()
+    short_probes()
+    assert ub.join() == size - 1  # of no optimizer
+    models = [_scripts.mlp(), _scripts.mlp()]
+    made = [ub.DistributedOptimizer(_scripts.sgd(m), m.named_parameters()) for m in models]
+    with pytest.raises(UsageError, match="a single DistributedOptimizer"):
+        ub.join()
+    made[0].close()
+    ub.join()
+    with pytest.raises(UsageError, match="backward_passes_per_step must be 1 at least, not 0"):
+        ub.DistributedOptimizer(_scripts.sgd(models[0]), backward_passes_per_step=0)
+    with pytest.raises(UsageError, match="gradient_predivide_factor needs op=Average"):
+        ub.DistributedOptimizer(
+            _scripts.sgd(models[0]), op=ub.Sum, gradient_predivide_factor=2.0
+        )
+
+
+def test_what_join_cannot_do_is_refused():
+    run_ranks(2, refused, timeout=60)
