@@ -29,7 +29,7 @@ def parser(description: str, *, epochs: int, batch_size: int, lr: float) -> argp
     )
     add = result.add_argument
     add("--ddp", action="store_true", help="plain PyTorch DDP, for comparison")
-    add("--overlap", choices=["forward", "backward"], default="forward", help="usbyte only")
+    add("--overlap", choices=["auto", "forward", "backward"], default="auto", help="usbyte only")
     add("--policy", help="usbyte only: bytescheduler, ddp, wfbp, ...; None: the library's choice")
     add("--daso", action="store_true", help="nodes exchange parameters late: other results")
     add("--epochs", type=int, default=epochs, help="passes over the data; sets the LR schedule")

@@ -139,6 +139,23 @@ def test_auto_tries_what_the_model_holds_for_equal_and_ddps_plan(job, unhurried)
     assert all(job.simulated_s(plan) <= limit_s for plan in plans)
 
 
+def test_auto_also_tries_to_end_in_backward_where_it_may(job, unhurried):
+    cheap = dataclasses.replace(job, network=job.network.scaled(1.0, 0.57))
+    free = dataclasses.replace(cheap, may_end_in_backward=True)
+    starts = tuning.auto(free).starts
+    assert [s.overlap for s in tuning.auto(cheap).starts if s.overlap] == []
+    ended = dataclasses.replace(free, overlap="backward")
+    found = {s.what: s for s in starts if s.overlap == "backward"}
+    assert set(found) == {"ddp", "auto, gradients final after backward"}
+    plan = found["auto, gradients final after backward"].plan
+    assert plan == ended.plan("auto")
+    assert ended.simulated_s(plan) <= 1.05 * free.simulated_s(starts[0].plan)
+    assert len({s.plan.hash() for s in starts}) == len(starts)
+    # Where the model says that it takes too long, it is not tried.
+    slow = tuning.auto(dataclasses.replace(job, may_end_in_backward=True)).starts
+    assert [s.what for s in slow if s.overlap == "backward"] == ["ddp"]
+
+
 def test_auto_tries_nothing_with_shards_or_where_nothing_is_to_be_won(job):
     hidden = _core.NetworkModel.ring(16, 1e-6, 1e12)
     for alone in ({"sharded": True}, {"network": hidden}):

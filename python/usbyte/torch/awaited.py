@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,34 +17,38 @@ import torch
 #: Called with the tensor; returns the one to use in its place, most often the same, released.
 Fetch = Callable[[torch.Tensor], torch.Tensor]
 
-_FETCH = "_usbyte_fetch"
+# Not attributes of tensors, which are copied and pickled with theirs; by their id, while held.
+_fetches: dict[int, Fetch] = {}
+_classes: dict[type, type] = {}  # of held tensors, by what they are otherwise
+_bases: dict[type, type] = {}  # the inverse
 
 
 def hold(tensor: torch.Tensor, fetch: Fetch) -> None:
-    """Has `fetch` called when somebody is about to use the tensor, until `release`."""
+    """Has `fetch` called when somebody is about to use the tensor, until `release`.
+
+    Whoever holds it must keep it alive until then.
+    """
+    _fetches[id(tensor)] = fetch
     kind = type(tensor)
-    if not issubclass(kind, _Awaited):
-        tensor.__class__ = _awaited(kind)
-    tensor.__dict__[_FETCH] = fetch
+    if kind not in _bases:
+        tensor.__class__ = _classes.get(kind) or _class_for(kind)
 
 
 def release(tensor: torch.Tensor) -> None:
     """The tensor is again what it was; nothing happens if it was not held."""
-    kind = type(tensor)
-    if issubclass(kind, _Awaited):
-        tensor.__class__ = kind.base
-        del tensor.__dict__[_FETCH]
+    base = _bases.get(type(tensor))
+    if base is not None:
+        tensor.__class__ = base
+        del _fetches[id(tensor)]
 
 
 def is_held(tensor: torch.Tensor) -> bool:
     """True between `hold` and `release`."""
-    return isinstance(tensor, _Awaited)
+    return type(tensor) in _bases
 
 
 class _Awaited:
     """What all classes of held tensors have in common."""
-
-    base: type
 
     @classmethod
     def __torch_function__(
@@ -66,14 +69,14 @@ class _Awaited:
         return _fetched(self).__reduce_ex__(protocol)
 
 
-@cache
-def _awaited(base: type) -> type:
-    return type(base)(f"Awaited{base.__name__}", (_Awaited, base), {"base": base})
+def _class_for(base: type) -> type:
+    _classes[base] = kind = type(base)(f"Awaited{base.__name__}", (_Awaited, base), {})
+    _bases[kind] = base
+    return kind
 
 
 def _fetched(tensor: Any) -> torch.Tensor:
-    fetch: Fetch = tensor.__dict__[_FETCH]
-    return fetch(tensor)
+    return _fetches[id(tensor)](tensor)
 
 
 def _held(value: Any) -> Iterator[Any]:

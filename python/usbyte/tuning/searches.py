@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from usbyte import _core
 from usbyte.tuning.tuner import Candidate, Point, Search, Space
@@ -16,6 +16,7 @@ _SCALES = [  # of startups and bytes, from which variants of a plan come
     (alpha, beta) for beta in (1.0, 0.99, 1.01, 0.98) for alpha in (2.0, 1.4, 0.7)
 ]
 _VARIANTS = 5  # that are tried
+_BY_LAYER = 0.05  # of a step, that updates by layer may cost
 _ALMOST = 0.005  # of the step: differences that the model cannot tell
 _PLANNING_S = 5.0  # after which no more variants are planned
 
@@ -33,8 +34,7 @@ class Job:
         codecs: By tensor, what gradients travel by; empty: nothing is compressed, or plans get
             their codecs afterwards.
         codec_costs: Of those codecs.
-        may_end_in_backward: DDP's plan is tried as in DDP, with gradients that are final after
-            backward.
+        may_end_in_backward: Plans under which gradients are final after backward are tried too.
     """
 
     profile: _core.Profile
@@ -109,7 +109,8 @@ def auto(job: Job) -> Search:
     compute for cores and memory, and ranks are late by chance: the job knows better than any model.
     Variants are what `auto` plans under startups and bytes a little dearer or cheaper, as far as
     the predicted step hardly suffers. DDP's plan is there for the case that the model is wrong
-    altogether. The faster ones are measured again.
+    altogether, and, where gradients may be final after backward, as what updates by layer cost is
+    not in the model, also what `auto` plans then. The faster ones are measured again.
 
     Nothing but its plan is tried where that is DDP's already, as nothing is to be won; nor with
     shards, as state moves between ranks with each change of plans.
@@ -118,9 +119,12 @@ def auto(job: Job) -> Search:
     first = job.plan("auto")
     starts = [Candidate("auto", first)]
     if not job.sharded and first.ops != (usual := job.plan("ddp")).ops:
-        overlap = "backward" if job.may_end_in_backward else None
-        ddp = Candidate("ddp", _named("auto", usual), overlap=overlap)
-        starts += [*_variants(job, first, end), ddp]
+        starts += _variants(job, first, end)
+        overlap = None
+        if job.may_end_in_backward and job.overlap != "backward":
+            overlap = "backward"
+            starts += _in_backward(job, starts)
+        starts.append(Candidate("ddp", _named("auto", usual), overlap=overlap))
     return Search(starts, steps=7, halve=True)
 
 
@@ -218,6 +222,16 @@ def _variants(job: Job, first: _core.Plan, end: float) -> list[Candidate]:
             what = f"auto with startups x {alpha:.2g}, bytes x {beta:.2f}"
             found.append(Candidate(what, plan))
     return found
+
+
+def _in_backward(job: Job, others: Sequence[Candidate]) -> list[Candidate]:
+    """What `auto` plans where gradients are final after backward, if that may be no slower."""
+    ended = replace(job, overlap="backward")
+    plan = ended.plan("auto")
+    worst_s = job.simulated_s(others[0].plan) * (1 + _BY_LAYER)
+    if plan.hash() in [c.plan.hash() for c in others] or ended.simulated_s(plan) > worst_s:
+        return []
+    return [Candidate("auto, gradients final after backward", plan, overlap="backward")]
 
 
 def _named(policy: str, plan: _core.Plan) -> _core.Plan:
