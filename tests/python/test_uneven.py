@@ -143,9 +143,7 @@ def refused(rank, size):
     with pytest.raises(UsageError, match="backward_passes_per_step must be 1 at least, not 0"):
         ub.DistributedOptimizer(_scripts.sgd(models[0]), backward_passes_per_step=0)
     with pytest.raises(UsageError, match="gradient_predivide_factor needs op=Average"):
-        ub.DistributedOptimizer(
-            _scripts.sgd(models[0]), op=ub.Sum, gradient_predivide_factor=2.0
-        )
+        ub.DistributedOptimizer(_scripts.sgd(models[0]), op=ub.Sum, gradient_predivide_factor=2.0)
 
 
 def test_what_join_cannot_do_is_refused():

@@ -123,7 +123,7 @@ def auto(job: Job) -> Search:
         overlap = None
         if job.may_end_in_backward and job.overlap != "backward":
             overlap = "backward"
-            starts += _in_backward(job, starts)
+            starts += _in_backward(job, first)
         starts.append(Candidate("ddp", _named("auto", usual), overlap=overlap))
     return Search(starts, steps=7, halve=True)
 
@@ -224,12 +224,12 @@ def _variants(job: Job, first: _core.Plan, end: float) -> list[Candidate]:
     return found
 
 
-def _in_backward(job: Job, others: Sequence[Candidate]) -> list[Candidate]:
+def _in_backward(job: Job, first: _core.Plan) -> list[Candidate]:
     """What `auto` plans where gradients are final after backward, if that may be no slower."""
     ended = replace(job, overlap="backward")
     plan = ended.plan("auto")
-    worst_s = job.simulated_s(others[0].plan) * (1 + _BY_LAYER)
-    if plan.hash() in [c.plan.hash() for c in others] or ended.simulated_s(plan) > worst_s:
+    worst_s = job.simulated_s(first) * (1 + _BY_LAYER)
+    if ended.simulated_s(plan) > worst_s:
         return []
     return [Candidate("auto, gradients final after backward", plan, overlap="backward")]
 

@@ -35,6 +35,11 @@ class Candidate:
     point: Point | None = None
     overlap: str | None = None
 
+    @property
+    def key(self) -> tuple[int, str | None]:
+        """The same for what takes the same time."""
+        return self.plan.hash(), self.overlap
+
 
 @dataclass(frozen=True)
 class Space:
@@ -120,7 +125,7 @@ class Tuner:
         space = self.search.space
         self._sampler = _Sampler(space, self.seed) if space else None
         self._starts = list(self.search.starts)
-        self._known: dict[int, Trial] = {}  # by the plan's hash
+        self._known: dict[tuple[int, str | None], Trial] = {}  # by the candidate's key
         self._asked: Candidate | None = None
         self._rivals = self.trials  # that are left
         self._round: list[Trial] = []  # of them, those to measure again
@@ -146,13 +151,13 @@ class Tuner:
                 "be compared; return a finite time above 0"
             )
         self._asked = None
-        known = self._known.get(asked.plan.hash())
+        known = self._known.get(asked.key)
         if known is not None:
             known.times_s.append(step_s)
             return
         trial = Trial(asked, [step_s])
         self.trials.append(trial)
-        self._known[asked.plan.hash()] = trial
+        self._known[asked.key] = trial
         self._register(asked, step_s)
 
     def best(self) -> Candidate:
@@ -194,14 +199,14 @@ class Tuner:
                 return self.search.guide(self._time_of)
             else:
                 break
-            known = self._known.get(candidate.plan.hash())
+            known = self._known.get(candidate.key)
             if known is None:
                 return candidate
             self._register(candidate, known.step_s)
         return None
 
     def _time_of(self, candidate: Candidate) -> float | None:
-        known = self._known.get(candidate.plan.hash())
+        known = self._known.get(candidate.key)
         return known.step_s if known else None
 
     def _next_again(self) -> Candidate | None:
