@@ -181,10 +181,12 @@ class PastPython(torch.autograd.Function):
 def more_misuse(rank, size):
     ub.init()
     x = torch.ones(1, 4)
-    # A closure, from the first step on.
-    model, opt = _warmed(steps=0)
-    with pytest.raises(UsageError, match="closure"):
+    # A closure that may be called again, from the first step on.
+    model = nn.Linear(4, 4)
+    opt = ub.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), overlap="forward")
+    with pytest.raises(UsageError, match="closure several times"):
         opt.step(lambda: 0.0)
+    opt.close()
     # Gradients and parameters written to past all that can be seen.
     model, opt = _warmed()
     view = model[1].weight.grad.view(-1)

@@ -33,8 +33,8 @@ EXPECTED = {
     "reads_elsewhere": "",
     "penalises": "",
     "penalises_gradients": "",
-    "lbfgs": "step() is called with a closure",
-    "closures": "step() is called with a closure",
+    "lbfgs": "LBFGS may call the closure of its step() several times",
+    "closures": "",
     "gan": REPEATED,
     "two_optimizers": "",
     "freezes": "",
@@ -58,8 +58,7 @@ EXPECTED = {
 
 #: Where overlap="forward" is an error.
 REFUSED = {
-    "lbfgs": 'a closure needs its gradients at once: leave out overlap="forward"',
-    "closures": 'a closure needs its gradients at once: leave out overlap="forward"',
+    "lbfgs": 'several times, and needs the gradients at once: leave out overlap="forward"',
     "checkpoints_reentrant": "",  # whichever of several sees it first
 }
 

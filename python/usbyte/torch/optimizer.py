@@ -29,7 +29,7 @@ from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.reducer import Reducer, codes_shards
 from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
 from usbyte.torch.sparse import model_of, sparse_parameters
-from usbyte.torch.updates import DeferredUpdates, has_step_hooks
+from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks
 
 __all__ = [
     "DistributedOptimizer",
@@ -295,11 +295,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._check_usable()
         reducer = self._reducer
-        if closure is not None and self._overlap == "forward" and reducer is not None:
-            raise UsageError(
-                'a closure needs its gradients at once: leave out overlap="forward" with this '
-                "optimizer"
-            )
+        if closure is not None and reducer is not None:
+            if calls_closure_first(self._inner) and not self._needs_whole_step():
+                with torch.enable_grad():
+                    loss = closure()
+                self.step()
+                return loss
+            if self._overlap == "forward":
+                raise UsageError(
+                    f"{type(self._inner).__name__} may call its closure several times, and needs "
+                    'the gradients at once: leave out overlap="forward"'
+                )
         if reducer is not None and reducer.unsent and not reducer.in_flight and closure is None:
             self._apply_all()
             reducer.send_kept()
@@ -505,7 +511,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group_of = [g for _, g in rows]
         self._ungated: list[int] = []
         self._learned = False
-        self._in_step = False  # of the wrapped optimizer, while learning
+        self._in_step = False  # of the wrapped optimizer, which may run a closure
         self._late: list[bool] = []  # updates that the forward pass did not ask for
         names = self._names()
         claim(self, self._params, names)
@@ -630,10 +636,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step_now(self, closure: Callable[[], float] | None) -> float | None:
         args = () if closure is None else (closure,)
-        if self._learned or self._overlap == "backward" or self._reducer is None:
+        if self._overlap == "backward" or self._reducer is None:
             return self._take_step(*args)
         self._in_step = True
         try:
+            if self._learned:
+                return self._take_step(*args)
             with self._watch.groups(self._overlap == "forward"):
                 return self._take_step(*args)
         finally:
@@ -773,10 +781,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _on_backward_end(self) -> None:
         assert self._reducer is not None
         self._late = []
-        if not self._defers:
+        defers = self._defers and not self._in_step
+        if not defers:
             self._reducer.settle()
             self._watch.backward()
-        if self._defers or not (self._learned or self._in_step or self._overlap == "backward"):
+        if defers or not (self._learned or self._in_step or self._overlap == "backward"):
             self._reducer.hold_gradients(self._fetch_gradient)
 
     def _apply(self, indices: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from usbyte.errors import UsageError
 from usbyte.torch.context import Context
 from usbyte.torch.gates import Gates
-from usbyte.torch.updates import check_groups_unchanged
+from usbyte.torch.updates import check_groups_unchanged, is_known
 
 Overlap = Literal["auto", "backward", "forward"]
 
@@ -106,13 +106,13 @@ class Watch:
 
     def _reasons(self, gates: Gates, ungated: Sequence[int]) -> Iterator[str]:
         kind, seen = type(self._optimizer), self._seen
-        if not f"{kind.__module__}.".startswith("torch.optim."):
+        if not is_known(self._optimizer):
             yield (
                 f"{kind.__name__} is none of torch's own optimizers, and may look across "
                 'parameters; if it does not, say overlap="forward"'
             )
         if seen.closures:
-            yield "step() is called with a closure"
+            yield f"{kind.__name__} may call the closure of its step() several times"
         if seen.changed:
             yield f"{kind.__name__}.step() changes its group's '{seen.changed}'"
         if seen.wholes:

@@ -140,6 +140,16 @@ def _plain_arithmetic(device: str) -> Iterator[None]:
             yield
 
 
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own, each of which updates every parameter by itself."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step(closure)` is to call the closure and then to take a step."""
+    return is_known(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody is called before or after each step of the optimizer."""
     return bool(
