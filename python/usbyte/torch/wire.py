@@ -31,6 +31,35 @@ def decode(structure: bytes) -> tuple[Any, list[torch.Tensor]]:
     return _unpack(json.loads(structure), tensors), tensors
 
 
+def to_bytes(obj: Any) -> bytes:
+    """An object, its tensors included, as one byte string.
+
+    Raises:
+        UsageError: See `encode`.
+    """
+    structure, tensors = encode(obj)
+    parts = [len(structure).to_bytes(8, "little"), structure]
+    return b"".join([*parts, *(_raw(tensor.cpu()).numpy().tobytes() for tensor in tensors)])
+
+
+def from_bytes(payload: bytes) -> Any:
+    """Inverse of `to_bytes`."""
+    begin = 8 + int.from_bytes(payload[:8], "little")
+    obj, tensors = decode(payload[8:begin])
+    for tensor in tensors:
+        end = begin + tensor.numel() * tensor.element_size()
+        if end > begin:
+            held = torch.frombuffer(bytearray(payload[begin:end]), dtype=torch.uint8)
+            tensor.copy_(held.view(tensor.dtype).view(tensor.shape))
+        begin = end
+    return obj
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as 1-d uint8."""
+    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
 def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     if obj is None or isinstance(obj, bool | int | float | str):
         return obj
