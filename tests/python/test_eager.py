@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from usbyte.torch import context, ops, store
 from usbyte.torch.compression import Compression
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.matching import Descriptor, match, name_ranks
+from usbyte.torch.peers import Peers
 from usbyte.torch.reduction import ReduceOp
 
 # ---- order, names, mismatches ----------------------------------------------------------------
@@ -376,7 +378,8 @@ def test_one_rank_needs_neither_thread_nor_store(monkeypatch):
     x = torch.arange(6.0).view(3, 2)
     for result in [
         ops.allreduce(x), ops.allgather(x), ops.broadcast(x, 0), ops.reducescatter(x),
-        ops.alltoall(x), ops.alltoall(x, [3])[0],
+        ops.alltoall(x), ops.alltoall(x, [3])[0], ops.grouped_allgather([x, x])[1],
+        ops.grouped_reducescatter([x, x])[1], ops.allreduce(x.to_sparse()).to_dense(),
     ]:  # fmt: skip
         same(result, x)
         assert result.data_ptr() != x.data_ptr()
@@ -387,6 +390,16 @@ def test_one_rank_needs_neither_thread_nor_store(monkeypatch):
     queue.close()
     with pytest.raises(UsageError, match="init"):
         ops.allreduce(x)
+
+
+def test_what_is_aborted_while_its_group_is_made_does_not_run():
+    def connect():
+        peers.abort()
+        return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+
+    peers = Peers(connect, 0, 2)
+    with pytest.raises(RuntimeError, match="aborted while they were made"):
+        peers.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
 
 
 def test_long_lists_of_ranks_are_cut():

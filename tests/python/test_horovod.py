@@ -161,6 +161,11 @@ def _objects(rank):
     assert ub.allgather_object(None) == [None] * 3
     with pytest.raises(UsageError, match="allgather_object on rank 1: object is a set"):
         ub.allgather_object({1} if rank == 1 else 1)
+    odd = torch.eye(2).to_sparse()
+    with pytest.raises(UsageError, match=r"allgather_object on rank 2: object\[0\] is a Tensor of"):
+        ub.allgather_object([odd if rank == 2 else 1])
+    with pytest.raises(UsageError, match=r"broadcast_object on rank 0: object is a Tensor of"):
+        ub.broadcast_object(odd)
     assert ub.broadcast_object([rank], root_rank=1, name="told") == [1]
     tensors = [torch.tensor([rank]), torch.tensor([10.0 * rank])]
     ub.broadcast_parameters(tensors, root_rank=2)

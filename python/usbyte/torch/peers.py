@@ -36,6 +36,7 @@ class Peers:
         self.members = range(size) if members is None else members
         self._make_group = group if callable(group) else None
         self._group = None if callable(group) else group
+        self._aborted = False
         self._work: Any = None
 
     @property
@@ -45,10 +46,17 @@ class Peers:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group. Whoever asks first makes it, together with the other ranks."""
+        """The group. Whoever asks first makes it, together with the other ranks; from one thread.
+
+        Raises:
+            RuntimeError: It was aborted meanwhile, or cannot be made.
+        """
         if self._group is None:
             assert self._make_group is not None
             self._group = self._make_group()
+            # `abort` writes and reads these in the other order, so that one of the two sees both.
+            if self._aborted:
+                raise RuntimeError("the connections were aborted while they were made")
         return self._group
 
     def position(self, what: str, root: int) -> int:
@@ -87,6 +95,7 @@ class Peers:
 
     def abort(self) -> None:
         """Ends the collective that is running, on this rank and on those that wait for it."""
+        self._aborted = True
         if self._group is not None:
             # It may have been destroyed by the user meanwhile.
             with suppress(RuntimeError, ValueError, AssertionError):

@@ -42,7 +42,8 @@ class ProcessSet:
     """Ranks that run collectives among themselves.
 
     `init(process_sets=[...])` or `add_process_set` makes it part of the run, up to
-    `remove_process_set` or `shutdown`. Names of operations in different sets do not collide.
+    `remove_process_set` or `shutdown`. Names of operations in different sets do not collide. From
+    its first operation on, it costs each of its ranks two threads and some connections.
 
     Args:
         ranks_or_comm: Ranks of the whole job, in any order. MPI communicators are not taken.
@@ -92,7 +93,8 @@ global_process_set = ProcessSet([0])
 global_process_set.ranks, global_process_set.process_set_id = [], 0
 
 #: What stands for some of the ranks: a set, their numbers in the whole job, a group of
-#: torch.distributed's, or a mesh of one dimension.
+#: torch.distributed's, or a mesh of one dimension. For all but the first, only those ranks need to
+#: call, and what they share is kept until `shutdown`.
 Members = ProcessSet | Sequence[int] | dist.ProcessGroup | DeviceMesh
 
 

@@ -78,6 +78,12 @@ def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
         tensors.append(torch.from_numpy(np.ascontiguousarray(obj)))
         return {"array": list(obj.shape), "dtype": _name(tensors[-1])}
     if isinstance(obj, torch.Tensor):
+        plain = obj.layout == torch.strided and not obj.is_quantized and obj.device.type != "meta"
+        if not plain or hasattr(obj, "to_local"):
+            raise UsageError(
+                f"{where} is a {type(obj).__name__} of layout {obj.layout} on {obj.device}, which "
+                "cannot be sent; send a dense tensor with data, as of to_dense() or to_local()"
+            )
         tensors.append(obj.detach())
         return {"tensor": list(obj.shape), "dtype": _name(obj), "device": str(obj.device)}
     raise UsageError(
