@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import usbyte.torch as ub
 from _eager import same
@@ -200,14 +200,23 @@ def _groups(rank):
     same(ub.allreduce(alone, op=ub.Sum, process_set=[rank]), alone)
     same(ub.broadcast(alone, rank, process_set=[rank]), alone)
     group = dist.new_group([0, 2], backend="gloo")
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("model", "data"))["data"]
+    part = DeviceMesh("cpu", [2, 0])
     assert ranks_of(mesh, 3) == ranks_of(ub.global_process_set, 3) == [0, 1, 2]
     same(ub.allreduce(torch.tensor([rank]), op=ub.Sum, process_set=mesh), torch.tensor([3]))
     if rank == 1:
-        _raises_everywhere(UsageError, "", lambda: ub.allreduce(torch.ones(1), process_set=group))
-    else:
-        assert ranks_of(group, 3) == [0, 2]
-        same(ub.allreduce(torch.tensor([rank]), op=ub.Sum, process_set=group), torch.tensor([2]))
+        for members, text in [(group, "not in that torch.distributed group"), (part, "ranks 0, 2")]:
+            _raises_everywhere(
+                UsageError, text, lambda m=members: ub.allreduce(torch.ones(1), process_set=m)
+            )
+        return
+    for members in [group, part, [0, 2]]:  # all the same
+        assert ranks_of(members, 3) == [0, 2]
+        handle = ub.allreduce_async(torch.tensor([rank]), op=ub.Sum, process_set=members)
+        same(handle.synchronize(), torch.tensor([2]))
+    dist.destroy_process_group(group)
+    text = "group is destroyed"
+    _raises_everywhere(UsageError, text, lambda: ub.barrier(process_set=group))
 
 
 def _all(rank, size):

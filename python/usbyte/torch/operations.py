@@ -124,7 +124,8 @@ def sparse_allreduce(
     def finish(value: list[torch.Tensor]) -> torch.Tensor:
         places, numbers = value
         reduce_flat(_flat(numbers), op, factors, peers.size, lambda *_: None)
-        whole = torch.sparse_coo_tensor(places.t(), numbers, tensor.shape)
+        # Every rank's part is of a tensor of this shape.
+        whole = torch.sparse_coo_tensor(places.t(), numbers, tensor.shape, check_invariants=False)
         return whole.to(tensor.device)
 
     described = _describe(

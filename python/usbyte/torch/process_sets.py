@@ -123,9 +123,12 @@ def ranks_of(members: Members, size: int) -> list[int]:
                 f"process_set: a mesh of {members.ndim} dimensions means several groups: pass one "
                 'of its dimensions, as mesh["data"]'
             )
-        members = members.get_group()
-    if isinstance(members, dist.ProcessGroup):
-        members = dist.get_process_group_ranks(members)
+        members = members.mesh.tolist()
+    elif isinstance(members, dist.ProcessGroup):
+        try:
+            members = dist.get_process_group_ranks(members)
+        except (KeyError, ValueError):
+            raise UsageError("process_set: this torch.distributed group is destroyed") from None
     elif members is dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError("process_set: this process is not in that torch.distributed group")
     ranks = _checked(members)
@@ -289,7 +292,9 @@ class ProcessSets:
     def _agree(self, what: str, meant: list[Any], problem: str | None) -> None:
         """Raises on every rank if one has a problem or the ranks do not mean the same."""
         mine = json.dumps([problem, meant]).encode()
-        answers = [json.loads(a) for a in self._context.eager.allgather_bytes(what, mine)]
+        answers = [
+            json.loads(a) for a in self._context.eager.allgather_bytes(f"usbyte.{what}", mine)
+        ]
         for rank, (found, _) in enumerate(answers):
             if found is not None:
                 raise UsageError(f"{what} on rank {rank}: {found}")
