@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -146,6 +147,10 @@ def _errors(rank, even):
         )
 
 
+def _queues():
+    return sum(thread.name == "usbyte-eager" for thread in threading.enumerate())
+
+
 def _added_and_removed(rank):
     text = "the ranks disagree about the sets: [[0, 1]] on ranks 0, 1; [[1, 2]] on rank 2"
     wanted = [1, 2] if rank == 2 else [0, 1]
@@ -157,6 +162,7 @@ def _added_and_removed(rank):
         text = f"there is a set of ranks {known} already"
         _raises_everywhere(UsageError, text, lambda k=known: ub.add_process_set(k))
 
+    before = _queues()
     pair = ub.add_process_set([2, 1])
     assert (pair.ranks, pair.process_set_id, pair.size()) == ([1, 2], 2, 2)
     assert pair.rank() == rank - 1
@@ -172,7 +178,9 @@ def _added_and_removed(rank):
         handle = ub.allreduce_async(torch.ones(1), name="late", process_set=pair)
     if handle is not None:
         same(handle.synchronize(), torch.ones(1))
+        assert _queues() == before + 1
     assert ub.remove_process_set(pair)
+    assert _queues() == before
     assert not ub.remove_process_set(pair)
     assert not ub.remove_process_set(ub.global_process_set)
     assert pair.process_set_id is None
