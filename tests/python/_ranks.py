@@ -91,6 +91,9 @@ class _Rank:
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
+            # torch asks for the name of every peer that connects to a store; where the answer is
+            # lost, that costs 5 s.
+            "RES_OPTIONS": "timeout:1 attempts:1",
             # Small enough that of tests' small models some operations do and some do not.
             "USBYTE_ONE_SHOT_BYTES": "2048",
             "RANK": str(rank),

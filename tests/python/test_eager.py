@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ import torch.distributed as dist
 from _eager import eager, leave_last, same
 from _ranks import run_ranks
 from usbyte.errors import FaultError, MismatchError, UsageError
-from usbyte.torch import context, ops, store
-from usbyte.torch.eager import EagerQueue
-from usbyte.torch.matching import Descriptor, match, name_ranks
-from usbyte.torch.reduction import ReduceOp
+from usbyte.torch import ops
+from usbyte.torch.compression import Compression
 
 # ---- order, names, mismatches ----------------------------------------------------------------
 
@@ -101,6 +98,33 @@ def _mismatches(rank, size):
         "shape of tensor 1: [3, 4] on ranks 0, 1; [4, 3] on rank 2": lambda name: (
             ops.grouped_allreduce([ones, ones.t() if odd else ones], name=name)
         ),
+        "dtype of tensor 1: float32 on ranks 0, 1; float64 on rank 2": lambda name: (
+            ops.grouped_allgather([ones, ones.double() if odd else ones], name=name)
+        ),
+        "shape beyond the first dimension of tensor 1: [4] on ranks 0, 1; [3] on rank 2": (
+            lambda name: ops.grouped_allgather([ones, ones.t() if odd else ones], name=name)
+        ),
+        "number of tensors: 2 on ranks 0, 1; 3 on rank 2": lambda name: ops.grouped_allgather(
+            [ones] * (2 + odd), name=name
+        ),
+        "reduction: average on ranks 0, 1; sum on rank 2": lambda name: ops.grouped_reducescatter(
+            [ones], name, op=ops.Sum if odd else ops.Average
+        ),
+        "shape of tensor 1: [3, 4] on ranks 0, 1; [5] on rank 2": lambda name: (
+            ops.grouped_reducescatter([ones, torch.ones(5) if odd else ones], name)
+        ),
+        "kind of operation: sparse_allreduce on ranks 0, 1; allreduce on rank 2": lambda name: (
+            ops.allreduce(ones if odd else ones.to_sparse(), name=name)
+        ),
+        "shape of the sparse tensor: [3, 4] on ranks 0, 1; [4, 3] on rank 2": lambda name: (
+            ops.allreduce((ones.t() if odd else ones).to_sparse(), name=name)
+        ),
+        "dtype of tensor 1: float32 on ranks 0, 1; int64 on rank 2": lambda name: (
+            ops.sparse_allreduce_async((ones.long() if odd else ones).to_sparse(), name, ops.Sum)()
+        ),
+        "shape beyond the first dimension of tensor 0: [2] on ranks 0, 1; [1] on rank 2": (
+            lambda name: ops.sparse_allreduce_async(ones.to_sparse(1 if odd else 2), name)()
+        ),
         "prescale and postscale factors: [1.0, 1.0] on ranks 0, 1; [2.0, 1.0] on rank 2": (
             lambda name: ops.allreduce(ones, name=name, prescale_factor=1.0 + odd)
         ),
@@ -126,6 +150,16 @@ def _refused(rank, size):
         (lambda: ops.alltoall(torch.ones(4)), "4 rows do not split evenly over 3 ranks"),
         (lambda: ops.alltoall(torch.ones(4), [1, 1, 1]), "add up to the tensor's 4 rows"),
         (lambda: ops.broadcast(torch.ones(1), 3), "root rank 3 is not one of the 3"),
+        (lambda: ops.grouped_reducescatter([torch.tensor(1.0)]), "needs a first dimension"),
+        (lambda: ops.grouped_allgather([torch.ones(1).to_sparse()]), "dense"),
+        (lambda: ops.allreduce_(torch.ones(1).to_sparse()), "dense"),
+        (lambda: ops.allreduce(torch.ones(1).to_sparse(), op=ops.Max), "needs Sum or Average"),
+        (lambda: ops.allreduce(torch.tensor([1]).to_sparse()), "cannot average a sparse"),
+        (lambda: ops.sparse_allreduce_async(torch.ones(1)), "needs a sparse COO tensor"),
+        (lambda: ops.allreduce(torch.ones(1), compression=Compression.int8), "int8 cannot be"),
+        (lambda: ops.allreduce(torch.ones(1), compression="fp16"), "no compress"),
+        (lambda: ops.synchronize(7), "7 is no handle"),
+        (lambda: ops.poll(None), "None is no handle"),
     ]:
         with pytest.raises(UsageError, match=message):
             call()
@@ -178,7 +212,7 @@ def _order_and_names(rank, size):
         assert not queue._thread.is_alive()
         if handle:
             with pytest.raises(FaultError, match="had not ended when usbyte was shut down"):
-                queue.synchronize(handle)
+                ops.synchronize(handle)
         with pytest.raises(UsageError, match=r"call usbyte\.torch\.init"):
             ops.allreduce(torch.ones(1))
         dist.barrier()
@@ -208,7 +242,7 @@ def _stalls(rank, size):
         noticed.append(text)
         return f"agreed: {text}"
 
-    with eager(rank, size, limit_s=4.0, warning_s=0.5, on_fault=on_fault) as queue:
+    with eager(rank, size, limit_s=4.0, warning_s=0.5, on_fault=on_fault):
         if rank == 2:
             dist.distributed_c10d._get_default_store().wait(["stalled/0", "stalled/1"])
             leave_last(rank, [1, 2], "end")
@@ -235,7 +269,7 @@ def _stalls(rank, size):
             assert "for rank 2, which did not submit it" in text
         assert str(fault.value) == f"agreed: {noticed[0]}"
         assert len(noticed) == 1
-        for call in [lambda: queue.synchronize(other), lambda: ops.allreduce(torch.ones(1))]:
+        for call in [lambda: ops.synchronize(other), lambda: ops.allreduce(torch.ones(1))]:
             with pytest.raises(FaultError, match="agreed: allreduce 'lonely'"):
                 call()
         dist.distributed_c10d._get_default_store().set(f"stalled/{rank}", "1")
@@ -327,79 +361,3 @@ def test_fail_ends_what_is_pending_and_what_comes():
 
 def test_close_without_a_store():
     run_ranks(2, _store_gone, dies=[0])
-
-
-# ---- parts -----------------------------------------------------------------------------------
-
-
-def test_one_rank_needs_neither_thread_nor_store(monkeypatch):
-    queue = EagerQueue(None, None, 0, 1, 1.0, 1.0, str)
-    monkeypatch.setattr(context, "current", lambda: SimpleNamespace(rank=0, size=1, eager=queue))
-    x = torch.arange(6.0).view(3, 2)
-    for result in [
-        ops.allreduce(x), ops.allgather(x), ops.broadcast(x, 0), ops.reducescatter(x),
-        ops.alltoall(x), ops.alltoall(x, [3])[0],
-    ]:  # fmt: skip
-        same(result, x)
-        assert result.data_ptr() != x.data_ptr()
-    ops.barrier()
-    assert queue.allgather_bytes("a", b"1") == [b"1"]
-    assert queue.broadcast_bytes("a", b"1", 0) == b"1"
-    queue.allreduce("a", x, ReduceOp.MAX)
-    queue.close()
-    with pytest.raises(UsageError, match="init"):
-        ops.allreduce(x)
-
-
-def test_long_lists_of_ranks_are_cut():
-    assert name_ranks([3]) == "rank 3"
-    assert name_ranks(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
-
-
-def test_verdicts_carry_each_ranks_sizes():
-    def sizes(descriptors):
-        return [list(v.sizes) for v in match("x", descriptors)]
-
-    def describe(rank, kind, rows, **more):
-        return Descriptor(rank, kind, ["int8"], [[rows, 2]], **more)
-
-    gather = [describe(r, "allgather", rows) for r, rows in [(1, 5), (0, 4)]]
-    assert sizes(gather) == [[4, 5], [4, 5]]
-    exchange = [describe(r, "alltoall", 3, splits=s) for r, s in [(0, [1, 2]), (1, [3, 0])]]
-    assert sizes(exchange) == [[1, 3], [2, 0]]
-    broadcast = [describe(r, "broadcast_bytes", 7 + r, root=1) for r in range(2)]
-    assert sizes(broadcast) == [[8], [8]]
-
-
-@pytest.fixture
-def server():
-    return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-
-
-@pytest.mark.parametrize("cloning", [True, False], ids=["clone", "before torch 2.8"])
-def test_private_stores_share_keys_with_their_clones_only(server, cloning, monkeypatch):
-    if not cloning:
-        monkeypatch.setattr(store, "_own_clone", lambda _: None)
-    elif not hasattr(server, "clone"):
-        pytest.skip("this torch has no Store.clone")
-    mine = store.private_store(dist.PrefixStore("run", server), "eager")
-    others = store.private_store(dist.PrefixStore("run", server), "eager")
-    foreign = store.private_store(dist.PrefixStore("another run", server), "eager")
-    mine.set("key", "value")
-    for same_keys in [others, store.clone_store(mine), store.clone_store(store.clone_store(mine))]:
-        assert same_keys.get("key") == b"value"
-    assert store.read_now(foreign, "key") is None
-    assert store.read_now(mine, "key") == b"value"
-    keys = server.num_keys()
-    assert store.read_now(mine, "no such key") is None
-    assert server.num_keys() == keys
-    store.clone_store(server).set("top", "1")
-    assert server.get("top") == b"1"
-
-
-def test_stores_that_cannot_be_cloned_are_refused(server, monkeypatch):
-    monkeypatch.setattr(store, "_own_clone", lambda _: None)
-    with pytest.raises(UsageError, match="private_store"):
-        store.clone_store(dist.PrefixStore("run", server))
-    with pytest.raises(UsageError, match=r"not a HashStore(.|\n)*usbyterun or torchrun"):
-        store.private_store(dist.HashStore(), "eager")

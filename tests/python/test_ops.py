@@ -9,6 +9,7 @@ from _eager import eager, same
 from _ranks import run_ranks
 from usbyte.errors import UsageError
 from usbyte.torch import operations, ops
+from usbyte.torch.compression import Compression
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -90,6 +91,14 @@ def _scaled_and_grouped(rank, size, device):
             return tensor.to(ctx)
 
     same(ops.allreduce(mine, compression=Halves(), op=ops.Sum), expected[0])
+    for codec in [Compression.none, Compression.fp16, Compression.bf16, None]:
+        group = [mine, torch.full((size,), 1 + 2.0**-12, device=device), mine.int()]
+        kept = {Compression.fp16: 1.0, Compression.bf16: 1.0}.get(codec, 1 + 2.0**-12)
+        sums = ops.grouped_allreduce(group, compression=codec, op=ops.Sum)
+        same(sums[1], torch.full((size,), kept * size))
+        same(sums[2], expected[0].int())
+        shares = ops.grouped_reducescatter(group[1:2], compression=codec, op=ops.Sum)
+        same(shares[0], torch.full((1,), kept * size))
 
 
 def _moves(rank, size, device):
@@ -116,6 +125,57 @@ def _moves(rank, size, device):
         if shape:  # each rank another number of rows, rank 0 none
             uneven = [t[:1].expand(r if shape[0] else 0, *shape[1:]) for r, t in enumerate(inputs)]
             agree(ops.allgather(uneven[rank].to(device)), torch.cat(uneven))
+
+
+def _grouped(rank, size, device):
+    """Groups of all dtypes and shapes at once: as one by one."""
+    dtypes = [*FLOATS, *INTEGERS, *COMPLEX]
+    everyone = [everyones(size, shape, dtype) for dtype in dtypes for shape in SHAPES]
+    mine = [inputs[rank].to(device) for inputs in everyone]
+    for actual, tensor in zip(ops.grouped_allgather(mine), mine, strict=True):
+        same(actual, ops.allgather(tensor).cpu())
+    rows = [tensor for tensor in mine if tensor.dim()]
+    for op in [ops.Sum, ops.Average]:
+        shares = ops.grouped_reducescatter(rows, op=op, prescale_factor=2.0)
+        for actual, tensor in zip(shares, rows, strict=True):
+            same(actual, ops.reducescatter(tensor, op=op, prescale_factor=2.0).cpu())
+    uneven = [torch.full((rank, 2), rank), torch.full((size - rank,), rank), torch.tensor(rank)]
+    counts = [torch.arange(size), torch.arange(size, 0, -1), torch.ones(size, dtype=torch.int64)]
+    handle = ops.grouped_allgather_async([tensor.to(device) for tensor in uneven])
+    for actual, count in zip(ops.synchronize(handle), counts, strict=True):
+        same(actual.reshape(sum(count), -1)[:, 0], torch.arange(size).repeat_interleave(count))
+    handle = ops.grouped_reducescatter_async(
+        [torch.ones(size), torch.ones(2 * size, 3)], op=ops.Sum
+    )
+    same(ops.synchronize(handle)[1], torch.full((2, 3), float(size)))
+    same(ops.synchronize(ops.reducescatter_async(torch.ones(size))), torch.ones(1))
+    assert ops.grouped_allreduce([]) == ops.grouped_allgather([]) == []
+
+
+def _sparse(rank, size, device):
+    """Ranks have some places in common and some of their own; rank 0 has none."""
+    for dtype, dense_shape in itertools.product([torch.float32, torch.int64], [(), (2,)]):
+        shape = (3, 5, *dense_shape)
+        everyone = [
+            torch.sparse_coo_tensor(
+                torch.tensor([[1] * r, list(range(r))], dtype=torch.int64),
+                torch.full((r, *dense_shape), 1 + r, dtype=dtype),
+                shape,
+            )
+            for r in range(size)
+        ]
+        mine = everyone[rank].to(device)
+        total = sum(tensor.to_dense() for tensor in everyone)
+        same(ops.allreduce(mine, op=ops.Sum).to_dense(), total)
+        handle = ops.sparse_allreduce_async(mine, name="rows", op=ops.Sum)
+        same(handle().to_dense(), total)
+        assert ops.poll(handle)
+        same(ops.synchronize(handle).to_dense(), total)
+    half = ops.allreduce_async(mine.float(), op=ops.Average, prescale_factor=0.5)
+    # Values are divided before they are added up.
+    torch.testing.assert_close(ops.synchronize(half).to_dense().cpu(), total.float() / 2 / size)
+    packed = ops.allreduce(mine.float(), op=ops.Sum, compression=Compression.fp16)
+    same(packed.to_dense(), total.float())
 
 
 def _exchanges(rank, size, device):
@@ -157,12 +217,25 @@ def _gradients(rank, size, device):
     zero = torch.zeros(4)
     same(gradient(lambda t: ops.broadcast(t, 1), ones), mean if rank == 1 else zero)
 
+    def of_group(function, **more):
+        def second(t):
+            return function([t * 2, t * 3, torch.ones(size, dtype=torch.int64)], **more)[1]
+
+        return second
+
+    same(gradient(of_group(ops.grouped_allreduce, op=ops.Sum), ones), mean * size * 3)
+    rows = torch.ones(size, 2)
+    weights = torch.full((1, 2), rank + 1.0, device=device)
+    expected = torch.arange(1.0, size + 1)[:, None].expand(-1, 2) * 3
+    same(gradient(of_group(ops.grouped_reducescatter), rows, weights), expected.contiguous())
+
     rows = torch.ones(rank + 1, 2)  # uneven
     total = size * (size + 1) // 2
     weights = torch.arange(total * 2.0, device=device).view(total, 2) * (rank + 1)
     begin = rank * (rank + 1) // 2
     expected = (weights.cpu() / (rank + 1))[begin : begin + rank + 1] * (size + 1) / 2
     same(gradient(ops.allgather, rows, weights), expected)
+    same(gradient(of_group(ops.grouped_allgather), rows, weights), expected * 3)
 
     rows = torch.ones(size + 1, 2)
     weights = torch.full((2 if rank == 0 else 1, 2), float(rank + 1), device=device)
@@ -186,6 +259,8 @@ def _values(rank, size, device):
         _all_reductions(rank, size, device)
         _scaled_and_grouped(rank, size, device)
         _moves(rank, size, device)
+        _grouped(rank, size, device)
+        _sparse(rank, size, device)
         _exchanges(rank, size, device)
         _gradients(rank, size, device)
         ops.barrier()

@@ -82,7 +82,7 @@ def starts_and_stops(rank, size, folder):
 
     for _ in range(5):
         step()
-    ub.start_timeline(str(path), "0:")
+    ub.start_timeline(str(path), steps="0:")
     step()
     step()
     ub.stop_timeline()
@@ -93,7 +93,7 @@ def starts_and_stops(rank, size, folder):
     with pytest.raises(UsageError, match="no/such"):
         ub.start_timeline(f"{folder}/no/such/file.json")
     with pytest.raises(UsageError, match="9:3"):
-        ub.start_timeline(str(path), "9:3")
+        ub.start_timeline(str(path), steps="9:3")
 
 
 def test_start_and_stop(tmp_path):

@@ -1,4 +1,8 @@
-"""Blocking collectives on ranges of one flat tensor, over any backend's point-to-point."""
+"""Blocking collectives on ranges of one flat tensor, over any backend's point-to-point.
+
+They call the group itself and not torch.distributed's functions, which know the groups that they
+have made and no others.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +125,7 @@ def exchange_chunks(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> N
         UsageError: The tensor is not such a one.
         RuntimeError: The backend's error, for example when a peer is lost.
     """
-    size = dist.get_world_size(group)
+    size = group.size()
     chunk, rest = divmod(flat.numel(), size)
     if rest:
         raise UsageError(f"{flat.numel()} elements are not {size} equal chunks")
@@ -143,13 +147,16 @@ def abort(group: dist.ProcessGroup) -> None:
     Args:
         group: A group that nothing else uses any more.
     """
-    if dist.get_world_size(group) == 1 or dist.get_backend(group) != "gloo":
+    if group.size() == 1 or not _is_gloo(group):
         return
     with suppress(RuntimeError):  # the time-out itself
         # From any rank, for the connection to one alone may be closed already.
-        work = dist.irecv(torch.empty(1), None, group, _NEVER_SENT)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
+        group.recv_anysource([torch.empty(1)], _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    # A backend by itself is not one of torch.distributed's groups.
+    return isinstance(group, dist.ProcessGroupGloo) or dist.get_backend(group) == "gloo"
 
 
 def _transfer(
@@ -161,22 +168,17 @@ def _transfer(
     tag: int,
 ) -> None:
     """Sends to one rank of the group and receives from another, both at once."""
-    transfers = []
+    works = []
     if coming.numel():  # both ends know an empty range, so neither sends it
-        transfers.append(
-            dist.P2POp(dist.irecv, coming, dist.get_global_rank(group, source), group, tag)
-        )
+        works.append(group.recv([coming], source, tag))
     if leaving.numel():
-        transfers.append(
-            dist.P2POp(dist.isend, leaving, dist.get_global_rank(group, to), group, tag)
-        )
-    if transfers:
-        for work in dist.batch_isend_irecv(transfers):
-            work.wait()
+        works.append(group.send([leaving], to, tag))
+    for work in works:
+        work.wait()
 
 
 def _check(flat: torch.Tensor, bounds: Bounds, group: dist.ProcessGroup) -> tuple[int, int]:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = group.rank(), group.size()
     if flat.dim() != 1 or not flat.is_contiguous():
         raise UsageError(
             f"a ring needs a 1-d contiguous tensor, not one of shape {list(flat.shape)} and "

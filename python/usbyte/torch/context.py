@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,23 +30,14 @@ from usbyte.torch.lines import host_topology, line_groups, sizes_of
 from usbyte.torch.mesh import Given, MeshCommunicator, of_sizes, parse
 from usbyte.torch.nccl import NcclCommunicator, agree
 from usbyte.torch.one_shot import most_one_shot_bytes
+from usbyte.torch.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.staged import StagedCommunicator
 from usbyte.torch.store import private_store
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
 
-__all__ = [
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
+__all__ = ["init", "is_initialized", "shutdown"]
 
 log = logging.getLogger("usbyte")
 
@@ -75,6 +66,7 @@ class Context:
         local_size: Ranks on this host.
         env: The USBYTE_* knobs.
         eager: Collectives outside the plan.
+        process_sets: The same among some of the ranks.
         store: Keys of this run, which its ranks share.
     """
 
@@ -90,6 +82,7 @@ class Context:
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultBoard | None = None
         self.store = store = _run_store(self.size)
+        self.process_sets = ProcessSets(self, self._timeout)
         if self.size > 1:
             self._faults = FaultBoard(store, self.rank, self.size, self._describe, self._on_fault)
         self.eager = EagerQueue(
@@ -104,6 +97,7 @@ class Context:
         )
         if cluster.size != self.size:  # the default group was made without a launcher's variables
             self.local_rank, self.local_size = self._count_local()
+        store.set(f"local/{self.rank}", json.dumps([self.local_rank, self.local_size]))
         if env.timeline:
             self.start_timeline(env.timeline, env.timeline_steps)
         self._excepthook: _Excepthook = sys.excepthook
@@ -113,6 +107,11 @@ class Context:
         hosts = self.eager.allgather_bytes("usbyte.hosts", socket.gethostname().encode())
         mine = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
         return mine.index(self.rank), len(mine)
+
+    def places(self) -> list[tuple[int, int]]:
+        """By rank, its local rank and the ranks on its host. Not collective: from the store."""
+        texts = [self.store.get(f"local/{rank}") for rank in range(self.size)]
+        return [tuple(json.loads(text)) for text in texts]
 
     def new_communicator(self, device: Device, topology: Given | None = None) -> EngineCommunicator:
         """A communicator between all ranks for gradients on `device`. Collective.
@@ -263,6 +262,7 @@ class Context:
                 optimizer.close(whole_state=False)
             except Error as error:
                 errors.append(error)
+        self.process_sets.close()
         self.eager.close()
         if self._faults is not None:
             self._faults.close()
@@ -282,6 +282,7 @@ class Context:
             with suppress(UsageError):  # one that is being closed
                 optimizer.fail(verdict)
         self.eager.fail(verdict)
+        self.process_sets.fail(verdict)
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -329,21 +330,46 @@ def _run_store(size: int) -> dist.Store:
 _current: Context | None = None
 
 
-def init() -> None:
+def init(
+    comm: None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | Literal["dynamic"] | None = None,
+) -> None:
     """Joins the other ranks. Collective; calling it again does nothing.
 
     Uses the default process group of torch.distributed if there is one, and makes one otherwise,
     from RANK, WORLD_SIZE and MASTER_*, from SLURM's, Open MPI's or PMI's variables, or for a single
     process if none is set. usbyte's own traffic runs on groups of its own.
 
+    Args:
+        comm: Horovod's; must be None.
+        process_sets: Sets to add at once, the same on every rank. "dynamic", which Horovod needs
+            for adding sets later, is always so here.
+
     Raises:
         EnvError: A variable has an unusable value; the message names it.
+        UsageError: An argument cannot be used on some rank; nothing is initialised then.
+        MismatchError: The ranks name different process sets; nothing is initialised then.
     """
     global _current
-    if _current is None:
-        env = _core.Env.read()
-        log.setLevel(env.log_level.upper())
-        _current = Context(detect(), env)
+    if comm is not None:
+        raise UsageError(
+            "init(comm=...) is not for usbyte, which takes the ranks that the launcher has "
+            "started: leave it out, and list ranks in process_sets=[...] for a part of them"
+        )
+    added = [] if process_sets is None or process_sets == "dynamic" else list(process_sets)
+    if _current is not None:
+        if added:
+            raise UsageError("usbyte is initialised already: use add_process_set for each set")
+        return
+    env = _core.Env.read()
+    log.setLevel(env.log_level.upper())
+    _current = Context(detect(), env)
+    try:
+        if added:
+            _current.process_sets.add(*added)
+    except BaseException:
+        shutdown()
+        raise
 
 
 def shutdown() -> None:
@@ -386,38 +412,3 @@ def current() -> Context:
     if _current is None:
         raise UsageError("usbyte is not initialised: call usbyte.torch.init() first")
     return _current
-
-
-def rank() -> int:
-    """This process's rank, 0 <= rank < size()."""
-    return current().rank
-
-
-def size() -> int:
-    """Number of ranks."""
-    return current().size
-
-
-def local_rank() -> int:
-    """This process's position among the ranks of its host."""
-    return current().local_rank
-
-
-def local_size() -> int:
-    """Number of ranks on this host."""
-    return current().local_size
-
-
-def start_timeline(path: str, steps: str = "0:") -> None:
-    """Records from each optimizer's next step on.
-
-    Args:
-        path: File to write, a Chrome trace that Perfetto opens; %r stands for the rank.
-        steps: "A:B", half open, counted from the start of training.
-    """
-    current().start_timeline(path, steps)
-
-
-def stop_timeline() -> None:
-    """Writes out what is complete and stops recording."""
-    current().stop_timeline()

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from usbyte.torch import operations
 from usbyte.torch.handles import Handle, Request
 from usbyte.torch.matching import Verdict, match, name_ranks
 from usbyte.torch.negotiation import Negotiation
+from usbyte.torch.peers import Peers
 from usbyte.torch.reduction import ReduceOp
 
 log = logging.getLogger("usbyte")
@@ -31,8 +32,9 @@ class EagerQueue:
     """Submits, matches and runs eager operations. Close it before the interpreter exits.
 
     Args:
-        group: Process group with a CPU backend (Gloo), which nothing else uses. Its own timeout
-            should be no shorter than the stall limit.
+        group: Process group with a CPU backend (Gloo), which nothing else uses, or what makes it
+            when all ranks have come to their first operation. Its own timeout should be no shorter
+            than the stall limit.
         store: Store of this run; the queue makes its own connections and keys.
         rank: This rank in the group.
         size: Number of ranks in the group.
@@ -41,6 +43,8 @@ class EagerQueue:
         stall_warning_s: Seconds after which such an operation is logged, and again after as many; 0
             or less: never.
         on_fault: Told what this rank noticed; returns the text that every handle then fails with.
+        members: What users call the ranks of the group, ascending; 0, 1, ... if left out. Messages
+            and root ranks are in these terms.
 
     Raises:
         UsageError: The group works on GPU tensors only, or the store is not served over TCP.
@@ -48,15 +52,16 @@ class EagerQueue:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Callable[[], dist.ProcessGroup],
         store: dist.Store,
         rank: int,
         size: int,
         stall_limit_s: float,
         stall_warning_s: float,
         on_fault: Callable[[str], str],
+        members: Sequence[int] | None = None,
     ) -> None:
-        self.peers = operations.Peers(group, rank, size)
+        self.peers = Peers(group, rank, size, members)
         self._limit_s = stall_limit_s if stall_limit_s > 0 else float("inf")
         self._warning_s = stall_warning_s if stall_warning_s > 0 else float("inf")
         self._on_fault = on_fault
@@ -69,12 +74,12 @@ class EagerQueue:
         self._progressed = time.monotonic()  # when an operation last began or ended
         self._negotiation: Negotiation | None = None
         if size > 1:
-            if dist.get_backend(group) == "nccl":
+            if not callable(group) and dist.get_backend(group) == "nccl":
                 raise UsageError(
                     "eager operations need a process group with a CPU backend: make it with "
                     'torch.distributed.new_group(backend="gloo")'
                 )
-            self._negotiation = Negotiation(store, rank, size)
+            self._negotiation = Negotiation(store, rank, self.peers.members)
             self._thread = threading.Thread(
                 target=self._run, args=(self._negotiation,), name="usbyte-eager", daemon=True
             )
@@ -91,7 +96,8 @@ class EagerQueue:
             UsageError: An operation of this name is in flight on this rank, or the queue is closed.
             FaultError: The run has failed.
         """
-        handle = Handle(request, time.monotonic() + min(self._warning_s, self._limit_s))
+        first_check = time.monotonic() + min(self._warning_s, self._limit_s)
+        handle = Handle(request, first_check, self._check_stall)
         with self._lock:
             if self._failure is not None:
                 raise FaultError(self._failure)
@@ -100,7 +106,7 @@ class EagerQueue:
             if request.name in self._pending:
                 raise UsageError(
                     f"{request}: an operation of this name is still in flight on rank "
-                    f"{self.peers.rank}: synchronize it first, or use another name"
+                    f"{self.peers.name}: synchronize it first, or use another name"
                 )
             self._pending[request.name] = handle
         if self._negotiation is None:
@@ -114,22 +120,10 @@ class EagerQueue:
             raise FaultError(self._fault(text)) from error
         return handle
 
-    def poll(self, handle: Handle) -> bool:
-        """Whether the operation has ended, so that `synchronize` will not wait."""
-        if not handle.done() and time.monotonic() >= handle.next_check:
-            self._check_stall(handle)
-        return handle.done()
-
-    def synchronize(self, handle: Handle) -> Any:
-        """Waits for an operation, interruptibly, and returns its result.
-
-        Raises:
-            MismatchError: The ranks did not mean the same operation; raised on every rank.
-            FaultError: The operation stalled, a peer is lost, or another rank reported a fault.
-        """
-        while not handle.wait_for_check():
-            self._check_stall(handle)
-        return handle.result()
+    def pending(self) -> list[str]:
+        """What is in flight on this rank, for messages."""
+        with self._lock:
+            return [str(handle.request) for handle in self._pending.values()]
 
     def allreduce(self, name: str, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Reduces a tensor in place, blocking."""
@@ -180,7 +174,7 @@ class EagerQueue:
             pending = list(self._pending.values())
             self._pending.clear()
         for handle in pending:
-            where = f"usbyte was shut down on rank {self.peers.rank}"
+            where = f"usbyte was shut down on rank {self.peers.name}"
             handle.settle(FaultError(f"{handle.request} had not ended when {where}"))
         if self._negotiation is not None:
             self._negotiation.wake(timeout_s)
@@ -192,7 +186,7 @@ class EagerQueue:
         self.peers.close()
 
     def _do(self, request: Request) -> Any:
-        return self.synchronize(self.submit(request))
+        return self.submit(request).synchronize()
 
     def _run(self, negotiation: Negotiation) -> None:
         try:
@@ -221,7 +215,7 @@ class EagerQueue:
             else:
                 outcome = handle.request.execute(verdict)
         except Exception as error:
-            self._fault(f"{handle.request} failed on rank {self.peers.rank}: {error}")
+            self._fault(f"{handle.request} failed on rank {self.peers.name}: {error}")
             return
         with self._lock:
             self._running = None
@@ -230,7 +224,7 @@ class EagerQueue:
         handle.settle(outcome)
 
     def _lose_store(self, error: RuntimeError) -> None:
-        text = f"rank {self.peers.rank} lost the job's store: {error}"
+        text = f"rank {self.peers.name} lost the job's store: {error}"
         with self._lock:
             idle = not self._pending
         if idle:  # as in an orderly end, when the rank that serves the store leaves first
@@ -267,7 +261,7 @@ class EagerQueue:
         with self._lock:
             running, progressed = self._running, self._progressed
         age = time.monotonic() - handle.submitted
-        waits = f"{handle.request} has waited {age:.0f} s on rank {self.peers.rank}"
+        waits = f"{handle.request} has waited {age:.0f} s on rank {self.peers.name}"
         if missing is None:
             return f"{waits}, and the job's store does not answer", handle.submitted
         if missing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,60 +13,89 @@ from usbyte.errors import UsageError
 from usbyte.torch import wire
 from usbyte.torch.compression import MEMORY
 from usbyte.torch.context import current
-from usbyte.torch.ops import broadcast_async_, synchronize
+from usbyte.torch.eager import EagerQueue
+from usbyte.torch.ops import broadcast_async_
+from usbyte.torch.process_sets import Members, global_process_set
+from usbyte.torch.submission import queue_of
 
 __all__ = [
+    "allgather_object",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
 ]
 
+log = logging.getLogger("usbyte")
+
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor],
+    root_rank: int = 0,
+    process_set: Members = global_process_set,
 ) -> None:
     """Overwrites every tensor with the root rank's.
 
     Args:
-        params: `model.state_dict()` or `model.named_parameters()`. Names must agree on all ranks.
-        root_rank: The rank whose values are sent.
+        params: `model.state_dict()` or `model.named_parameters()`, whose names must agree on all
+            ranks; or tensors alone, in the same order on all ranks.
+        root_rank: The rank whose values are sent; in a process set too, its rank in the whole job.
+        process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
     """
     current().drain()
-    rows = list(params.items() if isinstance(params, Mapping) else params)
+    given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
+    rows: list[tuple[str, Any]] = [
+        (str(k), row) if isinstance(row, torch.Tensor) else row for k, row in enumerate(given)
+    ]
     for name, tensor in rows:
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise UsageError(
                 f"broadcast_parameters: '{name}' is a {type(tensor).__name__}, not a tensor; "
                 "send it with broadcast_object"
             )
-    _broadcast_all("parameters", [(name, t) for name, t in rows if t is not None], root_rank)
+    tensors = [(name, t) for name, t in rows if t is not None]
+    _broadcast_all("parameters", tensors, root_rank, process_set)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: Members = global_process_set,
+) -> None:
     """Overwrites state and hyper-parameters of `optimizer` with the root rank's.
 
     Args:
         optimizer: The same kind of optimizer over the same parameters on all ranks; the state of
             the others may be empty. What codecs remember is each rank's own, and is not sent.
-        root_rank: The rank whose state is sent.
+        root_rank: The rank whose state is sent; in a process set too, its rank in the whole job.
+        model: Horovod's; not needed, as no step is taken to make the state.
+        process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
     """
     context = current()
     context.drain()
+    if model is not None:
+        log.warning("broadcast_optimizer_state: model= is not needed, and left out")
     state = optimizer.state_dict()
     own = {MEMORY: state.pop(MEMORY)} if MEMORY in state else {}  # each rank's
-    state = broadcast_object(state, root_rank, name="optimizer_state")
+    state = broadcast_object(state, root_rank, "optimizer_state", process_set)
     if context.rank != root_rank:
         optimizer.load_state_dict(state | own)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: Members = global_process_set,
+) -> Any:
     """The root rank's object, on every rank. Travels as JSON and raw tensors, never as pickle.
 
     Args:
         obj: Numbers, strings, None, lists, tuples, dicts, tensors and arrays, nested at will;
             ignored on other ranks.
-        root_rank: The rank whose object is sent.
+        root_rank: The rank whose object is sent; in a process set too, its rank in the whole job.
         name: Tells this object from others that are sent at the same time.
+        process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
 
     Returns:
         The object; on the root rank the very one that was passed.
@@ -73,12 +103,12 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     Raises:
         UsageError: The object holds something else.
     """
-    context = current()
-    if context.size == 1:
+    queue, label = _queue_and_label("broadcast_object", name, process_set)
+    if queue.peers.size == 1:
+        queue.peers.position(label, root_rank)
         wire.encode(obj)
         return obj
-    label = f"broadcast_object.{name or 'object'}"
-    root = context.rank == root_rank
+    root = queue.peers.name == root_rank
     structure, problem = b"", None
     tensors: list[torch.Tensor] = []
     if root:
@@ -87,17 +117,51 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
         except UsageError as error:  # the others must not wait for what will not come
             problem = str(error)
     message = json.dumps([problem, structure.decode()]).encode()
-    problem, text = json.loads(context.eager.broadcast_bytes(label, message, root_rank))
+    problem, text = json.loads(queue.broadcast_bytes(label, message, root_rank))
     if problem is not None:
         raise UsageError(f"broadcast_object on rank {root_rank}: {problem}")
     structure = text.encode()
     if not root:
         obj, tensors = wire.decode(structure)
-    _broadcast_all(label, [(str(k), t) for k, t in enumerate(tensors)], root_rank)
+    rows = [(str(k), t) for k, t in enumerate(tensors)]
+    _broadcast_all(label, rows, root_rank, process_set)
     return obj
 
 
-def _broadcast_all(label: str, rows: list[tuple[str, torch.Tensor]], root_rank: int) -> None:
-    handles = [broadcast_async_(t.detach(), root_rank, name=f"{label}.{n}") for n, t in rows]
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: Members = global_process_set
+) -> list[Any]:
+    """The objects of all ranks, in rank order. They travel as JSON and raw tensors, not as pickle.
+
+    Args:
+        obj: As for `broadcast_object`.
+        name: Tells this call from others at the same time.
+        process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
+
+    Raises:
+        UsageError: On every rank: one rank's object holds something else.
+    """
+    queue, label = _queue_and_label("allgather_object", name, process_set)
+    try:
+        payload = b"\0" + wire.to_bytes(obj)
+    except UsageError as error:  # the others must not wait for what will not come
+        payload = b"\1" + str(error).encode()
+    gathered = queue.allgather_bytes(label, payload)
+    for rank, answer in zip(queue.peers.members, gathered, strict=True):
+        if answer[0]:
+            raise UsageError(f"allgather_object on rank {rank}: {answer[1:].decode()}")
+    return [wire.from_bytes(answer[1:]) for answer in gathered]
+
+
+def _queue_and_label(kind: str, name: str | None, process_set: Members) -> tuple[EagerQueue, str]:
+    return queue_of(kind, f"{kind}.{name or 'object'}", process_set)
+
+
+def _broadcast_all(
+    label: str, rows: list[tuple[str, torch.Tensor]], root_rank: int, process_set: Members
+) -> None:
+    handles = [
+        broadcast_async_(t.detach(), root_rank, f"{label}.{n}", process_set) for n, t in rows
+    ]
     for handle in handles:
-        synchronize(handle)
+        handle.synchronize()

@@ -8,6 +8,7 @@ forward one's name, for the messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Allreduce(torch.autograd.Function):
         """Reduces a group of tensors."""
         ctx.call = queue, _backward_name(name), op, factors
         request = operations.allreduce(queue.peers, name, tensors, op, factors)
-        return tuple(queue.synchronize(queue.submit(request)))
+        return tuple(queue.submit(request).synchronize())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
@@ -47,25 +48,31 @@ class Allreduce(torch.autograd.Function):
 
 
 class Allgather(torch.autograd.Function):
-    """Gradient of the input: this rank's rows of the average of the output's gradients."""
+    """Gradient of each input: this rank's rows of the average of the output's gradients."""
 
     @staticmethod
-    def forward(ctx: Any, queue: EagerQueue, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Gathers a tensor."""
-        request = operations.allgather(queue.peers, name, tensor)
-        out: torch.Tensor
-        out, rows = queue.synchronize(queue.submit(request))
+    def forward(
+        ctx: Any, queue: EagerQueue, name: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Gathers a group of tensors."""
+        request = operations.allgather(queue.peers, name, tensors)
+        gathered = queue.submit(request).synchronize()
+        rank = queue.peers.rank
         ctx.call = queue, _backward_name(name)
-        ctx.offset, ctx.rows = sum(rows[: queue.peers.rank]), rows[queue.peers.rank]
-        ctx.shape = tensor.shape
-        return out
+        ctx.own = [(sum(rows[:rank]), rows[rank]) for _, rows in gathered]
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return tuple(out for out, _ in gathered)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
-        """Averages the gradient and cuts out this rank's rows."""
+        """Averages the gradients and cuts out this rank's rows."""
         queue, name = ctx.call
-        mean = _averaged(queue, name, grads[0])
-        return None, None, mean.narrow(0, ctx.offset, ctx.rows).reshape(ctx.shape)
+        means = _averaged(queue, name, grads)
+        mine = [
+            mean.narrow(0, *own).reshape(shape)
+            for mean, own, shape in zip(means, ctx.own, ctx.shapes, strict=True)
+        ]
+        return None, None, *mine
 
 
 class Broadcast(torch.autograd.Function):
@@ -77,39 +84,44 @@ class Broadcast(torch.autograd.Function):
     ) -> torch.Tensor:
         """Broadcasts a tensor."""
         ctx.call = queue, _backward_name(name)
-        ctx.is_root = queue.peers.rank == root
+        ctx.is_root = queue.peers.name == root
         request = operations.broadcast(queue.peers, name, tensor, root)
-        out: torch.Tensor = queue.synchronize(queue.submit(request))
+        out: torch.Tensor = queue.submit(request).synchronize()
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
         """Averages the gradient."""
         queue, name = ctx.call
-        mean = _averaged(queue, name, grads[0])
+        mean = _averaged(queue, name, grads)[0]
         return None, None, None, mean if ctx.is_root else torch.zeros_like(mean)
 
 
 class Reducescatter(torch.autograd.Function):
-    """Gradient of the input: the gathered gradients of the outputs; for Sum times the ranks."""
+    """Gradient of each input: the gathered gradients of the output; for Sum times the ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, queue: EagerQueue, name: str, op: ReduceOp, factors: Factors, tensor: torch.Tensor
-    ) -> torch.Tensor:
-        """Reduces and scatters a tensor."""
+        ctx: Any,
+        queue: EagerQueue,
+        name: str,
+        op: ReduceOp,
+        factors: Factors,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Reduces and scatters a group of tensors."""
         ctx.call = queue, _backward_name(name), op
         ctx.scale = factors[0] * factors[1] * (queue.peers.size if op is ReduceOp.SUM else 1)
-        request = operations.reducescatter(queue.peers, name, tensor, op, factors)
-        out: torch.Tensor = queue.synchronize(queue.submit(request))
-        return out
+        request = operations.reducescatter(queue.peers, name, tensors, op, factors)
+        return tuple(queue.submit(request).synchronize())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
-        """Gathers the gradient."""
+        """Gathers the gradients."""
         queue, name, op = ctx.call
         _check_differentiable(name, op)
-        return None, None, None, None, Allgather.apply(queue, name, grads[0] * ctx.scale)
+        scaled = [grad * ctx.scale for grad in grads]
+        return None, None, None, None, *Allgather.apply(queue, name, *scaled)
 
 
 class Alltoall(torch.autograd.Function):
@@ -121,7 +133,7 @@ class Alltoall(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Exchanges the rows of a tensor."""
         request = operations.alltoall(queue.peers, name, tensor, splits)
-        out, received = queue.synchronize(queue.submit(request))
+        out, received = queue.submit(request).synchronize()
         ctx.call = queue, _backward_name(name), received
         ctx.mark_non_differentiable(received)
         return out, received
@@ -137,9 +149,12 @@ def _backward_name(name: str) -> str:
     return f"{name}.backward"
 
 
-def _averaged(queue: EagerQueue, name: str, grad: torch.Tensor) -> torch.Tensor:
-    mean: torch.Tensor = Allreduce.apply(queue, name, ReduceOp.AVERAGE, (1.0, 1.0), grad)[0]
-    return mean
+def _averaged(
+    queue: EagerQueue, name: str, grads: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    means: tuple[torch.Tensor, ...]
+    means = Allreduce.apply(queue, name, ReduceOp.AVERAGE, (1.0, 1.0), *grads)
+    return means
 
 
 def _check_differentiable(name: str, op: ReduceOp) -> None:

@@ -39,11 +39,13 @@ class Handle:
     Attributes:
         request: What was submitted.
         next_check: When to look for a stall, seconds on the monotonic clock.
+        check_stall: Looks for one, and sets `next_check` again; the queue's.
         submitted: When it was submitted, on the same clock.
     """
 
     request: Request
     next_check: float
+    check_stall: Callable[[Handle], None]
     submitted: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _done: threading.Event = field(default_factory=threading.Event)
@@ -53,6 +55,25 @@ class Handle:
     def done(self) -> bool:
         """Whether the operation has ended, well or not."""
         return self._done.is_set()
+
+    def poll(self) -> bool:
+        """Whether the operation has ended, so that `synchronize` will not wait."""
+        if not self.done() and time.monotonic() >= self.next_check:
+            self.check_stall(self)
+        return self.done()
+
+    def synchronize(self) -> Any:
+        """Waits for the operation, interruptibly, and returns its result.
+
+        Raises:
+            MismatchError: The ranks did not mean the same operation; raised on every rank.
+            FaultError: The operation stalled, a peer is lost, or another rank reported a fault.
+        """
+        while not self.wait_for_check():
+            self.check_stall(self)
+        return self.result()
+
+    __call__ = synchronize  # as what Horovod's sparse_allreduce_async returns
 
     def wait_for_check(self) -> bool:
         """Waits, interruptibly, for the end or `next_check`; returns whether it is the end."""

@@ -16,14 +16,16 @@ class Descriptor:
 
     Attributes:
         rank: The rank that submitted it.
-        kind: "allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "barrier", or
-            "broadcast_bytes", for which only the root's shape counts.
+        kind: "allreduce", "sparse_allreduce", "allgather", "broadcast", "reducescatter",
+            "alltoall", "barrier", or "broadcast_bytes", for which only the root's shape counts.
         dtypes: Of each tensor, without "torch.".
         shapes: Of each tensor.
         op: Name of the reduction; "" where nothing is reduced.
         factors: Prescale and postscale factor of a reduction.
         root: Rank that broadcasts; -1 where there is none.
         splits: For alltoall, the rows of the first dimension for each rank.
+        whole: For sparse_allreduce, the shape of the tensor of which `shapes` has those of indices
+            (as rows) and values.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class Descriptor:
     factors: Sequence[float] = (1.0, 1.0)
     root: int = -1
     splits: Sequence[int] = ()
+    whole: Sequence[int] = ()
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -52,8 +55,9 @@ class Verdict:
     Attributes:
         name: Of the operation.
         error: Why it cannot run, or None.
-        sizes: For allgather the rows that each rank contributes, for alltoall the rows that come
-            from each rank, for broadcast_bytes the root's bytes; else empty.
+        sizes: For allgather and sparse_allreduce the rows that each rank contributes, of one tensor
+            after the other; for alltoall the rows that come from each rank, for broadcast_bytes the
+            root's bytes; else empty.
     """
 
     name: str
@@ -78,7 +82,7 @@ def match(name: str, descriptors: Sequence[Descriptor]) -> list[Verdict]:
         descriptors: One for each rank, in any order.
 
     Returns:
-        One verdict for each rank; either all or none of them carry an error.
+        One verdict for each rank, by ascending rank; either all or none of them carry an error.
     """
     ordered = sorted(descriptors, key=lambda d: d.rank)
     error = _disagreement(name, ordered)
@@ -96,20 +100,20 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _sizes(ordered: Sequence[Descriptor], rank: int) -> list[int]:
     kind = ordered[0].kind
-    if kind == "allgather":
-        return [d.shapes[0][0] for d in ordered]
+    if kind in ("allgather", "sparse_allreduce"):
+        return [d.shapes[i][0] for i in range(len(ordered[0].shapes)) for d in ordered]
     if kind == "alltoall":
         return [d.splits[rank] for d in ordered]
     if kind == "broadcast_bytes":
-        return [ordered[ordered[0].root].shapes[0][0]]
+        return [next(d.shapes[0][0] for d in ordered if d.rank == d.root)]
     return []
 
 
 def _disagreement(name: str, ordered: Sequence[Descriptor]) -> str | None:
     for label, values in _compared(ordered):
         holders: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            holders.setdefault(str(value), []).append(rank)
+        for descriptor, value in zip(ordered, values, strict=True):
+            holders.setdefault(str(value), []).append(descriptor.rank)
         if len(holders) > 1:
             found = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
             return (
@@ -127,12 +131,14 @@ def _compared(ordered: Sequence[Descriptor]) -> Iterator[tuple[str, list[Any]]]:
     kind, count = ordered[0].kind, len(ordered[0].shapes)
     yield "kind of operation", [d.kind for d in ordered]
     yield "number of tensors", [len(d.shapes) for d in ordered]
+    yield "shape of the sparse tensor", [list(d.whole) for d in ordered]
     for i in range(count):
         of_which = f" of tensor {i}" if count > 1 else ""
         yield f"dtype{of_which}", [d.dtypes[i] for d in ordered]
-        if kind in ("allgather", "alltoall"):
-            yield "number of dimensions", [len(d.shapes[i]) for d in ordered]
-            yield "shape beyond the first dimension", [list(d.shapes[i][1:]) for d in ordered]
+        if kind in ("allgather", "alltoall", "sparse_allreduce"):
+            yield f"number of dimensions{of_which}", [len(d.shapes[i]) for d in ordered]
+            beyond = [list(d.shapes[i][1:]) for d in ordered]
+            yield f"shape beyond the first dimension{of_which}", beyond
         elif kind != "broadcast_bytes":
             yield f"shape{of_which}", [list(d.shapes[i]) for d in ordered]
     yield "reduction", [d.op for d in ordered]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
@@ -36,15 +36,15 @@ class Negotiation:
 
     Args:
         store: Store of this run; connections and keys are made from it.
-        rank: This rank.
-        size: Number of ranks, at least 2.
+        rank: This rank's position among the members.
+        members: What descriptors call the ranks, ascending; at least 2.
 
     Raises:
         UsageError: The store is not served over TCP.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, store: dist.Store, rank: int, members: Sequence[int]) -> None:
+        self._rank, self._members = rank, members
         self._store: Any = private_store(store, "eager")  # torch's stubs lack half of its methods
         # A connection serves one thread at a time, and the one that waits is always in use.
         self._inbox = clone_store(self._store)
@@ -63,7 +63,7 @@ class Negotiation:
         store, descriptors = self._store, f"op/{request.name}"
         count = f"count/{request.name}"
         store.append(descriptors, request.descriptor.to_json() + "\n")
-        if store.add(count, 1) < self._size:
+        if store.add(count, 1) < len(self._members):
             return
         lines = store.get(descriptors).decode().splitlines()
         store.delete_key(descriptors)
@@ -71,7 +71,7 @@ class Negotiation:
         verdicts = match(request.name, [Descriptor.from_json(line) for line in lines])
         place = store.add("order", 1) - 1
         store.multi_set(
-            [_slot(rank, place) for rank in range(self._size)],
+            [_slot(rank, place) for rank in range(len(self._members))],
             [verdict.to_json() for verdict in verdicts],
         )
 
@@ -121,7 +121,7 @@ class Negotiation:
         if answers[0] is None:  # deleted by the rank that completed it
             return []
         here = {Descriptor.from_json(line).rank for line in answers[0].decode().splitlines()}
-        return [rank for rank in range(self._size) if rank not in here]
+        return [rank for rank in self._members if rank not in here]
 
     def _get(self, slot: str) -> bytes:
         while True:

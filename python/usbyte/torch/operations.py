@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,53 +16,15 @@ import torch
 import torch.distributed as dist
 
 from usbyte.errors import UsageError
-from usbyte.torch.collectives import abort, all_gather_ranges, ring_reduce_scatter
+from usbyte.torch.collectives import all_gather_ranges, ring_reduce_scatter
 from usbyte.torch.handles import Request
 from usbyte.torch.matching import Descriptor, Verdict
+from usbyte.torch.peers import Peers
 from usbyte.torch.reduction import ReduceOp, check_reducible, reduce_flat
 
 _TAG = 0  # of rings; the queue runs one operation at a time
 
 Factors = tuple[float, float]
-
-
-class Peers:
-    """The ranks of an operation.
-
-    Args:
-        group: Process group with a CPU backend; unused where `size` is 1.
-        rank: This rank in the group.
-        size: Number of ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self.group, self.rank, self.size = group, rank, size
-        self._work: Any = None
-
-    def wait(self, work: Any) -> None:
-        """Waits for a collective of the group, without the GIL."""
-        self._work = work
-        work.wait()
-
-    def abort(self) -> None:
-        """Ends the collective that is running, on this rank and on those that wait for it."""
-        with suppress(RuntimeError, ValueError, AssertionError):  # destroyed by the user meanwhile
-            abort(self.group)
-
-    def close(self) -> None:
-        """Gives up the group.
-
-        Its destructor joins Gloo's threads, in older torch with the GIL held. A thread that just
-        then drops the last reference to a tensor of its collective would need the GIL, so the last
-        collective is kept until the group is gone.
-        """
-        group = self.group
-        del self.group
-        if self.size > 1:
-            with suppress(RuntimeError, ValueError, AssertionError):  # destroyed by the user before
-                dist.destroy_process_group(group)
-        del group
-        self._work = None
 
 
 def allreduce(
@@ -83,7 +44,7 @@ def allreduce(
     def reduce(flat: torch.Tensor) -> None:
         def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
             if peers.size > 1 and numbers.numel():
-                peers.wait(dist.all_reduce(numbers, kind, group=peers.group, async_op=True))
+                peers.all_reduce(numbers, kind)
 
         reduce_flat(flat, op, factors, peers.size, collective)
 
@@ -108,24 +69,74 @@ def allreduce(
     )
 
 
-def allgather(peers: Peers, name: str, tensor: torch.Tensor) -> Request:
-    """Concatenates along the first dimension, whose length may differ by rank.
+def allgather(peers: Peers, name: str, tensors: Sequence[torch.Tensor]) -> Request:
+    """Concatenates each tensor along its first dimension, whose length may differ by rank.
 
-    A scalar counts as one row. The result is a pair: the rows of all ranks, and a list of how many
-    each rank gave.
+    A scalar counts as one row. The result is a list: for each tensor the rows of all ranks, and a
+    list of how many each rank gave.
     """
-    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    staged = _staged(f"allgather '{name}'", rows, copy=False)
+    what = f"allgather '{name}'"
+    rows = [t.reshape(1) if t.dim() == 0 else t for t in tensors]
+    staged = [_staged(what, t, copy=False) for t in rows]
 
-    def execute(verdict: Verdict) -> tuple[torch.Tensor, list[int]]:
-        out = staged.new_empty(sum(verdict.sizes), *rows.shape[1:])
-        gather_bytes(peers, _bytes(staged), _bytes(out), _row_bytes(rows), verdict.sizes)
-        return out, list(verdict.sizes)
+    def execute(verdict: Verdict) -> list[tuple[torch.Tensor, list[int]]]:
+        return [
+            (_gathered(peers, tensor, counts), list(counts))
+            for tensor, counts in zip(staged, _by_tensor(verdict, peers.size), strict=True)
+        ]
 
-    def finish(value: tuple[torch.Tensor, list[int]]) -> tuple[torch.Tensor, list[int]]:
-        return value[0].to(tensor.device), value[1]
+    def finish(value: list[tuple[torch.Tensor, list[int]]]) -> list[tuple[torch.Tensor, list[int]]]:
+        return [(out.to(t.device), counts) for (out, counts), t in zip(value, tensors, strict=True)]
 
-    return Request(name, _describe(peers, "allgather", [rows]), execute, finish)
+    return Request(name, _describe(peers, "allgather", rows), execute, finish)
+
+
+def sparse_allreduce(
+    peers: Peers,
+    name: str,
+    tensor: torch.Tensor,
+    op: ReduceOp,
+    factors: Factors = (1.0, 1.0),
+) -> Request:
+    """Adds up a sparse COO tensor: gathers every rank's indices and values.
+
+    The result is a sparse tensor, not coalesced: what several ranks have occurs several times.
+    """
+    what = f"allreduce '{name}'"
+    if tensor.layout != torch.sparse_coo:
+        raise UsageError(f"{what} needs a sparse COO tensor, not layout {tensor.layout}")
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise UsageError(f"{what} of a sparse tensor needs Sum or Average, not {op!r}")
+    check_reducible(what, tensor.dtype, op)
+    if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
+        # Each rank's values would be truncated, and not their sum.
+        raise UsageError(f"{what} cannot average a sparse tensor of {tensor.dtype}: use Sum")
+    plain = tensor.detach()
+    indices, values = plain._indices().t(), plain._values()
+    staged = [_staged(what, t, copy=False) for t in (indices, values)]
+
+    def execute(verdict: Verdict) -> list[torch.Tensor]:
+        return [
+            _gathered(peers, part, counts)
+            for part, counts in zip(staged, _by_tensor(verdict, peers.size), strict=True)
+        ]
+
+    def finish(value: list[torch.Tensor]) -> torch.Tensor:
+        places, numbers = value
+        reduce_flat(_flat(numbers), op, factors, peers.size, lambda *_: None)
+        # Every rank's part is of a tensor of this shape.
+        whole = torch.sparse_coo_tensor(places.t(), numbers, tensor.shape, check_invariants=False)
+        return whole.to(tensor.device)
+
+    described = _describe(
+        peers,
+        "sparse_allreduce",
+        [indices, values],
+        op=op.value,
+        factors=factors,
+        whole=list(tensor.shape),
+    )
+    return Request(name, described, execute, finish)
 
 
 def broadcast(
@@ -133,11 +144,11 @@ def broadcast(
 ) -> Request:
     """Gives every rank the root's tensor."""
     what = f"broadcast '{name}'"
-    _check_root(what, peers, root)
+    source = peers.position(what, root)
     staged = _staged(what, tensor, copy=not in_place)
 
     def execute(_: Verdict) -> torch.Tensor:
-        broadcast_flat(peers, _bytes(staged), root)
+        broadcast_flat(peers, _bytes(staged), source)
         return staged
 
     def finish(value: torch.Tensor) -> torch.Tensor:
@@ -149,33 +160,58 @@ def broadcast(
 def reducescatter(
     peers: Peers,
     name: str,
-    tensor: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
     op: ReduceOp,
     factors: Factors = (1.0, 1.0),
 ) -> Request:
-    """Reduces elementwise; each rank keeps its `shares` of the first dimension."""
+    """Reduces tensors elementwise, those of one dtype together.
+
+    The result is a list: of each tensor this rank's `shares` of the first dimension.
+    """
     what = f"reducescatter '{name}'"
-    check_reducible(what, tensor.dtype, op)
-    if tensor.dim() == 0:
-        raise UsageError(f"{what} needs a first dimension to scatter; the tensor has none")
-    staged = _staged(what, tensor, copy=True)
-    rows = shares(tensor.shape[0], peers.size)
+    for tensor in tensors:
+        check_reducible(what, tensor.dtype, op)
+        if tensor.dim() == 0:
+            raise UsageError(f"{what} needs a first dimension to scatter; the tensor has none")
+    staged = [_staged(what, t, copy=False) for t in tensors]  # torch.cat copies
+    rows = [shares(t.shape[0], peers.size) for t in tensors]
 
-    def execute(_: Verdict) -> torch.Tensor:
+    def reduced(alike: list[int]) -> list[torch.Tensor]:
+        """This rank's shares of tensors of one dtype, by their numbers."""
+        # Every rank's shares side by side, so that each rank's are one range.
+        parts = [[staged[i][slice(*rows[i][r])] for i in alike] for r in range(peers.size)]
+        counts = [[part.numel() for part in group] for group in parts]
+        flat = torch.cat([_flat(part) for group in parts for part in group])
+        bounds = list(pairwise(accumulate((sum(group) for group in counts), initial=0)))
+
         def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
-            row = numbers.numel() // max(tensor.shape[0], 1)
-            if peers.size > 1:
-                bounds = [(begin * row, end * row) for begin, end in rows]
-                ring_reduce_scatter(numbers, bounds, peers.group, kind, _TAG)
+            if peers.size > 1 and numbers.numel():
+                each = numbers.numel() // flat.numel()  # 2 of a complex number
+                spans = [(begin * each, end * each) for begin, end in bounds]
+                ring_reduce_scatter(numbers, spans, peers.group, kind, _TAG)
 
-        reduce_flat(_flat(staged), op, factors, peers.size, collective)
-        return staged[slice(*rows[peers.rank])].clone()
+        reduce_flat(flat, op, factors, peers.size, collective)
+        own = flat[slice(*bounds[peers.rank])].split(counts[peers.rank])
+        return [
+            part.view(like.shape).clone() for part, like in zip(own, parts[peers.rank], strict=True)
+        ]
+
+    def execute(_: Verdict) -> list[torch.Tensor]:
+        out = list(staged)
+        for dtype in dict.fromkeys(t.dtype for t in staged):
+            alike = [i for i, t in enumerate(staged) if t.dtype == dtype]
+            for i, share in zip(alike, reduced(alike), strict=True):
+                out[i] = share
+        return out
+
+    def finish(value: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [share.to(t.device) for share, t in zip(value, tensors, strict=True)]
 
     return Request(
         name,
-        _describe(peers, "reducescatter", [tensor], op=op.value, factors=factors),
+        _describe(peers, "reducescatter", tensors, op=op.value, factors=factors),
         execute,
-        lambda share: share.to(tensor.device),
+        finish,
     )
 
 
@@ -194,15 +230,8 @@ def alltoall(
         out = staged.new_empty(sum(verdict.sizes), *tensor.shape[1:])
         row = _row_bytes(tensor)
         if peers.size > 1:
-            work = dist.all_to_all_single(
-                _bytes(out),
-                _bytes(staged),
-                [n * row for n in verdict.sizes],
-                [n * row for n in sent],
-                group=peers.group,
-                async_op=True,
-            )
-            peers.wait(work)
+            received = [n * row for n in verdict.sizes]
+            peers.all_to_all(_bytes(out), _bytes(staged), received, [n * row for n in sent])
         else:
             out.copy_(staged)
         return out, torch.tensor(verdict.sizes, dtype=torch.int32)
@@ -223,9 +252,9 @@ def barrier(peers: Peers, name: str) -> Request:
         # Not for the verdict's sake: a rank that leaves after it may take the store with it, so all
         # must have read it.
         if peers.size > 1:
-            peers.wait(dist.all_reduce(torch.zeros(1), group=peers.group, async_op=True))
+            peers.all_reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
-    return Request(name, Descriptor(peers.rank, "barrier"), execute)
+    return Request(name, Descriptor(peers.name, "barrier"), execute)
 
 
 def allgather_bytes(peers: Peers, name: str, payload: bytes) -> Request:
@@ -242,15 +271,27 @@ def allgather_bytes(peers: Peers, name: str, payload: bytes) -> Request:
 
 def broadcast_bytes(peers: Peers, name: str, payload: bytes, root: int) -> Request:
     """Gives every rank the root's byte string; the payloads of the others are ignored."""
-    _check_root(f"broadcast '{name}'", peers, root)
+    source = peers.position(f"broadcast '{name}'", root)
     mine = _tensor_of(payload)
 
     def execute(verdict: Verdict) -> bytes:
-        flat = mine if peers.rank == root else mine.new_empty(verdict.sizes[0])
-        broadcast_flat(peers, flat, root)
+        flat = mine if peers.rank == source else mine.new_empty(verdict.sizes[0])
+        broadcast_flat(peers, flat, source)
         return flat.numpy().tobytes()
 
     return Request(name, _describe(peers, "broadcast_bytes", [mine], root=root), execute)
+
+
+def _gathered(peers: Peers, mine: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Every rank's rows, of which there are rows[rank]."""
+    out = mine.new_empty(sum(rows), *mine.shape[1:])
+    gather_bytes(peers, _bytes(mine), _bytes(out), _row_bytes(mine), rows)
+    return out
+
+
+def _by_tensor(verdict: Verdict, size: int) -> list[Sequence[int]]:
+    """A verdict's rows of all ranks, for each tensor."""
+    return [verdict.sizes[i : i + size] for i in range(0, len(verdict.sizes), size)]
 
 
 def shares(rows: int, size: int) -> list[tuple[int, int]]:
@@ -270,15 +311,14 @@ def gather_bytes(
 
 
 def broadcast_flat(peers: Peers, flat: torch.Tensor, root: int) -> None:
-    """Overwrites `flat` (1-d uint8) with the root's."""
+    """Overwrites `flat` (1-d uint8) with that of the rank at position `root`."""
     if peers.size > 1 and flat.numel():
-        source = dist.get_global_rank(peers.group, root)
-        peers.wait(dist.broadcast(flat, source, group=peers.group, async_op=True))
+        peers.broadcast(flat, root)
 
 
 def _describe(peers: Peers, kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Descriptor:
     dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors]
-    return Descriptor(peers.rank, kind, dtypes, [list(t.shape) for t in tensors], **more)
+    return Descriptor(peers.name, kind, dtypes, [list(t.shape) for t in tensors], **more)
 
 
 def _staged(what: str, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
@@ -322,11 +362,6 @@ def _tensor_of(payload: bytes) -> torch.Tensor:
     if not payload:  # which frombuffer refuses
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-
-
-def _check_root(what: str, peers: Peers, root: int) -> None:
-    if not 0 <= root < peers.size:
-        raise UsageError(f"{what}: root rank {root} is not one of the {peers.size} ranks")
 
 
 def _checked_splits(

@@ -31,6 +31,35 @@ def decode(structure: bytes) -> tuple[Any, list[torch.Tensor]]:
     return _unpack(json.loads(structure), tensors), tensors
 
 
+def to_bytes(obj: Any) -> bytes:
+    """An object, its tensors included, as one byte string.
+
+    Raises:
+        UsageError: See `encode`.
+    """
+    structure, tensors = encode(obj)
+    parts = [len(structure).to_bytes(8, "little"), structure]
+    return b"".join([*parts, *(_raw(tensor.cpu()).numpy().tobytes() for tensor in tensors)])
+
+
+def from_bytes(payload: bytes) -> Any:
+    """Inverse of `to_bytes`."""
+    begin = 8 + int.from_bytes(payload[:8], "little")
+    obj, tensors = decode(payload[8:begin])
+    for tensor in tensors:
+        end = begin + tensor.numel() * tensor.element_size()
+        if end > begin:
+            held = torch.frombuffer(bytearray(payload[begin:end]), dtype=torch.uint8)
+            tensor.copy_(held.view(tensor.dtype).view(tensor.shape))
+        begin = end
+    return obj
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as 1-d uint8."""
+    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
 def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     if obj is None or isinstance(obj, bool | int | float | str):
         return obj
@@ -49,6 +78,12 @@ def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
         tensors.append(torch.from_numpy(np.ascontiguousarray(obj)))
         return {"array": list(obj.shape), "dtype": _name(tensors[-1])}
     if isinstance(obj, torch.Tensor):
+        plain = obj.layout == torch.strided and not obj.is_quantized and obj.device.type != "meta"
+        if not plain or hasattr(obj, "to_local"):
+            raise UsageError(
+                f"{where} is a {type(obj).__name__} of layout {obj.layout} on {obj.device}, which "
+                "cannot be sent; send a dense tensor with data, as of to_dense() or to_local()"
+            )
         tensors.append(obj.detach())
         return {"tensor": list(obj.shape), "dtype": _name(obj), "device": str(obj.device)}
     raise UsageError(

@@ -1,0 +1,74 @@
+"""What the public collectives share: their compression, and the way to their queue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from usbyte.errors import UsageError
+from usbyte.torch import context
+from usbyte.torch.eager import EagerQueue
+from usbyte.torch.handles import Request
+from usbyte.torch.process_sets import Members, global_process_set
+
+
+class Compressor(Protocol):
+    """Makes a tensor smaller for its journey; `Compression.none`, `.fp16` and `.bf16` do."""
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Returns what travels, and what `decompress` needs besides."""
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Inverse of `compress`."""
+
+
+def queue_of(kind: str, name: str | None, process_set: Members) -> tuple[EagerQueue, str]:
+    """What an operation goes through, and its name there.
+
+    Args:
+        kind: Of the operation.
+        name: As given; an unnamed one is the n-th of its kind.
+        process_set: The ranks that take part.
+
+    Raises:
+        UsageError: There is no run, or this rank does not take part.
+    """
+    run = context.current()
+    if process_set is global_process_set:
+        queue = run.eager
+    else:
+        queue = run.process_sets.queue(f"{kind} '{name}'" if name else kind, process_set)
+    return queue, name or queue.auto_name(kind)
+
+
+def first_of(request: Request) -> Request:
+    """The same operation with only the first part of its result."""
+    return replace(request, finish=lambda value: request.finish(value)[0])
+
+
+def compressed(
+    compression: Compressor | None, tensors: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """What travels of each tensor, and what decompressing it needs."""
+    if compression is None:
+        return tensors, [None] * len(tensors)
+    if not callable(getattr(compression, "compress", None)):
+        raise UsageError(
+            f"compression {compression!r} has no compress() and decompress(): use "
+            "Compression.none, .fp16 or .bf16"
+        )
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [tensor for tensor, _ in pairs], [ctx for _, ctx in pairs]
+
+
+def decompressed(
+    compression: Compressor | None, tensors: list[torch.Tensor], contexts: list[Any]
+) -> list[torch.Tensor]:
+    """Inverse of `compressed`."""
+    if compression is None:
+        return tensors
+    return [
+        compression.decompress(tensor, ctx) for tensor, ctx in zip(tensors, contexts, strict=True)
+    ]
