@@ -39,13 +39,17 @@ def batches(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Itera
         yield torch.randn(*(shape or (5, 6)), generator=data).to(dtype)
 
 
-def plain(wrap: Wrap, rank: int) -> Any:
-    model = mlp()
-    net, opt = wrap(model, sgd(model))
-    for x in batches(rank):
+def fit(net: nn.Module, opt: Any, inputs: Iterator[torch.Tensor]) -> None:
+    for x in inputs:
         opt.zero_grad()
         net(x).pow(2).mean().backward()
         opt.step()
+
+
+def plain(wrap: Wrap, rank: int) -> Any:
+    model = mlp()
+    net, opt = wrap(model, sgd(model))
+    fit(net, opt, batches(rank))
     return model
 
 
@@ -158,10 +162,7 @@ def ties(wrap: Wrap, rank: int) -> Any:
 def reads_elsewhere(wrap: Wrap, rank: int) -> Any:
     model = ReadElsewhere()
     net, opt = wrap(model, sgd(model))
-    for x in batches(rank):
-        opt.zero_grad()
-        net(x).pow(2).mean().backward()
-        opt.step()
+    fit(net, opt, batches(rank))
     return model
 
 
@@ -345,10 +346,7 @@ def parametrizes(wrap: Wrap, rank: int) -> Any:
     nn.utils.parametrizations.weight_norm(model[0])
     nn.utils.parametrizations.orthogonal(model[2])
     net, opt = wrap(model, sgd(model))
-    for x in batches(rank):
-        opt.zero_grad()
-        net(x).pow(2).mean().backward()
-        opt.step()
+    fit(net, opt, batches(rank))
     return model
 
 
@@ -378,10 +376,7 @@ class Odd(nn.Module):
 def odd_shapes(wrap: Wrap, rank: int) -> Any:
     model = Odd()
     net, opt = wrap(model, sgd(model))
-    for x in batches(rank):
-        opt.zero_grad()
-        net(x).pow(2).mean().backward()
-        opt.step()
+    fit(net, opt, batches(rank))
     return model
 
 
@@ -400,20 +395,14 @@ class Mixed(nn.Module):
 def mixes_dtypes(wrap: Wrap, rank: int) -> Any:
     model = Mixed()
     net, opt = wrap(model, sgd(model))
-    for x in batches(rank):
-        opt.zero_grad()
-        net(x).pow(2).mean().backward()
-        opt.step()
+    fit(net, opt, batches(rank))
     return model
 
 
 def half(wrap: Wrap, rank: int) -> Any:
     model = mlp(dtype=torch.bfloat16)
     net, opt = wrap(model, sgd(model))
-    for x in batches(rank, dtype=torch.bfloat16):
-        opt.zero_grad()
-        net(x).pow(2).mean().backward()
-        opt.step()
+    fit(net, opt, batches(rank, dtype=torch.bfloat16))
     return model
 
 
@@ -448,10 +437,7 @@ def accumulates(wrap: Wrap, rank: int) -> Any:
 def compiles_blocks(wrap: Wrap, rank: int) -> Any:
     model = nn.Sequential(*[torch.compile(mlp(6, 6), backend="aot_eager") for _ in range(2)])
     net, opt = wrap(model, sgd(model))
-    for x in batches(rank):
-        opt.zero_grad()
-        net(x).pow(2).mean().backward()
-        opt.step()
+    fit(net, opt, batches(rank))
     return model
 
 
@@ -459,10 +445,7 @@ def compiles_in_place(wrap: Wrap, rank: int) -> Any:
     model = mlp()
     model[2].compile(backend="aot_eager")
     net, opt = wrap(model, sgd(model))
-    for x in batches(rank):
-        opt.zero_grad()
-        net(x).pow(2).mean().backward()
-        opt.step()
+    fit(net, opt, batches(rank))
     return model
 
 
@@ -470,10 +453,7 @@ def compiles_whole(wrap: Wrap, rank: int) -> Any:
     model = mlp()
     net, opt = wrap(model, sgd(model))
     net = torch.compile(net, backend="aot_eager")
-    for x in batches(rank):
-        opt.zero_grad()
-        net(x).pow(2).mean().backward()
-        opt.step()
+    fit(net, opt, batches(rank))
     return model
 
 

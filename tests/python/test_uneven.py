@@ -144,6 +144,10 @@ def refused(rank, size):
         ub.DistributedOptimizer(_scripts.sgd(models[0]), backward_passes_per_step=0)
     with pytest.raises(UsageError, match="gradient_predivide_factor needs op=Average"):
         ub.DistributedOptimizer(_scripts.sgd(models[0]), op=ub.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(UsageError, match="over all ranks of the job: leave out process_set="):
+        ub.DistributedOptimizer(_scripts.sgd(models[0]), process_set=[0])
+    opt = _scripts.sgd(models[0])
+    ub.DistributedOptimizer(opt, process_set=ub.global_process_set, num_groups=2).close()
 
 
 def test_what_join_cannot_do_is_refused():

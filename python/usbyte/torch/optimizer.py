@@ -26,6 +26,8 @@ from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.overlap import Overlap, Watch, agree
 from usbyte.torch.ownership import claim
 from usbyte.torch.planning import Decision, Planner, Policy
+from usbyte.torch.process_sets import Members as SomeRanks
+from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.reducer import Reducer, codes_shards
 from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
 from usbyte.torch.sparse import model_of, sparse_parameters
@@ -96,6 +98,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sum in the last one, or in `step()` if that comes earlier.
         gradient_predivide_factor: Horovod's. Gradients are divided by the number of ranks before
             they are summed, so that it changes nothing; with `Sum` it must be 1.
+        num_groups: Horovod's; of no effect, as what travels together is planned.
+        groups: Likewise.
+        process_set: Horovod's; must be of all ranks.
 
     Raises:
         UsageError: Bad arguments, names missing or used twice.
@@ -124,6 +129,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ranks: Context | None = None,
         backward_passes_per_step: int = 1,
         gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: object = None,
+        process_set: SomeRanks | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
@@ -147,6 +155,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("gradient_predivide_factor needs op=Average")
         self._passes_per_step = backward_passes_per_step
         self._context = context = ranks or current()
+        if num_groups or groups is not None:
+            log.warning("num_groups and groups have no effect: what travels together is planned")
+        if process_set is not None and len(ranks_of(process_set, context.size)) < context.size:
+            raise UsageError(
+                "DistributedOptimizer averages over all ranks of the job: leave out process_set="
+            )
         if shard_optimizer and fused_update:
             raise UsageError("fused_update=True does not go with shard_optimizer=True")
         self._compression: Rules | Sequence[Rules] = "none" if compression is None else compression
