@@ -86,6 +86,37 @@ def reference(nodes, slots, steps, every, wait):
     return rows
 
 
+def counts_closures_once(rank, size):
+    start(rank, 1)
+    rows = []
+    for closes in (False, True):
+        model = Point()
+        opt = wrapped(model, exchange_every=3, exchange_wait=1)
+        for step in range(9):
+
+            def loss(step=step):
+                opt.zero_grad()
+                found = model(torch.from_numpy(target(rank, step)))
+                found.backward()
+                return found
+
+            if closes:
+                opt.step(loss)
+            else:
+                loss()
+                opt.step()
+        opt.synchronize_nodes()
+        rows.append(model.x.tolist())
+        opt.close()
+    ub.shutdown()
+    return rows
+
+
+def test_a_step_with_a_closure_counts_once():
+    for plain, closed in run_ranks(2, counts_closures_once):
+        assert plain == closed
+
+
 CASES = [(4, 1), (3, 2), (1, 1)]
 
 

@@ -135,6 +135,51 @@ def test_trains_as_ddp_does():
     run_ranks(2, equals_ddp, timeout=120)
 
 
+class Twins(nn.Module):
+    """Two tables alike, so that their gradients go together."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = (nn.Embedding(50, 3, sparse=True, dtype=torch.float64) for _ in "ab")
+
+    def forward(self, words):
+        return (self.a(words) * self.b(words).cos()).square().sum()
+
+
+def changes_sparse_gradients(rank, size):
+    """Both are read in one operation between backward() and step(), and changed where they are."""
+    short_probes()
+    ub.init()
+
+    def run(overlap):
+        model = Twins()
+        optimizer = ub.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            overlap=overlap,
+            policy="ddp",
+        )
+        sums = []
+        for words in batches(rank, 14):
+            optimizer.zero_grad()
+            model(words[:, 0] % 50).backward()
+            a, b = model.a.weight.grad, model.b.weight.grad
+            sums.append(torch.stack([a, b]).to_dense().square().sum().item())
+            a.mul_(0.5)
+            optimizer.step()
+        optimizer.close()
+        return model.state_dict(), sums
+
+    (backward, expected), (forward, sums) = run("backward"), run("forward")
+    assert sums == expected
+    assert difference(forward, backward) == 0
+
+
+def test_sparse_gradients_read_together_and_changed_are_sums():
+    run_ranks(2, changes_sparse_gradients, timeout=120)
+
+
 def reuses_its_batch(rank, size):
     """A buffer for batches that is filled anew as soon as step() has returned."""
     short_probes()

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-#: Called with the tensor; returns the one to use in its place, most often the same, released.
-Fetch = Callable[[torch.Tensor], torch.Tensor]
+#: Called with the tensor, to put its value into it and to release it.
+Fetch = Callable[[torch.Tensor], None]
 
 # Not attributes of tensors, which are copied and pickled with theirs; by their id, while held.
 _fetches: dict[int, Fetch] = {}
@@ -39,12 +39,7 @@ def release(tensor: torch.Tensor) -> None:
     base = _bases.get(type(tensor))
     if base is not None:
         tensor.__class__ = base
-        del _fetches[id(tensor)]
-
-
-def is_held(tensor: torch.Tensor) -> bool:
-    """True between `hold` and `release`."""
-    return type(tensor) in _bases
+        _fetches.pop(id(tensor), None)  # which another thread may have done just now
 
 
 class _Awaited:
@@ -58,15 +53,17 @@ class _Awaited:
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = {id(t): _fetched(t) for t in _held([args, kwargs])}
-        args, kwargs = _replaced(args, found), _replaced(kwargs, found)
+        for tensor in _held([args, kwargs]):
+            _fetch(tensor)
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(_fetched(self), memo)
+        _fetch(self)
+        return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _fetched(self).__reduce_ex__(protocol)
+        _fetch(self)
+        return self.__reduce_ex__(protocol)
 
 
 def _class_for(base: type) -> type:
@@ -75,8 +72,10 @@ def _class_for(base: type) -> type:
     return kind
 
 
-def _fetched(tensor: Any) -> torch.Tensor:
-    return _fetches[id(tensor)](tensor)
+def _fetch(tensor: Any) -> None:
+    fetch = _fetches.get(id(tensor))
+    if fetch is not None:  # else another thread has released it just now
+        fetch(tensor)
 
 
 def _held(value: Any) -> Iterator[Any]:
@@ -89,16 +88,6 @@ def _held(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _held(item)
-
-
-def _replaced(value: Any, found: dict[int, torch.Tensor]) -> Any:
-    if id(value) in found:
-        return found[id(value)]
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(item, found) for item in value)
-    if type(value) is dict:
-        return {key: _replaced(item, found) for key, item in value.items()}
-    return value
 
 
 _METADATA_METHODS = frozenset(
@@ -114,17 +103,16 @@ _METADATA_METHODS = frozenset(
         "requires_grad_",
     ]
 )
-_ALIASES = frozenset(
-    ["T", "mT", "H", "mH", "data", "real", "imag"]
-)  # attributes that give access to the values
+# Attributes that give access to the values.
+_ALIASES = frozenset(["T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__"])
 
 
 def _is_metadata(func: Any) -> bool:
     """True for what does not look at a tensor's values: `.shape`, `.device`, `.grad`, `.dim()`."""
     name = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name == "__get__":
-        return attribute not in _ALIASES
+    if name == "__get__":  # of properties written in Python, older Pythons do not tell which
+        return bool(attribute) and attribute not in _ALIASES
     if name in ("__set__", "__delete__"):
         return attribute in ("grad", "requires_grad")
     return name in _METADATA_METHODS

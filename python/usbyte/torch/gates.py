@@ -174,13 +174,12 @@ class Gates:
                 if self.needed[i] is None and i not in self._opaque:
                     hold(param, self._read)
 
-    def _read(self, param: torch.Tensor) -> torch.Tensor:
+    def _read(self, param: torch.Tensor) -> None:
         release(param)
         i = self._index[param]  # type: ignore[index]
         if not self._begun:
             self.read_early[i] += 1
         self._use([i])
-        return param
 
 
 class _Hook:

@@ -144,8 +144,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             overlap = "forward"
         elif max_grad_norm is not None:
             raise UsageError(
-                "max_grad_norm needs shard_optimizer=True; otherwise call optimizer.synchronize() "
-                "and torch.nn.utils.clip_grad_norm_ between backward() and step()"
+                "max_grad_norm needs shard_optimizer=True; otherwise call "
+                "torch.nn.utils.clip_grad_norm_ between backward() and step()"
             )
         if backward_passes_per_step < 1:
             raise UsageError(
@@ -313,7 +313,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if calls_closure_first(self._inner) and not self._needs_whole_step():
                 with torch.enable_grad():
                     loss = closure()
-                self.step()
+                DistributedOptimizer.step(self)  # and not that of a subclass, which calls this one
                 return loss
             if self._overlap == "forward":
                 raise UsageError(
@@ -727,7 +727,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._ungated = sorted(self._gates.finish_learning())
         if self._overlap == "auto":
             reason = self._watch.reason(self._gates, self._ungated)
-            self._planner.allow_forward(agree(self._context, self.label, reason))
+            self._planner.settle_overlap(agree(self._context, self.label, reason))
 
     def _finish_learning(self) -> None:
         assert self._reducer is not None
@@ -757,12 +757,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not trains or (self._reducer.in_flight and self._shards is None):
             self.drain()
 
-    def _on_param_read(self, i: int, param: torch.Tensor) -> torch.Tensor:
+    def _on_param_read(self, i: int, param: torch.Tensor) -> None:
         self._apply([i])
         release(param)
-        return param
 
-    def _on_gradient_read(self, i: int, grad: torch.Tensor) -> torch.Tensor:
+    def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
         reducer = self._reducer
         if reducer is not None and reducer.in_flight:
             self.drain()
@@ -771,7 +770,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif not self._learned and not self._in_step:
             self._watch.gradient_read(i)
         release(grad)
-        return reducer.gradient(i) if reducer is not None else grad
 
     def _before_first_gradient(self, i: int) -> None:
         # Layers that the forward pass skipped have not asked for their updates. If one of them gets

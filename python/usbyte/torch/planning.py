@@ -112,7 +112,7 @@ class Planner:
         device: Which they are on.
         policy: A policy's name, tuned ones included, or a callable Profile x NetworkModel -> Plan.
         overlap: What communication may hide behind: "forward", "backward"; "auto": backward, until
-            `allow_forward`.
+            `settle_overlap`.
         codecs: What the parameters may travel by.
         sparse: Names of those whose gradients travel as the rows that they have.
         sharded: Whether each rank updates its shard, and parameters are gathered.
@@ -181,11 +181,11 @@ class Planner:
         """What communication may hide behind, in plans to come."""
         return self._plans.overlap
 
-    def allow_forward(self, reason: str) -> None:
-        """Whether updates may wait for the next forward pass, which all ranks must say alike.
+    def settle_overlap(self, reason: str) -> None:
+        """Plans to come hide communication behind the next forward pass, or have a reason not to.
 
         Args:
-            reason: Why not; empty if they may.
+            reason: Alike on all ranks; empty if there is none.
         """
         assert self._chooses_overlap
         self._plans.overlap = "backward" if reason else "forward"

@@ -223,15 +223,13 @@ class Reducer:
         return self._grads[i]
 
     def _take_rows(self, i: int) -> None:
-        param, given = self.params[i], self._grads[i]
         found = self._engine.take_rows(self._slot[i])
-        self._grads[i] = sparse_tensor(found, param, self.device)
+        # Whoever has the gradient that was sent has the sum from now on, as with dense ones.
+        self._grads[i].data = sparse_tensor(found, self.params[i], self.device)
         if self._learning is not None or self._drift is not None:
             self._counts.add(self.names[i], found[2].own_rows, len(found[0]))
         self._versions[i] = self._grads[i]._version
         del self._rows[i]
-        if param.grad is given:
-            param.grad = self._grads[i]
 
     def hold_gradients(self, fetch: Sequence[Fetch]) -> None:
         """Who reads a gradient has it fetched first, until it was waited for or released.
