@@ -4,6 +4,7 @@ namespace usbyte {
 
 std::optional<DeviceWatch::Waiting> DeviceWatch::look(DeviceClock& clock, double now_s) {
   while (!ops_.empty() && clock.passed(ops_.front().done)) {
+    passed_.push_back(std::move(ops_.front()));
     ops_.pop_front();
     since_s_ = 0;
   }

@@ -37,6 +37,7 @@ Engine::~Engine() {
   }
   // Late completions keep the state alive; what the callbacks refer to need not be.
   state_->options.on_warning = {};
+  state_->options.on_stall = {};
   state_->options.on_fault = {};
 }
 
@@ -217,7 +218,8 @@ std::string Engine::status() const {
                                 {"launched", s.step.launched()},
                                 {"completed", s.step.completed()},
                                 {"ops", s.plan.ops().size()},
-                                {"awaited", std::move(awaited)}}
+                                {"awaited", std::move(awaited)},
+                                {"last", s.flights.to_json(s.plan, now_s())}}
       .dump();
 }
 

@@ -215,6 +215,8 @@ void Engine::State::finish(int op) {
   const double now = now_s();
   if (!step.coded(op)) watch_device(op);
   record.done_s[static_cast<size_t>(op)] = last_done_s = now;
+  // What is on a stream has been enqueued by now; `watch` sees it end.
+  if (!device || !communicator.stream_ordered()) flights.done(record.step, op, now);
   if (std::exchange(warned, false)) work.notify_one();  // it sleeps until the limit
   const Step::Change change = step.complete(op);
   queued(change.queued, now);
@@ -271,7 +273,8 @@ void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
   launching = true;
   while (launchable()) {
     const int op = step.launch();
-    record.launched_s[static_cast<size_t>(op)] = now_s();
+    const double now = record.launched_s[static_cast<size_t>(op)] = now_s();
+    flights.launched(record.step, op, now);
     lock.unlock();
     launch(op, self);
     lock.lock();
@@ -312,9 +315,18 @@ void Engine::State::judge_stall(int op, int64_t in_step, double waited,
   } else if (waited >= options.stall_warning_s && !warned) {
     warned = true;
     lock.unlock();
-    warn(text + "; a rank may be slow, stuck or lost");
+    warn_of_stall(text + "; a rank may be slow, stuck or lost");
     lock.lock();
   }
+}
+
+void Engine::State::warn_of_stall(std::string text) const {
+  try {
+    if (options.on_stall) text = options.on_stall(text);
+  } catch (const std::exception&) {
+    // What is known here is said all the same.
+  }
+  warn(text);
 }
 
 void Engine::State::warn(const std::string& text) const {
@@ -388,6 +400,7 @@ void Engine::State::poll_device(std::unique_lock<std::mutex>& lock) {
     problem = e.what();
   }
   lock.lock();
+  for (const LaunchedOp& op : watch.take_passed()) flights.done(op.step, op.op, polled_s);
   for (StepRecord& r : resolved) outbox.push_back(std::move(r));
   unpassed.insert(unpassed.begin(), records.begin(), records.end());
   writing = false;

@@ -14,6 +14,7 @@
 
 #include "coding.h"
 #include "device_watch.h"
+#include "flight.h"
 #include "sparse_ops.h"
 #include "usbyte/engine.h"
 #include "usbyte/step.h"
@@ -58,6 +59,7 @@ struct Engine::State {
   double last_done_s = 0;  // when an op last completed
   bool warned = false;     // about what has been in flight since
   StepRecord record;
+  FlightRecorder flights;
   bool posted = true;  // `record` is in the outbox, or was not wanted
   bool aborted = false;
 
@@ -123,6 +125,7 @@ struct Engine::State {
   void end_device(std::unique_lock<std::mutex>& lock);
   void report_fault(std::unique_lock<std::mutex>& lock);
   void write_outbox(std::unique_lock<std::mutex>& lock);
+  void warn_of_stall(std::string text) const;
   void warn(const std::string& text) const;
 };
 

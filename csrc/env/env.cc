@@ -121,6 +121,9 @@ constexpr std::array kKnobs = {
     Knob{"USBYTE_TIMELINE_STEPS", &Env::timeline_steps, "0:", "",
          "FIRST:LAST, either may be missing, LAST is excluded, such as 0: or 100:110",
          "Steps that the timeline records", is_step_range},
+    Knob{"USBYTE_FLIGHT", &Env::flight, "", "", "a path",
+         "File that a rank's last operations are written to after a fault, %r for the rank; empty: "
+         "none"},
     Knob{"USBYTE_LOG_LEVEL", &Env::log_level, "warning", "", "debug, info, warning or error",
          "Least severity that is logged", is_log_level},
     Knob{"USBYTE_CHUNK_BYTES", &Env::chunk_bytes, "4M", "bytes", kBytesAccepted,

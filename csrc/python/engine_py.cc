@@ -53,6 +53,7 @@ void register_engine(py::module_& m) {
                       bool hold_gathers, std::shared_ptr<Cuda> device,
                       std::shared_ptr<Exchange> exchange, double scale, uintptr_t memory,
                       uint64_t seed, bool timed, std::function<void(const std::string&)> on_warning,
+                      std::function<std::string(const std::string&)> on_stall,
                       std::function<std::string(const std::string&)> on_fault) {
             EngineOptions options{stall_warning_s,
                                   stall_limit_s,
@@ -65,6 +66,7 @@ void register_engine(py::module_& m) {
                                   seed,
                                   timed,
                                   std::move(on_warning),
+                                  std::move(on_stall),
                                   std::move(on_fault)};
             py::gil_scoped_release free;
             return std::make_unique<PyEngine>(std::move(plan), arena, std::move(communicator),
@@ -75,6 +77,7 @@ void register_engine(py::module_& m) {
           py::arg("steps_before") = 0, py::arg("hold_gathers") = false, py::arg("device") = nullptr,
           py::arg("exchange") = nullptr, py::arg("scale") = 1.0, py::arg("memory") = 0,
           py::arg("seed") = 0, py::arg("timed") = false, py::arg("on_warning") = nullptr,
+          py::arg("on_stall") = nullptr,
           py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })
       .def(

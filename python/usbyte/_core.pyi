@@ -58,6 +58,8 @@ class Env:
     @property
     def timeline_steps(self) -> str: ...
     @property
+    def flight(self) -> str: ...
+    @property
     def log_level(self) -> str: ...
     @property
     def chunk_bytes(self) -> int: ...
@@ -548,6 +550,7 @@ class Engine:
         seed: int = 0,
         timed: bool = False,
         on_warning: Callable[[str], None] | None = None,
+        on_stall: Callable[[str], str] | None = None,
         on_fault: Callable[[str], str] | None = None,
     ) -> None: ...
     @property

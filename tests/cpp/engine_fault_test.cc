@@ -93,6 +93,7 @@ TEST(EngineFault, AStalledOpWarnsOnceThenFails) {
   options.stall_warning_s = 0.05;
   options.stall_limit_s = 1;
   options.on_warning = [&](const std::string& line) { warnings.push_back(line); };
+  options.on_stall = [](const std::string& line) { return line + ": rank 1 sleeps"; };
   Rig rig(plan_of(2), options);
   const double start = now_s();
   rig.backward();
@@ -102,6 +103,7 @@ TEST(EngineFault, AStalledOpWarnsOnceThenFails) {
   EXPECT_NE(message.find("stall"), std::string::npos) << message;
   ASSERT_EQ(warnings.size(), 1U);
   EXPECT_NE(warnings[0].find("op 0"), std::string::npos) << warnings[0];
+  EXPECT_TRUE(warnings[0].ends_with(": rank 1 sleeps")) << warnings[0];
 }
 
 // The second one is launched by the thread that reports the first one's end.

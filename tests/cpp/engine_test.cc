@@ -83,12 +83,19 @@ TEST(EngineStep, StatusTellsOtherRanksWhereThisOneIs) {
   rig->begin_step();
   rig->ready(0);
   ASSERT_TRUE(rig.communicator.await_launches(1));
-  EXPECT_EQ(status(), json({{"step", 1},
-                            {"phase", "backward"},
-                            {"launched", 1},
-                            {"completed", 0},
-                            {"ops", 6},
-                            {"awaited", {"b", "c", "d", "e"}}}));
+  json first = status();
+  EXPECT_EQ(first.at("last").size(), 1);
+  EXPECT_EQ(first["last"][0].at("step"), 1);
+  EXPECT_NE(first["last"][0].at("op").get<std::string>().find(": a)"), std::string::npos);
+  EXPECT_GE(first["last"][0].at("launched_s"), 0);
+  EXPECT_TRUE(first["last"][0].at("took_s").is_null());
+  first.erase("last");
+  EXPECT_EQ(first, json({{"step", 1},
+                         {"phase", "backward"},
+                         {"launched", 1},
+                         {"completed", 0},
+                         {"ops", 6},
+                         {"awaited", {"b", "c", "d", "e"}}}));
   for (int t = 1; t < 6; ++t) rig->ready(t);
   rig->end_backward();
   rig.complete(0);
@@ -96,9 +103,18 @@ TEST(EngineStep, StatusTellsOtherRanksWhereThisOneIs) {
   EXPECT_EQ(status().at("phase"), "flight");
   EXPECT_EQ(status().at("completed"), 1);
   EXPECT_EQ(status().at("awaited"), json::array());
+  EXPECT_GE(status().at("last").at(0).at("took_s"), 0);
+  EXPECT_TRUE(status().at("last").at(1).at("took_s").is_null());
   for (int op = 1; op < 6; ++op) rig.complete(op);
   rig->drain();
   EXPECT_EQ(status().at("phase"), "idle");
+  for (int step = 2; step < 5; ++step) {
+    rig.backward();
+    for (int op = 0; op < 6; ++op) rig.complete(6 * (step - 1) + op);
+    rig->drain();
+  }
+  EXPECT_EQ(status().at("last").size(), 16);  // of 24
+  EXPECT_EQ(status().at("last").back().at("step"), 4);
 }
 
 TEST(EngineUse, WrongCallsAreUsageErrorsThatNameTheTensor) {

@@ -160,7 +160,13 @@ def test_a_rank_that_never_calls_backward_is_named(tmp_path, overlap):
         assert "rank 1 has not begun backward of step 7" in line
         assert "stall limit" in line
         assert PARAMETER.search(line)
-    assert any("a rank may be slow, stuck or lost" in err for _, err in ends)
+    errors = "".join(err for _, err in ends)
+    assert re.search(
+        r"a rank may be slow, stuck or lost: rank 1 has not begun backward of step 7", errors
+    )
+    assert errors.count("the last operations of each rank:") == 1
+    assert re.search(r"rank 1: step 6, \w+, (\d+) of \1 done", errors)
+    assert re.search(r"  step 7 op \d+ .*: launched [\d.]+ s ago, not completed", errors)
 
 
 def test_an_exception_on_one_rank_reaches_all(tmp_path):

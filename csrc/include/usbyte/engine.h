@@ -39,6 +39,9 @@ struct EngineOptions {
   bool timed = false;
   /// Called on the engine's thread with a line worth logging.
   std::function<void(const std::string&)> on_warning;
+  /// Called on the engine's thread when an op has not completed for `stall_warning_s`, with what is
+  /// known on this rank; the text returned goes to `on_warning`. It may take time, as the next.
+  std::function<std::string(const std::string&)> on_stall;
   /// Called on the engine's thread when communication failed, with what is known on this rank; the
   /// text returned is what every wait throws. It may take time, to ask other ranks.
   std::function<std::string(const std::string&)> on_fault;
@@ -125,7 +128,8 @@ class Engine {
   /// Steps begun so far.
   int64_t steps() const;
   /// For other ranks, as JSON: step, phase ("idle", "backward", "flight"), ops launched and
-  /// completed, and up to four tensors whose gradients are awaited.
+  /// completed, up to four tensors whose gradients are awaited, and the last ops: of each the step,
+  /// what it is, launched_s ago, and took_s, null while in flight.
   std::string status() const;
   /// When each tensor became ready in the current step, seconds on the steady clock; 0 where it has
   /// not. On a device those are its own times, for which the host waits, and with `timed` only.

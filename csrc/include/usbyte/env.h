@@ -34,6 +34,7 @@ struct Env {
   double stall_limit_s;        ///< USBYTE_STALL_LIMIT_S
   std::string timeline;        ///< USBYTE_TIMELINE
   std::string timeline_steps;  ///< USBYTE_TIMELINE_STEPS
+  std::string flight;          ///< USBYTE_FLIGHT
   std::string log_level;       ///< USBYTE_LOG_LEVEL
   int64_t chunk_bytes;         ///< USBYTE_CHUNK_BYTES
   std::string nccl_library;    ///< USBYTE_NCCL_LIB

@@ -18,17 +18,22 @@ import torch
 Fetch = Callable[[torch.Tensor], None]
 
 # Not attributes of tensors, which are copied and pickled with theirs; by their id, while held.
-_fetches: dict[int, Fetch] = {}
+_fetches: dict[int, tuple[Fetch, Fetch]] = {}  # for readers, for writers
 _classes: dict[type, type] = {}  # of held tensors, by what they are otherwise
 _bases: dict[type, type] = {}  # the inverse
 
 
-def hold(tensor: torch.Tensor, fetch: Fetch) -> None:
+def hold(tensor: torch.Tensor, fetch: Fetch, overwritten: Fetch | None = None) -> None:
     """Has `fetch` called when somebody is about to use the tensor, until `release`.
 
     Whoever holds it must keep it alive until then.
+
+    Args:
+        tensor: Of any class.
+        fetch: What to call.
+        overwritten: Called in its place by who writes to all of the tensor, as `copy_` does.
     """
-    _fetches[id(tensor)] = fetch
+    _fetches[id(tensor)] = (fetch, overwritten or fetch)
     kind = type(tensor)
     if kind not in _bases:
         tensor.__class__ = _classes.get(kind) or _class_for(kind)
@@ -53,6 +58,8 @@ class _Awaited:
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _WRITERS and isinstance(args[0], _Awaited):
+            _fetch(args[0], writes=True)
         for tensor in _held([args, kwargs]):
             _fetch(tensor)
         return func(*args, **kwargs)
@@ -72,10 +79,10 @@ def _class_for(base: type) -> type:
     return kind
 
 
-def _fetch(tensor: Any) -> None:
-    fetch = _fetches.get(id(tensor))
-    if fetch is not None:  # else another thread has released it just now
-        fetch(tensor)
+def _fetch(tensor: Any, writes: bool = False) -> None:
+    held = _fetches.get(id(tensor))
+    if held is not None:  # else another thread has released it just now
+        held[writes](tensor)
 
 
 def _held(value: Any) -> Iterator[Any]:
@@ -90,6 +97,7 @@ def _held(value: Any) -> Iterator[Any]:
             yield from _held(item)
 
 
+_WRITERS = frozenset(["copy_", "fill_", "zero_"])  # of all elements
 _METADATA_METHODS = frozenset(
     [
         "dim",

@@ -12,7 +12,9 @@ import traceback
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -31,6 +33,8 @@ from usbyte.torch.mesh import Given, MeshCommunicator, of_sizes, parse
 from usbyte.torch.nccl import NcclCommunicator, agree
 from usbyte.torch.one_shot import most_one_shot_bytes
 from usbyte.torch.process_sets import ProcessSet, ProcessSets
+from usbyte.torch.progress import State
+from usbyte.torch.salvage import Left, reason_against
 from usbyte.torch.staged import StagedCommunicator
 from usbyte.torch.store import private_store
 
@@ -229,6 +233,11 @@ class Context:
         """Logs a warning of the engine."""
         log.warning("rank %d: %s", self.rank, text)
 
+    def inquire(self, topic: str, text: str) -> str:
+        """Adds to a warning which ranks are behind, where this rank is the first to ask."""
+        more = self._faults.inquire(topic) if self._faults else ""
+        return f"{text}: {more}" if more else text
+
     def report_fault(self, noticed: str) -> str:
         """Asks the other ranks what happened; returns what every rank is going to raise."""
         return self._faults.report(noticed) if self._faults else noticed
@@ -269,20 +278,42 @@ class Context:
         if errors:
             raise errors[0]
 
-    def _describe(self) -> list[dict[str, Any]]:
+    def _describe(self) -> State:
         found: list[dict[str, Any]] = []
         for optimizer in sorted(self._optimizers, key=lambda optimizer: optimizer.label):
             found.append({})
             with suppress(UsageError):  # of one that is being closed
                 found[-1] = optimizer.status()
-        return found
+        return {"optimizers": found, "eager": self.eager.pending()}
 
     def _on_fault(self, verdict: str) -> None:
-        for optimizer in list(self._optimizers):
+        state = self._describe()
+        optimizers = list(self._optimizers)
+        for optimizer in optimizers:
             with suppress(UsageError):  # one that is being closed
                 optimizer.fail(verdict)
         self.eager.fail(verdict)
         self.process_sets.fail(verdict)
+        self._record_flight(verdict, state)
+        assert self._faults is not None
+        mine = {o.label: asdict(left) for o in optimizers if (left := o.left()) is not None}
+        found = self._faults.compare(mine)
+        for optimizer in optimizers:
+            lefts = found and {
+                rank: Left(**theirs[optimizer.label])
+                for rank, theirs in found.items()
+                if optimizer.label in theirs
+            }
+            optimizer.settle_fault(verdict, reason_against(self.rank, lefts))
+
+    def _record_flight(self, verdict: str, state: State) -> None:
+        if not self.env.flight:
+            return
+        path = self.env.flight.replace("%r", str(self.rank))
+        try:
+            Path(path).write_text(json.dumps({"rank": self.rank, "verdict": verdict, **state}))
+        except OSError as error:
+            log.warning("rank %d: the last operations could not be written: %s", self.rank, error)
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

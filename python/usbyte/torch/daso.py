@@ -410,7 +410,8 @@ class DasoOptimizer(DistributedOptimizer):
         assert self._vectors is not None
         self._arrive(flight)
         self._in_flight = None
-        self._vectors.merge(flight.wait, self._exchange.size)
+        with self._updating():
+            self._vectors.merge(flight.wait, self._exchange.size)
 
     def _end_exchange(self) -> None:
         if self._exchange is not None:

@@ -8,41 +8,40 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from usbyte.torch.mailbox import Mailbox
+from usbyte.torch.progress import State, behind, last_operations
 from usbyte.torch.store import clone_store
 
 log = logging.getLogger("usbyte")
 
 _ANSWER_S = 2.0  # how long a rank has to answer the question how far it has come
 _VERDICT_S = _ANSWER_S + 3.0  # how long the others wait for the rank that asks
+_LEFT_S = 5.0  # how long a rank that has answered has to tell what the fault has left there
 _GOODBYE_S = 5.0  # how long rank 0 waits for the others' goodbye
-# torch logs a warning when a wait times out, so it never does; torch counts it in an int of
-# milliseconds (24.8 days).
-_FOREVER = timedelta(days=20)
 _REMEDY = "Restart the job from its last checkpoint."
 
 
 class FaultBoard:
     """Turns what one rank noticed into one message that every rank raises.
 
-    Each rank has a mailbox key in the store, on which a thread blocks (the store pushes; nothing
-    polls while all is well). The first rank to notice a fault writes to all mailboxes; every rank
-    that lives answers with its state, and from the answers, or their absence, the first one writes
-    the verdict.
+    A thread of each rank waits for messages in its mailbox. The first rank to notice a fault writes
+    to all; every rank that lives answers with its state, and from the answers, or their absence,
+    the first one writes the verdict. In the same way a rank that waits for long asks which others
+    it waits for, while all goes on.
 
     Args:
         store: Store of this run; the board makes its own connections.
         rank: This rank.
         size: Number of ranks.
-        describe: Returns this rank's engine states, as `Engine.status` gives them; {} for an
-            optimizer without an engine.
-        on_fault: Called once, from any thread, with the verdict.
+        describe: Returns this rank's state.
+        on_fault: Called once, from any thread, with the verdict; may call `compare`.
     """
 
     def __init__(
@@ -50,17 +49,18 @@ class FaultBoard:
         store: dist.Store,
         rank: int,
         size: int,
-        describe: Callable[[], list[dict[str, Any]]],
+        describe: Callable[[], State],
         on_fault: Callable[[str], None],
     ) -> None:
-        self._store = clone_store(store)  # for reports; a connection serves one thread at a time
-        self._mail = clone_store(store)  # for the thread that blocks
+        self._store = clone_store(store)
+        self._answers = clone_store(store)  # the thread's; a connection serves one at a time
         self._rank, self._size = rank, size
         self._describe, self._on_fault = describe, on_fault
-        self._lock = threading.Lock()  # guards _verdict
-        self._store_lock = threading.Lock()  # guards use of _store
+        self._lock = threading.Lock()  # guards _verdict and _survivors
+        self._store_lock = threading.Lock()  # guards use of _store and sending through _mailbox
+        self._mailbox = Mailbox(self._store, rank)
         self._verdict: str | None = None
-        self._decided = threading.Event()
+        self._survivors: list[int] | None = None
         self._closing = False
         self._store.set(f"who/{rank}", f"host {socket.gethostname()}, pid {os.getpid()}")
         self._thread = threading.Thread(target=self._watch, name="usbyte-faults", daemon=True)
@@ -79,20 +79,60 @@ class FaultBoard:
         """
         if self._verdict is None:
             with self._store_lock:
-                self._ask(noticed)
+                verdict, survivors = self._ask(noticed)
+            self._decide(verdict, survivors)
         assert self._verdict is not None
         return self._verdict
 
     def announce(self, verdict: str) -> None:
         """Ends all ranks with this message, for a fault whose cause is known."""
+        everyone = list(range(self._size))
+        with self._store_lock, suppress(RuntimeError):  # if the store is gone, nobody is to be told
+            if self._verdict is None and self._store.add("fault", 1) == 1:
+                self._store.set("verdict", json.dumps([verdict, everyone]))
+                self._send_all("fault")
+        self._decide(verdict, everyone)
+
+    def inquire(self, topic: str) -> str:
+        """Which ranks the others wait for; empty if none is behind, or another rank asks that.
+
+        Args:
+            topic: What is waited for, the same on all ranks. Each is inquired into once.
+        """
         with self._store_lock:
+            if self._verdict is not None:
+                return ""
             try:
-                if self._verdict is None and self._store.add("fault", 1) == 1:
-                    self._store.set("verdict", verdict)
-                    self._wake_others()
-            except RuntimeError:  # the store is gone, and with it the need to tell
-                pass
-        self._decide(verdict)
+                if self._store.add(f"asked/{topic}", 1) > 1:
+                    return ""
+                self._send_all(f"ask told/{topic}")
+                states, silent = self._gather(f"told/{topic}")
+                names = [f"rank {rank} ({self._who(rank)}) does not answer" for rank in silent]
+            except RuntimeError as error:
+                return f"the job's store does not answer: {error}"
+        return "; ".join(names + behind(states))
+
+    def compare(self, mine: Any) -> dict[int, Any] | None:
+        """After a fault: what each rank that survives has put here, by rank.
+
+        Args:
+            mine: What JSON can carry; this rank's, if it counts as one that survives.
+
+        Returns:
+            None if that cannot be found out: the store is gone.
+        """
+        deadline = time.monotonic() + _LEFT_S
+        found = {}
+        try:
+            with self._store_lock:
+                self._store.set(f"left/{self._rank}", json.dumps(mine))
+                for rank in self._survivors or []:
+                    text = self._poll(f"left/{rank}", deadline - time.monotonic())
+                    if text is not None:  # else it has ended since
+                        found[rank] = json.loads(text)
+        except RuntimeError:
+            return None
+        return found if self._survivors is not None else None
 
     def leave(self) -> None:
         """Lets the other ranks know that this one is about to end in good order."""
@@ -105,7 +145,7 @@ class FaultBoard:
         try:
             with self._store_lock:
                 self._store.set(f"bye/{self._rank}", "1")
-                self._store.set(f"mail/{self._rank}", "bye")
+                self._mailbox.send(self._rank, "bye")
                 if self._rank == 0 and self._verdict is None:
                     # The store may end with this process; the others may still read from it.
                     for rank in range(1, self._size):
@@ -115,100 +155,97 @@ class FaultBoard:
             pass  # the store's server has ended first; so does the thread
         self._thread.join(timeout=5)
 
-    def _ask(self, noticed: str) -> None:
+    def _ask(self, noticed: str) -> tuple[str, list[int] | None]:
         here = f"rank {self._rank} noticed: {noticed}"
         try:
             if self._store.add("fault", 1) == 1:
-                self._wake_others()
-                verdict = self._diagnose(here)
-                self._store.set("verdict", verdict)
-            else:
-                text = self._poll("verdict", _VERDICT_S)
-                verdict = text or f"{here}; the rank that looks for the cause ended too. {_REMEDY}"
+                self._send_all("fault")
+                verdict, survivors = self._diagnose(here)
+                self._store.set("verdict", json.dumps([verdict, survivors]))
+                return verdict, survivors
+            text = self._poll("verdict", _VERDICT_S)
+            if text is not None:
+                verdict, survivors = json.loads(text)
+                return verdict, survivors
+            return f"{here}; the rank that looks for the cause ended too. {_REMEDY}", None
         except RuntimeError:
-            verdict = (
+            return (
                 f"rank 0 or the launcher, which holds the store of this job, has ended; {here}. "
                 f"{_REMEDY}"
-            )
-        self._decide(verdict)
+            ), None
 
-    def _wake_others(self) -> None:
+    def _send_all(self, text: str) -> None:
         for rank in range(self._size):
             if rank != self._rank:
-                self._store.set(f"mail/{rank}", "fault")
+                self._mailbox.send(rank, text)
 
-    def _diagnose(self, here: str) -> str:
+    def _gather(self, key: str) -> tuple[dict[int, State], list[int]]:
+        """The states of all ranks that answer under KEY/RANK, and the ranks that do not."""
         deadline = time.monotonic() + _ANSWER_S
         others = [rank for rank in range(self._size) if rank != self._rank]
         missing = others
         while missing and time.monotonic() < deadline:
-            missing = [r for r in missing if not self._store.check([f"answer/{r}"])]
+            missing = [r for r in missing if not self._store.check([f"{key}/{r}"])]
             if missing:
                 time.sleep(0.02)
-        states: dict[int, list[dict[str, Any]]] = {self._rank: self._describe()}
+        states: dict[int, State] = {self._rank: self._describe()}
         for rank in others:
             if rank not in missing:
-                states[rank] = json.loads(self._store.get(f"answer/{rank}"))
+                states[rank] = json.loads(self._store.get(f"{key}/{rank}"))
+        return states, missing
+
+    def _diagnose(self, here: str) -> tuple[str, list[int]]:
+        states, silent = self._gather("answer")
+        log.error("%s", last_operations(states, silent))
         culprits = []
-        for rank in others:
-            who = self._store.get(f"who/{rank}").decode()
-            if self._store.check([f"leaving/{rank}"]):
-                culprits.append(f"rank {rank} ({who}) has shut down, the others go on")
-            elif rank in missing:
-                culprits.append(f"rank {rank} ({who}) is gone or frozen: it does not answer")
-        return "; ".join([*(culprits or behind(states)), here]) + f". {_REMEDY}"
+        for rank in range(self._size):
+            if rank != self._rank and self._store.check([f"leaving/{rank}"]):
+                culprits.append(f"rank {rank} ({self._who(rank)}) has shut down, the others go on")
+                states.pop(rank, None)
+            elif rank in silent:
+                culprits.append(
+                    f"rank {rank} ({self._who(rank)}) is gone or frozen: it does not answer"
+                )
+        verdict = "; ".join([*(culprits or behind(states)), here]) + f". {_REMEDY}"
+        return verdict, sorted(states)
+
+    def _who(self, rank: int) -> str:
+        return self._store.get(f"who/{rank}").decode()
 
     def _poll(self, key: str, seconds: float) -> str | None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while True:
             if self._store.check([key]):
                 return self._store.get(key).decode()
+            if time.monotonic() >= deadline:
+                return None
             time.sleep(0.02)
-        return None
 
     def _watch(self) -> None:
         try:
-            self._mail.wait([f"mail/{self._rank}"], _FOREVER)
-            if self._mail.get(f"mail/{self._rank}") == b"bye":
-                return
+            while (text := self._mailbox.receive()) != "fault":
+                if text == "bye":
+                    return
+                self._answers.set(
+                    f"{text.removeprefix('ask ')}/{self._rank}", json.dumps(self._describe())
+                )
         except RuntimeError:
             # The store's server ended, as it does first in an orderly end. If it was no orderly
             # end, the next collective fails and asks.
             return
-        try:
-            self._mail.set(f"answer/{self._rank}", json.dumps(self._describe()))
-            self._mail.wait(["verdict"], timedelta(seconds=_VERDICT_S))
-            self._decide(self._mail.get("verdict").decode())
-        except RuntimeError:
-            self._decide(f"another rank reported a fault and ended before it said which. {_REMEDY}")
+        verdict = f"another rank reported a fault and ended before it said which. {_REMEDY}"
+        survivors: Sequence[int] | None = None
+        with suppress(RuntimeError):
+            self._answers.set(f"answer/{self._rank}", json.dumps(self._describe()))
+            self._answers.wait(["verdict"], timedelta(seconds=_VERDICT_S))
+            verdict, survivors = json.loads(self._answers.get("verdict"))
+        self._decide(verdict, survivors)
 
-    def _decide(self, verdict: str) -> None:
+    def _decide(self, verdict: str, survivors: Sequence[int] | None) -> None:
         with self._lock:
             if self._verdict is not None:
                 return
             self._verdict = verdict
+            self._survivors = None if survivors is None else list(survivors)
         if not self._closing:
             self._on_fault(verdict)
-
-
-def behind(states: dict[int, list[dict[str, Any]]]) -> list[str]:
-    """Names the ranks whose engines have come less far than the others'.
-
-    Args:
-        states: For each rank, one `Engine.status` for each optimizer.
-    """
-    found = []
-    for engine in range(max((len(s) for s in states.values()), default=0)):
-        at = {rank: s[engine] for rank, s in states.items() if engine < len(s) and s[engine]}
-        latest = max((s["step"] for s in at.values()), default=0)
-        left = any(s["step"] == latest and s["phase"] != "backward" for s in at.values())
-        for rank, s in sorted(at.items()):
-            if s["step"] < latest:
-                found.append(f"rank {rank} has not begun backward of step {latest}")
-            elif left and s["phase"] == "backward":
-                names = ", ".join(s["awaited"])
-                found.append(
-                    f"rank {rank} is still in backward of step {latest}, without the gradients of "
-                    f"{names}"
-                )
-    return found

@@ -63,6 +63,10 @@ class Node(Context):
         """See `Context`."""
         self._whole.warn(text)
 
+    def inquire(self, topic: str, text: str) -> str:
+        """See `Context`."""
+        return self._whole.inquire(topic, text)
+
     def report_fault(self, noticed: str) -> str:
         """See `Context`."""
         first = self._whole.rank - self.rank

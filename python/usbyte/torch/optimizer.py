@@ -29,6 +29,7 @@ from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.process_sets import Members as SomeRanks
 from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.reducer import Reducer, codes_shards
+from usbyte.torch.salvage import Left, Salvage
 from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
 from usbyte.torch.sparse import model_of, sparse_parameters
 from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 log = logging.getLogger("usbyte")
+
+_UPDATE_S = 5.0  # how long an update may take to end after a fault
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -211,6 +214,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._learned = False  # there is a plan, and a decision on overlap
         # Held while updates are applied: whoever reads a parameter may ask for that.
         self._applying = threading.RLock()
+        self._updater: int | None = None  # the thread that holds it to change parameters
+        self._salvage: Salvage | None = None  # after a fault
+        self._completed = 0  # steps whose updates have all been applied
+        self._unfinished = False  # those of the next one are being applied
+        self._mid_update = False  # the wrapped optimizer's own step has begun and not returned
         self._set_to_none = True
         self._closed = False
         self._build()
@@ -237,7 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's, up to date; with shard_optimizer, only this rank's shards."""
-        self.drain()
+        self._bring_up_to_date()
         return self._inner.state
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,8 +253,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With compression it also holds what this rank's codecs remember, as `MEMORY`, which the
         wrapped optimizer does not mind: to lose nothing of it, save and load on every rank.
+
+        Raises:
+            FaultError: The run has failed, and what it has left is no state to go on from.
         """
-        self.drain()
+        self._bring_up_to_date()
         memory = self._memory.state()
         extra = {MEMORY: memory} if memory else {}
         if self._shards is None:
@@ -339,7 +350,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             start: Mark = reducer.device.now() if reducer is not None else 0.0
             if self._max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
-            result = self._step_now(closure)
+            with self._updating():
+                result = self._step_now(closure)
+                self._completed += 1
             if reducer is not None:
                 reducer.finish_step(start)
                 if reducer.learning:
@@ -351,6 +364,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return result
         reducer.in_flight = False
         self._updates.defer()
+        self._unfinished = True
         self._apply(self._ungated)
         return None
 
@@ -474,9 +488,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._reducer.status() if self._reducer is not None else {}
 
     def fail(self, message: str) -> None:
-        """Every wait from now on raises FaultError with this message."""
+        """Every wait from now on raises FaultError with this message; who reads parameters waits.
+
+        Until `settle_fault`.
+        """
         if self._reducer is not None:
+            self._salvage = Salvage(self._params, self._is_updating, self._give_up)
             self._reducer.fail(message)
+
+    def left(self) -> Left | None:
+        """What the fault has left here, after `fail`; None if there was nothing to fail."""
+        if self._salvage is None:
+            return None
+        ended = self._applying.acquire(timeout=_UPDATE_S)
+        try:
+            self._salvage.hold()
+            if self._shards is not None:  # a shard of each parameter is a step ahead of the rest
+                partial = self._shards.count > 0
+            else:
+                partial = 0 < self._updates.count < len(self._params)
+            return Left(self._completed, partial or self._mid_update or not ended)
+        finally:
+            if ended:
+                self._applying.release()
+
+    def settle_fault(self, verdict: str, reason: str) -> None:
+        """Whether what is left is a state to go on from; see `Salvage.decide`."""
+        if self._salvage is not None:
+            self._salvage.decide(verdict, reason)
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records from the next step on; None stops."""
@@ -509,7 +548,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if whole_state:
                     self._end_sharding()
         finally:
-            self._updates.forget()
+            if self._salvage is None:
+                self._give_up()
             reducer.release_gradients()
             gates.close()
             reducer.close()
@@ -533,10 +573,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 "the optimizer has no parameter with elements that requires a gradient"
             )
-        # Looked up each time, as schedulers replace it.
-        self._take_step: Callable[..., Any] = lambda *args: self._inner.step(*args)
-        if self._fuses:
-            self._take_step = FusedUpdate(self._inner, names, self._params).step
+        self._fused = FusedUpdate(self._inner, names, self._params) if self._fuses else None
         count = range(len(self._params))
         self._fetch_param = [partial(self._on_param_read, i) for i in count]
         self._fetch_gradient = [partial(self._on_gradient_read, i) for i in count]
@@ -644,6 +681,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         return [self._given_names[p] for p in self._params]
 
+    def _take_step(self, *args: Any) -> Any:
+        self._mid_update = True  # for good, if the step raises
+        # Looked up each time, as schedulers replace it.
+        result = self._fused.step(*args) if self._fused is not None else self._inner.step(*args)
+        self._mid_update = False
+        return result
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Around what changes parameters: it ends before a fault is told."""
+        with self._applying:
+            outer, self._updater = self._updater, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._updater = outer
+
+    def _is_updating(self) -> bool:
+        return self._updater == threading.get_ident()
+
+    def _bring_up_to_date(self) -> None:
+        if self._salvage is not None:
+            self._salvage.check()
+        else:
+            self.drain()
+
+    def _give_up(self) -> None:
+        """Forgets the updates that are pending, as those of a run that has failed."""
+        self._unfinished = False
+        self._updates.forget()
+
     def _needs_whole_step(self) -> bool:
         """True if step hooks or a GradScaler want to see this step as a whole."""
         return getattr(self._inner, "found_inf", None) is not None or has_step_hooks(self._inner)
@@ -666,6 +734,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         if self._closed:
             raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
+        if self._reducer is not None:
+            self._reducer.check()
         if self._reducer is not None and self._reducer.in_backward:
             raise Error(
                 "the last backward() did not end, so the other ranks wait for its gradients in "
@@ -685,7 +755,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if not reducer.in_flight:
             return
-        shards.step()
+        with self._updating():
+            shards.step()
+        self._unfinished = True
         self._apply(self._ungated)
         if reducer.plan_ends:
             self._apply_all()
@@ -707,6 +779,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reducer,
             self._max_grad_norm,
             self._fetch_param,
+            self._take_step,
         )
         return self._shards
 
@@ -802,11 +875,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _apply(self, indices: Sequence[int]) -> None:
         if self._shards is not None:
-            with self._applying:
+            with self._updating():
                 self._shards.arrive(indices)
+                self._finish(self._shards.count)
         elif self._reducer is not None and self._updates.count:
-            with self._applying:
+            with self._updating():
                 self._updates.apply(indices, self._reducer)
+                self._finish(self._updates.count)
+
+    def _finish(self, pending: int) -> None:
+        if self._unfinished and not pending:
+            self._unfinished = False
+            self._completed += 1
 
     def _apply_all(self) -> None:
         self._apply(range(len(self._params)))

@@ -147,7 +147,7 @@ class Planner:
         steps: int = 0,
         alike: Mapping[str, object] | None = None,
     ) -> None:
-        self._context, self._label = context, label
+        self._context, self.label = context, label
         self._names, self._params, self.sparse = names, params, sparse
         self._ways: Mapping[str, Way] = {}  # of sparse gradients, once they are chosen
         self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
@@ -190,7 +190,7 @@ class Planner:
         assert self._chooses_overlap
         self._plans.overlap = "backward" if reason else "forward"
         if reason:
-            log.info("%s: updates do not wait for the next forward pass: %s", self._label, reason)
+            log.info("%s: updates do not wait for the next forward pass: %s", self.label, reason)
 
     def learning_plan(self) -> _core.Plan:
         """DDP's buckets in order of registration."""
@@ -231,7 +231,7 @@ class Planner:
             topology: Its dimensions, if ops may be routed through them.
             rows: Of sparse gradients, by name; ranks' own ones are averaged.
         """
-        label = self._label
+        label = self.label
         times = combine(times, lambda t: self._reduced(f"{label}.times", t, Max))
         self._ready = dict(zip(self._names, times.ready_s, strict=True))
         if self.sparse:
@@ -298,7 +298,7 @@ class Planner:
             except Exception as error:
                 problem = error
                 payload = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
-        message = self._context.eager.broadcast_bytes(f"{self._label}.plan", payload, 0).decode()
+        message = self._context.eager.broadcast_bytes(f"{self.label}.plan", payload, 0).decode()
         if problem is not None:
             raise problem
         decision = Decision.from_json(message)
@@ -377,7 +377,7 @@ class Planner:
         tuner.tell(step_s)
         log.info(
             "%s: trial %d: %s: %.4g s a step",
-            self._label, tuner.measurements, tried.what, step_s,
+            self.label, tuner.measurements, tried.what, step_s,
         )  # fmt: skip
         following = tuner.ask()
         candidate = following or tuner.best()
@@ -387,7 +387,7 @@ class Planner:
         )  # fmt: skip
         if following is None:
             log.info(
-                "%s: %s; overlap %s, predicted %.4g s, bound %.4g s", self._label, tuner.summary(),
+                "%s: %s; overlap %s, predicted %.4g s, bound %.4g s", self.label, tuner.summary(),
                 decision.overlap, decision.predicted_s, decision.bound_s,
             )  # fmt: skip
         return decision
@@ -481,7 +481,7 @@ class Planner:
             ops = [op for op in plan.ops if op.scheme == scheme]
             log.info(
                 "%s: what %s picks is added up by %s in %d of %d ops, not gathered",
-                self._label, "/".join(sorted({op.codec for op in ops})), scheme, len(ops),
+                self.label, "/".join(sorted({op.codec for op in ops})), scheme, len(ops),
                 len(plan.ops),
             )  # fmt: skip
         if network.topology is not None:
@@ -490,7 +490,7 @@ class Planner:
             names = [network.topology.dimensions[line].name for line in sorted(coded)]
             log.info(
                 "%s: %d of %d ops go through the network's dimensions in chunks%s",
-                self._label, routed, len(plan.ops),
+                self.label, routed, len(plan.ops),
                 f"; codecs work in '{names[0]}' only" if names else "",
             )  # fmt: skip
         ddp = _core.make_plan("ddp", dense(profile), network, self._options, self.overlap)
@@ -502,7 +502,7 @@ class Planner:
             "%s: policy %s, overlap %s: %d ops for %d gradients%s; a step takes %.4g s without "
             "communication, predicted %.4g s, bound %.4g s, DDP's buckets %.4g s; all_reduce costs "
             "%s",
-            self._label, plan.policy, decision.overlap, len(plan.ops), len(self._names), reason,
+            self.label, plan.policy, decision.overlap, len(plan.ops), len(self._names), reason,
             profile.iteration_s, decision.predicted_s, decision.bound_s,
             _core.simulate(self._with_rows(ddp), profile, network, "backward").step_s,
             format_cost(one.alpha_s, one.beta_s_per_byte, one.overlap_s),
@@ -525,7 +525,7 @@ class Planner:
             for name, p, dtype in zip(self._names, self._params, self._dtypes, strict=True)
         ]
         text = json.dumps([dict(settings), rows]).encode()
-        eager, label = self._context.eager, f"{self._label}.parameters"
+        eager, label = self._context.eager, f"{self.label}.parameters"
         digests = eager.allgather_bytes(f"{label}.hash", hashlib.sha256(text).digest())
         if len(set(digests)) == 1:
             return
@@ -535,11 +535,11 @@ class Planner:
             for rank, value in enumerate(values):
                 if value != values[0]:
                     raise MismatchError(
-                        f"{self._label}: {name} is {values[0]} on rank 0 but {value} on rank "
+                        f"{self.label}: {name} is {values[0]} on rank 0 but {value} on rank "
                         f"{rank}. Give all ranks the same arguments and environment."
                     )
         difference = difference_of([rows for _, rows in specs])
-        raise MismatchError(f"{self._label}: {difference}. Build the same model on all ranks.")
+        raise MismatchError(f"{self.label}: {difference}. Build the same model on all ranks.")
 
 
 #: Share of a step that another way to send rows must be predicted to save.

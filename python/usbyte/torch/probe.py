@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import fmean, median
 
@@ -379,6 +380,7 @@ def _engine(
         stall_limit_s=context.env.stall_limit_s,
         device=communicator.device.core,
         on_warning=context.warn,
+        on_stall=partial(context.inquire, "probe"),
         on_fault=context.report_fault,
     )
     try:

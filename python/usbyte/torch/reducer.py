@@ -173,6 +173,11 @@ class Reducer:
             status: dict[str, Any] = json.loads(self._engine.status())
         return status
 
+    def check(self) -> None:
+        """Raises FaultError after a fault."""
+        if fault := self._engine.fault:
+            raise FaultError(fault)
+
     def fail(self, message: str) -> None:
         """Every wait from now on raises FaultError with this message."""
         with self._exchanging:
@@ -431,8 +436,7 @@ class Reducer:
             )
             self._memory.spread(plan.tensors, [text.decode() for text in told], self._average)
         with self._exchanging:
-            if self.failed:
-                raise FaultError(self._engine.fault)
+            self.check()
             steps = self._engine.steps
             self._engine.close()
             self.device.keep([self._arena.buffer])
@@ -488,12 +492,16 @@ class Reducer:
             seed=self._planner.seed,
             timed=self._learning is not None,
             on_warning=self._context.warn,
+            on_stall=self._on_stall,
             on_fault=self._context.report_fault,
         )
         self._sender = sender(
             self.device, self.params, self._at_slot, self._arena, engine, self._scale
         )
         return engine
+
+    def _on_stall(self, text: str) -> str:
+        return self._context.inquire(f"{self._planner.label}.step{self._engine.steps}", text)
 
     def send_kept(self) -> None:
         """Sends what was accumulated without sync, as if a backward pass had ended now."""

@@ -9,7 +9,7 @@ updated parameters. The plan is DeAR's kind (Zhang et al., ICDCS 2023).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +80,7 @@ class ShardedUpdates:
         reducer: Has adopted a plan of reduce_scatters and all_gathers.
         max_grad_norm: Gradients are scaled so that their norm over all parameters is no larger.
         fetch: By parameter, what whoever reads it before it has arrived is to call first.
+        step: Takes the optimizer's step.
 
     Attributes:
         pending: By parameter, whether its new values have not been taken yet.
@@ -97,8 +98,9 @@ class ShardedUpdates:
         reducer: Reducer,
         max_grad_norm: float | None,
         fetch: Sequence[Fetch],
+        step: Callable[[], Any],
     ) -> None:
-        self._fetch = fetch
+        self._fetch, self._step = fetch, step
         self._context, self._label, self._optimizer = context, label, optimizer
         self._params, self._group_of, self._reducer = params, group_of, reducer
         self._max_grad_norm = max_grad_norm
@@ -135,7 +137,7 @@ class ShardedUpdates:
         if self._max_grad_norm is not None:
             self._clip(self._max_grad_norm)
         with self._on_shards():
-            self._optimizer.step()
+            self._step()
         for view, grad in zip(self._views, self._grads, strict=True):
             view.grad = None
             grad.copy_(view.detach())  # what is gathered; the arena's gradients are spent

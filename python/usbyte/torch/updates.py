@@ -57,7 +57,7 @@ class DeferredUpdates:
             hold(param, fetch)
 
     def forget(self) -> None:
-        """Gives up the updates that are pending, as those of a run that has failed."""
+        """Drops the updates that are pending."""
         self.pending = [False] * len(self._params)
         self.count = 0
         for param in self._params:

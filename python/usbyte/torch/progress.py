@@ -1,0 +1,83 @@
+"""How far each rank has come, in words: for warnings, and for whoever looks for a fault's cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from usbyte.torch.matching import name_ranks
+
+#: Of one rank: "optimizers", each as `Engine.status` has it or {}, and "eager", what is in flight
+#: beside the plan.
+State = Mapping[str, Any]
+
+_TOLD_RANKS = 16
+_TOLD_OPERATIONS = 6  # of each rank
+
+
+def behind(states: Mapping[int, State]) -> list[str]:
+    """Names the ranks that have come less far than the others.
+
+    Args:
+        states: By rank.
+    """
+    found = []
+    for engine in range(max((len(s["optimizers"]) for s in states.values()), default=0)):
+        at = {
+            rank: s["optimizers"][engine]
+            for rank, s in states.items()
+            if engine < len(s["optimizers"]) and s["optimizers"][engine]
+        }
+        latest = max((s["step"] for s in at.values()), default=0)
+        left = any(s["step"] == latest and s["phase"] != "backward" for s in at.values())
+        for rank, s in sorted(at.items()):
+            if s["step"] < latest:
+                found.append(f"rank {rank} has not begun backward of step {latest}")
+            elif left and s["phase"] == "backward":
+                names = ", ".join(s["awaited"])
+                found.append(
+                    f"rank {rank} is still in backward of step {latest}, without the gradients of "
+                    f"{names}"
+                )
+    return found
+
+
+def last_operations(states: Mapping[int, State], silent: Sequence[int]) -> str:
+    """What the ranks did last, those first that have come less far than others; several lines.
+
+    Args:
+        states: By rank.
+        silent: Ranks that have not answered.
+    """
+    order = sorted(states, key=lambda rank: (_progress(states[rank]), rank))
+    lines = ["the last operations of each rank:"]
+    if silent:
+        lines.append(f"{name_ranks(silent)}: no answer")
+    for rank in order[:_TOLD_RANKS]:
+        lines += _rank(rank, states[rank])
+    if len(order) > _TOLD_RANKS:
+        lines.append(f"and {len(order) - _TOLD_RANKS} ranks that have come further")
+    return "\n".join(lines)
+
+
+def _progress(state: State) -> tuple[tuple[int, int], ...]:
+    return tuple((s["step"], s.get("completed", 0)) for s in state["optimizers"] if s)
+
+
+def _rank(rank: int, state: State) -> list[str]:
+    lines = []
+    for number, status in enumerate(state["optimizers"], 1):
+        if not status:
+            continue
+        which = f", optimizer {number}" if len(state["optimizers"]) > 1 else ""
+        done = f", {status['completed']} of {status['ops']} done" if "ops" in status else ""
+        lines.append(f"rank {rank}{which}: step {status['step']}, {status['phase']}{done}")
+        lines += [f"  {_operation(row)}" for row in status.get("last", [])[-_TOLD_OPERATIONS:]]
+    head = [] if lines else [f"rank {rank}:"]
+    return head + lines + [f"  in flight: {text}" for text in state["eager"][:_TOLD_OPERATIONS]]
+
+
+def _operation(row: Mapping[str, Any]) -> str:
+    took = row["took_s"]
+    ending = "not completed" if took is None else f"took {took:.3g} s"
+    return f"step {row['step']} {row['op']}: launched {row['launched_s']:.3g} s ago, {ending}"

@@ -1,0 +1,73 @@
+"""Messages between ranks through a store, and what is told of their progress."""
+
+from __future__ import annotations
+
+import threading
+
+import torch.distributed as dist
+
+from usbyte.torch.mailbox import Mailbox
+from usbyte.torch.progress import behind, last_operations
+
+
+def test_messages_arrive_once_each_and_in_the_order_of_their_sender():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    boxes = [
+        Mailbox(dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False), rank)
+        for rank in range(4)
+    ]
+    received = []
+    reader = threading.Thread(target=lambda: received.extend(boxes[0].receive() for _ in range(60)))
+    reader.start()
+
+    def write(box, name):
+        for number in range(20):
+            box.send(0, f"{name} {number}")
+
+    writers = [threading.Thread(target=write, args=(boxes[r], "abc"[r - 1])) for r in (1, 2, 3)]
+    for writer in writers:
+        writer.start()
+    for thread in [*writers, reader]:
+        thread.join(30)
+    assert len(set(received)) == len(received) == 60
+    for name in "abc":
+        mine = [text for text in received if text.startswith(name)]
+        assert mine == [f"{name} {number}" for number in range(20)]
+
+
+def state(step, phase="flight", completed=0, awaited=(), last=(), eager=()):
+    status = {"step": step, "phase": phase, "launched": 3, "completed": completed, "ops": 5}
+    return {"optimizers": [status | {"awaited": awaited, "last": last}], "eager": list(eager)}
+
+
+def test_ranks_that_are_behind_are_named():
+    states = {0: state(7), 1: state(6, "idle"), 2: state(7, "backward", awaited=["a", "b"])}
+    assert behind(states) == [
+        "rank 1 has not begun backward of step 7",
+        "rank 2 is still in backward of step 7, without the gradients of a, b",
+    ]
+    assert behind({0: state(7), 1: state(7)}) == []
+
+
+def test_the_last_operations_of_those_behind_come_first():
+    done = {"step": 6, "op": "op 4 (all_reduce: x)", "launched_s": 2.0, "took_s": 0.25}
+    open_ = {"step": 7, "op": "op 0 (all_reduce: y)", "launched_s": 1.0, "took_s": None}
+    states = {
+        0: state(7, last=[done, open_]),
+        1: state(6, "idle", 5, last=[done], eager=["allreduce 'loss'"]),
+        4: {"optimizers": [{}], "eager": []},
+    }
+    assert last_operations(states, [2, 3]).splitlines() == [
+        "the last operations of each rank:",
+        "ranks 2, 3: no answer",
+        "rank 4:",
+        "rank 1: step 6, idle, 5 of 5 done",
+        "  step 6 op 4 (all_reduce: x): launched 2 s ago, took 0.25 s",
+        "  in flight: allreduce 'loss'",
+        "rank 0: step 7, flight, 0 of 5 done",
+        "  step 6 op 4 (all_reduce: x): launched 2 s ago, took 0.25 s",
+        "  step 7 op 0 (all_reduce: y): launched 1 s ago, not completed",
+    ]
+    many = {rank: state(7) for rank in range(40)}
+    text = last_operations(many, [])
+    assert text.endswith("and 24 ranks that have come further")

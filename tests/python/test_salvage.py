@@ -1,0 +1,246 @@
+"""What a fault leaves: parameters of one step on all ranks, or an error for who reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import usbyte.torch as ub
+from _models import short_probes
+from _ranks import run_ranks
+from usbyte.errors import FaultError
+from usbyte.torch.awaited import hold, release
+from usbyte.torch.salvage import Left, Salvage, reason_against
+
+STEPS = 9  # before the fault; more than are learned
+LIMITS = {"USBYTE_STALL_WARNING_S": "1", "USBYTE_STALL_LIMIT_S": "4"}
+
+
+def prepared(rank, overlap, **options):
+    short_probes()
+    ub.init()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)).double()
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        overlap=overlap,
+        policy="wfbp",
+        **options,
+    )
+    return model, optimizer
+
+
+def inputs(rank, step):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * rank + step)).double()
+
+
+def begin(model, optimizer, rank, step):
+    optimizer.zero_grad()
+    model(inputs(rank, step)).square().mean().backward()
+
+
+def train(model, optimizer, rank, steps=STEPS):
+    for step in range(steps):
+        begin(model, optimizer, rank, step)
+        optimizer.step()
+
+
+def digest(model):
+    state = model.state_dict()
+    return hashlib.sha256(b"".join(state[k].numpy().tobytes() for k in sorted(state))).hexdigest()
+
+
+def found(model, optimizer):
+    """What a rank can save, or why it cannot."""
+    try:
+        optimizer.state_dict()
+        return digest(model)
+    except FaultError as error:
+        with pytest.raises(FaultError):
+            digest(model)
+        return str(error)
+
+
+def after(rank, size, steps, overlap, kind):
+    model, optimizer = prepared(rank, overlap, **kind)
+    train(model, optimizer, rank, steps)
+    optimizer.synchronize()
+    answer = digest(model)
+    ub.shutdown()
+    return answer
+
+
+def dies_in_backward(rank, size, overlap, kind):
+    model, optimizer = prepared(rank, overlap, **kind)
+    train(model, optimizer, rank)
+    if rank == 1:
+        model[1].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(FaultError, match="does not answer"):
+        for step in range(STEPS, STEPS + 2):
+            begin(model, optimizer, rank, step)
+            optimizer.step()
+    answer = found(model, optimizer)
+    optimizer.close()
+    assert found_again(model) == (len(answer) == 64)
+    ub.shutdown()
+    return answer
+
+
+def found_again(model):
+    try:
+        digest(model)
+        return True
+    except FaultError:
+        return False
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_survivors_of_a_step_that_did_not_complete_can_save_the_one_before(overlap):
+    answers = run_ranks(3, dies_in_backward, overlap, {}, env=LIMITS, dies=[1])
+    expected = run_ranks(3, after, STEPS, overlap, {})
+    assert answers == [expected[0], None, expected[2]]
+
+
+def applies_a_part(rank, size):
+    model, optimizer = prepared(rank, "forward")
+    train(model, optimizer, rank)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    begin_at = STEPS
+    if rank == 1:  # after the gradients of the last layer have left it
+        sent = threading.Event()
+
+        def die(grad):
+            sent.wait(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        model[0].bias.register_hook(die)
+        model[0].weight.register_hook(die)
+    begin(model, optimizer, rank, begin_at)
+    optimizer.step()
+    assert not torch.equal(model[1].weight, kept["1.weight"])  # it has arrived, and is applied
+    with pytest.raises(FaultError):
+        begin(model, optimizer, rank, begin_at + 1)
+    answer = found(model, optimizer)
+    with pytest.raises(FaultError):
+        print(model[1].bias.sum())  # though it is whole: others are not
+    model.load_state_dict(kept)
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    ub.shutdown()
+    return answer
+
+
+def test_a_step_that_was_applied_in_part_cannot_be_saved_until_a_checkpoint_is_loaded():
+    first, _, third = run_ranks(3, applies_a_part, env=LIMITS, dies=[1])
+    for answer in (first, third):
+        assert f"step {STEPS + 1} was applied to some of the parameters" in answer
+        assert "load the last checkpoint" in answer
+        assert "rank 1 (host " in answer
+
+
+def is_ahead(rank, size):
+    model, optimizer = prepared(rank, "backward")
+    train(model, optimizer, rank)
+    begin(model, optimizer, rank, STEPS)
+    if rank == 1:
+        while optimizer.status().get("step") and not optimizer._reducer.failed:
+            time.sleep(0.05)
+        answer = found(model, optimizer)
+    else:
+        optimizer.step()
+        with pytest.raises(FaultError, match="rank 1 has not begun backward"):
+            begin(model, optimizer, rank, STEPS + 1)
+        answer = found(model, optimizer)
+    ub.shutdown()
+    return answer
+
+
+def test_ranks_that_are_ahead_cannot_save():
+    answers = run_ranks(3, is_ahead, env=LIMITS)
+    expected = run_ranks(3, after, STEPS, "backward", {})
+    assert answers[1] == expected[1]
+    for answer in (answers[0], answers[2]):
+        assert f"step {STEPS + 1} was applied here, but not on rank 1" in answer
+
+
+def test_reasons_name_what_is_wrong():
+    assert reason_against(0, {0: Left(3, False), 2: Left(3, False)}) == ""
+    assert reason_against(0, {0: Left(3, False), 2: Left(3, True)}) == ""
+    assert "cannot be found out" in reason_against(0, None)
+    assert "without this rank" in reason_against(1, {0: Left(3, False)})
+    assert "not on rank 2" in reason_against(0, {0: Left(4, False), 2: Left(3, True)})
+    assert reason_against(2, {0: Left(4, False), 2: Left(3, False)}) == ""
+    assert "step 4 was applied to some" in reason_against(2, {2: Left(3, True)})
+
+
+def test_an_update_that_is_going_on_ends_before_anything_is_decided():
+    param = nn.Parameter(torch.ones(3))
+    inside = [True]
+    salvage = Salvage([param], lambda: inside[0], lambda: None)
+    with torch.no_grad():
+        param.add_(1)
+    inside[0] = False
+    salvage.hold()
+    reader = threading.Thread(target=lambda: seen.append(param.sum().item()))
+    seen = []
+    reader.start()
+    reader.join(0.2)
+    assert reader.is_alive()
+    salvage.decide("lost", "")
+    reader.join(10)
+    assert seen == [6.0]
+    assert type(param) is nn.Parameter
+
+
+def test_who_writes_to_a_whole_tensor_need_not_fetch_it():
+    tensor, read = torch.zeros(3), []
+    hold(tensor, read.append, overwritten=release)
+    tensor.copy_(torch.ones(3))
+    assert not read
+    assert tensor.tolist() == [1, 1, 1]
+    hold(tensor, lambda t: (read.append(1), release(t)), overwritten=release)
+    tensor.add_(1)
+    assert read == [1]
+
+
+def records_its_flight(rank, size, folder):
+    model, optimizer = prepared(rank, "backward")
+    train(model, optimizer, rank)
+    with pytest.raises(FaultError) as caught:
+        for step in range(STEPS, STEPS + 2):
+            if rank == 1:
+                time.sleep(8)
+            begin(model, optimizer, rank, step)
+            optimizer.step()
+    for _ in range(100):
+        if os.path.exists(f"{folder}/flight-{rank}.json"):
+            break
+        time.sleep(0.1)
+    ub.shutdown()
+    return str(caught.value)
+
+
+def test_the_last_operations_are_recorded(tmp_path):
+    env = {**LIMITS, "USBYTE_FLIGHT": f"{tmp_path}/flight-%r.json"}
+    told = run_ranks(3, records_its_flight, str(tmp_path), env=env)
+    for rank in range(3):
+        record = json.loads((tmp_path / f"flight-{rank}.json").read_text())
+        assert record["rank"] == rank
+        assert record["verdict"] == told[rank]
+        (status,) = record["optimizers"]
+        last = status["last"][-1]
+        if rank == 1:
+            assert status["step"] == last["step"] == STEPS
+            assert last["took_s"] >= 0
+        else:
+            assert status["step"] == last["step"] == STEPS + 1
+            assert last["took_s"] is None
+            assert "1.bias" in last["op"] or "1.weight" in last["op"]
