@@ -23,8 +23,8 @@ class DeviceWatch {
     int64_t step;
     double since_s;  // that it is seen to run, or that another one was seen to end
   };
-  /// Puts aside what is over. Returns the oldest op left if it has started: one that has not waits for
-  /// gradients, not for the network.
+  /// Puts aside what is over. Returns the oldest op left if it has started: one that has not waits
+  /// for gradients, not for the network.
   std::optional<Waiting> look(DeviceClock& clock, double now_s);
   /// What has been put aside since the last call.
   std::vector<LaunchedOp> take_passed() { return std::exchange(passed_, {}); }
@@ -32,7 +32,7 @@ class DeviceWatch {
  private:
   std::deque<LaunchedOp> ops_;  // in launch order
   std::vector<LaunchedOp> passed_;
-  double since_s_ = 0;          // 0: the oldest was not seen to run yet
+  double since_s_ = 0;  // 0: the oldest was not seen to run yet
 };
 
 }  // namespace usbyte

@@ -77,8 +77,7 @@ void register_engine(py::module_& m) {
           py::arg("steps_before") = 0, py::arg("hold_gathers") = false, py::arg("device") = nullptr,
           py::arg("exchange") = nullptr, py::arg("scale") = 1.0, py::arg("memory") = 0,
           py::arg("seed") = 0, py::arg("timed") = false, py::arg("on_warning") = nullptr,
-          py::arg("on_stall") = nullptr,
-          py::arg("on_fault") = nullptr)
+          py::arg("on_stall") = nullptr, py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })
       .def(
           "begin_step", [](const PyEngine& e, uintptr_t stream) { e.get()->begin_step({stream}); },

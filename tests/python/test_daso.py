@@ -86,28 +86,32 @@ def reference(nodes, slots, steps, every, wait):
     return rows
 
 
+def parameters_after(rank, closes):
+    model = Point()
+    opt = wrapped(model, exchange_every=3, exchange_wait=1)
+
+    def loss():
+        opt.zero_grad()
+        found = model(torch.from_numpy(target(rank, len(losses))))
+        found.backward()
+        losses.append(found.item())
+        return found
+
+    losses: list[float] = []
+    for _ in range(9):
+        if closes:
+            opt.step(loss)
+        else:
+            loss()
+            opt.step()
+    opt.synchronize_nodes()
+    opt.close()
+    return model.x.tolist()
+
+
 def counts_closures_once(rank, size):
     start(rank, 1)
-    rows = []
-    for closes in (False, True):
-        model = Point()
-        opt = wrapped(model, exchange_every=3, exchange_wait=1)
-        for step in range(9):
-
-            def loss(step=step):
-                opt.zero_grad()
-                found = model(torch.from_numpy(target(rank, step)))
-                found.backward()
-                return found
-
-            if closes:
-                opt.step(loss)
-            else:
-                loss()
-                opt.step()
-        opt.synchronize_nodes()
-        rows.append(model.x.tolist())
-        opt.close()
+    rows = [parameters_after(rank, closes) for closes in (False, True)]
     ub.shutdown()
     return rows
 
