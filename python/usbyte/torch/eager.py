@@ -79,7 +79,7 @@ class EagerQueue:
                     "eager operations need a process group with a CPU backend: make it with "
                     'torch.distributed.new_group(backend="gloo")'
                 )
-            self._negotiation = Negotiation(store, rank, self.peers.members)
+            self._negotiation = Negotiation(store, rank, self.peers.members, self._limit_s)
             self._thread = threading.Thread(
                 target=self._run, args=(self._negotiation,), name="usbyte-eager", daemon=True
             )
@@ -179,7 +179,7 @@ class EagerQueue:
         if self._negotiation is not None:
             self._negotiation.wake(timeout_s)
             self._thread.join(timeout_s)
-            if self._thread.is_alive():
+            if self._thread.is_alive() and self._running is not None:
                 log.warning("%s is still running at shutdown and is aborted", self._running)
                 self.peers.abort()
                 self._thread.join(timeout_s)

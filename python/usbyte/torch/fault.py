@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from usbyte.torch.calls import Calls
+from usbyte.torch.communicator import brief
 from usbyte.torch.mailbox import Mailbox
 from usbyte.torch.progress import State, behind, last_operations
 from usbyte.torch.store import clone_store
@@ -23,6 +25,8 @@ log = logging.getLogger("usbyte")
 
 _ANSWER_S = 2.0  # how long a rank has to answer the question how far it has come
 _VERDICT_S = _ANSWER_S + 3.0  # how long the others wait for the rank that asks
+_GRACE_S = 3.0  # for a store that is slow to answer
+_REPORT_S = _VERDICT_S + _GRACE_S
 _LEFT_S = 5.0  # how long a rank that has answered has to tell what the fault has left there
 _GOODBYE_S = 5.0  # how long rank 0 waits for the others' goodbye
 _REMEDY = "Restart the job from its last checkpoint."
@@ -57,7 +61,7 @@ class FaultBoard:
         self._rank, self._size = rank, size
         self._describe, self._on_fault = describe, on_fault
         self._lock = threading.Lock()  # guards _verdict and _survivors
-        self._store_lock = threading.Lock()  # guards use of _store and sending through _mailbox
+        self._calls = Calls("usbyte-faults-ask")  # on its thread alone _store is used, and written
         self._mailbox = Mailbox(self._store, rank)
         self._verdict: str | None = None
         self._survivors: list[int] | None = None
@@ -78,8 +82,17 @@ class FaultBoard:
             noticed: What went wrong on this rank. Blocks for a few seconds at most.
         """
         if self._verdict is None:
-            with self._store_lock:
-                verdict, survivors = self._ask(noticed)
+            here = f"rank {self._rank} noticed: {noticed}"
+            try:
+                verdict, survivors = self._calls.make(lambda: self._ask(here), _REPORT_S)
+            except RuntimeError as error:
+                verdict, survivors = (
+                    (
+                        "rank 0 or the launcher, which holds the store of this job, has ended or "
+                        f"cannot be reached ({brief(error)}); {here}. {_REMEDY}"
+                    ),
+                    None,
+                )
             self._decide(verdict, survivors)
         assert self._verdict is not None
         return self._verdict
@@ -87,11 +100,16 @@ class FaultBoard:
     def announce(self, verdict: str) -> None:
         """Ends all ranks with this message, for a fault whose cause is known."""
         everyone = list(range(self._size))
-        with self._store_lock, suppress(RuntimeError):  # if the store is gone, nobody is to be told
-            if self._verdict is None and self._store.add("fault", 1) == 1:
+
+        def tell() -> None:
+            if self._store.add("fault", 1) == 1:
                 self._store.set("verdict", json.dumps([verdict, everyone]))
                 self._send_all("fault")
-        self._decide(verdict, everyone)
+
+        if self._verdict is None:
+            with suppress(RuntimeError):  # if the store is gone, nobody is to be told
+                self._calls.make(tell, _REPORT_S)
+            self._decide(verdict, everyone)
 
     def inquire(self, topic: str) -> str:
         """Which ranks the others wait for; empty if none is behind, or another rank asks that.
@@ -99,18 +117,20 @@ class FaultBoard:
         Args:
             topic: What is waited for, the same on all ranks. Each is inquired into once.
         """
-        with self._store_lock:
-            if self._verdict is not None:
-                return ""
-            try:
-                if self._store.add(f"asked/{topic}", 1) > 1:
-                    return ""
-                self._send_all(f"ask told/{topic}")
-                states, silent = self._gather(f"told/{topic}")
-                names = [f"rank {rank} ({self._who(rank)}) does not answer" for rank in silent]
-            except RuntimeError as error:
-                return f"the job's store does not answer: {error}"
-        return "; ".join(names + behind(states))
+
+        def ask() -> list[str]:
+            if self._store.add(f"asked/{topic}", 1) > 1:
+                return []
+            self._send_all(f"ask told/{topic}")
+            states, silent = self._gather(f"told/{topic}")
+            return [f"rank {r} ({self._who(r)}) does not answer" for r in silent] + behind(states)
+
+        if self._verdict is not None:
+            return ""
+        try:
+            return "; ".join(self._calls.make(ask, _REPORT_S))
+        except RuntimeError as error:
+            return f"the job's store does not answer: {brief(error)}"
 
     def compare(self, mine: Any) -> dict[int, Any] | None:
         """After a fault: what each rank that survives has put here, by rank.
@@ -121,58 +141,59 @@ class FaultBoard:
         Returns:
             None if that cannot be found out: the store is gone.
         """
-        deadline = time.monotonic() + _LEFT_S
-        found = {}
+
+        def exchange() -> dict[int, Any]:
+            self._store.set(f"left/{self._rank}", json.dumps(mine))
+            deadline = time.monotonic() + _LEFT_S
+            found = {}
+            for rank in survivors:
+                text = self._poll(f"left/{rank}", deadline - time.monotonic())
+                if text is not None:  # else it has ended since
+                    found[rank] = json.loads(text)
+            return found
+
+        survivors = self._survivors or []
         try:
-            with self._store_lock:
-                self._store.set(f"left/{self._rank}", json.dumps(mine))
-                for rank in self._survivors or []:
-                    text = self._poll(f"left/{rank}", deadline - time.monotonic())
-                    if text is not None:  # else it has ended since
-                        found[rank] = json.loads(text)
+            found = self._calls.make(exchange, _LEFT_S + _GRACE_S)
         except RuntimeError:
             return None
-        return found if self._survivors is not None else None
+        return found if survivors else None
 
     def leave(self) -> None:
         """Lets the other ranks know that this one is about to end in good order."""
-        with suppress(RuntimeError), self._store_lock:
-            self._store.set(f"leaving/{self._rank}", "1")
+        with suppress(RuntimeError):
+            self._calls.make(lambda: self._store.set(f"leaving/{self._rank}", "1"), _GRACE_S)
 
     def close(self) -> None:
         """Says goodbye to the other ranks and ends the thread."""
         self._closing = True
-        try:
-            with self._store_lock:
-                self._store.set(f"bye/{self._rank}", "1")
-                self._mailbox.send(self._rank, "bye")
-                if self._rank == 0 and self._verdict is None:
-                    # The store may end with this process; the others may still read from it.
-                    for rank in range(1, self._size):
-                        if self._poll(f"bye/{rank}", _GOODBYE_S) is None:
-                            break
-        except RuntimeError:
-            pass  # the store's server has ended first; so does the thread
-        self._thread.join(timeout=5)
 
-    def _ask(self, noticed: str) -> tuple[str, list[int] | None]:
-        here = f"rank {self._rank} noticed: {noticed}"
-        try:
-            if self._store.add("fault", 1) == 1:
-                self._send_all("fault")
-                verdict, survivors = self._diagnose(here)
-                self._store.set("verdict", json.dumps([verdict, survivors]))
-                return verdict, survivors
-            text = self._poll("verdict", _VERDICT_S)
-            if text is not None:
-                verdict, survivors = json.loads(text)
-                return verdict, survivors
+        def part() -> None:
+            self._store.set(f"bye/{self._rank}", "1")
+            self._mailbox.send(self._rank, "bye")
+            if self._rank == 0 and self._verdict is None:
+                # The store may end with this process; the others may still read from it.
+                for rank in range(1, self._size):
+                    if self._poll(f"bye/{rank}", _GOODBYE_S) is None:
+                        break
+
+        with suppress(RuntimeError):  # the store's server may have ended first; so does the thread
+            others_s = _GOODBYE_S * self._size if self._rank == 0 else 0.0
+            self._calls.make(part, others_s + _GRACE_S)
+            self._thread.join(timeout=5)
+        self._calls.close()
+
+    def _ask(self, here: str) -> tuple[str, list[int] | None]:
+        if self._store.add("fault", 1) == 1:
+            self._send_all("fault")
+            verdict, survivors = self._diagnose(here)
+            self._store.set("verdict", json.dumps([verdict, survivors]))
+            return verdict, survivors
+        text = self._poll("verdict", _VERDICT_S)
+        if text is None:
             return f"{here}; the rank that looks for the cause ended too. {_REMEDY}", None
-        except RuntimeError:
-            return (
-                f"rank 0 or the launcher, which holds the store of this job, has ended; {here}. "
-                f"{_REMEDY}"
-            ), None
+        told: tuple[str, list[int] | None] = tuple(json.loads(text))
+        return told
 
     def _send_all(self, text: str) -> None:
         for rank in range(self._size):

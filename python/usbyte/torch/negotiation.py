@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
+from usbyte.torch.calls import Calls
 from usbyte.torch.handles import Request
 from usbyte.torch.matching import Descriptor, Verdict, match
 from usbyte.torch.store import clone_store, private_store, read_now
@@ -38,13 +38,16 @@ class Negotiation:
         store: Store of this run; connections and keys are made from it.
         rank: This rank's position among the members.
         members: What descriptors call the ranks, ascending; at least 2.
+        limit_s: How long the store may take for an announcement.
 
     Raises:
         UsageError: The store is not served over TCP.
     """
 
-    def __init__(self, store: dist.Store, rank: int, members: Sequence[int]) -> None:
-        self._rank, self._members = rank, members
+    def __init__(
+        self, store: dist.Store, rank: int, members: Sequence[int], limit_s: float
+    ) -> None:
+        self._rank, self._members, self._limit_s = rank, members, limit_s
         self._store: Any = private_store(store, "eager")  # torch's stubs lack half of its methods
         # A connection serves one thread at a time, and the one that waits is always in use.
         self._inbox = clone_store(self._store)
@@ -58,8 +61,11 @@ class Negotiation:
         """Tells the other ranks of an operation; from any thread.
 
         Raises:
-            RuntimeError: The store is lost.
+            RuntimeError: The store is lost, or does not answer for as long as operations may take.
         """
+        self._calls.make(lambda: self._announce(request), self._limit_s)
+
+    def _announce(self, request: Request) -> None:
         store, descriptors = self._store, f"op/{request.name}"
         count = f"count/{request.name}"
         store.append(descriptors, request.descriptor.to_json() + "\n")
@@ -110,17 +116,19 @@ class Negotiation:
         with self._lock:
             self._woken = True
             slot = _slot(self._rank, self._place)
-        self._calls.ask(timeout_s, lambda: self._store.set(slot, "wake"))
+        with suppress(RuntimeError):
+            self._calls.make(lambda: self._store.set(slot, "wake"), timeout_s)
         self._calls.close()
 
     def missing(self, name: str) -> list[int] | None:
         """Ranks that have not submitted what this rank has; None if the store does not answer."""
-        answers = self._calls.ask(_ANSWER_S, lambda: read_now(self._store, f"op/{name}"))
-        if not answers:
+        try:
+            found = self._calls.make(lambda: read_now(self._store, f"op/{name}"), _ANSWER_S)
+        except RuntimeError:
             return None
-        if answers[0] is None:  # deleted by the rank that completed it
+        if found is None:  # deleted by the rank that completed it
             return []
-        here = {Descriptor.from_json(line).rank for line in answers[0].decode().splitlines()}
+        here = {Descriptor.from_json(line).rank for line in found.decode().splitlines()}
         return [rank for rank in self._members if rank not in here]
 
     def _get(self, slot: str) -> bytes:
@@ -131,43 +139,6 @@ class Negotiation:
             except RuntimeError:
                 if time.monotonic() - began < _PATIENCE.total_seconds() / 2:
                     raise
-
-
-class Calls:
-    """Makes calls that may never return, such as one to a lost store that stays silent.
-
-    The thread is started early: Python 3.12 and later start none while the interpreter ends.
-
-    Args:
-        name: Name of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
-
-    def ask(self, seconds: float, call: Callable[[], Any]) -> list[Any]:
-        """[what `call` returned], or [] if it raised or did not end in time."""
-        answers: list[Any] = []
-        ended = threading.Event()
-
-        def answer() -> None:
-            with suppress(RuntimeError):
-                answers.append(call())
-            ended.set()
-
-        self._queue.put(answer)
-        ended.wait(seconds)
-        return answers
-
-    def close(self) -> None:
-        """Ends the thread, once it has made the calls asked for before."""
-        self._queue.put(None)
-
-
-def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := queue.get()) is not None:
-        call()
 
 
 def _slot(rank: int, place: int) -> str:

@@ -1,0 +1,67 @@
+"""Calls that may never return, such as one to the store of a host that cannot be reached."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Calls:
+    """Makes calls one after another on a thread of its own, for whoever cannot wait for ever.
+
+    The thread is started early: Python 3.12 and later start none while the interpreter ends.
+
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._hangs = False  # a call has not ended in time
+        threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+
+    def make(self, call: Callable[[], T], seconds: float) -> T:
+        """What the call returns; interruptible.
+
+        Args:
+            call: What to do; may raise RuntimeError only.
+            seconds: For the call, and those that were asked for before it.
+
+        Raises:
+            RuntimeError: The call raised it, or did not end in time, or one before it does not.
+        """
+        result: list[Any] = []
+        error: list[RuntimeError] = []
+        ended = threading.Event()
+
+        def carry_out() -> None:
+            try:
+                result.append(call())
+            except RuntimeError as caught:
+                error.append(caught)
+            self._hangs = False
+            ended.set()
+
+        if self._hangs:
+            raise RuntimeError("no answer to an earlier call")
+        self._queue.put(carry_out)
+        if not ended.wait(min(seconds, threading.TIMEOUT_MAX)):
+            self._hangs = True
+            raise RuntimeError(f"no answer in {seconds:g} s")
+        if error:
+            raise error[0]
+        answer: T = result[0]
+        return answer
+
+    def close(self) -> None:
+        """Ends the thread, once it has made the calls asked for before."""
+        self._queue.put(None)
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := queue.get()) is not None:
+        call()
