@@ -45,6 +45,10 @@ test: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## build and run the C++ tests, then pyte
 soak: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## run the long tests
 	$(BIN)/python -m pytest -m soak
 
+# One at a time, so that what each rank reports and when is as on a quiet machine.
+reliability: $(PACKAGE_STAMP) ## run into every fault and write docs/reliability.md
+	$(BIN)/python -m pytest tests/python/test_reliability.py -p no:xdist --reliability docs/reliability.md
+
 asan: ## run the C++ tests under the address and undefined-behaviour sanitizers
 	@$(MAKE) ctest PRESET=asan
 
@@ -120,4 +124,4 @@ $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test soak asan tsan ctest cpp bench gpu-test lint format clean
+.PHONY: help train test soak reliability asan tsan ctest cpp bench gpu-test lint format clean

@@ -356,14 +356,21 @@ void Plan::append_tensors_of(const Op& op, std::vector<int>& out) const {
 std::string Plan::describe(int index) const {
   constexpr size_t kNamed = 4;
   const Op& op = ops_.at(static_cast<size_t>(index));
-  char megabytes[32];
-  std::snprintf(megabytes, sizeof megabytes, "%.3g MB", static_cast<double>(bytes(op)) / 1e6);
+  const auto size = static_cast<double>(bytes(op));
+  char amount[32];
+  if (size < 1e3) {
+    std::snprintf(amount, sizeof amount, "%.0f B", size);
+  } else if (size < 1e6) {
+    std::snprintf(amount, sizeof amount, "%.3g kB", size / 1e3);
+  } else {
+    std::snprintf(amount, sizeof amount, "%.3g MB", size / 1e6);
+  }
   std::string by = op.codec == "none" ? "" : " by " + op.codec;
   if (!op.adds_by().empty()) by += (by.empty() ? " by " : ", ") + op.adds_by();
   if (op.route) by += ", routed";
   if (op.line >= 0) by += ", along dimension " + std::to_string(op.line);
   std::string out = "op " + std::to_string(index) + " (" + std::string(name(op.kind)) + ", " +
-                    megabytes + by + ": ";
+                    amount + by + ": ";
   const std::vector<int> touched = tensors_of(op);
   for (size_t i = 0; i < std::min(touched.size(), kNamed); ++i) {
     out += (i ? ", " : "") + this->tensors()[static_cast<size_t>(touched[i])].name;

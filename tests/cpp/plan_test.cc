@@ -33,7 +33,7 @@ TEST(Plan, AcceptsCutsInsideAndAcrossTensors) {
   EXPECT_EQ(plan.arena_bytes(), 64);
   EXPECT_EQ(plan.tensors_of(plan.ops()[0]), (std::vector<int>{0, 1}));
   EXPECT_EQ(plan.bytes(plan.ops()[1]), 28);
-  EXPECT_EQ(plan.describe(0), "op 0 (all_reduce, 3.6e-05 MB: a, b)");
+  EXPECT_EQ(plan.describe(0), "op 0 (all_reduce, 36 B: a, b)");
 }
 
 TEST(Plan, RejectsWhatDoesNotTile) {
@@ -74,7 +74,7 @@ TEST(Plan, SparseTensorsTakeNoRoomAndHaveAnOpEach) {
   EXPECT_EQ(plan.bytes(plan.ops()[1]), 5000);
   EXPECT_EQ(plan.message_bytes(plan.ops()[1]), 5000);
   EXPECT_EQ(plan.traffic(plan.ops()[1], 4), std::pair(Collective::all_gather, int64_t{6666}));
-  EXPECT_EQ(plan.describe(1), "op 1 (sparse_all_reduce, 0.005 MB by zen: s)");
+  EXPECT_EQ(plan.describe(1), "op 1 (sparse_all_reduce, 5 kB by zen: s)");
   EXPECT_EQ(Plan::from_json(plan.to_json()), plan);
 }
 
@@ -121,7 +121,7 @@ TEST(Plan, PickedElementsAreGatheredOrAddedUpByAScheme) {
   EXPECT_EQ(gathered.to_json().find("scheme"), std::string::npos);
   EXPECT_NE(gathered.hash(), summed.hash());
   EXPECT_EQ(Plan::from_json(summed.to_json()), summed);
-  EXPECT_EQ(summed.describe(0), "op 0 (all_reduce, 6.4e-05 MB by topk:0.25, zen: a, b)");
+  EXPECT_EQ(summed.describe(0), "op 0 (all_reduce, 64 B by topk:0.25, zen: a, b)");
   const Op& op = summed.ops()[0];
   EXPECT_EQ(summed.message_bytes(op), 32);
   EXPECT_EQ(gathered.traffic(gathered.ops()[0], 4),

@@ -116,13 +116,14 @@ class _Rank:
 
     def story(self, may_die: bool) -> str:
         """What went wrong, or ""."""
-        died = self.process.wait() < 0 and not self._late
+        code = self.process.wait()
+        died = not self._late and (code < 0 or (code == 0 and may_die))
         if self.returned() or (died and may_die):
             return ""
         if self._late:
             ending = "had not ended"
         elif died:
-            ending = f"was killed by {signal.Signals(-self.process.wait()).name}"
+            ending = f"was killed by {signal.Signals(-code).name}"
         else:
             ending = "failed"
         output = self._output.read_text(errors="replace")[-_TAIL_CHARS:]

@@ -1,8 +1,13 @@
-"""Fixtures of several tests."""
+"""Fixtures and options of several tests."""
 
 import pytest
 
 import usbyte.torch as ub
+
+
+def pytest_addoption(parser):
+    """Adds where test_reliability.py writes its page."""
+    parser.addoption("--reliability", metavar="PATH", help="write docs/reliability.md there")
 
 
 @pytest.fixture

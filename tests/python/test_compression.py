@@ -343,9 +343,13 @@ def test_memory_is_checked_before_it_is_taken():
         return {"a": {"kind": kind, "rows": torch.ones(*shape)}}
 
     with pytest.raises(UsageError, match="is of another model"):
-        memory.check(saved("unsent", 1, 5), {"a": param})
-    memory.check(saved("unsent", 1, 5), {"frozen since": param})
-    memory.check(saved("unsent, velocity", 2, 4), {"a": param})
+        memory.check(saved("unsent", 1, 5), {"a": param}, 2)
+    memory.check(saved("unsent", 1, 5), {"frozen since": param}, 2)
+    memory.check(saved("unsent, velocity", 2, 4), {"a": param}, 2)
+    shard = {"a": saved("unsent", 1, 4)["a"] | {"rank": 1, "size": 2}}
+    memory.check(shard, {"a": param}, 2)
+    with pytest.raises(UsageError, match=r"saved by 2 ranks.*there are 4 now"):
+        memory.check(shard, {"a": param}, 4)
     memory.load(saved("unsent, velocity", 2, 4), 0)
     assert memory.parts["a"].tolist() == [[1, 1, 1, 1]]
     later = Memory()

@@ -18,7 +18,7 @@ from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import FaultError
 from usbyte.torch.awaited import hold, release
-from usbyte.torch.salvage import Left, Salvage, reason_against
+from usbyte.torch.salvage import Judgement, Left, Salvage, judge
 
 STEPS = 9  # before the fault; more than are learned
 LIMITS = {"USBYTE_STALL_WARNING_S": "1", "USBYTE_STALL_LIMIT_S": "4"}
@@ -167,20 +167,34 @@ def test_ranks_that_are_ahead_cannot_save():
         assert f"step {STEPS + 1} was applied here, but not on rank 1" in answer
 
 
-def test_reasons_name_what_is_wrong():
-    assert reason_against(0, {0: Left(3, False), 2: Left(3, False)}) == ""
-    assert reason_against(0, {0: Left(3, False), 2: Left(3, True)}) == ""
-    assert "cannot be found out" in reason_against(0, None)
-    assert "without this rank" in reason_against(1, {0: Left(3, False)})
-    assert "not on rank 2" in reason_against(0, {0: Left(4, False), 2: Left(3, True)})
-    assert reason_against(2, {0: Left(4, False), 2: Left(3, False)}) == ""
-    assert "step 4 was applied to some" in reason_against(2, {2: Left(3, True)})
+def left(completed, partial=False, completable=False):
+    return Left(completed, partial, completable)
+
+
+def test_judgements_name_what_is_wrong():
+    assert judge(0, {0: left(3), 2: left(3)}) == Judgement("")
+    assert judge(0, {0: left(3), 2: left(3, partial=True)}) == Judgement("")
+    assert "cannot be found out" in judge(0, None).reason
+    assert "without this rank" in judge(1, {0: left(3)}).reason
+    assert "not on rank 2" in judge(0, {0: left(4), 2: left(3, partial=True)}).reason
+    assert judge(2, {0: left(4), 2: left(3)}) == Judgement("")
+    assert "step 4 was applied to some" in judge(2, {2: left(3, partial=True)}).reason
+
+
+def test_updates_are_completed_where_all_ranks_come_to_the_same():
+    part = left(3, partial=True, completable=True)
+    assert judge(0, {0: part, 1: left(4)}) == Judgement("", completes=True)
+    assert judge(1, {0: part, 1: left(4)}) == Judgement("")
+    whole = left(3, completable=True)
+    assert judge(0, {0: whole, 1: left(3)}) == Judgement("")  # the step before, for all
+    assert judge(0, {0: whole, 1: whole}) == Judgement("", completes=True)
+    assert "step 4 was applied to some" in judge(0, {0: part, 1: left(3)}).reason
 
 
 def test_an_update_that_is_going_on_ends_before_anything_is_decided():
     param = nn.Parameter(torch.ones(3))
     inside = [True]
-    salvage = Salvage([param], lambda: inside[0], lambda: None)
+    salvage = Salvage([param], lambda: inside[0], lambda completes: None)
     with torch.no_grad():
         param.add_(1)
     inside[0] = False
@@ -190,7 +204,7 @@ def test_an_update_that_is_going_on_ends_before_anything_is_decided():
     reader.start()
     reader.join(0.2)
     assert reader.is_alive()
-    salvage.decide("lost", "")
+    salvage.decide("lost", Judgement(""))
     reader.join(10)
     assert seen == [6.0]
     assert type(param) is nn.Parameter

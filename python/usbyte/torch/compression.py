@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -237,7 +238,8 @@ class Memory:
         self.parts: dict[str, torch.Tensor] = {}
         self.kinds: dict[str, str] = {}
         self._buffer = torch.empty(0, 0)
-        self._sender: int | None = None  # this rank, while ranks remember shards only
+        # This rank and how many there are, while ranks remember shards only.
+        self._sender: tuple[int, int] | None = None
 
     def lay_out(self, plan: _core.Plan, device: torch.device = _HOST) -> None:
         """Goes over to another plan; its codecs go on with rows that mean the same to them.
@@ -315,7 +317,7 @@ class Memory:
                 self._buffer[:, begin:own] = 0
                 self._buffer[:, own:last] *= size
                 self._buffer[:, last:end] = 0
-        self._sender = rank
+        self._sender = rank, math.prod(d.size for d in topology.dimensions)
         self._settle()
 
     @property
@@ -325,15 +327,28 @@ class Memory:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """A copy by parameter on the host, for a checkpoint."""
-        whose = {} if self._sender is None else {"rank": self._sender}
+        whose = (
+            {} if self._sender is None else dict(zip(("rank", "size"), self._sender, strict=True))
+        )
         return {
             name: {"kind": self.kinds.get(name, ""), "rows": part.to("cpu", copy=True)} | whose
             for name, part in self.parts.items()
         }
 
-    def check(self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
-        """Raises UsageError if the state is not of these parameters; those frozen do not count."""
+    def check(
+        self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor], ranks: int
+    ) -> None:
+        """Raises UsageError if the state is not of these parameters; those frozen do not count.
+
+        Or if each rank remembers a shard of what all do, and there were not so many ranks.
+        """
         for name, part in state.items():
+            if part.get("size", ranks) != ranks:
+                raise UsageError(
+                    f"load_state_dict: what codecs remember was saved by {part['size']} ranks, "
+                    f"each with its shards, and there are {ranks} now: go on with as many, or "
+                    f"without it, after del state_dict['{MEMORY}']"
+                )
             if name in params and part["rows"].shape[1:] != (params[name].numel(),):
                 raise UsageError(
                     f"load_state_dict: what codecs remember of '{name}' is of another model; load "

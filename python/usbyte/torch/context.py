@@ -34,7 +34,7 @@ from usbyte.torch.nccl import NcclCommunicator, agree
 from usbyte.torch.one_shot import most_one_shot_bytes
 from usbyte.torch.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.progress import State
-from usbyte.torch.salvage import Left, reason_against
+from usbyte.torch.salvage import Left, judge
 from usbyte.torch.staged import StagedCommunicator
 from usbyte.torch.store import private_store
 
@@ -304,7 +304,7 @@ class Context:
                 for rank, theirs in found.items()
                 if optimizer.label in theirs
             }
-            optimizer.settle_fault(verdict, reason_against(self.rank, lefts))
+            optimizer.settle_fault(verdict, judge(self.rank, lefts))
 
     def _record_flight(self, verdict: str, state: State) -> None:
         if not self.env.flight:

@@ -29,7 +29,7 @@ from usbyte.torch.planning import Decision, Planner, Policy
 from usbyte.torch.process_sets import Members as SomeRanks
 from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.reducer import Reducer, codes_shards
-from usbyte.torch.salvage import Left, Salvage
+from usbyte.torch.salvage import Judgement, Left, Salvage
 from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
 from usbyte.torch.sparse import model_of, sparse_parameters
 from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks
@@ -276,7 +276,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.drain()
         memory = state_dict.get(MEMORY, {})
-        self._memory.check(memory, dict(zip(self._names(), self._params, strict=True)))
+        params = dict(zip(self._names(), self._params, strict=True))
+        self._memory.check(memory, params, self._context.size)
         if memory and self._reducer is not None and codes_shards(self._reducer.plan):
             raise UsageError(
                 "load_state_dict: each rank compresses shards of its own by now, which need not be "
@@ -493,7 +494,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Until `settle_fault`.
         """
         if self._reducer is not None:
-            self._salvage = Salvage(self._params, self._is_updating, self._give_up)
+            on_clean = partial(self._clean_up, self._reducer)
+            self._salvage = Salvage(self._params, self._is_updating, on_clean)
             self._reducer.fail(message)
 
     def left(self) -> Left | None:
@@ -503,19 +505,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ended = self._applying.acquire(timeout=_UPDATE_S)
         try:
             self._salvage.hold()
-            if self._shards is not None:  # a shard of each parameter is a step ahead of the rest
-                partial = self._shards.count > 0
-            else:
-                partial = 0 < self._updates.count < len(self._params)
-            return Left(self._completed, partial or self._mid_update or not ended)
+            updates, reducer = self._shards or self._updates, self._reducer
+            # Of sharded parameters a shard each is a step ahead of the rest at once.
+            whole = updates.count in (0, 0 if self._shards else len(self._params))
+            partial = not whole or self._mid_update or not ended
+            completable = updates.count > 0 and ended and not self._mid_update
+            completable &= self._shards is None and reducer is not None and reducer.has_all()
+            return Left(self._completed, partial, completable)
         finally:
             if ended:
                 self._applying.release()
 
-    def settle_fault(self, verdict: str, reason: str) -> None:
+    def settle_fault(self, verdict: str, judgement: Judgement) -> None:
         """Whether what is left is a state to go on from; see `Salvage.decide`."""
         if self._salvage is not None:
-            self._salvage.decide(verdict, reason)
+            self._salvage.decide(verdict, judgement)
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records from the next step on; None stops."""
@@ -706,6 +710,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._salvage.check()
         else:
             self.drain()
+
+    def _clean_up(self, reducer: Reducer, completes: bool) -> None:
+        """After a fault, when somebody goes on from what is left."""
+        if completes:
+            reducer.stop_waiting()
+            with self._updating():
+                self._updates.apply(range(len(self._params)), reducer)
+        self._give_up()
 
     def _give_up(self) -> None:
         """Forgets the updates that are pending, as those of a run that has failed."""
