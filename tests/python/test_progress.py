@@ -37,7 +37,8 @@ def test_messages_arrive_once_each_and_in_the_order_of_their_sender():
 
 def state(step, phase="flight", completed=0, awaited=(), last=(), eager=()):
     status = {"step": step, "phase": phase, "launched": 3, "completed": completed, "ops": 5}
-    return {"optimizers": [status | {"awaited": awaited, "last": last}], "eager": list(eager)}
+    status |= {"awaited": awaited, "last": last}
+    return {"optimizers": {"optimizer.1": status}, "eager": list(eager)}
 
 
 def test_ranks_that_are_behind_are_named():
@@ -47,6 +48,11 @@ def test_ranks_that_are_behind_are_named():
         "rank 2 is still in backward of step 7, without the gradients of a, b",
     ]
     assert behind({0: state(7), 1: state(7)}) == []
+    apart = {
+        0: state(7),
+        1: {"optimizers": {"optimizer.1 of ranks.1.2": {"step": 3, "phase": "idle"}}, "eager": []},
+    }
+    assert behind(apart) == []  # which have nothing to do with each other
 
 
 def test_the_last_operations_of_those_behind_come_first():
@@ -55,7 +61,7 @@ def test_the_last_operations_of_those_behind_come_first():
     states = {
         0: state(7, last=[done, open_]),
         1: state(6, "idle", 5, last=[done], eager=["allreduce 'loss'"]),
-        4: {"optimizers": [{}], "eager": []},
+        4: {"optimizers": {"optimizer.1": {}}, "eager": []},
     }
     assert last_operations(states, [2, 3]).splitlines() == [
         "the last operations of each rank:",

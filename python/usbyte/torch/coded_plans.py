@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from usbyte import _core
-from usbyte.torch.ops import Max, allreduce
 from usbyte.tuning import Candidate
 
 log = logging.getLogger("usbyte")
@@ -45,22 +44,28 @@ class CodedPlans:
         self._costs: dict[str, _core.CodecCost] = {}
         self._row_s = 0.0
 
-    def measure(self, specs: Iterable[str]) -> None:
+    def measure(
+        self, specs: Iterable[str], maximum: Callable[[str, torch.Tensor], torch.Tensor]
+    ) -> None:
         """Times codecs that were not yet, on all ranks at once, as they will run. Collective.
 
         Ranks that share cores slow each other down; the slowest counts.
+
+        Args:
+            specs: Of the codecs.
+            maximum: Over the ranks, of a tensor under a name.
         """
         wanted = sorted(set(specs) - {"none"} - set(self._costs))
         if not wanted:
             return
         measured = [self._measure(spec) for spec in wanted]
         numbers = torch.tensor([_numbers(cost) for cost in measured], dtype=torch.float64)
-        slowest = allreduce(numbers, name=f"{self._label}.codecs", op=Max).tolist()
+        slowest = maximum(f"{self._label}.codecs", numbers).tolist()
         for spec, cost, row in zip(wanted, measured, slowest, strict=True):
             encode, decode = _core.AlphaBeta(*row[:3]), _core.AlphaBeta(*row[3:6])
             self._costs[spec] = _core.CodecCost(encode, decode, cost.at_once, row[6])
         row_s = torch.tensor(_core.measure_row_s(_ROWS_PROBE_S), dtype=torch.float64)
-        self._row_s = float(allreduce(row_s, name=f"{self._label}.row", op=Max))
+        self._row_s = float(maximum(f"{self._label}.row", row_s))
 
     def costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:
         """What codecs take; those that `measure` has not seen are timed on this rank alone."""

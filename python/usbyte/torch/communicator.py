@@ -22,6 +22,7 @@ from usbyte.torch.collectives import (
     ring_reduce_scatter,
 )
 from usbyte.torch.device import Device
+from usbyte.torch.groups import end
 from usbyte.torch.one_shot import OneShot
 
 _WAITERS = 4  # threads that wait for ops to end, and go through the steps of some
@@ -59,7 +60,7 @@ class TorchCommunicator:
         self._one_shot = OneShot(small) if small is not None else None
         self.most_one_shot_bytes = most_one_shot_bytes
         self.device = Device()
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank, self._size = group.rank(), group.size()
         self._arena: torch.Tensor | None = None
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
         self._staging = Staging()
@@ -110,8 +111,7 @@ class TorchCommunicator:
         for waiter in self._waiters:
             waiter.join()
         for group in groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+            end(group)
 
     def __del__(self) -> None:
         self.close()
@@ -141,7 +141,7 @@ class TorchCommunicator:
         elif kind == "all_reduce":
             staged = None if len(views) == 1 else self._staging.pack(views)
             tensor = views[0] if staged is None else staged.message
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            work = self._group.allreduce([tensor], dist.AllreduceOptions())
             self._tasks.put(partial(self._finish, ticket, partial(self._settle, work, staged)))
         else:
             steps = partial(self._step_by_step, ticket, kind, views)

@@ -66,11 +66,13 @@ class Context:
     Attributes:
         rank: 0 <= rank < size.
         size: Number of ranks.
+        ranks: What they are called in the whole job.
         local_rank: Position among the ranks on this host.
         local_size: Ranks on this host.
         env: The USBYTE_* knobs.
         eager: Collectives outside the plan.
         process_sets: The same among some of the ranks.
+        members: Ranks that share gradients among themselves, this one among them; see `Members`.
         store: Keys of this run, which its ranks share.
     """
 
@@ -80,9 +82,11 @@ class Context:
         if not dist.is_initialized():
             _init_default_group(cluster, env, self._timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.ranks = list(range(self.size))
         self.local_rank, self.local_size = cluster.local_rank, cluster.local_size
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
         self._labels = 0
+        self.members: dict[tuple[int, ...], Context] = {}
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultBoard | None = None
         self.store = store = _run_store(self.size)
@@ -225,9 +229,8 @@ class Context:
         optimizer.set_timeline(self._writer)
 
     def sending(self) -> list[DistributedOptimizer]:
-        """Optimizers whose gradients go to other ranks, in the order in which they were made."""
-        living = [o for o in self._optimizers if o.plan is not None]
-        return sorted(living, key=lambda o: int(o.label.partition(".")[2]))
+        """Optimizers whose gradients go to other ranks."""
+        return [o for o in self._optimizers if o.plan is not None]
 
     def warn(self, text: str) -> None:
         """Logs a warning of the engine."""
@@ -271,6 +274,8 @@ class Context:
                 optimizer.close(whole_state=False)
             except Error as error:
                 errors.append(error)
+        for context in self.members.values():
+            context.close()
         self.process_sets.close()
         self.eager.close()
         if self._faults is not None:
@@ -279,11 +284,11 @@ class Context:
             raise errors[0]
 
     def _describe(self) -> State:
-        found: list[dict[str, Any]] = []
+        found: dict[str, dict[str, Any]] = {}
         for optimizer in sorted(self._optimizers, key=lambda optimizer: optimizer.label):
-            found.append({})
+            found[optimizer.label] = {}
             with suppress(UsageError):  # of one that is being closed
-                found[-1] = optimizer.status()
+                found[optimizer.label] = optimizer.status()
         return {"optimizers": found, "eager": self.eager.pending()}
 
     def _on_fault(self, verdict: str) -> None:
@@ -294,6 +299,8 @@ class Context:
                 optimizer.fail(verdict)
         self.eager.fail(verdict)
         self.process_sets.fail(verdict)
+        for context in list(self.members.values()):
+            context.eager.fail(verdict)
         self._record_flight(verdict, state)
         assert self._faults is not None
         mine = {o.label: asdict(left) for o in optimizers if (left := o.left()) is not None}

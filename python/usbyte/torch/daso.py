@@ -17,7 +17,7 @@ from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.context import Context, current
 from usbyte.torch.daso_schedule import DasoSchedule, Phase, Start
 from usbyte.torch.lines import host_topology, line_groups, sizes_of
-from usbyte.torch.node import Node
+from usbyte.torch.members import members_of
 from usbyte.torch.node_exchange import Exchange, NodeExchange
 from usbyte.torch.optimizer import DistributedOptimizer
 from usbyte.torch.parameter_vectors import ParameterVectors
@@ -107,7 +107,7 @@ class DasoOptimizer(DistributedOptimizer):
     """
 
     _exchange: NodeExchange | None = None
-    _node: Node | None = None
+    _node: Context | None = None
 
     def __init__(
         self,
@@ -167,7 +167,8 @@ class DasoOptimizer(DistributedOptimizer):
         self._whole = context
         if groups[1] is not None:
             label = context.next_label()
-            self._node = Node(context, label, slots)
+            first = context.rank - context.rank % slots
+            self._node = members_of(context, range(first, first + slots))
             self._exchange = NodeExchange(context, label, groups[0], groups[1], self._node.rank)
         elif context.rank == 0:
             log.warning("DASO: there is one node only, so gradients are averaged and no more")
@@ -178,7 +179,7 @@ class DasoOptimizer(DistributedOptimizer):
                 overlap="backward",
                 policy=policy,
                 model=model,
-                # Messages of rows need groups that all nodes would make at the same time.
+                # As parameters do between nodes.
                 sparse_as_dense=True,
                 tune_steps=0 if policy == "auto" else None,
                 ranks=self._node,
@@ -253,7 +254,7 @@ class DasoOptimizer(DistributedOptimizer):
         """
         self._check_usable()
         own = repr(float(loss)).encode()
-        texts = self._whole.eager.allgather_bytes(f"{self.label}.loss", own)
+        texts = self._whole.eager.allgather_bytes("usbyte.daso.loss", own)
         losses = [float(text) for text in texts]
         for rank, value in enumerate(losses):
             if not math.isfinite(value):
@@ -352,8 +353,6 @@ class DasoOptimizer(DistributedOptimizer):
         super().fail(message)
         if self._exchange is not None:
             self._exchange.fail(message)
-        if self._node is not None:
-            self._node.eager.fail(message)
 
     def close(self, whole_state: bool = True) -> None:
         """Uses what is in flight, unless communication has failed; then ends all threads.
@@ -416,8 +415,6 @@ class DasoOptimizer(DistributedOptimizer):
     def _end_exchange(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
-        if self._node is not None:
-            self._node.close()
 
 
 def _specs(

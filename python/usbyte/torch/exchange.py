@@ -10,6 +10,7 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.torch.collectives import abort
 from usbyte.torch.communicator import brief
+from usbyte.torch.groups import end
 
 _TAG = 0x3FFFFFFE  # which nobody else is likely to use on a group
 
@@ -37,21 +38,18 @@ class TorchExchange:
             if this() is not None and dist.is_initialized():
                 abort(group)
 
-        self.core = _core.PythonExchange(
-            dist.get_rank(group), dist.get_world_size(group), transfer, abort_all
-        )
+        self.core = _core.PythonExchange(group.rank(), group.size(), transfer, abort_all)
 
     def close(self) -> None:
         """Ends the group; nothing is on its way any more."""
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        end(self._group)
 
     def _transfer(self, legs: list[Leg]) -> str | None:
         """Carries out one transfer; returns what went wrong."""
         try:
             with torch.no_grad():
                 coming = [
-                    dist.irecv(_tensor(memory), self._rank_of(peer), self._group, _TAG)
+                    self._group.recv([_tensor(memory)], peer, _TAG)
                     for peer, _, memory in legs
                     if memory
                 ]
@@ -59,15 +57,12 @@ class TorchExchange:
                 # more than one message at a time.
                 for peer, memory, _ in legs:
                     if memory:
-                        _wait(dist.isend(_tensor(memory), self._rank_of(peer), self._group, _TAG))
+                        self._group.send([_tensor(memory)], peer, _TAG).wait()
                 for work in coming:
-                    _wait(work)
+                    work.wait()
         except RuntimeError as error:
             return brief(error)
         return None
-
-    def _rank_of(self, peer: int) -> int:
-        return dist.get_global_rank(self._group, peer)
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -82,8 +77,3 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _tensor(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _wait(work: dist.Work | None) -> None:
-    assert work is not None
-    work.wait()

@@ -42,10 +42,8 @@ class OneShot:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._peers = [
-            (r, dist.get_global_rank(group, r)) for r in range(self._size) if r != self._rank
-        ]
+        self._rank, self._size = group.rank(), group.size()
+        self._peers = [r for r in range(self._size) if r != self._rank]
         # Those that fail stay here: Gloo's thread would spin on messages for which there is no
         # memory any more.
         self._in_flight: dict[int, Shot] = {}  # by tag
@@ -63,10 +61,10 @@ class OneShot:
         shot = self._in_flight[tag] = Shot(tag, views, parts)
         try:
             # Receives first: Gloo sends what its receiver has announced to be ready for.
-            for r, peer in self._peers:
-                shot.work.append(dist.irecv(parts[r], peer, self.group, tag))
-            for _, peer in self._peers:
-                shot.work.append(dist.isend(parts[self._rank], peer, self.group, tag))
+            for r in self._peers:
+                shot.work.append(self.group.recv([parts[r]], r, tag))
+            for r in self._peers:
+                shot.work.append(self.group.send([parts[self._rank]], r, tag))
         except RuntimeError as e:  # a connection is lost
             shot.error = e
         return shot
@@ -80,7 +78,6 @@ class OneShot:
         if shot.error is not None:
             raise shot.error
         for work in shot.work:
-            assert work is not None  # this rank is in the group
             work.wait()
         total = shot.parts[0]
         for part in shot.parts[1:]:
@@ -106,5 +103,5 @@ class Shot:
     tag: int
     views: Sequence[torch.Tensor]
     parts: torch.Tensor
-    work: list[dist.Work | None] = field(default_factory=list)
+    work: list[dist.Work] = field(default_factory=list)
     error: RuntimeError | None = None

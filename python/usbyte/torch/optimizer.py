@@ -21,6 +21,7 @@ from usbyte.torch.context import Context, current
 from usbyte.torch.device import Mark, device_of
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
+from usbyte.torch.members import members_of
 from usbyte.torch.mesh import Given, parse, told
 from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.overlap import Overlap, Watch, agree
@@ -96,14 +97,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes: ddp: bucket size.
         tune_steps: Steps of each trial of a plan, 2 at least; else 7 (auto), or as published 100
             (tune:bytescheduler) and 5 (tune:dear). With auto, 0 means that none is tried.
-        ranks: Those that share gradients, for optimizers made of this one; all if left out.
+        ranks: What `process_set` means, for optimizers made of this one.
         backward_passes_per_step: Accumulate gradients over so many backward passes, and send their
             sum in the last one, or in `step()` if that comes earlier.
         gradient_predivide_factor: Horovod's. Gradients are divided by the number of ranks before
             they are summed, so that it changes nothing; with `Sum` it must be 1.
         num_groups: Horovod's; of no effect, as what travels together is planned.
         groups: Likewise.
-        process_set: Horovod's; must be of all ranks.
+        process_set: Ranks that share gradients among themselves: a `ProcessSet`, their numbers, a
+            group of torch.distributed's, or a dimension of a `DeviceMesh`. They alone make the
+            optimizer. All ranks if left out.
 
     Raises:
         UsageError: Bad arguments, names missing or used twice.
@@ -157,13 +160,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if gradient_predivide_factor != 1.0 and op != Average:
             raise UsageError("gradient_predivide_factor needs op=Average")
         self._passes_per_step = backward_passes_per_step
-        self._context = context = ranks or current()
+        whole = current() if ranks is None else ranks
+        context = whole
+        if process_set is not None:
+            context = members_of(whole, ranks_of(process_set, whole.size))
+        self._context = context
         if num_groups or groups is not None:
             log.warning("num_groups and groups have no effect: what travels together is planned")
-        if process_set is not None and len(ranks_of(process_set, context.size)) < context.size:
-            raise UsageError(
-                "DistributedOptimizer averages over all ranks of the job: leave out process_set="
-            )
         if shard_optimizer and fused_update:
             raise UsageError("fused_update=True does not go with shard_optimizer=True")
         self._compression: Rules | Sequence[Rules] = "none" if compression is None else compression
@@ -196,7 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._op = op
         self._scale = 1.0 / context.size if op == Average else 1.0
         self._policy, self._tune_steps = policy, tune_steps
-        if topology is None and ranks is None:
+        if topology is None and context is current():
             topology = env.topology or ("hosts" if policy == "themis" else None)
         self._topology = topology
         self._options = {

@@ -244,7 +244,8 @@ class Planner:
                 if name in rows
             }
         lists = self._choices or [self._codecs]
-        self._plans.measure(spec for codecs in lists for spec in codecs.values())
+        specs = [spec for codecs in lists for spec in codecs.values()]
+        self._plans.measure(specs, lambda name, numbers: self._reduced(name, numbers, Max))
 
         def decide() -> Decision:
             network = fit(self._context.size, measured).with_topology(topology)

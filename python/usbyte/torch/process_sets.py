@@ -9,20 +9,23 @@ import operator
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.eager import EagerQueue
+from usbyte.torch.groups import gloo_group
 from usbyte.torch.matching import name_ranks
-from usbyte.torch.store import private_store
 
 if TYPE_CHECKING:
     from usbyte.torch.context import Context
 
 __all__ = ["ProcessSet", "global_process_set"]
+
+_NAMED = 8  # ranks; of more the name would be long
 
 
 def _checked(ranks: Any) -> list[int]:
@@ -233,7 +236,7 @@ class ProcessSets:
                 f"{what}: rank {context.rank} is not in the process set of {name_ranks(ranks)}: "
                 "call it on these ranks only, as process_set.included() tells"
             )
-        key = _of_ranks(ranks)
+        key = name_of(ranks)
         with self._lock:
             if isinstance(members, ProcessSet):
                 key = _of_set(members.process_set_id)
@@ -269,15 +272,8 @@ class ProcessSets:
         context, position = self._context, ranks.index(self._context.rank)
         store = dist.PrefixStore(key, context.store)
 
-        def connect() -> dist.ProcessGroup:
-            # dist.new_group would be collective among all ranks of the job; a backend by itself is
-            # so among its own, and has the same collectives as a group.
-            own = private_store(store, "gloo")
-            gloo: Any = dist.ProcessGroupGloo(own, position, len(ranks), self._timeout)
-            return cast(dist.ProcessGroup, gloo)
-
         return EagerQueue(
-            connect,
+            partial(gloo_group, store, position, len(ranks), self._timeout),
             store,
             position,
             len(ranks),
@@ -313,6 +309,8 @@ def _of_set(number: int | None) -> str:
     return f"process_set.{number}"
 
 
-def _of_ranks(ranks: Sequence[int]) -> str:
-    # Members alone know of it, so it has no number; of many ranks a key would be long.
+def name_of(ranks: Sequence[int]) -> str:
+    """Of a set that only its members know, and which so has no number; for keys."""
+    if len(ranks) <= _NAMED:
+        return f"ranks.{'.'.join(map(str, ranks))}"
     return f"ranks.{hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:32]}"

@@ -7,8 +7,8 @@ from typing import Any
 
 from usbyte.torch.matching import name_ranks
 
-#: Of one rank: "optimizers", each as `Engine.status` has it or {}, and "eager", what is in flight
-#: beside the plan.
+#: Of one rank: "optimizers", by label what `Engine.status` tells or {}, and "eager", what is in
+#: flight beside the plan.
 State = Mapping[str, Any]
 
 _TOLD_RANKS = 16
@@ -21,25 +21,21 @@ def behind(states: Mapping[int, State]) -> list[str]:
     Args:
         states: By rank.
     """
-    found = []
-    for engine in range(max((len(s["optimizers"]) for s in states.values()), default=0)):
-        at = {
-            rank: s["optimizers"][engine]
-            for rank, s in states.items()
-            if engine < len(s["optimizers"]) and s["optimizers"][engine]
-        }
+    told = []
+    for label in sorted({label for state in states.values() for label in state["optimizers"]}):
+        at = {r: found for r, s in states.items() if (found := s["optimizers"].get(label))}
         latest = max((s["step"] for s in at.values()), default=0)
         left = any(s["step"] == latest and s["phase"] != "backward" for s in at.values())
         for rank, s in sorted(at.items()):
             if s["step"] < latest:
-                found.append(f"rank {rank} has not begun backward of step {latest}")
+                told.append(f"rank {rank} has not begun backward of step {latest}")
             elif left and s["phase"] == "backward":
                 names = ", ".join(s["awaited"])
-                found.append(
+                told.append(
                     f"rank {rank} is still in backward of step {latest}, without the gradients of "
                     f"{names}"
                 )
-    return found
+    return told
 
 
 def last_operations(states: Mapping[int, State], silent: Sequence[int]) -> str:
@@ -61,15 +57,15 @@ def last_operations(states: Mapping[int, State], silent: Sequence[int]) -> str:
 
 
 def _progress(state: State) -> tuple[tuple[int, int], ...]:
-    return tuple((s["step"], s.get("completed", 0)) for s in state["optimizers"] if s)
+    return tuple((s["step"], s.get("completed", 0)) for s in state["optimizers"].values() if s)
 
 
 def _rank(rank: int, state: State) -> list[str]:
     lines = []
-    for number, status in enumerate(state["optimizers"], 1):
+    for label, status in state["optimizers"].items():
         if not status:
             continue
-        which = f", optimizer {number}" if len(state["optimizers"]) > 1 else ""
+        which = f", {label}" if len(state["optimizers"]) > 1 else ""
         done = f", {status['completed']} of {status['ops']} done" if "ops" in status else ""
         lines.append(f"rank {rank}{which}: step {status['step']}, {status['phase']}{done}")
         lines += [f"  {_operation(row)}" for row in status.get("last", [])[-_TOLD_OPERATIONS:]]

@@ -210,7 +210,7 @@ class ShardedUpdates:
     def _gather(
         self, key: str, values: Sequence[Any], whole: dict[nn.Parameter, dict[str, Any]]
     ) -> None:
-        name = f"{self._label}.state.{key}"
+        name, among = f"{self._label}.state.{key}", self._context.ranks
         # Whether a parameter has this state, and of which kind, is the same on all its owners.
         kinds = torch.zeros(len(self._params), dtype=torch.int64)
         scalars = torch.full((len(self._params),), -math.inf, dtype=torch.float64)
@@ -218,8 +218,8 @@ class ShardedUpdates:
             kinds[piece.param] = _kind(value, view)
             if kinds[piece.param] == _SCALAR:
                 scalars[piece.param] = float(value)
-        kinds = allreduce(kinds, name=f"{name}.kinds", op=Max)
-        scalars = allreduce(scalars, name=f"{name}.scalars", op=Max)
+        kinds = allreduce(kinds, name=f"{name}.kinds", op=Max, process_set=among)
+        scalars = allreduce(scalars, name=f"{name}.scalars", op=Max, process_set=among)
         for i, (kind, scalar) in enumerate(zip(kinds.tolist(), scalars.tolist(), strict=True)):
             param = self._params[i]
             if kind == _ELEMENTS:
@@ -245,7 +245,9 @@ class ShardedUpdates:
             parts = dict(zip(map(id, self._mine), values, strict=True))
             flat = [parts[id(p)].reshape(-1) for p in sent(self._mine)]
             everything = allgather(
-                torch.cat(flat) if flat else torch.empty(0, dtype=dtype), name=f"{name}.{dtype}"
+                torch.cat(flat) if flat else torch.empty(0, dtype=dtype),
+                name=f"{name}.{dtype}",
+                process_set=among,
             )
             offset = 0
             for piece in (p for pieces in self._pieces for p in sent(pieces)):
@@ -260,7 +262,12 @@ class ShardedUpdates:
         squares = torch.stack(
             [g.double().square().sum() for g in mine] or [torch.zeros(()).double()]
         )
-        total = allreduce(squares.sum().reshape(1), name=f"{self._label}.norm", op=Sum).sqrt()
+        total = allreduce(
+            squares.sum().reshape(1),
+            name=f"{self._label}.norm",
+            op=Sum,
+            process_set=self._context.ranks,
+        ).sqrt()
         factor = min(max_norm / (total.item() + 1e-6), 1.0)
         for grad in mine:
             grad.mul_(factor)
