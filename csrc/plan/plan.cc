@@ -369,8 +369,8 @@ std::string Plan::describe(int index) const {
   if (!op.adds_by().empty()) by += (by.empty() ? " by " : ", ") + op.adds_by();
   if (op.route) by += ", routed";
   if (op.line >= 0) by += ", along dimension " + std::to_string(op.line);
-  std::string out = "op " + std::to_string(index) + " (" + std::string(name(op.kind)) + ", " +
-                    amount + by + ": ";
+  std::string out =
+      "op " + std::to_string(index) + " (" + std::string(name(op.kind)) + ", " + amount + by + ": ";
   const std::vector<int> touched = tensors_of(op);
   for (size_t i = 0; i < std::min(touched.size(), kNamed); ++i) {
     out += (i ? ", " : "") + this->tensors()[static_cast<size_t>(touched[i])].name;

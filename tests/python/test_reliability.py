@@ -56,7 +56,9 @@ def test_fault(case: Case, tmp_path: Path) -> None:
     rows[case.what] = Row(case, told, left, seconds)
 
 
-def test_the_page_has_all_faults():
+def test_the_page_has_all_faults(request):
+    if request.config.getoption("--reliability"):
+        pytest.skip("it is being written")
     text = PAGE.read_text()
     assert len(CASES) >= 20
     for case in CASES:
