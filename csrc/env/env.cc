@@ -124,6 +124,8 @@ constexpr std::array kKnobs = {
     Knob{"USBYTE_FLIGHT", &Env::flight, "", "", "a path",
          "File that a rank's last operations are written to after a fault, %r for the rank; empty: "
          "none"},
+    Knob{"USBYTE_JOB_TOKEN", &Env::job_token, "", "", "a text",
+         "Set by usbyterun: what the processes of a job know each other by"},
     Knob{"USBYTE_LOG_LEVEL", &Env::log_level, "warning", "", "debug, info, warning or error",
          "Least severity that is logged", is_log_level},
     Knob{"USBYTE_CHUNK_BYTES", &Env::chunk_bytes, "4M", "bytes", kBytesAccepted,
@@ -224,6 +226,7 @@ Env Env::read() {
     const bool set = found != nullptr && *found != '\0';
     const std::string text = set ? found : std::string(knob.fallback);
     std::string value = std::visit(Assign{env, knob, text}, knob.field);
+    if (!env.job_token.empty() && knob.name == "USBYTE_JOB_TOKEN") value = "(secret)";
     env.variables.push_back({std::string(knob.name), std::move(value), std::string(knob.unit),
                              std::string(knob.description), set});
   }

@@ -37,6 +37,7 @@ void register_env(py::module_& m) {
       .def_readonly("timeline", &Env::timeline)
       .def_readonly("timeline_steps", &Env::timeline_steps)
       .def_readonly("flight", &Env::flight)
+      .def_readonly("job_token", &Env::job_token)
       .def_readonly("log_level", &Env::log_level)
       .def_readonly("chunk_bytes", &Env::chunk_bytes)
       .def_readonly("nccl_library", &Env::nccl_library)

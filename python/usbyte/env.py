@@ -4,6 +4,8 @@ Nothing else in the Python package reads the environment; USBYTE_* knobs are rea
 documented by the C++ core's `Env`.
 """
 
+import hashlib
+import hmac
 import logging
 import os
 import re
@@ -20,8 +22,11 @@ _REMEDY = (
 )
 _LAUNCHERS = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|NODE_RANK)$"
-    r"|(SLURM|OMPI|PMI|PMIX|MPI|PRTE|HYDRA|HYDI|TORCHELASTIC)_"
+    r"|(SLURM|OMPI|PMI|PMIX|MPI|PRTE|HYDRA|HYDI|TORCHELASTIC)_|USBYTE_JOB_TOKEN$"
 )
+
+#: In the launcher's store: `job_mark` of the job's token.
+JOB_KEY = "usbyte/job"
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,18 @@ def environ_of(cluster: Cluster) -> dict[str, str]:
     }
 
 
+def job_mark(token: str) -> str:
+    """What tells a job's processes that they have its token, and others nothing of it."""
+    return hmac.new(token.encode(), b"usbyte job", hashlib.sha256).hexdigest()
+
+
 def usbyte_variables() -> dict[str, str]:
-    """The USBYTE_* variables as they are set, unparsed."""
-    return {name: text for name, text in sorted(os.environ.items()) if name.startswith("USBYTE_")}
+    """The USBYTE_* variables as they are set, unparsed, but for secrets."""
+    return {
+        name: "(secret)" if name == "USBYTE_JOB_TOKEN" else text
+        for name, text in sorted(os.environ.items())
+        if name.startswith("USBYTE_")
+    }
 
 
 class _Environment:

@@ -68,6 +68,8 @@ TEST_F(EnvTest, Defaults) {
   EXPECT_EQ(env.stall_limit_s, 300);
   EXPECT_EQ(env.timeline, "");
   EXPECT_EQ(env.timeline_steps, "0:");
+  EXPECT_EQ(env.flight, "");
+  EXPECT_EQ(env.job_token, "");
   EXPECT_EQ(env.log_level, "warning");
   for (const EnvVariable& variable : env.variables) {
     EXPECT_FALSE(variable.set) << variable.name;
@@ -166,4 +168,12 @@ TEST_F(EnvTest, NamesOfTheBuildAndTheLoaderAreKnown) {
 }
 
 }  // namespace
+TEST_F(EnvTest, TheTokenOfTheJobIsNotShown) {
+  const Env env = read_with("USBYTE_JOB_TOKEN", "0123abc");
+  EXPECT_EQ(env.job_token, "0123abc");
+  for (const EnvVariable& variable : env.variables) {
+    EXPECT_EQ(variable.value.find("0123abc"), std::string::npos) << variable.name;
+  }
+}
+
 }  // namespace usbyte

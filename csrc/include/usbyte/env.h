@@ -35,6 +35,7 @@ struct Env {
   std::string timeline;        ///< USBYTE_TIMELINE
   std::string timeline_steps;  ///< USBYTE_TIMELINE_STEPS
   std::string flight;          ///< USBYTE_FLIGHT
+  std::string job_token;       ///< USBYTE_JOB_TOKEN, a secret
   std::string log_level;       ///< USBYTE_LOG_LEVEL
   int64_t chunk_bytes;         ///< USBYTE_CHUNK_BYTES
   std::string nccl_library;    ///< USBYTE_NCCL_LIB

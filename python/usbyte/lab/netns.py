@@ -69,7 +69,7 @@ _ENTER = (
     'cores=$(echo "$LAB_CORES" | cut -d " " -f $((RANK + 1))); '
     'exec ip netns exec "$LAB_PREFIX$RANK" taskset -c "$cores" chrt "$LAB_POLICY" 0 '
     "env -u LAB_PREFIX -u LAB_CGROUP -u LAB_CORES -u LAB_POLICY -u LAB_LOCAL_SIZE "
-    "-u TORCHELASTIC_USE_AGENT_STORE MASTER_ADDR=10.98.0.1 "
+    "-u TORCHELASTIC_USE_AGENT_STORE -u USBYTE_JOB_TOKEN MASTER_ADDR=10.98.0.1 "
     'LOCAL_RANK=$((RANK % LAB_LOCAL_SIZE)) LOCAL_WORLD_SIZE="$LAB_LOCAL_SIZE" '
     'GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 "$@"'
 )

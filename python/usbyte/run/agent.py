@@ -55,7 +55,11 @@ class Agent:
         from usbyte.run import elastic
 
         address = elastic.interface_address(spec.interface) if spec.interface else None
-        store = elastic.serve_store(spec.start_timeout) if spec.node == 0 else None
+        store = None
+        if spec.node == 0:
+            own = "127.0.0.1" if spec.nodes == 1 else ""
+            token = spec.env["USBYTE_JOB_TOKEN"]
+            store = elastic.serve_store(spec.start_timeout, address or own, token)
         self._channel.event(
             "ready",
             port=store.port if store else None,

@@ -23,25 +23,36 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from usbyte.env import JOB_KEY, job_mark
 from usbyte.run.wire import STDERR, STDOUT, AgentSpec
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
-def serve_store(timeout: float) -> TCPStore:
+def serve_store(timeout: float, address: str, token: str) -> TCPStore:
     """Opens the job's store on a port that is free; it lives as long as the returned object.
 
     The elastic agent of this process finds it by its port (multi-tenancy) instead of opening
     another, so that no other program can take the port in between.
+
+    Args:
+        timeout: Of its operations, seconds.
+        address: The IPv4 address to listen at; empty for all of this host's.
+        token: The job's, by which ranks tell whether the store is theirs.
     """
-    return TCPStore(
-        "localhost",
-        0,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    with socket.create_server((address, 0), backlog=socket.SOMAXCONN) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            address or "localhost",
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+    store.set(JOB_KEY, job_mark(token))
+    return store
 
 
 def interface_address(interface: str) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import secrets
 import shlex
 import sys
 import uuid
@@ -44,6 +45,7 @@ class Job:
         ssh: How to reach remote hosts.
         remote_python: Python that runs the agents on remote hosts.
         run_id: Name of this run.
+        token: What its ranks know each other by; a secret.
     """
 
     placements: list[Placement]
@@ -55,6 +57,7 @@ class Job:
     ssh: Ssh = field(default_factory=Ssh)
     remote_python: str = sys.executable
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     @property
     def size(self) -> int:
@@ -79,7 +82,7 @@ class Job:
             nodes=len(self.placements),
             ranks=placement.count,
             command=self.command,
-            env={**env, "PYTHONUNBUFFERED": "1", **self.env},
+            env={**env, "PYTHONUNBUFFERED": "1", **self.env, "USBYTE_JOB_TOKEN": self.token},
             cwd=self.cwd,
             interface=self.interface,
             run_id=self.run_id,

@@ -19,6 +19,7 @@ STDOUT, STDERR, EVENT = 1, 2, 3
 GREETING = b"usbyte-agent 1\n"
 _ANY_GREETING = re.compile(rb"usbyte-agent (\d+)\n")
 _MAX_NOISE_BYTES = 4096
+_MAX_PAYLOAD_BYTES = 16 << 20  # many times what agents send
 _HEADER = struct.Struct("!BII")  # kind, rank, payload bytes
 
 
@@ -60,7 +61,7 @@ class FrameReader:
         """Yields the frames that `data` completes.
 
         Raises:
-            ValueError: The agent speaks another version of this protocol.
+            ValueError: What comes is no frame of this version of the protocol.
         """
         self._buffer += data
         if not self.greeted and not self._read_greeting():
@@ -68,6 +69,8 @@ class FrameReader:
         while len(self._buffer) >= _HEADER.size:
             kind, rank, size = _HEADER.unpack_from(self._buffer)
             end = _HEADER.size + size
+            if kind not in (STDOUT, STDERR, EVENT) or size > _MAX_PAYLOAD_BYTES:
+                raise ValueError(f"no agent sends frames of kind {kind} and {size} bytes")
             if len(self._buffer) < end:
                 return
             payload = bytes(self._buffer[_HEADER.size : end])

@@ -29,6 +29,7 @@ from usbyte.torch.device import CudaDevice, Device
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
 from usbyte.torch.lines import host_topology, line_groups, sizes_of
+from usbyte.torch.membership import check_member
 from usbyte.torch.mesh import Given, MeshCommunicator, of_sizes, parse
 from usbyte.torch.nccl import NcclCommunicator, agree
 from usbyte.torch.one_shot import most_one_shot_bytes
@@ -80,6 +81,7 @@ class Context:
         self.env = env
         self._timeout = timedelta(seconds=env.stall_limit_s + _BACKEND_GRACE_S)
         if not dist.is_initialized():
+            check_member(cluster, env.job_token, self._timeout)
             _init_default_group(cluster, env, self._timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = list(range(self.size))
