@@ -59,6 +59,32 @@ tsan: ## run the C++ tests under the thread sanitizer
 	else $(MAKE) ctest PRESET=tsan; fi
 
 # Of what runs in threads, and without the parts that do not: short enough for every change.
+# FUZZ_S: seconds. What it finds comes into build/fuzz/found; what is worth keeping goes into the
+# corpus by hand.
+FUZZ_S ?= 300
+fuzz: $(VENV_STAMP) ## fuzz the parsers of plans, profiles, networks, topologies and costs
+	tools/bootstrap.sh $(PYTHON) $(VENV) fuzz
+	$(MAKE) cpp PRESET=fuzz CXX=$$(command -v clang++ || command -v clang++-14)
+	mkdir -p build/fuzz/found
+	build/fuzz/tests/fuzz/usbyte_fuzz_parsers -max_total_time=$(FUZZ_S) -max_len=65536 -timeout=10 \
+	  -artifact_prefix=build/fuzz/ -print_final_stats=1 build/fuzz/found tests/fuzz/corpus
+
+# COVERED: what pytest is to run instead of everything.
+COVERED ?= -n $(TEST_JOBS) --dist worksteal
+coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, plan and policy, and Python
+	$(PIP) 'coverage>=7.10' gcovr
+	$(MAKE) cpp PRESET=coverage
+	find build/coverage -name '*.gcda' -delete
+	build/coverage/tests/cpp/usbyte_tests --gtest_brief=1
+	for part in engine plan policy; do $(BIN)/gcovr --root . --filter csrc/$$part/ \
+	  --exclude-throw-branches --print-summary build/coverage | grep -E '^(csrc|lines)' | tail -n 1 \
+	  | sed "s/^/csrc\/$$part /"; done
+	rm -f build/.coverage*
+	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage run -m pytest -m 'not soak' $(COVERED)
+	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage combine -q
+	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage report -m >build/coverage.txt
+	tail -n 1 build/coverage.txt
+
 sanitize: ## run the C++ tests of threads under both
 	@aslr=; if setarch -R true 2>/dev/null; then aslr='setarch -R'; fi; status=0; \
 	for kind in asan tsan; do \
@@ -132,4 +158,4 @@ $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test soak reliability asan tsan sanitize ctest cpp bench gpu-test lint format clean
+.PHONY: help train test soak reliability asan tsan sanitize coverage fuzz ctest cpp bench gpu-test lint format clean

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the virtual environment, and with "test" also looks for what the tests need.
-# Usage: tools/bootstrap.sh PYTHON VENV train|test
+# Makes the virtual environment, and with "test" or "fuzz" also looks for what those need.
+# Usage: tools/bootstrap.sh PYTHON VENV train|test|fuzz
 # As root on a system with apt-get, missing system packages are installed; elsewhere they are named.
 set -euo pipefail
 python=$1 venv=$2 purpose=$3
@@ -36,6 +36,11 @@ if [ "$purpose" = test ]; then
   need 'have ip' iproute2 "optional: tests in network namespaces"
   # On a machine with an init system the package would start a daemon that nobody asked for.
   [ -d /run/systemd/system ] || need 'have sshd' openssh-server "optional: tests of usbyterun over ssh"
+fi
+
+if [ "$purpose" = fuzz ]; then
+  need 'have clang++ || have clang++-14' clang-14 "has libFuzzer"
+  need 'ls /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a' libclang-rt-14-dev "libFuzzer"
 fi
 
 if [ ${#packages[@]} -gt 0 ]; then

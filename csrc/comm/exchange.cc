@@ -8,9 +8,13 @@
 namespace usbyte {
 namespace {
 
+// Rows and picks are parts of one tensor; what is announced beyond that is garbage, and some
+// systems give out memory that they do not have.
+constexpr int64_t kMostBytes = int64_t{1} << 40;
+
 Buffer room_for(int64_t bytes, int peer) {
   try {
-    if (bytes >= 0) return Buffer(bytes);
+    if (bytes >= 0 && bytes <= kMostBytes) return Buffer(bytes);
   } catch (const std::bad_alloc&) {
   }
   throw FaultError("rank " + std::to_string(peer) + " announced a message of " +

@@ -1,8 +1,8 @@
 #include "usbyte/codec_costs.h"
 
 #include <cmath>
-#include <nlohmann/json.hpp>
 
+#include "../plan/json.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 
@@ -63,7 +63,7 @@ std::string CodecCosts::to_json() const {
 
 CodecCosts CodecCosts::from_json(std::string_view json) {
   try {
-    const ordered_json root = ordered_json::parse(json);
+    const ordered_json root = parse_json(json, "codec costs");
     if (!root.is_object() || root.value("format", "") != kFormat) {
       throw UsageError("codec costs: unknown format; usbyte probe --codecs --json writes them");
     }

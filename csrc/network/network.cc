@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "../plan/json.h"
 #include "usbyte/error.h"
 #include "usbyte/mesh_simulator.h"
 
@@ -203,15 +203,15 @@ std::string NetworkModel::to_json() const {
 
 NetworkModel NetworkModel::from_json(std::string_view json) {
   try {
-    const ordered_json root = ordered_json::parse(json);
+    const Json root = parse_json(json, "network");
     if (root.at("format") != "usbyte-network-1") throw UsageError("network: unknown format");
-    NetworkModel model{root.at("ranks").get<int>(),       costs(root.at("all_reduce")),
+    NetworkModel model{whole<int>(root, "ranks"),         costs(root.at("all_reduce")),
                        costs(root.at("reduce_scatter")),  costs(root.at("all_gather")),
-                       root.value("concurrent", 0),       root.value("busy_alpha_s", 0.0),
+                       whole<int>(root, "concurrent", 0), root.value("busy_alpha_s", 0.0),
                        root.value("pack_s_per_byte", 0.0)};
     if (root.contains("one_shot")) {
       const auto& shot = root.at("one_shot");
-      model.one_shot = {shot.at("most_bytes").get<int64_t>(), shot.at("latency_s").get<double>(),
+      model.one_shot = {whole<int64_t>(shot, "most_bytes"), shot.at("latency_s").get<double>(),
                         shot.at("gap_s").get<double>(), shot.at("busy_latency_s").get<double>()};
     }
     if (root.contains("topology")) {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <unordered_set>
 
+#include "json.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 #include "usbyte/sparse.h"
@@ -412,33 +412,31 @@ std::string Plan::to_json() const {
 
 Plan Plan::from_json(std::string_view json) {
   try {
-    const ordered_json root = ordered_json::parse(json);
+    const Json root = parse_json(json);
     if (root.at("format") != "usbyte-plan-1") throw PlanError("plan: unknown format");
     std::vector<TensorSpec> tensors;
     int64_t offset = 0;
     for (const auto& t : root.at("tensors")) {
-      tensors.push_back({t.at("name").get<std::string>(), t.at("numel").get<int64_t>(),
-                         dtype_from_name(t.at("dtype").get<std::string>()), offset,
-                         t.value("rows", int64_t{1}), t.value("width", int64_t{0})});
+      tensors.push_back(tensor_of(t, offset));
       offset = tensors.back().end();
     }
     std::vector<Op> ops;
     for (const auto& o : root.at("ops")) {
       Op op{collective_from_name(o.at("kind").get<std::string>()),
             {},
-            o.at("window_bytes").get<int64_t>(),
+            whole<int64_t>(o, "window_bytes"),
             o.at("fence").get<bool>(),
             o.value("codec", "none")};
       for (const auto& b : o.at("blocks")) {
-        op.blocks.push_back({b.at(0).get<int64_t>(), b.at(1).get<int64_t>()});
+        op.blocks.push_back({whole<int64_t>(b.at(0)), whole<int64_t>(b.at(1))});
       }
       if (o.contains("sparse")) {
         const auto& s = o["sparse"];
-        op.sparse = {s.at("tensor").get<int>(), s.at("scheme").get<std::string>(),
-                     s.at("bytes").get<int64_t>()};
+        op.sparse = {whole<int>(s, "tensor"), s.at("scheme").get<std::string>(),
+                     whole<int64_t>(s, "bytes")};
       }
       if (o.contains("scheme")) op.scheme = o["scheme"].get<std::string>();
-      op.line = o.value("line", -1);
+      op.line = whole<int>(o, "line", -1);
       if (o.contains("route")) op.route = MeshSchedule::from_json(o["route"].dump());
       ops.push_back(std::move(op));
     }

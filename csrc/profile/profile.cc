@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "../plan/json.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -91,7 +91,7 @@ std::string Profile::to_json() const {
 
 Profile Profile::from_json(std::string_view json) {
   try {
-    const ordered_json root = ordered_json::parse(json);
+    const Json root = parse_json(json);
     if (root.at("format") != "usbyte-profile-1") throw PlanError("profile: unknown format");
     Profile p;
     p.step_s = root.at("step_s").get<double>();
@@ -99,9 +99,7 @@ Profile Profile::from_json(std::string_view json) {
     p.model = root.value("model", "");
     int64_t offset = 0;
     for (const auto& row : root.at("tensors")) {
-      p.tensors.push_back({row.at("name").get<std::string>(), row.at("numel").get<int64_t>(),
-                           dtype_from_name(row.at("dtype").get<std::string>()), offset,
-                           row.value("rows", int64_t{1}), row.value("width", int64_t{0})});
+      p.tensors.push_back(tensor_of(row, offset));
       offset = p.tensors.back().end();
       p.need_s.push_back(row.at("need_s").get<double>());
       p.ready_s.push_back(row.at("ready_s").get<double>());

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <string>
 
+#include "../plan/json.h"
 #include "usbyte/error.h"
 #include "usbyte/mesh_schedule.h"
 
@@ -18,14 +18,14 @@ std::string what(const ChunkPhase& at) {
 }
 
 const ordered_json& array(const ordered_json& value) {
-  if (!value.is_array()) throw UsageError("mesh schedule: " + value.dump() + " is no list");
+  if (!value.is_array()) throw UsageError("mesh schedule: " + shown(value) + " is no list");
   return value;
 }
 
 // Numbers that do not fit would wrap around to some that do.
 int index(const ordered_json& value) {
   if (!value.is_number_unsigned() || value.get<uint64_t>() > std::numeric_limits<int>::max()) {
-    throw UsageError("mesh schedule: " + value.dump() + " is no index");
+    throw UsageError("mesh schedule: " + shown(value) + " is no index");
   }
   return value.get<int>();
 }
@@ -101,7 +101,7 @@ std::string MeshSchedule::to_json() const {
 
 MeshSchedule MeshSchedule::from_json(std::string_view json) {
   try {
-    const ordered_json root = ordered_json::parse(json);
+    const ordered_json root = parse_json(json, "mesh schedule");
     if (root.at("format") != kFormat) throw UsageError("mesh schedule: unknown format");
     MeshSchedule out;
     out.kind = collective_from_name(root.at("kind").get<std::string>());

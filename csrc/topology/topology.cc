@@ -5,9 +5,9 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <set>
 
+#include "../plan/json.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -222,7 +222,7 @@ std::string Topology::to_json() const {
 
 Topology Topology::from_json(std::string_view json) {
   try {
-    const ordered_json root = ordered_json::parse(json);
+    const ordered_json root = parse_json(json, "topology");
     if (!root.is_object() || root.value("format", "") != kFormat) {
       throw UsageError("topology: unknown format, not " + std::string(kFormat));
     }

@@ -79,7 +79,8 @@ def soak(rank: int, size: int, steps: int, seed: int, reference: bool) -> dict[s
         size: Number of ranks.
         steps: Of the training.
         seed: The same on all ranks.
-        reference: Train with DDP, on the same data and with the same checkpoints.
+        reference: Train with DDP, on the same data and with the same checkpoints. Longer trainings
+            amplify rounding, so that they do not end alike.
     """
     short_probes()
     ub.init()
@@ -94,6 +95,7 @@ def soak(rank: int, size: int, steps: int, seed: int, reference: bool) -> dict[s
     saved: Any = None
     figures: list[dict[str, float]] = []
     names: set[str] = set()
+    sharded = False
     for step in range(steps):
         if step % SEGMENT == 0 and not reference:
             if step:
@@ -101,15 +103,22 @@ def soak(rank: int, size: int, steps: int, seed: int, reference: bool) -> dict[s
                 optimizer.close()
             if step == SEGMENT * max(1, steps // SEGMENT // 10):
                 figures.append(_figures())
-            optimizer = ub.DistributedOptimizer(inner, model.named_parameters(), **options(plans))
+            chosen = options(plans)
+            sharded = "shard_optimizer" in chosen
+            optimizer = ub.DistributedOptimizer(inner, model.named_parameters(), **chosen)
         _sleep_seldom(own, reference)
         optimizer.zero_grad(set_to_none=bool(shared.random() < 0.5))
         tokens = torch.randint(0, 40, (4, 6), generator=data)
         used = step % 3 == 0 or (step % 3 == 1 and rank == 0)
         output = net(tokens, used)
         _sleep_seldom(own, reference)
+        checks = step % CHECK == CHECK - 1 and not reference
+        if checks:
+            expected = _average_gradients(copy.deepcopy(model), tokens, used)
         nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten()).backward()
         _sleep_seldom(own, reference)
+        if checks and not sharded:
+            _compare_gradients(model, expected, step)
         optimizer.step()
         if shared.random() < 0.01:
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -131,6 +140,28 @@ def _sleep_seldom(rng: np.random.Generator, reference: bool) -> None:
     seconds = rng.uniform(0, 0.02) if rng.random() < 0.02 else 0.0
     if seconds and not reference:
         time.sleep(seconds)
+
+
+def _average_gradients(
+    model: nn.Module, tokens: torch.Tensor, used: bool
+) -> dict[str, torch.Tensor]:
+    """Of the ranks, by one operation of its own for each parameter."""
+    model.zero_grad()
+    nn.functional.cross_entropy(model(tokens, used).flatten(0, 1), tokens.flatten()).backward()
+    return {
+        name: ub.allreduce(torch.zeros_like(p) if p.grad is None else p.grad, name=f"check.{name}")
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def _compare_gradients(model: nn.Module, expected: dict[str, torch.Tensor], step: int) -> None:
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            close = torch.allclose(param.grad, expected[name], rtol=1e-9, atol=1e-12)
+            assert close, f"the gradient of {name} is wrong in step {step + 1}"
+        elif name in expected:
+            assert not expected[name].any(), f"{name} has no gradient in step {step + 1}"
 
 
 def _compare(model: nn.Module, step: int) -> None:

@@ -12,12 +12,8 @@ RANKS = 4
 GROWTH_MIB = 24  # pages that allocators keep come and go; a leak of 1 KiB a step would be 5 MiB
 
 
-def run(steps: int, seed: int, seconds: float) -> None:
+def run(steps: int, seed: int, seconds: float) -> dict[str, list[float]]:
     found = run_ranks(RANKS, soak, steps, seed, False, timeout=seconds)
-    expected = run_ranks(RANKS, soak, steps, seed, True, timeout=seconds)
-    for name, value in expected[0]["state"].items():
-        got, want = torch.tensor(found[0]["state"][name]), torch.tensor(value)
-        assert torch.allclose(got, want, rtol=1e-5, atol=1e-7), name
     assert "random" in found[0]["plans"]
     for rank, row in enumerate(found):
         early, late = row["figures"]
@@ -26,6 +22,7 @@ def run(steps: int, seed: int, seconds: float) -> None:
         assert late["threads"] <= early["threads"]
         assert late["native"] <= early["native"]
         assert late["mib"] - early["mib"] <= GROWTH_MIB
+    return found[0]["state"]
 
 
 @pytest.mark.soak
@@ -33,5 +30,8 @@ def test_5000_steps():
     run(5000, 1, 1500)
 
 
-def test_a_few_steps_of_the_soak():
-    run(150, 2, 120)
+def test_a_few_steps_of_the_soak_end_as_with_ddp():
+    found = run(150, 2, 120)
+    expected = run_ranks(RANKS, soak, 150, 2, True, timeout=120)[0]["state"]
+    for name, value in expected.items():
+        assert torch.allclose(torch.tensor(found[name]), torch.tensor(value), rtol=1e-9), name
