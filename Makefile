@@ -64,7 +64,7 @@ tsan: ## run the C++ tests under the thread sanitizer
 FUZZ_S ?= 300
 fuzz: $(VENV_STAMP) ## fuzz the parsers of plans, profiles, networks, topologies and costs
 	tools/bootstrap.sh $(PYTHON) $(VENV) fuzz
-	$(MAKE) cpp PRESET=fuzz CXX=$$(command -v clang++ || command -v clang++-14)
+	$(MAKE) cpp PRESET=fuzz CXX=$$(command -v clang++-16 || command -v clang++-19 || command -v clang++)
 	mkdir -p build/fuzz/found
 	build/fuzz/tests/fuzz/usbyte_fuzz_parsers -max_total_time=$(FUZZ_S) -max_len=65536 -timeout=10 \
 	  -artifact_prefix=build/fuzz/ -print_final_stats=1 build/fuzz/found tests/fuzz/corpus

@@ -39,8 +39,8 @@ if [ "$purpose" = test ]; then
 fi
 
 if [ "$purpose" = fuzz ]; then
-  need 'have clang++ || have clang++-14' clang-14 "has libFuzzer"
-  need 'ls /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a' libclang-rt-14-dev "libFuzzer"
+  need 'have clang++-16 || have clang++-19' clang-16 "has libFuzzer; older ones fail at ranges of libstdc++ 12"
+  need 'ls /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a' libclang-rt-16-dev "libFuzzer"
 fi
 
 if [ ${#packages[@]} -gt 0 ]; then

@@ -11,8 +11,10 @@ Json parse_json(std::string_view text, const std::string& what) {
     throw UsageError(culprit + "a text of " + std::to_string(text.size()) + " bytes, at most " +
                      std::to_string(kMostJsonBytes) + " are read");
   }
-  const auto check = [&](int depth, Json::parse_event_t, const Json&) {
-    if (depth > kMostJsonDepth) {
+  using Event = Json::parse_event_t;
+  const auto check = [&](int depth, Event event, const Json&) {
+    const bool opens = event == Event::array_start || event == Event::object_start;
+    if (opens && depth >= kMostJsonDepth) {
       throw UsageError(culprit + "lists and objects inside each other, more than " +
                        std::to_string(kMostJsonDepth) + " deep");
     }
