@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 import usbyte
 from run_support import Running, Starter, starter
+from usbyte import files
 from usbyte.env import job_mark
+from usbyte.errors import PlanError, UsageError
+from usbyte.lab import profiles
 from usbyte.run.hosts import parse_hosts
 from usbyte.run.wire import GREETING, FrameReader
 
@@ -187,3 +190,23 @@ def test_files_have_the_users_mode(start: Starter, mask: str, mode: int) -> None
     files = [path for path in start.cwd.iterdir() if path.name != "files.py"]
     assert files
     assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[" * 200_000, "malformed JSON|deep"),
+        ('{"columns": ' + "[" * 200_000, "deep|malformed"),
+        (
+            '{"columns": ["tensor", "elements", "backward_gap_us"], "tensors": [["a", 1e999, 1]]}',
+            "not a trace",
+        ),
+        ('{"format": "usbyte-profile-1", "step_s": NaN, "tensors": []}', "malformed JSON"),
+        (" " * (files.MOST_BYTES + 1), "File too large"),
+    ],
+)
+def test_hostile_profiles_end_quickly(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises((UsageError, PlanError), match=told):
+        profiles.load(str(path))

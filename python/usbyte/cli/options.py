@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from usbyte import units
+from usbyte import files, units
 
 if TYPE_CHECKING:
     from usbyte import _core
@@ -212,7 +212,7 @@ def read_network(path: Path) -> _core.NetworkModel:
 def read_text(path: Path, what: str) -> str:
     """The text of a file, or a message that says what the file was to be."""
     try:
-        return path.read_text()
+        return files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise click.ClickException(f"cannot read the {what} '{path}': {error}") from error
 

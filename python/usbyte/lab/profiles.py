@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from usbyte import files
 from usbyte._core import Plan, Profile, TensorSpec
 from usbyte.errors import UsageError
 
@@ -76,7 +77,7 @@ def read_trace(text: str) -> Profile:
         trace = [(str(name), int(numel), float(gap) * 1e-6) for name, numel, gap in root["tensors"]]
         if not trace or any(gap < 0 for *_, gap in trace):
             raise ValueError("it is empty or has a negative gap")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(
             f"not a trace: {error}; it needs columns tensor, elements, backward_gap_us and rows in "
             "backward order"
@@ -116,14 +117,14 @@ def load_whole(source: str) -> Profile:
         return vgg16_half(even=source == "vgg16-even")
     path = _FOLDER / f"{source}.json" if source in RECORDED else Path(source)
     try:
-        text = path.read_text()
+        text = files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"cannot read the profile '{source}': {error}; give a JSON file or one of "
             + ", ".join((*MADE_UP, *RECORDED))
         ) from error
     root: Any = None
-    with suppress(ValueError):  # which Profile tells better
+    with suppress(ValueError, RecursionError):  # which Profile tells better
         root = json.loads(text)
     if isinstance(root, dict) and "columns" in root:
         return read_trace(text)

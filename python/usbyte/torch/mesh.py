@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from usbyte import _core
+from usbyte import _core, files
 from usbyte.errors import UsageError
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.lines import sizes_of
@@ -101,7 +101,7 @@ def _from_text(text: str) -> list[int] | _core.Topology:
     if _SIZES.fullmatch(text):
         return [int(size) for size in text.split("x")]
     try:
-        content = Path(text).read_text()
+        content = files.read_text(Path(text))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(

@@ -511,10 +511,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             updates, reducer = self._shards or self._updates, self._reducer
             # Of sharded parameters a shard each is a step ahead of the rest at once.
             whole = updates.count in (0, 0 if self._shards else len(self._params))
-            partial = not whole or self._mid_update or not ended
+            in_part = not whole or self._mid_update or not ended
             completable = updates.count > 0 and ended and not self._mid_update
             completable &= self._shards is None and reducer is not None and reducer.has_all()
-            return Left(self._completed, partial, completable)
+            return Left(self._completed, in_part, completable)
         finally:
             if ended:
                 self._applying.release()
