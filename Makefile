@@ -76,9 +76,9 @@ coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, 
 	$(MAKE) cpp PRESET=coverage
 	find build/coverage -name '*.gcda' -delete
 	build/coverage/tests/cpp/usbyte_tests --gtest_brief=1
-	for part in engine plan policy; do $(BIN)/gcovr --root . --filter csrc/$$part/ \
-	  --exclude-throw-branches --print-summary build/coverage | grep -E '^(csrc|lines)' | tail -n 1 \
-	  | sed "s/^/csrc\/$$part /"; done
+	cd build/coverage && for part in engine plan policy; do ../../$(BIN)/gcovr --root ../.. \
+	  --filter ../../csrc/$$part/ --exclude-throw-branches --print-summary . 2>/dev/null \
+	  | sed -n "s/^lines/csrc\/$$part lines/p"; done
 	rm -f build/.coverage*
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage run -m pytest -m 'not soak' $(COVERED)
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage combine -q
