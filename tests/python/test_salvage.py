@@ -243,7 +243,7 @@ def test_the_last_operations_are_recorded(tmp_path):
         record = json.loads((tmp_path / f"flight-{rank}.json").read_text())
         assert record["rank"] == rank
         assert record["verdict"] == told[rank]
-        (status,) = record["optimizers"]
+        (status,) = record["optimizers"].values()
         last = status["last"][-1]
         if rank == 1:
             assert status["step"] == last["step"] == STEPS
