@@ -51,6 +51,17 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
         optimizer.step()
 
 
+def trained(kind: str = "backward", **options: Any) -> tuple[nn.Module, ub.DistributedOptimizer]:
+    """After STEPS steps that every rank has completed: none is still waiting for another."""
+    model, optimizer = prepared(kind, **options)
+    train(model, optimizer, 0, STEPS)
+    optimizer.synchronize()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.set(f"tests/trained/{ub.rank()}", "")
+    store.wait([f"tests/trained/{rank}" for rank in range(ub.size())])
+    return model, optimizer
+
+
 def digest(model: nn.Module) -> str:
     state = model.state_dict()
     return hashlib.sha256(b"".join(v.numpy().tobytes() for v in state.values())).hexdigest()
@@ -98,8 +109,7 @@ def kill(*_: Any) -> None:
 
 def killed(rank: int, size: int, kind: str) -> Any:
     """In the middle of backward."""
-    model, optimizer = prepared(kind)
-    train(model, optimizer, 0, STEPS)
+    model, optimizer = trained(kind)
     if rank == CULPRIT:
         model[1].weight.register_hook(kill)
     return observed(model, optimizer, goes_on(model, optimizer))
@@ -118,8 +128,7 @@ def killed_after_a_part(rank: int, size: int) -> Any:
 
 
 def killed_in_eager(rank: int, size: int) -> Any:
-    model, optimizer = prepared()
-    train(model, optimizer, 0, STEPS)
+    model, optimizer = trained()
     if rank == CULPRIT:
         kill()
     return observed(model, optimizer, lambda: ub.allreduce(torch.ones(3), name="loss"))
@@ -127,9 +136,7 @@ def killed_in_eager(rank: int, size: int) -> Any:
 
 def exits(rank: int, size: int) -> Any:
     """With code 0, and without a word."""
-    model, optimizer = prepared("forward")
-    train(model, optimizer, 0, STEPS)
-    optimizer.synchronize()
+    model, optimizer = trained("forward")
     if rank == CULPRIT:
         os._exit(0)
     return observed(model, optimizer, goes_on(model, optimizer))
@@ -146,8 +153,7 @@ def leaves(rank: int, size: int) -> Any:
 
 def store_lost(rank: int, size: int) -> Any:
     """Rank 0 serves the store and is killed."""
-    model, optimizer = prepared()
-    train(model, optimizer, 0, STEPS)
+    model, optimizer = trained()
     if rank == 0:
         kill()
     return observed(model, optimizer, goes_on(model, optimizer))
@@ -155,8 +161,7 @@ def store_lost(rank: int, size: int) -> Any:
 
 def freezes(rank: int, size: int, folder: str) -> Any:
     """Stopped by a signal, and let go on when the others have given it up."""
-    model, optimizer = prepared()
-    train(model, optimizer, 0, STEPS)
+    model, optimizer = trained()
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
     ub.barrier()
     if rank == CULPRIT:
@@ -195,9 +200,7 @@ def does_not_submit(rank: int, size: int) -> Any:
 
 def raises(rank: int, size: int) -> Any:
     """Something that nobody catches."""
-    model, optimizer = prepared("forward")
-    train(model, optimizer, 0, STEPS)
-    optimizer.synchronize()
+    model, optimizer = trained("forward")
     if rank == CULPRIT:
         try:
             raise KeyError("loss")
