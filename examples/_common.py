@@ -39,7 +39,7 @@ def parser(description: str, *, epochs: int, batch_size: int, lr: float) -> argp
     add("--seed", type=int, default=0, help="of the first weights and of the sample order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--checkpoint", type=Path, help="written after every epoch and at the end")
-    add("--resume", action="store_true", help="continue from --checkpoint")
+    add("--resume", action="store_true", help="continue from --checkpoint, if it is there")
     add("--json", type=Path, help="where to write the results")
     add(
         "--warmup",
@@ -196,9 +196,14 @@ def load_checkpoint(
 ) -> int:
     """Loads a checkpoint into model and optimizer and returns the number of steps done.
 
+    Where there is none yet, training begins: so the command with `--resume` is the same for the
+    first start and for every one after a fault.
+
     Raises:
         ValueError: The checkpoint was made with other settings.
     """
+    if not path.exists():
+        return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
     saved = state["settings"]
     changed = [

@@ -42,6 +42,8 @@ class Cluster:
         master_port: Port for the rendezvous; 0 for a single process: any.
         source: "torchrun" (RANK and WORLD_SIZE, whoever set them), "slurm", "openmpi", "pmi" or
             "single".
+        kept_store: The launcher serves the store of the rendezvous, and keeps it when it starts the
+            ranks anew.
     """
 
     rank: int
@@ -51,6 +53,7 @@ class Cluster:
     master_addr: str
     master_port: int
     source: str
+    kept_store: bool = False
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Cluster:
@@ -173,7 +176,8 @@ def _cluster(env: _Environment, place: _Place) -> Cluster:
         problem = "the local rank must be from 0 to the local size - 1, that at most the size"
         raise env.error(place.names, problem)
     port = _port(env, size, place.job_id)
-    return Cluster(rank, size, local_rank, local_size, address, port, place.source)
+    kept = place.source == "torchrun" and env.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Cluster(rank, size, local_rank, local_size, address, port, place.source, kept)
 
 
 def _port(env: _Environment, size: int, job_id: str) -> int:

@@ -53,6 +53,8 @@ def test_single_process():
 
 def test_torchrun():
     assert env.detect(TORCHRUN) == env.Cluster(3, 4, 1, 2, "node0", 29500, "torchrun")
+    kept = env.detect(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert kept == env.Cluster(3, 4, 1, 2, "node0", 29500, "torchrun", kept_store=True)
 
 
 def test_torchrun_without_local_variables():

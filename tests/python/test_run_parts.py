@@ -124,6 +124,12 @@ def test_frames_survive_being_cut_and_noise_before_them() -> None:
         (["-np", "1", "--env", "NAME", "true"], "'NAME' is not of the form NAME=VALUE"),
         (["-np", "1", "--ssh-options", "'", "true"], "--ssh-options"),
         (["-np", "1", "-p", "0", "true"], "-p"),
+        (["-H", "a:1,b:1", "--nnodes", "3:4", "true"], "--nnodes wants 3 hosts or more, and 2 are"),
+        (["-H", "a:1,b:1", "--nnodes", "2:1", "true"], "1 <= MIN <= MAX"),
+        (["-H", "a:1,b:1", "--nnodes", "0:1", "true"], "1 <= MIN <= MAX"),
+        (["-H", "a:1,b:1", "--nnodes", "few", "true"], "'few' is not MIN:MAX"),
+        (["-H", "a:1,b:1", "-np", "2", "--nnodes", "1:2", "true"], "leave out -np"),
+        (["-np", "1", "--max-restarts", "-1", "true"], "--max-restarts"),
         (["-np", "1", "--no-such-option", "true"], "--no-such-option"),
     ],
 )

@@ -111,6 +111,16 @@ def printed(running: Running) -> dict[int, Any]:
     return {int(mark[1:]): json.loads(text) for mark, text in lines}
 
 
+def ssh_to(running: Running, host: str) -> int:
+    """Process id of the launcher's connection to a host."""
+    (found,) = [
+        pid
+        for pid in running.children()
+        if host.encode() in Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+    ]
+    return found
+
+
 def test_ranks_of_two_hosts_reduce(start: Starter, server: Server) -> None:
     (start.cwd / "train.py").write_text("""
 import json, os
@@ -223,13 +233,7 @@ def test_nothing_outlives_a_connection_that_is_killed(start: Starter, server: Se
     hosts = "127.0.0.2:1,127.0.0.3:1"
     running = start(*server.options, "-H", hosts, "bash", "-c", WAITING)
     running.expect("[0] up", "[1] up")
-    ssh_to_host = {
-        host: pid
-        for pid in running.children()
-        for host in ("127.0.0.2", "127.0.0.3")
-        if host.encode() in Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
-    }
-    os.kill(ssh_to_host["127.0.0.3"], signal.SIGKILL)
+    os.kill(ssh_to(running, "127.0.0.3"), signal.SIGKILL)
     assert running.finish() == 1
     assert "usbyterun: lost host 127.0.0.3" in running.err
 
@@ -267,3 +271,44 @@ def test_a_python_without_usbyte(start: Starter, server: Server) -> None:
     assert running.finish() == 1
     assert "cannot start the agent on host 127.0.0.2 (exit code 1)" in running.err
     assert "No module named usbyte; is usbyte installed there" in running.err
+
+
+COUNTED = "echo rank $RANK of $WORLD_SIZE in $GROUP_RANK, start $TORCHELASTIC_RESTART_COUNT; "
+
+
+def test_a_host_that_is_lost_is_left_out(start: Starter, server: Server) -> None:
+    hosts = "127.0.0.2:1,127.0.0.3:2"
+    options = [*server.options, "-H", hosts, "--nnodes", "1:2", "--max-restarts", "1"]
+    running = start(*options, "bash", "-c", f"{COUNTED} sleep 600")
+    running.expect(*(f"[{n}] rank {n} of 3 in {n // 2 + n % 2}, start 0\n" for n in range(3)))
+    os.kill(ssh_to(running, "127.0.0.2"), signal.SIGKILL)
+    running.expect("[0] rank 0 of 2 in 0, start 1\n", "[1] rank 1 of 2 in 0, start 1\n")
+    assert "lost host 127.0.0.2; restart 1 of 1\n" in running.err
+    running.process.send_signal(signal.SIGTERM)
+    assert running.finish() == 143
+
+
+def test_a_spare_host_takes_the_place_of_one_that_is_lost(start: Starter, server: Server) -> None:
+    options = [*server.options, "-H", "127.0.0.2:1,127.0.0.3:1", "--nnodes", "1"]
+    script = f"{COUNTED} [ $TORCHELASTIC_RESTART_COUNT = 1 ] || sleep 600"
+    running = start(*options, "--max-restarts", "1", "--verbose", "bash", "-c", script)
+    running.expect("[0] rank 0 of 1 in 0, start 0\n")
+    os.kill(ssh_to(running, "127.0.0.2"), signal.SIGKILL)
+    assert running.finish() == 0, running.err
+    assert "[0] rank 0 of 1 in 0, start 1\n" in running.out
+    assert "usbyterun: 127.0.0.3 (ssh): rank 0\n" in running.err
+
+
+def test_hosts_that_cannot_be_reached_are_left_out(start: Starter, server: Server) -> None:
+    # Nothing listens at .4 and .5.
+    options = [*server.options, "-H", "127.0.0.4:1,127.0.0.2:1,127.0.0.5:1,127.0.0.3:1"]
+    running = start(*options, "--nnodes", "2:4", "bash", "-c", COUNTED)
+    assert running.finish() == 0, running.err
+    assert sorted(running.out.splitlines()) == [
+        f"[{n}] rank {n} of 2 in {n}, start 0" for n in range(2)
+    ]
+    assert running.err.count("; going on without\n") == 2
+    running = start(*options, "--nnodes", "3:4", "bash", "-c", COUNTED)
+    assert running.finish() == 1
+    assert "cannot reach host 127.0.0." in running.err.splitlines()[-1]
+    assert running.out == ""

@@ -66,7 +66,7 @@ class Agent:
             address=address,
             ssh=os.environ.get("SSH_CONNECTION") if spec.remote else None,
         )
-        pipes = elastic.Pipes()
+        pipes = elastic.Pipes((spec.restarts, spec.max_restarts))
 
         def watch(ranks: dict[int, int]) -> NoReturn:
             self._pump.start(pipes.ends)

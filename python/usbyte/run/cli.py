@@ -1,6 +1,7 @@
 """The command line of usbyterun."""
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -11,14 +12,15 @@ from pathlib import Path
 import click
 
 from usbyte.run import hosts, processes
+from usbyte.run.attempts import Attempts, Pool
 from usbyte.run.job import Job, Ssh
-from usbyte.run.launcher import Launcher
-from usbyte.run.output import Output
+from usbyte.run.output import OutputError
 
 _EXAMPLES = """\b
 Examples:
   usbyterun -np 4 python train.py --lr 0.1
   usbyterun -np 4 -H a:2,b:2 --network-interface eth0 python train.py
+  usbyterun -H a:2,b:2,c:2 --nnodes 2:3 --max-restarts 5 python train.py --resume
 """
 
 
@@ -29,6 +31,16 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
         except metadata.PackageNotFoundError:
             click.echo("usbyterun (not installed)")
         context.exit()
+
+
+def _parse_nodes(_: click.Context, __: click.Parameter, text: str | None) -> range | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    counts = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+    if not counts or counts[0] < 1:
+        raise click.BadParameter(f"{text!r} is not MIN:MAX with 1 <= MIN <= MAX")
+    return counts
 
 
 def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) -> dict[str, str]:
@@ -115,6 +127,21 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
     help="Also write each rank's output to DIR/rank.N/stdout and DIR/rank.N/stderr.",
 )
 @click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="When a rank fails or a host is lost, end all ranks and start them anew, up to N times; "
+    "the program continues from its checkpoint.",
+)
+@click.option(
+    "--nnodes",
+    metavar="MIN:MAX",
+    callback=_parse_nodes,
+    help="Run on as many of the hosts as can be reached, MIN to MAX, with a rank on each of their "
+    "slots; a host that is lost is left out at the next restart.  [default: all hosts]",
+)
+@click.option(
     "--start-timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=30.0,
@@ -151,6 +178,8 @@ def main(
     remote_python: str,
     interface: str | None,
     directory: Path | None,
+    max_restarts: int,
+    nnodes: range | None,
     start_timeout: float,
     timeline: str | None,
     env: dict[str, str],
@@ -160,14 +189,15 @@ def main(
     """Start COMMAND as the ranks of one distributed job, here and on other hosts.
 
     Each line that a rank prints is shown with the rank in front. The first rank that fails ends
-    all others; usbyterun exits with its code, or with 128 + n if signal n killed it.
+    all others, which --max-restarts starts anew; usbyterun exits with its code, or with 128 + n if
+    signal n killed it.
 
     Ranks find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as
     under torchrun, and the current directory. Ranks on other hosts also get this shell's USBYTE_*,
     NCCL_*, GLOO_*, OMP_NUM_THREADS and PYTHONPATH.
     """
+    pool = _pool(ranks, host_list, hostfile, nnodes)
     job = Job(
-        placements=_place(ranks, host_list, hostfile),
         command=list(command),
         env={**({"USBYTE_TIMELINE": timeline} if timeline else {}), **env},
         cwd=_current_directory(),
@@ -175,21 +205,25 @@ def main(
         start_timeout=start_timeout,
         ssh=Ssh(ssh_port, identity, _split(ssh_options)),
         remote_python=remote_python,
+        max_restarts=max_restarts,
     )
     processes.adopt_orphans()
     wake = processes.SignalWake(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
-        output = Output(job.size, wake.fd, directory)
-    except OSError as error:
-        raise click.ClickException(f"--output-filename: {error}") from error
-    sys.exit(Launcher(job, output, wake, verbose).run())
+        sys.exit(Attempts(job, pool, directory, wake, verbose).run())
+    except OutputError as error:
+        raise click.ClickException(str(error)) from error
 
 
-def _place(
-    ranks: int | None, host_list: str | None, hostfile: Path | None
-) -> list[hosts.Placement]:
+def _pool(
+    ranks: int | None, host_list: str | None, hostfile: Path | None, nnodes: range | None
+) -> Pool:
     if host_list and hostfile:
         raise click.UsageError("-H and --hostfile exclude each other; give one of them")
+    if nnodes and ranks:
+        raise click.UsageError(
+            "with --nnodes there is a rank on each slot of the hosts that are there; leave out -np"
+        )
     try:
         if host_list:
             given = hosts.parse_hosts(host_list)
@@ -199,7 +233,8 @@ def _place(
             given = hosts.this_host(ranks)
         else:
             raise click.UsageError("say how many ranks to start (-np) or on which hosts (-H)")
-        return hosts.place(given, ranks or sum(host.slots for host in given))
+        counts = nnodes or range(len(given), len(given) + 1)
+        return Pool(given, ranks, least=counts[0], most=counts[-1])
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 

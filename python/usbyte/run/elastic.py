@@ -78,12 +78,16 @@ def interface_address(interface: str) -> str:
 class Pipes(LogsSpecs):
     """Gives every rank a pipe for stdout and one for stderr, in place of torch's log files.
 
+    Args:
+        restarts: How often ranks have been started anew before, and may be.
+
     Attributes:
         ends: Read end, STDOUT or STDERR, and global rank of each pipe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, restarts: tuple[int, int]) -> None:
         super().__init__()
+        self._restarts = restarts
         self.ends: list[tuple[int, int, int]] = []
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -91,6 +95,10 @@ class Pipes(LogsSpecs):
         paths: dict[int, dict[int, str]] = {STDOUT: {}, STDERR: {}}
         for local_rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = ""
+            # Torch's agent, which is a new one each time, knows of no restart.
+            made, allowed = self._restarts
+            env["TORCHELASTIC_RESTART_COUNT"] = str(made)
+            env["TORCHELASTIC_MAX_RESTARTS"] = str(allowed)
             for kind in (STDOUT, STDERR):
                 end, write_end = os.pipe()
                 self.ends.append((end, kind, int(env["RANK"])))

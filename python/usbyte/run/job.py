@@ -7,13 +7,21 @@ import shlex
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from usbyte.run.hosts import Host, Placement
 from usbyte.run.wire import AgentSpec
 
 _FORWARDED_PREFIXES = ("USBYTE_", "NCCL_", "GLOO_")
 _FORWARDED = ("OMP_NUM_THREADS", "PYTHONPATH")
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
+
+
+def _new_token() -> str:
+    return secrets.token_hex(16)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Job:
     """One run of `command` on all ranks.
 
     Attributes:
-        placements: Which ranks run where, in the order of ranks.
+        placements: Which ranks run where, in the order of ranks; see `attempt`.
         command: The program and its arguments.
         env: Variables for every rank, on top of what it inherits.
         cwd: Directory that the ranks start in, on every host.
@@ -46,18 +54,32 @@ class Job:
         remote_python: Python that runs the agents on remote hosts.
         run_id: Name of this run.
         token: What its ranks know each other by; a secret.
+        restarts: How often ranks have been started anew before.
+        max_restarts: How often they may be.
     """
 
-    placements: list[Placement]
     command: list[str]
     env: dict[str, str]
     cwd: str
+    placements: list[Placement] = field(default_factory=list)
     interface: str | None = None
     start_timeout: float = 30.0
     ssh: Ssh = field(default_factory=Ssh)
     remote_python: str = sys.executable
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    run_id: str = field(default_factory=_new_name)
+    token: str = field(default_factory=_new_token, repr=False)
+    restarts: int = 0
+    max_restarts: int = 0
+
+    def attempt(self, placements: list[Placement], restarts: int) -> "Job":
+        """The same job on these hosts, with a name and a token that no earlier rank knows."""
+        return replace(
+            self,
+            placements=placements,
+            run_id=_new_name(),
+            token=_new_token(),
+            restarts=restarts,
+        )
 
     @property
     def size(self) -> int:
@@ -87,6 +109,8 @@ class Job:
             interface=self.interface,
             run_id=self.run_id,
             start_timeout=self.start_timeout,
+            restarts=self.restarts,
+            max_restarts=self.max_restarts,
         )
 
     def agent_command(self, host: Host) -> list[str]:

@@ -6,7 +6,8 @@ import shlex
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from usbyte.run import processes
@@ -23,15 +24,20 @@ _HURRY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the job ends.
+    """How a run ends.
 
     Attributes:
-        code: Exit code of the launcher.
+        code: 0; or the exit code of the first rank that failed, 128 + n if signal n ended it or the
+            launcher; or 1 if the job could not be started or a host was lost.
         message: The last line on stderr; None for none.
+        restartable: A rank or a host was lost after all had started.
+        lost: Names of the hosts that could not be reached or are lost.
     """
 
     code: int
     message: str | None = None
+    restartable: bool = False
+    lost: frozenset[str] = frozenset()
 
 
 class Launcher:
@@ -54,17 +60,13 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._links: list[AgentLink] = []
         self._running = set(range(job.size))
+        self._all_run = False
         self._verdict: Verdict | None = None
         self._master: tuple[str, int] | None = None
         self._deadline: float | None = time.monotonic() + job.start_timeout
 
-    def run(self) -> int:
-        """Runs the job to its end; nothing of it is left when this returns.
-
-        Returns:
-            0; or the exit code of the first rank that failed, 128 + n if signal n ended it or the
-            launcher; or 1 if the job could not be started or a host was lost.
-        """
+    def run(self) -> Verdict:
+        """Runs the job to its end; nothing of it is left when this returns."""
         earlier = frozenset(processes.descendants())
         self._selector.register(self._wake.fd, selectors.EVENT_READ, self._on_signal)
         try:
@@ -77,10 +79,7 @@ class Launcher:
             # Only an agent that was killed itself leaves anything.
             processes.end_descendants(0, spare=earlier)
         self._output.finish()
-        verdict = self._verdict or Verdict(1, "no agent was started")
-        if verdict.message is not None:
-            self._output.note(verdict.message)
-        return verdict.code
+        return self._verdict or Verdict(1, "no agent was started")
 
     def _start_agents(self) -> None:
         env = agent_env()
@@ -108,7 +107,7 @@ class Launcher:
                 key.data()
         for link in self._links:
             if link.gone and not link.ended:
-                self._conclude(1, _describe_loss(link))
+                self._conclude(1, _describe_loss(link), self._all_run, [link])
         if self._output.stdout.broken:
             self._conclude(128 + signal.SIGPIPE)
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -130,11 +129,13 @@ class Launcher:
             case "started":
                 link.started = True
                 if all(other.started for other in self._links) and self._verdict is None:
+                    self._all_run = True
                     self._deadline = None
             case "exit":
                 self._on_exit(link, event["rank"], event["code"])
             case "error":
-                self._conclude(1, f"host {link.name}: {event['message']}")
+                lost = [link] if self._all_run else []
+                self._conclude(1, f"host {link.name}: {event['message']}", self._all_run, lost)
             case "end":
                 link.ended = True
                 if event["left"]:
@@ -145,9 +146,9 @@ class Launcher:
         where = f"rank {rank} on host {link.name}"
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
-            self._conclude(128 - code, f"{where} was killed by signal {-code} ({name})")
+            self._conclude(128 - code, f"{where} was killed by signal {-code} ({name})", True)
         elif code > 0:
-            self._conclude(code, f"{where} exited with code {code}")
+            self._conclude(code, f"{where} exited with code {code}", True)
         self._running.discard(rank)
         if not self._running:
             self._conclude(0)
@@ -162,12 +163,14 @@ class Launcher:
             if self._verdict is None:
                 self._conclude(128 + number, f"ended by {number.name}")
             else:
+                self._verdict = replace(self._verdict, restartable=False, lost=frozenset())
                 self._tell_all("kill")
                 self._deadline = time.monotonic() + _HURRY_SECONDS
 
     def _on_deadline(self) -> None:
         if self._verdict is None:
-            self._conclude(1, _describe_delay(self._links, self._job, self._master))
+            silent = [link for link in self._links if link.ready is None]
+            self._conclude(1, _describe_delay(self._links, self._job, self._master), False, silent)
             return
         for link in self._links:
             if not link.gone:
@@ -182,11 +185,17 @@ class Launcher:
             )
         self._tell_all("go", address=self._master[0], port=self._master[1])
 
-    def _conclude(self, code: int, message: str | None = None) -> None:
+    def _conclude(
+        self,
+        code: int,
+        message: str | None = None,
+        restartable: bool = False,
+        lost: Sequence[AgentLink] = (),
+    ) -> None:
         """Ends the job; the first verdict stands."""
         if self._verdict is not None:
             return
-        self._verdict = Verdict(code, message)
+        self._verdict = Verdict(code, message, restartable, frozenset(link.name for link in lost))
         self._deadline = time.monotonic() + _END_SECONDS
         self._output.hurry()
         for link in self._links:

@@ -13,6 +13,10 @@ _STUCK_SECONDS = 1.0
 _FILE_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
 
+class OutputError(Exception):
+    """A file that ranks' output goes to cannot be written; the message names the option."""
+
+
 class LineCutter:
     r"""Cuts a stream of bytes into lines; `\r` ends one too, as progress bars use it."""
 
@@ -85,21 +89,28 @@ class Output:
         wake: See `Sink`.
         directory: Where `rank.N/stdout` and `rank.N/stderr` are written; None for nowhere. As with
             Horovod, N has as many digits as the highest rank.
+        append: Keep what an earlier attempt at the job wrote there.
 
     Raises:
-        OSError: The directory or a file in it cannot be written.
+        OutputError: The directory or a file in it cannot be written.
     """
 
-    def __init__(self, size: int, wake: int, directory: Path | None = None) -> None:
+    def __init__(
+        self, size: int, wake: int, directory: Path | None = None, append: bool = False
+    ) -> None:
         self.stdout = Sink(1, wake)
         self.stderr = Sink(2, wake)
         self._cutters: dict[tuple[int, int], LineCutter] = {}
         self._files: dict[tuple[int, int], BinaryIO] = {}
-        for rank in range(size if directory is not None else 0):
-            folder = Path(directory or "", f"rank.{rank:0{len(str(size - 1))}d}")
-            folder.mkdir(parents=True, exist_ok=True)
-            for kind, name in _FILE_NAMES.items():
-                self._files[kind, rank] = (folder / name).open("wb", buffering=0)
+        try:
+            for rank in range(size if directory is not None else 0):
+                folder = Path(directory or "", f"rank.{rank:0{len(str(size - 1))}d}")
+                folder.mkdir(parents=True, exist_ok=True)
+                for kind, name in _FILE_NAMES.items():
+                    path = folder / name
+                    self._files[kind, rank] = path.open("ab" if append else "wb", buffering=0)
+        except OSError as error:
+            raise OutputError(f"--output-filename: {error}") from error
 
     def rank(self, kind: int, rank: int, data: bytes) -> None:
         """Takes what a rank has printed; kind is STDOUT or STDERR."""

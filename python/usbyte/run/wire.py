@@ -16,7 +16,7 @@ STDOUT, STDERR, EVENT = 1, 2, 3
 
 # Login shells may print something before the agent does, so that its stream needs a beginning;
 # the number changes with anything else in this file.
-GREETING = b"usbyte-agent 1\n"
+GREETING = b"usbyte-agent 2\n"
 _ANY_GREETING = re.compile(rb"usbyte-agent (\d+)\n")
 _MAX_NOISE_BYTES = 4096
 _MAX_PAYLOAD_BYTES = 16 << 20  # many times what agents send
@@ -105,6 +105,8 @@ class AgentSpec:
         interface: Network interface, or several separated by commas; None for any.
         run_id: Name of this run, for the rendezvous.
         start_timeout: Seconds until all agents must have met.
+        restarts: How often ranks have been started anew before.
+        max_restarts: How often they may be.
     """
 
     host: str
@@ -118,6 +120,8 @@ class AgentSpec:
     interface: str | None
     run_id: str
     start_timeout: float
+    restarts: int = 0
+    max_restarts: int = 0
 
     def encode(self) -> bytes:
         """The spec as the first line for an agent."""

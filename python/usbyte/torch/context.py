@@ -37,7 +37,7 @@ from usbyte.torch.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.progress import State
 from usbyte.torch.salvage import Left, judge
 from usbyte.torch.staged import StagedCommunicator
-from usbyte.torch.store import private_store
+from usbyte.torch.store import fresh_store, private_store
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
@@ -91,7 +91,7 @@ class Context:
         self.members: dict[tuple[int, ...], Context] = {}
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultBoard | None = None
-        self.store = store = _run_store(self.size)
+        self.store = store = _run_store(self.rank, self.size, cluster.kept_store)
         self.process_sets = ProcessSets(self, self._timeout)
         if self.size > 1:
             self._faults = FaultBoard(store, self.rank, self.size, self._describe, self._on_fault)
@@ -345,9 +345,15 @@ def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) ->
     if cluster.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
+    if cluster.kept_store:
+        meeting = dist.rendezvous("env://", cluster.rank, cluster.size, timeout=timeout)
+        store = fresh_store(next(meeting)[0], cluster.rank, cluster.size)
+        dist.init_process_group(
+            backend, store=store, rank=cluster.rank, world_size=cluster.size, timeout=timeout
+        )
+        return
     dist.init_process_group(
         backend,
-        # torchrun's agents may host the store; env:// knows.
         init_method="env://"
         if cluster.source == "torchrun"
         else f"tcp://{cluster.master_addr}:{cluster.master_port}",
@@ -360,11 +366,15 @@ def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) ->
 _runs = 0  # init() calls of this process, equal on all ranks
 
 
-def _run_store(size: int) -> dist.Store:
+def _run_store(rank: int, size: int, kept: bool) -> dist.Store:
     global _runs
     _runs += 1
     store = dist.distributed_c10d._get_default_store()
-    return private_store(store, f"usbyte/{_runs}") if size > 1 else store
+    if size == 1:
+        return store
+    if kept and not _owns_default_group:  # or it is fresh already
+        store = fresh_store(store, rank, size)
+    return private_store(store, f"usbyte/{_runs}")
 
 
 _current: Context | None = None

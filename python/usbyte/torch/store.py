@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from usbyte.errors import UsageError
 
+_ANSWER_INTERVAL = timedelta(milliseconds=50)
 _ABSENT = b"\0absent"  # differs from every value that is written, all of which are text
 
 
@@ -43,6 +46,41 @@ def private_store(store: dist.Store, name: str) -> dist.Store:
     # ranks agree through it on a fresh prefix of the server's own keys.
     namespace = store.compare_set(f"{name}/namespace", "", uuid.uuid4().hex)
     return _PrivateStore(f"{namespace.decode()}/{name}", server)
+
+
+def fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """A part of `store` in which no key has ever been set. Collective.
+
+    torchrun's agent keeps one store for all its restarts, in which ranks would find what is left of
+    others that are dead: addresses, faults. Counting starts does not tell them apart, as agents
+    count on their own. So each rank draws a name, and rank 0, once it has read it, answers there
+    with its own: nothing that is left of earlier ranks can hold that.
+
+    Raises:
+        UsageError: A rank does not come within the store's timeout.
+    """
+    mine = uuid.uuid4().hex
+    store.append("usbyte/arrived", f"{mine}\n")
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    try:
+        name = mine if rank == 0 else store.get(f"usbyte/answer/{mine}").decode()
+        fresh = dist.PrefixStore(f"usbyte/{name}", store)
+        present = fresh.add("present", 1)
+        if present == size:
+            fresh.set("complete", "")
+        answered: set[str] = set()
+        while rank == 0 and not fresh.check(["complete"]):
+            arrived = set(store.get("usbyte/arrived").decode().split())
+            for other in arrived - answered:
+                store.set(f"usbyte/answer/{other}", mine)
+            answered = arrived
+            with suppress(RuntimeError):
+                fresh.wait(["complete"], _ANSWER_INTERVAL)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{fresh.add('present', 0)} of {size} ranks are there")
+    except RuntimeError as error:
+        raise UsageError(f"rank {rank} has waited for the other ranks in vain: {error}") from error
+    return fresh
 
 
 def clone_store(store: dist.Store) -> dist.Store:
