@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import glob
 import importlib
 import math
 import os
@@ -178,8 +179,10 @@ def save_checkpoint(
         "settings": settings,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        left.unlink()  # by a process that was killed while it saved
     # os.replace is atomic only inside one file system.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
             torch.save(state, file)

@@ -113,6 +113,19 @@ def test_each_start_of_the_ranks_has_keys_of_its_own(server):
         assert found == [(False, [b"0", b"1", b"2"])] * 3
 
 
+def test_a_start_into_which_a_rank_comes_twice_is_refused_by_all(server):
+    """As when an agent starts its ranks anew while the other's still wait."""
+
+    def start(rank):
+        client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        with pytest.raises(UsageError, match="has been started anew"):
+            store.fresh_store(client, rank, 3)
+
+    server.set_timeout(timedelta(seconds=20))
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(start, [0, 2, 2]))
+
+
 def test_a_start_without_all_ranks_ends(server):
     server.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(UsageError, match="rank 0 has waited .* in vain: 1 of 2 ranks are there"):

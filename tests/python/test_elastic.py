@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from run_support import PATIENCE_SECONDS, Starter, starter
+from run_support import PATIENCE_SECONDS, Starter, parents, starter
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = {
@@ -64,7 +65,10 @@ def test_who_ends_a_job_gets_no_restart(start: Starter) -> None:
 
 
 def test_who_ends_a_job_while_it_ends_gets_no_restart(start: Starter) -> None:
-    script = "[ $RANK = 0 ] && sleep 1 && exit 5; trap 'echo asked' TERM; while :; do sleep 1; done"
+    script = (
+        "if [ $RANK = 0 ]; then until [ -e trapped ]; do sleep 0.1; done; exit 5; fi; "
+        "trap 'echo asked' TERM; touch trapped; while :; do sleep 0.1; done"
+    )
     running = start("-np", "2", "--max-restarts", "3", "bash", "-c", script)
     running.expect("[1] asked")
     running.process.send_signal(signal.SIGINT)
@@ -79,38 +83,26 @@ def test_a_job_that_cannot_start_is_not_tried_again(start: Starter) -> None:
     assert "restart" not in running.err
 
 
-class Killer(threading.Thread):
-    """Kills one of the ranks at some time after an epoch has been told."""
-
-    def __init__(self, draw: random.Random, epochs: int) -> None:
-        super().__init__(daemon=True)
-        self.after = draw.randrange(2, epochs - 2)
-        self.rank = draw.randrange(2)
-        self.delay = draw.uniform(0, 0.2)
-        self.due = threading.Event()
-
-    def run(self) -> None:
-        assert self.due.wait(PATIENCE_SECONDS)
-        time.sleep(self.delay)
-        os.kill(self._victim(), signal.SIGKILL)
-
-    def _victim(self) -> int:
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                variables = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if f"RANK={self.rank}".encode() in variables and any(
-                word.endswith(b"digits.py") for word in words[:3]
-            ):
-                return int(entry.name)
-        raise AssertionError("no rank to kill")
+def ranks_below(launcher: int) -> dict[int, int]:
+    """The process id of each rank that runs digits.py below a process."""
+    tree = parents()
+    found = {}
+    for pid in tree:
+        above = pid
+        while above in tree and above != launcher:
+            above = tree[above]
+        with suppress(OSError):
+            words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+            texts = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+            variables = dict(text.partition(b"=")[::2] for text in texts)
+            if above == launcher and any(word.endswith(b"digits.py") for word in words[:3]):
+                found[int(variables.get(b"RANK", b"-1"))] = pid
+    return found
 
 
-def trained(tmp_path: Path, name: str, launcher: str, *options: str, killers: list[Killer]) -> str:
-    """The digest of the parameters in the end."""
-    result = tmp_path / f"{name}.json"
+def trained(tmp_path: Path, launcher: str, *options: str, draw: random.Random | None) -> str:
+    """The digest of the parameters in the end; `draw` kills some rank at some time."""
+    result = tmp_path / "result.json"
     command = [sys.executable, *LAUNCHERS[launcher], str(ROOT / "examples" / "digits.py")]
     command += ["--epochs", "12", "--policy", "wfbp", *options, "--json", str(result)]
     process = subprocess.Popen(
@@ -122,25 +114,25 @@ def trained(tmp_path: Path, name: str, launcher: str, *options: str, killers: li
     )
     guard = threading.Timer(4 * PATIENCE_SECONDS, process.kill)
     guard.start()
+    after = draw.randrange(2, 10) if draw else None
     text = ""
-    waiting = list(killers)
-    for killer in killers:
-        killer.start()
     for line in process.stdout:
         text += line
-        if waiting and f"epoch {waiting[0].after:2d} " in line:
-            waiting.pop(0).due.set()
+        if after is not None and f"epoch {after:2d} " in line:
+            time.sleep(draw.uniform(0, 0.2))
+            os.kill(ranks_below(process.pid)[draw.randrange(2)], signal.SIGKILL)
+            after = None
     code = process.wait()
     guard.cancel()
     assert code == 0, text
-    assert not waiting, text
+    assert after is None, text
+    assert text.count("epoch  1 ") == 1, f"training began anew\n{text}"
     return json.loads(result.read_text())["parameters_sha256"]
 
 
 def test_killed_training_ends_as_training_that_was_not(tmp_path: Path) -> None:
-    whole = trained(tmp_path, "whole", "usbyterun", killers=[])
+    whole = trained(tmp_path, "usbyterun", draw=None)
     for seed, launcher in enumerate(LAUNCHERS):
-        killer = Killer(random.Random(seed), epochs=12)
         saved = ["--checkpoint", str(tmp_path / launcher), "--resume"]
-        assert trained(tmp_path, "killed", launcher, *saved, killers=[killer]) == whole, launcher
+        assert trained(tmp_path, launcher, *saved, draw=random.Random(seed)) == whole, launcher
     assert not list(tmp_path.glob("*.part"))

@@ -276,16 +276,35 @@ def test_a_python_without_usbyte(start: Starter, server: Server) -> None:
 COUNTED = "echo rank $RANK of $WORLD_SIZE in $GROUP_RANK, start $TORCHELASTIC_RESTART_COUNT; "
 
 
-def test_a_host_that_is_lost_is_left_out(start: Starter, server: Server) -> None:
+def test_a_host_that_is_lost_is_left_out_of_the_next_start(start: Starter, server: Server) -> None:
     hosts = "127.0.0.2:1,127.0.0.3:2"
-    options = [*server.options, "-H", hosts, "--nnodes", "1:2", "--max-restarts", "1"]
-    running = start(*options, "bash", "-c", f"{COUNTED} sleep 600")
+    options = [*server.options, "-H", hosts, "--nnodes", "1:2", "--max-restarts", "2"]
+    script = f"{COUNTED} until [ -e fail ]; do sleep 0.1; done; rm fail; exit 3"
+    running = start(*options, "--output-filename", "out", "bash", "-c", script)
     running.expect(*(f"[{n}] rank {n} of 3 in {n // 2 + n % 2}, start 0\n" for n in range(3)))
     os.kill(ssh_to(running, "127.0.0.2"), signal.SIGKILL)
     running.expect("[0] rank 0 of 2 in 0, start 1\n", "[1] rank 1 of 2 in 0, start 1\n")
-    assert "lost host 127.0.0.2; restart 1 of 1\n" in running.err
+    assert "lost host 127.0.0.2; restart 1 of 2\n" in running.err
+    (start.cwd / "fail").touch()
+    running.expect(*(f"[{n}] rank {n} of 3 in {n // 2 + n % 2}, start 2\n" for n in range(3)))
     running.process.send_signal(signal.SIGTERM)
     assert running.finish() == 143
+    assert [
+        [line[-1] for line in (start.cwd / "out" / f"rank.{n}" / "stdout").read_text().split("\n")[:-1]]
+        for n in range(3)
+    ] == [["0", "1", "2"], ["0", "1", "2"], ["0", "2"]]
+
+
+def test_a_host_without_which_there_is_no_job_is_tried_again(
+    start: Starter, server: Server
+) -> None:
+    options = [*server.options, "-H", "127.0.0.2:1,127.0.0.3:1", "--max-restarts", "1"]
+    script = f"{COUNTED} [ $TORCHELASTIC_RESTART_COUNT = 1 ] || sleep 600"
+    running = start(*options, "bash", "-c", script)
+    running.expect("[0] rank 0 of 2 in 0, start 0\n", "[1] rank 1 of 2 in 1, start 0\n")
+    os.kill(ssh_to(running, "127.0.0.3"), signal.SIGKILL)
+    assert running.finish() == 0, running.err
+    assert "[1] rank 1 of 2 in 1, start 1\n" in running.out
 
 
 def test_a_spare_host_takes_the_place_of_one_that_is_lost(start: Starter, server: Server) -> None:

@@ -5,15 +5,19 @@ there, the launcher decides, which knows all hosts: no host has to be told that 
 and a host that comes back is taken at the next restart, not at once.
 """
 
+import select
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
+from usbyte.run.agent import GRACE_SECONDS
 from usbyte.run.hosts import Host, Placement, place
 from usbyte.run.job import Job
-from usbyte.run.launcher import Launcher, Verdict
+from usbyte.run.launcher import Launcher
 from usbyte.run.output import Output
 from usbyte.run.processes import SignalWake
+
+# Before a host that was lost is tried again: until its agent, if it is cut off, has ended its ranks.
+_PAUSE_SECONDS = GRACE_SECONDS + 6.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,12 @@ class Pool:
             )
         self.placements()
 
+    @property
+    def size(self) -> int:
+        """The most ranks that the job may have."""
+        slots = sorted((host.slots for host in self.hosts), reverse=True)
+        return self.ranks or sum(slots[: self.most])
+
     def enough(self, absent: Collection[str]) -> bool:
         """Whether the job can do without the hosts of these names."""
         return len(self._present(absent)) >= self.least
@@ -63,7 +73,7 @@ class Attempts:
     Args:
         job: What to run.
         pool: Where.
-        directory: Where each rank's output is also written; see `Output`.
+        output: Where its output goes.
         wake: Signals that end it.
         verbose: See `Launcher`.
     """
@@ -72,45 +82,40 @@ class Attempts:
         self,
         job: Job,
         pool: Pool,
-        directory: Path | None,
+        output: Output,
         wake: SignalWake,
         verbose: bool,
     ) -> None:
         self._job = job
         self._pool = pool
-        self._directory = directory
+        self._output = output
         self._wake = wake
         self._verbose = verbose
-        self._begun = False
 
     def run(self) -> int:
-        """Runs the job; returns the exit code of its last attempt, see `Verdict`.
-
-        Raises:
-            OutputError: The directory or a file in it cannot be written.
-        """
+        """Runs the job; returns the exit code of its last attempt, see `Verdict`."""
+        most = self._job.max_restarts
         restarts = 0
+        has_run = False
         absent: frozenset[str] = frozenset()
         while True:
-            output, verdict = self._attempt(restarts, absent)
-            if verdict.restartable and restarts < self._job.max_restarts:
+            job = self._job.attempt(self._pool.placements(absent), restarts)
+            verdict = Launcher(job, self._output, self._wake, self._verbose).run()
+            has_run |= verdict.restartable
+            missing = absent | verdict.lost
+            if verdict.lost and not verdict.restartable and self._pool.enough(missing):
+                absent = missing
+                self._output.note(f"{verdict.message}; going on without")
+            elif restarts < most and (verdict.restartable or (verdict.lost and has_run)):
                 restarts += 1
                 absent = verdict.lost if self._pool.enough(verdict.lost) else frozenset()
-                output.note(f"{verdict.message}; restart {restarts} of {self._job.max_restarts}")
-            elif not verdict.restartable and verdict.lost and self._pool.enough(
-                absent | verdict.lost
-            ):
-                absent |= verdict.lost
-                output.note(f"{verdict.message}; going on without")
+                self._output.note(f"{verdict.message}; restart {restarts} of {most}")
+                if verdict.lost - absent:
+                    select.select([self._wake.fd], [], [], _PAUSE_SECONDS)
             else:
                 break
+            self._output.calm()
         if verdict.message is not None:
-            after = f" (after {restarts} of {self._job.max_restarts} restarts)" if restarts else ""
-            output.note(verdict.message + after)
+            after = f" (after {restarts} of {most} restarts)" if restarts else ""
+            self._output.note(verdict.message + after)
         return verdict.code
-
-    def _attempt(self, restarts: int, absent: frozenset[str]) -> tuple[Output, Verdict]:
-        job = self._job.attempt(self._pool.placements(absent), restarts)
-        output = Output(job.size, self._wake.fd, self._directory, append=self._begun)
-        self._begun = True
-        return output, Launcher(job, output, self._wake, self._verbose).run()

@@ -14,7 +14,7 @@ import click
 from usbyte.run import hosts, processes
 from usbyte.run.attempts import Attempts, Pool
 from usbyte.run.job import Job, Ssh
-from usbyte.run.output import OutputError
+from usbyte.run.output import Output
 
 _EXAMPLES = """\b
 Examples:
@@ -210,9 +210,12 @@ def main(
     processes.adopt_orphans()
     wake = processes.SignalWake(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
-        sys.exit(Attempts(job, pool, directory, wake, verbose).run())
-    except OutputError as error:
-        raise click.ClickException(str(error)) from error
+        output = Output(pool.size, wake.fd, directory)
+    except OSError as error:
+        raise click.ClickException(f"--output-filename: {error}") from error
+    code = Attempts(job, pool, output, wake, verbose).run()
+    output.close()
+    sys.exit(code)
 
 
 def _pool(

@@ -78,6 +78,8 @@ class Launcher:
                 link.kill()
             # Only an agent that was killed itself leaves anything.
             processes.end_descendants(0, spare=earlier)
+            processes.reap()
+            self._selector.close()
         self._output.finish()
         return self._verdict or Verdict(1, "no agent was started")
 
@@ -108,6 +110,7 @@ class Launcher:
         for link in self._links:
             if link.gone and not link.ended:
                 self._conclude(1, _describe_loss(link), self._all_run, [link])
+                self._lose(link)
         if self._output.stdout.broken:
             self._conclude(128 + signal.SIGPIPE)
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -175,6 +178,7 @@ class Launcher:
         for link in self._links:
             if not link.gone:
                 self._output.note(f"host {link.name} did not confirm that its ranks have ended")
+                self._lose(link)
                 link.kill()
 
     def _go(self) -> None:
@@ -203,6 +207,12 @@ class Launcher:
                 link.send("stop")
             else:
                 link.kill()
+
+    def _lose(self, link: AgentLink) -> None:
+        """A host may be what has ended the job even where a rank elsewhere told first."""
+        verdict = self._verdict
+        if verdict is not None and verdict.restartable:
+            self._verdict = replace(verdict, lost=verdict.lost | {link.name})
 
     def _tell_all(self, command: str, **fields: Any) -> None:
         for link in self._links:

@@ -13,10 +13,6 @@ _STUCK_SECONDS = 1.0
 _FILE_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
 
-class OutputError(Exception):
-    """A file that ranks' output goes to cannot be written; the message names the option."""
-
-
 class LineCutter:
     r"""Cuts a stream of bytes into lines; `\r` ends one too, as progress bars use it."""
 
@@ -46,22 +42,28 @@ class Sink:
 
     Attributes:
         broken: The reader is gone.
+        stuck: Since `hurry`, nobody has read for a second; what came after that is lost.
     """
 
     def __init__(self, fd: int, wake: int) -> None:
         self._fd = fd
         self._wake = wake
         self._patient = True
-        self.broken = False
+        self.broken = self.stuck = False
 
     def hurry(self) -> None:
         """From now on, gives up if nobody reads for a second."""
         self._patient = False
 
+    def calm(self) -> None:
+        """Ends the hurry."""
+        self._patient = True
+        self.stuck = False
+
     def write(self, data: bytes) -> None:
         """Writes everything, unless the reader is gone or `wake` ends the wait for it."""
         view = memoryview(data)
-        while view and not self.broken and self._wait():
+        while view and not self.broken and not self.stuck and self._wait():
             try:
                 # That many bytes do not block once a pipe is ready for any.
                 view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
@@ -77,7 +79,7 @@ class Sink:
             poll.register(self._wake, select.POLLIN)
         ready = dict(poll.poll(None if self._patient else _STUCK_SECONDS * 1000))
         if not ready:
-            self.broken = True
+            self.stuck = True
         return self._fd in ready
 
 
@@ -85,32 +87,25 @@ class Output:
     """The launcher's stdout and stderr, and the ranks' files.
 
     Args:
-        size: Ranks of the job.
+        size: Ranks that the job may have.
         wake: See `Sink`.
         directory: Where `rank.N/stdout` and `rank.N/stderr` are written; None for nowhere. As with
             Horovod, N has as many digits as the highest rank.
-        append: Keep what an earlier attempt at the job wrote there.
 
     Raises:
-        OutputError: The directory or a file in it cannot be written.
+        OSError: The directory or a file in it cannot be written.
     """
 
-    def __init__(
-        self, size: int, wake: int, directory: Path | None = None, append: bool = False
-    ) -> None:
+    def __init__(self, size: int, wake: int, directory: Path | None = None) -> None:
         self.stdout = Sink(1, wake)
         self.stderr = Sink(2, wake)
         self._cutters: dict[tuple[int, int], LineCutter] = {}
         self._files: dict[tuple[int, int], BinaryIO] = {}
-        try:
-            for rank in range(size if directory is not None else 0):
-                folder = Path(directory or "", f"rank.{rank:0{len(str(size - 1))}d}")
-                folder.mkdir(parents=True, exist_ok=True)
-                for kind, name in _FILE_NAMES.items():
-                    path = folder / name
-                    self._files[kind, rank] = path.open("ab" if append else "wb", buffering=0)
-        except OSError as error:
-            raise OutputError(f"--output-filename: {error}") from error
+        for rank in range(size if directory is not None else 0):
+            folder = Path(directory or "", f"rank.{rank:0{len(str(size - 1))}d}")
+            folder.mkdir(parents=True, exist_ok=True)
+            for kind, name in _FILE_NAMES.items():
+                self._files[kind, rank] = (folder / name).open("wb", buffering=0)
 
     def rank(self, kind: int, rank: int, data: bytes) -> None:
         """Takes what a rank has printed; kind is STDOUT or STDERR."""
@@ -127,9 +122,12 @@ class Output:
         self.stderr.write(f"[{host}] ".encode() + line.rstrip() + b"\n")
 
     def finish(self) -> None:
-        """Shows lines that have no end and closes the files."""
+        """Shows lines that have no end: no rank that runs now prints any more."""
         for (kind, rank), cutter in sorted(self._cutters.items()):
             self._show(kind, rank, cutter.finish())
+
+    def close(self) -> None:
+        """Closes the files."""
         for file in self._files.values():
             file.close()
 
@@ -137,6 +135,14 @@ class Output:
         """From now on, gives up if nobody reads for a second."""
         self.stdout.hurry()
         self.stderr.hurry()
+
+    def calm(self) -> None:
+        """Ends the hurry, and tells what it has cost."""
+        stuck = self.stdout.stuck or self.stderr.stuck
+        self.stdout.calm()
+        self.stderr.calm()
+        if stuck:
+            self.note("some of the ranks' last output is lost, as nobody read it")
 
     def _show(self, kind: int, rank: int, lines: list[bytes]) -> None:
         def marked() -> Iterator[bytes]:

@@ -76,6 +76,13 @@ def end_descendants(
     return pids
 
 
+def reap() -> None:
+    """Takes the exit codes of children that have ended; nobody else waits for any."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):

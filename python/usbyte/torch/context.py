@@ -333,34 +333,31 @@ class Context:
         self._excepthook(kind, error, trace)
 
 
-_owns_default_group = False
+_own_group: dist.ProcessGroup | None = None  # the default group, if made here
 
 
 def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> None:
-    global _owns_default_group
-    _owns_default_group = True
+    global _own_group
     backend = env.backend if env.backend not in ("", "nccl") else "gloo"
     if env.backend in ("", "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"  # for the user's own tensors; NCCL starts when it is used
     if cluster.size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    if cluster.kept_store:
+        where: dict[str, Any] = {"store": dist.HashStore()}
+    elif cluster.kept_store:
         meeting = dist.rendezvous("env://", cluster.rank, cluster.size, timeout=timeout)
-        store = fresh_store(next(meeting)[0], cluster.rank, cluster.size)
-        dist.init_process_group(
-            backend, store=store, rank=cluster.rank, world_size=cluster.size, timeout=timeout
-        )
-        return
+        where = {"store": fresh_store(next(meeting)[0], cluster.rank, cluster.size)}
+    elif cluster.source == "torchrun":
+        where = {"init_method": "env://"}
+    else:
+        where = {"init_method": f"tcp://{cluster.master_addr}:{cluster.master_port}"}
     dist.init_process_group(
-        backend,
-        init_method="env://"
-        if cluster.source == "torchrun"
-        else f"tcp://{cluster.master_addr}:{cluster.master_port}",
-        rank=cluster.rank,
-        world_size=cluster.size,
-        timeout=timeout,
+        backend, rank=cluster.rank, world_size=cluster.size, timeout=timeout, **where
     )
+    _own_group = dist.group.WORLD
+
+
+def _owns_default_group() -> bool:
+    return _own_group is not None and _own_group is dist.group.WORLD
 
 
 _runs = 0  # init() calls of this process, equal on all ranks
@@ -372,7 +369,7 @@ def _run_store(rank: int, size: int, kept: bool) -> dist.Store:
     store = dist.distributed_c10d._get_default_store()
     if size == 1:
         return store
-    if kept and not _owns_default_group:  # or it is fresh already
+    if kept and not _owns_default_group():  # or it is fresh already
         store = fresh_store(store, rank, size)
     return private_store(store, f"usbyte/{_runs}")
 
@@ -444,7 +441,7 @@ def _shutdown_at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    if _owns_default_group and dist.is_initialized():
+    if dist.is_initialized() and _owns_default_group():
         dist.destroy_process_group()
 
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
-from usbyte import _core, tuning
+from usbyte import _core
 from usbyte.errors import Error, UsageError
+from usbyte.torch.arguments import check_combination, check_policy, names_of, positive
 from usbyte.torch.awaited import release
 from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
 from usbyte.torch.context import Context, current
@@ -23,7 +24,7 @@ from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
 from usbyte.torch.members import members_of
 from usbyte.torch.mesh import Given, parse, told
-from usbyte.torch.ops import Average, ReduceOp, Sum
+from usbyte.torch.ops import Average, ReduceOp
 from usbyte.torch.overlap import Overlap, Watch, agree
 from usbyte.torch.ownership import claim
 from usbyte.torch.planning import Decision, Planner, Policy
@@ -31,7 +32,7 @@ from usbyte.torch.process_sets import Members as SomeRanks
 from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.reducer import Reducer, codes_shards
 from usbyte.torch.salvage import Judgement, Left, Salvage
-from usbyte.torch.sharding import ShardedUpdates, check_dense, check_shardable
+from usbyte.torch.sharding import ShardedUpdates, check_dense
 from usbyte.torch.sparse import model_of, sparse_parameters
 from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks
 
@@ -139,26 +140,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups: object = None,
         process_set: SomeRanks | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
-        if overlap not in get_args(Overlap):
-            raise UsageError(f'overlap must be "auto", "backward" or "forward", not {overlap!r}')
-        if op not in (Average, Sum):
-            raise UsageError(f"op must be Average or Sum, not {op}")
+        check_combination(
+            optimizer,
+            overlap,
+            op,
+            shard_optimizer,
+            fused_update,
+            max_grad_norm,
+            backward_passes_per_step,
+            gradient_predivide_factor,
+        )
         if shard_optimizer:
-            check_shardable(optimizer, overlap)
             overlap = "forward"
-        elif max_grad_norm is not None:
-            raise UsageError(
-                "max_grad_norm needs shard_optimizer=True; otherwise call "
-                "torch.nn.utils.clip_grad_norm_ between backward() and step()"
-            )
-        if backward_passes_per_step < 1:
-            raise UsageError(
-                f"backward_passes_per_step must be 1 at least, not {backward_passes_per_step}"
-            )
-        if gradient_predivide_factor != 1.0 and op != Average:
-            raise UsageError("gradient_predivide_factor needs op=Average")
         self._passes_per_step = backward_passes_per_step
         whole = current() if ranks is None else ranks
         context = whole
@@ -167,8 +160,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._context = context
         if num_groups or groups is not None:
             log.warning("num_groups and groups have no effect: what travels together is planned")
-        if shard_optimizer and fused_update:
-            raise UsageError("fused_update=True does not go with shard_optimizer=True")
         self._compression: Rules | Sequence[Rules] = "none" if compression is None else compression
         self._memory = Memory()
         self._steps = 0  # completed before the reducer was made
@@ -177,22 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._shards: ShardedUpdates | None = None
         env = context.env
         policy = policy or env.policy or "auto"
-        if isinstance(policy, str) and policy not in tuning.policies():
-            raise UsageError(f"unknown policy '{policy}'; known are {', '.join(tuning.policies())}")
-        if shard_optimizer and isinstance(policy, str) and policy not in tuning.SHARDING:
-            raise UsageError(
-                f"policy '{policy}' cannot serve shard_optimizer=True; take one of "
-                f"{', '.join(tuning.SHARDING)}"
-            )
-        if isinstance(policy, str) and policy.startswith("tune:"):
-            tuning.check_installed()
-        if tune_steps is not None and policy not in tuning.TRIED:
-            raise UsageError(f"tune_steps needs one of the policies {', '.join(tuning.TRIED)}")
-        if tune_steps is not None and tune_steps < 2 and (policy, tune_steps) != ("auto", 0):
-            raise UsageError(
-                f"tune_steps must be 2 at least to time a step, not {tune_steps}; 0 lets auto try "
-                "nothing"
-            )
+        check_policy(policy, shard_optimizer, tune_steps)
         self._inner = optimizer
         self._overlap = overlap
         self._model = model
@@ -203,13 +179,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             topology = env.topology or ("hosts" if policy == "themis" else None)
         self._topology = topology
         self._options = {
-            "partition_bytes": _bytes("partition_bytes", partition_bytes, env.partition_bytes),
-            "credit_bytes": _bytes("credit_bytes", credit_bytes, env.credit_bytes),
-            "bucket_bytes": _bytes("bucket_bytes", bucket_bytes, env.bucket_bytes),
+            "partition_bytes": positive("partition_bytes", partition_bytes, env.partition_bytes),
+            "credit_bytes": positive("credit_bytes", credit_bytes, env.credit_bytes),
+            "bucket_bytes": positive("bucket_bytes", bucket_bytes, env.bucket_bytes),
         }
         self._densifies = sparse_as_dense
         self._owner = model or model_of(named_parameters)
-        self._given_names = _check_names(named_parameters)
+        self._given_names = names_of(named_parameters)
         self.label = context.next_label()
         self._reducer: Reducer | None = None
         self._gates: Gates | None = None
@@ -932,31 +908,3 @@ def _forwarded(name: str) -> property:
 # GradScaler hands these to optimizers that unscale by themselves.
 for _name in ("grad_scale", "found_inf"):
     setattr(DistributedOptimizer, _name, _forwarded(_name))
-
-
-def _bytes(name: str, given: int | None, default: int) -> int:
-    if given is None:
-        return default
-    if given <= 0:
-        raise UsageError(f"{name} must be positive, not {given}")
-    return given
-
-
-def _check_names(
-    named: Iterable[tuple[str, nn.Parameter]] | None,
-) -> dict[nn.Parameter, str] | None:
-    if named is None:
-        return None
-    names: dict[nn.Parameter, str] = {}
-    seen: dict[str, nn.Parameter] = {}
-    for row in named:
-        if not (isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str)):
-            raise UsageError(
-                "named_parameters must yield (name, parameter) pairs, "
-                "as model.named_parameters() does"
-            )
-        name, param = row
-        if seen.setdefault(name, param) is not param:
-            raise UsageError(f"named_parameters has two parameters named '{name}'")
-        names.setdefault(param, name)  # a tied parameter keeps its first name
-    return names

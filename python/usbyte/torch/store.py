@@ -53,10 +53,11 @@ def fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
     torchrun's agent keeps one store for all its restarts, in which ranks would find what is left of
     others that are dead: addresses, faults. Counting starts does not tell them apart, as agents
     count on their own. So each rank draws a name, and rank 0, once it has read it, answers there
-    with its own: nothing that is left of earlier ranks can hold that.
+    with its own: nothing that is left of earlier ranks can hold that. A rank that comes where one
+    of its number has been, as with agents that start anew without each other, spoils the start.
 
     Raises:
-        UsageError: A rank does not come within the store's timeout.
+        UsageError: A rank does not come within the store's timeout, or comes twice.
     """
     mine = uuid.uuid4().hex
     store.append("usbyte/arrived", f"{mine}\n")
@@ -64,11 +65,12 @@ def fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
     try:
         name = mine if rank == 0 else store.get(f"usbyte/answer/{mine}").decode()
         fresh = dist.PrefixStore(f"usbyte/{name}", store)
-        present = fresh.add("present", 1)
-        if present == size:
-            fresh.set("complete", "")
+        if fresh.add(f"present/{rank}", 1) > 1:
+            fresh.set("outcome", "spoiled")
+        elif fresh.add("present", 1) == size:
+            fresh.set("outcome", "complete")
         answered: set[str] = set()
-        while rank == 0 and not fresh.check(["complete"]):
+        while rank == 0 and not fresh.check(["outcome"]):
             arrived = set(store.get("usbyte/arrived").decode().split())
             for other in arrived - answered:
                 store.set(f"usbyte/answer/{other}", mine)
@@ -76,6 +78,8 @@ def fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{fresh.add('present', 0)} of {size} ranks are there")
             time.sleep(_ANSWER_INTERVAL_S)  # a wait with a timeout would log each of them
+        if fresh.get("outcome") != b"complete":
+            raise RuntimeError("one of them has been started anew; start all of them")
     except RuntimeError as error:
         raise UsageError(f"rank {rank} has waited for the other ranks in vain: {error}") from error
     return fresh
