@@ -184,9 +184,13 @@ void Engine::drain(const std::function<void()>& poll, CudaStream stream) {
 void Engine::fail(const std::string& message) {
   bool stuck;
   {
-    std::lock_guard lock(state_->mutex);
+    std::unique_lock lock(state_->mutex);
     state_->set_fault(message);
     stuck = state_->launching;
+    if (stuck) {
+      state_->looked = true;
+      state_->arrived.wait(lock, [this] { return !state_->writing; });  // nobody looks just now
+    }
   }
   if (stuck) state_->abort();  // else the engine's thread does so
 }

@@ -436,6 +436,8 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
     const bool failed = raw_fault || !fault.empty();
     if (failed && !aborted) {
       aborted = true;
+      // What has ended by now is whole, and what ends later need not be.
+      if (!std::exchange(looked, true) && device_busy()) poll_device(lock);
       lock.unlock();
       abort();  // first, as a device waits for it, and the host for that
       lock.lock();

@@ -62,6 +62,7 @@ struct Engine::State {
   FlightRecorder flights;
   bool posted = true;  // `record` is in the outbox, or was not wanted
   bool aborted = false;
+  bool looked = false;  // at the device for the last time: from then on, ops may end by an abort
 
   std::shared_ptr<TimelineWriter> writer;
   std::vector<StepRecord> outbox;     // finished records, for the engine's thread to write

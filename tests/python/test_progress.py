@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch.distributed as dist
 
+from usbyte.torch.calls import Calls
 from usbyte.torch.mailbox import Mailbox
 from usbyte.torch.progress import behind, last_operations
 
@@ -33,6 +35,20 @@ def test_messages_arrive_once_each_and_in_the_order_of_their_sender():
     for name in "abc":
         mine = [text for text in received if text.startswith(name)]
         assert mine == [f"{name} {number}" for number in range(20)]
+
+
+def test_calls_wait_for_those_before_them_only_if_they_are_patient():
+    calls, gate = Calls("test"), threading.Event()
+    with pytest.raises(RuntimeError, match=r"no answer in 0\.1 s"):
+        calls.make(lambda: gate.wait(30), 0.1)
+    with pytest.raises(RuntimeError, match="no answer to an earlier call"):
+        calls.make(lambda: 1, 30)
+    threading.Timer(0.3, gate.set).start()
+    assert calls.make(lambda: 2, 30, patient=True) == 2
+    assert calls.make(lambda: 3, 30) == 3
+    calls.close()
+    with pytest.raises(RuntimeError, match="not asked any more"):
+        calls.make(lambda: 4, 30)
 
 
 def state(step, phase="flight", completed=0, awaited=(), last=(), eager=()):

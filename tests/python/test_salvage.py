@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import FaultError
 from usbyte.torch.awaited import hold, release
-from usbyte.torch.salvage import Judgement, Left, Salvage, judge
+from usbyte.torch.salvage import Judgement, Left, Salvage, judge, torn
 
 STEPS = 9  # before the fault; more than are learned
 LIMITS = {"USBYTE_STALL_WARNING_S": "1", "USBYTE_STALL_LIMIT_S": "4"}
@@ -208,6 +209,93 @@ def test_an_update_that_is_going_on_ends_before_anything_is_decided():
     reader.join(10)
     assert seen == [6.0]
     assert type(param) is nn.Parameter
+
+
+def test_nobody_else_lets_go_of_what_is_dirty():
+    """As gates do, which note who reads a parameter, and updates."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    salvage = Salvage(params, lambda: False, lambda completes: None)
+    salvage.decide("lost", Judgement("step 3 was applied in part"))
+    for param in params:
+        release(param)
+        hold(param, release)
+        with pytest.raises(FaultError, match="step 3 was applied in part"):
+            param.sum()
+    with torch.no_grad():
+        params[0].copy_(torch.zeros(3))
+    salvage.hold()  # an update has ended late
+    assert params[0].sum() == 0
+    with pytest.raises(FaultError):
+        params[1].sum()
+
+
+def test_a_clean_up_that_fails_leaves_dirty_parameters():
+    param = nn.Parameter(torch.ones(3))
+    inside = [False]
+
+    def clean_up(completes):
+        inside[0] = True
+        with torch.no_grad():
+            param.add_(1)
+        inside[0] = False
+        raise KeyboardInterrupt
+
+    salvage = Salvage([param], lambda: inside[0], clean_up)
+    salvage.decide("lost", Judgement("", completes=True))
+    with pytest.raises(KeyboardInterrupt):
+        param.sum()
+    for _ in range(2):
+        with pytest.raises(FaultError, match="their last updates ended with KeyboardInterrupt"):
+            param.sum()
+
+
+def test_a_tensor_that_takes_the_place_of_one_that_was_dirty_is_nobodys():
+    class Owner:
+        pass
+
+    for _ in range(50):  # ids are soon used again
+        hold(torch.zeros(1), release, owner=Owner())
+        tensor = torch.zeros(1)
+        hold(tensor, release)
+        assert tensor.sum() == 0
+        assert type(tensor) is torch.Tensor
+
+
+def test_sums_that_have_not_passed_a_device_are_torn_where_updates_used_them():
+    def status(step, *took):
+        last = [{"step": s, "op": "", "launched_s": 0.1, "took_s": t} for s, t in took]
+        return {"step": step, "last": last}
+
+    assert not torn(status(5, (4, 0.1), (5, 0.1)), applied=True)
+    assert torn(status(5, (4, 0.1), (5, None)), applied=True)
+    assert not torn(status(5, (4, 0.1), (5, None)), applied=False)
+    assert torn(status(5, (4, None), (5, None)), applied=False)
+
+
+def faults_while_learning(rank, size):
+    """The last step before the fault is applied on rank 0 alone."""
+    model, optimizer = prepared(rank, "auto")
+    train(model, optimizer, rank, 2)
+    begin(model, optimizer, rank, 2)
+    if rank == 1:
+        while not optimizer._reducer.failed:
+            time.sleep(0.05)
+    else:
+        optimizer.step()
+        with pytest.raises(FaultError, match="rank 1 has not begun backward"):
+            begin(model, optimizer, rank, 3)
+    optimizer.close()
+    first = can_be_read(model)
+    model.train()
+    with contextlib.suppress(FaultError):
+        model(inputs(rank, 3))
+    readable = first, can_be_read(model)
+    ub.shutdown()
+    return readable
+
+
+def test_dirty_parameters_stay_so_while_uses_are_learned():
+    assert run_ranks(2, faults_while_learning, env=LIMITS) == [[False, False], [True, True]]
 
 
 def test_who_writes_to_a_whole_tensor_need_not_fetch_it():

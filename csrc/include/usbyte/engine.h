@@ -129,7 +129,8 @@ class Engine {
   int64_t steps() const;
   /// For other ranks, as JSON: step, phase ("idle", "backward", "flight"), ops launched and
   /// completed, up to four tensors whose gradients are awaited, and the last ops: of each the step,
-  /// what it is, launched_s ago, and took_s, null while in flight.
+  /// what it is, launched_s ago, and took_s, null while in flight, on a device until it was seen to
+  /// have ended there before a fault.
   std::string status() const;
   /// When each tensor became ready in the current step, seconds on the steady clock; 0 where it has
   /// not. On a device those are its own times, for which the host waits, and with `timed` only.

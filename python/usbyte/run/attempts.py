@@ -16,7 +16,7 @@ from usbyte.run.launcher import Launcher
 from usbyte.run.output import Output
 from usbyte.run.processes import SignalWake
 
-# Before a host that was lost is tried again: until its agent, if it is cut off, has ended its ranks.
+# Before a host that was lost is tried again: its agent may be ending ranks, cut off as it is.
 _PAUSE_SECONDS = GRACE_SECONDS + 6.0
 
 

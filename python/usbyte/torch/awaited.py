@@ -9,6 +9,7 @@ unpacks tensors by itself) is not seen.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +22,12 @@ Fetch = Callable[[torch.Tensor], None]
 _fetches: dict[int, tuple[Fetch, Fetch]] = {}  # for readers, for writers
 _classes: dict[type, type] = {}  # of held tensors, by what they are otherwise
 _bases: dict[type, type] = {}  # the inverse
+_owners: dict[int, tuple[object, weakref.ref[torch.Tensor]]] = {}  # by id, of what has one
 
 
-def hold(tensor: torch.Tensor, fetch: Fetch, overwritten: Fetch | None = None) -> None:
+def hold(
+    tensor: torch.Tensor, fetch: Fetch, overwritten: Fetch | None = None, owner: object = None
+) -> None:
     """Has `fetch` called when somebody is about to use the tensor, until `release`.
 
     Whoever holds it must keep it alive until then.
@@ -32,19 +36,33 @@ def hold(tensor: torch.Tensor, fetch: Fetch, overwritten: Fetch | None = None) -
         tensor: Of any class.
         fetch: What to call.
         overwritten: Called in its place by who writes to all of the tensor, as `copy_` does.
+        owner: Who alone can release it or hold it in another way; None for anybody.
     """
+    if owner is not None:
+        _owners[id(tensor)] = (owner, weakref.ref(tensor))
+    elif _owner_of(tensor) is not None:
+        return
     _fetches[id(tensor)] = (fetch, overwritten or fetch)
     kind = type(tensor)
     if kind not in _bases:
         tensor.__class__ = _classes.get(kind) or _class_for(kind)
 
 
-def release(tensor: torch.Tensor) -> None:
-    """The tensor is again what it was; nothing happens if it was not held."""
+def release(tensor: torch.Tensor, owner: object = None) -> None:
+    """The tensor is again what it was; nothing happens if it was not held, or by another owner."""
+    if _owner_of(tensor) is not owner:
+        return
+    _owners.pop(id(tensor), None)
     base = _bases.get(type(tensor))
     if base is not None:
         tensor.__class__ = base
         _fetches.pop(id(tensor), None)  # which another thread may have done just now
+
+
+def _owner_of(tensor: torch.Tensor) -> object:
+    owner, of = _owners.get(id(tensor), (None, None))
+    # The id of a tensor that is gone may be that of another one now.
+    return owner if of is not None and of() is tensor else None
 
 
 class _Awaited:

@@ -22,14 +22,16 @@ class Calls:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._hangs = False  # a call has not ended in time
+        self._closed = False
         threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
-    def make(self, call: Callable[[], T], seconds: float) -> T:
+    def make(self, call: Callable[[], T], seconds: float, patient: bool = False) -> T:
         """What the call returns; interruptible.
 
         Args:
             call: What to do; may raise RuntimeError only.
             seconds: For the call, and those that were asked for before it.
+            patient: Wait that long even if one of those has taken too long already.
 
         Raises:
             RuntimeError: The call raised it, or did not end in time, or one before it does not.
@@ -46,7 +48,9 @@ class Calls:
             self._hangs = False
             ended.set()
 
-        if self._hangs:
+        if self._closed:
+            raise RuntimeError("the store is not asked any more")
+        if self._hangs and not patient:
             raise RuntimeError("no answer to an earlier call")
         self._queue.put(carry_out)
         if not ended.wait(min(seconds, threading.TIMEOUT_MAX)):
@@ -59,6 +63,7 @@ class Calls:
 
     def close(self) -> None:
         """Ends the thread, once it has made the calls asked for before."""
+        self._closed = True
         self._queue.put(None)
 
 

@@ -93,8 +93,6 @@ class Context:
         self._faults: FaultBoard | None = None
         self.store = store = _run_store(self.rank, self.size, cluster.kept_store)
         self.process_sets = ProcessSets(self, self._timeout)
-        if self.size > 1:
-            self._faults = FaultBoard(store, self.rank, self.size, self._describe, self._on_fault)
         self.eager = EagerQueue(
             # The queue moves CPU tensors and closes the group after a fault, so nobody else has it.
             dist.new_group(backend="gloo", timeout=self._timeout),
@@ -105,6 +103,8 @@ class Context:
             stall_warning_s=env.stall_warning_s,
             on_fault=self.report_fault,
         )
+        if self.size > 1:
+            self._faults = FaultBoard(store, self.rank, self.size, self._describe, self._on_fault)
         if cluster.size != self.size:  # the default group was made without a launcher's variables
             self.local_rank, self.local_size = self._count_local()
         store.set(f"local/{self.rank}", json.dumps([self.local_rank, self.local_size]))
@@ -243,6 +243,11 @@ class Context:
         more = self._faults.inquire(topic) if self._faults else ""
         return f"{text}: {more}" if more else text
 
+    def check(self) -> None:
+        """Raises FaultError after a fault."""
+        if self._faults is not None and (verdict := self._faults.verdict) is not None:
+            raise FaultError(verdict)
+
     def report_fault(self, noticed: str) -> str:
         """Asks the other ranks what happened; returns what every rank is going to raise."""
         return self._faults.report(noticed) if self._faults else noticed
@@ -304,9 +309,13 @@ class Context:
         for context in list(self.members.values()):
             context.eager.fail(verdict)
         self._record_flight(verdict, state)
-        assert self._faults is not None
-        mine = {o.label: asdict(left) for o in optimizers if (left := o.left()) is not None}
-        found = self._faults.compare(mine)
+        found = None
+        try:
+            assert self._faults is not None
+            mine = {o.label: asdict(left) for o in optimizers if (left := o.left()) is not None}
+            found = self._faults.compare(mine)
+        except Exception:  # readers of parameters wait for what is decided below
+            log.exception("what the fault has left cannot be found out")
         for optimizer in optimizers:
             lefts = found and {
                 rank: Left(**theirs[optimizer.label])

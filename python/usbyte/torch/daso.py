@@ -22,6 +22,7 @@ from usbyte.torch.node_exchange import Exchange, NodeExchange
 from usbyte.torch.optimizer import DistributedOptimizer
 from usbyte.torch.parameter_vectors import ParameterVectors
 from usbyte.torch.planning import difference_of
+from usbyte.torch.salvage import Left
 
 __all__ = ["DasoOptimizer"]
 
@@ -163,12 +164,13 @@ class DasoOptimizer(DistributedOptimizer):
         self._in_flight: _InFlight | None = None
         self._vectors: ParameterVectors | None = None
         self._batches = 0  # for messages
+        self._merging = False  # a step's own update is done, and what other nodes have sent is not
         self._has_settled = False
         self._whole = context
         if groups[1] is not None:
             label = context.next_label()
             first = context.rank - context.rank % slots
-            self._node = members_of(context, range(first, first + slots))
+            self._node = members_of(context, list(range(first, first + slots)))
             self._exchange = NodeExchange(context, label, groups[0], groups[1], self._node.rank)
         elif context.rank == 0:
             log.warning("DASO: there is one node only, so gradients are averaged and no more")
@@ -229,6 +231,12 @@ class DasoOptimizer(DistributedOptimizer):
         self._batches += 1
         if self._exchange is None:
             return result
+        self._exchange_nodes()
+        self._merging = False
+        return result
+
+    def _exchange_nodes(self) -> None:
+        assert self._exchange is not None
         if self._in_flight is not None:
             self._in_flight.left -= 1
             if self._in_flight.left <= 0:
@@ -236,7 +244,10 @@ class DasoOptimizer(DistributedOptimizer):
         start = self._schedule.end_batch(self._in_flight is not None)
         if start is not None:
             self._begin(start)
-        return result
+
+    def _step_now(self, closure: Callable[[], float] | None) -> float | None:
+        self._merging = self._exchange is not None
+        return super()._step_now(closure)
 
     def end_epoch(self, loss: float | torch.Tensor) -> float:
         """Ends an epoch: the next one may belong to another phase, or have other B and S.
@@ -352,7 +363,16 @@ class DasoOptimizer(DistributedOptimizer):
         """Every wait from now on raises FaultError with this message."""
         super().fail(message)
         if self._exchange is not None:
+            if self._salvage is None:  # a node of one rank
+                self._guard(None)
             self._exchange.fail(message)
+
+    def left(self) -> Left | None:
+        """See `DistributedOptimizer`; a step ends when other nodes' parameters have been used."""
+        left = super().left()
+        if left is None or not self._merging:
+            return left
+        return Left(left.completed - 1, partial=True, completable=False)
 
     def close(self, whole_state: bool = True) -> None:
         """Uses what is in flight, unless communication has failed; then ends all threads.
@@ -407,10 +427,12 @@ class DasoOptimizer(DistributedOptimizer):
             return
         assert self._exchange is not None
         assert self._vectors is not None
+        self._merging = True
         self._arrive(flight)
         self._in_flight = None
         with self._updating():
             self._vectors.merge(flight.wait, self._exchange.size)
+            self._merging = False
 
     def _end_exchange(self) -> None:
         if self._exchange is not None:

@@ -133,7 +133,7 @@ class FaultBoard:
             return f"the job's store does not answer: {brief(error)}"
 
     def compare(self, mine: Any) -> dict[int, Any] | None:
-        """After a fault: what each rank that survives has put here, by rank.
+        """After a fault: what each rank that survives has put here, by rank; the same on all ranks.
 
         Args:
             mine: What JSON can carry; this rank's, if it counts as one that survives.
@@ -150,7 +150,9 @@ class FaultBoard:
                 text = self._poll(f"left/{rank}", deadline - time.monotonic())
                 if text is not None:  # else it has ended since
                     found[rank] = json.loads(text)
-            return found
+            # Who has seen more or fewer of them must not come to another result.
+            told = self._store.compare_set("lefts", "", json.dumps(found))
+            return {int(rank): left for rank, left in json.loads(told).items()}
 
         survivors = self._survivors or []
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -53,7 +54,13 @@ class Mailbox:
             RuntimeError: The store is gone.
         """
         key = f"mail/{self._rank}/{self._received + 1}"
-        self._own.wait([key], _FOREVER)
+        while not self._own.check([key]):
+            began = time.monotonic()
+            try:
+                self._own.wait([key], _FOREVER)
+            except RuntimeError:
+                if time.monotonic() - began < _FOREVER.total_seconds() / 2:
+                    raise
         text = self._own.get(key).decode()
         self._received += 1
         return text.partition(" ")[2]

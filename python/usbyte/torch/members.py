@@ -38,7 +38,16 @@ def members_of(whole: Context, ranks: Sequence[int]) -> Context:
         )
     key = tuple(ranks)
     if key not in whole.members:
-        whole.members[key] = Members(whole, ranks, name_of(ranks))
+        whole.check()
+        made = Members(whole, ranks, name_of(ranks))
+        whole.members[key] = made  # so that it is told of a fault from now on
+        try:
+            whole.check()
+            made.count_local()
+        except BaseException:
+            del whole.members[key]
+            made.close()
+            raise
     return whole.members[key]
 
 
@@ -71,6 +80,9 @@ class Members(Context):
             stall_warning_s=self.env.stall_warning_s,
             on_fault=self.report_fault,
         )
+
+    def count_local(self) -> None:
+        """Finds out which of these ranks are on this host. Collective among them."""
         self.local_rank, self.local_size = self._count_local()
 
     def new_group(self) -> dist.ProcessGroup:
@@ -109,6 +121,10 @@ class Members(Context):
     def add(self, optimizer: DistributedOptimizer) -> None:
         """See `Context`."""
         self._whole.add(optimizer)
+
+    def check(self) -> None:
+        """See `Context`."""
+        self._whole.check()
 
     def warn(self, text: str) -> None:
         """See `Context`."""

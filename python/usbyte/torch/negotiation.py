@@ -63,7 +63,7 @@ class Negotiation:
         Raises:
             RuntimeError: The store is lost, or does not answer for as long as operations may take.
         """
-        self._calls.make(lambda: self._announce(request), self._limit_s)
+        self._calls.make(lambda: self._announce(request), self._limit_s, patient=True)
 
     def _announce(self, request: Request) -> None:
         store, descriptors = self._store, f"op/{request.name}"

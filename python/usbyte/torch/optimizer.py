@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import Error, UsageError
+from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.arguments import check_combination, check_policy, names_of, positive
 from usbyte.torch.awaited import release
 from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
@@ -195,6 +195,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._applying = threading.RLock()
         self._updater: int | None = None  # the thread that holds it to change parameters
         self._salvage: Salvage | None = None  # after a fault
+        self._failure = ""  # which it was
+        self._cleaning = False  # updates complete what it has left
         self._completed = 0  # steps whose updates have all been applied
         self._unfinished = False  # those of the next one are being applied
         self._mid_update = False  # the wrapped optimizer's own step has begun and not returned
@@ -472,9 +474,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Until `settle_fault`.
         """
+        self._failure = message
         if self._reducer is not None:
-            on_clean = partial(self._clean_up, self._reducer)
-            self._salvage = Salvage(self._params, self._is_updating, on_clean)
+            self._guard(self._reducer)
             self._reducer.fail(message)
 
     def left(self) -> Left | None:
@@ -488,9 +490,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # Of sharded parameters a shard each is a step ahead of the rest at once.
             whole = updates.count in (0, 0 if self._shards else len(self._params))
             in_part = not whole or self._mid_update or not ended
-            completable = updates.count > 0 and ended and not self._mid_update
-            completable &= self._shards is None and reducer is not None and reducer.has_all()
-            return Left(self._completed, in_part, completable)
+            completable = torn = False
+            with suppress(UsageError):  # the engine has ended meanwhile
+                torn = reducer is not None and reducer.is_torn()
+                completable = (
+                    updates.count > 0
+                    and ended
+                    and not self._mid_update
+                    and self._shards is None
+                    and reducer is not None
+                    and reducer.has_all()
+                )
+            return Left(self._completed, in_part or torn, completable)
         finally:
             if ended:
                 self._applying.release()
@@ -677,9 +688,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._applying:
             outer, self._updater = self._updater, threading.get_ident()
             try:
+                if outer is None and self._salvage is not None and not self._cleaning:
+                    raise FaultError(self._failure)  # what is left has been told
                 yield
             finally:
                 self._updater = outer
+                if outer is None and self._salvage is not None:
+                    self._salvage.hold()
 
     def _is_updating(self) -> bool:
         return self._updater == threading.get_ident()
@@ -690,9 +705,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self.drain()
 
-    def _clean_up(self, reducer: Reducer, completes: bool) -> None:
-        """After a fault, when somebody goes on from what is left."""
-        if completes:
+    def _guard(self, reducer: Reducer | None) -> None:
+        """After a fault: nobody reads parameters until it is decided what they are."""
+        on_clean = partial(self._clean_up, reducer)
+        self._salvage = Salvage(self._params, self._is_updating, on_clean)
+
+    def _clean_up(self, reducer: Reducer | None, completes: bool) -> None:
+        """When somebody goes on from what is left."""
+        if completes and reducer is not None:
+            self._cleaning = True
             reducer.stop_waiting()
             with self._updating():
                 self._updates.apply(range(len(self._params)), reducer)

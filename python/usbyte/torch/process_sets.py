@@ -313,4 +313,4 @@ def name_of(ranks: Sequence[int]) -> str:
     """Of a set that only its members know, and which so has no number; for keys."""
     if len(ranks) <= _NAMED:
         return f"ranks.{'.'.join(map(str, ranks))}"
-    return f"ranks.{hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:32]}"
+    return f"ranks.{hashlib.sha256(json.dumps(list(ranks)).encode()).hexdigest()[:32]}"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from usbyte.torch.mesh import Given, MeshCommunicator
 from usbyte.torch.ops import Average
 from usbyte.torch.planning import Decision, Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure, measure_dimensions
+from usbyte.torch.salvage import torn
 from usbyte.torch.sending import sender
 from usbyte.torch.sparse import DensityDrift, RowCounts, Rows, empty_like, sparse_tensor
 from usbyte.torch.stopwatch import Stopwatch
@@ -134,6 +136,7 @@ class Reducer:
         self._lay_out(plan)
         # Held while an engine takes another's place: what other threads ask or tell waits for it.
         self._exchanging = threading.RLock()
+        self._failure = ""  # what `fail` was told
         self._engine = self._start_engine(plan, steps_before)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(params)
@@ -166,7 +169,7 @@ class Reducer:
     @property
     def failed(self) -> bool:
         """True after a fault."""
-        return bool(self._engine.fault)
+        return bool(self._failure or self._engine.fault)
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`."""
@@ -176,13 +179,15 @@ class Reducer:
 
     def check(self) -> None:
         """Raises FaultError after a fault."""
-        if fault := self._engine.fault:
+        if fault := self._failure or self._engine.fault:
             raise FaultError(fault)
 
     def fail(self, message: str) -> None:
         """Every wait from now on raises FaultError with this message."""
         with self._exchanging:
-            self._engine.fail(message)
+            self._failure = message
+            with suppress(UsageError):  # it has ended
+                self._engine.fail(message)
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records from the next step on; None stops."""
@@ -234,6 +239,11 @@ class Reducer:
     def has_all(self) -> bool:
         """After a fault, whether the sums of the last step are all in the host's memory."""
         return self.device.core is None and not self._rows and self.status()["phase"] == "idle"
+
+    def is_torn(self) -> bool:
+        """After a fault, whether updates may have used sums on the device that were not whole."""
+        applied = not (self.in_backward or self.in_flight)
+        return self.device.core is not None and torn(self.status(), applied)
 
     def stop_waiting(self) -> None:
         """Gradients are taken as they are, which `has_all` has found to be in order."""
@@ -447,10 +457,12 @@ class Reducer:
                 "usbyte.memory.kinds", self._memory.told().encode()
             )
             self._memory.spread(plan.tensors, [text.decode() for text in told], self._average)
+        self.check()
+        steps = self._engine.steps
+        self._engine.close()  # outside the lock: its thread may be about to tell of a fault
         with self._exchanging:
-            self.check()
-            steps = self._engine.steps
-            self._engine.close()
+            if self._failure:
+                raise FaultError(self._failure)
             self.device.keep([self._arena.buffer])
             self._lay_out(plan)
             if moves and codes_shards(plan) and isinstance(self._communicator, MeshCommunicator):

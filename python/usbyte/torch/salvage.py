@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -77,6 +79,20 @@ def judge(rank: int, lefts: Mapping[int, Left] | None) -> Judgement:
     return Judgement("")
 
 
+def torn(status: Mapping[str, Any], applied: bool) -> bool:
+    """Whether updates may have used sums that were not whole when the run failed.
+
+    On a device, updates are enqueued behind operations that may never have ended, or ended early.
+
+    Args:
+        status: Of the engine; see `Engine.status`.
+        applied: Updates of the current step may have been enqueued.
+    """
+    return any(
+        op["took_s"] is None and (applied or op["step"] < status["step"]) for op in status["last"]
+    )
+
+
 class Salvage:
     """Keeps the parameters of a run that has failed from being read, until that is decided.
 
@@ -95,16 +111,19 @@ class Salvage:
     ) -> None:
         self._params, self._is_updating, self._on_clean = params, is_updating, on_clean
         self._decided = threading.Event()
-        self._error = ""
+        self._error = self._verdict = ""
         self._completes = False
-        self._cleaning = threading.RLock()  # guards _clean
-        self._clean = False
+        self._cleaning = threading.RLock()  # guards _begun
+        self._begun = False  # the clean-up
+        self._written = [False] * len(params)  # over, by the user
+        self._over = False  # all can be read
         self.hold()
 
     def hold(self) -> None:
         """Has readers wait; also again, after an update that was going on has ended."""
-        for param in self._params:
-            hold(param, self._read, overwritten=release)
+        for i, param in enumerate(self._params):
+            if not (self._over or self._written[i]):
+                hold(param, self._read, partial(self._overwritten, i), owner=self)
 
     def decide(self, verdict: str, judgement: Judgement) -> None:
         """Lets the readers go on, or fails them.
@@ -113,11 +132,9 @@ class Salvage:
             verdict: The fault.
             judgement: See `judge`.
         """
+        self._verdict = verdict
         if judgement.reason:
-            self._error = (
-                f"these parameters are not to be used or saved, as {judgement.reason}: load the "
-                f"last checkpoint into them. The run has failed: {verdict}"
-            )
+            self._spoil(judgement.reason)
         self._completes = judgement.completes
         self._decided.set()
 
@@ -128,15 +145,30 @@ class Salvage:
         if self._error:
             raise FaultError(self._error)
         with self._cleaning:
-            if not self._clean:
-                self._clean = True
+            if self._begun:
+                return
+            self._begun = True
+            try:
                 self._on_clean(self._completes)
-                for param in self._params:
-                    release(param)
+            except BaseException as error:
+                self._spoil(f"their last updates ended with {type(error).__name__}: {error}")
+                self.hold()
+                raise
+            self._over = True
+            for param in self._params:
+                release(param, owner=self)
+
+    def _spoil(self, reason: str) -> None:
+        self._error = (
+            f"these parameters are not to be used or saved, as {reason}: load the last checkpoint "
+            f"into them. The run has failed: {self._verdict}"
+        )
 
     def _read(self, param: torch.Tensor) -> None:
-        if self._is_updating():
-            release(param)
-            return
-        self.check()
-        release(param)
+        if not self._is_updating():
+            self.check()
+        release(param, owner=self)
+
+    def _overwritten(self, i: int, param: torch.Tensor) -> None:
+        self._written[i] = True
+        release(param, owner=self)
