@@ -62,8 +62,9 @@ class StreamCommunicator final : public Communicator {
     const auto& kernel = request.kind == Collective::all_reduce       ? kernels_.all_reduce
                          : request.kind == Collective::reduce_scatter ? kernels_.reduce_scatter
                                                                       : kernels_.all_gather;
-    cuda_->enqueue(stream, [this, &kernel, spans = request.recv, dtype = request.dtype] {
-      if (hangs) {
+    const bool stuck = hangs || launched_ > hang_after;
+    cuda_->enqueue(stream, [this, stuck, &kernel, spans = request.recv, dtype = request.dtype] {
+      if (stuck) {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return aborted_; });
       }
@@ -89,6 +90,7 @@ class StreamCommunicator final : public Communicator {
   double takes_s = 0;
   size_t late_every = 0;
   bool hangs = false;
+  size_t hang_after = SIZE_MAX;  // so many launches
 
  private:
   const std::shared_ptr<EmulatedCuda> cuda_;
@@ -357,6 +359,24 @@ TEST(EngineOnDevice, AbortsWhenAnotherRankHasFailed) {
   rig.cuda->synchronize(rig.compute);
   rig.engine.reset();  // does not wait for what will never end
   EXPECT_TRUE(rig.communicator.aborted());
+}
+
+// Updates that used the sums of others may have used halves of them.
+TEST(EngineOnDevice, TellsWhichOpsHadEndedBeforeTheFault) {
+  DeviceRig rig(plan_of(2));
+  rig.communicator.hang_after = 3;
+  for (int step = 0; step < 2; ++step) {
+    rig.backward();
+    rig.engine->wait(0, {}, rig.compute);
+    rig.cuda->synchronize(rig.compute);
+  }
+  rig.engine->fail("rank 3 ended");
+  while (!rig.communicator.aborted()) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const auto last = nlohmann::json::parse(rig.engine->status()).at("last");
+  ASSERT_EQ(last.size(), 4U);
+  for (size_t i = 0; i < 3; ++i) EXPECT_GE(last[i].at("took_s"), 0) << i;
+  EXPECT_TRUE(last[3].at("took_s").is_null());  // though it has ended by now
 }
 
 TEST(EngineOnDevice, TellsTheDevicesTimes) {

@@ -26,6 +26,10 @@ surviving rank has completed, and can be read and saved. Elsewhere, whoever read
 parameters gets the error that is told: they have a part of an update, or one that other ranks do
 not have, until a checkpoint is loaded into them.
 
+Of a model that is cut over several process sets (`process_set=`) each set is judged by itself, and
+one may be left a step ahead of another. On GPUs, updates run behind operations that need not have
+ended: where the device was not seen to be through with them, the parameters are dirty.
+
 | fault | bound | seen | what the ranks report | state afterwards |
 |---|---|---|---|---|
 """
