@@ -189,7 +189,8 @@ void Engine::fail(const std::string& message) {
     stuck = state_->launching;
     if (stuck) {
       state_->looked = true;
-      state_->arrived.wait(lock, [this] { return !state_->writing; });  // nobody looks just now
+      // Somebody may look just now; the caller may hold what a warning needs meanwhile.
+      state_->arrived.wait_for(lock, std::chrono::seconds(1), [this] { return !state_->writing; });
     }
   }
   if (stuck) state_->abort();  // else the engine's thread does so
@@ -223,6 +224,7 @@ std::string Engine::status() const {
                                 {"completed", s.step.completed()},
                                 {"ops", s.plan.ops().size()},
                                 {"awaited", std::move(awaited)},
+                                {"open_step", s.open_step},
                                 {"last", s.flights.to_json(s.plan, now_s())}}
       .dump();
 }

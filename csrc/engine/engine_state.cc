@@ -230,6 +230,7 @@ void Engine::State::finish(int op) {
 void Engine::State::watch_device(int op) {
   if (device && communicator.stream_ordered()) {
     launched.push_back(device->launched(op, record.step));
+    if (open_step == 0) open_step = record.step;
   }
 }
 
@@ -383,6 +384,7 @@ bool Engine::State::device_busy() const {
 void Engine::State::poll_device(std::unique_lock<std::mutex>& lock) {
   for (LaunchedOp& op : std::exchange(launched, {})) watch.add(std::move(op));
   std::deque<DeviceRecord> records = std::exchange(unpassed, {});
+  const bool ends = looked;
   writing = true;
   lock.unlock();
   std::string problem;
@@ -395,12 +397,16 @@ void Engine::State::poll_device(std::unique_lock<std::mutex>& lock) {
       resolved.push_back(records.front().resolve(device->clock()));
       records.pop_front();
     }
-    if (!resolved.empty()) device->clock().anchor();
+    // It may wait for the device, which may wait for the abort.
+    if (!resolved.empty() && !ends) device->clock().anchor();
   } catch (const Error& e) {
     problem = e.what();
   }
   lock.lock();
   for (const LaunchedOp& op : watch.take_passed()) flights.done(op.step, op.op, polled_s);
+  const LaunchedOp* open = watch.oldest();
+  if (!open && !launched.empty()) open = &launched.front();
+  open_step = open ? open->step : 0;
   for (StepRecord& r : resolved) outbox.push_back(std::move(r));
   unpassed.insert(unpassed.begin(), records.begin(), records.end());
   writing = false;
@@ -437,7 +443,10 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
     if (failed && !aborted) {
       aborted = true;
       // What has ended by now is whole, and what ends later need not be.
-      if (!std::exchange(looked, true) && device_busy()) poll_device(lock);
+      if (!std::exchange(looked, true) && device_busy()) {
+        polled_s = now_s();
+        poll_device(lock);
+      }
       lock.unlock();
       abort();  // first, as a device waits for it, and the host for that
       lock.lock();

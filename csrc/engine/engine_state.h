@@ -62,7 +62,8 @@ struct Engine::State {
   FlightRecorder flights;
   bool posted = true;  // `record` is in the outbox, or was not wanted
   bool aborted = false;
-  bool looked = false;  // at the device for the last time: from then on, ops may end by an abort
+  bool looked = false;    // at the device for the last time: from then on, ops may end by an abort
+  int64_t open_step = 0;  // of the oldest op that the device was not seen to be through with; or 0
 
   std::shared_ptr<TimelineWriter> writer;
   std::vector<StepRecord> outbox;     // finished records, for the engine's thread to write

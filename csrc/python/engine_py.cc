@@ -128,7 +128,7 @@ void register_engine(py::module_& m) {
           py::arg("stream") = 0, Unlocked())
       .def(
           "fail", [](const PyEngine& e, const std::string& message) { e.get()->fail(message); },
-          py::arg("message"), Unlocked())
+          py::arg("message"))
       .def("close", &PyEngine::close)
       .def_property_readonly("fault", [](const PyEngine& e) { return e.get()->fault(); })
       .def_property_readonly("steps", [](const PyEngine& e) { return e.get()->steps(); })

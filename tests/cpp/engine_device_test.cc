@@ -373,7 +373,9 @@ TEST(EngineOnDevice, TellsWhichOpsHadEndedBeforeTheFault) {
   rig.engine->fail("rank 3 ended");
   while (!rig.communicator.aborted()) std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  const auto last = nlohmann::json::parse(rig.engine->status()).at("last");
+  const auto status = nlohmann::json::parse(rig.engine->status());
+  EXPECT_EQ(status.at("open_step"), 2);
+  const auto& last = status.at("last");
   ASSERT_EQ(last.size(), 4U);
   for (size_t i = 0; i < 3; ++i) EXPECT_GE(last[i].at("took_s"), 0) << i;
   EXPECT_TRUE(last[3].at("took_s").is_null());  // though it has ended by now

@@ -262,14 +262,10 @@ def test_a_tensor_that_takes_the_place_of_one_that_was_dirty_is_nobodys():
 
 
 def test_sums_that_have_not_passed_a_device_are_torn_where_updates_used_them():
-    def status(step, *took):
-        last = [{"step": s, "op": "", "launched_s": 0.1, "took_s": t} for s, t in took]
-        return {"step": step, "last": last}
-
-    assert not torn(status(5, (4, 0.1), (5, 0.1)), applied=True)
-    assert torn(status(5, (4, 0.1), (5, None)), applied=True)
-    assert not torn(status(5, (4, 0.1), (5, None)), applied=False)
-    assert torn(status(5, (4, None), (5, None)), applied=False)
+    assert not torn({"step": 5, "open_step": 0}, applied=True)
+    assert torn({"step": 5, "open_step": 5}, applied=True)
+    assert not torn({"step": 5, "open_step": 5}, applied=False)
+    assert torn({"step": 5, "open_step": 4}, applied=False)
 
 
 def faults_while_learning(rank, size):

@@ -128,9 +128,9 @@ class Engine {
   /// Steps begun so far.
   int64_t steps() const;
   /// For other ranks, as JSON: step, phase ("idle", "backward", "flight"), ops launched and
-  /// completed, up to four tensors whose gradients are awaited, and the last ops: of each the step,
-  /// what it is, launched_s ago, and took_s, null while in flight, on a device until it was seen to
-  /// have ended there before a fault.
+  /// completed, up to four tensors whose gradients are awaited, open_step, of the oldest op that a
+  /// device was not seen to be through with (before a fault) or 0, and the last ops: of each the
+  /// step, what it is, launched_s ago, and took_s, null while in flight.
   std::string status() const;
   /// When each tensor became ready in the current step, seconds on the steady clock; 0 where it has
   /// not. On a device those are its own times, for which the host waits, and with `timed` only.

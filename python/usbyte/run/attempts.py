@@ -110,7 +110,7 @@ class Attempts:
                 restarts += 1
                 absent = verdict.lost if self._pool.enough(verdict.lost) else frozenset()
                 self._output.note(f"{verdict.message}; restart {restarts} of {most}")
-                if verdict.lost - absent:
+                if verdict.lost - absent or not verdict.restartable:
                     select.select([self._wake.fd], [], [], _PAUSE_SECONDS)
             else:
                 break

@@ -38,10 +38,10 @@ def hold(
         overwritten: Called in its place by who writes to all of the tensor, as `copy_` does.
         owner: Who alone can release it or hold it in another way; None for anybody.
     """
+    if _owners and _owner_of(tensor) not in (None, owner):
+        return
     if owner is not None:
         _owners[id(tensor)] = (owner, weakref.ref(tensor))
-    elif _owner_of(tensor) is not None:
-        return
     _fetches[id(tensor)] = (fetch, overwritten or fetch)
     kind = type(tensor)
     if kind not in _bases:
@@ -50,9 +50,10 @@ def hold(
 
 def release(tensor: torch.Tensor, owner: object = None) -> None:
     """The tensor is again what it was; nothing happens if it was not held, or by another owner."""
-    if _owner_of(tensor) is not owner:
+    if (_owner_of(tensor) if _owners else None) is not owner:
         return
-    _owners.pop(id(tensor), None)
+    if owner is not None:
+        _owners.pop(id(tensor), None)
     base = _bases.get(type(tensor))
     if base is not None:
         tensor.__class__ = base

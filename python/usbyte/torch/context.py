@@ -299,18 +299,18 @@ class Context:
         return {"optimizers": found, "eager": self.eager.pending()}
 
     def _on_fault(self, verdict: str) -> None:
-        state = self._describe()
         optimizers = list(self._optimizers)
-        for optimizer in optimizers:
-            with suppress(UsageError):  # one that is being closed
-                optimizer.fail(verdict)
-        self.eager.fail(verdict)
-        self.process_sets.fail(verdict)
-        for context in list(self.members.values()):
-            context.eager.fail(verdict)
-        self._record_flight(verdict, state)
         found = None
         try:
+            state = self._describe()
+            for optimizer in optimizers:
+                with suppress(UsageError):  # one that is being closed
+                    optimizer.fail(verdict)
+            self.eager.fail(verdict)
+            self.process_sets.fail(verdict)
+            for context in list(self.members.values()):
+                context.eager.fail(verdict)
+            self._record_flight(verdict, state)
             assert self._faults is not None
             mine = {o.label: asdict(left) for o in optimizers if (left := o.left()) is not None}
             found = self._faults.compare(mine)

@@ -164,7 +164,8 @@ class DasoOptimizer(DistributedOptimizer):
         self._in_flight: _InFlight | None = None
         self._vectors: ParameterVectors | None = None
         self._batches = 0  # for messages
-        self._merging = False  # a step's own update is done, and what other nodes have sent is not
+        self._in_step_end = False  # the node's own update is done, and the step is not
+        self._merging = False  # other nodes' parameters are about to be used
         self._has_settled = False
         self._whole = context
         if groups[1] is not None:
@@ -232,7 +233,7 @@ class DasoOptimizer(DistributedOptimizer):
         if self._exchange is None:
             return result
         self._exchange_nodes()
-        self._merging = False
+        self._in_step_end = False
         return result
 
     def _exchange_nodes(self) -> None:
@@ -246,8 +247,9 @@ class DasoOptimizer(DistributedOptimizer):
             self._begin(start)
 
     def _step_now(self, closure: Callable[[], float] | None) -> float | None:
-        self._merging = self._exchange is not None
-        return super()._step_now(closure)
+        result = super()._step_now(closure)
+        self._in_step_end = self._exchange is not None
+        return result
 
     def end_epoch(self, loss: float | torch.Tensor) -> float:
         """Ends an epoch: the next one may belong to another phase, or have other B and S.
@@ -363,16 +365,16 @@ class DasoOptimizer(DistributedOptimizer):
         """Every wait from now on raises FaultError with this message."""
         super().fail(message)
         if self._exchange is not None:
-            if self._salvage is None:  # a node of one rank
+            if self._salvage is None and not self._closed:  # a node of one rank
                 self._guard(None)
             self._exchange.fail(message)
 
     def left(self) -> Left | None:
         """See `DistributedOptimizer`; a step ends when other nodes' parameters have been used."""
         left = super().left()
-        if left is None or not self._merging:
+        if left is None or not (self._in_step_end or self._merging):
             return left
-        return Left(left.completed - 1, partial=True, completable=False)
+        return Left(left.completed - self._in_step_end, partial=True, completable=False)
 
     def close(self, whole_state: bool = True) -> None:
         """Uses what is in flight, unless communication has failed; then ends all threads.

@@ -144,6 +144,8 @@ class FaultBoard:
 
         def exchange() -> dict[int, Any]:
             self._store.set(f"left/{self._rank}", json.dumps(mine))
+            if not survivors:  # nobody has told which they are
+                return {}
             deadline = time.monotonic() + _LEFT_S
             found = {}
             for rank in survivors:

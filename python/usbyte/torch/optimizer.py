@@ -196,6 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._updater: int | None = None  # the thread that holds it to change parameters
         self._salvage: Salvage | None = None  # after a fault
         self._failure = ""  # which it was
+        self._on_device = False  # what it has left is
         self._cleaning = False  # updates complete what it has left
         self._completed = 0  # steps whose updates have all been applied
         self._unfinished = False  # those of the next one are being applied
@@ -490,17 +491,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # Of sharded parameters a shard each is a step ahead of the rest at once.
             whole = updates.count in (0, 0 if self._shards else len(self._params))
             in_part = not whole or self._mid_update or not ended
-            completable = torn = False
+            completable, torn = False, self._on_device
             with suppress(UsageError):  # the engine has ended meanwhile
-                torn = reducer is not None and reducer.is_torn()
-                completable = (
-                    updates.count > 0
-                    and ended
-                    and not self._mid_update
-                    and self._shards is None
-                    and reducer is not None
-                    and reducer.has_all()
-                )
+                if reducer is not None:
+                    torn = reducer.is_torn()
+                    alone = updates.count > 0 and ended and not self._mid_update
+                    completable = alone and self._shards is None and reducer.has_all()
             return Left(self._completed, in_part or torn, completable)
         finally:
             if ended:
@@ -677,6 +673,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _take_step(self, *args: Any) -> Any:
         self._mid_update = True  # for good, if the step raises
+        if self._reducer is not None:
+            self._reducer.applied = True
         # Looked up each time, as schedulers replace it.
         result = self._fused.step(*args) if self._fused is not None else self._inner.step(*args)
         self._mid_update = False
@@ -708,6 +706,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _guard(self, reducer: Reducer | None) -> None:
         """After a fault: nobody reads parameters until it is decided what they are."""
         on_clean = partial(self._clean_up, reducer)
+        self._on_device = reducer is not None and reducer.device.core is not None
         self._salvage = Salvage(self._params, self._is_updating, on_clean)
 
     def _clean_up(self, reducer: Reducer | None, completes: bool) -> None:

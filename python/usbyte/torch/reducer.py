@@ -69,6 +69,7 @@ class Reducer:
     Attributes:
         in_flight: Gradients of the last backward have not been waited for.
         in_backward: A backward pass that sends has begun and not ended.
+        applied: Updates may have used sums of the last step; for the optimizer to set.
         unsent: This rank has accumulated gradients since it last sent any.
         device: Where the parameters are.
     """
@@ -123,7 +124,7 @@ class Reducer:
         self._rows: dict[int, Rows] = {}  # on their way, of sparse parameters
         self._counts = RowCounts()
         self._grads = [torch.empty(0)] * len(params)  # in the arena; of sparse ones as last seen
-        self.in_flight = False
+        self.in_flight = self.applied = False
         self._lent = False  # all parameters have gradients, while they are in flight
         self._fresh = False  # a backward pass has ended since the last step
         self._waits_no_more = False  # after a fault
@@ -242,8 +243,7 @@ class Reducer:
 
     def is_torn(self) -> bool:
         """After a fault, whether updates may have used sums on the device that were not whole."""
-        applied = not (self.in_backward or self.in_flight)
-        return self.device.core is not None and torn(self.status(), applied)
+        return self.device.core is not None and torn(self.status(), self.applied)
 
     def stop_waiting(self) -> None:
         """Gradients are taken as they are, which `has_all` has found to be in order."""
@@ -594,7 +594,7 @@ class Reducer:
             if len(self._votes) > self.device.lag:
                 self._replan_agreed = bool(self._votes.popleft().get())
         self.release_gradients()
-        self._lent = self.unsent = False
+        self._lent = self.unsent = self.applied = False
         self._sender.begin()
         self._local_used = [False] * len(self.params)
         self._used = None

@@ -88,9 +88,8 @@ def torn(status: Mapping[str, Any], applied: bool) -> bool:
         status: Of the engine; see `Engine.status`.
         applied: Updates of the current step may have been enqueued.
     """
-    return any(
-        op["took_s"] is None and (applied or op["step"] < status["step"]) for op in status["last"]
-    )
+    step = status["open_step"]
+    return bool(step) and (applied or step < status["step"])
 
 
 class Salvage:
@@ -145,6 +144,8 @@ class Salvage:
         if self._error:
             raise FaultError(self._error)
         with self._cleaning:
+            if self._error:  # by another reader's clean-up
+                raise FaultError(self._error)
             if self._begun:
                 return
             self._begun = True
