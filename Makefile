@@ -84,7 +84,7 @@ coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, 
 	  | sed -n "s/^lines/csrc\/$$part lines/p" || exit 1; done
 	rm -f build/.coverage*
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage run -m pytest -m 'not soak' $(COVERED)
-	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage combine -q
+	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage combine -q || test -s build/.coverage
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage report -m >build/coverage.txt
 	tail -n 1 build/coverage.txt
 

@@ -369,6 +369,7 @@ TEST(EngineOnDevice, TellsWhichOpsHadEndedBeforeTheFault) {
     rig.backward();
     rig.engine->wait(0, {}, rig.compute);
     rig.cuda->synchronize(rig.compute);
+    rig.engine->drain({}, rig.compute);  // all have been launched
   }
   rig.engine->fail("rank 3 ended");
   while (!rig.communicator.aborted()) std::this_thread::yield();

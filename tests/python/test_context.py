@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
+from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import UsageError
 
 
 def exits(rank, size, path):
+    short_probes()
     ub.init()
     torch.manual_seed(0)
     model = nn.Linear(4, 4)

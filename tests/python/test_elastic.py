@@ -100,8 +100,13 @@ def ranks_below(launcher: int) -> dict[int, int]:
     return found
 
 
-def trained(tmp_path: Path, launcher: str, *options: str, draw: random.Random | None) -> str:
-    """The digest of the parameters in the end; `draw` kills some rank at some time."""
+def trained(
+    tmp_path: Path, launcher: str, *options: str, draw: random.Random | None, first: int = 1
+) -> str:
+    """The digest of the parameters in the end; `draw` kills some rank at some time.
+
+    Training begins in the epoch `first`.
+    """
     result = tmp_path / "result.json"
     command = [sys.executable, *LAUNCHERS[launcher], str(ROOT / "examples" / "digits.py")]
     command += ["--epochs", "12", "--policy", "wfbp", *options, "--json", str(result)]
@@ -114,7 +119,7 @@ def trained(tmp_path: Path, launcher: str, *options: str, draw: random.Random | 
     )
     guard = threading.Timer(4 * PATIENCE_SECONDS, process.kill)
     guard.start()
-    after = draw.randrange(2, 10) if draw else None
+    after = draw.randrange(first + 1, 10) if draw else None
     text = ""
     for line in process.stdout:
         text += line
@@ -126,13 +131,17 @@ def trained(tmp_path: Path, launcher: str, *options: str, draw: random.Random | 
     guard.cancel()
     assert code == 0, text
     assert after is None, text
-    assert text.count("epoch  1 ") == 1, f"training began anew\n{text}"
+    assert text.count(f"epoch {first:2d} ") == 1, f"training began anew\n{text}"
     return json.loads(result.read_text())["parameters_sha256"]
 
 
 def test_killed_training_ends_as_training_that_was_not(tmp_path: Path) -> None:
     whole = trained(tmp_path, "usbyterun", draw=None)
-    for seed, launcher in enumerate(LAUNCHERS):
-        saved = ["--checkpoint", str(tmp_path / launcher), "--resume"]
-        assert trained(tmp_path, launcher, *saved, draw=random.Random(seed)) == whole, launcher
+    saved = ["--checkpoint", str(tmp_path / "digits.pt"), "--resume"]
+    killed = trained(tmp_path, "torchrun", *saved, draw=random.Random(0))
+    assert killed == whole
+    (tmp_path / "digits.pt").unlink()
+    trained(tmp_path, "usbyterun", *saved, "--steps", "29", draw=None)  # inside the second epoch
+    killed = trained(tmp_path, "usbyterun", *saved, draw=random.Random(1), first=2)
+    assert killed == whole
     assert not list(tmp_path.glob("*.part"))
