@@ -119,7 +119,7 @@ def trained(
     )
     guard = threading.Timer(4 * PATIENCE_SECONDS, process.kill)
     guard.start()
-    after = draw.randrange(first + 1, 10) if draw else None
+    after = draw.randrange(first + 1, 8) if draw else None
     text = ""
     for line in process.stdout:
         text += line
