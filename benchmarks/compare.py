@@ -103,6 +103,9 @@ def _record(stem: Path, decision: Any) -> None:
 
 
 def _scheme(text: str) -> str:
+    mode, _, policy = text.strip().partition(":")
+    if mode == "auto" and policy:  # what the simulator cannot know: the job chooses its overlap
+        return f"auto:{parse_scheme(policy).policy}"
     return str(parse_scheme(text))
 
 
@@ -126,7 +129,8 @@ def _other(text: str) -> str:
     "--policies",
     type=Parsed("list", listed(_scheme)),
     show_default="all but tuned ones in forward overlap, and backward:ddp",
-    help="POLICY, OVERLAP:POLICY, or sharded:POLICY for a sharded optimizer, separated by commas.",
+    help="POLICY (in forward overlap), OVERLAP:POLICY (forward, backward, or auto: what the job "
+    "chooses), or sharded:POLICY for a sharded optimizer, separated by commas.",
 )
 @click.option(
     "--ddp-buckets",

@@ -95,7 +95,8 @@ TEST(EngineStep, StatusTellsOtherRanksWhereThisOneIs) {
                          {"launched", 1},
                          {"completed", 0},
                          {"ops", 6},
-                         {"awaited", {"b", "c", "d", "e"}}}));
+                         {"awaited", {"b", "c", "d", "e"}},
+                         {"open_step", 0}}));
   for (int t = 1; t < 6; ++t) rig->ready(t);
   rig->end_backward();
   rig.complete(0);

@@ -42,12 +42,12 @@ def test_all_contenders(profile, tmp_path):
     saved = tmp_path / "saved"
     done = compare(
         "--profile", str(profile), "--rounds", "1", "--steps", "4", "--warmup", "5", "--ring",
-        "2,1ms,1gbit", "--policies", "auto,wfbp,backward:ddp,sharded:auto",
+        "2,1ms,1gbit", "--policies", "auto,auto:wfbp,backward:ddp,sharded:auto",
         "--json", str(result), "--markdown", str(table), "--save", str(saved),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(result.read_text())
-    policies = {"forward:auto", "forward:wfbp", "backward:ddp", "sharded:auto"}
+    policies = {"forward:auto", "auto:wfbp", "backward:ddp", "sharded:auto"}
     ran = {"alone", "ddp:5", "ddp:25", "ddp:100", *policies}
     others = {"fsdp", "horovod"}
     assert ran <= set(found["results"]) <= ran | others
@@ -67,11 +67,11 @@ def test_all_contenders(profile, tmp_path):
     assert "bound" in lines[0]
     assert sum(line.startswith("| PyTorch DDP") for line in lines) == 1
     assert "1.00x" in next(line for line in lines if line.startswith("| PyTorch DDP"))
-    assert "forward:wfbp" in done.stdout
+    assert "auto:wfbp" in done.stdout
     # What it has saved is what a report is made of.
     page = tmp_path / "report.html"
     kinds = ("plan", "profile", "network", "trace")
-    plan, job, network, trace = (str(saved / f"forward-wfbp.{kind}.json") for kind in kinds)
+    plan, job, network, trace = (str(saved / f"auto-wfbp.{kind}.json") for kind in kinds)
     options = ["--network", network, "--trace", trace, "-o", str(page)]
     arguments = ["report", plan, job, *options]
     report = click.testing.CliRunner().invoke(main, arguments)
