@@ -52,13 +52,18 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
 
 
 def trained(kind: str = "backward", **options: Any) -> tuple[nn.Module, ub.DistributedOptimizer]:
-    """After STEPS steps that every rank has completed: none is still waiting for another."""
+    """After STEPS steps that every rank has completed: none is still waiting for another.
+
+    Rank 0, which serves the store, comes out of this when all others need it no longer.
+    """
     model, optimizer = prepared(kind, **options)
     train(model, optimizer, 0, STEPS)
     optimizer.synchronize()
     store = torch.distributed.distributed_c10d._get_default_store()
-    store.set(f"tests/trained/{ub.rank()}", "")
-    store.wait([f"tests/trained/{rank}" for rank in range(ub.size())])
+    for place in ("trained", "met"):
+        store.set(f"tests/{place}/{ub.rank()}", "")
+        if place == "trained" or ub.rank() == 0:
+            store.wait([f"tests/{place}/{rank}" for rank in range(ub.size())])
     return model, optimizer
 
 
