@@ -371,6 +371,8 @@ TEST(EngineOnDevice, TellsWhichOpsHadEndedBeforeTheFault) {
     rig.cuda->synchronize(rig.compute);
     rig.engine->drain({}, rig.compute);  // all have been launched
   }
+  // Whoever has launched the last op must be done with that, or nobody looks at the device again.
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
   rig.engine->fail("rank 3 ended");
   while (!rig.communicator.aborted()) std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
