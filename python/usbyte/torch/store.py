@@ -59,10 +59,10 @@ def fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
     Raises:
         UsageError: A rank does not come within the store's timeout, or comes twice.
     """
-    everyones: Any = store  # torch's stubs lack half of its methods
+    untyped: Any = store  # torch's type hints know neither append nor timeout
     mine = uuid.uuid4().hex
-    everyones.append("usbyte/arrived", f"{mine}\n")
-    deadline = time.monotonic() + everyones.timeout.total_seconds()
+    untyped.append("usbyte/arrived", f"{mine}\n")
+    deadline = time.monotonic() + untyped.timeout.total_seconds()
     try:
         name = mine if rank == 0 else store.get(f"usbyte/answer/{mine}").decode()
         fresh = dist.PrefixStore(f"usbyte/{name}", store)
