@@ -6,12 +6,13 @@ collectives.
 
 from __future__ import annotations
 
-import itertools
+import json
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.torch import operations
 from usbyte.torch.handles import Handle, Request
 from usbyte.torch.matching import Verdict, match, name_ranks
-from usbyte.torch.negotiation import Negotiation
+from usbyte.torch.negotiation import JOIN, Negotiation
 from usbyte.torch.peers import Peers
 from usbyte.torch.reduction import ReduceOp
 
@@ -65,8 +66,8 @@ class EagerQueue:
         self._limit_s = stall_limit_s if stall_limit_s > 0 else float("inf")
         self._warning_s = stall_warning_s if stall_warning_s > 0 else float("inf")
         self._on_fault = on_fault
-        self._counters: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
         self._lock = threading.Lock()  # guards everything below
+        self._unnamed: Counter[str] = Counter()  # operations so far, by kind
         self._pending: dict[str, Handle] = {}
         self._failure: str | None = None
         self._closed = False
@@ -87,7 +88,9 @@ class EagerQueue:
 
     def auto_name(self, kind: str) -> str:
         """A name for an unnamed operation: the n-th of its kind here meets the n-th elsewhere."""
-        return f"{kind}.noname.{next(self._counters[kind])}"
+        with self._lock:
+            self._unnamed[kind] += 1
+            return f"{kind}.noname.{self._unnamed[kind]}"
 
     def submit(self, request: Request) -> Handle:
         """Puts an operation in flight.
@@ -113,11 +116,7 @@ class EagerQueue:
             with torch.no_grad():
                 self._execute(match(request.name, [request.descriptor])[0])
             return handle
-        try:
-            self._negotiation.announce(request)
-        except RuntimeError as error:
-            text = f"{request} could not be submitted, the job's store is lost: {error}"
-            raise FaultError(self._fault(text)) from error
+        self._tell(str(request), lambda negotiation: negotiation.announce(request))
         return handle
 
     def pending(self) -> list[str]:
@@ -142,6 +141,27 @@ class EagerQueue:
     def barrier(self, name: str) -> None:
         """Blocks until every rank has come to the barrier of this name."""
         self._do(operations.barrier(self.peers, name))
+
+    def begin_join(self) -> None:
+        """Answers other ranks' allreduce with zeros, up to `end_join`.
+
+        Raises:
+            FaultError: The job's store is lost.
+        """
+        self._tell("join()", Negotiation.join)
+
+    def end_join(self) -> int:
+        """Waits until all ranks have come here; returns which of them began last.
+
+        Raises:
+            FaultError: See `Handle.synchronize`.
+        """
+        with self._lock:
+            mine = json.dumps(self._unnamed)
+        counts = [Counter(json.loads(text)) for text in self.allgather_bytes(JOIN, mine.encode())]
+        with self._lock:  # from here on the n-th meets the n-th again
+            self._unnamed = reduce(Counter.__or__, counts)
+        return self._negotiation.last if self._negotiation is not None else self.peers.name
 
     def fail(self, message: str) -> None:
         """Ends every pending and later operation with FaultError(message); the first call counts.
@@ -188,10 +208,24 @@ class EagerQueue:
     def _do(self, request: Request) -> Any:
         return self.submit(request).synchronize()
 
+    def _tell(self, what: str, call: Callable[[Negotiation], None]) -> None:
+        """Tells the other ranks something, if there are any."""
+        if self._negotiation is None:
+            return
+        try:
+            call(self._negotiation)
+        except RuntimeError as error:
+            text = f"{what} could not be submitted, the job's store is lost: {error}"
+            raise FaultError(self._fault(text)) from error
+
     def _run(self, negotiation: Negotiation) -> None:
+        def in_flight() -> list[str]:
+            with self._lock:
+                return list(self._pending)
+
         try:
             with torch.no_grad():
-                while verdict := negotiation.next():
+                while verdict := negotiation.next(in_flight):
                     self._execute(verdict)
                     if self._failure is not None:
                         break
@@ -203,25 +237,33 @@ class EagerQueue:
 
     def _execute(self, verdict: Verdict) -> None:
         with self._lock:
-            handle = self._pending.get(verdict.name)
-            if handle is None:  # failed meanwhile
+            handle, request = None, None
+            if verdict.stand_in is None:
+                handle = self._pending.get(verdict.name)
+                request = handle and handle.request
+            elif self._failure is None and not self._closed:
+                # Whatever of this name is pending came too late to be meant.
+                request = operations.stand_in(self.peers, verdict.name, verdict.stand_in)
+            if request is None:  # failed meanwhile
                 return
-            self._running = handle.request
+            self._running = request
             self._progressed = time.monotonic()
         outcome: Any
         try:
             if verdict.error is not None:
                 outcome = MismatchError(verdict.error)
             else:
-                outcome = handle.request.execute(verdict)
+                outcome = request.execute(verdict)
         except Exception as error:
-            self._fault(f"{handle.request} failed on rank {self.peers.name}: {error}")
+            self._fault(f"{request} failed on rank {self.peers.name}: {error}")
             return
         with self._lock:
             self._running = None
             self._progressed = time.monotonic()
-            self._pending.pop(verdict.name, None)
-        handle.settle(outcome)
+            if handle is not None:
+                self._pending.pop(verdict.name, None)
+        if handle is not None:
+            handle.settle(outcome)
 
     def _lose_store(self, error: RuntimeError) -> None:
         text = f"rank {self.peers.name} lost the job's store: {error}"
@@ -265,10 +307,12 @@ class EagerQueue:
         if missing is None:
             return f"{waits}, and the job's store does not answer", handle.submitted
         if missing:
+            # Who has joined waits for as long as the others find work for it.
+            joining = handle.request.name == JOIN
             return (
                 f"{waits} for {name_ranks(missing)}, which did not submit it: see that every rank "
                 "is alive and comes to this call, under the same name",
-                handle.submitted,
+                max(handle.submitted, progressed) if joining else handle.submitted,
             )
         since = max(handle.submitted, progressed)
         blocker = f"{running} does not end" if running else "its turn does not come"

@@ -13,10 +13,12 @@ def join(device: int = -1) -> int:
     """Takes part in the other ranks' steps without data, until every rank has called it.
 
     Meanwhile this rank's gradients count as zeros, and averages are still over all ranks, as in
-    Horovod and in DDP's `Join`. In the end all ranks have the parameters of the optimizer and its
-    state from the rank that came last, whatever it did between `backward()` and `step()`; buffers
-    stay each rank's own. Of the collectives of `ops`, none is answered: ranks that still train must
-    not wait for this one in any other way. Collective.
+    Horovod and in DDP's `Join`. Other ranks' allreduce with Sum or Average, grouped and within
+    autograd too, is answered with zeros as well; any other collective among all ranks is an error
+    on the ranks that call it. One in a process set waits for this rank, so it must be called before
+    or after. In the end all ranks have the parameters of the optimizer and its state from the rank
+    that came last, whatever it did between `backward()` and `step()`; buffers stay each rank's own.
+    Collective.
 
     Args:
         device: Horovod's; of no effect, as nothing has to be made on one.
@@ -36,10 +38,10 @@ def join(device: int = -1) -> int:
             "join() needs a single DistributedOptimizer, of all ranks: close() the others, or give "
             "all ranks the same number of batches"
         )
-    steps = optimizers[0].stand_in() if optimizers else 0
-    texts = context.eager.allgather_bytes("usbyte.join", str(steps).encode())
-    waited = [int(text) for text in texts]
-    last = max(rank for rank, count in enumerate(waited) if count == min(waited))
+    context.eager.begin_join()
+    for optimizer in optimizers:
+        optimizer.stand_in()
+    last = context.eager.end_join()
     for optimizer in optimizers:
         broadcast_parameters(optimizer.named(), last)
         broadcast_optimizer_state(optimizer, last)

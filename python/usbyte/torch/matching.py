@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from usbyte.torch.reduction import ReduceOp
+
 _SHOWN_RANKS = 8  # of a long list of ranks in a message
+_NEUTRAL_ZERO = (ReduceOp.SUM.value, ReduceOp.AVERAGE.value)
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,13 @@ class Verdict:
         sizes: For allgather and sparse_allreduce the rows that each rank contributes, of one tensor
             after the other; for alltoall the rows that come from each rank, for broadcast_bytes the
             root's bytes; else empty.
+        stand_in: For a rank that has joined, what it takes part in with zeros.
     """
 
     name: str
     error: str | None = None
     sizes: Sequence[int] = ()
+    stand_in: Descriptor | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -71,24 +76,34 @@ class Verdict:
     @staticmethod
     def from_json(text: str) -> Verdict:
         """Inverse of `to_json`."""
-        return Verdict(**json.loads(text))
+        fields = json.loads(text)
+        if fields["stand_in"] is not None:
+            fields["stand_in"] = Descriptor(**fields["stand_in"])
+        return Verdict(**fields)
 
 
-def match(name: str, descriptors: Sequence[Descriptor]) -> list[Verdict]:
+def match(
+    name: str, descriptors: Sequence[Descriptor], joined: Sequence[int] = ()
+) -> list[Verdict]:
     """Checks that the ranks mean the same operation.
 
     Args:
         name: Of the operation.
-        descriptors: One for each rank, in any order.
+        descriptors: One for each rank that has submitted it, in any order; at least one.
+        joined: The other ranks, which have joined.
 
     Returns:
         One verdict for each rank, by ascending rank; either all or none of them carry an error.
     """
     ordered = sorted(descriptors, key=lambda d: d.rank)
-    error = _disagreement(name, ordered)
-    return [
-        Verdict(name, error, () if error else _sizes(ordered, rank)) for rank in range(len(ordered))
-    ]
+    error = _disagreement(name, ordered) or _unanswered(name, ordered[0], joined)
+    ranks = sorted([*(d.rank for d in ordered), *joined])
+    if error is not None:
+        return [Verdict(name, error)] * len(ranks)
+    if joined:
+        zeros = {rank: replace(ordered[0], rank=rank) for rank in joined}
+        return [Verdict(name, stand_in=zeros.get(rank)) for rank in ranks]
+    return [Verdict(name, sizes=_sizes(ordered, position)) for position in range(len(ranks))]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -107,6 +122,20 @@ def _sizes(ordered: Sequence[Descriptor], rank: int) -> list[int]:
     if kind == "broadcast_bytes":
         return [next(d.shapes[0][0] for d in ordered if d.rank == d.root)]
     return []
+
+
+def _unanswered(name: str, descriptor: Descriptor, joined: Sequence[int]) -> str | None:
+    """Why ranks that have joined cannot take part with zeros."""
+    if not joined or (descriptor.kind == "allreduce" and descriptor.op in _NEUTRAL_ZERO):
+        return None
+    which = f"{descriptor.kind} '{name}'"
+    if descriptor.op:
+        which += f" with {ReduceOp(descriptor.op)}"
+    return (
+        f"{which}: {name_ranks(joined)} ran out of data and called join(), and answers only "
+        "allreduce with Sum or Average, as zeros. Submit anything else before a rank joins or "
+        "after all have."
+    )
 
 
 def _disagreement(name: str, ordered: Sequence[Descriptor]) -> str | None:

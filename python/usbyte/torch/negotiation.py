@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,18 +21,29 @@ from usbyte.torch.store import clone_store, private_store, read_now
 
 _PATIENCE = timedelta(days=20)  # torch counts it in an int of milliseconds (24.8 days)
 _ANSWER_S = 5.0  # how long the store may take to answer before it counts as lost
+_CLAIMED = "claimed by "
+#: Names of usbyte's own operations, which ranks that have joined submit like all others.
+_OWN = re.compile(r"usbyte\.|optimizer\.\d")
+
+#: The operation with which all ranks end what `Negotiation.join` began.
+JOIN = "usbyte.join"
 
 
 class Negotiation:
     """The protocol, and nothing else.
 
     1. A rank appends its descriptor to the key `op/<name>`, then adds 1 to `count/<name>`.
-    2. The rank whose addition completes the count reads all descriptors, deletes both keys, checks
-       the descriptors against each other, draws the operation's place in the global order from the
-       counter `order`, and writes a verdict to `inbox/<rank>/<place>` of every rank. Deleting comes
-       first: whoever has seen a verdict may submit the same name again.
+    2. A rank whose addition completes the count reads all descriptors and claims the operation, by
+       putting its claim where exactly these descriptors were. Who succeeds deletes both keys,
+       checks the descriptors against each other, draws the operation's place in the global order
+       from the counter `order`, and writes a verdict to `inbox/<rank>/<place>` of every rank.
+       Deleting comes first: whoever has seen a verdict may submit the same name again.
     3. One thread in each rank blocks on `inbox/<rank>/<next>` (the server answers when the key
        appears), runs the operation, and deletes the key.
+    4. A rank that joins draws a place too, and writes there that it has. From there on, each rank
+       takes the descriptors for complete without it, and looks again at what it has submitted
+       itself; hence the claims, as several ranks can find the same complete. The last rank to
+       submit an operation and to know who has joined sees both, so that none is overlooked.
 
     So all ranks run the same operations in the same order, and every key has one last reader, which
     deletes it.
@@ -53,9 +67,12 @@ class Negotiation:
         self._inbox = clone_store(self._store)
         self._inbox.set_timeout(_PATIENCE)
         self._calls = Calls("usbyte-ask")
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the three below
         self._place = 0
         self._woken = False
+        self._joined: list[int] = []  # in the order in which they came
+        #: The rank that joined last, once all have.
+        self.last = self._members[-1]
 
     def announce(self, request: Request) -> None:
         """Tells the other ranks of an operation; from any thread.
@@ -66,23 +83,52 @@ class Negotiation:
         self._calls.make(lambda: self._announce(request), self._limit_s, patient=True)
 
     def _announce(self, request: Request) -> None:
-        store, descriptors = self._store, f"op/{request.name}"
-        count = f"count/{request.name}"
-        store.append(descriptors, request.descriptor.to_json() + "\n")
-        if store.add(count, 1) < len(self._members):
+        self._store.append(f"op/{request.name}", request.descriptor.to_json() + "\n")
+        count = self._store.add(f"count/{request.name}", 1)
+        if count + len(self._absent(request.name)) >= len(self._members):
+            self._complete(request.name)
+
+    def _complete(self, name: str) -> None:
+        """Lets an operation run if all ranks have submitted it that are going to."""
+        found = read_now(self._store, f"op/{name}")
+        if found is None:
             return
-        lines = store.get(descriptors).decode().splitlines()
-        store.delete_key(descriptors)
-        store.delete_key(count)
-        verdicts = match(request.name, [Descriptor.from_json(line) for line in lines])
-        place = store.add("order", 1) - 1
-        store.multi_set(
-            [_slot(rank, place) for rank in range(len(self._members))],
-            [verdict.to_json() for verdict in verdicts],
+        descriptors = _descriptors(found)
+        joined = set(self._members) - {d.rank for d in descriptors}
+        if not descriptors or not joined <= set(self._absent(name)):
+            return
+        claim = f"{_CLAIMED}{self._rank}"
+        if self._store.compare_set(f"op/{name}", found.decode(), claim) != claim.encode():
+            return
+        self._store.delete_key(f"op/{name}")
+        self._store.delete_key(f"count/{name}")
+        self._post([verdict.to_json() for verdict in match(name, descriptors, sorted(joined))])
+
+    def _post(self, texts: Sequence[str]) -> None:
+        place = self._store.add("order", 1) - 1
+        self._store.multi_set([_slot(rank, place) for rank in range(len(texts))], texts)
+
+    def _absent(self, name: str) -> list[int]:
+        """Ranks that need not submit this operation."""
+        with self._lock:
+            return [] if _OWN.match(name) else list(self._joined)
+
+    def join(self) -> None:
+        """Tells all ranks to go on without this one, up to the operation `JOIN`.
+
+        Raises:
+            RuntimeError: As `announce`.
+        """
+        text = json.dumps({"joined": self._members[self._rank]})
+        self._calls.make(
+            lambda: self._post([text] * len(self._members)), self._limit_s, patient=True
         )
 
-    def next(self) -> Verdict | None:
+    def next(self, in_flight: Callable[[], Iterable[str]]) -> Verdict | None:
         """Waits for the next operation that all ranks have submitted; from one thread.
+
+        Args:
+            in_flight: Names what this rank has submitted and has not seen the end of.
 
         Returns:
             Its verdict, or None after `wake`.
@@ -90,6 +136,25 @@ class Negotiation:
         Raises:
             RuntimeError: The store is lost.
         """
+        while (text := self._read()) is not None:
+            message = json.loads(text)
+            if "joined" not in message:
+                break
+            with self._lock:
+                self._joined.append(message["joined"])
+            for name in in_flight():
+                self._calls.make(partial(self._complete, name), self._limit_s, patient=True)
+            self.advance()
+        if text is None:
+            return None
+        verdict = Verdict.from_json(text)
+        if verdict.name == JOIN:
+            with self._lock:
+                self.last = self._joined[-1]
+                self._joined.clear()
+        return verdict
+
+    def _read(self) -> str | None:
         slot = _slot(self._rank, self._place)
         with self._lock:
             woken = self._woken
@@ -98,7 +163,7 @@ class Negotiation:
             with suppress(RuntimeError):
                 self._inbox.delete_key(slot)
             return None
-        return Verdict.from_json(text.decode())
+        return text.decode()
 
     def advance(self) -> None:
         """Ends the operation that `next` returned.
@@ -126,9 +191,9 @@ class Negotiation:
             found = self._calls.make(lambda: read_now(self._store, f"op/{name}"), _ANSWER_S)
         except RuntimeError:
             return None
-        if found is None:  # deleted by the rank that completed it
+        if found is None or not (descriptors := _descriptors(found)):  # it has been completed
             return []
-        here = {Descriptor.from_json(line).rank for line in found.decode().splitlines()}
+        here = {d.rank for d in descriptors}.union(self._absent(name))
         return [rank for rank in self._members if rank not in here]
 
     def _get(self, slot: str) -> bytes:
@@ -139,6 +204,12 @@ class Negotiation:
             except RuntimeError:
                 if time.monotonic() - began < _PATIENCE.total_seconds() / 2:
                     raise
+
+
+def _descriptors(found: bytes) -> list[Descriptor]:
+    """What ranks have appended to an operation; nothing once it is claimed."""
+    lines = found.decode().splitlines()
+    return [] if lines[0].startswith(_CLAIMED) else [Descriptor.from_json(line) for line in lines]
 
 
 def _slot(rank: int, place: int) -> str:

@@ -69,6 +69,21 @@ def allreduce(
     )
 
 
+def stand_in(peers: Peers, name: str, descriptor: Descriptor) -> Request:
+    """Takes part with zeros in the allreduce that `descriptor` tells of. Without a result."""
+
+    def execute(verdict: Verdict) -> None:
+        zeros = [
+            torch.zeros(list(shape), dtype=getattr(torch, dtype))
+            for shape, dtype in zip(descriptor.shapes, descriptor.dtypes, strict=True)
+        ]
+        before, after = descriptor.factors
+        op = ReduceOp(descriptor.op)
+        allreduce(peers, name, zeros, op, (before, after), in_place=True).execute(verdict)
+
+    return Request(name, descriptor, execute)
+
+
 def allgather(peers: Peers, name: str, tensors: Sequence[torch.Tensor]) -> Request:
     """Concatenates each tensor along its first dimension, whose length may differ by rank.
 

@@ -442,22 +442,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The parameters that are sent, with their names."""
         return list(zip(self._names(), self._params, strict=True))
 
-    def stand_in(self) -> int:
-        """Takes part in the other ranks' steps, without data, until all ranks do so. Collective.
-
-        Returns:
-            In how many steps.
-        """
+    def stand_in(self) -> None:
+        """Takes part in the other ranks' steps, without data, until all ranks do so. Collective."""
         self._check_usable()
-        steps = 0
         while self._reducer is not None:
             self.drain()
             self.zero_grad()
             if not self._reducer.send_none():
                 break
             self.step()
-            steps += 1
-        return steps
 
     # Used by Context.
 

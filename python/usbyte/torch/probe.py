@@ -81,7 +81,7 @@ def probe(
     place = device_at(torch.device(device))
     rows, found = measure_apart(context, place, topology, largest_bytes)
     network = fit(context.size, rows).with_topology(found)
-    return share(context, "probe", network)
+    return share(context, "usbyte.probe", network)
 
 
 def share(context: Context, name: str, network: _core.NetworkModel) -> _core.NetworkModel:
@@ -139,7 +139,7 @@ def measure(
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(context, communicator, large, ahead, repeats)
         found = str(concurrent(rows) or 0).encode()  # on which all ranks must agree
-        together = int(context.eager.broadcast_bytes("probe.concurrent", found, 0))
+        together = int(context.eager.broadcast_bytes("usbyte.probe.concurrent", found, 0))
         if together > 0:
             break
     if communicator.most_one_shot_bytes > 0:
@@ -179,7 +179,7 @@ def measure_dimensions(
     found = []
     for dimension, its in zip(mesh.topology.dimensions, mesh.lines, strict=True):
         costs = None if its is None else _line_costs(context, its, largest_bytes, repeats)
-        texts = context.eager.allgather_bytes("probe.dimension", json.dumps(costs).encode())
+        texts = context.eager.allgather_bytes("usbyte.probe.dimension", json.dumps(costs).encode())
         known = [row for row in map(json.loads, texts) if row is not None]
         startup_s, s_per_byte = map(max, zip(*known, strict=True)) if known else (0.0, 1.0)
         steps = max(dimension.size - 1, 1)
@@ -236,7 +236,7 @@ class _Sizes:
         rows = [row for row in timed if row.kind == kind]
         small_s, some_s = (median(r.seconds for r in rows if r.bytes == size) for size in fewest)
         # Every rank must choose the same sizes and numbers of groups.
-        text = context.eager.broadcast_bytes("probe.times", f"{small_s} {some_s}".encode(), 0)
+        text = context.eager.broadcast_bytes("usbyte.probe.times", f"{small_s} {some_s}".encode(), 0)
         small_s, some_s = (max(float(word), 1e-6) for word in text.split())
         largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
         largest = max(largest, 4 * smallest)  # a line takes two sizes
