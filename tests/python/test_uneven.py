@@ -54,7 +54,8 @@ def uneven(rank, size, counts):
             there = ub.allreduce(torch.ones(1), op=ub.Sum)  # which ranks that have joined answer
             assert there.item() == sum(count > k for count in counts)
         last = ub.join()
-        assert counts[last] == max(counts) and last == ub.broadcast_object(last)
+        assert counts[last] == max(counts)
+        assert last == ub.broadcast_object(last)
         assert difference(state(model), want) <= (0 if size == 2 else 1e-6), options
         # All ranks go on alike.
         for x in batches(rank, 2):

@@ -240,7 +240,8 @@ class EagerQueue:
             handle, request = None, None
             if verdict.stand_in is None:
                 handle = self._pending.get(verdict.name)
-                request = handle and handle.request
+                if handle is not None:
+                    request = handle.request
             elif self._failure is None and not self._closed:
                 # Whatever of this name is pending came too late to be meant.
                 request = operations.stand_in(self.peers, verdict.name, verdict.stand_in)

@@ -236,7 +236,9 @@ class _Sizes:
         rows = [row for row in timed if row.kind == kind]
         small_s, some_s = (median(r.seconds for r in rows if r.bytes == size) for size in fewest)
         # Every rank must choose the same sizes and numbers of groups.
-        text = context.eager.broadcast_bytes("usbyte.probe.times", f"{small_s} {some_s}".encode(), 0)
+        text = context.eager.broadcast_bytes(
+            "usbyte.probe.times", f"{small_s} {some_s}".encode(), 0
+        )
         small_s, some_s = (max(float(word), 1e-6) for word in text.split())
         largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
         largest = max(largest, 4 * smallest)  # a line takes two sizes
