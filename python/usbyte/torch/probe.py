@@ -115,6 +115,7 @@ def measure(
     largest_bytes: int,
     *,
     repeats: int = _REPEATS,
+    care: float = 1.0,
 ) -> list[Measured]:
     """Times collectives over the communicator, which nothing else uses meanwhile. Collective.
 
@@ -125,8 +126,9 @@ def measure(
             smaller than a line needs. What runs beside a small operation, or is packed, is up to
             four times as large.
         repeats: Measurements of each size.
+        care: How long each of them lasts, as a share of what is usual.
     """
-    sizes = _Sizes.choose(context, communicator, "all_reduce", largest_bytes)
+    sizes = _Sizes.choose(context, communicator, "all_reduce", largest_bytes, care)
     largest = sizes.largest
 
     def time_window(window: int) -> list[Measured]:
@@ -213,11 +215,13 @@ class _Sizes:
         sizes: Bytes, ascending.
         small_s: What one of the smallest size takes.
         s_per_byte: What a byte of a larger one takes.
+        care: See `measure`.
     """
 
     sizes: list[int]
     small_s: float
     s_per_byte: float
+    care: float
 
     @property
     def largest(self) -> int:
@@ -225,7 +229,12 @@ class _Sizes:
 
     @classmethod
     def choose(
-        cls, context: Context, communicator: EngineCommunicator, kind: str, largest_bytes: int
+        cls,
+        context: Context,
+        communicator: EngineCommunicator,
+        kind: str,
+        largest_bytes: int,
+        care: float = 1.0,
     ) -> _Sizes:
         """From what two sizes take. Collective."""
         smallest = _smallest(communicator)
@@ -242,12 +251,12 @@ class _Sizes:
         small_s, some_s = (max(float(word), 1e-6) for word in text.split())
         largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
         largest = max(largest, 4 * smallest)  # a line takes two sizes
-        return cls(_sizes(smallest, largest), small_s, some_s / some)
+        return cls(_sizes(smallest, largest), small_s, some_s / some, care)
 
     def groups(self, window: int) -> dict[int, int]:
         """How many groups of `window` operations are timed, by the size of one of these."""
         counts = {}
-        span_s = min(_SPAN * self.small_s, _SPAN_S)
+        span_s = self.care * min(_SPAN * self.small_s, _SPAN_S)
         most_bytes = max(_MOST_BYTES // (_FEWEST_GROUPS * window), self.sizes[0])
         for size in sorted({min(size, most_bytes) for size in self.sizes}):
             seconds = window * max(self.small_s, self.s_per_byte * size)

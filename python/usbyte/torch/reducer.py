@@ -37,6 +37,11 @@ from usbyte.torch.stopwatch import Stopwatch
 
 log = logging.getLogger("usbyte")
 
+# How long the network is probed goes by what there is to gain: jobs of fewer bytes than this get a
+# share of the time, down to the least.
+_CAREFUL_BYTES = 8 << 20
+_LEAST_CARE = 1 / 8
+
 
 class Reducer:
     """Sums the scaled gradients of `params` over all ranks, step after step.
@@ -425,7 +430,8 @@ class Reducer:
         largest = min(max(total, 1 << 20), LARGEST_BYTES)
         start = time.monotonic()
         try:
-            measured = measure(self._context, self._communicator, largest)
+            care = min(max(total / _CAREFUL_BYTES, _LEAST_CARE), 1.0)
+            measured = measure(self._context, self._communicator, largest, care=care)
             topology = measure_dimensions(self._context, self._communicator, largest)
         finally:  # should no plan come of it, the old one goes on
             self._communicator.register(self._arena.buffer)
