@@ -4,48 +4,14 @@
 #include <string>
 #include <utility>
 
+#include "mesh_fit.h"
 #include "mesh_state.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
-namespace {
-
-void check_fit(const Topology& topology, const std::shared_ptr<Communicator>& flat,
-               const std::vector<std::shared_ptr<Communicator>>& lines) {
-  topology.validate();
-  const std::string mesh = "a mesh of " + std::to_string(topology.ranks()) + " ranks in " +
-                           std::to_string(topology.ndim()) + " dimensions ";
-  if (!flat) throw UsageError(mesh + "has no flat communicator");
-  if (flat->size() != topology.ranks() || std::ssize(lines) != topology.ndim()) {
-    throw UsageError(mesh + "got a flat communicator of " + std::to_string(flat->size()) +
-                     " ranks and " + std::to_string(lines.size()) + " lines");
-  }
-  constexpr const char* kOnStreams =
-      " is complete when it is on a stream, but phases must be over; use communicators of the host";
-  if (flat->stream_ordered()) {
-    throw UsageError(std::string("what the flat communicator does") + kOnStreams);
-  }
-  const std::vector<int> coordinates = topology.coordinates(flat->rank());
-  for (size_t d = 0; d < lines.size(); ++d) {
-    const Dimension& dimension = topology.dimensions[d];
-    const std::string line = "the line of dimension '" + dimension.name + "'";
-    const int ranks = lines[d] ? lines[d]->size() : 1, place = lines[d] ? lines[d]->rank() : 0;
-    if (ranks != dimension.size || place != coordinates[d]) {
-      throw UsageError(line + " has rank " + std::to_string(place) + " of " +
-                       std::to_string(ranks) + ", not " + std::to_string(coordinates[d]) + " of " +
-                       std::to_string(dimension.size));
-    }
-    if (lines[d] && lines[d]->stream_ordered()) {
-      throw UsageError("what " + line + " does" + kOnStreams);
-    }
-  }
-}
-
-}  // namespace
-
 MeshCommunicator::MeshCommunicator(Topology topology, std::shared_ptr<Communicator> flat,
                                    std::vector<std::shared_ptr<Communicator>> lines)
-    : state_((check_fit(topology, flat, lines),
+    : state_((check_mesh(topology, flat, lines, false),
               std::make_shared<State>(std::move(topology), std::move(flat), std::move(lines)))) {}
 
 MeshCommunicator::~MeshCommunicator() {
@@ -64,6 +30,9 @@ void MeshCommunicator::launch(const Request& request, Completion done) {
   const std::shared_ptr<State> state = state_;
   if (!request.schedule && request.line < 0) return state->launch_flat(request, std::move(done));
   std::string why = mesh_problem(request, state->topology);
+  if (why.empty() && request.order) {
+    why = "a request with a schedule or a line would lose its order on a device; launch it without";
+  }
   if (why.empty() && request.schedule) why = state->invalid(request.schedule);
   if (!why.empty()) return done(std::make_exception_ptr(UsageError(why)));
   state->start(

@@ -41,7 +41,6 @@ std::string mesh_problem(const Request& request, const Topology& topology) {
     return what + "it reduces sums only; launch others without";
   }
   if (request.scale != 1) return what + "lines do not scale; do so first";
-  if (request.order) return what + "its order on a device would be lost; launch it without";
   for (const Span& s : request.recv) {
     if (s.count < 0) return what + "the count " + std::to_string(s.count) + " is negative";
     if (s.count > 0 && !s.data) {

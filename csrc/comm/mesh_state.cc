@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "mesh_fit.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -159,8 +160,7 @@ void MeshCommunicator::State::count(size_t d, const Task& task, const std::excep
   --task.job->in_flight;
   if (!error) pass(task);
   if (error && fault.empty()) {
-    fault = "phase " + std::to_string(task.phase) + " of chunk " + std::to_string(task.chunk) +
-            ", over dimension '" + topology.dimensions[d].name + "', failed: " + why;
+    fault = phase_failure({0, task.chunk, task.phase}, topology.dimensions[d], why);
   }
   if (!fault.empty()) give_up();
 }

@@ -25,6 +25,7 @@ namespace usbyte {
 struct NcclComm {
   struct NcclWorld* world = nullptr;
   int rank = 0;
+  int process = 0;                         // and its device
   NcclResult error = NcclResult::success;  // stays
   std::function<bool()> progress;          // while in progress: whether that is over
   int polls_left = 0;
@@ -65,7 +66,7 @@ struct FakeNcclOptions {
   size_t refused_count = 0;      ///< an all_reduce of so many elements is an error, for the call
   int64_t hangs_from = 1 << 30;  ///< launch of each communicator, from which on none ends
   std::optional<int> fails_on =
-      std::nullopt;  ///< rank whose launch `fails_at` on the device, over all
+      std::nullopt;  ///< process whose launch `fails_at` on the device, over all
   int fails_at = 0;  ///< communicators, never ends and raises an error
 };
 
@@ -77,6 +78,10 @@ class FakeNccl final : public NcclApi {
   /// Outlives the devices, whose streams call it.
   FakeNccl(std::vector<TracedCuda*> devices, FakeNcclOptions options = {})
       : devices_(std::move(devices)), options_(options) {}
+
+  /// Which device the communicators that this thread makes are on; that of their rank, unless it
+  /// has been said.
+  static inline thread_local std::optional<int> process;
 
   std::vector<std::string> violations() const {
     std::lock_guard lock(mutex_);
@@ -149,6 +154,7 @@ class FakeNccl final : public NcclApi {
     *comm = comms_.back().get();
     (*comm)->world = &world;
     (*comm)->rank = rank;
+    (*comm)->process = process.value_or(rank);
     if (options_.init_fails_on == rank) {
       (*comm)->error = NcclResult::system_error;
       return NcclResult::in_progress;
@@ -186,7 +192,7 @@ class FakeNccl final : public NcclApi {
   NcclResult comm_abort(NcclComm* comm) override {
     std::unique_lock lock(mutex_);
     if (comm->ended || comm->aborted) violate("aborted a communicator that has ended");
-    if (inside_[comm->rank] > 0) violate("aborted while another thread is inside");
+    if (inside_[comm->process] > 0) violate("aborted while another thread is inside");
     comm->aborted = true;
     changed_.notify_all();
     // As NCCL does: what is on its stream, or still held up there, has to end first.
@@ -329,18 +335,18 @@ class FakeNccl final : public NcclApi {
   // A thread's time inside a call for a communicator, with the mutex for the rest of the call.
   class Inside {
    public:
-    Inside(FakeNccl& nccl, NcclComm* comm) : nccl_(nccl), rank_(comm->rank), lock_(nccl.mutex_) {
-      if (nccl.inside_[rank_]++ > 0) nccl.violate("two threads inside");
+    Inside(FakeNccl& nccl, NcclComm* comm) : nccl_(nccl), process_(comm->process), lock_(nccl.mutex_) {
+      if (nccl.inside_[process_]++ > 0) nccl.violate("two threads inside");
       if (comm->ended || comm->aborted) nccl.violate("a call after the end");
       lock_.unlock();
       std::this_thread::sleep_for(std::chrono::duration<double>(nccl.options_.call_s));
       lock_.lock();
     }
-    ~Inside() { --nccl_.inside_[rank_]; }
+    ~Inside() { --nccl_.inside_[process_]; }
 
    private:
     FakeNccl& nccl_;
-    const int rank_;
+    const int process_;
     std::unique_lock<std::mutex> lock_;
   };
   // For calls that a communicator takes only when it is not in progress; the mutex is held.
@@ -396,11 +402,13 @@ class FakeNccl final : public NcclApi {
           violate("receives into what it sends");
       }
     }
-    std::vector<int>& own = launched_[comm.rank];
+    // Those of some ranks only are others on other ranks.
+    if (comm.world->size < static_cast<int>(devices_.size())) return;
+    std::vector<int>& own = launched_[comm.process];
     own.push_back(comm.world->index);
     if (order_.size() < own.size()) order_.push_back(own.back());
     if (order_[own.size() - 1] != own.back()) {
-      violate("rank " + std::to_string(comm.rank) + " launches on communicator " +
+      violate("rank " + std::to_string(comm.process) + " launches on communicator " +
               std::to_string(own.back()) + " where another rank used " +
               std::to_string(order_[own.size() - 1]));
     }
@@ -410,17 +418,17 @@ class FakeNccl final : public NcclApi {
     std::shared_ptr<NcclWorld::Meeting>& meeting = comm.world->meetings[launch];
     if (!meeting) meeting = std::make_shared<NcclWorld::Meeting>();
     ++comm.on_device;
-    const int op = ops_[comm.rank]++;
-    devices_[static_cast<size_t>(comm.rank)]->run(
+    const int op = ops_[comm.process]++;
+    devices_[static_cast<size_t>(comm.process)]->run(
         group.stream, op, [this, &comm, group, op, launch, meeting = meeting] {
-          const bool fails = options_.fails_on == comm.rank && options_.fails_at == op;
+          const bool fails = options_.fails_on == comm.process && options_.fails_at == op;
           meet(comm, group.calls, fails || launch >= options_.hangs_from, fails, *meeting);
         });
   }
 
   void meet(NcclComm& comm, const std::vector<NcclCall>& calls, bool hangs, bool fails,
             NcclWorld::Meeting& meeting);
-  const std::vector<TracedCuda*> devices_;  // by rank
+  const std::vector<TracedCuda*> devices_;  // by process
   const FakeNcclOptions options_;
   const std::string path_ = "fake";
 
@@ -433,10 +441,10 @@ class FakeNccl final : public NcclApi {
   std::vector<std::unique_ptr<NcclWindow>> windows_;
   std::map<NcclReduction, double> scales_;
   std::map<void*, std::unique_ptr<std::byte[]>> memory_;
-  std::map<int, std::vector<int>> launched_;  // by rank: communicators
+  std::map<int, std::vector<int>> launched_;  // by process: communicators
   std::vector<int> order_;                    // the longest of those
-  std::map<int, int> ops_;                    // by rank
-  std::map<int, int> inside_;                 // threads, by rank
+  std::map<int, int> ops_;                    // by process
+  std::map<int, int> inside_;                 // threads, by process
   std::vector<NcclConfig> configs_;
   std::vector<NcclCall::Kind> kinds_;
   int64_t begun_ = 0, windows_made_ = 0, buffers_registered_ = 0;

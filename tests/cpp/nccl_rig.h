@@ -34,6 +34,7 @@ class NcclRig {
 
   int size() const { return size_; }
   FakeNccl& nccl() { return *nccl_; }
+  std::shared_ptr<NcclApi> shared_nccl() { return nccl_; }
   EmulatedCuda& cuda() { return *cuda_; }
   TracedCuda& device(int rank) { return *devices_[static_cast<size_t>(rank)]; }
   std::shared_ptr<Cuda> shared_device(int rank) { return devices_[static_cast<size_t>(rank)]; }

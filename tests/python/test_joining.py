@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -10,7 +11,8 @@ import torch
 
 import usbyte.torch as ub
 from _ranks import run_ranks
-from usbyte.errors import MismatchError
+from usbyte.errors import MismatchError, UsageError
+from usbyte.torch.context import current
 
 
 def metrics(rank, size):
@@ -72,7 +74,7 @@ def others(rank, size):
                 ("broadcast_bytes", lambda: ub.broadcast_object(1)),
             ]
             for what, call in calls:
-                with pytest.raises(MismatchError, match=f"{what}.*: rank 1 ran out of data and"):
+                with pytest.raises(MismatchError, match=f"{what}.*: rank 1 ran out of data"):
                     call()
             with pytest.raises(MismatchError, match=r"about the shape: .* on rank 0; .* on"):
                 ub.allreduce(torch.ones(rank + 1), name="differs")
@@ -89,14 +91,87 @@ def test_what_ranks_that_have_joined_cannot_answer_is_an_error():
 def patient(rank, size):
     ub.init()
     if rank == 0:
-        for _ in range(16):
+        for k in range(16):
             time.sleep(0.25)
-            assert ub.allreduce(torch.ones(1), op=ub.Sum).item() == 1.0
+            if k < 8:
+                with pytest.raises(MismatchError, match="called join"):
+                    ub.barrier()
+            else:
+                assert ub.allreduce(torch.ones(1), op=ub.Sum).item() == 1.0
     assert ub.join() == 0
 
 
 def test_a_rank_that_has_joined_may_wait_beyond_the_stall_limit():
     run_ranks(2, patient, timeout=60, env={"USBYTE_STALL_LIMIT_S": "2"})
+
+
+def stale(rank, size):
+    """An error that comes when the rank that it stands for zeros on has left join() again."""
+    ub.init()
+    for k in range(20):
+        large = ub.allreduce_async(torch.ones(1 << 20), name="large", op=ub.Sum)
+        early = None
+        if rank == 0:
+            early = ub.allreduce_async(torch.ones(1), name="m", op=ub.Max)
+        ub.join()
+        if early is not None:
+            with pytest.raises(MismatchError, match="called join"):
+                early.synchronize()
+        assert ub.allreduce(torch.tensor([rank + k]), name="m", op=ub.Max).item() == 1 + k
+        assert large.synchronize()[0] == 2
+
+
+def test_an_error_does_not_reach_what_is_submitted_later():
+    run_ranks(2, stale, timeout=60)
+
+
+def submits(rank, size):
+    ub.init()
+    model = torch.nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = ub.DistributedOptimizer(opt, model.named_parameters(), policy="wfbp", overlap="backward")
+    opt.inner.register_step_post_hook(lambda *_: ub.allreduce(torch.ones(1), name="hook"))
+    for _ in range(2 - rank):
+        opt.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        opt.step()
+    if rank == 1:
+        with pytest.raises(UsageError, match="'hook': rank 1 is inside join"):
+            ub.join()
+    os._exit(0)
+
+
+def test_a_rank_that_has_joined_submits_nothing_of_its_own():
+    run_ranks(2, submits, timeout=60, dies=(0, 1))
+
+
+def clean(rank, size):
+    ub.init()
+    store = current().eager._negotiation._store
+    ub.barrier()
+    before = store.num_keys()
+    for _ in range(60):
+        ub.allreduce_async(torch.ones(1), name="x", op=ub.Sum)
+        ub.join()
+    ub.barrier()
+    if rank == 0:
+        time.sleep(0.5)  # the last keys are deleted by whoever is through with them
+        assert store.num_keys() <= before + 2 * size
+    ub.barrier()
+
+
+def test_joining_leaves_nothing_in_the_store():
+    run_ranks(3, clean, timeout=60)
+
+
+def many(rank, size):
+    ub.init()
+    group = [torch.zeros(1)] * 150_000
+    assert len(ub.grouped_allreduce(group)) == len(group)
+
+
+def test_descriptors_may_be_larger_than_what_the_store_compares():
+    run_ranks(2, many, timeout=60)
 
 
 def at_random(rank, size, seed):

@@ -22,7 +22,7 @@ from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.torch import operations
 from usbyte.torch.handles import Handle, Request
 from usbyte.torch.matching import Verdict, match, name_ranks
-from usbyte.torch.negotiation import JOIN, Negotiation
+from usbyte.torch.negotiation import JOIN, Negotiation, is_own
 from usbyte.torch.peers import Peers
 from usbyte.torch.reduction import ReduceOp
 
@@ -68,6 +68,7 @@ class EagerQueue:
         self._on_fault = on_fault
         self._lock = threading.Lock()  # guards everything below
         self._unnamed: Counter[str] = Counter()  # operations so far, by kind
+        self._joined = False
         self._pending: dict[str, Handle] = {}
         self._failure: str | None = None
         self._closed = False
@@ -96,7 +97,8 @@ class EagerQueue:
         """Puts an operation in flight.
 
         Raises:
-            UsageError: An operation of this name is in flight on this rank, or the queue is closed.
+            UsageError: An operation of this name is in flight on this rank, which may have joined,
+                or the queue is closed.
             FaultError: The run has failed.
         """
         first_check = time.monotonic() + min(self._warning_s, self._limit_s)
@@ -106,6 +108,11 @@ class EagerQueue:
                 raise FaultError(self._failure)
             if self._closed:
                 raise UsageError(f"{request}: usbyte is shut down: call usbyte.torch.init() first")
+            if self._joined and not is_own(request.name):
+                raise UsageError(
+                    f"{request}: rank {self.peers.name} is inside join() and answers others with "
+                    "zeros: let threads and step hooks submit nothing meanwhile"
+                )
             if request.name in self._pending:
                 raise UsageError(
                     f"{request}: an operation of this name is still in flight on rank "
@@ -148,6 +155,8 @@ class EagerQueue:
         Raises:
             FaultError: The job's store is lost.
         """
+        with self._lock:
+            self._joined = True
         self._tell("join()", Negotiation.join)
 
     def end_join(self) -> int:
@@ -161,6 +170,7 @@ class EagerQueue:
         counts = [Counter(json.loads(text)) for text in self.allgather_bytes(JOIN, mine.encode())]
         with self._lock:  # from here on the n-th meets the n-th again
             self._unnamed = reduce(Counter.__or__, counts)
+            self._joined = False
         return self._negotiation.last if self._negotiation is not None else self.peers.name
 
     def fail(self, message: str) -> None:
@@ -310,10 +320,13 @@ class EagerQueue:
         if missing:
             # Who has joined waits for as long as the others find work for it.
             joining = handle.request.name == JOIN
+            since = max(handle.submitted, progressed) if joining else handle.submitted
+            if joined := [rank for rank in missing if rank in self._negotiation.joined()]:
+                return f"{waits} for {name_ranks(joined)}, in join(), where this is not done", since
             return (
                 f"{waits} for {name_ranks(missing)}, which did not submit it: see that every rank "
                 "is alive and comes to this call, under the same name",
-                max(handle.submitted, progressed) if joining else handle.submitted,
+                since,
             )
         since = max(handle.submitted, progressed)
         blocker = f"{running} does not end" if running else "its turn does not come"

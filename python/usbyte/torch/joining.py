@@ -14,10 +14,14 @@ def join(device: int = -1) -> int:
 
     Meanwhile this rank's gradients count as zeros, and averages are still over all ranks, as in
     Horovod and in DDP's `Join`. Other ranks' allreduce with Sum or Average, grouped and within
-    autograd too, is answered with zeros as well; any other collective among all ranks is an error
-    on the ranks that call it. One in a process set waits for this rank, so it must be called before
-    or after. In the end all ranks have the parameters of the optimizer and its state from the rank
-    that came last, whatever it did between `backward()` and `step()`; buffers stay each rank's own.
+    autograd too, is answered with zeros as well; other functions of `ops` among all ranks are
+    errors on the ranks that call them. What else all ranks do together waits for this one, and so
+    do process sets: do it before or after. So does what bears a name that begins with "usbyte." or
+    "optimizer." and a digit, which are usbyte's own. Inside, this rank submits nothing of the
+    user's; and with an optimizer, others must come to their next step within the stall limit.
+
+    In the end all ranks have the parameters of the optimizer and its state from the rank that came
+    last, whatever it did between `backward()` and `step()`; buffers stay each rank's own.
     Collective.
 
     Args:

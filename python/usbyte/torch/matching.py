@@ -61,7 +61,8 @@ class Verdict:
         sizes: For allgather and sparse_allreduce the rows that each rank contributes, of one tensor
             after the other; for alltoall the rows that come from each rank, for broadcast_bytes the
             root's bytes; else empty.
-        stand_in: For a rank that has joined, what it takes part in with zeros.
+        stand_in: For a rank that has joined, what it takes part in with zeros, if there is no
+            error.
     """
 
     name: str
@@ -98,11 +99,9 @@ def match(
     ordered = sorted(descriptors, key=lambda d: d.rank)
     error = _disagreement(name, ordered) or _unanswered(name, ordered[0], joined)
     ranks = sorted([*(d.rank for d in ordered), *joined])
-    if error is not None:
-        return [Verdict(name, error)] * len(ranks)
-    if joined:
+    if error is not None or joined:
         zeros = {rank: replace(ordered[0], rank=rank) for rank in joined}
-        return [Verdict(name, stand_in=zeros.get(rank)) for rank in ranks]
+        return [Verdict(name, error, stand_in=zeros.get(rank)) for rank in ranks]
     return [Verdict(name, sizes=_sizes(ordered, position)) for position in range(len(ranks))]
 
 
@@ -132,8 +131,8 @@ def _unanswered(name: str, descriptor: Descriptor, joined: Sequence[int]) -> str
     if descriptor.op:
         which += f" with {ReduceOp(descriptor.op)}"
     return (
-        f"{which}: {name_ranks(joined)} ran out of data and called join(), and answers only "
-        "allreduce with Sum or Average, as zeros. Submit anything else before a rank joins or "
+        f"{which}: {name_ranks(joined)} ran out of data and called join(). What is answered then "
+        "is allreduce with Sum or Average, as zeros. Submit anything else before a rank joins or "
         "after all have."
     )
 

@@ -21,12 +21,15 @@ from usbyte.torch.store import clone_store, private_store, read_now
 
 _PATIENCE = timedelta(days=20)  # torch counts it in an int of milliseconds (24.8 days)
 _ANSWER_S = 5.0  # how long the store may take to answer before it counts as lost
-_CLAIMED = "claimed by "
-#: Names of usbyte's own operations, which ranks that have joined submit like all others.
 _OWN = re.compile(r"usbyte\.|optimizer\.\d")
 
 #: The operation with which all ranks end what `Negotiation.join` began.
 JOIN = "usbyte.join"
+
+
+def is_own(name: str) -> bool:
+    """Of an operation of usbyte's own, which ranks that have joined submit like all others."""
+    return _OWN.match(name) is not None
 
 
 class Negotiation:
@@ -34,16 +37,17 @@ class Negotiation:
 
     1. A rank appends its descriptor to the key `op/<name>`, then adds 1 to `count/<name>`.
     2. A rank whose addition completes the count reads all descriptors and claims the operation, by
-       putting its claim where exactly these descriptors were. Who succeeds deletes both keys,
-       checks the descriptors against each other, draws the operation's place in the global order
-       from the counter `order`, and writes a verdict to `inbox/<rank>/<place>` of every rank.
-       Deleting comes first: whoever has seen a verdict may submit the same name again.
+       changing the count from just as many. Who succeeds deletes both keys, checks the descriptors
+       against each other, draws the operation's place in the global order from the counter
+       `order`, and writes a verdict to `inbox/<rank>/<place>` of every rank. Deleting comes first:
+       whoever has seen a verdict may submit the same name again.
     3. One thread in each rank blocks on `inbox/<rank>/<next>` (the server answers when the key
        appears), runs the operation, and deletes the key.
     4. A rank that joins draws a place too, and writes there that it has. From there on, each rank
        takes the descriptors for complete without it, and looks again at what it has submitted
        itself; hence the claims, as several ranks can find the same complete. The last rank to
        submit an operation and to know who has joined sees both, so that none is overlooked.
+       Operations of usbyte's own wait for all ranks as before.
 
     So all ranks run the same operations in the same order, and every key has one last reader, which
     deletes it.
@@ -90,15 +94,19 @@ class Negotiation:
 
     def _complete(self, name: str) -> None:
         """Lets an operation run if all ranks have submitted it that are going to."""
+        absent, count = self._absent(name), read_now(self._store, f"count/{name}")
+        if count is None or int(count) + len(absent) < len(self._members):
+            return
         found = read_now(self._store, f"op/{name}")
         if found is None:
             return
         descriptors = _descriptors(found)
         joined = set(self._members) - {d.rank for d in descriptors}
-        if not descriptors or not joined <= set(self._absent(name)):
+        if not joined <= set(absent):
             return
-        claim = f"{_CLAIMED}{self._rank}"
-        if self._store.compare_set(f"op/{name}", found.decode(), claim) != claim.encode():
+        claim = str(-1 - self._rank)
+        whole = str(len(descriptors))  # or else somebody has appended who has not added yet
+        if self._store.compare_set(f"count/{name}", whole, claim) != claim.encode():
             return
         self._store.delete_key(f"op/{name}")
         self._store.delete_key(f"count/{name}")
@@ -110,8 +118,7 @@ class Negotiation:
 
     def _absent(self, name: str) -> list[int]:
         """Ranks that need not submit this operation."""
-        with self._lock:
-            return [] if _OWN.match(name) else list(self._joined)
+        return [] if is_own(name) else self.joined()
 
     def join(self) -> None:
         """Tells all ranks to go on without this one, up to the operation `JOIN`.
@@ -191,10 +198,15 @@ class Negotiation:
             found = self._calls.make(lambda: read_now(self._store, f"op/{name}"), _ANSWER_S)
         except RuntimeError:
             return None
-        if found is None or not (descriptors := _descriptors(found)):  # it has been completed
+        if found is None:  # deleted by the rank that completed it
             return []
-        here = {d.rank for d in descriptors}.union(self._absent(name))
+        here = {d.rank for d in _descriptors(found)}.union(self._absent(name))
         return [rank for rank in self._members if rank not in here]
+
+    def joined(self) -> list[int]:
+        """Ranks that go without data."""
+        with self._lock:
+            return list(self._joined)
 
     def _get(self, slot: str) -> bytes:
         while True:
@@ -207,9 +219,8 @@ class Negotiation:
 
 
 def _descriptors(found: bytes) -> list[Descriptor]:
-    """What ranks have appended to an operation; nothing once it is claimed."""
-    lines = found.decode().splitlines()
-    return [] if lines[0].startswith(_CLAIMED) else [Descriptor.from_json(line) for line in lines]
+    """What ranks have appended to an operation."""
+    return [Descriptor.from_json(line) for line in found.decode().splitlines()]
 
 
 def _slot(rank: int, place: int) -> str:

@@ -1,0 +1,47 @@
+#include "mesh_fit.h"
+
+#include "usbyte/error.h"
+
+namespace usbyte {
+
+void check_mesh(const Topology& topology, const std::shared_ptr<Communicator>& flat,
+                const std::vector<std::shared_ptr<Communicator>>& lines, bool on_streams) {
+  topology.validate();
+  const std::string mesh = "a mesh of " + std::to_string(topology.ranks()) + " ranks in " +
+                           std::to_string(topology.ndim()) + " dimensions ";
+  if (!flat) throw UsageError(mesh + "has no flat communicator");
+  if (flat->size() != topology.ranks() || std::ssize(lines) != topology.ndim()) {
+    throw UsageError(mesh + "got a flat communicator of " + std::to_string(flat->size()) +
+                     " ranks and " + std::to_string(lines.size()) + " lines");
+  }
+  const std::string misfit =
+      on_streams
+          ? " is complete when it is over, not when it is on a stream; use a MeshCommunicator"
+          : " is complete when it is on a stream, but phases must be over; use communicators of "
+            "the host, or a StreamMeshCommunicator";
+  if (flat->stream_ordered() != on_streams) {
+    throw UsageError("what the flat communicator does" + misfit);
+  }
+  const std::vector<int> coordinates = topology.coordinates(flat->rank());
+  for (size_t d = 0; d < lines.size(); ++d) {
+    const Dimension& dimension = topology.dimensions[d];
+    const std::string line = "the line of dimension '" + dimension.name + "'";
+    const int ranks = lines[d] ? lines[d]->size() : 1, place = lines[d] ? lines[d]->rank() : 0;
+    if (ranks != dimension.size || place != coordinates[d]) {
+      throw UsageError(line + " has rank " + std::to_string(place) + " of " +
+                       std::to_string(ranks) + ", not " + std::to_string(coordinates[d]) + " of " +
+                       std::to_string(dimension.size));
+    }
+    if (lines[d] && lines[d]->stream_ordered() != on_streams) {
+      throw UsageError("what " + line + " does" + misfit);
+    }
+  }
+}
+
+std::string phase_failure(const ChunkPhase& at, const Dimension& dimension,
+                          const std::string& why) {
+  return "phase " + std::to_string(at.phase) + " of chunk " + std::to_string(at.chunk) +
+         ", over dimension '" + dimension.name + "', failed: " + why;
+}
+
+}  // namespace usbyte

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "usbyte/communicator.h"
+#include "usbyte/mesh_schedule.h"
+#include "usbyte/topology.h"
+
+namespace usbyte {
+
+/// Throws UsageError unless these are communicators of one rank of the mesh, one for each line that
+/// has others, and all of them `stream_ordered`, or none.
+void check_mesh(const Topology& topology, const std::shared_ptr<Communicator>& flat,
+                const std::vector<std::shared_ptr<Communicator>>& lines, bool on_streams);
+
+/// For messages.
+std::string phase_failure(const ChunkPhase& at, const Dimension& dimension, const std::string& why);
+
+}  // namespace usbyte
