@@ -335,7 +335,8 @@ class FakeNccl final : public NcclApi {
   // A thread's time inside a call for a communicator, with the mutex for the rest of the call.
   class Inside {
    public:
-    Inside(FakeNccl& nccl, NcclComm* comm) : nccl_(nccl), process_(comm->process), lock_(nccl.mutex_) {
+    Inside(FakeNccl& nccl, NcclComm* comm)
+        : nccl_(nccl), process_(comm->process), lock_(nccl.mutex_) {
       if (nccl.inside_[process_]++ > 0) nccl.violate("two threads inside");
       if (comm->ended || comm->aborted) nccl.violate("a call after the end");
       lock_.unlock();

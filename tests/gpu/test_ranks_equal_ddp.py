@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import usbyte.torch as ub
@@ -74,3 +76,15 @@ def test_two_ranks_with_a_sharded_optimizer(compare):
 def test_four_ranks_closely(compare):
     # They sum in another order.
     compare(4, [("sgd", [*BOTH, (SHARDED, None)], {})], tolerance=1e-6)
+
+
+def routed(transport, rank, size):
+    os.environ["USBYTE_TOPOLOGY"] = "2x2"
+    modes = [("backward", "themis"), ("forward", "themis")]
+    equal(transport, rank, size, 1e-6, [("sgd", modes, {})])
+
+
+def test_four_ranks_on_routes_closely(transports, record_property):
+    usable = for_ranks(transports, 4)
+    record_property("over", ", ".join(t.name for t in usable))
+    everywhere(usable, 4, routed, timeout=100)

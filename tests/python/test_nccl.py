@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.torch.context import current
 from usbyte.torch.device import Device
+from usbyte.torch.mesh import MeshCommunicator
 from usbyte.torch.nccl import _Offer, _problem, agree, wheels
 from usbyte.torch.staged import StagedCommunicator
 
@@ -145,3 +147,53 @@ def test_ranks_must_cut_alike():
 
 def test_wheels_are_paths_that_exist():
     assert all(Path(path).exists() for path in wheels())
+
+
+class Made:
+    """In place of what would connect GPUs: remembers what it was made with."""
+
+    def __init__(self, *args, **options):
+        self.args, self.options = args, options
+
+    def close(self):
+        self.args = None
+
+
+def makes_lines(rank, size, library):
+    """Ranks, sizes and ids of the communicators of a mesh."""
+    os.environ["USBYTE_NCCL_LIB"] = library
+    ub.init()
+    device = emulate()
+    device.identity = lambda: str(rank)
+    context = current()
+    nccl = SimpleNamespace(unique_id=lambda: os.urandom(128))
+    context._agree_on_nccl = lambda device, dimensions: nccl if dimensions else None
+    _core.NcclCommunicator = _core.StreamMeshCommunicator = Made
+    mesh = context.new_communicator(device, "3x1x2")
+    assert isinstance(mesh, MeshCommunicator)
+    assert not mesh.is_measured
+    topology, cuda, flat, lines, slots = mesh.core.args
+    assert [d.size for d in topology.dimensions] == [3, 1, 2]
+    assert cuda is device.core
+    assert slots == 2
+    assert mesh.allocate(8).device.type == "cpu"
+    made = [core and [*core.args[2:4], [i.hex() for i in core.args[4]]] for core in [flat, *lines]]
+    mesh.close()
+    assert flat.args is None
+    assert [line and line.args for line in lines] == [None] * 3
+    return made
+
+
+def test_a_mesh_has_a_communicator_for_each_line(libraries):
+    made = run_ranks(6, makes_lines, libraries[22809])
+    assert [(rank, size) for (rank, size, _), *_ in made] == [(r, 6) for r in range(6)]
+    assert [lines[1][:2] for lines in made] == [[r % 3, 3] for r in range(6)]
+    assert [lines[2] for lines in made] == [None] * 6
+    assert [lines[3][:2] for lines in made] == [[r // 3, 2] for r in range(6)]
+    ids = [[tuple(line[2]) for line in lines if line is not None] for lines in made]
+    assert all(len(set(its)) == 2 for of_rank in ids for its in of_rank)
+    flat, inner, outer = zip(*ids, strict=True)
+    assert len(set(flat)) == 1
+    assert [inner.index(its) for its in inner] == [0, 0, 0, 3, 3, 3]
+    assert [outer.index(its) for its in outer] == [0, 1, 2, 0, 1, 2]
+    assert len({*flat, *inner, *outer}) == 1 + 2 + 3

@@ -61,8 +61,8 @@ struct Request {
   /// Multiplied with what each rank puts into a sum; 1 / size makes it the average. Only
   /// NcclCommunicator takes other than 1.
   double scale = 1;
-  /// How an all_reduce goes through the dimensions of a network, for `MeshCommunicator`. Others do
-  /// not look at it: what they do has the same result, but for the order of sums.
+  /// How an all_reduce goes through the dimensions of a network, for those that have a `topology`.
+  /// Others do not look at it: what they do has the same result, but for the order of sums.
   std::shared_ptr<const MeshSchedule> schedule = nullptr;
   /// Among the ranks of this one's line in that dimension only; -1: all. Only communicators that
   /// have a `topology` take others.
@@ -80,7 +80,8 @@ using Completion = std::function<void(std::exception_ptr)>;
 /// Starts collectives. Ranks must launch the same requests in the same order. Implementations:
 /// `LocalCommunicator` (ranks are threads of one process), `PythonCommunicator` (any
 /// torch.distributed backend), `StagedCommunicator` (device memory over one of those),
-/// `NcclCommunicator`, `MeshCommunicator` (several dimensions, over one of the others for each).
+/// `NcclCommunicator`, and for several dimensions `MeshCommunicator` and, on devices,
+/// `StreamMeshCommunicator`, over one of the others for each.
 ///
 /// A request with an `order` is complete for the host once `order->done` has been recorded. Where
 /// the communicator is `stream_ordered` that is at once, and its own streams keep windows and

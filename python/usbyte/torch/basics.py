@@ -149,7 +149,7 @@ def nccl_built() -> int:
     if not cuda_built():
         return 0
     try:
-        version = find(_core.Env.read()).version
+        version = find(_core.Env.read(), several=False).version
     except Error:
         return 0
     major, minor, patch = map(int, version.split("."))

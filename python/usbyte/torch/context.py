@@ -141,11 +141,9 @@ class Context:
         if isinstance(device, CudaDevice):
             nccl = None
             if backend in ("", "nccl"):
-                nccl = self._agree_on_nccl(device)
-            if nccl is not None and mesh is not None:
-                log.warning("NCCL has its own ways through a network: no routes of usbyte's")
+                nccl = self._agree_on_nccl(device, mesh is not None)
             if nccl is not None:
-                return NcclCommunicator(self.eager, self.env, nccl, self.rank, self.size, device)
+                return self._on_nccl(nccl, device, mesh)
             return StagedCommunicator(device, self._on_host(mesh), self.env.chunk_bytes)
         return self._on_host(mesh)
 
@@ -155,16 +153,27 @@ class Context:
             parsed = host_topology(self)
         return parsed if isinstance(parsed, _core.Topology) else of_sizes(parsed)
 
+    def _on_nccl(
+        self, nccl: _core.Nccl, device: CudaDevice, mesh: _core.Topology | None
+    ) -> NcclCommunicator | MeshCommunicator:
+        flat = NcclCommunicator.of_all(self, nccl, device)
+        if mesh is None or not _has_dimensions(mesh):
+            return flat
+        lines = NcclCommunicator.along_lines(self, nccl, mesh, device)
+        return MeshCommunicator(
+            mesh, flat, lines, _has_speeds(mesh), slots=self.env.nccl_communicators
+        )
+
     def _on_host(self, mesh: _core.Topology | None) -> TorchCommunicator | MeshCommunicator:
         flat = self._host_communicator()
-        if mesh is None or sum(size > 1 for size in sizes_of(mesh)) < 2:
+        if mesh is None or not _has_dimensions(mesh):
             return flat
         groups = line_groups(self, mesh)
         lines = [TorchCommunicator(group) if group is not None else None for group in groups]
-        return MeshCommunicator(mesh, flat, lines, mesh != of_sizes(sizes_of(mesh)))
+        return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh))
 
-    def _agree_on_nccl(self, device: CudaDevice) -> _core.Nccl | None:
-        return agree(self.eager, self.env, self.rank, device, self.env.backend)
+    def _agree_on_nccl(self, device: CudaDevice, dimensions: bool) -> _core.Nccl | None:
+        return agree(self.eager, self.env, self.rank, device, self.env.backend, dimensions)
 
     def _check_backend(self, device: Device) -> None:
         mine = [device.torch_device.type, self.env.backend, self.env.chunk_bytes]
@@ -343,6 +352,14 @@ class Context:
 
 
 _own_group: dist.ProcessGroup | None = None  # the default group, if made here
+
+
+def _has_dimensions(mesh: _core.Topology) -> bool:
+    return sum(size > 1 for size in sizes_of(mesh)) > 1
+
+
+def _has_speeds(mesh: _core.Topology) -> bool:
+    return mesh != of_sizes(sizes_of(mesh))
 
 
 def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> None:

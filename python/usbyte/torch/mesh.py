@@ -13,6 +13,7 @@ from usbyte import _core, files
 from usbyte.errors import UsageError
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.lines import sizes_of
+from usbyte.torch.nccl import NcclCommunicator
 
 #: What users give: "hosts", sizes such as "2x4" or [2, 4], the innermost first, the path of a JSON
 #: file of a topology or a network that `usbyte probe --dimensions` has written, or a topology.
@@ -27,8 +28,10 @@ class MeshCommunicator:
     Args:
         topology: The mesh, of all ranks.
         flat: Between all ranks; nothing else uses it.
-        lines: By dimension, between the ranks of this rank's line; None where it is alone.
+        lines: By dimension, between the ranks of this rank's line; None where it is alone. All over
+            NCCL, or none.
         is_measured: The topology's speeds are known.
+        slots: Over NCCL, how many operations run side by side at most.
 
     Attributes:
         topology: As given.
@@ -36,22 +39,29 @@ class MeshCommunicator:
         is_measured: As given.
         core: For the engine.
         most_one_shot_bytes: The flat one's.
-        device: The host.
+        device: That of the others.
     """
 
     def __init__(
         self,
         topology: _core.Topology,
-        flat: TorchCommunicator,
-        lines: Sequence[TorchCommunicator | None],
+        flat: TorchCommunicator | NcclCommunicator,
+        lines: Sequence[TorchCommunicator | NcclCommunicator | None],
         is_measured: bool,
+        slots: int = 1,
     ) -> None:
         self.topology, self._flat, self.lines = topology, flat, lines
         self.is_measured = is_measured
         self.most_one_shot_bytes, self.device = flat.most_one_shot_bytes, flat.device
-        self.core = _core.MeshCommunicator(
-            topology, flat.core, [line.core if line is not None else None for line in lines]
-        )
+        cores = [line.core if line is not None else None for line in lines]
+        self.core: _core.MeshCommunicator | _core.StreamMeshCommunicator
+        if isinstance(flat, NcclCommunicator):
+            assert flat.device.core is not None
+            self.core = _core.StreamMeshCommunicator(
+                topology, flat.device.core, flat.core, cores, slots
+            )
+        else:
+            self.core = _core.MeshCommunicator(topology, flat.core, cores)
 
     def allocate(self, size: int) -> torch.Tensor:
         """Memory of so many bytes for an arena, 1-d uint8, zeros."""
@@ -67,7 +77,7 @@ class MeshCommunicator:
         for communicator in self._all():
             communicator.close()
 
-    def _all(self) -> list[TorchCommunicator]:
+    def _all(self) -> list[TorchCommunicator | NcclCommunicator]:
         return [self._flat, *(line for line in self.lines if line is not None)]
 
 

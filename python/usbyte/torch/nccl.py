@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.device import CudaDevice
 from usbyte.torch.eager import EagerQueue
+
+if TYPE_CHECKING:
+    from usbyte.torch.context import Context
 
 log = logging.getLogger("usbyte")
 
@@ -44,13 +47,14 @@ class _Offer:
     shares: bool
 
 
-def find(env: _core.Env) -> _core.Nccl:
-    """Opens the library that this process is to use.
+def find(env: _core.Env, several: bool) -> _core.Nccl:
+    """Opens the library that this process is to use, for several communicators or one.
 
     Raises:
         UsageError: There is none that can be used.
     """
-    _ask_for_launch_order(env)
+    if several:
+        _ask_for_launch_order()
     nccl = _core.load_nccl(env.nccl_library, wheels())
     log.info("NCCL %s from %s", nccl.version, nccl.path)
     copies = _core.mapped_nccl_copies()
@@ -62,7 +66,7 @@ def find(env: _core.Env) -> _core.Nccl:
     return nccl
 
 
-def _ask_for_launch_order(env: _core.Env) -> None:
+def _ask_for_launch_order() -> None:
     """Lets NCCL (2.26 or newer) see to it that communicators start in the order of their launches.
 
     Those that run side by side must start in one order on every rank. Ours wait for one another's
@@ -71,7 +75,7 @@ def _ask_for_launch_order(env: _core.Env) -> None:
     second optimizer) in an order that may differ by rank. Nor is it an error where that happens.
     """
     driver = tuple(int(part) for part in _core.cuda_info().driver_version.split(".") if part)
-    if env.nccl_communicators > 1 and driver >= _ORDERS_STARTS:
+    if driver >= _ORDERS_STARTS:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         os.environ.setdefault("NCCL_LAUNCH_RACE_FATAL", "0")
 
@@ -88,7 +92,12 @@ def wheels() -> list[str]:
 
 
 def agree(
-    eager: EagerQueue, env: _core.Env, rank: int, device: CudaDevice, backend: str
+    eager: EagerQueue,
+    env: _core.Env,
+    rank: int,
+    device: CudaDevice,
+    backend: str,
+    dimensions: bool = False,
 ) -> _core.Nccl | None:
     """Whether all ranks can use NCCL. Collective.
 
@@ -98,6 +107,7 @@ def agree(
         rank: This one.
         device: This rank's.
         backend: "nccl", or empty where it need not be.
+        dimensions: There will be communicators along those of a network, too.
 
     Returns:
         The library; None, on every rank, if one of them cannot use it.
@@ -108,7 +118,7 @@ def agree(
     """
     nccl, why = None, ""
     try:
-        nccl = find(env)
+        nccl = find(env, several=dimensions or env.nccl_communicators > 1)
     except UsageError as error:
         why = str(error)
     version = nccl.version if nccl is not None else ""
@@ -167,11 +177,11 @@ class NcclCommunicator:
     """The engine's communicator where each rank has a GPU of its own. Collective to make.
 
     Args:
-        eager: The ranks, for the ids of the communicators.
         env: The knobs.
         nccl: The library.
-        rank: This rank.
-        size: Number of ranks.
+        rank: This rank, among those of the communicator.
+        size: Their number.
+        ids: The same on all of them, and of no others.
         device: This rank's.
 
     Attributes:
@@ -184,18 +194,14 @@ class NcclCommunicator:
 
     def __init__(
         self,
-        eager: EagerQueue,
         env: _core.Env,
         nccl: _core.Nccl,
         rank: int,
         size: int,
+        ids: Sequence[bytes],
         device: CudaDevice,
     ) -> None:
         assert device.core is not None
-        count = env.nccl_communicators
-        ids = [nccl.unique_id() for _ in range(count)] if rank == 0 else []
-        sent = eager.broadcast_bytes("usbyte.nccl.ids", b"".join(ids), 0)
-        ids = [sent[k * len(sent) // count : (k + 1) * len(sent) // count] for k in range(count)]
         self.device, self._registers = device, bool(env.nccl_register)
         self._registered = 0  # address
         self.core: _core.NcclCommunicator = _core.NcclCommunicator(
@@ -207,6 +213,31 @@ class NcclCommunicator:
             init_timeout_s=env.stall_limit_s,
             max_ctas=env.nccl_max_ctas,
         )
+
+    @classmethod
+    def of_all(cls, context: Context, nccl: _core.Nccl, device: CudaDevice) -> NcclCommunicator:
+        """Between all ranks."""
+        env, rank = context.env, context.rank
+        mine = _ids(nccl, env) if rank == 0 else []
+        sent = context.eager.broadcast_bytes("usbyte.nccl.ids", json.dumps(mine).encode(), 0)
+        return cls(env, nccl, rank, context.size, _from_text(json.loads(sent)), device)
+
+    @classmethod
+    def along_lines(
+        cls, context: Context, nccl: _core.Nccl, topology: _core.Topology, device: CudaDevice
+    ) -> list[NcclCommunicator | None]:
+        """By dimension between the ranks of this rank's line; None where it is alone."""
+        env, rank = context.env, context.rank
+        lines = [topology.line(rank, d) for d in range(len(topology.dimensions))]
+        mine = [_ids(nccl, env) if len(line) > 1 and line[0] == rank else [] for line in lines]
+        texts = context.eager.allgather_bytes("usbyte.nccl.lines", json.dumps(mine).encode())
+        ids = [json.loads(text) for text in texts]
+        return [
+            cls(env, nccl, line.index(rank), len(line), _from_text(ids[line[0]][d]), device)
+            if len(line) > 1
+            else None
+            for d, line in enumerate(lines)
+        ]
 
     def allocate(self, size: int) -> torch.Tensor:
         """Memory of so many bytes for an arena, 1-d uint8, zeros. Collective."""
@@ -230,6 +261,15 @@ class NcclCommunicator:
         if self._registered:
             self.core.deregister_buffer(self._registered)
             self._registered = 0
+
+
+def _ids(nccl: _core.Nccl, env: _core.Env) -> list[str]:
+    """Of a new communicator, as text."""
+    return [nccl.unique_id().hex() for _ in range(env.nccl_communicators)]
+
+
+def _from_text(ids: Sequence[str]) -> list[bytes]:
+    return [bytes.fromhex(text) for text in ids]
 
 
 class _Memory:

@@ -92,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             and then up, in orders of their own: "hosts" (the ranks of each host, and the hosts),
             sizes such as "2x4" or [2, 4] with the innermost first (speeds are then measured), a
             `Topology`, or the path of a JSON file of one. The default is USBYTE_TOPOLOGY's; with
-            policy "themis", "hosts"; else none. NCCL has its own ways.
+            policy "themis", "hosts"; else none.
         partition_bytes: bytescheduler: larger tensors are split.
         credit_bytes: bytescheduler: bytes in flight.
         bucket_bytes: ddp: bucket size.

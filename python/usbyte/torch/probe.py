@@ -14,7 +14,7 @@ import torch
 
 from usbyte import _core
 from usbyte.lab.profiles import line
-from usbyte.torch.communicator import Staging, TorchCommunicator
+from usbyte.torch.communicator import Staging
 from usbyte.torch.context import Context, EngineCommunicator, current
 from usbyte.torch.costs import (
     BUSY,
@@ -195,7 +195,7 @@ def measure_dimensions(
 
 
 def _line_costs(
-    context: Context, line: TorchCommunicator, largest_bytes: int, repeats: int
+    context: Context, line: EngineCommunicator, largest_bytes: int, repeats: int
 ) -> tuple[float, float]:
     """Seconds and seconds per byte of the vector, of a reduce_scatter or all_gather on average."""
     kinds = ["reduce_scatter", "all_gather"]
