@@ -34,6 +34,89 @@ ended: where the device was not seen to be through with them, the parameters are
 |---|---|---|---|---|
 """
 
+# Of usbyterun: the fault, what it says and does, and the test that holds it to that.
+LAUNCHER = [
+    (
+        "a rank fails, the others ignore SIGTERM",
+        "names rank, host and code; ends all, also in sessions of their own; the rank's code",
+        "test_run_local.py test_the_first_failure_ends_all_that_others_started",
+    ),
+    (
+        "a rank fails because another was killed",
+        "names the one that was killed, and its signal",
+        "test_run_local.py test_a_rank_that_fails_because_another_did_is_not_blamed",
+    ),
+    (
+        "Ctrl-C, SIGTERM",
+        "ends all; code 130, 143; a second one cuts the grace short",
+        "test_run_local.py test_signals_end_the_job",
+    ),
+    (
+        "the launcher is killed",
+        "nothing outlives it, on no host",
+        "test_run_ssh.py test_nothing_outlives_a_launcher_that_is_killed",
+    ),
+    (
+        "a host's agent is killed",
+        "`lost host`, and which; nothing outlives it",
+        "test_run_ssh.py test_nothing_outlives_a_remote_agent_that_is_killed",
+    ),
+    (
+        "the connection to a host ends",
+        "`lost host`, and which; nothing outlives it",
+        "test_run_ssh.py test_nothing_outlives_a_connection_that_is_killed",
+    ),
+    (
+        "a host refuses connections",
+        "`cannot reach host`, which, and what ssh said",
+        "test_run_ssh.py test_a_host_that_refuses",
+    ),
+    (
+        "a host does not answer",
+        "names it after `--start-timeout`",
+        "test_run_ssh.py test_a_host_that_never_answers",
+    ),
+    (
+        "a host's Python has no usbyte",
+        "names the host and what is missing there",
+        "test_run_ssh.py test_a_python_without_usbyte",
+    ),
+    (
+        "who reads the output stops reading",
+        "ends all; code 141",
+        "test_run_local.py test_a_reader_that_stops_reading_ends_the_job",
+    ),
+    (
+        "a rank fails, with `--max-restarts`",
+        "starts all ranks anew, so many times at most; then the rank's code",
+        "test_elastic.py test_restarts_come_to_an_end",
+    ),
+    (
+        "a host is lost, with `--nnodes MIN:MAX`",
+        "starts anew without it, and takes it again later",
+        "test_run_ssh.py test_a_host_that_is_lost_is_left_out_of_the_next_start",
+    ),
+    (
+        "a host is lost, and there is a spare one",
+        "starts anew on that",
+        "test_run_ssh.py test_a_spare_host_takes_the_place_of_one_that_is_lost",
+    ),
+    (
+        "ranks of `examples/digits.py --resume` are killed at random",
+        "training ends with the parameters of an unbroken run, bit for bit",
+        "test_elastic.py test_killed_training_ends_as_training_that_was_not",
+    ),
+]
+
+_LAUNCHER_HEAD = """
+## The launcher
+
+What `usbyterun` makes of faults, as the tests named have it, with real processes and a real sshd:
+
+| fault | what it says and does | test |
+|---|---|---|
+"""
+
 
 @dataclass
 class Row:
@@ -65,7 +148,13 @@ def page(rows: list[Row]) -> str:
         culprit=CULPRIT,
         limit=LIMIT_S,
     )
-    return head + "\n".join(row.text() for row in rows) + "\n"
+    return head + "\n".join(row.text() for row in rows) + "\n" + launcher()
+
+
+def launcher() -> str:
+    """The page's second table."""
+    rows = [f"| {fault} | {told} | `{test}` |" for fault, told, test in LAUNCHER]
+    return _LAUNCHER_HEAD + "\n".join(rows) + "\n"
 
 
 def _by_rank(texts: dict[int, str]) -> str:

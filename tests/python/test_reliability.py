@@ -8,7 +8,7 @@ import pytest
 
 from _fault_cases import BOUNDS_S, CASES, Case, LabCase, kind_of, matches, steps_of
 from _faults import CULPRIT
-from _reliability_page import Row, page
+from _reliability_page import LAUNCHER, Row, launcher, page
 from usbyte.lab import netns
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -63,3 +63,10 @@ def test_the_page_has_all_faults(request):
     assert len(CASES) >= 20
     for case in CASES:
         assert f"| {case.what} |" in text, f"run: make reliability ({case.what} is missing)"
+
+
+def test_the_page_has_the_launchers_faults_and_their_tests():
+    assert PAGE.read_text().endswith(launcher()), "run: make reliability"
+    for _, _, test in LAUNCHER:
+        file, name = test.split()
+        assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), test
