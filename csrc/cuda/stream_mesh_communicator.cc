@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "../comm/cpu_collective.h"
@@ -9,7 +10,7 @@
 #include "../comm/mesh_job.h"
 #include "stream_window.h"
 #include "usbyte/error.h"
-#include "usbyte/mesh_schedule.h"
+#include "usbyte/mesh_simulator.h"
 
 namespace usbyte {
 namespace {
@@ -33,10 +34,10 @@ struct StreamMeshCommunicator::State {
     CudaEvent begun;  // all that its last request had to wait for is over
     CudaEvent done;   // its last request is over
   };
-  using Phases = std::vector<std::pair<int, ChunkPhase>>;
+  using Phases = std::vector<LinePhase>;
   struct Known {
     std::weak_ptr<const MeshSchedule> schedule;  // another if its owner is
-    std::shared_ptr<const Phases> phases;
+    std::map<int64_t, Phases> phases;            // by bytes
   };
 
   State(Topology t, std::shared_ptr<Cuda> device, std::shared_ptr<Communicator> all,
@@ -45,7 +46,8 @@ struct StreamMeshCommunicator::State {
         cuda(std::move(device)),
         rank(all->rank()),
         coordinates(topology.coordinates(rank)),
-        window(slots_at_most) {
+        window(slots_at_most),
+        speeds(topology) {
     flat = {std::move(all), cuda->create_event(false)};
     for (auto& line : along) lines.push_back({std::move(line), cuda->create_event(false)});
     for (int i = 0; i < slots_at_most; ++i) {
@@ -67,7 +69,7 @@ struct StreamMeshCommunicator::State {
   void enqueue(const Request& request);
   void carry_out(const Request& request, const Phases& phases, const Slot& slot);
   void launch_on(Place& place, Request part, CudaEvent after, CudaEvent done);
-  std::shared_ptr<const Phases> phases_of(const std::shared_ptr<const MeshSchedule>& schedule);
+  const Phases& phases_of(const std::shared_ptr<const MeshSchedule>& schedule, int64_t bytes);
   template <typename Use>
   void with_all(Use use) {
     use(*flat.communicator);
@@ -90,11 +92,12 @@ struct StreamMeshCommunicator::State {
   std::vector<Slot> slots;
   std::vector<CudaEvent> chunks;  // what was launched last of each is over
   const Place* last = nullptr;    // of the last launch
-  std::string fault;              // final: why requests with a schedule fail
+  const Slot* before = nullptr;   // of the last request
+  Topology speeds;
+  std::string fault;  // final: why requests with a schedule fail
   std::map<const MeshSchedule*, Known> known;
 };
 
-// Before anything is launched, so that a bad request leaves no trace.
 void StreamMeshCommunicator::State::enqueue(const Request& request) {
   const bool routed = request.schedule || request.line >= 0;
   std::string problem = routed ? mesh_problem(request, topology) : "";
@@ -104,14 +107,18 @@ void StreamMeshCommunicator::State::enqueue(const Request& request) {
   if (!problem.empty()) throw UsageError(problem);
   std::lock_guard lock(mutex);
   if (request.schedule && !fault.empty()) throw FaultError(fault);
-  const auto phases = request.schedule ? phases_of(request.schedule) : nullptr;
-  const StreamPlacement placement =
-      window.place(payload_bytes(request), request.window_bytes, request.fence);
+  const int64_t bytes = payload_bytes(request);
+  const Phases* phases = request.schedule ? &phases_of(request.schedule, bytes) : nullptr;
+  const StreamPlacement placement = window.place(bytes, request.window_bytes, request.fence);
   const Slot& slot = slots[static_cast<size_t>(placement.slot)];
   for (CudaEvent event : request.order->after) cuda->wait(slot.stream, event);
-  for (int before : placement.after) {
-    cuda->wait(slot.stream, slots[static_cast<size_t>(before)].done);
+  for (int other : placement.after) {
+    cuda->wait(slot.stream, slots[static_cast<size_t>(other)].done);
   }
+  // As StreamWindow presumes: what was over when the one before began is over now.
+  if (before && before != &slot) cuda->wait(slot.stream, before->begun);
+  if (last) cuda->wait(slot.stream, last->started);
+  before = &slot;
   cuda->record(request.order->started, slot.stream);
   cuda->record(slot.begun, slot.stream);
   if (phases) {
@@ -158,21 +165,26 @@ void StreamMeshCommunicator::State::launch_on(Place& place, Request part, CudaEv
   part.fence = false;
   part.order = StreamOrder{{after}, place.started, done};
   if (last && last != &place) part.order->after.push_back(last->started);
-  last = &place;
   std::exception_ptr failed;
   // A stream-ordered communicator has completed it when it returns.
   place.communicator->launch(part, [&failed](std::exception_ptr error) { failed = error; });
   if (failed) std::rethrow_exception(failed);
+  last = &place;
 }
 
-std::shared_ptr<const StreamMeshCommunicator::State::Phases>
-StreamMeshCommunicator::State::phases_of(const std::shared_ptr<const MeshSchedule>& schedule) {
-  const auto found = known.find(schedule.get());
-  if (found != known.end() && !found->second.schedule.expired()) return found->second.phases;
-  schedule->validate(topology);
-  std::erase_if(known, [](const auto& entry) { return entry.second.schedule.expired(); });
-  Known fresh{schedule, std::make_shared<const Phases>(schedule->rounds())};
-  return known.insert_or_assign(schedule.get(), std::move(fresh)).first->second.phases;
+/// With the lock.
+const StreamMeshCommunicator::State::Phases& StreamMeshCommunicator::State::phases_of(
+    const std::shared_ptr<const MeshSchedule>& schedule, int64_t bytes) {
+  auto found = known.find(schedule.get());
+  if (found == known.end() || found->second.schedule.expired()) {
+    schedule->validate(topology);
+    std::erase_if(known, [](const auto& entry) { return entry.second.schedule.expired(); });
+    found = known.insert_or_assign(schedule.get(), Known{schedule, {}}).first;
+  }
+  std::map<int64_t, Phases>& of_bytes = found->second.phases;
+  const auto made = of_bytes.find(bytes);
+  if (made != of_bytes.end()) return made->second;
+  return of_bytes[bytes] = launch_order(speeds, *schedule, static_cast<double>(bytes));
 }
 
 StreamMeshCommunicator::StreamMeshCommunicator(Topology topology, std::shared_ptr<Cuda> cuda,
@@ -208,7 +220,23 @@ std::string StreamMeshCommunicator::failure() {
 }
 
 void StreamMeshCommunicator::abort() {
-  state_->with_all([](Communicator& communicator) { communicator.abort(); });
+  std::vector<std::thread> threads;
+  state_->with_all([&threads](Communicator& communicator) {
+    threads.emplace_back([&communicator] { communicator.abort(); });
+  });
+  for (std::thread& thread : threads) thread.join();
+}
+
+void StreamMeshCommunicator::set_speeds(const Topology& measured) {
+  measured.validate();
+  bool same = measured.ndim() == state_->topology.ndim();
+  for (size_t d = 0; same && d < measured.dimensions.size(); ++d) {
+    same = measured.dimensions[d].size == state_->topology.dimensions[d].size;
+  }
+  if (!same) throw UsageError("speeds of a mesh of other sizes");
+  std::lock_guard lock(state_->mutex);
+  state_->speeds = measured;
+  state_->known.clear();
 }
 
 }  // namespace usbyte

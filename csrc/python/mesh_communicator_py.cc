@@ -79,6 +79,8 @@ void register_mesh_communicator(py::module_& m) {
       "ordered there. At most `slots` operations run side by side.")
       .def(py::init(&make_stream_mesh), py::arg("topology"), py::arg("cuda"),
            py::arg("flat").none(false), py::arg("lines"), py::arg("slots"))
+      .def("set_speeds", &StreamMeshCommunicator::set_speeds, py::arg("measured"), Unlocked(),
+           "For launches from now on; all ranks together, between requests.")
       .def("failure", &StreamMeshCommunicator::failure, Unlocked(), "Empty while all is well.")
       .def("abort", &StreamMeshCommunicator::abort, Unlocked());
 }

@@ -32,6 +32,9 @@ class Playing {
     in_hand_.resize(schedule.order.size());
   }
 
+  /// In the order in which they were taken up.
+  const std::vector<LinePhase>& launched() const { return launched_; }
+
   double run() {
     double now_s = 0;
     for (;;) {
@@ -53,6 +56,7 @@ class Playing {
         if (passed_[chunk] != order[taken_[d]].phase) break;
         const MeshPhase& phase = phases_[chunk][static_cast<size_t>(passed_[chunk])];
         in_hand_[d].push_back({chunk, phase.startup_s, phase.transfer_s});
+        launched_.push_back({static_cast<int>(d), order[taken_[d]]});
       }
     }
   }
@@ -95,18 +99,31 @@ class Playing {
   std::vector<int> passed_;                     // phases, by chunk
   std::vector<size_t> taken_;                   // phases, by dimension
   std::vector<std::vector<Flight>> in_hand_;    // by dimension
+  std::vector<LinePhase> launched_;
 };
 
-}  // namespace
-
-double simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
-                         int in_flight) {
+Playing playing(const Topology& topology, const MeshSchedule& schedule, double bytes,
+                int in_flight) {
   if (in_flight < 1 || !(bytes >= 0 && std::isfinite(bytes))) {
     throw UsageError("mesh: a schedule for " + std::to_string(bytes) + " bytes with " +
                      std::to_string(in_flight) + " phases in flight");
   }
   schedule.validate(topology);
-  return Playing(topology, schedule, bytes, in_flight).run();
+  return {topology, schedule, bytes, in_flight};
+}
+
+}  // namespace
+
+double simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
+                         int in_flight) {
+  return playing(topology, schedule, bytes, in_flight).run();
+}
+
+std::vector<LinePhase> launch_order(const Topology& topology, const MeshSchedule& schedule,
+                                    double bytes, int in_flight) {
+  Playing all = playing(topology, schedule, bytes, in_flight);
+  all.run();
+  return all.launched();
 }
 
 }  // namespace usbyte

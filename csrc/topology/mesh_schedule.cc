@@ -85,25 +85,6 @@ void MeshSchedule::validate(const Topology& topology) const {
   }
 }
 
-std::vector<std::pair<int, ChunkPhase>> MeshSchedule::rounds() const {
-  std::vector<std::pair<int, ChunkPhase>> out;
-  std::vector<int> passed(routes.size());   // phases of earlier rounds, by chunk
-  std::vector<size_t> taken(order.size());  // phases, by dimension
-  for (size_t before = 0;; before = out.size()) {
-    for (size_t d = 0; d < order.size(); ++d) {
-      if (taken[d] == order[d].size()) continue;
-      const ChunkPhase& next = order[d][taken[d]];
-      if (passed[static_cast<size_t>(next.chunk)] != next.phase) continue;
-      out.emplace_back(static_cast<int>(d), next);
-      ++taken[d];
-    }
-    if (out.size() == before) return out;
-    for (size_t i = before; i < out.size(); ++i) {
-      ++passed[static_cast<size_t>(out[i].second.chunk)];
-    }
-  }
-}
-
 std::string MeshSchedule::to_json() const {
   ordered_json rows = ordered_json::array();
   for (const auto& of_dimension : order) {

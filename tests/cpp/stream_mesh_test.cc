@@ -11,6 +11,7 @@
 #include "mesh_rig.h"
 #include "nccl_rig.h"
 #include "usbyte/error.h"
+#include "usbyte/mesh_simulator.h"
 #include "usbyte/stream_mesh_communicator.h"
 
 namespace usbyte {
@@ -40,11 +41,11 @@ class StreamMeshRig {
 
   /// Runs `body(rank, communicator)` on every rank.
   template <typename Body>
-  void on_each(Body body, int slots) {
+  void on_each(Body body, int slots, const NcclOptions& options = {}) {
     on_each_rank(topology_.ranks(), [&](int rank) {
       FakeNccl::process = rank;
       std::vector<std::shared_ptr<Communicator>> lines;
-      std::shared_ptr<Communicator> flat = rig_.make(rank);
+      std::shared_ptr<Communicator> flat = rig_.make(rank, options);
       for (int d = 0; d < topology_.ndim(); ++d) {
         const std::vector<int> line = topology_.line(rank, d);
         auto& its = lines.emplace_back();
@@ -52,7 +53,7 @@ class StreamMeshRig {
         its = std::make_shared<NcclCommunicator>(
             rig_.shared_nccl(), rig_.shared_device(rank),
             topology_.coordinates(rank)[static_cast<size_t>(d)], static_cast<int>(line.size()),
-            ids_[static_cast<size_t>(d)][static_cast<size_t>(line[0])]);
+            ids_[static_cast<size_t>(d)][static_cast<size_t>(line[0])], options);
       }
       StreamMeshCommunicator mesh(topology_, rig_.shared_device(rank), std::move(flat),
                                   std::move(lines), slots);
@@ -228,10 +229,13 @@ TEST(StreamMesh, PhasesAndRequestsAreInOrderOnTheDevice) {
     };
     std::vector<Launch> launches;
     for (size_t i = 0; i < all.size(); ++i) {
-      if (!all[i].schedule) launches.push_back({i, -1, -1});
-      for (const auto& [d, at] :
-           all[i].schedule ? all[i].schedule->rounds() : decltype(all[i].schedule->rounds())()) {
-        launches.push_back({i, at.chunk, at.phase});
+      if (!all[i].schedule) {
+        launches.push_back({i, -1, -1});
+        continue;
+      }
+      const auto bytes = 4.0 * static_cast<double>(all[i].counts[0]);
+      for (const LinePhase& phase : launch_order(topology, *all[i].schedule, bytes)) {
+        launches.push_back({i, phase.at.chunk, phase.at.phase});
       }
     }
     for (int rank = 0; rank < topology.ranks(); ++rank) {
@@ -410,35 +414,115 @@ TEST(StreamMesh, WhatCannotBeIsRefusedAndHarmsNothing) {
       1);
 }
 
+// The rank that is lost keeps a line busy that is not aborted first, and others wait behind it.
 TEST(StreamMesh, AnAbortEndsWhatALostRankLeftOnTheDevice) {
+  for (int lost : {2, 3}) {
+    const Topology topology = mesh({2, 2});
+    FakeNcclOptions fake;
+    fake.fails_on = 1;
+    fake.fails_at = lost;
+    StreamMeshRig rig(topology, 1, fake);
+    const Schedule routed = schedule(topology, {{0, 1}, {1, 0}});
+    NcclOptions patient;  // or what is aborted before what it waits for would be given up
+    patient.close_timeout_s = 3600;
+    std::promise<void> failed;
+    const std::shared_future<void> seen = failed.get_future().share();
+    // Ranks that come later still write to that of one that has gone.
+    const std::vector<std::vector<float>> ones(1, std::vector<float>(16, 1));
+    std::vector<std::vector<std::vector<float>>> routed_data(4, ones), flat_data(4, ones);
+    rig.on_each(
+        [&](int rank, StreamMeshCommunicator& mesh) {
+          TracedCuda& cuda = rig.rig().device(rank);
+          auto& data = routed_data[static_cast<size_t>(rank)];
+          auto& other = flat_data[static_cast<size_t>(rank)];
+          const OrderEvents events(cuda, {}), behind(cuda, {}), later(cuda, {});
+          Request request = sum_of(data, routed), flat = sum_of(other, nullptr);
+          request.order = events.order();
+          flat.order = behind.order();
+          const auto launch = [&](const Request& asked) {
+            try {
+              Pending(mesh, asked).get();
+            } catch (const FaultError&) {
+              EXPECT_EQ(rank, 1);  // where it may be known already
+            }
+          };
+          launch(request);
+          launch(flat);
+          if (rank == 1) {
+            while (mesh.failure().empty()) std::this_thread::yield();
+            failed.set_value();
+          }
+          seen.wait();
+          mesh.abort();
+          cuda.synchronize(behind.order().done);
+          request.order = later.order();
+          for (int again = 0; again < 2; ++again) {
+            const std::string message =
+                message_of<FaultError>([&] { Pending(mesh, request).get(); });
+            EXPECT_NE(message.find("phase 0 of chunk"), std::string::npos) << message;
+            EXPECT_NE(message.find("over dimension 'd"), std::string::npos) << message;
+          }
+          mesh.abort();
+        },
+        1, patient);
+  }
+}
+
+// Nothing of the empty one is on the device, but it keeps its place.
+TEST(StreamMesh, AWindowHoldsAcrossARequestWithNothingToDo) {
   const Topology topology = mesh({2, 2});
-  FakeNcclOptions fake;
-  fake.fails_on = 1;
-  fake.fails_at = 2;
-  StreamMeshRig rig(topology, 1, fake);
-  const Schedule routed = schedule(topology, {{0, 1}, {1, 0}});
+  StreamMeshRig rig(topology, 2);
+  const std::vector<Asked> all = {{{64}, nullptr}, {{0}, nullptr, 0, true}, {{64}, nullptr, 256}};
+  run_all<float>(rig, all, 2);
+  const std::vector<Begin> begins = rig.rig().device(0).begins();
+  ASSERT_EQ(begins.size(), 2);
+  EXPECT_TRUE(begins[1].over.contains(0));
+}
+
+TEST(StreamMesh, PhasesAreLaunchedAsTheSimulatorTakesThemUp) {
+  Random random(5);
+  for (int i = 0; i < 40; ++i) {
+    Topology topology = mesh({static_cast<int>(random(1, 3)), static_cast<int>(random(1, 4)), 2});
+    for (Dimension& d : topology.dimensions)
+      d.bytes_per_s = 1e8 * static_cast<double>(random(1, 50));
+    const Schedule routed = random_schedule(topology, random);
+    std::vector<std::vector<ChunkPhase>> order(topology.dimensions.size());
+    std::vector<int> passed(routed->routes.size());
+    for (const LinePhase& phase : launch_order(topology, *routed, 1e6)) {
+      order[static_cast<size_t>(phase.dimension)].push_back(phase.at);
+      EXPECT_EQ(passed[static_cast<size_t>(phase.at.chunk)]++, phase.at.phase);
+    }
+    EXPECT_EQ(order, routed->order);
+  }
+  // Speeds decide which phases are taken up beside each other.
+  Topology uneven = mesh({2, 2});
+  const Schedule routed = schedule(uneven, {{0, 1}, {0, 1}, {0, 1}, {0, 1}});
+  const auto even = launch_order(uneven, *routed, 1e8);
+  uneven.dimensions[1].bytes_per_s = 1e7;
+  EXPECT_NE(launch_order(uneven, *routed, 1e8), even);
+}
+
+TEST(StreamMesh, SpeedsThatWereMeasuredChangeTheOrderOfLaunches) {
+  const Topology topology = mesh({2, 2});
+  Topology measured = topology;
+  measured.dimensions[1].bytes_per_s = 1e6;
+  StreamMeshRig rig(topology, 1);
+  const Schedule routed = schedule(measured, {{0, 1}, {0, 1}, {1, 0}, {0, 1}});
   rig.on_each(
       [&](int rank, StreamMeshCommunicator& mesh) {
         TracedCuda& cuda = rig.rig().device(rank);
-        std::vector<std::vector<float>> data(1, std::vector<float>(16, 1));
-        const OrderEvents events(cuda, {}), later(cuda, {});
-        Request request = sum_of(data, routed);
-        request.order = events.order();
-        Pending(mesh, request).get();
-        if (rank == 1) {
-          while (mesh.failure().empty()) std::this_thread::yield();
-        } else {
-          rig.rig().nccl().await_on_device(3);
+        for (int i = 0; i < 2; ++i) {
+          const OrderEvents events(cuda, {});
+          std::vector<std::vector<float>> data(1, std::vector<float>(16, 1));
+          Request request = sum_of(data, routed);
+          request.order = events.order();
+          Pending(mesh, request).get();
+          cuda.synchronize(events.order().done);
+          EXPECT_EQ(data[0], std::vector<float>(16, 4));
+          mesh.set_speeds(measured);
         }
-        mesh.abort();
-        cuda.synchronize(events.order().done);
-        request.order = later.order();
-        for (int again = 0; again < 2; ++again) {
-          const std::string message = message_of<FaultError>([&] { Pending(mesh, request).get(); });
-          EXPECT_NE(message.find("phase 0 of chunk"), std::string::npos) << message;
-          EXPECT_NE(message.find("over dimension 'd"), std::string::npos) << message;
-        }
-        mesh.abort();
+        EXPECT_NE(message_of<UsageError>([&] { mesh.set_speeds(test::mesh({4})); }).find("sizes"),
+                  std::string::npos);
       },
       1);
 }

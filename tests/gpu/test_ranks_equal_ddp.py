@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import usbyte.torch as ub
 from _training import SHARDED, prepare, train, wrong
 from _transport import everywhere, for_ranks
+from usbyte import _core
 
 
 def test_how_ranks_can_talk_here(transports, record_property):
@@ -78,13 +80,21 @@ def test_four_ranks_closely(compare):
     compare(4, [("sgd", [*BOTH, (SHARDED, None)], {})], tolerance=1e-6)
 
 
-def routed(transport, rank, size):
-    os.environ["USBYTE_TOPOLOGY"] = "2x2"
+def routed(transport, rank, size, topology):
+    os.environ["USBYTE_TOPOLOGY"] = topology
+    reducer = importlib.import_module("usbyte.torch.reducer").Reducer
+    adopt, plans = reducer._adopt, []
+    reducer._adopt = lambda self, plan: (plans.append(plan), adopt(self, plan))[1]
     modes = [("backward", "themis"), ("forward", "themis")]
     equal(transport, rank, size, 1e-6, [("sgd", modes, {})])
+    assert any(op.route is not None for plan in plans for op in plan.ops)
 
 
-def test_four_ranks_on_routes_closely(transports, record_property):
+def test_four_ranks_on_routes_closely(transports, record_property, tmp_path):
     usable = for_ranks(transports, 4)
     record_property("over", ", ".join(t.name for t in usable))
-    everywhere(usable, 4, routed, timeout=100)
+    # So fast that routes are used, and speeds that are given are not measured.
+    lines = [_core.Dimension("inside", 2, 1e12), _core.Dimension("between", 2, 1e12)]
+    topology = tmp_path / "topology.json"
+    topology.write_text(_core.Topology(lines).to_json())
+    everywhere(usable, 4, routed, str(topology), timeout=100)

@@ -2,7 +2,6 @@
 
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "usbyte/collective.h"
@@ -29,11 +28,6 @@ struct MeshSchedule {
   std::vector<Route> routes;                   ///< by chunk
   std::vector<std::vector<ChunkPhase>> order;  ///< by dimension; of collective 0 only
 
-  /// All phases, by dimension and in one order that keeps both the dimensions' and the chunks', for
-  /// who launches them ahead of time: in rounds, in each of which every dimension takes up what is
-  /// next, if what that waits for is of an earlier round. So phases beside each other there can be
-  /// carried out beside each other. Of a valid schedule.
-  std::vector<std::pair<int, ChunkPhase>> rounds() const;
   /// Throws UsageError unless every phase of every chunk is once in the order of its dimension and
   /// nothing waits in a circle.
   void validate(const Topology& topology) const;

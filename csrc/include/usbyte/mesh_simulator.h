@@ -83,6 +83,19 @@ MeshRun simulate_mesh(const Topology& topology, const std::vector<MeshCollective
 double simulate_schedule(const Topology& topology, const MeshSchedule& schedule, double bytes,
                          int in_flight = kPhasesInFlight);
 
+/// A phase, and the dimension that it is over.
+struct LinePhase {
+  int dimension = 0;
+  ChunkPhase at;
+
+  auto operator<=>(const LinePhase&) const = default;
+};
+
+/// The order in which `simulate_schedule` takes phases up, for who launches all of them ahead of
+/// time: it keeps the order of each dimension and of each chunk. Throws UsageError likewise.
+std::vector<LinePhase> launch_order(const Topology& topology, const MeshSchedule& schedule,
+                                    double bytes, int in_flight = kPhasesInFlight);
+
 /// Seconds of a collective if all dimensions that it spans were busy all the time and startups
 /// took none: bytes_moved / sum of speeds. Every route moves the same, B (1 - 1/N) of B bytes for
 /// each of reduce_scatter and all_gather among N ranks; behind a switch that adds up, P ranks move

@@ -14,9 +14,11 @@ namespace usbyte {
 /// over the lines of a network's dimensions as it says, but all phases of a request are launched at
 /// once, ordered by events, and the host waits for none.
 ///
-/// Phases are launched in the schedule's `rounds`. Each waits for its chunk's phase before, and
-/// starts no sooner than the one launched before it may, on whichever line: so communicators that
-/// share a device start in one order on all its ranks, and never wait for one another in a circle.
+/// Phases are launched in `launch_order`, for the topology's speeds. Each waits for its chunk's
+/// phase before, and starts no sooner than the one launched before it may, on whichever line: so as
+/// far as events go, communicators that share a device start in one order on all its ranks, and
+/// never wait for one another in a circle. (That NCCL's kernels then keep to it takes NCCL 2.26
+/// with NCCL_LAUNCH_ORDER_IMPLICIT and a driver of CUDA 12.3; before, they need room side by side.)
 /// Requests keep windows and fences as StreamWindow says; the communicators below get none.
 ///
 /// Every request needs an `order`. After an error of a line, later requests with a schedule are a
@@ -42,8 +44,13 @@ class StreamMeshCommunicator final : public Communicator {
   bool stream_ordered() const override { return true; }
   /// That of the flat communicator, or else of the first line that has failed.
   std::string failure() override;
-  /// Aborts the flat communicator and the lines.
+  /// Aborts the flat communicator and the lines, all at once, as what is on one may wait for
+  /// another.
   void abort() override;
+
+  /// Speeds that have been measured since, for launches from now on; the same ones on all ranks, at
+  /// the same place between requests. Throws UsageError unless it is the same mesh otherwise.
+  void set_speeds(const Topology& measured);
 
  private:
   struct State;

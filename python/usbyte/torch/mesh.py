@@ -63,6 +63,11 @@ class MeshCommunicator:
         else:
             self.core = _core.MeshCommunicator(topology, flat.core, cores)
 
+    def set_speeds(self, measured: _core.Topology) -> None:
+        """By what was measured phases are launched from now on; the same on all ranks."""
+        if isinstance(self.core, _core.StreamMeshCommunicator):
+            self.core.set_speeds(measured)
+
     def allocate(self, size: int) -> torch.Tensor:
         """Memory of so many bytes for an arena, 1-d uint8, zeros."""
         return self._flat.allocate(size)

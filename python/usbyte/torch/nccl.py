@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("usbyte")
 
 _ORDERS_STARTS = (12, 3)  # first CUDA driver that can
+_PHASES_IN_HAND = 2  # of a line, each on a communicator of its own
 _RANKS_SHARE_A_GPU = (2, 30)  # first NCCL that can, with NCCL_MULTI_RANK_GPU_ENABLE=1
 
 
@@ -218,7 +219,7 @@ class NcclCommunicator:
     def of_all(cls, context: Context, nccl: _core.Nccl, device: CudaDevice) -> NcclCommunicator:
         """Between all ranks."""
         env, rank = context.env, context.rank
-        mine = _ids(nccl, env) if rank == 0 else []
+        mine = _ids(nccl, env.nccl_communicators) if rank == 0 else []
         sent = context.eager.broadcast_bytes("usbyte.nccl.ids", json.dumps(mine).encode(), 0)
         return cls(env, nccl, rank, context.size, _from_text(json.loads(sent)), device)
 
@@ -229,7 +230,10 @@ class NcclCommunicator:
         """By dimension between the ranks of this rank's line; None where it is alone."""
         env, rank = context.env, context.rank
         lines = [topology.line(rank, d) for d in range(len(topology.dimensions))]
-        mine = [_ids(nccl, env) if len(line) > 1 and line[0] == rank else [] for line in lines]
+        mine = [
+            _ids(nccl, _PHASES_IN_HAND) if len(line) > 1 and line[0] == rank else []
+            for line in lines
+        ]
         texts = context.eager.allgather_bytes("usbyte.nccl.lines", json.dumps(mine).encode())
         ids = [json.loads(text) for text in texts]
         return [
@@ -263,9 +267,9 @@ class NcclCommunicator:
             self._registered = 0
 
 
-def _ids(nccl: _core.Nccl, env: _core.Env) -> list[str]:
-    """Of a new communicator, as text."""
-    return [nccl.unique_id().hex() for _ in range(env.nccl_communicators)]
+def _ids(nccl: _core.Nccl, count: int) -> list[str]:
+    """Of a new communicator with so many slots, as text."""
+    return [nccl.unique_id().hex() for _ in range(count)]
 
 
 def _from_text(ids: Sequence[str]) -> list[bytes]:

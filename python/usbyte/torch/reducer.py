@@ -436,6 +436,8 @@ class Reducer:
         finally:  # should no plan come of it, the old one goes on
             self._communicator.register(self._arena.buffer)
         decision = self._planner.decide(times, measured, topology, self._counts.take())
+        if isinstance(self._communicator, MeshCommunicator) and decision.network.topology:
+            self._communicator.set_speeds(decision.network.topology)
         if self._drift is not None:
             self._drift.cost_s = time.monotonic() - start
         self._learning = None
