@@ -321,7 +321,8 @@ class EagerQueue:
             # Who has joined waits for as long as the others find work for it.
             joining = handle.request.name == JOIN
             since = max(handle.submitted, progressed) if joining else handle.submitted
-            if joined := [rank for rank in missing if rank in self._negotiation.joined()]:
+            joined = [rank for rank in missing if rank in self._negotiation.joined()]
+            if joined and not joining:
                 return f"{waits} for {name_ranks(joined)}, in join(), where this is not done", since
             return (
                 f"{waits} for {name_ranks(missing)}, which did not submit it: see that every rank "
