@@ -127,8 +127,8 @@ void Engine::State::queued(std::span<const int> ops, double now) {
 void Engine::State::begin_ready(int tensor, bool is_sparse) {
   check();
   check_tensor(tensor, is_sparse);
-  double& ready_s = record.ready_s[static_cast<size_t>(tensor)];
   if (!in_backward) throw UsageError("ready: no backward is open; call begin_step first");
+  double& ready_s = record.ready_s[static_cast<size_t>(tensor)];
   if (ready_s > 0) {
     throw UsageError("the gradient of '" + plan.tensors()[static_cast<size_t>(tensor)].name +
                      "' became ready twice in one step");

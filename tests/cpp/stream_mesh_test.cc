@@ -427,6 +427,9 @@ TEST(StreamMesh, AnAbortEndsWhatALostRankLeftOnTheDevice) {
     patient.close_timeout_s = 3600;
     std::promise<void> failed;
     const std::shared_future<void> seen = failed.get_future().share();
+    std::promise<void> go;
+    const std::shared_future<void> gone = go.get_future().share();
+    std::atomic<int> launched = 0;
     // Ranks that come later still write to that of one that has gone.
     const std::vector<std::vector<float>> ones(1, std::vector<float>(16, 1));
     std::vector<std::vector<std::vector<float>>> routed_data(4, ones), flat_data(4, ones);
@@ -435,19 +438,18 @@ TEST(StreamMesh, AnAbortEndsWhatALostRankLeftOnTheDevice) {
           TracedCuda& cuda = rig.rig().device(rank);
           auto& data = routed_data[static_cast<size_t>(rank)];
           auto& other = flat_data[static_cast<size_t>(rank)];
-          const OrderEvents events(cuda, {}), behind(cuda, {}), later(cuda, {});
+          // Nothing fails before all of it has been launched.
+          const CudaStream compute = cuda.create_stream(false);
+          const CudaEvent ready = cuda.create_event(false);
+          rig.rig().cuda().enqueue(compute, [gone] { gone.wait(); });
+          cuda.record(ready, compute);
+          const OrderEvents events(cuda, {ready}), behind(cuda, {ready}), later(cuda, {});
           Request request = sum_of(data, routed), flat = sum_of(other, nullptr);
           request.order = events.order();
           flat.order = behind.order();
-          const auto launch = [&](const Request& asked) {
-            try {
-              Pending(mesh, asked).get();
-            } catch (const FaultError&) {
-              EXPECT_EQ(rank, 1);  // where it may be known already
-            }
-          };
-          launch(request);
-          launch(flat);
+          Pending(mesh, request).get();
+          Pending(mesh, flat).get();
+          if (++launched == 4) go.set_value();
           if (rank == 1) {
             while (mesh.failure().empty()) std::this_thread::yield();
             failed.set_value();
@@ -463,6 +465,8 @@ TEST(StreamMesh, AnAbortEndsWhatALostRankLeftOnTheDevice) {
             EXPECT_NE(message.find("over dimension 'd"), std::string::npos) << message;
           }
           mesh.abort();
+          cuda.destroy(ready);
+          cuda.destroy(compute);
         },
         1, patient);
   }
