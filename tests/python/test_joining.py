@@ -155,7 +155,7 @@ def clean(rank, size):
         ub.join()
     ub.barrier()
     if rank == 0:
-        time.sleep(0.5)  # the last keys are deleted by whoever is through with them
+        time.sleep(0.5)  # whoever is through with an operation deletes its keys; others wait below
         assert store.num_keys() <= before + 2 * size
     ub.barrier()
 
