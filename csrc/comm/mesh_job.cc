@@ -17,6 +17,13 @@ std::vector<Span> shards(const std::vector<Span>& spans, int64_t width, int part
   return out;
 }
 
+bool in_place(const Request& request) {
+  if (request.kind != Collective::all_to_all) return request.send.empty();
+  return std::ranges::equal(request.send, request.recv, [](const Span& a, const Span& b) {
+    return a.data == b.data && a.count == b.count;
+  });
+}
+
 }  // namespace
 
 std::string mesh_problem(const Request& request, const Topology& topology) {
@@ -26,8 +33,9 @@ std::string mesh_problem(const Request& request, const Topology& topology) {
     return what + "there is no dimension " + std::to_string(request.line);
   }
   if (request.schedule && request.line >= 0) return what + "it cannot have a line, too";
-  if (!request.schedule && request.kind > Collective::all_gather) {
-    return what + "only all_reduces, reduce_scatters and all_gathers have one";
+  if (!request.schedule && request.kind > Collective::all_gather &&
+      request.kind != Collective::all_to_all) {
+    return what + "only all_reduces, reduce_scatters, all_gathers and all_to_alls have one";
   }
   if (request.schedule && request.kind != Collective::all_reduce) {
     return what + "only all_reduces have one; launch it without";
@@ -36,7 +44,7 @@ std::string mesh_problem(const Request& request, const Topology& topology) {
     return what + "it is one of " + std::string(name(request.schedule->kind)) +
            "; make one for an all_reduce";
   }
-  if (!request.send.empty()) return what + "it is in place, and sends nothing else";
+  if (!in_place(request)) return what + "it is in place, and sends nothing else";
   if (request.reduce != ReduceOp::sum) {
     return what + "it reduces sums only; launch others without";
   }
@@ -91,6 +99,7 @@ Request MeshJob::phase(int chunk, int phase) const {
     out.kind = request_.kind;
     out.dtype = request_.dtype;
     out.recv = walked.front();
+    if (out.kind == Collective::all_to_all) out.send = out.recv;
     return out;
   }
   out.kind = phase < phases / 2 ? Collective::reduce_scatter : Collective::all_gather;

@@ -26,13 +26,14 @@ Memory memory_of(const CodingSpace& space, const Codec& codec, Block block) {
 // Messages of a codec, made and read by the host.
 class MessagesOp final : public CodedOp {
  public:
+  // `drawer` is this rank among those that code by chance.
   MessagesOp(const CodingSpace& space, const Op& op, std::shared_ptr<const Codec> codec,
-             MessageLayout layout, Floats floats)
+             MessageLayout layout, int drawer, Floats floats)
       : CodedOp(op, layout.kind, layout.dtype),
         codec_(std::move(codec)),
         layout_(std::move(layout)),
         floats_(std::move(floats)),
-        rank_(space.rank),
+        drawer_(drawer),
         size_(space.size),
         seed_(space.seed + layout_.salt),
         buffer_(space.device, layout_.bytes) {
@@ -48,7 +49,7 @@ class MessagesOp final : public CodedOp {
   void encode(const Turn& turn) override {
     for (size_t i = 0; i < layout_.sent.size(); ++i) {
       const auto [block, at] = layout_.sent[i];
-      const Draw draw = Draw::of(seed_, turn.step, block.begin, rank_);
+      const Draw draw = Draw::of(seed_, turn.step, block.begin, drawer_);
       codec_->send(floats_->load(block), memories_[i], draw, size_, buffer_.data() + at);
     }
   }
@@ -61,7 +62,7 @@ class MessagesOp final : public CodedOp {
         each = message;
         message += layout_.chunk;
       }
-      const Draw draw = Draw::of(seed_, turn.step, block.begin, rank_);
+      const Draw draw = Draw::of(seed_, turn.step, block.begin, drawer_);
       const std::span<float> values = floats_->room(block);
       codec_->combine(messages, draw, values);
       floats_->store(block, values);
@@ -72,7 +73,7 @@ class MessagesOp final : public CodedOp {
   const std::shared_ptr<const Codec> codec_;
   const MessageLayout layout_;
   const Floats floats_;
-  const int rank_, size_;
+  const int drawer_, size_;
   const uint64_t seed_;
   const HostBytes buffer_;
   std::vector<Memory> memories_;  // of each run that is sent
@@ -246,8 +247,11 @@ std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
         ranks.rank = space.mesh->coordinates(space.rank)[line];
         ranks.size = space.mesh->dimensions[line].size;
       }
+      // By another chance than what it is added up by afterwards.
+      const bool coded_again = op.line >= 0 && op.kind == Collective::reduce_scatter;
+      const int drawer = coded_again ? space.size + space.rank : ranks.rank;
       out.push_back(std::make_unique<MessagesOp>(
-          ranks, own, codec, MessageLayout(own, *codec, ranks.rank, ranks.size), floats));
+          ranks, own, codec, MessageLayout(own, *codec, ranks.rank, ranks.size), drawer, floats));
     }
   }
   return out;

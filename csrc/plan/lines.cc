@@ -1,6 +1,7 @@
 #include "usbyte/lines.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -12,27 +13,25 @@ namespace {
 
 bool of_shards(const Op& op) { return op.kind == Collective::all_reduce && op.line >= 0; }
 
-// The other one of two dimensions of more than one rank.
-int other_than(int coded, const Topology& mesh) {
+}  // namespace
+
+bool has_line_ways(const Op& op) {
+  const auto codec = make_codec(op.codec);
+  return op.kind == Collective::all_reduce && op.line < 0 && codec && !codec->matrices();
+}
+
+std::pair<int, int> scatter_and_sum(const Topology& mesh, int sum_line) {
   std::vector<int> found;
   for (int d = 0; d < mesh.ndim(); ++d) {
     if (mesh.dimensions[static_cast<size_t>(d)].size > 1) found.push_back(d);
   }
-  if (found.size() != 2 || (coded != found[0] && coded != found[1])) {
-    throw UsageError("lines: compression in dimension " + std::to_string(coded) +
-                     " needs two dimensions of more than one rank, of which it is one; there are " +
+  if (found.size() != 2 || (sum_line != found[0] && sum_line != found[1])) {
+    throw UsageError("lines: sums in dimension " + std::to_string(sum_line) +
+                     " need two dimensions of more than one rank, of which it is one; there are " +
                      std::to_string(found.size()));
   }
-  return coded == found[0] ? found[1] : found[0];
+  return {sum_line == found[0] ? found[1] : found[0], sum_line};
 }
-
-bool can_go_along_lines(const Op& op) {
-  const auto codec = make_codec(op.codec);
-  return op.kind == Collective::all_reduce && op.line < 0 && codec && !codec->matrices() &&
-         op.scheme.empty();
-}
-
-}  // namespace
 
 const Op* scattered_by(const Plan& plan, const Op& op) {
   if (!of_shards(op)) return nullptr;
@@ -71,48 +70,63 @@ LineCost line_cost(const Plan& plan, const Op& op, const Topology& mesh) {
   }
   const Dimension& dimension = mesh.dimensions[static_cast<size_t>(op.line)];
   const auto codec = make_codec(op.codec);
+  const bool of_shards = op.kind == Collective::all_reduce;
   double bytes = 0;
   for (Block b : worked_on(plan, op, &mesh, 0)) {
-    bytes += static_cast<double>(codec ? codec->message_bytes(b.numel())
-                                       : b.numel() * itemsize(plan.dtype(b)));
+    if (!codec) {
+      bytes += static_cast<double>(b.numel() * itemsize(plan.dtype(b)));
+    } else if (of_shards) {
+      bytes += static_cast<double>(codec->message_bytes(b.numel()));
+    } else {
+      const int64_t part = shard(b, 0, dimension.size).numel();
+      bytes += static_cast<double>(dimension.size * codec->message_bytes(part));
+    }
+  }
+  if (codec && op.kind == Collective::reduce_scatter) {
+    return {dimension.startup_s(), dimension.exchanged_bytes(bytes) / dimension.bytes_per_s};
   }
   int phases = 1;
-  if (codec && !codec->adds()) {
+  if (codec && of_shards && !codec->adds()) {
     bytes *= dimension.size;  // messages of all are gathered
-  } else if (op.kind == Collective::all_reduce) {
+  } else if (of_shards) {
     phases = 2;
   }
-  const double messages = op.kind == Collective::all_reduce ? phases  // packed into one
-                                                            : static_cast<double>(op.blocks.size());
+  // What is coded, or of shards, is packed into one.
+  const double messages = of_shards || codec ? phases : static_cast<double>(op.blocks.size());
   return {messages * dimension.startup_s(),
           phases * dimension.moved_bytes(bytes, false) / dimension.bytes_per_s};
 }
 
-Plan along_lines(const Plan& plan, const Topology& mesh, int coded) {
-  const int inside = other_than(coded, mesh);
-  std::vector<Op> out, gathers;  // each of the latter behind the next sum
-  const auto flush = [&out](std::vector<Op>& waiting) {
-    std::ranges::move(waiting, std::back_inserter(out));
-    waiting.clear();
-  };
-  for (const Op& op : plan.ops()) {
-    if (!can_go_along_lines(op)) {
-      out.push_back(op);
-      continue;
-    }
-    Op scatter = op, sum = op, gather = op;
-    scatter.kind = Collective::reduce_scatter;
-    gather.kind = Collective::all_gather;
-    scatter.codec = gather.codec = "none";
-    scatter.line = gather.line = inside;
-    sum.line = coded;
-    sum.fence = gather.fence = false;
-    out.push_back(std::move(scatter));
-    out.push_back(std::move(sum));
-    flush(gathers);
-    gathers.push_back(std::move(gather));
+Plan along_lines(const Plan& plan, const Topology& mesh,
+                 std::span<const std::optional<LineWay>> ways) {
+  if (ways.size() != plan.ops().size()) {
+    throw UsageError("lines: " + std::to_string(ways.size()) + " ways for " +
+                     std::to_string(plan.ops().size()) + " ops");
   }
-  flush(gathers);
+  std::vector<Op> out, gathers;  // each of the latter behind the next sum, or op without lines
+  for (size_t i = 0; i < ways.size(); ++i) {
+    const Op& op = plan.ops()[i];
+    if (const std::optional<LineWay>& way = ways[i]) {
+      if (!has_line_ways(op)) {
+        throw UsageError("lines: " + plan.describe(static_cast<int>(i)) + " has no shards to code");
+      }
+      const auto [inside, between] = scatter_and_sum(mesh, way->sum_line);
+      const auto step = [&](Collective kind, int line, const std::string& codec) {
+        Op one{kind, op.blocks, op.window_bytes, false, codec};
+        one.line = line;
+        return one;
+      };
+      out.push_back(step(Collective::reduce_scatter, inside, way->scatter));
+      out.back().fence = op.fence;
+      out.push_back(step(Collective::all_reduce, between, way->sum));
+      std::ranges::move(std::exchange(gathers, {}), std::back_inserter(out));
+      gathers.push_back(step(Collective::all_gather, inside, way->gather));
+    } else {
+      out.push_back(op);
+      std::ranges::move(std::exchange(gathers, {}), std::back_inserter(out));
+    }
+  }
+  std::ranges::move(gathers, std::back_inserter(out));
   return plan.with(plan.policy(), std::move(out));
 }
 

@@ -21,6 +21,27 @@ std::string text(Block b) {
   return "[" + std::to_string(b.begin) + ", " + std::to_string(b.end) + ")";
 }
 
+// What keeps the codec from being that of an op along a line; empty if nothing does. Ranks that
+// gather the same shards must get the same, so that none may add what it alone remembers.
+std::string line_problem(Collective kind, const Codec& codec) {
+  const std::string spec = codec.spec(), remembers = codec.remembers();
+  if (codec.matrices()) return "codec " + spec + " needs whole matrices, and a line has shards";
+  if (kind == Collective::reduce_scatter && !remembers.empty() && remembers != "unsent") {
+    return "codec " + spec + " remembers more than what is unsent, and cannot scatter along a line";
+  }
+  if (kind == Collective::all_gather && codec.memories() > 0) {
+    return "codec " + spec + " has a memory, and those that gather the same shards have none in " +
+           "common: add ',feedback=off'";
+  }
+  return "";
+}
+
+// Who adds up shards remembers in the rows of what it has scattered.
+bool share_rows(const Codec* scatter, const Codec* sum) {
+  return !scatter || !sum || scatter->memories() == 0 || sum->memories() == 0 ||
+         sum->remembers().starts_with("unsent");
+}
+
 // The ranges, sorted, must cover [0, numel) exactly once.
 void check_tiling(std::vector<Block> blocks, int64_t numel, const std::string& what) {
   std::sort(blocks.begin(), blocks.end());
@@ -150,11 +171,11 @@ void Plan::validate() const {
     }
     const bool of_shards = op.kind == Collective::all_reduce && op.line >= 0;
     if (op.line < -1) throw error("a line is of a dimension, or -1");
-    if (op.line >= 0 && (op.route || !op.scheme.empty() || (!of_shards && op.codec != "none"))) {
-      throw error("a line has no route or scheme, and a codec for an all_reduce only");
+    if (op.line >= 0 && (op.route || !op.scheme.empty())) {
+      throw error("a line has no route or scheme");
     }
-    if (of_shards && codec && codec->matrices()) {
-      throw error("codec " + op.codec + " needs whole matrices, and a line has shards");
+    if (op.line >= 0 && codec) {
+      if (const std::string why = line_problem(op.kind, *codec); !why.empty()) throw error(why);
     }
     const bool in_parts = op.kind != Collective::all_reduce;
     const Matrices* const matrices = codec && in_parts ? codec->matrices() : nullptr;
@@ -187,6 +208,10 @@ void Plan::validate() const {
           if (scatter.line < 0 || scatter.line == op.line || scatter.summed) {
             throw error("shards of block " + text(b) +
                         " are added up along one other line than they were scattered along, once");
+          }
+          if (!share_rows(make_codec(scatter.codec).get(), codec.get())) {
+            throw error("codec " + op.codec + " remembers something else than " + scatter.codec +
+                        ", which has scattered block " + text(b));
           }
           scatter.summed = true;
           continue;

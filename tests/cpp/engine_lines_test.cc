@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "mesh_rig.h"
@@ -12,6 +13,7 @@
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"
 #include "usbyte/error.h"
+#include "usbyte/line_choice.h"
 #include "usbyte/lines.h"
 
 namespace usbyte {
@@ -25,9 +27,10 @@ using test::Random;
 
 constexpr int kSteps = 4;
 
-// All_reduces that tile up to five tensors, each with a codec, along lines; some without.
-Plan random_lines(Random& random, const Topology& topology,
-                  const std::vector<std::string>& codecs) {
+// All_reduces that tile up to five tensors, each with a codec, along lines, by that codec in one
+// dimension or both; some without.
+Plan random_lines(Random& random, const Topology& topology, const std::vector<std::string>& codecs,
+                  const std::vector<std::string>& gathers) {
   std::vector<TensorSpec> tensors;
   int64_t end = 0;
   for (int64_t t = random(1, 5); t > 0; --t) {
@@ -57,7 +60,19 @@ Plan random_lines(Random& random, const Topology& topology,
   for (int d = 0; d < topology.ndim(); ++d) {
     if (topology.dimensions[static_cast<size_t>(d)].size > 1) dimensions.push_back(d);
   }
-  return along_lines(Plan("test", tensors, joined), topology, dimensions[random(0, 1)]);
+  std::vector<std::optional<LineWay>> ways(joined.size());
+  for (size_t i = 0; i < joined.size(); ++i) {
+    if (!has_line_ways(joined[i])) continue;
+    LineWay way{dimensions[static_cast<size_t>(random(0, 1))], "none", joined[i].codec, "none"};
+    const auto codec = make_codec(joined[i].codec);
+    const bool unsent = codec->remembers().empty() || codec->remembers() == "unsent";
+    if (codec->relays() && unsent && random.one_in(2)) way.scatter = joined[i].codec;
+    if (way.scatter != "none" && random.one_in(3)) way.sum = "none";
+    const auto last = static_cast<size_t>(random(0, std::ssize(gathers)));
+    if (last > 0) way.gather = gathers[last - 1];
+    ways[i] = way;
+  }
+  return along_lines(Plan("test", tensors, joined), topology, ways);
 }
 
 float input(int rank, int step, int64_t element) {
@@ -100,7 +115,8 @@ TEST(EngineLines, WhatLosesNothingIsTheSum) {
   Random random(1);
   for (int i = 0; i < cases(24); ++i) {
     const Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
-    const Plan plan = random_lines(random, topology, {"topk:1", "fp16", "none"});
+    const Plan plan =
+        random_lines(random, topology, {"topk:1", "fp16", "none"}, {"fp16", "topk:1,feedback=off"});
     for (const Outcome& rank : run(plan, topology)) {
       for (int step = 0; step < kSteps; ++step) {
         for (int64_t e = 0; e < plan.numel(); ++e) {
@@ -118,11 +134,13 @@ TEST(EngineLines, WhatIsNotSentIsRemembered) {
   Random random(2);
   for (int i = 0; i < cases(24); ++i) {
     const Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
-    const Plan plan = random_lines(random, topology, {"topk:0.3", "efsignsgd", "int8"});
+    const Plan plan =
+        random_lines(random, topology, {"topk:0.3", "efsignsgd", "int8"}, {"topk:1,feedback=off"});
     const std::vector<Outcome> ranks = run(plan, topology);
     std::vector<int> codes(ranks.size() * static_cast<size_t>(plan.numel()));
     for (const Op& op : plan.ops()) {
-      for (size_t r = 0; op.codec != "none" && r < ranks.size(); ++r) {
+      const auto codec = make_codec(op.codec);
+      for (size_t r = 0; codec && codec->memories() > 0 && r < ranks.size(); ++r) {
         for (Block b : worked_on(plan, op, &topology, static_cast<int>(r))) {
           for (int64_t e = b.begin; e < b.end; ++e) {
             codes[r * static_cast<size_t>(plan.numel()) + static_cast<size_t>(e)] = 1;
@@ -155,7 +173,7 @@ TEST(EngineLines, AllRanksHaveTheSameWhateverTheCodec) {
       "dgc:0.2", "qsgd:4", "terngrad", "signsgd", "signum",   "efsignsgd", "onebit"};
   for (int i = 0; i < cases(28); ++i) {
     const Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
-    const Plan plan = random_lines(random, topology, codecs);
+    const Plan plan = random_lines(random, topology, codecs, {"bf16", "topk:0.4,feedback=off"});
     const std::vector<Outcome> ranks = run(plan, topology);
     for (const Outcome& rank : ranks) ASSERT_EQ(rank.outputs, ranks[0].outputs);
     for (const auto& step : ranks[0].outputs) {
@@ -164,10 +182,40 @@ TEST(EngineLines, AllRanksHaveTheSameWhateverTheCodec) {
   }
 }
 
+// What AdaTopK and exact gathers send is what is sent without the latter.
+TEST(EngineLines, WhatIsPickedIsGatheredWhole) {
+  Random random(5);
+  int exact = 0;
+  for (int i = 0; i < cases(24); ++i) {
+    Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
+    for (Dimension& d : topology.dimensions) d.bytes_per_s = static_cast<double>(random(1, 20));
+    const int64_t numel = random(1, 400);
+    const std::string spec = random.one_in(2) ? "topk:0.02" : "dct:0.03";
+    Op op{Collective::all_reduce, {{0, numel}}, std::numeric_limits<int64_t>::max()};
+    op.codec = spec;
+    const Plan plan("test", {{"w", numel, DType::float32, 0, 1, 0}}, {op});
+    for (LineWay way : line_ways(op, topology)) {
+      if (way.gather == "none") continue;
+      ++exact;
+      const auto along = [&] {
+        return along_lines(plan, topology, std::vector<std::optional<LineWay>>{way});
+      };
+      const std::vector<Outcome> picked = run(along(), topology);
+      way.gather = "none";
+      const std::vector<Outcome> whole = run(along(), topology);
+      for (size_t r = 0; r < whole.size(); ++r) {
+        ASSERT_EQ(picked[r].outputs, whole[r].outputs);
+        ASSERT_EQ(picked[r].memory, whole[r].memory);
+      }
+    }
+  }
+  EXPECT_GT(exact, 20);
+}
+
 TEST(EngineLines, CommunicatorsWithoutSuchADimensionAreRefused) {
   Random random(4);
   const Topology topology = mesh({2, 2});
-  const Plan plan = random_lines(random, topology, {"fp16"});
+  const Plan plan = random_lines(random, topology, {"fp16"}, {});
   std::vector<float> arena(static_cast<size_t>(plan.numel()));
   auto* const bytes = reinterpret_cast<std::byte*>(arena.data());
   auto flat = make_local_communicators(4);

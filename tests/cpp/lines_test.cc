@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <optional>
 #include <set>
 
 #include "random_job.h"
@@ -28,6 +29,16 @@ Op op_of(Collective kind, Block block, int line, std::string codec = "none") {
 
 Plan plan_of(std::vector<Op> ops, int64_t numel = 10) {
   return Plan("test", {{"w", numel, DType::float32, 0, 1, 0}}, std::move(ops));
+}
+
+// All that can, but for those with schemes, with codecs in one dimension only.
+Plan along_lines(const Plan& plan, const Topology& mesh, int coded) {
+  std::vector<std::optional<LineWay>> ways(plan.ops().size());
+  for (size_t i = 0; i < ways.size(); ++i) {
+    const Op& op = plan.ops()[i];
+    if (has_line_ways(op) && op.scheme.empty()) ways[i] = LineWay{coded, "none", op.codec, "none"};
+  }
+  return along_lines(plan, mesh, ways);
 }
 
 TEST(Lines, PlansHoldThem) {
@@ -56,9 +67,27 @@ TEST(Lines, PlansWhoseShardsAreNotAddedUpOnceAreRefused) {
   EXPECT_THROW(plan_of({op_of(kScatter, all, -1), sum, op_of(kGather, all, -1)}), PlanError);
   EXPECT_THROW(plan_of({scatter, op_of(kWhole, half, 1), op_of(kWhole, rest, 1), gather}),
                PlanError);
-  EXPECT_THROW(plan_of({op_of(kScatter, all, 0, "fp16"), sum, gather}), PlanError);
   EXPECT_THROW(plan_of({scatter, op_of(kWhole, all, -2), gather}), PlanError);
   EXPECT_THROW(plan_of({scatter, op_of(kWhole, all, 1, "powersgd:2"), gather}), PlanError);
+}
+
+TEST(Lines, WhatIsRememberedIsWhatTheOtherStepsCanGoOnWith) {
+  const Block all{0, 10};
+  const auto with = [&](const std::string& scatter, const std::string& sum,
+                        const std::string& gather) {
+    return plan_of({op_of(kScatter, all, 0, scatter), op_of(kWhole, all, 1, sum),
+                    op_of(kGather, all, 0, gather)});
+  };
+  EXPECT_NO_THROW(with("topk:0.5", "topk:0.1", "none"));
+  EXPECT_NO_THROW(with("int8", "dgc:0.1", "fp16"));
+  EXPECT_NO_THROW(with("topk:0.5", "none", "topk:0.5,feedback=off"));
+  EXPECT_NO_THROW(with("fp16", "signum", "none"));
+  EXPECT_THROW(with("topk:0.5", "topk:0.1", "topk:0.5"), PlanError);  // ranks would part
+  EXPECT_THROW(with("topk:0.5", "signum", "none"), PlanError);        // its row is a momentum
+  EXPECT_THROW(with("dgc:0.5", "dgc:0.1", "none"), PlanError);
+  EXPECT_THROW(with("signsgd", "fp16", "none"), PlanError);
+  EXPECT_THROW(with("powersgd:1", "fp16", "none"), PlanError);
+  EXPECT_THROW(with("none", "fp16", "powersgd:1"), PlanError);
 }
 
 TEST(Lines, EachStepWaitsForTheOneBefore) {
@@ -127,14 +156,18 @@ TEST(Lines, OnlyOpsWithCodecsGoAlongThem) {
   std::vector<std::pair<Collective, int>> found;
   for (const Op& op : along.ops()) found.emplace_back(op.kind, op.line);
   const std::vector<std::pair<Collective, int>> expected = {
-      {kScatter, 0}, {kWhole, 1},  {kWhole, -1}, {kScatter, 0},
-      {kWhole, 1},   {kGather, 0}, {kWhole, -1}, {kGather, 0}};
+      {kScatter, 0}, {kWhole, 1}, {kWhole, -1}, {kGather, 0},
+      {kScatter, 0}, {kWhole, 1}, {kWhole, -1}, {kGather, 0}};
   EXPECT_EQ(found, expected);
   EXPECT_EQ(along_lines(along, kMesh, 1), along);
   EXPECT_EQ(with_codecs(along, std::vector<std::string>(4, "none")), along);
   EXPECT_EQ(along_lines(plan, kMesh, 0).ops()[1].line, 0);
+  EXPECT_EQ(along_lines(plan, kMesh, std::vector<std::optional<LineWay>>(4)), plan);
   EXPECT_THROW(along_lines(plan, kMesh, 2), UsageError);
   EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}}}, 0), UsageError);
+  EXPECT_THROW(along_lines(plan, kMesh, std::vector<std::optional<LineWay>>(3)), UsageError);
+  const std::vector<std::optional<LineWay>> uncoded = {{}, LineWay{1}, {}, {}};
+  EXPECT_THROW(along_lines(plan, kMesh, uncoded), UsageError);
   EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}, 0), UsageError);
 }
 
@@ -163,6 +196,18 @@ TEST(Lines, CostsAreThoseOfTheirDimension) {
       kMesh, 1);
   EXPECT_DOUBLE_EQ(line_cost(blocks, blocks.ops()[0], kMesh).startup_s, 2e-5);
   EXPECT_DOUBLE_EQ(line_cost(blocks, blocks.ops()[1], kMesh).startup_s, 2e-4);
+
+  // In the other dimension: a message for each shard to its rank, and of each to all.
+  const std::vector<std::optional<LineWay>> way = {
+      LineWay{1, "topk:0.1", "topk:0.01", "topk:0.2,feedback=off"}};
+  const Plan coded =
+      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, way);
+  const auto shard_of = [](const char* spec) {
+    return static_cast<double>(make_codec(spec)->message_bytes(numel / 2));
+  };
+  EXPECT_DOUBLE_EQ(line_cost(coded, coded.ops()[0], kMesh).startup_s, 1e-5);
+  EXPECT_DOUBLE_EQ(line_cost(coded, coded.ops()[0], kMesh).transfer_s, shard_of("topk:0.1") / 1e9);
+  EXPECT_DOUBLE_EQ(line_cost(coded, coded.ops()[2], kMesh).transfer_s, shard_of("topk:0.2") / 1e9);
 
   Profile profile;
   profile.tensors = plan.tensors();

@@ -240,6 +240,14 @@ TEST(MeshCommunicator, RequestsAlongALineAreAmongItsRanks) {
       request.kind = Collective::all_reduce;
       ranks[static_cast<size_t>(rank)]->run(request);
       EXPECT_EQ(data, std::vector<int32_t>(5, sum * size));
+      // To the n-th rank of the line 10 times this rank, and n.
+      std::vector<int32_t> parts(static_cast<size_t>(size));
+      for (size_t n = 0; n < parts.size(); ++n) parts[n] = 10 * rank + static_cast<int32_t>(n);
+      request.kind = Collective::all_to_all;
+      request.recv = request.send = {{parts.data(), size}};
+      ranks[static_cast<size_t>(rank)]->run(request);
+      const std::vector<int> others = topology.line(rank, line);
+      for (size_t n = 0; n < parts.size(); ++n) EXPECT_EQ(parts[n], 10 * others[n] + place[at]);
     }
   });
 }
@@ -260,9 +268,10 @@ TEST(MeshCommunicator, RequestsThatCannotGoAlongALineAreRefused) {
   expect_refused("no dimension 2", [](Request& r) { r.line = 2; });
   expect_refused("cannot have a line",
                  [&](Request& r) { r.schedule = schedule(topology, {{0, 1}}); });
-  expect_refused("only all_reduces, reduce_scatters and all_gathers",
+  expect_refused("only all_reduces, reduce_scatters, all_gathers and all_to_alls",
                  [](Request& r) { r.kind = Collective::broadcast; });
   expect_refused("in place", [](Request& r) { r.send = r.recv; });
+  expect_refused("in place", [](Request& r) { r.kind = Collective::all_to_all; });
   expect_refused("sums only", [](Request& r) { r.reduce = ReduceOp::max; });
 }
 

@@ -18,6 +18,7 @@ from _models import difference, short_probes, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
+from usbyte.torch.arena import USED
 from usbyte.torch.compression import Memory
 from usbyte.torch.lines import sizes_of
 from usbyte.torch.mesh import parse
@@ -137,8 +138,8 @@ def compressed(rank, size, topology, spec):
         compression={"*": spec},
     )  # fmt: skip
     ub.shutdown()
-    lines = {op.line for op in plans[-1].ops if op.codec != "none"}
-    return difference(got, expected), sorted(lines), max(masses), len(masses)
+    coded = sorted({(op.kind, op.line, op.codec) for op in plans[-1].ops if op.codec != "none"})
+    return difference(got, expected), coded, max(masses), len(masses)
 
 
 @pytest.mark.parametrize(("spec", "tolerance"), [("fp16", 1e-2), ("topk:0.9", 0.2)])
@@ -151,18 +152,67 @@ def test_codecs_in_the_slower_dimension_only(tmp_path, spec, tolerance, slow):
     path = tmp_path / "mesh.json"
     path.write_text(_core.Topology(dimensions).to_json())
     args = (str(path), spec)
-    for off, lines, lost, adopted in run_ranks(4, compressed, *args, timeout=120, env=LEARN_FAST):
+    for off, coded, lost, adopted in run_ranks(4, compressed, *args, timeout=120, env=LEARN_FAST):
         assert off <= tolerance
-        assert lines == [slow]
+        assert coded == [("all_reduce", slow, spec)]
         assert adopted > 0
         assert lost < 1e-6
+
+
+def test_codecs_in_both_dimensions(tmp_path):
+    # So slow that messages are to be small everywhere, and still faster than the flat way.
+    dimensions = [_core.Dimension("inside", 2, 4e7), _core.Dimension("between", 2, 1e7)]
+    path = tmp_path / "mesh.json"
+    path.write_text(_core.Topology(dimensions).to_json())
+    args = (str(path), "topk:0.1")
+    for off, coded, lost, adopted in run_ranks(4, compressed, *args, timeout=120, env=LEARN_FAST):
+        assert off < 0.5
+        assert ("reduce_scatter", 0, "topk:0.2") in coded  # AdaTopK's, of half the time
+        assert ("all_reduce", 1, "topk:0.1") in coded
+        assert adopted > 0
+        assert lost < 1e-6
+
+
+def coded_everywhere(profile, network):
+    """DDP's small buckets by codecs in both dimensions, that lose nothing, or only what casts do."""
+    usual = _core.make_plan("ddp", profile, network, {"bucket_bytes": 4096})
+    names = ["topk:1" if "weight" in t.name else "fp16" for t in profile.tensors]
+    names = ["none" if t.name == USED else n for t, n in zip(profile.tensors, names, strict=True)]
+    coded = _core.with_codecs(usual, names)
+    codecs = {"topk:1": ("topk:1", "topk:1", "topk:1,feedback=off"), "fp16": ("fp16",) * 3}
+    ways = [
+        _core.LineWay(i % 2, *codecs[op.codec]) if op.codec in codecs else None
+        for i, op in enumerate(coded.ops)
+    ]
+    return _core.along_lines(coded, network.topology, ways)
+
+
+def trained_everywhere(rank, size):
+    ub.init()
+    expected = train("ddp", "sgd", rank, size, steps=12)
+    plans = []
+    got = train(
+        "forward", "sgd", rank, size, steps=12, topology="2x2", policy=coded_everywhere,
+        on_step=lambda _step, _model, optimizer: plans.append(optimizer.plan),
+    )  # fmt: skip
+    ub.shutdown()
+    return difference(got, expected), {op.codec for op in plans[-1].ops}, plans[-1].hash()
+
+
+def test_training_with_codecs_in_both_dimensions_equals_ddp_closely():
+    results = run_ranks(4, trained_everywhere, timeout=120)
+    assert len({plan for _, _, plan in results}) == 1
+    for off, codecs, _ in results:
+        assert off < 1e-2  # as fp16 has it
+        assert codecs == {"topk:1", "fp16", "topk:1,feedback=off", "none"}
 
 
 def test_what_is_remembered_moves_to_who_sends_it():
     mesh = _core.Topology([_core.Dimension("in", 2, 1e9), _core.Dimension("out", 2, 1e9)])
     tensors = [_core.TensorSpec("a", 7, "float32", 0), _core.TensorSpec("b", 6, "float32", 7)]
     whole = _core.Plan("t", tensors, [_core.Op("all_reduce", [(0, 7), (7, 13)], codec="topk:0.5")])
-    along = _core.along_lines(whole, mesh, 1)
+    along = _core.along_lines(whole, mesh, [_core.LineWay(1, sum="topk:0.5")])
+    both = _core.along_lines(whole, mesh, [_core.LineWay(1, "topk:0.5", "topk:0.5")])
     ranks = [Memory() for _ in range(4)]
     generator = torch.Generator().manual_seed(0)
     for rank, memory in enumerate(ranks):
@@ -176,7 +226,7 @@ def test_what_is_remembered_moves_to_who_sends_it():
         return sum(memory.parts[name].double() for memory in ranks if name in memory.parts)
 
     before = {name: total(name) for name in "ab"}
-    for plan in (along, whole, along):
+    for plan in (along, both, whole, both, along):
         told = [memory.told() for memory in ranks]
         sums = []
         for memory in ranks:  # first to hear what each has

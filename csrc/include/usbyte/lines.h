@@ -1,5 +1,9 @@
 #pragma once
 
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "usbyte/network.h"
@@ -26,11 +30,27 @@ struct LineCost {
 };
 LineCost line_cost(const Plan& plan, const Op& op, const Topology& mesh);
 
-/// The same plan where each all_reduce with a codec goes along lines, in three ops: gradients are
-/// scattered in the other dimension, what is left is coded and added up in the dimension `coded`,
-/// and sums are gathered in the other one; each step beside those of the ops before and after it.
-/// Codecs that need whole matrices stay as they are, and so do schemes. Throws UsageError unless
-/// there are two dimensions of more than one rank, of which `coded` is one.
-Plan along_lines(const Plan& plan, const Topology& mesh, int coded);
+/// How an all_reduce goes along the lines of two dimensions: gradients are scattered in one, what
+/// is left is added up in the other one, `sum_line`, and sums are gathered in the first; each with
+/// a codec of its own.
+struct LineWay {
+  int sum_line = 0;
+  std::string scatter = "none", sum = "none", gather = "none";
+
+  bool operator==(const LineWay&) const = default;
+};
+
+/// Whether an op can: an all_reduce with a codec, unless that needs whole matrices.
+bool has_line_ways(const Op& op);
+
+/// The two dimensions of more than one rank, if there are no others: those that shards are not
+/// added up in, and are. Throws UsageError unless `sum_line` is one of two.
+std::pair<int, int> scatter_and_sum(const Topology& mesh, int sum_line);
+
+/// The same plan where ops go the ways that they have, in three steps, each beside those of the ops
+/// before and after it; one with a scheme, without. `ways` is by op; others stay as they are.
+/// Throws UsageError as `scatter_and_sum`, and for an op without `has_line_ways`.
+Plan along_lines(const Plan& plan, const Topology& mesh,
+                 std::span<const std::optional<LineWay>> ways);
 
 }  // namespace usbyte

@@ -77,22 +77,18 @@ class CodedPlans:
     def routed(
         self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel
     ) -> _core.Plan:
-        """The plan, its messages on the way that is predicted to be the fastest.
+        """The plan, its messages on the ways that are predicted to be the fastest.
 
-        They are gathered, added up by a scheme, or go through one of two dimensions alone, while
-        gradients are summed up in the other one as they are.
+        Those of each op are gathered, added up by a scheme, or go through two dimensions one after
+        the other, by codecs in one of them or in both.
         """
         best = self.with_schemes(plan, network)
-        topology = network.topology
-        coded = any(op.kind == "all_reduce" and op.codec != "none" for op in plan.ops)
-        if topology is None or self._sharded or self._device is not None or not coded:
+        if network.topology is None or self._sharded or self._device is not None:
             return best
-        lines = [d for d, dimension in enumerate(topology.dimensions) if dimension.size > 1]
-        lines.sort(key=lambda d: topology.dimensions[d].bytes_per_s)  # of equal plans, the first
-        if len(lines) == 2:
-            along = [_core.along_lines(plan, topology, line) for line in lines]
-            best = min([best, *along], key=lambda each: self.step_s(each, profile, network))
-        return best
+        codecs = [*(op.codec for op in plan.ops), *_core.line_codecs(plan, network.topology)]
+        if set(codecs) == {"none"}:
+            return best
+        return _core.with_lines(best, profile, network, self.overlap, self.costs_of(codecs))
 
     def with_schemes(self, plan: _core.Plan, network: _core.NetworkModel) -> _core.Plan:
         """The plan; what is picked is added up by a scheme where that is faster.
@@ -169,6 +165,16 @@ def codecs_of(profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:
     """By tensor of the profile; empty if nothing is compressed."""
     of = [codecs.get(t.name, "none") for t in profile.tensors]
     return [] if set(of) == {"none"} else of
+
+
+def coded_along(plan: _core.Plan, mesh: _core.Topology) -> str:
+    """Which codecs work in which of the network's dimensions, for the end of a log line."""
+    found: dict[str, set[str]] = {}
+    for op in plan.ops:
+        if op.line >= 0 and op.codec != "none":
+            found.setdefault(mesh.dimensions[op.line].name, set()).add(op.codec)
+    told = [f"in '{name}' by {', '.join(sorted(codecs))}" for name, codecs in sorted(found.items())]
+    return f"; coded {' and '.join(told)}" if told else ""
 
 
 def _numbers(cost: _core.CodecCost) -> list[float]:

@@ -217,6 +217,12 @@ def check_relays(specs: Iterable[str]) -> None:
             )
 
 
+def remembers(op: _core.Op) -> bool:
+    """Whether ranks remember something of what they send by it."""
+    codec = _core.make_codec(op.codec)
+    return codec is not None and bool(codec.remembers)
+
+
 _HOST = torch.device("cpu")
 
 #: Where an optimizer's state_dict holds what codecs remember.
@@ -300,15 +306,20 @@ class Memory:
         self.parts, self.kinds, self._sender = parts, kinds, None
 
     def concentrate(self, plan: _core.Plan, topology: _core.Topology, rank: int) -> None:
-        """Leaves what was spread to the ranks that send it, of the shards that a plan adds up."""
+        """Leaves what was spread to the ranks that send it, of the shards that a plan adds up.
+
+        Where gradients are coded on their way to the shards too, all ranks send.
+        """
         scatters = {
-            block: op.line for op in plan.ops if op.kind == "reduce_scatter" for block in op.blocks
+            block: op for op in plan.ops if op.kind == "reduce_scatter" for block in op.blocks
         }
         for op in plan.ops:
-            if op.line < 0 or op.codec == "none":
+            if op.line < 0 or op.kind != "all_reduce" or not remembers(op):
                 continue
             for block in op.blocks:
-                inside = scatters[block]
+                if remembers(scatters[block]):
+                    continue
+                inside = scatters[block].line
                 size = topology.dimensions[inside].size
                 begin, end = block
                 chunk = -(-(end - begin) // size)

@@ -487,12 +487,9 @@ class Planner:
             )  # fmt: skip
         if network.topology is not None:
             routed = sum(op.route is not None for op in plan.ops)
-            coded = {op.line for op in plan.ops if op.line >= 0 and op.codec != "none"}
-            names = [network.topology.dimensions[line].name for line in sorted(coded)]
             log.info(
                 "%s: %d of %d ops go through the network's dimensions in chunks%s",
-                self.label, routed, len(plan.ops),
-                f"; codecs work in '{names[0]}' only" if names else "",
+                self.label, routed, len(plan.ops), coded_along(plan, network.topology),
             )  # fmt: skip
         ddp = _core.make_plan("ddp", dense(profile), network, self._options, self.overlap)
         reason = ""

@@ -19,7 +19,7 @@ from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.arena import Arena
 from usbyte.torch.awaited import Fetch, hold, release
-from usbyte.torch.compression import Memory
+from usbyte.torch.compression import Memory, remembers
 from usbyte.torch.context import Context
 from usbyte.torch.device import Device, Fetched, Mark
 from usbyte.torch.drift import Drift
@@ -680,17 +680,15 @@ def _kind_of(plan: _core.Plan) -> tuple[str, frozenset[str]]:
     return plan.policy, frozenset(op.codec for op in plan.ops)
 
 
-def _coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, str]]:
-    """Of whose shards codecs remember: blocks, their lines and, as places tell no more, tensors."""
-    coded = {
-        block
-        for op in plan.ops
-        if op.line >= 0 and (codec := _core.make_codec(op.codec)) is not None and codec.remembers
-        for block in op.blocks
-    }
+def _coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:
+    """Of whose shards codecs remember: blocks, their lines, whether they are coded before that too.
+
+    And tensors, as places tell no more.
+    """
+    coded = {block for op in plan.ops if op.line >= 0 and remembers(op) for block in op.blocks}
     order = " ".join(t.name for t in plan.tensors)
     return {
-        (*block, op.line, order)
+        (*block, op.line, remembers(op), order)
         for op in plan.ops
         if op.kind == "reduce_scatter"
         for block in op.blocks

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "usbyte/codec_costs.h"
+#include "usbyte/lines.h"
+#include "usbyte/network.h"
+#include "usbyte/plan.h"
+#include "usbyte/profile.h"
+
+namespace usbyte {
+
+/// Ways along lines that an op may go; none without `has_line_ways`, or unless there are two
+/// dimensions of more than one rank. With sums in either dimension: the op's codec for sums alone,
+/// and, where the codec can, in both. `topk` has AdaTopK's ratios there, of which the slower
+/// dimension gets the op's own; others the same codec. What was picked is gathered as what
+/// differs from zero, all of it, where these are few enough; casts are gathered as casts.
+///
+/// These are the hierarchical paths of ByteComp's decision tree with divisible first and last
+/// steps (Wang, Lin, Zhu and Ng, "Hi-Speed DNN Training with Espresso", EuroSys 2023).
+std::vector<LineWay> line_ways(const Op& op, const Topology& mesh);
+
+/// Specs of all codecs that ops of the plan may have on their ways, ascending, "none" apart.
+std::vector<std::string> line_codecs(const Plan& plan, const Topology& mesh);
+
+/// The plan where each op goes flat, as it is, or the way along lines with which the step is
+/// predicted to be the shortest: the best of the plans whose ops all go alike first, then op by op,
+/// the largest first, until nothing changes or so many ops have been simulated as take about half a
+/// second. Never predicted to be slower than the plan. Throws UsageError where costs of a codec are
+/// missing.
+Plan with_lines(const Plan& plan, const Profile& profile, const NetworkModel& network,
+                Overlap overlap, const CodecCosts& costs);
+
+}  // namespace usbyte
