@@ -93,6 +93,37 @@ def _ways(network: _core.NetworkModel, size: int) -> list[Way]:
     ]
 
 
+def connect(topology: str, largest: int) -> tuple[MeshCommunicator, _core.NetworkModel]:
+    """Communicators of a mesh and what they cost, which rank 0 prints. Collective.
+
+    Args:
+        topology: As of `DistributedOptimizer`.
+        largest: Bytes of the probe's largest payload.
+
+    Raises:
+        ClickException: There is one dimension only.
+    """
+    context = current()
+    mesh = context.new_communicator(Device(), topology)
+    if not isinstance(mesh, MeshCommunicator):
+        raise click.ClickException("this network has one dimension only")
+    rows = measure(context, mesh, largest)
+    found = measure_dimensions(context, mesh, largest)
+    network = fit(ub.size(), rows).with_topology(found)
+    network = _core.NetworkModel.from_json(
+        context.eager.broadcast_bytes("routes.network", network.to_json().encode(), 0).decode()
+    )
+    assert network.topology is not None
+    if ub.rank() == 0:
+        for dimension in network.topology.dimensions:
+            Console(width=110, highlight=False).print(
+                f"{dimension.name}: {dimension.size} ranks, "
+                f"{units.format_rate(dimension.bytes_per_s)}, startup "
+                f"{units.format_seconds(dimension.startup_s)}"
+            )
+    return mesh, network
+
+
 def _sizes(text: str) -> list[int]:
     return [units.parse_bytes(each) for each in text.split(",")]
 
@@ -105,25 +136,9 @@ def _sizes(text: str) -> list[int]:
 def main(topology: str, sizes: Sequence[int], rounds: int, largest: int) -> None:
     """Prints what the lines cost, and a table for each size."""
     ub.init()
-    context = current()
-    mesh = context.new_communicator(Device(), topology)
-    if not isinstance(mesh, MeshCommunicator):
-        raise click.ClickException("this network has one dimension only")
-    rows = measure(context, mesh, largest)
-    found = measure_dimensions(context, mesh, largest)
-    network = fit(ub.size(), rows).with_topology(found)
-    network = _core.NetworkModel.from_json(
-        context.eager.broadcast_bytes("routes.network", network.to_json().encode(), 0).decode()
-    )
-    console = Console(width=110, highlight=False)
+    mesh, network = connect(topology, largest)
     assert network.topology is not None
-    if ub.rank() == 0:
-        for dimension in network.topology.dimensions:
-            console.print(
-                f"{dimension.name}: {dimension.size} ranks, "
-                f"{units.format_rate(dimension.bytes_per_s)}, startup "
-                f"{units.format_seconds(dimension.startup_s)}"
-            )
+    console = Console(width=110, highlight=False)
     for size in sizes:
         ways = _ways(network, size)
         for turn in range(rounds + 1):

@@ -240,7 +240,7 @@ std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
       out.push_back(std::make_unique<RoundOp>(space, op, codec, floats, first));
     } else {
       Op own = op;
-      own.blocks = worked_on(space.plan, op, space.mesh, space.rank);
+      own.blocks = worked_on(op, space.mesh, space.rank);
       CodingSpace ranks = space;  // that the messages are of
       if (op.line >= 0) {
         const auto line = static_cast<size_t>(op.line);

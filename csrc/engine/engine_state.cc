@@ -55,7 +55,7 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
     request.fence = op.fence;
     if (op.route) request.schedule = std::make_shared<const MeshSchedule>(*op.route);
     request.line = op.line;
-    for (Block b : worked_on(plan, op, communicator.topology(), communicator.rank())) {
+    for (Block b : worked_on(op, communicator.topology(), communicator.rank())) {
       request.recv.push_back({arena + plan.byte_offset(b.begin), b.numel()});
     }
     requests.push_back(std::move(request));

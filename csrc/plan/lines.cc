@@ -42,13 +42,10 @@ const Op* scattered_by(const Plan& plan, const Op& op) {
   return nullptr;
 }
 
-std::vector<Block> worked_on(const Plan& plan, const Op& op, const Topology* mesh, int rank) {
-  const Op* const scatter = scattered_by(plan, op);
-  if (!scatter) return op.blocks;
-  const auto inside = static_cast<size_t>(scatter->line);
-  if (!mesh || scatter->line >= mesh->ndim()) {
-    throw UsageError("lines: a plan of other dimensions than the network's");
-  }
+std::vector<Block> worked_on(const Op& op, const Topology* mesh, int rank) {
+  if (!of_shards(op)) return op.blocks;
+  if (!mesh) throw UsageError("lines: a plan of several dimensions, and a network without");
+  const auto inside = static_cast<size_t>(scatter_and_sum(*mesh, op.line).first);
   const int place = mesh->coordinates(rank)[inside], size = mesh->dimensions[inside].size;
   std::vector<Block> out;
   for (Block b : op.blocks) {
@@ -70,29 +67,26 @@ LineCost line_cost(const Plan& plan, const Op& op, const Topology& mesh) {
   }
   const Dimension& dimension = mesh.dimensions[static_cast<size_t>(op.line)];
   const auto codec = make_codec(op.codec);
-  const bool of_shards = op.kind == Collective::all_reduce;
+  const bool sums = op.kind == Collective::all_reduce;
   double bytes = 0;
-  for (Block b : worked_on(plan, op, &mesh, 0)) {
+  for (Block b : worked_on(op, &mesh, 0)) {
     if (!codec) {
       bytes += static_cast<double>(b.numel() * itemsize(plan.dtype(b)));
-    } else if (of_shards) {
+    } else if (sums) {
       bytes += static_cast<double>(codec->message_bytes(b.numel()));
     } else {
       const int64_t part = shard(b, 0, dimension.size).numel();
       bytes += static_cast<double>(dimension.size * codec->message_bytes(part));
     }
   }
-  if (codec && op.kind == Collective::reduce_scatter) {
-    return {dimension.startup_s(), dimension.exchanged_bytes(bytes) / dimension.bytes_per_s};
-  }
   int phases = 1;
-  if (codec && of_shards && !codec->adds()) {
+  if (codec && sums && !codec->adds()) {
     bytes *= dimension.size;  // messages of all are gathered
-  } else if (of_shards) {
+  } else if (sums) {
     phases = 2;
   }
   // What is coded, or of shards, is packed into one.
-  const double messages = of_shards || codec ? phases : static_cast<double>(op.blocks.size());
+  const double messages = sums || codec ? phases : static_cast<double>(op.blocks.size());
   return {messages * dimension.startup_s(),
           phases * dimension.moved_bytes(bytes, false) / dimension.bytes_per_s};
 }

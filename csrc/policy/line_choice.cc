@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
-#include <cstdio>
 #include <numeric>
 #include <optional>
 #include <set>
@@ -19,7 +17,9 @@ namespace {
 using Ways = std::vector<std::optional<LineWay>>;  // by op
 
 constexpr double kPays = 0.5;          // 8 bytes for each element picked, 4 for each there is
+constexpr double kRoom = 1.2;          // for what a codec picks, whose number is rounded
 constexpr double kClearly = 0.001;     // of the step: less is not worth a change
+constexpr double kWorthALoss = 0.02;   // likewise, with one more step that loses something
 constexpr int64_t kMostOps = 500'000;  // simulated
 constexpr std::string_view kTopk = "topk:", kForgets = ",feedback=off";
 
@@ -35,17 +35,16 @@ struct Codecs {
   std::string scatter, sum;
 };
 
-// AdaTopK: what both dimensions pick, so that each takes about as long as the other.
+// AdaTopK: what both dimensions pick, so that messages take about as long in each: those to the
+// ranks that add up, and those from all to all.
 Codecs adapted(const std::string& spec, const Topology& mesh, int inside, int between) {
   double ratio = 0;
   const char* const end = spec.data() + spec.size();
   const char* const behind = std::from_chars(spec.data() + kTopk.size(), end, ratio).ptr;
-  // Of a byte in an all_reduce without codecs.
-  const auto time_s = [](const Dimension& d, double bytes) {
-    return d.moved_bytes(bytes, true) / d.bytes_per_s;
-  };
-  const double times_s[] = {time_s(at(mesh, inside), 1),
-                            time_s(at(mesh, between), 1.0 / at(mesh, inside).size)};
+  const Dimension &first = at(mesh, inside), &second = at(mesh, between);
+  const double shard = 1.0 / first.size;  // of a byte
+  const double times_s[] = {first.moved_bytes(1, false) / first.bytes_per_s,
+                            second.moved_bytes(second.size * shard, false) / second.bytes_per_s};
   const std::vector<double> ratios = adatopk_ratios(times_s, ratio);
   std::vector<std::string> found = adatopk_codecs(times_s, ratio);
   for (size_t i = 0; i < found.size(); ++i) {
@@ -75,30 +74,65 @@ int64_t picked(const std::string& spec, int64_t count) {
   return codec->picks()->picked(count);
 }
 
-// A codec that gathers all elements of shards that can differ from zero; "none" if they are many.
-std::string exact_gather(const Op& op, const Codecs& codecs, const Topology& mesh, int inside,
-                         int between) {
-  const int shards = at(mesh, inside).size;
-  const int64_t ranks = at(mesh, between).size;
-  double ratio = 0;  // that is enough for every shard
+// Elements of a shard that can differ from zero once it is added up. What a rank has not sent joins
+// the sum of a codec, so that there is no telling by what was scattered then.
+int64_t left(const Codecs& codecs, int64_t count, int64_t shards, int64_t ranks) {
+  const int64_t most = codecs.sum == "none" ? ranks * shards * picked(codecs.scatter, count)
+                                            : ranks * picked(codecs.sum, count);
+  return std::min(most, count);
+}
+
+// What gathers all of these, if they are few enough.
+std::string exact_gather(const Codecs& codecs, int64_t shards, int64_t ranks) {
+  constexpr int64_t kMany = 1'000'000;
+  const double ratio = kRoom * static_cast<double>(left(codecs, kMany, shards, ranks)) / kMany;
+  if (ratio > kPays) return "none";
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof text, ratio, std::chars_format::general, 2);
+  return make_codec(std::string(kTopk) + std::string(text, end.ptr) + std::string(kForgets))
+      ->spec();
+}
+
+bool gathers_all(const std::string& gather, const Op& op, const Codecs& codecs, int shards,
+                 int64_t ranks) {
   for (Block block : op.blocks) {
     for (int rank = 0; rank < shards; ++rank) {
       const int64_t count = shard(block, rank, shards).numel();
-      if (count == 0) continue;
-      const int64_t most = codecs.sum == "none" ? ranks * shards * picked(codecs.scatter, count)
-                                                : ranks * picked(codecs.sum, count);
-      ratio = std::max(ratio, static_cast<double>(most) / static_cast<double>(count));
+      if (picked(gather, count) < left(codecs, count, shards, ranks)) return false;
     }
   }
-  if (ratio > kPays) return "none";
-  // Rounded up to two digits, so that there are few.
-  const double digit = std::pow(10, std::floor(std::log10(ratio)) - 1);
-  char text[32];
-  std::snprintf(text, sizeof text, "topk:%.2g", std::ceil(ratio / digit + 1e-9) * digit);
-  return make_codec(text + std::string(kForgets))->spec();
+  return true;
 }
 
 bool is_cast(const std::string& spec) { return spec == "fp16" || spec == "bf16"; }
+
+// Of any op with this codec, in a mesh of two dimensions.
+std::vector<LineWay> ways_of(const std::string& codec, const Topology& mesh) {
+  std::vector<LineWay> out;
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    if (at(mesh, d).size == 1) continue;
+    const auto [inside, between] = scatter_and_sum(mesh, d);
+    const int shards = at(mesh, inside).size, ranks = at(mesh, between).size;
+    const auto add = [&](const Codecs& codecs) {
+      out.push_back({d, codecs.scatter, codecs.sum, "none"});
+      const std::string gather = exact_gather(codecs, shards, ranks);
+      if (gather != "none") out.push_back({d, codecs.scatter, codecs.sum, gather});
+    };
+    add({"none", codec});
+    const auto both = in_both(codec, mesh, inside, between);
+    if (!both || both->scatter == "none") continue;
+    if (is_cast(codec)) {
+      out.push_back({d, codec, codec, codec});
+    } else {
+      add(*both);
+    }
+  }
+  return out;
+}
+
+bool has_ways(const std::string& codec, const Topology& mesh) {
+  return has_two_lines(mesh) && has_line_ways({Collective::all_reduce, {}, 0, false, codec});
+}
 
 class Chooser {
  public:
@@ -150,10 +184,18 @@ class Chooser {
 
   bool consider(Ways ways) {
     const double step_s = simulator_.step_s(along_lines(plan_, mesh_, ways));
-    if (!(step_s < best_s_ * (1 - kClearly))) return false;
+    const bool loses_more = losses(ways) > losses(best_);
+    if (!(step_s < best_s_ * (1 - (loses_more ? kWorthALoss : kClearly)))) return false;
     best_s_ = step_s;
     best_ = std::move(ways);
     return true;
+  }
+
+  // Ops that lose something twice.
+  static int64_t losses(const Ways& ways) {
+    return std::ranges::count_if(ways, [](const auto& way) {
+      return way && way->scatter != "none" && way->sum != "none" && !is_cast(way->sum);
+    });
   }
 
   const Plan& plan_;
@@ -167,32 +209,21 @@ class Chooser {
 }  // namespace
 
 std::vector<LineWay> line_ways(const Op& op, const Topology& mesh) {
-  std::vector<LineWay> out;
-  if (!has_line_ways(op) || !has_two_lines(mesh)) return out;
-  for (int d = 0; d < mesh.ndim(); ++d) {
-    if (at(mesh, d).size == 1) continue;
-    const auto [inside, between] = scatter_and_sum(mesh, d);
-    const auto add = [&, inside = inside, between = between](const Codecs& codecs) {
-      const std::string gather = exact_gather(op, codecs, mesh, inside, between);
-      out.push_back({d, codecs.scatter, codecs.sum, "none"});
-      if (gather != "none") out.push_back({d, codecs.scatter, codecs.sum, gather});
-    };
-    add({"none", op.codec});
-    const auto both = in_both(op.codec, mesh, inside, between);
-    if (!both || both->scatter == "none") continue;
-    if (is_cast(op.codec)) {
-      out.push_back({d, op.codec, op.codec, op.codec});
-    } else {
-      add(*both);
-    }
-  }
+  if (!has_line_ways(op) || !has_ways(op.codec, mesh)) return {};
+  std::vector<LineWay> out = ways_of(op.codec, mesh);
+  std::erase_if(out, [&](const LineWay& way) {
+    if (way.gather == "none" || is_cast(way.gather)) return false;
+    const auto [inside, between] = scatter_and_sum(mesh, way.sum_line);
+    return !gathers_all(way.gather, op, {way.scatter, way.sum}, at(mesh, inside).size,
+                        at(mesh, between).size);
+  });
   return out;
 }
 
-std::vector<std::string> line_codecs(const Plan& plan, const Topology& mesh) {
+std::vector<std::string> line_codecs(const std::string& codec, const Topology& mesh) {
   std::set<std::string> found;
-  for (const Op& op : plan.ops()) {
-    for (const LineWay& way : line_ways(op, mesh)) {
+  if (has_ways(codec, mesh)) {
+    for (const LineWay& way : ways_of(codec, mesh)) {
       found.insert({way.scatter, way.sum, way.gather});
     }
   }

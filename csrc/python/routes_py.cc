@@ -41,8 +41,8 @@ void register_routes(py::module_& m) {
       },
       py::arg("plan"), py::arg("mesh"), py::arg("ways"),
       "The same plan where ops, in order, go these ways; see lines.h.");
-  m.def("line_codecs", &line_codecs, py::arg("plan"), py::arg("mesh"),
-        "Specs of codecs whose costs with_lines needs, besides the plan's.");
+  m.def("line_codecs", &line_codecs, py::arg("codec"), py::arg("mesh"),
+        "Specs of codecs that ops with this one may have on ways along lines.");
   m.def(
       "with_lines",
       [](const Plan& plan, const Profile& profile, const NetworkModel& network,

@@ -141,7 +141,7 @@ TEST(EngineLines, WhatIsNotSentIsRemembered) {
     for (const Op& op : plan.ops()) {
       const auto codec = make_codec(op.codec);
       for (size_t r = 0; codec && codec->memories() > 0 && r < ranks.size(); ++r) {
-        for (Block b : worked_on(plan, op, &topology, static_cast<int>(r))) {
+        for (Block b : worked_on(op, &topology, static_cast<int>(r))) {
           for (int64_t e = b.begin; e < b.end; ++e) {
             codes[r * static_cast<size_t>(plan.numel()) + static_cast<size_t>(e)] = 1;
           }

@@ -20,8 +20,7 @@ namespace {
 
 using Ways = std::vector<std::optional<LineWay>>;
 
-// Of a byte, an all_reduce takes 5e-10 s inside, and of what is left of it 1e-8 s between: 20
-// times.
+// Scattered inside, messages of a byte take 5e-10 s, and 2e-8 s gathered between: 40 times.
 const Topology kMesh{{{"inside", 2, 1e9, 1e-5}, {"between", 2, 2.5e7, 1e-4}}};
 
 Op op_of(Block block, std::string codec) {
@@ -33,18 +32,48 @@ Op op_of(Block block, std::string codec) {
 }
 
 TEST(LineChoice, TheSlowerDimensionHasTheRatio) {
-  const Op op = op_of({0, 10'000}, "topk:0.01");
+  const std::string few = "topk:0.024,feedback=off";  // room for 2 %
   const std::vector<LineWay> expected = {
-      {0, "none", "topk:0.01", "none"},     {0, "none", "topk:0.01", "topk:0.021,feedback=off"},
-      {0, "topk:0.01", "none", "none"},     {0, "topk:0.01", "none", "topk:0.041,feedback=off"},
-      {1, "none", "topk:0.01", "none"},     {1, "none", "topk:0.01", "topk:0.021,feedback=off"},
-      {1, "topk:0.2", "topk:0.01", "none"}, {1, "topk:0.2", "topk:0.01", "topk:0.021,feedback=off"},
+      {0, "none", "topk:0.01", "none"},     {0, "none", "topk:0.01", few},
+      {0, "topk:0.01", "topk:0.4", "none"}, {1, "none", "topk:0.01", "none"},
+      {1, "none", "topk:0.01", few},        {1, "topk:0.4", "topk:0.01", "none"},
+      {1, "topk:0.4", "topk:0.01", few},
   };
-  // Scattered between, 80 times as long as sums inside, which then need no codec.
-  EXPECT_EQ(line_ways(op, kMesh), expected);
-  EXPECT_EQ(line_codecs(Plan("t", {{"w", 10'000, DType::float32, 0}}, {op}), kMesh),
-            (std::vector<std::string>{"topk:0.01", "topk:0.021,feedback=off",
-                                      "topk:0.041,feedback=off", "topk:0.2"}));
+  EXPECT_EQ(line_ways(op_of({0, 10'000}, "topk:0.01"), kMesh), expected);
+  EXPECT_EQ(line_codecs("topk:0.01", kMesh),
+            (std::vector<std::string>{"topk:0.01", few, "topk:0.4"}));
+  // Shards of 30 have one picked each, and no room for two.
+  for (const LineWay& way : line_ways(op_of({0, 60}, "topk:0.01"), kMesh)) {
+    EXPECT_EQ(way.gather, "none");
+  }
+  // One so fast that it needs none.
+  const Topology fast{{{"inside", 2, 1e9}, {"between", 2, 1e6}}};
+  EXPECT_EQ(line_ways(op_of({0, 10'000}, "topk:0.01"), fast)[2],
+            (LineWay{0, "topk:0.01", "none", "none"}));
+  EXPECT_EQ(line_ways(op_of({0, 10'000}, "topk:0.01,feedback=off"), kMesh)[5].scatter,
+            "topk:0.4,feedback=off");
+}
+
+// Both dimensions are busy for as long, whatever their sizes and speeds.
+TEST(LineChoice, MessagesTakeAsLongInBothDimensions) {
+  std::mt19937 rng(3);
+  int coded = 0;
+  for (int i = 0; i < cases(100); ++i) {
+    const Topology mesh{{{"a", static_cast<int>(uniform(rng, 2, 6)), uniform_real(rng, 1e8, 1e9)},
+                         {"b", static_cast<int>(uniform(rng, 2, 6)), uniform_real(rng, 1e8, 1e9)}}};
+    const Op op = op_of({0, 3'600'000}, "topk:0.001");
+    const Plan plan("t", {{"w", 3'600'000, DType::float32, 0}}, {op});
+    for (const LineWay& way : line_ways(op, mesh)) {
+      if (way.scatter == "none" || way.sum == "none") continue;
+      ++coded;
+      const Plan along = along_lines(plan, mesh, Ways{way});
+      const double scatter_s = line_cost(along, along.ops()[0], mesh).transfer_s;
+      const double sum_s = line_cost(along, along.ops()[1], mesh).transfer_s;
+      EXPECT_NEAR(scatter_s / sum_s, 1, 0.02);
+      EXPECT_TRUE(way.scatter == op.codec || way.sum == op.codec);
+    }
+  }
+  EXPECT_GE(coded, cases(100));
 }
 
 TEST(LineChoice, WhatCannotBeCodedTwiceIsNot) {
@@ -70,34 +99,43 @@ TEST(LineChoice, WhatCannotBeCodedTwiceIsNot) {
 
 TEST(LineChoice, GathersHaveRoomForAllThatDiffersFromZero) {
   std::mt19937 rng(1);
+  int gathers = 0;
   for (int i = 0; i < cases(200); ++i) {
     const Topology mesh{{{"a", static_cast<int>(uniform(rng, 2, 5)), uniform_real(rng, 1, 9)},
                          {"b", static_cast<int>(uniform(rng, 2, 5)), uniform_real(rng, 1, 9)}}};
-    const Block block{0, uniform(rng, 1, 3000)};
+    const int64_t cut = uniform(rng, 1, 3000);
+    Op op = op_of({0, cut}, "");
+    if (uniform(rng, 0, 1)) op.blocks.push_back({cut, cut + uniform(rng, 1, 3000)});
     const double ratio = std::pow(10, uniform_real(rng, -4, 0));
-    for (const LineWay& way : line_ways(op_of(block, "topk:" + std::to_string(ratio)), mesh)) {
+    op.codec = (uniform(rng, 0, 1) ? "topk:" : "dct:") + std::to_string(ratio);
+    for (const LineWay& way : line_ways(op, mesh)) {
       const auto [inside, between] = scatter_and_sum(mesh, way.sum_line);
       const int shards = mesh.dimensions[static_cast<size_t>(inside)].size;
       const int ranks = mesh.dimensions[static_cast<size_t>(between)].size;
       const auto gather = make_codec(way.gather), sum = make_codec(way.sum),
                  scatter = make_codec(way.scatter);
-      for (int rank = 0; gather && rank < shards; ++rank) {
-        const int64_t count = shard(block, rank, shards).numel();
-        if (count == 0) continue;
-        const int64_t parts = sum ? ranks * sum->picks()->picked(count)
-                                  : ranks * shards * scatter->picks()->picked(count);
-        EXPECT_GE(gather->picks()->picked(count), std::min(parts, count));
+      for (Block block : op.blocks) {
+        for (int rank = 0; gather && rank < shards; ++rank) {
+          const int64_t count = shard(block, rank, shards).numel();
+          const int64_t parts = sum ? ranks * sum->picks()->picked(count)
+                                    : ranks * shards * scatter->picks()->picked(count);
+          EXPECT_GE(gather->picks()->picked(count), std::min(parts, count));
+          ++gathers;
+        }
       }
     }
   }
+  EXPECT_GT(gathers, 0);
 }
 
 CodecCosts costs_of(const Plan& plan, const Topology& mesh, double s_per_byte) {
-  std::vector<std::string> specs = line_codecs(plan, mesh);
-  for (const Op& op : plan.ops()) specs.push_back(op.codec);
   CodecCosts out;
-  for (const std::string& spec : specs) {
+  const auto add = [&](const std::string& spec) {
     if (spec != "none") out.by_spec[spec] = {{1e-5, s_per_byte, 1e-5}, {1e-5, s_per_byte, 1e-5}};
+  };
+  for (const Op& op : plan.ops()) {
+    add(op.codec);
+    std::ranges::for_each(line_codecs(op.codec, mesh), add);
   }
   return out;
 }
@@ -139,7 +177,7 @@ TEST(LineChoice, IsNearTheBestOfAllAndNeverSlowerThanThePlan) {
     const double best_s = brute_force_s(coded, *network.topology, simulator, ways, 0);
     const double chosen_s = simulator.step_s(chosen), plan_s = simulator.step_s(coded);
     EXPECT_LE(chosen_s, plan_s);
-    EXPECT_LE(chosen_s, 1.05 * best_s);
+    EXPECT_LE(chosen_s, 1.05 * best_s);  // 2 % of which are the price of a second loss
     faster += chosen_s < 0.99 * plan_s;
     std::set<std::string> kinds;
     for (const Op& op : chosen.ops()) {

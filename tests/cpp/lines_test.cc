@@ -130,9 +130,9 @@ TEST(Lines, ShardsTileABlockAndAreThoseOfTheInnerDimension) {
     ASSERT_EQ(plan.ops().size(), 3U);
     std::vector<int> covered(static_cast<size_t>(numel));
     for (int rank = 0; rank < kMesh.ranks(); ++rank) {
-      EXPECT_EQ(worked_on(plan, plan.ops()[0], &kMesh, rank), plan.ops()[0].blocks);
-      const std::vector<Block> own = worked_on(plan, plan.ops()[1], &kMesh, rank);
-      EXPECT_EQ(own, worked_on(plan, plan.ops()[1], &kMesh, kMesh.line(rank, 1).front()));
+      EXPECT_EQ(worked_on(plan.ops()[0], &kMesh, rank), plan.ops()[0].blocks);
+      const std::vector<Block> own = worked_on(plan.ops()[1], &kMesh, rank);
+      EXPECT_EQ(own, worked_on(plan.ops()[1], &kMesh, kMesh.line(rank, 1).front()));
       for (Block b : own) {
         for (int64_t e = b.begin; e < b.end; ++e) ++covered[static_cast<size_t>(e)];
       }
@@ -202,12 +202,17 @@ TEST(Lines, CostsAreThoseOfTheirDimension) {
       LineWay{1, "topk:0.1", "topk:0.01", "topk:0.2,feedback=off"}};
   const Plan coded =
       along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, way);
-  const auto shard_of = [](const char* spec) {
-    return static_cast<double>(make_codec(spec)->message_bytes(numel / 2));
+  const auto shard_of = [](const char* spec, int64_t ranks = 2) {
+    return static_cast<double>(make_codec(spec)->message_bytes((numel + ranks - 1) / ranks));
   };
   EXPECT_DOUBLE_EQ(line_cost(coded, coded.ops()[0], kMesh).startup_s, 1e-5);
   EXPECT_DOUBLE_EQ(line_cost(coded, coded.ops()[0], kMesh).transfer_s, shard_of("topk:0.1") / 1e9);
   EXPECT_DOUBLE_EQ(line_cost(coded, coded.ops()[2], kMesh).transfer_s, shard_of("topk:0.2") / 1e9);
+  const std::vector<std::optional<LineWay>> other = {LineWay{0, "topk:0.1", "topk:0.01"}};
+  const Plan among_three =
+      along_lines(plan_of({op_of(kWhole, {0, numel}, -1, "topk:0.01")}, numel), kMesh, other);
+  EXPECT_DOUBLE_EQ(line_cost(among_three, among_three.ops()[0], kMesh).transfer_s,
+                   2 * shard_of("topk:0.1", 3) / 1e7);
 
   Profile profile;
   profile.tensors = plan.tensors();

@@ -174,7 +174,7 @@ def test_codecs_in_both_dimensions(tmp_path):
 
 
 def coded_everywhere(profile, network):
-    """DDP's small buckets by codecs in both dimensions, that lose nothing, or only what casts do."""
+    """DDP's small buckets by codecs in both dimensions that lose nothing, or what casts do."""
     usual = _core.make_plan("ddp", profile, network, {"bucket_bytes": 4096})
     names = ["topk:1" if "weight" in t.name else "fp16" for t in profile.tensors]
     names = ["none" if t.name == USED else n for t, n in zip(profile.tensors, names, strict=True)]

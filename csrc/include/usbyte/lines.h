@@ -16,15 +16,17 @@ namespace usbyte {
 const Op* scattered_by(const Plan& plan, const Op& op);
 
 /// Blocks that `op` works on, on `rank`: its own ones, or of an all_reduce with a line this rank's
-/// shards of them, of those that are not empty. `mesh` may be null for plans without lines.
-std::vector<Block> worked_on(const Plan& plan, const Op& op, const Topology* mesh, int rank);
+/// shards of them, of those that are not empty. `mesh` may be null for ops without lines; throws
+/// UsageError as `scatter_and_sum`.
+std::vector<Block> worked_on(const Op& op, const Topology* mesh, int rank);
 
 /// The same with startups of so many messages one after the other: each block is one, of
 /// reduce_scatters and all_gathers.
 Topology with_startups(const Topology& mesh, size_t messages);
 
-/// What an op with a line costs: its startup, and how long its bytes have the dimension to
-/// themselves, s; of an all_reduce with a codec, its messages. Rank 0's shards are the largest.
+/// What an op with a line costs: its startup, and how long its bytes, or those of its codec's
+/// messages, have the dimension to themselves, s. Rank 0's shards are the largest. Ranks send to
+/// each other directly.
 struct LineCost {
   double startup_s = 0, transfer_s = 0;
 };

@@ -75,7 +75,11 @@ class CodedPlans:
         return _core.CodecCosts({spec: self._costs[spec] for spec in wanted}, self._row_s)
 
     def routed(
-        self, plan: _core.Plan, profile: _core.Profile, network: _core.NetworkModel
+        self,
+        plan: _core.Plan,
+        profile: _core.Profile,
+        network: _core.NetworkModel,
+        overlap: str | None = None,
     ) -> _core.Plan:
         """The plan, its messages on the ways that are predicted to be the fastest.
 
@@ -83,12 +87,11 @@ class CodedPlans:
         the other, by codecs in one of them or in both.
         """
         best = self.with_schemes(plan, network)
-        if network.topology is None or self._sharded or self._device is not None:
+        codecs = {op.codec for op in plan.ops} - {"none"}
+        if network.topology is None or self._sharded or self._device is not None or not codecs:
             return best
-        codecs = [*(op.codec for op in plan.ops), *_core.line_codecs(plan, network.topology)]
-        if set(codecs) == {"none"}:
-            return best
-        return _core.with_lines(best, profile, network, self.overlap, self.costs_of(codecs))
+        costs = self.costs_of([*codecs, *along_lines(codecs, network.topology)])
+        return _core.with_lines(best, profile, network, overlap or self.overlap, costs)
 
     def with_schemes(self, plan: _core.Plan, network: _core.NetworkModel) -> _core.Plan:
         """The plan; what is picked is added up by a scheme where that is faster.
@@ -167,12 +170,18 @@ def codecs_of(profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:
     return [] if set(of) == {"none"} else of
 
 
+def along_lines(specs: Iterable[str], mesh: _core.Topology) -> list[str]:
+    """Specs of codecs that gradients may have on their ways through a network's dimensions."""
+    return sorted({spec for each in specs for spec in _core.line_codecs(each, mesh)})
+
+
 def coded_along(plan: _core.Plan, mesh: _core.Topology) -> str:
     """Which codecs work in which of the network's dimensions, for the end of a log line."""
     found: dict[str, set[str]] = {}
     for op in plan.ops:
         if op.line >= 0 and op.codec != "none":
-            found.setdefault(mesh.dimensions[op.line].name, set()).add(op.codec)
+            codec = op.codec.removesuffix(",feedback=off")
+            found.setdefault(mesh.dimensions[op.line].name, set()).add(codec)
     told = [f"in '{name}' by {', '.join(sorted(codecs))}" for name, codecs in sorted(found.items())]
     return f"; coded {' and '.join(told)}" if told else ""
 

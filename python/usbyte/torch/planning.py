@@ -16,7 +16,7 @@ from usbyte import _core, tuning
 from usbyte.errors import MismatchError, UsageError
 from usbyte.lab.profiles import dense
 from usbyte.torch.arena import dtype_name
-from usbyte.torch.coded_plans import WORTH_A_LOSS, CodedPlans, codecs_of
+from usbyte.torch.coded_plans import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along
 from usbyte.torch.compression import Choices
 from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
@@ -245,6 +245,10 @@ class Planner:
             }
         lists = self._choices or [self._codecs]
         specs = [spec for codecs in lists for spec in codecs.values()]
+        if topology is not None:  # of which rank 0 may have measured others
+            more = json.dumps(along_lines(specs, topology)).encode()
+            more = self._context.eager.broadcast_bytes(f"{label}.codecs_along", more, 0)
+            specs += json.loads(more)
         self._plans.measure(specs, lambda name, numbers: self._reduced(name, numbers, Max))
 
         def decide() -> Decision:
@@ -424,7 +428,7 @@ class Planner:
                     "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
                 )
             plan = flags_apart(plan)
-        plan = self._plans.routed(plan, dense(profile), network)
+        plan = self._plans.routed(plan, dense(profile), network, overlap)
         # Under backward mode an iteration ends with its backward.
         predicted = self._plans.step_s(self._with_rows(plan), profile, network, overlap)
         bound = _core.bound_s(profile, network, self.overlap, self._sharded)
