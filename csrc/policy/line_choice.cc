@@ -18,8 +18,8 @@ using Ways = std::vector<std::optional<LineWay>>;  // by op
 
 constexpr double kPays = 0.5;          // 8 bytes for each element picked, 4 for each there is
 constexpr double kRoom = 1.2;          // for what a codec picks, whose number is rounded
-constexpr double kClearly = 0.001;     // of the step: less is not worth a change
-constexpr double kWorthALoss = 0.02;   // likewise, with one more step that loses something
+constexpr double kClearly = 1e-6;      // of the step: less may be rounding
+constexpr double kWorthALoss = 0.02;   // likewise, for one more op that loses something twice
 constexpr int64_t kMostOps = 500'000;  // simulated
 constexpr std::string_view kTopk = "topk:", kForgets = ",feedback=off";
 
@@ -108,9 +108,13 @@ bool is_cast(const std::string& spec) { return spec == "fp16" || spec == "bf16";
 
 // Of any op with this codec, in a mesh of two dimensions.
 std::vector<LineWay> ways_of(const std::string& codec, const Topology& mesh) {
+  std::vector<int> dimensions(static_cast<size_t>(mesh.ndim()));
+  std::iota(dimensions.begin(), dimensions.end(), 0);
+  std::erase_if(dimensions, [&](int d) { return at(mesh, d).size == 1; });
+  // Of ways that are as fast, the first is taken.
+  std::ranges::stable_sort(dimensions, {}, [&](int d) { return at(mesh, d).bytes_per_s; });
   std::vector<LineWay> out;
-  for (int d = 0; d < mesh.ndim(); ++d) {
-    if (at(mesh, d).size == 1) continue;
+  for (int d : dimensions) {
     const auto [inside, between] = scatter_and_sum(mesh, d);
     const int shards = at(mesh, inside).size, ranks = at(mesh, between).size;
     const auto add = [&](const Codecs& codecs) {
@@ -142,11 +146,12 @@ class Chooser {
         mesh_(*network.topology),
         simulator_(profile, network, overlap, false, costs),
         best_(plan.ops().size()),
-        best_s_(simulator_.step_s(plan)) {
+        late_s_(simulator_.lateness_s(plan)) {
     for (const Op& op : plan.ops()) ways_.push_back(line_ways(op, mesh_));
   }
 
   Plan choose() {
+    if (late_s_ <= 0) return plan_;
     size_t most = 0;
     for (const auto& ways : ways_) most = std::max(most, ways.size());
     for (size_t way = 0; way < most; ++way) try_all(way);
@@ -182,11 +187,15 @@ class Chooser {
     return changes;
   }
 
+  // Of ways that hide everything, those that come earlier stand more.
   bool consider(Ways ways) {
-    const double step_s = simulator_.step_s(along_lines(plan_, mesh_, ways));
+    const double late_s = simulator_.lateness_s(along_lines(plan_, mesh_, ways));
     const bool loses_more = losses(ways) > losses(best_);
-    if (!(step_s < best_s_ * (1 - (loses_more ? kWorthALoss : kClearly)))) return false;
-    best_s_ = step_s;
+    const double won_s =
+        loses_more ? std::max(late_s_, 0.0) - std::max(late_s, 0.0) : late_s_ - late_s;
+    const double step_s = simulator_.iteration_s() + std::max(late_s_, 0.0);
+    if (!(won_s > step_s * (loses_more ? kWorthALoss : kClearly))) return false;
+    late_s_ = late_s;
     best_ = std::move(ways);
     return true;
   }
@@ -203,7 +212,7 @@ class Chooser {
   Simulator simulator_;
   std::vector<std::vector<LineWay>> ways_;  // by op
   Ways best_;
-  double best_s_;
+  double late_s_;  // how late what goes these ways is
 };
 
 }  // namespace

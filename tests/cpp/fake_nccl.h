@@ -480,6 +480,7 @@ inline void FakeNccl::meet(NcclComm& comm, const std::vector<NcclCall>& calls, b
   }
   changed_.notify_all();
   changed_.wait(lock, [&] { return meeting.over || comm.aborted; });
+  if (!meeting.over) meeting.ranks.erase(comm.rank);  // its memory may be gone when others come
   --comm.on_device;
   changed_.notify_all();
 }
