@@ -287,6 +287,11 @@ def test_hosts_of_two_dimensions_meet_over_the_outermost_that_differs(lab):
     routes = [sys.executable, str(BENCHMARKS / "routes.py")]
     done = command("run", "--", *routes, *_QUICK, "--topology", "2x2")
     assert done.returncode == 0, done.stdout + done.stderr
+    # And by codecs in one dimension or both, each of which is checked to lose nothing.
+    coded = [sys.executable, str(BENCHMARKS / "compressed_routes.py"), "--topology", "2x2"]
+    done = command("run", "--", *coded, "--size", "256K", "--rounds", "1", "--largest", "256K")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("topk") > 10
     assert command("rate", "5gbit,unlimited").returncode == 0
     assert [host.bytes_per_s for host in lab.status()] == [[625e6, None]] * 4
     refused = command("rate", "5gbit,1gbit,1gbit")
