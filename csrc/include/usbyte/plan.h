@@ -61,10 +61,10 @@ struct SparseOp {
 ///
 /// An op with a `line` is among the ranks that differ in the coordinate of that dimension only. A
 /// reduce_scatter leaves a rank its `shard` by that coordinate; an all_reduce of the same blocks,
-/// with another line, adds these shards up; an all_gather with the first line ends it. All three are
-/// of the same blocks, and each may have a codec, whose messages go through the dimension of its
-/// line alone: that of the scatter remembers what is unsent or nothing, in the same row as that of
-/// the sum, and that of the gather remembers nothing.
+/// with another line, adds these shards up; an all_gather with the first line ends it. All three
+/// are of the same blocks, and each may have a codec, whose messages go through the dimension of
+/// its line alone: that of the scatter remembers what is unsent or nothing, in the same row as that
+/// of the sum, and that of the gather remembers nothing.
 struct Op {
   Collective kind = Collective::all_reduce;
   std::vector<Block> blocks;
