@@ -45,6 +45,13 @@ std::string mesh_problem(const Request& request, const Topology& topology) {
            "; make one for an all_reduce";
   }
   if (!in_place(request)) return what + "it is in place, and sends nothing else";
+  if (request.kind == Collective::all_to_all) {
+    const int ranks = topology.dimensions[static_cast<size_t>(request.line)].size;
+    if (request.recv.size() != 1 || request.recv.front().count % ranks != 0) {
+      return what + "it has one span, of as many elements for each of " + std::to_string(ranks) +
+             " ranks";
+    }
+  }
   if (request.reduce != ReduceOp::sum) {
     return what + "it reduces sums only; launch others without";
   }

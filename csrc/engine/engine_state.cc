@@ -18,21 +18,14 @@ Clock::time_point at(double seconds) {
 }
 
 void check_lines(const Plan& plan, const Communicator& communicator, const EngineOptions& options) {
-  const Topology* const mesh = communicator.topology();
-  for (size_t i = 0; i < plan.ops().size(); ++i) {
-    const Op& op = plan.ops()[i];
-    if (op.line < 0) continue;
-    const std::string what = plan.describe(static_cast<int>(i));
-    if (options.device) throw UsageError(what + ": ops along lines are of the host's memory");
-    if (!mesh || op.line >= mesh->ndim()) {
-      throw UsageError(what + ": the communicator has no such dimension");
-    }
-    const Op* const scatter = scattered_by(plan, op);
-    const auto ranks = [&](int line) { return mesh->dimensions[static_cast<size_t>(line)].size; };
-    if (scatter && ranks(scatter->line) * ranks(op.line) != communicator.size()) {
-      throw UsageError(what + ": this line and that of the scatter do not reach all ranks");
-    }
+  const auto along = std::ranges::find_if(plan.ops(), [](const Op& op) { return op.line >= 0; });
+  if (along == plan.ops().end()) return;
+  const auto what = [&] { return plan.describe(static_cast<int>(along - plan.ops().begin())); };
+  if (options.device) throw UsageError(what() + ": ops along lines are of the host's memory");
+  if (!communicator.topology()) {
+    throw UsageError(what() + ": the communicator has no such dimension");
   }
+  usbyte::check_lines(plan, *communicator.topology());
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -33,13 +34,28 @@ std::pair<int, int> scatter_and_sum(const Topology& mesh, int sum_line) {
   return {sum_line == found[0] ? found[1] : found[0], sum_line};
 }
 
-const Op* scattered_by(const Plan& plan, const Op& op) {
-  if (!of_shards(op)) return nullptr;
-  for (const Op& other : plan.ops()) {
-    if (other.kind != Collective::reduce_scatter) continue;
-    if (std::ranges::find(other.blocks, op.blocks.front()) != other.blocks.end()) return &other;
+const Dimension& dimension_of(const Op& op, const Topology& mesh) {
+  if (op.line >= 0 && op.line < mesh.ndim()) return mesh.dimensions[static_cast<size_t>(op.line)];
+  throw UsageError("lines: a plan of other dimensions than the network's");
+}
+
+void check_lines(const Plan& plan, const Topology& mesh) {
+  std::map<Block, int> scattered;  // the line
+  for (size_t i = 0; i < plan.ops().size(); ++i) {
+    const Op& op = plan.ops()[i];
+    if (op.line < 0) continue;
+    const auto what = [&] { return plan.describe(static_cast<int>(i)); };
+    if (op.line >= mesh.ndim()) throw UsageError(what() + ": the network has no such dimension");
+    for (Block b : op.blocks) {
+      if (op.kind == Collective::reduce_scatter) scattered[b] = op.line;
+      if (!of_shards(op)) continue;
+      const Dimension& inside = mesh.dimensions[static_cast<size_t>(scattered.at(b))];
+      if (inside.size * dimension_of(op, mesh).size != mesh.ranks() ||
+          scatter_and_sum(mesh, op.line).first != scattered.at(b)) {
+        throw UsageError(what() + ": this line and that of the scatter do not reach all ranks");
+      }
+    }
   }
-  return nullptr;
 }
 
 std::vector<Block> worked_on(const Op& op, const Topology* mesh, int rank) {
@@ -62,10 +78,7 @@ Topology with_startups(const Topology& mesh, size_t messages) {
 }
 
 LineCost line_cost(const Plan& plan, const Op& op, const Topology& mesh) {
-  if (op.line < 0 || op.line >= mesh.ndim()) {
-    throw UsageError("lines: a plan of other dimensions than the network's");
-  }
-  const Dimension& dimension = mesh.dimensions[static_cast<size_t>(op.line)];
+  const Dimension& dimension = dimension_of(op, mesh);
   const auto codec = make_codec(op.codec);
   const bool sums = op.kind == Collective::all_reduce;
   double bytes = 0;

@@ -70,7 +70,7 @@ std::optional<Codecs> in_both(const std::string& spec, const Topology& mesh, int
 // Of so many elements, those that a codec picks in any step; all where that cannot be told.
 int64_t picked(const std::string& spec, int64_t count) {
   const auto codec = make_codec(spec);
-  if (!codec || !codec->picks() || codec->at_step(0) != spec) return count;
+  if (!codec || !codec->picks() || codec->at_step(0) != codec->spec()) return count;
   return codec->picks()->picked(count);
 }
 
@@ -107,7 +107,8 @@ bool gathers_all(const std::string& gather, const Op& op, const Codecs& codecs, 
 bool is_cast(const std::string& spec) { return spec == "fp16" || spec == "bf16"; }
 
 // Of any op with this codec, in a mesh of two dimensions.
-std::vector<LineWay> ways_of(const std::string& codec, const Topology& mesh) {
+std::vector<LineWay> ways_of(const std::string& spec, const Topology& mesh) {
+  const std::string codec = make_codec(spec)->spec();  // one spelling
   std::vector<int> dimensions(static_cast<size_t>(mesh.ndim()));
   std::iota(dimensions.begin(), dimensions.end(), 0);
   std::erase_if(dimensions, [&](int d) { return at(mesh, d).size == 1; });

@@ -45,8 +45,7 @@ CodingThread::CodingThread(const Plan& plan, const CodecCosts& costs, const Netw
     } else if (op.line >= 0 && network.topology) {
       Op own = op;
       own.blocks = worked_on(op, &*network.topology, 0);
-      const int ranks = network.topology->dimensions.at(static_cast<size_t>(op.line)).size;
-      times_.push_back(times_of(plan, own, costs, ranks));
+      times_.push_back(times_of(plan, own, costs, dimension_of(op, *network.topology).size));
     } else {
       times_.push_back(times_of(plan, op, costs, network.ranks));
     }

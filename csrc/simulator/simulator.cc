@@ -52,6 +52,7 @@ double Simulator::lateness_s(const Plan& plan) {
 }
 
 Prediction Simulator::predict(const Plan& plan) {
+  if (network_.topology) check_lines(plan, *network_.topology);
   const double step = step_s(plan);
   StepRecord record;
   run(plan, &record);

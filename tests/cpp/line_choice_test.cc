@@ -42,6 +42,7 @@ TEST(LineChoice, TheSlowerDimensionHasTheRatio) {
   EXPECT_EQ(line_ways(op_of({0, 10'000}, "topk:0.01"), kMesh), expected);
   EXPECT_EQ(line_codecs("topk:0.01", kMesh),
             (std::vector<std::string>{"topk:0.01", few, "topk:0.4"}));
+  EXPECT_EQ(line_ways(op_of({0, 10'000}, "topk:1e-2"), kMesh), expected);
   // Shards of 30 have one picked each, and no room for two.
   for (const LineWay& way : line_ways(op_of({0, 60}, "topk:0.01"), kMesh)) {
     EXPECT_EQ(way.gather, "none");

@@ -171,6 +171,36 @@ TEST(Lines, OnlyOpsWithCodecsGoAlongThem) {
   EXPECT_THROW(along_lines(plan, {{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}, 0), UsageError);
 }
 
+TEST(Lines, PlansOfOtherDimensionsAreNotPredicted) {
+  const Block all{0, 100};
+  const Plan plan = plan_of({op_of(kScatter, all, 0, "topk:0.1"), op_of(kWhole, all, 1, "topk:0.1"),
+                             op_of(kGather, all, 0, "fp16")},
+                            100);
+  Profile profile;
+  profile.tensors = plan.tensors();
+  profile.need_s = {0};
+  profile.ready_s = {1};
+  CodecCosts costs;
+  costs.by_spec = {{"topk:0.1", {}}, {"fp16", {}}};
+  const auto predict = [&](const Topology& mesh, const Plan& of) {
+    NetworkModel network = NetworkModel::ring(mesh.ranks(), 0, 1e7);
+    network.topology = mesh;
+    Simulator(profile, network, Overlap::backward, false, costs).predict(of);
+  };
+  EXPECT_NO_THROW(predict(kMesh, plan));
+  EXPECT_THROW(predict({{{"a", 4, 1}}}, plan), UsageError);
+  EXPECT_THROW(predict({{{"a", 4, 1}, {"b", 1, 1}}}, plan), UsageError);
+  EXPECT_THROW(predict({{{"a", 2, 1}, {"b", 2, 1}, {"c", 2, 1}}}, plan), UsageError);
+  const Plan elsewhere =
+      plan_of({op_of(kScatter, all, 2), op_of(kWhole, all, 1), op_of(kGather, all, 2)}, 100);
+  EXPECT_THROW(predict({{{"a", 2, 1}, {"b", 2, 1}, {"c", 1, 1}}}, elsewhere), UsageError);
+  EXPECT_THROW(predict(kMesh, elsewhere), UsageError);
+  NetworkModel network = NetworkModel::ring(4, 0, 1e7);
+  network.topology = Topology{{{"a", 4, 1}}};
+  EXPECT_THROW(Simulator(profile, network, Overlap::backward, false, costs).step_s(plan),
+               UsageError);
+}
+
 TEST(Lines, CostsAreThoseOfTheirDimension) {
   const int64_t numel = 1'000'000;
   const Plan plan =

@@ -272,6 +272,10 @@ TEST(MeshCommunicator, RequestsThatCannotGoAlongALineAreRefused) {
                  [](Request& r) { r.kind = Collective::broadcast; });
   expect_refused("in place", [](Request& r) { r.send = r.recv; });
   expect_refused("in place", [](Request& r) { r.kind = Collective::all_to_all; });
+  expect_refused("each of 2 ranks", [](Request& r) {
+    r.kind = Collective::all_to_all;
+    r.send = r.recv;
+  });
   expect_refused("sums only", [](Request& r) { r.reduce = ReduceOp::max; });
 }
 

@@ -12,8 +12,12 @@
 
 namespace usbyte {
 
-/// The op of the plan that has scattered what `op` works on; null if none has.
-const Op* scattered_by(const Plan& plan, const Op& op);
+/// Throws UsageError, which names the op, unless the mesh has the dimensions of all ops with lines,
+/// and sums reach all ranks together with the scatters before them.
+void check_lines(const Plan& plan, const Topology& mesh);
+
+/// The dimension that `op`, which has a line, is in; throws UsageError if there is none.
+const Dimension& dimension_of(const Op& op, const Topology& mesh);
 
 /// Blocks that `op` works on, on `rank`: its own ones, or of an all_reduce with a line this rank's
 /// shards of them, of those that are not empty. `mesh` may be null for ops without lines; throws
@@ -42,7 +46,7 @@ struct LineWay {
   bool operator==(const LineWay&) const = default;
 };
 
-/// Whether an op can: an all_reduce with a codec, unless that needs whole matrices.
+/// Whether an op can: an all_reduce among all ranks with a codec, unless that needs whole matrices.
 bool has_line_ways(const Op& op);
 
 /// The two dimensions of more than one rank, if there are no others: those that shards are not

@@ -41,7 +41,8 @@ class CodedPlans:
     ) -> None:
         self._label, self._options = label, dict(options)
         self.overlap, self._sharded, self._device = overlap, sharded, device
-        self._costs: dict[str, _core.CodecCost] = {}
+        self._costs: dict[str, _core.CodecCost] = {}  # that all ranks know alike
+        self._own: dict[str, _core.CodecCost] = {}  # that this rank has timed alone
         self._row_s = 0.0
 
     def measure(
@@ -70,9 +71,16 @@ class CodedPlans:
     def costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:
         """What codecs take; those that `measure` has not seen are timed on this rank alone."""
         wanted = set(specs) - {"none"}
-        for spec in sorted(wanted - set(self._costs)):
-            self._costs[spec] = self._measure(spec)
-        return _core.CodecCosts({spec: self._costs[spec] for spec in wanted}, self._row_s)
+        for spec in sorted(wanted - set(self._costs) - set(self._own)):
+            self._own[spec] = self._measure(spec)
+        known = self._own | self._costs
+        return _core.CodecCosts({spec: known[spec] for spec in wanted}, self._row_s)
+
+    def line_codecs(self, specs: Iterable[str], mesh: _core.Topology | None) -> list[str]:
+        """Specs that gradients with these may have on their ways through a network's dimensions."""
+        if mesh is None or self._sharded or self._device is not None:
+            return []
+        return sorted({spec for each in set(specs) for spec in _core.line_codecs(each, mesh)})
 
     def routed(
         self,
@@ -87,10 +95,11 @@ class CodedPlans:
         the other, by codecs in one of them or in both.
         """
         best = self.with_schemes(plan, network)
-        codecs = {op.codec for op in plan.ops} - {"none"}
-        if network.topology is None or self._sharded or self._device is not None or not codecs:
+        flat = {op.codec for op in plan.ops if op.kind == "all_reduce" and op.line < 0}
+        along = self.line_codecs(flat, network.topology)
+        if not along:
             return best
-        costs = self.costs_of([*codecs, *along_lines(codecs, network.topology)])
+        costs = self.costs_of([*(op.codec for op in plan.ops), *along])
         return _core.with_lines(best, profile, network, overlap or self.overlap, costs)
 
     def with_schemes(self, plan: _core.Plan, network: _core.NetworkModel) -> _core.Plan:
@@ -108,11 +117,13 @@ class CodedPlans:
         profile: _core.Profile,
         network: _core.NetworkModel,
         codecs: Mapping[str, str],
+        overlap: str | None = None,
     ) -> _core.Plan:
         """A policy's plan for tensors that travel by `codecs`, by their names."""
         of = codecs_of(profile, codecs)
-        args = (policy, profile, network, self._options, self.overlap, self._sharded)
-        return self.routed(_core.make_plan(*args, of, self.costs_of(of)), profile, network)
+        args = (policy, profile, network, self._options, overlap or self.overlap, self._sharded)
+        plan = _core.make_plan(*args, of, self.costs_of(of))
+        return self.routed(plan, profile, network, overlap)
 
     def step_s(
         self,
@@ -168,11 +179,6 @@ def codecs_of(profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:
     """By tensor of the profile; empty if nothing is compressed."""
     of = [codecs.get(t.name, "none") for t in profile.tensors]
     return [] if set(of) == {"none"} else of
-
-
-def along_lines(specs: Iterable[str], mesh: _core.Topology) -> list[str]:
-    """Specs of codecs that gradients may have on their ways through a network's dimensions."""
-    return sorted({spec for each in specs for spec in _core.line_codecs(each, mesh)})
 
 
 def coded_along(plan: _core.Plan, mesh: _core.Topology) -> str:

@@ -19,7 +19,6 @@ from usbyte.torch.arena import dtype_name
 from usbyte.torch.coded_plans import (
     WORTH_A_LOSS,
     CodedPlans,
-    along_lines,
     codecs_of,
     coded_along,
 )
@@ -251,10 +250,10 @@ class Planner:
             }
         lists = self._choices or [self._codecs]
         specs = [spec for codecs in lists for spec in codecs.values()]
-        if topology is not None:  # of which rank 0 may have measured others
-            more = json.dumps(along_lines(specs, topology)).encode()
-            more = self._context.eager.broadcast_bytes(f"{label}.codecs_along", more, 0)
-            specs += json.loads(more)
+        if along := self._plans.line_codecs(specs, topology):
+            # Alike on all ranks, which may have measured other speeds.
+            name, told = f"{label}.codecs_along", json.dumps(along).encode()
+            specs += json.loads(self._context.eager.broadcast_bytes(name, told, 0))
         self._plans.measure(specs, lambda name, numbers: self._reduced(name, numbers, Max))
 
         def decide() -> Decision:
@@ -363,7 +362,7 @@ class Planner:
     def _worth_forward(self, decision: Decision) -> Decision:
         """The decision, or that for DDP's plan if updates in the forward pass would save no 1 %."""
         profile, network = decision.profile, decision.network
-        plan = self._plans.make("ddp", dense(profile), network, self._codecs)
+        plan = self._plans.make("ddp", dense(profile), network, self._codecs, "backward")
         plan = _core.Plan("auto", plan.tensors, plan.ops)
         usual = self._checked(plan, profile, network, 0, "backward")
         worth = decision.predicted_s < usual.predicted_s * (1 - _WORTH_FORWARD)
