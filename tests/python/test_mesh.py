@@ -205,6 +205,9 @@ def test_each_op_goes_the_way_that_is_predicted_to_be_the_fastest():
         network = network.with_topology(_core.Topology(dimensions))
         plan = plans.make("ddp", profile, network, codecs)
         before, after = (plans.step_s(each, profile, network) for each in (flat, plan))
+        timed = set(plans._own)
+        assert plans.routed(plan, profile, network) == plan
+        assert set(plans._own) == timed  # nothing that no op can have
         coded = {(op.kind, op.line, op.codec) for op in plan.ops if op.codec != "none"}
         return coded, after / before
 

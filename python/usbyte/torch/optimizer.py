@@ -91,7 +91,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         topology: Dimensions of the network that all_reduces may go through in chunks, first down
             and then up, in orders of their own: "hosts" (the ranks of each host, and the hosts),
             sizes such as "2x4" or [2, 4] with the innermost first (speeds are then measured), a
-            `Topology`, or the path of a JSON file of one. The default is USBYTE_TOPOLOGY's; with
+            `Topology`, or the path of a JSON file of one. With compression, codecs work in one or
+            both of two dimensions where that is faster. The default is USBYTE_TOPOLOGY's; with
             policy "themis", "hosts"; else none.
         partition_bytes: bytescheduler: larger tensors are split.
         credit_bytes: bytescheduler: bytes in flight.
