@@ -16,12 +16,7 @@ from usbyte import _core, tuning
 from usbyte.errors import MismatchError, UsageError
 from usbyte.lab.profiles import dense
 from usbyte.torch.arena import dtype_name
-from usbyte.torch.coded_plans import (
-    WORTH_A_LOSS,
-    CodedPlans,
-    codecs_of,
-    coded_along,
-)
+from usbyte.torch.coded_plans import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along
 from usbyte.torch.compression import Choices
 from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
