@@ -6,7 +6,8 @@
 A word is told from its neighbours: a continuous bag of words with negative sampling (Mikolov et
 al., "Efficient Estimation of Word Representations in Vector Space" and "Distributed
 Representations of Words and Phrases and their Compositionality", 2013). A batch has few of the
-words, so that gradients are sparse: only rows of words that it has travel.
+words, so that gradients are sparse: only rows of words that it has travel. Plain DDP may abort now
+and then, for a fault in torch that docs/sparse.md tells of.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""Sparse gradients: the same numbers as DDP's, and errors where they cannot be."""
+"""Sparse gradients: the same numbers as one process's, and errors where they cannot be.
+
+None is compared with plain DDP: its sparse sums over Gloo break torch's heap (see docs/sparse.md).
+"""
 
 from __future__ import annotations
 
@@ -59,40 +62,32 @@ def is_seldom(step, rank):
     return step % 3 == 2 or (step % 3 == 1 and rank == 0)
 
 
-def train(mode, kind, rank, steps=14, accumulate=1, set_to_none=True, seldom=True, **options):
+def train(mode, kind, rank, steps=14, accumulate=1, set_to_none=True, **options):
     model = Words(dense=kind != "sparse_adam")
-    optimizer = make_optimizer(kind, model)
-    net = model
-    if mode == "ddp":
-        model.seldom.requires_grad_(False)  # DDP wants a gradient from every rank in every step
-        net = DistributedDataParallel(model)
-    else:
-        optimizer = ub.DistributedOptimizer(
-            optimizer, model.named_parameters(), overlap=mode, **options
-        )
+    optimizer = ub.DistributedOptimizer(
+        make_optimizer(kind, model), model.named_parameters(), overlap=mode, **options
+    )
     for step, words in enumerate(batches(rank, steps)):
         if step % accumulate == 0:
             optimizer.zero_grad(set_to_none=set_to_none)
         with nullcontext() if (step + 1) % accumulate == 0 else optimizer.no_sync():
-            net(words, seldom and is_seldom(step, rank)).backward()
+            model(words, is_seldom(step, rank)).backward()
         if (step + 1) % accumulate == 0:
             optimizer.step()
             if mode == "backward":
                 assert model.word.weight.grad.is_sparse != bool(options.get("sparse_as_dense"))
-    ops = []
-    if mode != "ddp":
-        optimizer.synchronize()
-        ops = [op.kind for op in optimizer.plan.ops]
-        chosen = [op.sparse for op in optimizer.plan.ops if op.sparse]
-        assert not chosen or max(way.bytes for way in chosen) > 0
-        made = optimizer.decision
-        predicted = _core.simulate(optimizer.plan, made.profile, made.network, mode)
-        assert predicted.step_s == pytest.approx(made.predicted_s)
-        optimizer.close()
+    optimizer.synchronize()
+    ops = [op.kind for op in optimizer.plan.ops]
+    chosen = [op.sparse for op in optimizer.plan.ops if op.sparse]
+    assert not chosen or max(way.bytes for way in chosen) > 0
+    made = optimizer.decision
+    predicted = _core.simulate(optimizer.plan, made.profile, made.network, mode)
+    assert predicted.step_s == pytest.approx(made.predicted_s)
+    optimizer.close()
     return model.state_dict(), ops
 
 
-def train_alone(kind, ranks, steps=14, accumulate=1, set_to_none=True):
+def train_alone(kind, ranks, steps=14, accumulate=1, set_to_none=True, seldom=True):
     """What all ranks together come to, by one process."""
     model = Words(dense=kind != "sparse_adam")
     optimizer = make_optimizer(kind, model)
@@ -101,7 +96,7 @@ def train_alone(kind, ranks, steps=14, accumulate=1, set_to_none=True):
         if step % accumulate == 0:
             optimizer.zero_grad(set_to_none=set_to_none)
         for rank in range(ranks):
-            (model(sources[rank][step], is_seldom(step, rank)) / ranks).backward()
+            (model(sources[rank][step], seldom and is_seldom(step, rank)) / ranks).backward()
         if (step + 1) % accumulate == 0:
             optimizer.step()
     return model.state_dict()
@@ -121,18 +116,6 @@ def equals_one_process(rank, size, kinds, variants):
                 got, ops = train(mode, kind, rank, **variant)
                 assert ops.count("sparse_all_reduce") == 3, ops
                 assert difference(got, expected) < 1e-12, (kind, variant, mode)
-
-
-def equals_ddp(rank, size):
-    short_probes()
-    ub.init()
-    expected, _ = train("ddp", "sgd", rank, seldom=False)
-    got, _ = train("forward", "sgd", rank, seldom=False)
-    assert difference(got, expected) < 1e-12
-
-
-def test_trains_as_ddp_does():
-    run_ranks(2, equals_ddp, timeout=120)
 
 
 class Twins(nn.Module):
@@ -312,20 +295,17 @@ def test_accumulated_and_kept_gradients():
 
 def hooked(rank, size):
     ub.init()
-    states = []
-    for hook in (None, ub.ddp_comm_hook("none")):
-        model = Words()
-        model.seldom.requires_grad_(False)
-        optimizer = make_optimizer("adagrad", model)
-        net = DistributedDataParallel(model)
-        if hook is not None:
-            net.register_comm_hook(None, hook)
-        for words in batches(rank, 8):
-            optimizer.zero_grad()
-            net(words, False).backward()
-            optimizer.step()
-        states.append(model.state_dict())
-    assert difference(*states) < 1e-12
+    model = Words()
+    model.seldom.requires_grad_(False)  # DDP wants a gradient from every rank in every step
+    optimizer = make_optimizer("adagrad", model)
+    net = DistributedDataParallel(model)
+    net.register_comm_hook(None, ub.ddp_comm_hook("none"))
+    for words in batches(rank, 8):
+        optimizer.zero_grad()
+        net(words, False).backward()
+        optimizer.step()
+    expected = train_alone("adagrad", size, steps=8, seldom=False)
+    assert difference(model.state_dict(), expected) < 1e-12
 
 
 def test_as_a_hook_of_ddp():
