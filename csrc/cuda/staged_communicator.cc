@@ -11,6 +11,7 @@
 #include "staging.h"
 #include "usbyte/error.h"
 #include "usbyte/event_pool.h"
+#include "usbyte/topology.h"
 
 namespace usbyte {
 namespace {
@@ -182,6 +183,7 @@ void StagedCommunicator::State::send(const Chunk& chunk) {
   message.root = request.root;
   message.scale = request.scale;
   message.schedule = request.schedule;
+  message.line = request.line;
   const Span span{chunk.buffer->memory, chunk.layout().count};
   if (request.kind != Collective::barrier) {
     if (span.count == 0) return arrive(chunk);
@@ -312,12 +314,23 @@ void StagedCommunicator::abort() { state_->end("the staged communicator was abor
 
 int StagedCommunicator::rank() const { return inner_->rank(); }
 int StagedCommunicator::size() const { return inner_->size(); }
+const Topology* StagedCommunicator::topology() const { return inner_->topology(); }
 
 void StagedCommunicator::launch(const Request& request, Completion done) {
-  const std::string problem = staging_problem(request, size());
+  int among = size(), place = rank();
+  std::string problem;
+  if (const Topology* mesh = topology(); request.line >= 0 && mesh && request.line < mesh->ndim()) {
+    const auto line = static_cast<size_t>(request.line);
+    among = mesh->dimensions[line].size;
+    place = mesh->coordinates(rank())[line];
+  } else if (request.line >= 0) {
+    problem = std::string(name(request.kind)) + " along a line: there is no dimension " +
+              std::to_string(request.line);
+  }
+  if (problem.empty()) problem = staging_problem(request, among);
   if (!problem.empty()) return done(std::make_exception_ptr(UsageError(problem)));
   auto operation = std::make_shared<Operation>(
-      Operation{request, std::move(done), stage(request, rank(), size(), state_->chunk_bytes)});
+      Operation{request, std::move(done), stage(request, place, among, state_->chunk_bytes)});
   std::string broken;
   {
     std::lock_guard lock(state_->mutex);

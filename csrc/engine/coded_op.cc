@@ -8,7 +8,6 @@
 #include "device_coding.h"
 #include "message_layout.h"
 #include "usbyte/error.h"
-#include "usbyte/lines.h"
 
 namespace usbyte {
 namespace {
@@ -26,15 +25,14 @@ Memory memory_of(const CodingSpace& space, const Codec& codec, Block block) {
 // Messages of a codec, made and read by the host.
 class MessagesOp final : public CodedOp {
  public:
-  // `drawer` is this rank among those that code by chance.
-  MessagesOp(const CodingSpace& space, const Op& op, std::shared_ptr<const Codec> codec,
-             MessageLayout layout, int drawer, Floats floats)
-      : CodedOp(op, layout.kind, layout.dtype),
+  MessagesOp(const CodingSpace& space, const CodedPart& part, std::shared_ptr<const Codec> codec,
+             MessageLayout layout, Floats floats)
+      : CodedOp(part.op, layout.kind, layout.dtype),
         codec_(std::move(codec)),
         layout_(std::move(layout)),
         floats_(std::move(floats)),
-        drawer_(drawer),
-        size_(space.size),
+        drawer_(part.drawer),
+        size_(part.size),
         seed_(space.seed + layout_.salt),
         buffer_(space.device, layout_.bytes) {
     travels(buffer_.data(), buffer_.size());
@@ -239,19 +237,9 @@ std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
     } else if (codec->matrices() && op.kind != Collective::all_reduce) {
       out.push_back(std::make_unique<RoundOp>(space, op, codec, floats, first));
     } else {
-      Op own = op;
-      own.blocks = worked_on(op, space.mesh, space.rank);
-      CodingSpace ranks = space;  // that the messages are of
-      if (op.line >= 0) {
-        const auto line = static_cast<size_t>(op.line);
-        ranks.rank = space.mesh->coordinates(space.rank)[line];
-        ranks.size = space.mesh->dimensions[line].size;
-      }
-      // By another chance than what it is added up by afterwards.
-      const bool coded_again = op.line >= 0 && op.kind == Collective::reduce_scatter;
-      const int drawer = coded_again ? space.size + space.rank : ranks.rank;
-      out.push_back(std::make_unique<MessagesOp>(
-          ranks, own, codec, MessageLayout(own, *codec, ranks.rank, ranks.size), drawer, floats));
+      const CodedPart part(op, space.mesh, space.rank, space.size);
+      out.push_back(
+          std::make_unique<MessagesOp>(space, part, codec, MessageLayout(part, *codec), floats));
     }
   }
   return out;

@@ -126,21 +126,27 @@ class DeviceOp : public CodedOp {
 // A cast that the network adds up.
 class CastOp final : public DeviceOp {
  public:
-  CastOp(std::shared_ptr<Lanes> lanes, const Op& op, DType message, int64_t bytes)
-      : DeviceOp(std::move(lanes), op, Collective::all_reduce, message, bytes),
-        dtype_(lanes_->plan.dtype(op.blocks.front())),
+  CastOp(std::shared_ptr<Lanes> lanes, const CodedPart& part, DType from, DType message)
+      : DeviceOp(std::move(lanes), part.op, Collective::all_reduce, message,
+                 elements(part.op) * itemsize(message)),
+        dtype_(from),
         message_(message) {
     std::byte* at = buffer();
-    for (Block b : op.blocks) {
+    for (Block b : part.op.blocks) {
       std::byte* const values = lanes_->arena + lanes_->plan.byte_offset(b.begin);
       casts_.push_back({values, at, b.numel()});
       back_.push_back({at, values, b.numel()});
       at += b.numel() * itemsize(message);
     }
-    reads_ = writes_ = op.blocks;
+    reads_ = writes_ = part.op.blocks;
   }
 
  private:
+  static int64_t elements(const Op& op) {
+    int64_t out = 0;
+    for (Block b : op.blocks) out += b.numel();
+    return out;
+  }
   void encode_behind(const Turn&) override {
     cuda().copy_segments(casts_, dtype_, message_, 1, out());
   }
@@ -155,14 +161,14 @@ class CastOp final : public DeviceOp {
 // A codec whose groups kernels encode and decode, or a cast in parts.
 class GroupsOp final : public DeviceOp {
  public:
-  GroupsOp(std::shared_ptr<Lanes> lanes, const Op& op, const Codec& codec, MessageLayout layout,
-           const CodingSpace& space)
-      : DeviceOp(std::move(lanes), op, layout.kind, layout.dtype, layout.bytes),
+  GroupsOp(std::shared_ptr<Lanes> lanes, const CodedPart& part, DType from, const Codec& codec,
+           MessageLayout layout, uint64_t seed)
+      : DeviceOp(std::move(lanes), part.op, layout.kind, layout.dtype, layout.bytes),
         kernels_(*codec.kernels()),
         layout_(std::move(layout)),
-        dtype_(lanes_->plan.dtype(op.blocks.front())),
-        rank_(space.rank),
-        seed_(space.seed + layout_.salt) {
+        dtype_(from),
+        drawer_(part.drawer),
+        seed_(seed + layout_.salt) {
     for (const auto& [block, at] : layout_.sent) {
       float* const kept = codec.memories() > 0 ? lanes_->memory + block.begin : nullptr;
       encodings_.push_back({values(block), kept, buffer() + at, block.numel(), 0});
@@ -181,7 +187,7 @@ class GroupsOp final : public DeviceOp {
 
   void encode_behind(const Turn& turn) override {
     for (size_t i = 0; i < encodings_.size(); ++i) {
-      encodings_[i].key = Draw::of(seed_, turn.step, layout_.sent[i].block.begin, rank_).own;
+      encodings_[i].key = Draw::of(seed_, turn.step, layout_.sent[i].block.begin, drawer_).own;
     }
     cuda().encode_groups(kernels_, encodings_, dtype_, out());
   }
@@ -192,7 +198,7 @@ class GroupsOp final : public DeviceOp {
   const GroupCodec kernels_;
   const MessageLayout layout_;
   const DType dtype_;
-  const int rank_;
+  const int drawer_;
   const uint64_t seed_;
   std::vector<GroupEncoding> encodings_;
   std::vector<GroupDecoding> decodings_;
@@ -202,18 +208,19 @@ class GroupsOp final : public DeviceOp {
 // one kind of memory only.
 class HostedOp final : public DeviceOp {
  public:
-  HostedOp(std::shared_ptr<Lanes> lanes, const Op& op, const Codec& codec,
-           std::unique_ptr<CodedOp> host, int rank, int size)
-      : DeviceOp(std::move(lanes), op, host->request().kind, host->request().dtype,
+  HostedOp(std::shared_ptr<Lanes> lanes, const CodedPart& part, const Codec& codec,
+           std::unique_ptr<CodedOp> host)
+      : DeviceOp(std::move(lanes), part.op, host->request().kind, host->request().dtype,
                  bytes_of(*host)),
         host_(std::move(host)),
-        summed_(!op.scheme.empty()),
-        sends_(request_.kind == Collective::all_gather ? shard({0, bytes_of(*host_)}, rank, size)
-                                                       : Block{0, bytes_of(*host_)}),
+        summed_(!part.op.scheme.empty()),
+        sends_(request_.kind == Collective::all_gather
+                   ? shard({0, bytes_of(*host_)}, part.rank, part.size)
+                   : Block{0, bytes_of(*host_)}),
         rows_(codec.memories()),
-        rounds_(!codec.matrices() || op.kind == Collective::all_reduce ? Rounds::none
-                : op.kind == Collective::all_gather                    ? Rounds::second
-                                                                       : Rounds::first) {
+        rounds_(!codec.matrices() || part.op.kind == Collective::all_reduce ? Rounds::none
+                : part.op.kind == Collective::all_gather                    ? Rounds::second
+                                                                            : Rounds::first) {
     reads_ = host_->reads();
     writes_ = host_->writes();
   }
@@ -321,15 +328,17 @@ std::vector<std::unique_ptr<CodedOp>> make_device_coded_ops(const CodingSpace& s
     const auto codec = make_codec(ops[i].codec);
     if (!codec) {
       out.push_back(nullptr);
-    } else if (hosted[i]) {
-      out.push_back(std::make_unique<HostedOp>(lanes, ops[i], *codec, std::move(hosted[i]),
-                                               space.rank, space.size));
+      continue;
+    }
+    const CodedPart part(ops[i], space.mesh, space.rank, space.size);
+    const DType from = space.plan.dtype(ops[i]);
+    if (hosted[i]) {
+      out.push_back(std::make_unique<HostedOp>(lanes, part, *codec, std::move(hosted[i])));
     } else if (is_cast(space.plan, ops[i], *codec)) {
-      out.push_back(std::make_unique<CastOp>(lanes, ops[i], codec->message_dtype(),
-                                             space.plan.message_bytes(ops[i])));
+      out.push_back(std::make_unique<CastOp>(lanes, part, from, codec->message_dtype()));
     } else {
-      out.push_back(std::make_unique<GroupsOp>(
-          lanes, ops[i], *codec, MessageLayout(ops[i], *codec, space.rank, space.size), space));
+      out.push_back(std::make_unique<GroupsOp>(lanes, part, from, *codec,
+                                               MessageLayout(part, *codec), space.seed));
     }
   }
   return out;

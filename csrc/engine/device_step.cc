@@ -7,8 +7,12 @@
 namespace usbyte {
 namespace {
 
+bool of_shards(const Op& op) { return op.kind == Collective::all_reduce && op.line >= 0; }
+
 // Its inputs are gradients, not what another op has reduced.
-bool takes_gradients(Collective kind) { return kind != Collective::all_gather; }
+bool takes_gradients(const Op& op) { return op.kind != Collective::all_gather && !of_shards(op); }
+
+bool leaves_shards(const Op& op) { return op.kind == Collective::reduce_scatter || of_shards(op); }
 
 bool passed(DeviceClock& clock, const Moment& moment) { return !moment || clock.passed(moment); }
 
@@ -43,7 +47,7 @@ StepRecord DeviceRecord::resolve(DeviceClock& clock) const {
                  {},
                  sparse};
   for (size_t op = 0; op < out.queued_s.size(); ++op) {
-    if (!queued[op]) out.queued_s[op] = out.launched_s[op];  // all_gathers
+    if (!queued[op]) out.queued_s[op] = out.launched_s[op];  // of what another op has left
   }
   for (const auto& [tensor, span] : gates) {
     out.gates.push_back({tensor, {seconds(clock, span.first), seconds(clock, span.second)}});
@@ -63,7 +67,7 @@ DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda>
       hold_gathers_(hold_gathers),
       inputs_of_(plan.tensors().size()),
       brought_by_(plan.tensors().size()),
-      scatters_of_(plan.ops().size()),
+      follows_(plan.ops().size()),
       clock_(cuda_),
       events_(cuda_),
       waited_(plan.ops().size()) {
@@ -72,18 +76,15 @@ DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda>
     labels_.push_back(plan.describe(static_cast<int>(i)));
     tensors_of_.push_back(plan.tensors_of(op));
     for (int t : tensors_of_.back()) {
-      if (takes_gradients(op.kind))
-        inputs_of_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
-      if (op.kind != Collective::reduce_scatter) {
-        brought_by_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
-      }
+      if (takes_gradients(op)) inputs_of_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
+      if (!leaves_shards(op)) brought_by_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
     }
-    if (op.kind != Collective::all_gather) continue;
+    if (takes_gradients(op)) continue;
     for (size_t s = 0; s < i; ++s) {
-      const Op& scatter = plan.ops()[s];
-      if (scatter.kind == Collective::reduce_scatter &&
-          std::ranges::find_first_of(op.blocks, scatter.blocks) != op.blocks.end()) {
-        scatters_of_[i].push_back(static_cast<int>(s));
+      const Op& before = plan.ops()[s];
+      if (leaves_shards(before) &&
+          std::ranges::find_first_of(op.blocks, before.blocks) != op.blocks.end()) {
+        follows_[i].push_back(static_cast<int>(s));
       }
     }
   }
@@ -107,8 +108,8 @@ void DeviceStep::begin(CudaStream stream, bool timed) {
   for (auto& streams : waited_) streams.clear();
   missing_.clear();
   for (size_t op = 0; op < ops; ++op) {
-    missing_.push_back(
-        takes_gradients(plan_.ops()[op].kind) ? static_cast<int>(tensors_of_[op].size()) : 0);
+    missing_.push_back(takes_gradients(plan_.ops()[op]) ? static_cast<int>(tensors_of_[op].size())
+                                                        : 0);
   }
   record_ = {};
   record_.ready.resize(tensors);
@@ -183,8 +184,8 @@ StreamOrder DeviceStep::order(int op) {
   const auto i = static_cast<size_t>(op);
   std::lock_guard lock(mutex_);
   StreamOrder out;
-  if (takes_gradients(plan_.ops()[i].kind)) out.after.push_back(record_.queued[i].event());
-  for (int s : scatters_of_[i]) {
+  if (takes_gradients(plan_.ops()[i])) out.after.push_back(record_.queued[i].event());
+  for (int s : follows_[i]) {
     out.after.push_back(record_.done[static_cast<size_t>(s)].event());
   }
   if (hold_gathers_ && released_) out.after.push_back(released_.get());
@@ -237,7 +238,7 @@ void DeviceStep::wait(int tensor, CudaStream stream, const Moment& gate) {
 void DeviceStep::wait_reduced(CudaStream stream) {
   std::lock_guard lock(mutex_);
   for (size_t op = 0; op < record_.done.size(); ++op) {
-    if (takes_gradients(plan_.ops()[op].kind)) wait_op(op, stream);
+    if (plan_.ops()[op].kind != Collective::all_gather) wait_op(op, stream);
   }
 }
 

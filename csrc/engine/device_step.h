@@ -102,11 +102,11 @@ class DeviceStep {
   const std::shared_ptr<Cuda> cuda_;
   const double scale_;
   const bool hold_gathers_;
-  std::vector<std::string> labels_;            // by op
-  std::vector<std::vector<int>> tensors_of_;   // by op
-  std::vector<std::vector<int>> inputs_of_;    // by tensor: ops that wait for its gradient
-  std::vector<std::vector<int>> brought_by_;   // by tensor: ops after which it has arrived
-  std::vector<std::vector<int>> scatters_of_;  // by all_gather: reduce_scatters of its blocks
+  std::vector<std::string> labels_;           // by op
+  std::vector<std::vector<int>> tensors_of_;  // by op
+  std::vector<std::vector<int>> inputs_of_;   // by tensor: ops that wait for its gradient
+  std::vector<std::vector<int>> brought_by_;  // by tensor: ops after which it has arrived
+  std::vector<std::vector<int>> follows_;     // by op: those that have left its shards
 
   DeviceClock clock_;
   EventPool events_;

@@ -17,11 +17,10 @@ Clock::time_point at(double seconds) {
       std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
 }
 
-void check_lines(const Plan& plan, const Communicator& communicator, const EngineOptions& options) {
+void check_lines(const Plan& plan, const Communicator& communicator) {
   const auto along = std::ranges::find_if(plan.ops(), [](const Op& op) { return op.line >= 0; });
   if (along == plan.ops().end()) return;
   const auto what = [&] { return plan.describe(static_cast<int>(along - plan.ops().begin())); };
-  if (options.device) throw UsageError(what() + ": ops along lines are of the host's memory");
   if (!communicator.topology()) {
     throw UsageError(what() + ": the communicator has no such dimension");
   }
@@ -39,7 +38,7 @@ Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
                             : nullptr),
       step(plan, options.hold_gathers),
       oldest(plan.ops().size()) {
-  check_lines(plan, communicator, options);
+  check_lines(plan, communicator);
   for (const Op& op : plan.ops()) {
     Request request;
     request.kind = op.kind;

@@ -1,5 +1,7 @@
 #include "message_layout.h"
 
+#include "usbyte/lines.h"
+
 namespace usbyte {
 namespace {
 
@@ -10,11 +12,24 @@ Collective travels_by(Collective kind, const Codec& codec) {
 
 }  // namespace
 
-MessageLayout::MessageLayout(const Op& op, const Codec& codec, int rank, int size)
-    : kind(travels_by(op.kind, codec)),
-      dtype(op.kind == Collective::all_reduce ? codec.message_dtype() : DType::uint8),
-      ranks(op.kind == Collective::all_gather || kind == Collective::all_reduce ? 1 : size),
-      salt(op.kind == Collective::all_gather ? 1 : 0) {
+CodedPart::CodedPart(const Op& planned, const Topology* mesh, int of, int among)
+    : op(planned), rank(of), size(among), drawer(of) {
+  if (op.line < 0) return;
+  op.blocks = worked_on(planned, mesh, of);
+  rank = mesh->coordinates(of)[static_cast<size_t>(op.line)];
+  size = dimension_of(op, *mesh).size;
+  // What is scattered, by another chance than what it is added up by afterwards.
+  drawer = op.kind == Collective::reduce_scatter ? among + of : rank;
+}
+
+MessageLayout::MessageLayout(const CodedPart& part, const Codec& codec)
+    : kind(travels_by(part.op.kind, codec)),
+      dtype(part.op.kind == Collective::all_reduce ? codec.message_dtype() : DType::uint8),
+      ranks(part.op.kind == Collective::all_gather || kind == Collective::all_reduce ? 1
+                                                                                     : part.size),
+      salt(part.op.kind == Collective::all_gather ? 1 : 0) {
+  const Op& op = part.op;
+  const int rank = part.rank, size = part.size;
   const bool in_parts = op.kind != Collective::all_reduce;
   std::vector<int64_t> places;
   for (Block b : op.blocks) {

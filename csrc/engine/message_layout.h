@@ -6,8 +6,18 @@
 #include "usbyte/codec.h"
 #include "usbyte/communicator.h"
 #include "usbyte/plan.h"
+#include "usbyte/topology.h"
 
 namespace usbyte {
+
+/// What a rank codes of an op, and who it is among those that exchange the messages.
+struct CodedPart {
+  CodedPart(const Op& planned, const Topology* mesh, int rank, int size);
+
+  Op op;  ///< of the blocks that it works on, of which there may be none
+  int rank, size;
+  int drawer;  ///< the rank by whose chance it codes
+};
 
 /// How an op's gradients travel as a codec's messages: one, or one for each rank, of each block.
 ///
@@ -19,7 +29,7 @@ struct MessageLayout {
     int64_t at;  ///< of the buffer, bytes
   };
 
-  MessageLayout(const Op& op, const Codec& codec, int rank, int size);
+  MessageLayout(const CodedPart& part, const Codec& codec);
 
   Collective kind;  ///< of the network
   DType dtype;      ///< of what the network carries

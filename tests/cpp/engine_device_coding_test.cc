@@ -2,14 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include <cstring>
-#include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
-#include "coded_plan.h"
-#include "device_training.h"
+#include "coded_training.h"
 #include "nccl_rig.h"
 #include "sparse_rig.h"
 #include "usbyte/codec.h"
@@ -20,103 +16,12 @@
 namespace usbyte {
 namespace {
 
-using test::coded_gradient;
-using test::message_of;
+using test::kSteps;
+using test::on_device;
 using test::on_each_rank;
+using test::on_host;
 using test::Random;
-
-constexpr int64_t kSteps = 4;
-
-// What a rank has after its steps.
-struct Trained {
-  std::vector<std::vector<float>> arenas;  // after each step
-  std::vector<float> memory;
-};
-
-std::vector<float> values_of(const Plan& plan, const std::byte* arena) {
-  std::vector<float> out;
-  for (int64_t e = 0; e < plan.numel(); ++e) out.push_back(test::get(plan, arena, e));
-  return out;
-}
-
-void put_gradient(const Plan& plan, std::byte* arena, int rank, int64_t step, size_t tensor) {
-  const TensorSpec& t = plan.tensors()[tensor];
-  for (int64_t e = t.offset; e < t.end(); ++e) {
-    test::put(plan, arena, e, coded_gradient(rank, step, e));
-  }
-}
-
-EngineOptions options_of(float* memory, uint64_t seed) {
-  EngineOptions out;
-  out.stall_limit_s = 60;
-  out.memory = memory;
-  out.seed = seed;
-  return out;
-}
-
-Trained on_host(const Plan& plan, Communicator& network, uint64_t seed) {
-  Trained out;
-  out.memory.resize(static_cast<size_t>(2 * plan.numel()));
-  std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
-  Engine engine(plan, arena.data(), network, options_of(out.memory.data(), seed));
-  for (int64_t step = 1; step <= kSteps; ++step) {
-    engine.begin_step();
-    for (size_t t = plan.tensors().size(); t-- > 0;) {
-      put_gradient(plan, arena.data(), network.rank(), step, t);
-      engine.ready(static_cast<int>(t));
-    }
-    engine.end_backward();
-    engine.drain();
-    out.arenas.push_back(values_of(plan, arena.data()));
-  }
-  return out;
-}
-
-// The host does not look at what kernels do before the end.
-Trained on_device(const Plan& plan, Communicator& network, const std::shared_ptr<Cuda>& cuda,
-                  EmulatedCuda& kernels, uint64_t seed, std::shared_ptr<Exchange> exchange,
-                  int64_t* waits = nullptr) {
-  Trained out;
-  Random random(seed + static_cast<uint64_t>(network.rank()));
-  const test::DeviceBytes arena(cuda, plan.arena_bytes()), sources(cuda, plan.arena_bytes());
-  const test::DeviceBytes memory(cuda, 2 * plan.numel() * itemsize(DType::float32));
-  auto* const kept = reinterpret_cast<float*>(memory.data());
-  std::fill_n(kept, 2 * plan.numel(), 0.0F);
-  const CudaStream compute[] = {cuda->create_stream(false), cuda->create_stream(false)};
-  EngineOptions options = options_of(kept, seed);
-  options.device = cuda;
-  options.exchange = std::move(exchange);
-  out.arenas.resize(kSteps);
-  {
-    Engine engine(plan, arena.data(), network, options);
-    const int64_t before = kernels.host_waits();
-    for (int64_t step = 1; step <= kSteps; ++step) {
-      engine.begin_step(compute[0]);
-      for (size_t t = plan.tensors().size(); t-- > 0;) {
-        const CudaStream stream = compute[random(0, 1)];
-        if (random.one_in(6)) kernels.delay(stream, 5e-4);
-        kernels.enqueue(stream, [&plan, step, t, to = sources.data(), rank = network.rank()] {
-          put_gradient(plan, to, rank, step, t);
-        });
-        engine.ready(static_cast<int>(t), stream,
-                     sources.data() + plan.byte_offset(plan.tensors()[t].offset));
-      }
-      engine.end_backward();
-      for (size_t t = 0; t < plan.tensors().size(); ++t) {
-        engine.wait(static_cast<int>(t), {}, compute[0]);
-      }
-      kernels.enqueue(compute[0], [&plan, &to = out.arenas[static_cast<size_t>(step - 1)],
-                                   from = arena.data()] { to = values_of(plan, from); });
-      engine.drain({}, compute[0]);
-      engine.drain({}, compute[1]);
-    }
-    if (waits) *waits = kernels.host_waits() - before;
-    for (CudaStream stream : compute) cuda->synchronize(stream);
-  }
-  out.memory.assign(kept, kept + 2 * plan.numel());
-  for (CudaStream stream : compute) cuda->destroy(stream);
-  return out;
-}
+using test::Trained;
 
 // Sums of 16-bit numbers depend on the order of ranks, which is the network's.
 void expect_alike(const Plan& plan, const Trained& got, const Trained& want, int size) {

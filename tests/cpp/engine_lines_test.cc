@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "mesh_rig.h"
-#include "random_plan.h"
+#include "random_lines.h"
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"
 #include "usbyte/error.h"
@@ -24,56 +24,9 @@ using test::mesh;
 using test::message_of;
 using test::on_each_rank;
 using test::Random;
+using test::random_lines;
 
 constexpr int kSteps = 4;
-
-// All_reduces that tile up to five tensors, each with a codec, along lines, by that codec in one
-// dimension or both; some without.
-Plan random_lines(Random& random, const Topology& topology, const std::vector<std::string>& codecs,
-                  const std::vector<std::string>& gathers) {
-  std::vector<TensorSpec> tensors;
-  int64_t end = 0;
-  for (int64_t t = random(1, 5); t > 0; --t) {
-    tensors.push_back({"t" + std::to_string(t), random(1, 40), DType::float32, end, 1, 0});
-    end = tensors.back().end();
-  }
-  std::vector<Op> ops;
-  for (int64_t begin = 0; begin < end;) {
-    const int64_t next = std::min(begin + random(1, 30), end);
-    ops.push_back({Collective::all_reduce, {{begin, next}}, std::numeric_limits<int64_t>::max()});
-    ops.back().codec = codecs[static_cast<size_t>(random(0, std::ssize(codecs) - 1))];
-    begin = next;
-  }
-  std::shuffle(ops.begin(), ops.end(), random.engine());
-  // Some of several blocks.
-  std::vector<Op> joined;
-  for (Op& op : ops) {
-    op.window_bytes = random(1, 200);
-    op.fence = random.one_in(4);
-    if (!joined.empty() && joined.back().codec == op.codec && random.one_in(2)) {
-      joined.back().blocks.push_back(op.blocks.front());
-    } else {
-      joined.push_back(op);
-    }
-  }
-  std::vector<int> dimensions;
-  for (int d = 0; d < topology.ndim(); ++d) {
-    if (topology.dimensions[static_cast<size_t>(d)].size > 1) dimensions.push_back(d);
-  }
-  std::vector<std::optional<LineWay>> ways(joined.size());
-  for (size_t i = 0; i < joined.size(); ++i) {
-    if (!has_line_ways(joined[i])) continue;
-    LineWay way{dimensions[static_cast<size_t>(random(0, 1))], "none", joined[i].codec, "none"};
-    const auto codec = make_codec(joined[i].codec);
-    const bool unsent = codec->remembers().empty() || codec->remembers() == "unsent";
-    if (codec->relays() && unsent && random.one_in(2)) way.scatter = joined[i].codec;
-    if (way.scatter != "none" && random.one_in(3)) way.sum = "none";
-    const auto last = static_cast<size_t>(random(0, std::ssize(gathers)));
-    if (last > 0) way.gather = gathers[last - 1];
-    ways[i] = way;
-  }
-  return along_lines(Plan("test", tensors, joined), topology, ways);
-}
 
 float input(int rank, int step, int64_t element) {
   Random random(static_cast<uint64_t>(rank + 10 * step + 1000 * element));
@@ -109,12 +62,11 @@ std::vector<Outcome> run(const Plan& plan, const Topology& topology) {
   return out;
 }
 
-const std::vector<std::vector<int>> kMeshes = {{2, 2}, {3, 2}, {2, 3}, {2, 1, 2}};
-
 TEST(EngineLines, WhatLosesNothingIsTheSum) {
   Random random(1);
   for (int i = 0; i < cases(24); ++i) {
-    const Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
+    const Topology topology =
+        mesh(test::kLineMeshes[static_cast<size_t>(i) % test::kLineMeshes.size()]);
     const Plan plan =
         random_lines(random, topology, {"topk:1", "fp16", "none"}, {"fp16", "topk:1,feedback=off"});
     for (const Outcome& rank : run(plan, topology)) {
@@ -133,7 +85,8 @@ TEST(EngineLines, WhatLosesNothingIsTheSum) {
 TEST(EngineLines, WhatIsNotSentIsRemembered) {
   Random random(2);
   for (int i = 0; i < cases(24); ++i) {
-    const Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
+    const Topology topology =
+        mesh(test::kLineMeshes[static_cast<size_t>(i) % test::kLineMeshes.size()]);
     const Plan plan =
         random_lines(random, topology, {"topk:0.3", "efsignsgd", "int8"}, {"topk:1,feedback=off"});
     const std::vector<Outcome> ranks = run(plan, topology);
@@ -172,7 +125,8 @@ TEST(EngineLines, AllRanksHaveTheSameWhateverTheCodec) {
       "fp16",    "bf16",   "fp8",      "int8",    "topk:0.2", "randk:0.3", "dct:0.2",
       "dgc:0.2", "qsgd:4", "terngrad", "signsgd", "signum",   "efsignsgd", "onebit"};
   for (int i = 0; i < cases(28); ++i) {
-    const Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
+    const Topology topology =
+        mesh(test::kLineMeshes[static_cast<size_t>(i) % test::kLineMeshes.size()]);
     const Plan plan = random_lines(random, topology, codecs, {"bf16", "topk:0.4,feedback=off"});
     const std::vector<Outcome> ranks = run(plan, topology);
     for (const Outcome& rank : ranks) ASSERT_EQ(rank.outputs, ranks[0].outputs);
@@ -187,7 +141,7 @@ TEST(EngineLines, WhatIsPickedIsGatheredWhole) {
   Random random(5);
   int exact = 0;
   for (int i = 0; i < cases(24); ++i) {
-    Topology topology = mesh(kMeshes[static_cast<size_t>(i) % kMeshes.size()]);
+    Topology topology = mesh(test::kLineMeshes[static_cast<size_t>(i) % test::kLineMeshes.size()]);
     for (Dimension& d : topology.dimensions) d.bytes_per_s = static_cast<double>(random(1, 20));
     const int64_t numel = random(1, 400);
     const std::string spec = random.one_in(2) ? "topk:0.02" : "dct:0.03";

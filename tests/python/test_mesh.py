@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
+from _emulated import emulate
 from _hosts import on_hosts
 from _models import difference, short_probes, train
 from _ranks import run_ranks
@@ -130,10 +131,12 @@ def adapted(profile, network):
     return _core.along_lines(coded, mesh, ways)
 
 
-def compressed(rank, size, topology, spec, policy="ddp"):
+def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
     """Trains with a codec, and without; which dimensions it works in, and whether mass is kept."""
     ub.init()
     expected = train("ddp", "sgd", rank, size, steps=12)
+    if on_device:
+        emulate()
     plans, masses = [], []
     adopt = Reducer._adopt
 
@@ -177,11 +180,12 @@ def test_codecs_in_the_slower_dimension_only(tmp_path, spec, tolerance, slow):
         assert lost < 1e-6
 
 
-def test_codecs_in_both_dimensions(tmp_path):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_codecs_in_both_dimensions(tmp_path, on_device):
     dimensions = [_core.Dimension("inside", 2, 2e7), _core.Dimension("between", 2, 1e7)]
     path = tmp_path / "mesh.json"
     path.write_text(_core.Topology(dimensions).to_json())
-    args = (str(path), "topk:0.1", "adapted")
+    args = (str(path), "topk:0.1", "adapted", on_device)
     for off, coded, lost, adopted in run_ranks(4, compressed, *args, timeout=120, env=LEARN_FAST):
         assert off < 0.4
         assert coded == ["all_reduce 1 topk:0.1", "reduce_scatter 0 topk:0.2"]
@@ -239,9 +243,11 @@ def coded_everywhere(profile, network):
     return _core.along_lines(coded, network.topology, ways)
 
 
-def trained_everywhere(rank, size):
+def trained_everywhere(rank, size, on_device):
     ub.init()
     expected = train("ddp", "sgd", rank, size, steps=12)
+    if on_device:
+        emulate()
     plans = []
     got = train(
         "forward", "sgd", rank, size, steps=12, topology="2x2", policy=coded_everywhere,
@@ -251,8 +257,9 @@ def trained_everywhere(rank, size):
     return difference(got, expected), sorted({op.codec for op in plans[-1].ops}), plans[-1].hash()
 
 
-def test_training_with_codecs_in_both_dimensions_equals_ddp_closely():
-    results = run_ranks(4, trained_everywhere, timeout=120)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_training_with_codecs_in_both_dimensions_equals_ddp_closely(on_device):
+    results = run_ranks(4, trained_everywhere, on_device, timeout=120)
     assert len({plan for _, _, plan in results}) == 1
     for off, codecs, _ in results:
         assert off < 1e-2  # as fp16 has it

@@ -78,7 +78,7 @@ class CodedPlans:
 
     def line_codecs(self, specs: Iterable[str], mesh: _core.Topology | None) -> list[str]:
         """Specs that gradients with these may have on their ways through a network's dimensions."""
-        if mesh is None or self._sharded or self._device is not None:
+        if mesh is None or self._sharded:
             return []
         return sorted({spec for each in set(specs) for spec in _core.line_codecs(each, mesh)})
 

@@ -28,8 +28,8 @@ from usbyte.torch.costs import (
     fit_lines,
 )
 from usbyte.torch.device import Device, device_at
-from usbyte.torch.mesh import Given, MeshCommunicator
-from usbyte.torch.staged import StagedCommunicator
+from usbyte.torch.mesh import Given
+from usbyte.torch.staged import mesh_of
 
 __all__ = ["probe"]
 
@@ -173,8 +173,8 @@ def measure_dimensions(
         The dimensions as rings, as which they are used, the same on every rank; None if the
         communicator has none. Those whose speeds were given stay.
     """
-    mesh = communicator.host if isinstance(communicator, StagedCommunicator) else communicator
-    if not isinstance(mesh, MeshCommunicator):
+    mesh = mesh_of(communicator)
+    if mesh is None:
         return None
     if mesh.is_measured:
         return mesh.topology

@@ -26,13 +26,14 @@ from usbyte.torch.drift import Drift
 from usbyte.torch.exchange import TorchExchange
 from usbyte.torch.gates import Gates
 from usbyte.torch.learning import Iteration, Learning
-from usbyte.torch.mesh import Given, MeshCommunicator
+from usbyte.torch.mesh import Given
 from usbyte.torch.ops import Average
 from usbyte.torch.planning import Decision, Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure, measure_dimensions
 from usbyte.torch.salvage import torn
 from usbyte.torch.sending import sender
 from usbyte.torch.sparse import DensityDrift, RowCounts, Rows, empty_like, sparse_tensor
+from usbyte.torch.staged import mesh_of
 from usbyte.torch.stopwatch import Stopwatch
 
 log = logging.getLogger("usbyte")
@@ -436,8 +437,8 @@ class Reducer:
         finally:  # should no plan come of it, the old one goes on
             self._communicator.register(self._arena.buffer)
         decision = self._planner.decide(times, measured, topology, self._counts.take())
-        if isinstance(self._communicator, MeshCommunicator) and decision.network.topology:
-            self._communicator.set_speeds(decision.network.topology)
+        if (mesh := mesh_of(self._communicator)) and decision.network.topology:
+            mesh.set_speeds(decision.network.topology)
         if self._drift is not None:
             self._drift.cost_s = time.monotonic() - start
         self._learning = None
@@ -473,9 +474,9 @@ class Reducer:
                 raise FaultError(self._failure)
             self.device.keep([self._arena.buffer])
             self._lay_out(plan)
-            if moves and codes_shards(plan) and isinstance(self._communicator, MeshCommunicator):
-                topology = self._communicator.topology
-                self._memory.concentrate(plan, topology, self._context.rank)
+            mesh = mesh_of(self._communicator)
+            if moves and codes_shards(plan) and mesh is not None:
+                self._memory.concentrate(plan, mesh.topology, self._context.rank)
             self._engine = self._start_engine(plan, steps)
         for i, param in enumerate(self.params):
             if param.grad is old[i] and not self._sparse[i]:

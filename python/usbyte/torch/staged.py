@@ -45,3 +45,9 @@ class StagedCommunicator:
     def close(self) -> None:
         """Ends the host's threads."""
         self.host.close()
+
+
+def mesh_of(communicator: object) -> MeshCommunicator | None:
+    """What carries an engine's messages along lines, perhaps by way of the host; None if flat."""
+    carrier = communicator.host if isinstance(communicator, StagedCommunicator) else communicator
+    return carrier if isinstance(carrier, MeshCommunicator) else None
