@@ -3,11 +3,10 @@
 #include <algorithm>
 
 #include "usbyte/error.h"
+#include "usbyte/lines.h"
 
 namespace usbyte {
 namespace {
-
-bool of_shards(const Op& op) { return op.kind == Collective::all_reduce && op.line >= 0; }
 
 // Its inputs are gradients, not what another op has reduced.
 bool takes_gradients(const Op& op) { return op.kind != Collective::all_gather && !of_shards(op); }

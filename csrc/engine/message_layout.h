@@ -12,11 +12,12 @@ namespace usbyte {
 
 /// What a rank codes of an op, and who it is among those that exchange the messages.
 struct CodedPart {
-  CodedPart(const Op& planned, const Topology* mesh, int rank, int size);
+  /// `of` among all ranks, `among` so many. `mesh` may be null for ops without a line.
+  CodedPart(const Op& planned, const Topology* mesh, int of, int among);
 
-  Op op;  ///< of the blocks that it works on, of which there may be none
-  int rank, size;
-  int drawer;  ///< the rank by whose chance it codes
+  Op op;           ///< of the blocks that it works on, of which there may be none
+  int rank, size;  ///< in its line, if the op has one
+  int drawer;      ///< whose chance it codes by: a rank, or a number that no rank has
 };
 
 /// How an op's gradients travel as a codec's messages: one, or one for each rank, of each block.

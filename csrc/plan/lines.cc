@@ -10,11 +10,8 @@
 #include "usbyte/error.h"
 
 namespace usbyte {
-namespace {
 
 bool of_shards(const Op& op) { return op.kind == Collective::all_reduce && op.line >= 0; }
-
-}  // namespace
 
 bool has_line_ways(const Op& op) {
   const auto codec = make_codec(op.codec);

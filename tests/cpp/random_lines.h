@@ -23,11 +23,11 @@ inline const std::vector<std::vector<int>> kLineMeshes = {{2, 2}, {3, 2}, {2, 3}
 /// dimension or both; some without.
 inline Plan random_lines(Random& random, const Topology& topology,
                          const std::vector<std::string>& codecs,
-                         const std::vector<std::string>& gathers) {
+                         const std::vector<std::string>& gathers, DType dtype = DType::float32) {
   std::vector<TensorSpec> tensors;
   int64_t end = 0;
   for (int64_t t = random(1, 5); t > 0; --t) {
-    tensors.push_back({"t" + std::to_string(t), random(1, 40), DType::float32, end, 1, 0});
+    tensors.push_back({"t" + std::to_string(t), random(1, 40), dtype, end, 1, 0});
     end = tensors.back().end();
   }
   std::vector<Op> ops;

@@ -132,12 +132,16 @@ def adapted(profile, network):
 
 
 def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
-    """Trains with a codec, and without; which dimensions it works in, and whether mass is kept."""
+    """Trains with a codec, and without.
+
+    Returns the difference, what is coded, how much mass was lost as plans changed, by change how
+    much was left to this rank of its shards and of others', and whether it was on a device.
+    """
     ub.init()
     expected = train("ddp", "sgd", rank, size, steps=12)
     if on_device:
         emulate()
-    plans, masses = [], []
+    plans, masses, left, places = [], [], [], []
     adopt = Reducer._adopt
 
     def mass(reducer):
@@ -150,6 +154,9 @@ def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
         after = mass(reducer)
         masses.append(max((after[n] - before[n]).abs().max().item() for n in before) if before
                       else 0.0)  # fmt: skip
+        if any(op.kind == "reduce_scatter" and op.codec == "none" for op in plan.ops):
+            left.append(shares(reducer._memory._buffer, plan, rank))
+        places.append(reducer.device.core is not None)
 
     Reducer._adopt = watched
     got = train(
@@ -160,24 +167,51 @@ def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
     )  # fmt: skip
     ub.shutdown()
     coded = {f"{op.kind} {op.line} {op.codec}" for op in plans[-1].ops if op.codec != "none"}
-    return difference(got, expected), sorted(coded), max(masses), len(masses)
+    return difference(got, expected), sorted(coded), max(masses), left, set(places) == {on_device}
 
 
-@pytest.mark.parametrize(("spec", "tolerance"), [("fp16", 1e-2), ("topk:0.9", 0.2)])
-@pytest.mark.parametrize("slow", [0, 1])
-def test_codecs_in_the_slower_dimension_only(tmp_path, spec, tolerance, slow):
+def shares(memory, plan, rank):
+    """The most that is remembered of this rank's shards, and of others' that it does not send."""
+    if memory.numel() == 0:
+        return [0.0, 0.0]
+    own = torch.zeros(plan.numel, dtype=torch.bool)
+    for op in plan.ops:
+        if op.kind == "all_reduce" and op.line >= 0:
+            inside = (rank // 2, rank % 2)[op.line]  # the coordinate in the other one of two
+            for begin, end in op.blocks:
+                half = -(-(end - begin) // 2)
+                own[begin + inside * half : min(begin + half + inside * half, end)] = True
+    most = [memory[:, part].abs() for part in (own, ~own)]
+    return [part.max().item() for part in most]
+
+
+@pytest.mark.parametrize(
+    ("spec", "tolerance", "slow", "on_device"),
+    [
+        ("fp16", 1e-2, 0, False),
+        ("fp16", 1e-2, 1, True),
+        ("topk:0.9", 0.2, 0, True),
+        ("topk:0.9", 0.2, 1, False),
+    ],
+)
+def test_codecs_in_the_slower_dimension_only(tmp_path, spec, tolerance, slow, on_device):
     # Of dimensions so fast that whatever the flat way was measured to cost is more.
     speeds = [1e15, 1e15]
     speeds[slow] = 1e9
     dimensions = [_core.Dimension(f"d{k}", 2, speed) for k, speed in enumerate(speeds)]
     path = tmp_path / "mesh.json"
     path.write_text(_core.Topology(dimensions).to_json())
-    args = (str(path), spec)
-    for off, coded, lost, adopted in run_ranks(4, compressed, *args, timeout=120, env=LEARN_FAST):
+    args = (str(path), spec, "ddp", on_device)
+    ranks = run_ranks(4, compressed, *args, timeout=120, env=LEARN_FAST)
+    for off, coded, lost, left, placed in ranks:
         assert off <= tolerance
         assert coded == [f"all_reduce {slow} {spec}"]
-        assert adopted > 0
+        assert placed
         assert lost < 1e-6
+        assert left
+        assert all(others == 0 for _, others in left)
+    remembered = max(own for _, _, _, left, _ in ranks for own, _ in left)
+    assert (remembered > 0) == (spec != "fp16")
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -186,10 +220,10 @@ def test_codecs_in_both_dimensions(tmp_path, on_device):
     path = tmp_path / "mesh.json"
     path.write_text(_core.Topology(dimensions).to_json())
     args = (str(path), "topk:0.1", "adapted", on_device)
-    for off, coded, lost, adopted in run_ranks(4, compressed, *args, timeout=120, env=LEARN_FAST):
+    for off, coded, lost, _, placed in run_ranks(4, compressed, *args, timeout=120, env=LEARN_FAST):
         assert off < 0.4
         assert coded == ["all_reduce 1 topk:0.1", "reduce_scatter 0 topk:0.2"]
-        assert adopted > 0
+        assert placed
         assert lost < 1e-6
 
 

@@ -16,6 +16,9 @@ namespace usbyte {
 /// and sums reach all ranks together with the scatters before them.
 void check_lines(const Plan& plan, const Topology& mesh);
 
+/// Whether it adds up what a scatter along another line has left.
+bool of_shards(const Op& op);
+
 /// The dimension that `op`, which has a line, is in; throws UsageError if there is none.
 const Dimension& dimension_of(const Op& op, const Topology& mesh);
 

@@ -23,7 +23,9 @@ _SIZES = re.compile(r"\d+(x\d+)*")
 
 
 class MeshCommunicator:
-    """Carries out all_reduces with routes over the lines of a mesh, and all else flat.
+    """Carries out all_reduces with routes, and what goes along a line, over the lines of a mesh.
+
+    All else goes flat.
 
     Args:
         topology: The mesh, of all ranks.
