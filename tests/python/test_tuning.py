@@ -22,7 +22,7 @@ from usbyte.cli import main
 from usbyte.cli.options import all_schemes, parse_scheme
 from usbyte.errors import UsageError
 from usbyte.lab import profiles
-from usbyte.torch import drift, reducer
+from usbyte.torch import drift, plan_cycle
 from usbyte.torch.stopwatch import Stopwatch
 from usbyte.tuning import searches
 
@@ -322,7 +322,7 @@ def tunes(rank, size, cases):
             plans.append(opt.plan.hash())
             left.append(opt.decision.trial_steps if opt.decision else -1)
             assert opt.settled == (left[-1] == 0)
-            if drift := opt._reducer._drift:
+            if drift := opt._reducer._cycle.drift:
                 if left[-1]:
                     drift.wanted = True  # must not matter while plans are on trial
                 else:
@@ -378,7 +378,7 @@ def tries_again(rank, size):
     def on_step(step, _model, opt):
         left.append(opt.decision.trial_steps if opt.plan.policy == "auto" else -1)
         if rank == 1 and left.count(-1) == 1 and left[-1] == 0:  # one rank alone notices
-            opt._reducer._drift.wanted = True
+            opt._reducer._cycle.drift.wanted = True
 
     expected = train("ddp", "adam", rank, size, steps=35)
     got = train("forward", "adam", rank, size, 35, on_step=on_step, tune_steps=2)
@@ -395,11 +395,13 @@ def knows_its_first_trial(rank, size):
     ub.init()
     tuning.TRIED["auto"] = fixed_trials
     took = iter([4.0, 3.0, 2.0, 4.5, 2.5])  # three plans; the two fastest again
-    reducer.Stopwatch = type("Fixed", (Stopwatch,), {"step_s": property(lambda _: next(took))})
+    plan_cycle.Stopwatch = type("Fixed", (Stopwatch,), {"step_s": property(lambda _: next(took))})
     seen = []
 
     def on_step(_step, _model, opt):
-        seen.append((opt.decision and opt.decision.trial_steps, opt._reducer._drift.baseline_s))
+        seen.append(
+            (opt.decision and opt.decision.trial_steps, opt._reducer._cycle.drift.baseline_s)
+        )
 
     train("forward", "adam", rank, size, 2 + 5 * 3 + 2, on_step=on_step, tune_steps=3)
     return seen

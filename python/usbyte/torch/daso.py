@@ -14,6 +14,7 @@ from torch import nn
 
 from usbyte import _core, tuning
 from usbyte.errors import Error, MismatchError, UsageError
+from usbyte.torch.alike import difference_of
 from usbyte.torch.context import Context, current
 from usbyte.torch.daso_schedule import DasoSchedule, Phase, Start
 from usbyte.torch.lines import host_topology, line_groups, sizes_of
@@ -21,7 +22,6 @@ from usbyte.torch.members import members_of
 from usbyte.torch.node_exchange import Exchange, NodeExchange
 from usbyte.torch.optimizer import DistributedOptimizer
 from usbyte.torch.parameter_vectors import ParameterVectors
-from usbyte.torch.planning import difference_of
 from usbyte.torch.salvage import Left
 
 __all__ = ["DasoOptimizer"]
@@ -365,8 +365,8 @@ class DasoOptimizer(DistributedOptimizer):
         """Every wait from now on raises FaultError with this message."""
         super().fail(message)
         if self._exchange is not None:
-            if self._salvage is None and not self._closed:  # a node of one rank
-                self._guard(None)
+            if self._changes.salvage is None and not self._closed:  # a node of one rank
+                self._guard(message, None)
             self._exchange.fail(message)
 
     def left(self) -> Left | None:
@@ -432,7 +432,7 @@ class DasoOptimizer(DistributedOptimizer):
         self._merging = True
         self._arrive(flight)
         self._in_flight = None
-        with self._updating():
+        with self._changes.updating():
             self._vectors.merge(flight.wait, self._exchange.size)
             self._merging = False
 

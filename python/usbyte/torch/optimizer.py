@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import Error, FaultError, UsageError
+from usbyte.errors import Error, UsageError
 from usbyte.torch.arguments import check_combination, check_policy, names_of, positive
 from usbyte.torch.awaited import release
+from usbyte.torch.changes import Changes
 from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
 from usbyte.torch.context import Context, current
+from usbyte.torch.decision import Decision
 from usbyte.torch.device import Mark, device_of
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
@@ -27,14 +27,15 @@ from usbyte.torch.mesh import Given, parse, told
 from usbyte.torch.ops import Average, ReduceOp
 from usbyte.torch.overlap import Overlap, Watch, agree
 from usbyte.torch.ownership import claim
-from usbyte.torch.planning import Decision, Planner, Policy
+from usbyte.torch.planning import Planner, Policy
 from usbyte.torch.process_sets import Members as SomeRanks
 from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.reducer import Reducer, codes_shards
-from usbyte.torch.salvage import Judgement, Left, Salvage
+from usbyte.torch.salvage import Judgement, Left
 from usbyte.torch.sharding import ShardedUpdates, check_dense
 from usbyte.torch.sparse import model_of, sparse_parameters
 from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks
+from usbyte.torch.wrapped import WrappedOptimizer
 
 __all__ = [
     "DistributedOptimizer",
@@ -42,10 +43,8 @@ __all__ = [
 
 log = logging.getLogger("usbyte")
 
-_UPDATE_S = 5.0  # how long an update may take to end after a fault
 
-
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(WrappedOptimizer):
     """Wraps `optimizer` so that `step()` applies gradients averaged over all ranks.
 
     Nothing of the wrapped optimizer is re-implemented: state, param_groups and state_dict are its
@@ -192,16 +191,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gates: Gates | None = None
         self._planner: Planner | None = None
         self._learned = False  # there is a plan, and a decision on overlap
-        # Held while updates are applied: whoever reads a parameter may ask for that.
-        self._applying = threading.RLock()
-        self._updater: int | None = None  # the thread that holds it to change parameters
-        self._salvage: Salvage | None = None  # after a fault
-        self._failure = ""  # which it was
-        self._on_device = False  # what it has left is
-        self._cleaning = False  # updates complete what it has left
-        self._completed = 0  # steps whose updates have all been applied
-        self._unfinished = False  # those of the next one are being applied
-        self._mid_update = False  # the wrapped optimizer's own step has begun and not returned
+        self._changes = Changes()
+        self._on_device = False  # what a fault has left is
         self._set_to_none = True
         self._closed = False
         self._build()
@@ -219,11 +210,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if reducer is not None and reducer.in_flight:
             self.drain()
         return self._inner.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self._inner.defaults
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -279,11 +265,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._steps = self._reducer.steps if self._reducer is not None else 0
         self._build()
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # not constructed yet
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r}, overlap={self._overlap!r})"
 
@@ -334,9 +315,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             start: Mark = reducer.device.now() if reducer is not None else 0.0
             if self._max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
-            with self._updating():
+            with self._changes.updating():
                 result = self._step_now(closure)
-                self._completed += 1
+                self._changes.completed += 1
             if reducer is not None:
                 reducer.finish_step(start)
                 if reducer.learning:
@@ -348,7 +329,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return result
         reducer.in_flight = False
         self._updates.defer()
-        self._unfinished = True
+        self._changes.unfinished = True
         self._apply(self._ungated)
         return None
 
@@ -389,7 +370,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "with shard_optimizer=True no rank has whole gradients: call step() right "
                     "after backward(), and clip with max_grad_norm="
                 )
-            with self._applying:
+            with self._changes.lock:
                 self._reducer.settle()
 
     @contextmanager
@@ -469,37 +450,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Until `settle_fault`.
         """
-        self._failure = message
         if self._reducer is not None:
-            self._guard(self._reducer)
+            self._guard(message, self._reducer)
             self._reducer.fail(message)
 
     def left(self) -> Left | None:
         """What the fault has left here, after `fail`; None if there was nothing to fail."""
-        if self._salvage is None:
-            return None
-        ended = self._applying.acquire(timeout=_UPDATE_S)
-        try:
-            self._salvage.hold()
-            updates, reducer = self._shards or self._updates, self._reducer
-            # Of sharded parameters a shard each is a step ahead of the rest at once.
-            whole = updates.count in (0, 0 if self._shards else len(self._params))
-            in_part = not whole or self._mid_update or not ended
-            completable, torn = False, self._on_device
-            with suppress(UsageError):  # the engine has ended meanwhile
-                if reducer is not None:
-                    torn = reducer.is_torn()
-                    alone = updates.count > 0 and ended and not self._mid_update
-                    completable = alone and self._shards is None and reducer.has_all()
-            return Left(self._completed, in_part or torn, completable)
-        finally:
-            if ended:
-                self._applying.release()
+        return self._changes.left(self._examine)
+
+    def _examine(self, is_quiet: bool) -> tuple[bool, bool]:
+        updates, reducer = self._shards or self._updates, self._reducer
+        # Of sharded parameters a shard each is a step ahead of the rest at once.
+        whole = updates.count in (0, 0 if self._shards else len(self._params))
+        completable, torn = False, self._on_device
+        with suppress(UsageError):  # the engine has ended meanwhile
+            if reducer is not None:
+                torn = reducer.is_torn()
+                alone = updates.count > 0 and is_quiet and self._shards is None
+                completable = alone and reducer.has_all()
+        return not whole or not is_quiet or torn, completable
 
     def settle_fault(self, verdict: str, judgement: Judgement) -> None:
         """Whether what is left is a state to go on from; see `Salvage.decide`."""
-        if self._salvage is not None:
-            self._salvage.decide(verdict, judgement)
+        self._changes.settle(verdict, judgement)
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records from the next step on; None stops."""
@@ -532,7 +505,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if whole_state:
                     self._end_sharding()
         finally:
-            if self._salvage is None:
+            if self._changes.salvage is None:
                 self._give_up()
             reducer.release_gradients()
             gates.close()
@@ -666,55 +639,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [self._given_names[p] for p in self._params]
 
     def _take_step(self, *args: Any) -> Any:
-        self._mid_update = True  # for good, if the step raises
+        self._changes.mid_step = True  # for good, if the step raises
         if self._reducer is not None:
             self._reducer.applied = True
         # Looked up each time, as schedulers replace it.
         result = self._fused.step(*args) if self._fused is not None else self._inner.step(*args)
-        self._mid_update = False
+        self._changes.mid_step = False
         return result
 
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """Around what changes parameters: it ends before a fault is told."""
-        with self._applying:
-            outer, self._updater = self._updater, threading.get_ident()
-            try:
-                if outer is None and self._salvage is not None and not self._cleaning:
-                    raise FaultError(self._failure)  # what is left has been told
-                yield
-            finally:
-                self._updater = outer
-                if outer is None and self._salvage is not None:
-                    self._salvage.hold()
-
-    def _is_updating(self) -> bool:
-        return self._updater == threading.get_ident()
-
     def _bring_up_to_date(self) -> None:
-        if self._salvage is not None:
-            self._salvage.check()
+        if self._changes.salvage is not None:
+            self._changes.salvage.check()
         else:
             self.drain()
 
-    def _guard(self, reducer: Reducer | None) -> None:
+    def _guard(self, message: str, reducer: Reducer | None) -> None:
         """After a fault: nobody reads parameters until it is decided what they are."""
-        on_clean = partial(self._clean_up, reducer)
         self._on_device = reducer is not None and reducer.device.core is not None
-        self._salvage = Salvage(self._params, self._is_updating, on_clean)
+        self._changes.fail(message, self._params, partial(self._clean_up, reducer))
 
     def _clean_up(self, reducer: Reducer | None, completes: bool) -> None:
         """When somebody goes on from what is left."""
         if completes and reducer is not None:
-            self._cleaning = True
             reducer.stop_waiting()
-            with self._updating():
+            with self._changes.completing():
                 self._updates.apply(range(len(self._params)), reducer)
         self._give_up()
 
     def _give_up(self) -> None:
         """Forgets the updates that are pending, as those of a run that has failed."""
-        self._unfinished = False
+        self._changes.unfinished = False
         self._updates.forget()
 
     def _needs_whole_step(self) -> bool:
@@ -760,9 +714,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if not reducer.in_flight:
             return
-        with self._updating():
+        with self._changes.updating():
             shards.step()
-        self._unfinished = True
+        self._changes.unfinished = True
         self._apply(self._ungated)
         if reducer.plan_ends:
             self._apply_all()
@@ -880,45 +834,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _apply(self, indices: Sequence[int]) -> None:
         if self._shards is not None:
-            with self._updating():
+            with self._changes.updating():
                 self._shards.arrive(indices)
-                self._finish(self._shards.count)
+                self._changes.finish(self._shards.count)
         elif self._reducer is not None and self._updates.count:
-            with self._updating():
+            with self._changes.updating():
                 self._updates.apply(indices, self._reducer)
-                self._finish(self._updates.count)
-
-    def _finish(self, pending: int) -> None:
-        if self._unfinished and not pending:
-            self._unfinished = False
-            self._completed += 1
+                self._changes.finish(self._updates.count)
 
     def _apply_all(self) -> None:
         self._apply(range(len(self._params)))
-
-
-for _name in (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-):
-    # Hooks registered on the wrapper are hooks of the wrapped optimizer.
-    setattr(DistributedOptimizer, _name, property(attrgetter(f"_inner.{_name}")))
-
-
-def _forwarded(name: str) -> property:
-    def write(self: DistributedOptimizer, value: Any) -> None:
-        setattr(self._inner, name, value)
-
-    def delete(self: DistributedOptimizer) -> None:
-        delattr(self._inner, name)
-
-    return property(attrgetter(f"_inner.{name}"), write, delete)
-
-
-# GradScaler hands these to optimizers that unscale by themselves.
-for _name in ("grad_scale", "found_inf"):
-    setattr(DistributedOptimizer, _name, _forwarded(_name))

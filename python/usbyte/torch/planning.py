@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from usbyte import _core, tuning
-from usbyte.errors import MismatchError, UsageError
+from usbyte.errors import UsageError
 from usbyte.lab.profiles import dense
+from usbyte.torch.alike import check_alike
 from usbyte.torch.arena import dtype_name
 from usbyte.torch.coded_plans import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along
 from usbyte.torch.compression import Choices
 from usbyte.torch.context import Context
 from usbyte.torch.costs import Measured, fit
+from usbyte.torch.decision import Decision
 from usbyte.torch.device import Device
 from usbyte.torch.learning import Times, combine, job_profile
 from usbyte.torch.ops import Average, Max, ReduceOp
@@ -30,75 +31,6 @@ log = logging.getLogger("usbyte")
 
 #: Profile x NetworkModel -> Plan
 Policy = Callable[[_core.Profile, _core.NetworkModel], _core.Plan]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the ranks agreed on.
-
-    Attributes:
-        plan: The plan that all ranks follow.
-        profile: The job as it was measured, the slowest rank's times.
-        network: What the network was measured to cost.
-        predicted_s: Seconds for a step of this plan.
-        bound_s: Seconds for a step that no plan goes below.
-        trial_steps: Steps after which the next plan is tried; 0 if this one stays.
-        sparse: How sparse gradients travel, by name.
-        overlap: What communication hides behind: "forward", "backward".
-    """
-
-    plan: _core.Plan
-    profile: _core.Profile
-    network: _core.NetworkModel
-    predicted_s: float
-    bound_s: float
-    trial_steps: int = 0
-    sparse: Mapping[str, Way] = field(default_factory=dict)
-    overlap: str = "forward"
-
-    def to_json(self) -> str:
-        """As it travels, with a hash of the plan."""
-        return json.dumps(
-            {
-                "hash": self.plan.hash(),
-                "plan": self.plan.to_json(),
-                "profile": self.profile.to_json(),
-                "network": self.network.to_json(),
-                "predicted_s": self.predicted_s,
-                "bound_s": self.bound_s,
-                "trial_steps": self.trial_steps,
-                "sparse": {name: [way.scheme, way.bytes] for name, way in self.sparse.items()},
-                "overlap": self.overlap,
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> Decision:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            UsageError: Rank 0 could not plan.
-            MismatchError: The plan reads differently here.
-        """
-        message = json.loads(text)
-        if "error" in message:
-            raise UsageError(f"rank 0 could not plan: {message['error']}")
-        plan = _core.Plan.from_json(message["plan"])
-        if plan.hash() != message["hash"]:
-            raise MismatchError(
-                "this rank reads another plan than rank 0 made; install the same version of usbyte "
-                "on all hosts"
-            )
-        return cls(
-            plan,
-            _core.Profile.from_json(message["profile"]),
-            _core.NetworkModel.from_json(message["network"]),
-            message["predicted_s"],
-            message["bound_s"],
-            message["trial_steps"],
-            {name: Way(*way) for name, way in message["sparse"].items()},
-            message["overlap"],
-        )
 
 
 class Planner:
@@ -152,7 +84,7 @@ class Planner:
         self._ways: Mapping[str, Way] = {}  # of sparse gradients, once they are chosen
         self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
         self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
-        self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
+        dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._sharded = dict(options), sharded
         self._chooses_overlap = overlap == "auto"
         self._policy, self._tune_steps = policy, tune_steps
@@ -174,7 +106,18 @@ class Planner:
             "bucket_bytes": self._options.get("bucket_bytes"),
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
         }
-        self._check_alike(settings | dict(alike or {}))
+        rows: list[list[object]] = [
+            [
+                name,
+                list(p.shape),
+                list(p.stride()),
+                dtype,
+                self._told(name),
+                "sparse" if name in sparse else "dense",
+            ]
+            for name, p, dtype in zip(names, params, dtypes, strict=True)
+        ]
+        check_alike(context, label, settings | dict(alike or {}), rows)
 
     @property
     def overlap(self) -> str:
@@ -513,36 +456,6 @@ class Planner:
     def _profile(self, times: Times) -> _core.Profile:
         return job_profile(self._names, self._params, times, flags=True, sparse=self.sparse)
 
-    def _check_alike(self, settings: Mapping[str, object]) -> None:
-        """Raises the same MismatchError on every rank if settings or parameters differ."""
-        rows = [
-            [
-                name,
-                list(p.shape),
-                list(p.stride()),
-                dtype,
-                self._told(name),
-                "sparse" if name in self.sparse else "dense",
-            ]
-            for name, p, dtype in zip(self._names, self._params, self._dtypes, strict=True)
-        ]
-        text = json.dumps([dict(settings), rows]).encode()
-        eager, label = self._context.eager, f"{self.label}.parameters"
-        digests = eager.allgather_bytes(f"{label}.hash", hashlib.sha256(text).digest())
-        if len(set(digests)) == 1:
-            return
-        specs = [json.loads(s) for s in eager.allgather_bytes(label, text)]
-        for name in settings:
-            values = [given.get(name) for given, _ in specs]
-            for rank, value in enumerate(values):
-                if value != values[0]:
-                    raise MismatchError(
-                        f"{self.label}: {name} is {values[0]} on rank 0 but {value} on rank "
-                        f"{rank}. Give all ranks the same arguments and environment."
-                    )
-        difference = difference_of([rows for _, rows in specs])
-        raise MismatchError(f"{self.label}: {difference}. Build the same model on all ranks.")
-
 
 #: Share of a step that another way to send rows must be predicted to save.
 _WORTH_LEARNING = 0.01
@@ -550,33 +463,6 @@ _WORTH_LEARNING = 0.01
 _WORTH_FORWARD = 0.01
 #: Of each trial of codecs to choose from, as of auto's plans.
 _CHOICE_STEPS = 7
-
-_ALIKE = ("shape", "strides", "dtype", "compression", "gradients")
-
-
-def difference_of(specs: Sequence[Sequence[list[object]]]) -> str:
-    """In which parameter ranks differ first, in words.
-
-    Args:
-        specs: By rank, for each parameter its name and what has to be alike.
-    """
-    first = specs[0]
-    for rank, spec in enumerate(specs):
-        for a, b in zip(first, spec, strict=False):
-            if a[0] != b[0]:
-                return f"rank 0 has parameter '{a[0]}' where rank {rank} has '{b[0]}'"
-            for what, x, y in zip(_ALIKE, a[1:], b[1:], strict=False):
-                if x != y:
-                    return f"parameter '{a[0]}' has {what} {x} on rank 0 but {y} on rank {rank}"
-        if len(first) != len(spec):
-            more, extra = (
-                (0, first[len(spec)]) if len(first) > len(spec) else (rank, spec[len(first)])
-            )
-            return (
-                f"rank 0 has {len(first)} parameters and rank {rank} has {len(spec)}; "
-                f"only rank {more} has '{extra[0]}'"
-            )
-    return "parameters differ"
 
 
 def flags_apart(plan: _core.Plan) -> _core.Plan:

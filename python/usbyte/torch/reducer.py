@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,22 +18,20 @@ from usbyte.torch.arena import Arena
 from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.compression import Memory, remembers
 from usbyte.torch.context import Context
-from usbyte.torch.device import Device, Fetched, Mark
-from usbyte.torch.drift import Drift
+from usbyte.torch.decision import Decision
+from usbyte.torch.device import Device, Mark
 from usbyte.torch.exchange import TorchExchange
 from usbyte.torch.gates import Gates
-from usbyte.torch.learning import Iteration, Learning
+from usbyte.torch.learning import Times
 from usbyte.torch.mesh import Given
 from usbyte.torch.ops import Average
-from usbyte.torch.planning import Decision, Planner
+from usbyte.torch.plan_cycle import PlanCycle
+from usbyte.torch.planning import Planner
 from usbyte.torch.probe import LARGEST_BYTES, measure, measure_dimensions
 from usbyte.torch.salvage import torn
 from usbyte.torch.sending import sender
-from usbyte.torch.sparse import DensityDrift, RowCounts, Rows, empty_like, sparse_tensor
+from usbyte.torch.sparse import Counts, Rows, empty_like, sparse_tensor
 from usbyte.torch.staged import mesh_of
-from usbyte.torch.stopwatch import Stopwatch
-
-log = logging.getLogger("usbyte")
 
 # How long the network is probed goes by what there is to gain: jobs of fewer bytes than this get a
 # share of the time, down to the least.
@@ -47,10 +42,8 @@ _LEAST_CARE = 1 / 8
 class Reducer:
     """Sums the scaled gradients of `params` over all ranks, step after step.
 
-    The first `learning_steps` steps follow DDP's plan over the order of registration; then all
-    ranks agree on a plan made from what they measured, and the arena is laid out anew. If the plan
-    is on trial, others follow, each after a number of steps that all ranks count. So it goes again,
-    if `adapt`, when steps come to take another time or sparse gradients to have other rows.
+    The first steps follow DDP's plan over the order of registration, later ones the plans that
+    `PlanCycle` has all ranks agree on; with each the arena is laid out anew.
 
     Args:
         context: The ranks.
@@ -61,8 +54,7 @@ class Reducer:
         gates: Knows when the forward pass needs each parameter.
         scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
         densifies: Sparse gradients of parameters not known to have such are sent as dense ones.
-        adapt: Learn and plan anew when the time of a step changes, or how many rows sparse
-            gradients have, but not while on trial.
+        adapt: Learn and plan anew when steps change; see `PlanCycle`.
         sharded: Once learned, all_gathers wait for `release_gathers`.
         passes_per_step: Backward passes that accumulate until the last of them sends.
         topology: Dimensions that all_reduces may be routed through; None for none.
@@ -111,16 +103,8 @@ class Reducer:
         self._sync = self._has_data = True
         self._passes_per_step, self._passes = passes_per_step, 0  # of backward, with sync
         self._in_pass = False  # one of those
-        self._learning: Learning | None = Learning()
-        self._stopwatch: Stopwatch | None = None  # while a plan is on trial
-        self._first_s: float | None = None  # a step of the first plan on trial
-        self._first_kind: tuple[str, frozenset[str]] | None = None  # of that plan
-        self._drift = Drift() if adapt else None
-        self._density_drift = DensityDrift(planner.is_outdated)
-        self._replan_agreed = False
-        self._votes: deque[Fetched] = deque()  # for a new plan, of steps before
-        self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
-        self._settled: Mark = 0.0  # when that was over
+        steps_to_learn = context.env.learning_steps
+        self._cycle = PlanCycle(planner, gates, device, steps_to_learn, adapt, self._decide)
         self._local_used = [False] * len(params)
         self._used: list[bool] | None = None  # by any rank, once it is known
         self._versions = [0] * len(params)
@@ -128,11 +112,9 @@ class Reducer:
         self._sums = scale == 1.0
         self._sparse = [name in planner.sparse for name in names]
         self._rows: dict[int, Rows] = {}  # on their way, of sparse parameters
-        self._counts = RowCounts()
         self._grads = [torch.empty(0)] * len(params)  # in the arena; of sparse ones as last seen
         self.in_flight = self.applied = False
         self._lent = False  # all parameters have gradients, while they are in flight
-        self._fresh = False  # a backward pass has ended since the last step
         self._waits_no_more = False  # after a fault
         self._writer: _core.TimelineWriter | None = None
         self._memory = memory
@@ -157,16 +139,12 @@ class Reducer:
     @property
     def learning(self) -> bool:
         """True until the plan is made from measurements."""
-        return self._learning is not None
+        return self._cycle.learning
 
     @property
     def plan_ends(self) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken."""
-        return (
-            self._replan_agreed
-            or (self._stopwatch is not None and self._stopwatch.done)
-            or self._planner.recodes_at(self._engine.steps)
-        )
+        return self._cycle.ends(self._engine.steps)
 
     @property
     def plan(self) -> _core.Plan:
@@ -259,8 +237,7 @@ class Reducer:
         found = self._engine.take_rows(self._slot[i])
         # Whoever has the gradient that was sent has the sum from now on, as with dense ones.
         self._grads[i].data = sparse_tensor(found, self.params[i], self.device)
-        if self._learning is not None or self._drift is not None:
-            self._counts.add(self.names[i], found[2].own_rows, len(found[0]))
+        self._cycle.count_rows(self.names[i], found[2].own_rows, len(found[0]))
         self._versions[i] = self._grads[i]._version
         del self._rows[i]
 
@@ -327,13 +304,12 @@ class Reducer:
             Error: Somebody wrote to a gradient while it was in flight.
         """
         stream = self.device.stream()
-        if self._learning is None:
+        if not self.learning:
             self._engine.drain(stream)
         else:
             start = self.device.now()
             self._engine.drain(stream)
-            self._settled = self.device.now()
-            self._waits.append((start, self._settled))
+            self._cycle.waited(start, self.device.now())
         self.release_gradients()
         for i, param in enumerate(self.params):
             if self._grads[i]._version != self._versions[i]:
@@ -389,72 +365,31 @@ class Reducer:
         Args:
             began: When the optimizer's step began; a closure may have run backward in it.
         """
-        self._end_plan(began)
-        if self._planner.recodes_at(self._engine.steps):
-            self._adopt(self._planner.recoded(self._engine.steps))
-            if self._drift is not None and self._learning is None:
-                self._drift.reset()
-
-    def _end_plan(self, began: Mark) -> None:
-        if self._replan_agreed:
-            self._replan_agreed = self._fresh = False
-            log.info("steps take another time, or gradients have other rows: learning anew")
-            self._learning = Learning()
-            self._counts.take()
-            self._adopt(self._planner.learning_plan())
-            self._gates.begin_learning()
-            return
-        if self._stopwatch is not None and self._stopwatch.done:
-            took_s = self._stopwatch.step_s
-            if self._first_s is None and self._stopwatch.steady:
-                self._first_s, self._first_kind = took_s, _kind_of(self.plan)
-            self._follow(self._planner.next_trial(took_s))
-            return
-        if self._learning is None or not self._fresh:
-            return
-        self._fresh = False
-        updated_s = float(self.device.now()) - max(float(began), float(self._settled))
-        waited_s = sum(float(end) - float(start) for start, end in self._waits)
-        ready = self._engine.ready_times()
-        self._learning.add(
-            Iteration.of(
-                self._gates.needed, [ready[slot] for slot in self._slot], waited_s, updated_s
-            )
+        plan = self._cycle.end_step(
+            self._engine.steps, self.plan, began, self._local_used, self._ready_s
         )
-        self.device.anchor()
-        self._gates.begin_iteration(self._local_used)
-        if len(self._learning) < self._context.env.learning_steps:
-            return
-        times = self._learning.times()
+        if plan is not None:
+            self._adopt(plan)
+
+    def _ready_s(self) -> list[float]:
+        ready = self._engine.ready_times()
+        return [ready[slot] for slot in self._slot]
+
+    def _decide(self, times: Times, rows: Mapping[str, Counts]) -> Decision:
+        """Plans with the other ranks, from what they have learned and a probe of the network."""
         self._on_learned()
         total = sum(p.numel() * p.element_size() for p in self.params)
         largest = min(max(total, 1 << 20), LARGEST_BYTES)
-        start = time.monotonic()
         try:
             care = min(max(total / _CAREFUL_BYTES, _LEAST_CARE), 1.0)
             measured = measure(self._context, self._communicator, largest, care=care)
             topology = measure_dimensions(self._context, self._communicator, largest)
         finally:  # should no plan come of it, the old one goes on
             self._communicator.register(self._arena.buffer)
-        decision = self._planner.decide(times, measured, topology, self._counts.take())
+        decision = self._planner.decide(times, measured, topology, rows)
         if (mesh := mesh_of(self._communicator)) and decision.network.topology:
             mesh.set_speeds(decision.network.topology)
-        if self._drift is not None:
-            self._drift.cost_s = time.monotonic() - start
-        self._learning = None
-        self._first_s = None
-        self._follow(decision)
-
-    def _follow(self, decision: Decision) -> None:
-        if decision.plan.hash() != self.plan.hash():
-            self._adopt(decision.plan)
-        self._stopwatch = Stopwatch(decision.trial_steps) if decision.trial_steps else None
-        if self._drift is not None and self._stopwatch is None:
-            # Those of a kind take about as long, unless the network has changed since.
-            alike = self._first_s is not None and _kind_of(self.plan) == self._first_kind
-            self._drift.reset(self._first_s if alike else None)
-            self._density_drift.reset()
-            self._counts.take()
+        return decision
 
     def _adopt(self, plan: _core.Plan) -> None:
         """Goes on with another plan; everything is drained. Gradients keep their values."""
@@ -496,7 +431,6 @@ class Reducer:
         buffer = self._communicator.allocate(plan.arena_bytes)
         self._arena = Arena(plan, [self.params[i] for i in self._at_slot], buffer)
         self._memory.lay_out(plan, self.device.torch_device)
-        self._votes.clear()
         self._grads = [
             grad if sparse else self._arena.grads[slot - 1]
             for grad, slot, sparse in zip(self._grads, self._slot, self._sparse, strict=True)
@@ -517,13 +451,13 @@ class Reducer:
             stall_warning_s=env.stall_warning_s,
             stall_limit_s=env.stall_limit_s,
             steps_before=steps_before,
-            hold_gathers=self._sharded and self._learning is None,
+            hold_gathers=self._sharded and not self.learning,
             device=self.device.core,
             exchange=self._exchange.core if self._exchange is not None else None,
             scale=self._scale,
             memory=self._memory.address,
             seed=self._planner.seed,
-            timed=self._learning is not None,
+            timed=self.learning,
             on_warning=self._context.warn,
             on_stall=self._on_stall,
             on_fault=self._context.report_fault,
@@ -557,7 +491,7 @@ class Reducer:
         self._engine.wait(0, self.device.stream())
         if self._arena.votes[1].item():
             return True
-        if self._sharded and self._learning is None:
+        if self._sharded and not self.learning:
             self.wait_reduced()
             self.release_gathers()  # of nothing, which nobody is going to take
         self.settle()
@@ -597,11 +531,7 @@ class Reducer:
             )
         stream = self.device.stream()
         self._engine.drain(stream)
-        if self._drift is not None and self._learning is None:
-            # The sum of the votes of a step, the same on all ranks.
-            self._votes.append(self.device.fetch(self._arena.votes[:1]))
-            if len(self._votes) > self.device.lag:
-                self._replan_agreed = bool(self._votes.popleft().get())
+        self._cycle.begin_backward(self._arena.votes[:1])
         self.release_gradients()
         self._lent = self.unsent = self.applied = False
         self._sender.begin()
@@ -658,27 +588,14 @@ class Reducer:
                 if param.grad is self._grads[i]:
                     self._check_not_summed(i)
                 self._send(i, param.grad)
-        wants_plan = False
-        if self._stopwatch is not None:
-            self._stopwatch.step(self.device.now())
-        elif self._drift is not None and self._learning is None:
-            self._drift.step(self.device.now())
-            wants_plan = self._drift.wanted or self._density_drift.wants_plan(self._counts)
         used = [self._local_used[i] for i in self._at_slot]
-        votes = [float(wants_plan), float(self._has_data)]
+        votes = [float(self._cycle.end_backward()), float(self._has_data)]
         self._sender.send_flags([*map(float, used), *votes])
         self._engine.end_backward()
         self._passes = 0
         self.in_backward = False
-        self._fresh = True
         self.in_flight = True
-        self._waits.clear()
         self._on_backward_end()
-
-
-def _kind_of(plan: _core.Plan) -> tuple[str, frozenset[str]]:
-    """Plans of one kind take about as long."""
-    return plan.policy, frozenset(op.codec for op in plan.ops)
 
 
 def _coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:

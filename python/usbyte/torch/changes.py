@@ -1,0 +1,103 @@
+"""Who changes an optimizer's parameters, how far that has come, and what a fault leaves of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from usbyte.errors import FaultError
+from usbyte.torch.salvage import Judgement, Left, Salvage
+
+_UPDATE_S = 5.0  # how long one may take to end after a fault
+
+
+class Changes:
+    """Counts an optimizer's steps by their updates; after a fault, stands before its parameters.
+
+    Attributes:
+        lock: Held while updates are applied: whoever reads a parameter may ask for that.
+            `completed` and `mid_step` are written under it.
+        completed: Steps whose updates have all been applied.
+        unfinished: Those of the next one are being applied.
+        mid_step: The wrapped optimizer's own step has begun and not returned.
+        salvage: What a fault has left; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.completed = 0
+        self.unfinished = self.mid_step = False
+        self.salvage: Salvage | None = None
+        self._failure = ""  # which it was
+        self._thread: int | None = None  # that holds the lock to change parameters
+        self._completes = False  # what was left, right now
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around what changes parameters: it ends before a fault is told."""
+        with self.lock:
+            outer, self._thread = self._thread, threading.get_ident()
+            try:
+                if outer is None and self.salvage is not None and not self._completes:
+                    raise FaultError(self._failure)  # what is left has been told
+                yield
+            finally:
+                self._thread = outer
+                if outer is None and self.salvage is not None:
+                    self.salvage.hold()
+
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        """The same after a fault, for updates that were judged to be in order."""
+        self._completes = True
+        with self.updating():
+            yield
+
+    def finish(self, pending: int) -> None:
+        """So many updates of the step in hand are yet to come."""
+        if self.unfinished and not pending:
+            self.unfinished = False
+            self.completed += 1
+
+    def fail(
+        self, message: str, params: Sequence[torch.Tensor], on_clean: Callable[[bool], None]
+    ) -> None:
+        """From now on nobody reads parameters, until it is decided what they are.
+
+        Args:
+            message: Of the fault.
+            params: The optimizer's.
+            on_clean: See `Salvage`.
+        """
+        self._failure = message
+        self.salvage = Salvage(params, self._is_updating, on_clean)
+
+    def left(self, examine: Callable[[bool], tuple[bool, bool]]) -> Left | None:
+        """What the fault has left, after `fail`; None if there was nothing to fail.
+
+        Args:
+            examine: Called once no update is going on, or none seems to end, with which of the two
+                it is; returns whether parameters hold a part of a step, and whether the pending
+                updates can be applied.
+        """
+        if self.salvage is None:
+            return None
+        ended = self.lock.acquire(timeout=_UPDATE_S)
+        try:
+            self.salvage.hold()
+            in_part, completable = examine(ended and not self.mid_step)
+            return Left(self.completed, in_part, completable)
+        finally:
+            if ended:
+                self.lock.release()
+
+    def settle(self, verdict: str, judgement: Judgement) -> None:
+        """Whether what is left is a state to go on from; see `Salvage.decide`."""
+        if self.salvage is not None:
+            self.salvage.decide(verdict, judgement)
+
+    def _is_updating(self) -> bool:
+        return self._thread == threading.get_ident()

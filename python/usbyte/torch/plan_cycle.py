@@ -1,0 +1,197 @@
+"""How long plans stay in force: jobs are learned, plans are tried, and steps are watched."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from usbyte import _core
+from usbyte.torch.decision import Decision
+from usbyte.torch.device import Device, Fetched, Mark
+from usbyte.torch.drift import Drift
+from usbyte.torch.gates import Gates
+from usbyte.torch.learning import Iteration, Learning, Times
+from usbyte.torch.planning import Planner
+from usbyte.torch.sparse import Counts, DensityDrift, RowCounts
+from usbyte.torch.stopwatch import Stopwatch
+
+log = logging.getLogger("usbyte")
+
+
+class PlanCycle:
+    """Says after which step another plan comes into force, and which.
+
+    The first `learning_steps` steps are learned from; then all ranks agree on a plan. If it is on
+    trial, others follow, each after a number of steps that all ranks count. So it goes again, if
+    `adapt`, when steps come to take another time or sparse gradients to have other rows, for which
+    ranks vote in each step.
+
+    Args:
+        planner: Makes the plans.
+        gates: Knows when the forward pass needs each parameter.
+        device: Where the parameters are.
+        learning_steps: Steps to learn from.
+        adapt: Learn and plan anew when the time of a step changes, or how many rows sparse
+            gradients have, but not while on trial.
+        decide: Called when all ranks have learned enough, with this rank's times and how many rows
+            its sparse gradients had; has them agree on a plan.
+
+    Attributes:
+        drift: Watches the times of steps; None unless `adapt`.
+        density_drift: Watches the rows of sparse gradients.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        gates: Gates,
+        device: Device,
+        learning_steps: int,
+        adapt: bool,
+        decide: Callable[[Times, Mapping[str, Counts]], Decision],
+    ) -> None:
+        self._planner, self._gates, self._device = planner, gates, device
+        self._learning_steps, self._decide = learning_steps, decide
+        self.drift = Drift() if adapt else None
+        self.density_drift = DensityDrift(planner.is_outdated)
+        self._learning: Learning | None = Learning()
+        self._counts = RowCounts()
+        self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
+        self._settled: Mark = 0.0  # when that was over
+        self._fresh = False  # a backward pass has ended since the last step
+        self._stopwatch: Stopwatch | None = None  # while a plan is on trial
+        self._first_s: float | None = None  # a step of the first plan on trial
+        self._first_kind: tuple[str, frozenset[str]] | None = None  # of that plan
+        self._votes: deque[Fetched] = deque()  # for a new plan, of steps before
+        self._agreed = False  # on a new plan
+
+    @property
+    def learning(self) -> bool:
+        """True until the plan is made from measurements."""
+        return self._learning is not None
+
+    def ends(self, steps: int) -> bool:
+        """On all ranks, the plan in force ends with the step that is about to be taken.
+
+        Args:
+            steps: Begun so far, that one included.
+        """
+        return (
+            self._agreed
+            or (self._stopwatch is not None and self._stopwatch.done)
+            or self._planner.recodes_at(steps)
+        )
+
+    def waited(self, start: Mark, end: Mark) -> None:
+        """Of a step that is learned from: the network was waited for."""
+        self._settled = end
+        self._waits.append((start, end))
+
+    def count_rows(self, name: str, own: int, every: int) -> None:
+        """A sparse gradient's rows: this rank's, and those of the sum."""
+        if self._learning is not None or self.drift is not None:
+            self._counts.add(name, own, every)
+
+    def begin_backward(self, votes: torch.Tensor) -> None:
+        """Takes the sum of the last step's votes for a new plan, which all ranks have alike."""
+        if self.drift is None or self._learning is not None:
+            return
+        self._votes.append(self._device.fetch(votes))
+        if len(self._votes) > self._device.lag:
+            self._agreed = bool(self._votes.popleft().get())
+
+    def end_backward(self) -> bool:
+        """Whether this rank votes for a new plan."""
+        self._fresh = True
+        self._waits.clear()
+        if self._stopwatch is not None:
+            self._stopwatch.step(self._device.now())
+        elif self.drift is not None and self._learning is None:
+            self.drift.step(self._device.now())
+            return self.drift.wanted or self.density_drift.wants_plan(self._counts)
+        return False
+
+    def end_step(
+        self,
+        steps: int,
+        plan: _core.Plan,
+        began: Mark,
+        used: Sequence[bool],
+        ready_s: Callable[[], Sequence[float]],
+    ) -> _core.Plan | None:
+        """The plan to follow from now on, which all ranks have alike; None if it stays.
+
+        To be called when everything is drained and no update is pending.
+
+        Args:
+            steps: Completed so far.
+            plan: The one in force.
+            began: When the optimizer's step began; a closure may have run backward in it.
+            used: By parameter, whether it got a gradient.
+            ready_s: Gives, by parameter, when its gradient was ready, steady clock seconds.
+        """
+        following = self._next_plan(plan, began, used, ready_s)
+        if self._planner.recodes_at(steps):
+            following = self._planner.recoded(steps)
+            if self.drift is not None and self._learning is None:
+                self.drift.reset()
+        if following is not None:
+            self._votes.clear()
+        return following
+
+    def _next_plan(
+        self,
+        plan: _core.Plan,
+        began: Mark,
+        used: Sequence[bool],
+        ready_s: Callable[[], Sequence[float]],
+    ) -> _core.Plan | None:
+        if self._agreed:
+            self._agreed = self._fresh = False
+            log.info("steps take another time, or gradients have other rows: learning anew")
+            self._learning = Learning()
+            self._counts.take()
+            self._gates.begin_learning()
+            return self._planner.learning_plan()
+        if self._stopwatch is not None and self._stopwatch.done:
+            took_s = self._stopwatch.step_s
+            if self._first_s is None and self._stopwatch.steady:
+                self._first_s, self._first_kind = took_s, _kind_of(plan)
+            return self._follow(self._planner.next_trial(took_s), plan)
+        if self._learning is None or not self._fresh:
+            return None
+        self._fresh = False
+        updated_s = float(self._device.now()) - max(float(began), float(self._settled))
+        waited_s = sum(float(end) - float(start) for start, end in self._waits)
+        self._learning.add(Iteration.of(self._gates.needed, ready_s(), waited_s, updated_s))
+        self._device.anchor()
+        self._gates.begin_iteration(used)
+        if len(self._learning) < self._learning_steps:
+            return None
+        start = time.monotonic()
+        decision = self._decide(self._learning.times(), self._counts.take())
+        if self.drift is not None:
+            self.drift.cost_s = time.monotonic() - start
+        self._learning = None
+        self._first_s = None
+        return self._follow(decision, plan)
+
+    def _follow(self, decision: Decision, before: _core.Plan) -> _core.Plan | None:
+        plan = decision.plan
+        self._stopwatch = Stopwatch(decision.trial_steps) if decision.trial_steps else None
+        if self.drift is not None and self._stopwatch is None:
+            # Those of a kind take about as long, unless the network has changed since.
+            alike = self._first_s is not None and _kind_of(plan) == self._first_kind
+            self.drift.reset(self._first_s if alike else None)
+            self.density_drift.reset()
+            self._counts.take()
+        return plan if plan.hash() != before.hash() else None
+
+
+def _kind_of(plan: _core.Plan) -> tuple[str, frozenset[str]]:
+    """Plans of one kind take about as long."""
+    return plan.policy, frozenset(op.codec for op in plan.ops)
