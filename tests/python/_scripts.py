@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -120,6 +121,19 @@ def averages(wrap: Wrap, rank: int) -> Any:
         opt.step()
         mean.update_parameters(model)
     return model, mean.module
+
+
+def snapshots(wrap: Wrap, rank: int) -> Any:
+    model = mlp()
+    net, opt = wrap(model, sgd(model))
+    seen = []
+    with ThreadPoolExecutor(1) as pool:
+        for x in batches(rank):
+            opt.zero_grad()
+            net(x).pow(2).mean().backward()
+            opt.step()
+            seen += pool.submit(lambda: [p.detach().clone() for p in model.parameters()]).result()
+    return model, seen
 
 
 class Tied(nn.Module):

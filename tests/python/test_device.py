@@ -189,8 +189,8 @@ def votes(rank, size):
     reducer = optimizer._reducer
     assert not reducer.learning
     if rank == 1:
-        reducer._cycle.drift.wanted = True
-        reducer._cycle.drift.step = lambda now: None
+        reducer._cycle._drift.wanted = True
+        reducer._cycle._drift.step = lambda now: None
     steps = 0
     while not reducer.learning:
         step()

@@ -29,6 +29,7 @@ EXPECTED = {
     "logs": USED,
     "logs_seldom": "",
     "averages": "parameters are read between step() and the forward pass, '0.weight' for one",
+    "snapshots": "parameters are read in another thread than the one that trains, '0.weight'",
     "ties": "",
     "reads_elsewhere": "",
     "penalises": "",
@@ -66,10 +67,12 @@ REFUSED = {
 class Reasons(logging.Handler):
     def __init__(self):
         super().__init__(logging.INFO)
-        self.found = []
+        self.found, self.warnings = [], []
 
     def emit(self, record):
         text = record.getMessage()
+        if record.levelno == logging.WARNING:
+            self.warnings.append(text)
         _, _, reason = text.partition("updates do not wait for the next forward pass: ")
         if reason:
             self.found.append(reason)
@@ -125,6 +128,7 @@ def equal_ddp(rank, size, names):
         assert all(t.isfinite().all() for t in want), name
         for overlap in ("auto", "forward"):
             reasons.found.clear()
+            reasons.warnings.clear()
             if overlap == "forward" and name in REFUSED:
                 with pytest.raises(Error, match=re.escape(REFUSED[name])):
                     train(name, overlap, rank)
@@ -140,6 +144,8 @@ def equal_ddp(rank, size, names):
             assert decided == overlaps, (name, decided)
             assert all(expected in found for found in reasons.found), (name, reasons.found)
             assert bool(reasons.found) == bool(expected), (name, reasons.found)
+            threads = [text for text in reasons.warnings if "is read in another thread" in text]
+            assert len(threads) == ((name, overlap) == ("snapshots", "forward")), threads
 
 
 def test_every_script_is_expected():

@@ -14,7 +14,7 @@ _ALIKE = ("shape", "strides", "dtype", "compression", "gradients")
 
 
 def check_alike(
-    context: Context, label: str, settings: Mapping[str, object], params: Sequence[list[object]]
+    context: Context, label: str, settings: Mapping[str, object], specs: Sequence[list[object]]
 ) -> None:
     """Compares all ranks. Collective.
 
@@ -22,13 +22,12 @@ def check_alike(
         context: The ranks.
         label: Whose parameters these are.
         settings: By the names that users know.
-        params: For each parameter its name, shape, strides, dtype, and compression in words, and
-            whether its gradients are "sparse" or "dense".
+        specs: As `difference_of` takes them, of this rank.
 
     Raises:
         MismatchError: Ranks differ; it is the same on every rank.
     """
-    text = json.dumps([dict(settings), params]).encode()
+    text = json.dumps([dict(settings), specs]).encode()
     eager, name = context.eager, f"{label}.parameters"
     digests = eager.allgather_bytes(f"{name}.hash", hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
@@ -42,7 +41,7 @@ def check_alike(
                     f"{label}: {setting} is {values[0]} on rank 0 but {value} on rank {rank}. "
                     "Give all ranks the same arguments and environment."
                 )
-    difference = difference_of([params for _, params in told])
+    difference = difference_of([its for _, its in told])
     raise MismatchError(f"{label}: {difference}. Build the same model on all ranks.")
 
 
@@ -50,7 +49,8 @@ def difference_of(specs: Sequence[Sequence[list[object]]]) -> str:
     """In which parameter ranks differ first, in words.
 
     Args:
-        specs: By rank, for each parameter its name and what has to be alike.
+        specs: By rank, for each parameter its name, shape, strides, dtype, compression in words,
+            and whether its gradients are "sparse" or "dense"; or the first of these.
     """
     first = specs[0]
     for rank, spec in enumerate(specs):

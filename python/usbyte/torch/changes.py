@@ -18,22 +18,20 @@ class Changes:
     """Counts an optimizer's steps by their updates; after a fault, stands before its parameters.
 
     Attributes:
-        lock: Held while updates are applied: whoever reads a parameter may ask for that.
-            `completed` and `mid_step` are written under it.
-        completed: Steps whose updates have all been applied.
-        unfinished: Those of the next one are being applied.
-        mid_step: The wrapped optimizer's own step has begun and not returned.
+        lock: Held while updates are applied: whoever reads a parameter may ask for that. Steps
+            are counted under it.
         salvage: What a fault has left; None without one.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.completed = 0
-        self.unfinished = self.mid_step = False
         self.salvage: Salvage | None = None
+        self._completed = 0  # steps whose updates have all been applied
+        self._unfinished = False  # those of the next one are being applied
+        self._mid_step = False  # the wrapped optimizer's own step has begun and not returned
         self._failure = ""  # which it was
         self._thread: int | None = None  # that holds the lock to change parameters
-        self._completes = False  # what was left, right now
+        self._completes = False  # updates may go on after the fault
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -56,11 +54,30 @@ class Changes:
         with self.updating():
             yield
 
-    def finish(self, pending: int) -> None:
-        """So many updates of the step in hand are yet to come."""
-        if self.unfinished and not pending:
-            self.unfinished = False
-            self.completed += 1
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the wrapped optimizer's own step; one that raises has ended half-way for good."""
+        self._mid_step = True
+        yield
+        self._mid_step = False
+
+    def complete(self) -> None:
+        """All updates of a step have been applied at once."""
+        self._completed += 1
+
+    def put_off(self) -> None:
+        """The updates of a step are to come one after the other."""
+        self._unfinished = True
+
+    def arrive(self, pending: int) -> None:
+        """Some of them have been applied, and so many are left."""
+        if self._unfinished and not pending:
+            self._unfinished = False
+            self._completed += 1
+
+    def forget(self) -> None:
+        """Those that are left never come."""
+        self._unfinished = False
 
     def fail(
         self, message: str, params: Sequence[torch.Tensor], on_clean: Callable[[bool], None]
@@ -79,17 +96,17 @@ class Changes:
         """What the fault has left, after `fail`; None if there was nothing to fail.
 
         Args:
-            examine: Called once no update is going on, or none seems to end, with which of the two
-                it is; returns whether parameters hold a part of a step, and whether the pending
-                updates can be applied.
+            examine: Called with whether no update is going on, and none has ended half-way; if so,
+                under the lock. Returns whether parameters hold a part of a step, and whether the
+                pending updates can be applied.
         """
         if self.salvage is None:
             return None
         ended = self.lock.acquire(timeout=_UPDATE_S)
         try:
             self.salvage.hold()
-            in_part, completable = examine(ended and not self.mid_step)
-            return Left(self.completed, in_part, completable)
+            in_part, completable = examine(ended and not self._mid_step)
+            return Left(self._completed, in_part, completable)
         finally:
             if ended:
                 self.lock.release()

@@ -35,7 +35,7 @@ from usbyte.torch.salvage import Judgement, Left
 from usbyte.torch.sharding import ShardedUpdates, check_dense
 from usbyte.torch.sparse import model_of, sparse_parameters
 from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks
-from usbyte.torch.wrapped import WrappedOptimizer
+from usbyte.torch.wrapper import OptimizerWrapper
 
 __all__ = [
     "DistributedOptimizer",
@@ -44,7 +44,7 @@ __all__ = [
 log = logging.getLogger("usbyte")
 
 
-class DistributedOptimizer(WrappedOptimizer):
+class DistributedOptimizer(OptimizerWrapper):
     """Wraps `optimizer` so that `step()` applies gradients averaged over all ranks.
 
     Nothing of the wrapped optimizer is re-implemented: state, param_groups and state_dict are its
@@ -194,6 +194,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._changes = Changes()
         self._on_device = False  # what a fault has left is
         self._set_to_none = True
+        self._told_of_threads = False
         self._closed = False
         self._build()
         context.add(self)
@@ -284,6 +285,8 @@ class DistributedOptimizer(WrappedOptimizer):
             FaultError: Communication failed, on any rank.
         """
         self._check_usable()
+        if self._gates is not None:
+            self._gates.train_here()
         reducer = self._reducer
         if closure is not None and reducer is not None:
             if calls_closure_first(self._inner) and not self._needs_whole_step():
@@ -317,7 +320,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
             with self._changes.updating():
                 result = self._step_now(closure)
-                self._changes.completed += 1
+                self._changes.complete()
             if reducer is not None:
                 reducer.finish_step(start)
                 if reducer.learning:
@@ -329,7 +332,7 @@ class DistributedOptimizer(WrappedOptimizer):
             return result
         reducer.in_flight = False
         self._updates.defer()
-        self._changes.unfinished = True
+        self._changes.put_off()
         self._apply(self._ungated)
         return None
 
@@ -459,6 +462,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return self._changes.left(self._examine)
 
     def _examine(self, is_quiet: bool) -> tuple[bool, bool]:
+        """Whether a step was applied in part, and whether its rest can be; see `Changes.left`."""
         updates, reducer = self._shards or self._updates, self._reducer
         # Of sharded parameters a shard each is a step ahead of the rest at once.
         whole = updates.count in (0, 0 if self._shards else len(self._params))
@@ -639,13 +643,12 @@ class DistributedOptimizer(WrappedOptimizer):
         return [self._given_names[p] for p in self._params]
 
     def _take_step(self, *args: Any) -> Any:
-        self._changes.mid_step = True  # for good, if the step raises
-        if self._reducer is not None:
-            self._reducer.applied = True
-        # Looked up each time, as schedulers replace it.
-        result = self._fused.step(*args) if self._fused is not None else self._inner.step(*args)
-        self._changes.mid_step = False
-        return result
+        with self._changes.stepping():
+            if self._reducer is not None:
+                self._reducer.applied = True
+            # Looked up each time, as schedulers replace it.
+            optimizer = self._fused if self._fused is not None else self._inner
+            return optimizer.step(*args)
 
     def _bring_up_to_date(self) -> None:
         if self._changes.salvage is not None:
@@ -668,7 +671,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _give_up(self) -> None:
         """Forgets the updates that are pending, as those of a run that has failed."""
-        self._changes.unfinished = False
+        self._changes.forget()
         self._updates.forget()
 
     def _needs_whole_step(self) -> bool:
@@ -716,7 +719,7 @@ class DistributedOptimizer(WrappedOptimizer):
             return
         with self._changes.updating():
             shards.step()
-        self._changes.unfinished = True
+        self._changes.put_off()
         self._apply(self._ungated)
         if reducer.plan_ends:
             self._apply_all()
@@ -790,8 +793,24 @@ class DistributedOptimizer(WrappedOptimizer):
             self.drain()
 
     def _on_param_read(self, i: int, param: torch.Tensor) -> None:
-        self._apply([i])
+        if self._gates is not None and self._gates.is_elsewhere():
+            # It is likely to read more, which the forward pass is about to update.
+            self._tell_of_threads(i)
+            self._apply_all()
+        else:
+            self._apply([i])
         release(param)
+
+    def _tell_of_threads(self, i: int) -> None:
+        if not self._told_of_threads:
+            self._told_of_threads = True
+            log.warning(
+                "%s: '%s' is read in another thread than the one that trains, which may see "
+                "parameters in the middle of their updates: call optimizer.synchronize() before "
+                'it is to read them, or use overlap="backward"',
+                self.label,
+                self._reducer.names[i] if self._reducer is not None else i,
+            )
 
     def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
         reducer = self._reducer
@@ -836,11 +855,11 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._shards is not None:
             with self._changes.updating():
                 self._shards.arrive(indices)
-                self._changes.finish(self._shards.count)
+                self._changes.arrive(self._shards.count)
         elif self._reducer is not None and self._updates.count:
             with self._changes.updating():
                 self._updates.apply(indices, self._reducer)
-                self._changes.finish(self._updates.count)
+                self._changes.arrive(self._updates.count)
 
     def _apply_all(self) -> None:
         self._apply(range(len(self._params)))

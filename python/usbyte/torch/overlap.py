@@ -132,6 +132,11 @@ class Watch:
                 f"parameters are read between step() and the forward pass, '{self._names[read[0]]}'"
                 " for one"
             )
+        if gates.read_elsewhere:
+            yield (
+                "parameters are read in another thread than the one that trains, "
+                f"'{self._names[min(gates.read_elsewhere)]}' for one"
+            )
         if 2 * sum(self._bytes[i] for i in ungated) > whole:
             yield (
                 f"what uses '{self._names[ungated[0]]}', and more, was not seen to, as in compiled "

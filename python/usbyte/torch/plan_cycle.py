@@ -37,12 +37,7 @@ class PlanCycle:
         learning_steps: Steps to learn from.
         adapt: Learn and plan anew when the time of a step changes, or how many rows sparse
             gradients have, but not while on trial.
-        decide: Called when all ranks have learned enough, with this rank's times and how many rows
-            its sparse gradients had; has them agree on a plan.
-
-    Attributes:
-        drift: Watches the times of steps; None unless `adapt`.
-        density_drift: Watches the rows of sparse gradients.
+        on_learned: Called when all ranks have learned enough, before they plan.
     """
 
     def __init__(
@@ -52,12 +47,12 @@ class PlanCycle:
         device: Device,
         learning_steps: int,
         adapt: bool,
-        decide: Callable[[Times, Mapping[str, Counts]], Decision],
+        on_learned: Callable[[], None],
     ) -> None:
         self._planner, self._gates, self._device = planner, gates, device
-        self._learning_steps, self._decide = learning_steps, decide
-        self.drift = Drift() if adapt else None
-        self.density_drift = DensityDrift(planner.is_outdated)
+        self._learning_steps, self._on_learned = learning_steps, on_learned
+        self._drift = Drift() if adapt else None
+        self._density_drift = DensityDrift(planner.is_outdated)
         self._learning: Learning | None = Learning()
         self._counts = RowCounts()
         self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
@@ -74,7 +69,7 @@ class PlanCycle:
         """True until the plan is made from measurements."""
         return self._learning is not None
 
-    def ends(self, steps: int) -> bool:
+    def plan_ends(self, steps: int) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken.
 
         Args:
@@ -87,32 +82,37 @@ class PlanCycle:
         )
 
     def waited(self, start: Mark, end: Mark) -> None:
-        """Of a step that is learned from: the network was waited for."""
+        """While learning: gradients were waited for, from `start` to `end`."""
         self._settled = end
         self._waits.append((start, end))
 
     def count_rows(self, name: str, own: int, every: int) -> None:
-        """A sparse gradient's rows: this rank's, and those of the sum."""
-        if self._learning is not None or self.drift is not None:
+        """Takes the rows of the sparse gradient of that name: this rank's own, and the sum's."""
+        if self._learning is not None or self._drift is not None:
             self._counts.add(name, own, every)
 
     def begin_backward(self, votes: torch.Tensor) -> None:
-        """Takes the sum of the last step's votes for a new plan, which all ranks have alike."""
-        if self.drift is None or self._learning is not None:
+        """A backward pass that sends begins.
+
+        Args:
+            votes: For a new plan, summed over ranks: one element, of the last step that was sent.
+                It counts `Device.lag` steps later, on all ranks alike.
+        """
+        if self._drift is None or self._learning is not None:
             return
         self._votes.append(self._device.fetch(votes))
         if len(self._votes) > self._device.lag:
             self._agreed = bool(self._votes.popleft().get())
 
     def end_backward(self) -> bool:
-        """Whether this rank votes for a new plan."""
+        """A backward pass that sends ends, which counts; returns whether to vote for a new plan."""
         self._fresh = True
         self._waits.clear()
         if self._stopwatch is not None:
             self._stopwatch.step(self._device.now())
-        elif self.drift is not None and self._learning is None:
-            self.drift.step(self._device.now())
-            return self.drift.wanted or self.density_drift.wants_plan(self._counts)
+        elif self._drift is not None and self._learning is None:
+            self._drift.step(self._device.now())
+            return self._drift.wanted or self._density_drift.wants_plan(self._counts)
         return False
 
     def end_step(
@@ -122,10 +122,12 @@ class PlanCycle:
         began: Mark,
         used: Sequence[bool],
         ready_s: Callable[[], Sequence[float]],
+        decide: Callable[[Times, Mapping[str, Counts]], Decision],
     ) -> _core.Plan | None:
-        """The plan to follow from now on, which all ranks have alike; None if it stays.
+        """The plan to go over to now, which all ranks have alike; None if the old one stays.
 
-        To be called when everything is drained and no update is pending.
+        Collective where a plan ends. To be called when everything is drained and no update is
+        pending.
 
         Args:
             steps: Completed so far.
@@ -133,12 +135,14 @@ class PlanCycle:
             began: When the optimizer's step began; a closure may have run backward in it.
             used: By parameter, whether it got a gradient.
             ready_s: Gives, by parameter, when its gradient was ready, steady clock seconds.
+            decide: Has all ranks agree on a plan, from this rank's times and how many rows its
+                sparse gradients had.
         """
-        following = self._next_plan(plan, began, used, ready_s)
-        if self._planner.recodes_at(steps):
+        following = self._next_plan(plan, began, used, ready_s, decide)
+        if self._planner.recodes_at(steps):  # of what follows, if anything does
             following = self._planner.recoded(steps)
-            if self.drift is not None and self._learning is None:
-                self.drift.reset()
+            if self._drift is not None and self._learning is None:
+                self._drift.reset()
         if following is not None:
             self._votes.clear()
         return following
@@ -149,6 +153,7 @@ class PlanCycle:
         began: Mark,
         used: Sequence[bool],
         ready_s: Callable[[], Sequence[float]],
+        decide: Callable[[Times, Mapping[str, Counts]], Decision],
     ) -> _core.Plan | None:
         if self._agreed:
             self._agreed = self._fresh = False
@@ -172,10 +177,12 @@ class PlanCycle:
         self._gates.begin_iteration(used)
         if len(self._learning) < self._learning_steps:
             return None
+        times = self._learning.times()
+        self._on_learned()
         start = time.monotonic()
-        decision = self._decide(self._learning.times(), self._counts.take())
-        if self.drift is not None:
-            self.drift.cost_s = time.monotonic() - start
+        decision = decide(times, self._counts.take())
+        if self._drift is not None:
+            self._drift.cost_s = time.monotonic() - start
         self._learning = None
         self._first_s = None
         return self._follow(decision, plan)
@@ -183,11 +190,11 @@ class PlanCycle:
     def _follow(self, decision: Decision, before: _core.Plan) -> _core.Plan | None:
         plan = decision.plan
         self._stopwatch = Stopwatch(decision.trial_steps) if decision.trial_steps else None
-        if self.drift is not None and self._stopwatch is None:
+        if self._drift is not None and self._stopwatch is None:
             # Those of a kind take about as long, unless the network has changed since.
             alike = self._first_s is not None and _kind_of(plan) == self._first_kind
-            self.drift.reset(self._first_s if alike else None)
-            self.density_drift.reset()
+            self._drift.reset(self._first_s if alike else None)
+            self._density_drift.reset()
             self._counts.take()
         return plan if plan.hash() != before.hash() else None
 

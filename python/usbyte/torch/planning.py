@@ -84,7 +84,7 @@ class Planner:
         self._ways: Mapping[str, Way] = {}  # of sparse gradients, once they are chosen
         self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
         self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
-        dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
+        self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._sharded = dict(options), sharded
         self._chooses_overlap = overlap == "auto"
         self._policy, self._tune_steps = policy, tune_steps
@@ -106,18 +106,7 @@ class Planner:
             "bucket_bytes": self._options.get("bucket_bytes"),
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
         }
-        rows: list[list[object]] = [
-            [
-                name,
-                list(p.shape),
-                list(p.stride()),
-                dtype,
-                self._told(name),
-                "sparse" if name in sparse else "dense",
-            ]
-            for name, p, dtype in zip(names, params, dtypes, strict=True)
-        ]
-        check_alike(context, label, settings | dict(alike or {}), rows)
+        check_alike(context, label, settings | dict(alike or {}), self._specs())
 
     @property
     def overlap(self) -> str:
@@ -455,6 +444,20 @@ class Planner:
 
     def _profile(self, times: Times) -> _core.Profile:
         return job_profile(self._names, self._params, times, flags=True, sparse=self.sparse)
+
+    def _specs(self) -> list[list[object]]:
+        """What has to be alike on all ranks of each parameter; see `difference_of`."""
+        return [
+            [
+                name,
+                list(p.shape),
+                list(p.stride()),
+                dtype,
+                self._told(name),
+                "sparse" if name in self.sparse else "dense",
+            ]
+            for name, p, dtype in zip(self._names, self._params, self._dtypes, strict=True)
+        ]
 
 
 #: Share of a step that another way to send rows must be predicted to save.

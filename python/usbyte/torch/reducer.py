@@ -97,14 +97,14 @@ class Reducer:
         self.device = device
         self._planner, self._gates = planner, gates
         self._on_first_gradient, self._on_gradient = on_first_gradient, on_gradient
-        self._on_backward_end, self._on_learned = on_backward_end, on_learned
+        self._on_backward_end = on_backward_end
         self._scale, self._sharded, self._densifies = scale, sharded, densifies
         self.in_backward = self.unsent = False
         self._sync = self._has_data = True
         self._passes_per_step, self._passes = passes_per_step, 0  # of backward, with sync
         self._in_pass = False  # one of those
         steps_to_learn = context.env.learning_steps
-        self._cycle = PlanCycle(planner, gates, device, steps_to_learn, adapt, self._decide)
+        self._cycle = PlanCycle(planner, gates, device, steps_to_learn, adapt, on_learned)
         self._local_used = [False] * len(params)
         self._used: list[bool] | None = None  # by any rank, once it is known
         self._versions = [0] * len(params)
@@ -144,7 +144,7 @@ class Reducer:
     @property
     def plan_ends(self) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken."""
-        return self._cycle.ends(self._engine.steps)
+        return self._cycle.plan_ends(self._engine.steps)
 
     @property
     def plan(self) -> _core.Plan:
@@ -366,7 +366,7 @@ class Reducer:
             began: When the optimizer's step began; a closure may have run backward in it.
         """
         plan = self._cycle.end_step(
-            self._engine.steps, self.plan, began, self._local_used, self._ready_s
+            self._engine.steps, self.plan, began, self._local_used, self._ready_s, self._decide
         )
         if plan is not None:
             self._adopt(plan)
@@ -377,7 +377,6 @@ class Reducer:
 
     def _decide(self, times: Times, rows: Mapping[str, Counts]) -> Decision:
         """Plans with the other ranks, from what they have learned and a probe of the network."""
-        self._on_learned()
         total = sum(p.numel() * p.element_size() for p in self.params)
         largest = min(max(total, 1 << 20), LARGEST_BYTES)
         try:

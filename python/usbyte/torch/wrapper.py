@@ -1,4 +1,4 @@
-"""An optimizer that stands for another one before schedulers, scalers and hooks."""
+"""An optimizer that stands before another one for schedulers, scalers and hooks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 
-class WrappedOptimizer(torch.optim.Optimizer):
-    """What torch.optim.Optimizer promises, by delegation to `_inner`."""
+class OptimizerWrapper(torch.optim.Optimizer):
+    """What only has to be passed on to the wrapped optimizer, `_inner`.
+
+    That is its defaults, its hooks, what GradScaler gives it, and whatever torch.optim.Optimizer
+    does not have.
+    """
 
     _inner: torch.optim.Optimizer
 
@@ -33,14 +37,14 @@ for _name in (
     "_optimizer_load_state_dict_post_hooks",
 ):
     # Hooks registered on the wrapper are hooks of the wrapped optimizer.
-    setattr(WrappedOptimizer, _name, property(attrgetter(f"_inner.{_name}")))
+    setattr(OptimizerWrapper, _name, property(attrgetter(f"_inner.{_name}")))
 
 
 def _forwarded(name: str) -> property:
-    def write(self: WrappedOptimizer, value: Any) -> None:
+    def write(self: OptimizerWrapper, value: Any) -> None:
         setattr(self._inner, name, value)
 
-    def delete(self: WrappedOptimizer) -> None:
+    def delete(self: OptimizerWrapper) -> None:
         delattr(self._inner, name)
 
     return property(attrgetter(f"_inner.{name}"), write, delete)
@@ -48,4 +52,4 @@ def _forwarded(name: str) -> property:
 
 # GradScaler hands these to optimizers that unscale by themselves.
 for _name in ("grad_scale", "found_inf"):
-    setattr(WrappedOptimizer, _name, _forwarded(_name))
+    setattr(OptimizerWrapper, _name, _forwarded(_name))
