@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+from itertools import product
 
 import pytest
 import torch
@@ -246,6 +247,36 @@ def interrupted(rank, size):
     with pytest.raises(Error, match="did not end"):
         opt.step()
     end(opt)
+
+
+def zero_twice(rank, size):
+    """Resetting gradients in either way, twice, before updates have been applied."""
+    ub.init()
+    short_probes()
+    results = {}
+    ways = [*product((True, False), repeat=2), *product((True, False), repeat=1)]
+    for overlap, way in product(("backward", "forward"), ways):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        opt = ub.DistributedOptimizer(opt, model.named_parameters(), overlap=overlap, policy="wfbp")
+        for step in range(7):
+            for to_none in way:
+                opt.zero_grad(set_to_none=to_none)
+            x = torch.full((2, 4), 1.0 + rank + step)
+            # One rank skips a layer, all skip it, none does.
+            y = model[0](x) if step == 4 or (step == 5 and rank == 0) else model(x)
+            y.pow(2).mean().mul(0.1).backward()
+            opt.step()
+        opt.drain()
+        results[overlap, way] = torch.cat([p.detach().flatten() for p in model.parameters()])
+        opt.close()
+    for way in ways:
+        assert torch.equal(results["forward", way], results["backward", way]), way
+
+
+def test_gradients_can_be_reset_in_either_way_again_and_again():
+    run_ranks(2, zero_twice, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
 def test_an_interrupted_backward_is_final():

@@ -18,6 +18,7 @@ from usbyte.errors import Error, UsageError
 
 USED = "gradients are used between backward() and step(), that of '0.weight' for one"
 REPEATED = "several backward passes before one step() were sent"
+SHARED = "parameters are used by another thread than the one that trains, '0.weight' for one"
 UNSEEN = "was not seen to, as in compiled code"
 
 #: What "auto" decides for each script, and why not to overlap with the next forward pass.
@@ -29,7 +30,7 @@ EXPECTED = {
     "logs": USED,
     "logs_seldom": "",
     "averages": "parameters are read between step() and the forward pass, '0.weight' for one",
-    "snapshots": "parameters are read in another thread than the one that trains, '0.weight'",
+    "snapshots": SHARED,
     "ties": "",
     "reads_elsewhere": "",
     "penalises": "",
@@ -144,7 +145,7 @@ def equal_ddp(rank, size, names):
             assert decided == overlaps, (name, decided)
             assert all(expected in found for found in reasons.found), (name, reasons.found)
             assert bool(reasons.found) == bool(expected), (name, reasons.found)
-            threads = [text for text in reasons.warnings if "is read in another thread" in text]
+            threads = [text for text in reasons.warnings if "another thread than" in text]
             assert len(threads) == ((name, overlap) == ("snapshots", "forward")), threads
 
 

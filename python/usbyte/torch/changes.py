@@ -21,17 +21,19 @@ class Changes:
         lock: Held while updates are applied: whoever reads a parameter may ask for that. Steps
             are counted under it.
         salvage: What a fault has left; None without one.
+        torn: Why a step of the wrapped optimizer has ended half-way; empty if none has.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.salvage: Salvage | None = None
+        self.torn = ""
         self._completed = 0  # steps whose updates have all been applied
         self._unfinished = False  # those of the next one are being applied
         self._mid_step = False  # the wrapped optimizer's own step has begun and not returned
         self._failure = ""  # which it was
         self._thread: int | None = None  # that holds the lock to change parameters
-        self._completes = False  # updates may go on after the fault
+        self._goes_on = False  # updates do, after the fault
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -39,7 +41,7 @@ class Changes:
         with self.lock:
             outer, self._thread = self._thread, threading.get_ident()
             try:
-                if outer is None and self.salvage is not None and not self._completes:
+                if outer is None and self.salvage is not None and not self._goes_on:
                     raise FaultError(self._failure)  # what is left has been told
                 yield
             finally:
@@ -47,21 +49,31 @@ class Changes:
                 if outer is None and self.salvage is not None:
                     self.salvage.hold()
 
+    @property
+    def elsewhere(self) -> bool:
+        """Another thread than the calling one is changing parameters."""
+        return self._thread not in (None, threading.get_ident())
+
     @contextmanager
-    def completing(self) -> Iterator[None]:
-        """The same after a fault, for updates that were judged to be in order."""
-        self._completes = True
+    def updating_after_fault(self) -> Iterator[None]:
+        """Around updates that were judged to be in order; from now on there may be others."""
+        self._goes_on = True
         with self.updating():
             yield
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around the wrapped optimizer's own step; one that raises has ended half-way for good."""
+        """Around the wrapped optimizer's own step."""
         self._mid_step = True
-        yield
-        self._mid_step = False
+        try:
+            yield
+        except BaseException as error:
+            self.torn = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._mid_step = False
 
-    def complete(self) -> None:
+    def count_step(self) -> None:
         """All updates of a step have been applied at once."""
         self._completed += 1
 
@@ -69,7 +81,7 @@ class Changes:
         """The updates of a step are to come one after the other."""
         self._unfinished = True
 
-    def arrive(self, pending: int) -> None:
+    def count_applied(self, pending: int) -> None:
         """Some of them have been applied, and so many are left."""
         if self._unfinished and not pending:
             self._unfinished = False
@@ -105,7 +117,7 @@ class Changes:
         ended = self.lock.acquire(timeout=_UPDATE_S)
         try:
             self.salvage.hold()
-            in_part, completable = examine(ended and not self._mid_step)
+            in_part, completable = examine(ended and not (self._mid_step or self.torn))
             return Left(self._completed, in_part, completable)
         finally:
             if ended:

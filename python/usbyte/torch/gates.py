@@ -9,7 +9,6 @@ the hooks of what is inside, so they are asked for as a whole.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,11 +25,12 @@ class Gates:
     """Calls `arrive` with the parameters that a module is about to use.
 
     While learning it also notes when each parameter is first used in an iteration, by its module or
-    otherwise; but not in the first iteration, in which modules may still be compiled.
+    otherwise, and then calls `arrive` too; but not in the first iteration, in which modules may
+    still be compiled.
 
     Args:
         params: The parameters, whose positions are the indices passed on.
-        arrive: Called before a module's forward with the indices it needs.
+        arrive: Called with the indices that a module's forward, or somebody else, needs now.
         enter: Called before an outermost module's forward, with whether it trains.
         device: Of the parameters.
         model: Where the parameters live; found at the first forward pass if None.
@@ -39,8 +39,6 @@ class Gates:
         needed: By parameter, when it was first used in the current iteration; None: not yet.
         read_early: By parameter, in how many learning iterations it was read before the forward
             pass began.
-        read_elsewhere: Parameters that another thread than the one that trains has read while
-            learning, before the forward pass had used them.
         iterations: That were watched.
         roots: Where parameters were found.
     """
@@ -65,22 +63,12 @@ class Gates:
         self._begun = False  # the forward pass of this iteration
         self.needed: list[Mark | None] = [None] * len(params)
         self.read_early = [0] * len(params)
-        self.read_elsewhere: set[int] = set()
-        self._thread = threading.get_ident()  # that trains
         self.iterations = 0
         self._finder: RemovableHandle | None = None
         if model is None:
             self._finder = register_module_forward_pre_hook(self._find)
         else:
             self._install(model)
-
-    def train_here(self) -> None:
-        """The calling thread is the one that trains, until another one is."""
-        self._thread = threading.get_ident()
-
-    def is_elsewhere(self) -> bool:
-        """Whether the calling thread is another one than that which trains."""
-        return threading.get_ident() != self._thread
 
     def begin_iteration(self, used: Sequence[bool]) -> None:
         """Forgets the times of the iteration before; called when a learning step is done.
@@ -103,7 +91,6 @@ class Gates:
         self._learning, self._watching, self._begun = True, False, False
         self.needed = [None] * len(self.needed)
         self.read_early = [0] * len(self.needed)
-        self.read_elsewhere.clear()
         self.iterations = 0
 
     def finish_learning(self) -> set[int]:
@@ -161,8 +148,6 @@ class Gates:
             return
         trains = module.training and torch.is_grad_enabled()
         if is_root:
-            if trains:
-                self.train_here()
             self._enter(trains)
             if not trains:
                 self.rest()  # torch looks for overridden tensors before it takes its fast paths
@@ -193,12 +178,10 @@ class Gates:
     def _read(self, param: torch.Tensor) -> None:
         release(param)
         i = self._index[param]  # type: ignore[index]
-        if self.is_elsewhere():
-            self.read_elsewhere.add(i)
-            return
         if not self._begun:
             self.read_early[i] += 1
         self._use([i])
+        self._arrive([i])
 
 
 class _Hook:

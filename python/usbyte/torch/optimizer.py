@@ -210,7 +210,8 @@ class DistributedOptimizer(OptimizerWrapper):
         reducer: Reducer | None = getattr(self, "_reducer", None)
         if reducer is not None and reducer.in_flight:
             self.drain()
-        return self._inner.param_groups
+        with self._changes.lock:  # unless another thread has narrowed them for an update
+            return self._inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -285,9 +286,9 @@ class DistributedOptimizer(OptimizerWrapper):
             FaultError: Communication failed, on any rank.
         """
         self._check_usable()
-        if self._gates is not None:
-            self._gates.train_here()
         reducer = self._reducer
+        if reducer is not None:
+            self._check_threads(reducer)
         if closure is not None and reducer is not None:
             if calls_closure_first(self._inner) and not self._needs_whole_step():
                 with torch.enable_grad():
@@ -320,7 +321,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
             with self._changes.updating():
                 result = self._step_now(closure)
-                self._changes.complete()
+                self._changes.count_step()
             if reducer is not None:
                 reducer.finish_step(start)
                 if reducer.learning:
@@ -331,8 +332,9 @@ class DistributedOptimizer(OptimizerWrapper):
                     self._finish_learning()
             return result
         reducer.in_flight = False
-        self._updates.defer()
-        self._changes.put_off()
+        with self._changes.lock:
+            self._updates.defer()
+            self._changes.put_off()
         self._apply(self._ungated)
         return None
 
@@ -340,13 +342,14 @@ class DistributedOptimizer(OptimizerWrapper):
         """Resets gradients; those in flight keep their values for the update that awaits them."""
         self._check_usable()
         self._set_to_none = set_to_none
-        if self._shards is not None:
-            self._zero_spent(self._shards.used)
-        elif self._updates.count:
-            self._updates.zero_grad(set_to_none)
-        else:
-            self.drain()
-            self._inner.zero_grad(set_to_none)
+        with self._changes.lock:  # updates in other threads need their gradients
+            if self._shards is not None:
+                self._zero_spent(self._shards.used)
+            elif self._updates.count:
+                self._updates.zero_grad(set_to_none)
+            else:
+                self.drain()
+                self._inner.zero_grad(set_to_none)
         if self._reducer is not None:
             self._reducer.forget_results()
 
@@ -584,7 +587,7 @@ class DistributedOptimizer(OptimizerWrapper):
         )
         if self._topology is not None:
             parse(self._topology, self._context.size)  # alike, so an error is on all ranks
-        self._gates = gates = Gates(self._params, self._apply, self._on_root, device, self._model)
+        self._gates = gates = Gates(self._params, self._on_use, self._on_root, device, self._model)
         try:
             self._reducer = Reducer(
                 self._context,
@@ -665,7 +668,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """When somebody goes on from what is left."""
         if completes and reducer is not None:
             reducer.stop_waiting()
-            with self._changes.completing():
+            with self._changes.updating_after_fault():
                 self._updates.apply(range(len(self._params)), reducer)
         self._give_up()
 
@@ -696,6 +699,12 @@ class DistributedOptimizer(OptimizerWrapper):
             return
         if self._closed:
             raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
+        if self._changes.torn:
+            raise Error(
+                f"a step of the wrapped optimizer ended half-way ({self._changes.torn}), so that "
+                "parameters are not those of the other ranks; restart the job from its last "
+                "checkpoint"
+            )
         if self._reducer is not None:
             self._reducer.check()
         if self._reducer is not None and self._reducer.in_backward:
@@ -793,24 +802,28 @@ class DistributedOptimizer(OptimizerWrapper):
             self.drain()
 
     def _on_param_read(self, i: int, param: torch.Tensor) -> None:
-        if self._gates is not None and self._gates.is_elsewhere():
-            # It is likely to read more, which the forward pass is about to update.
-            self._tell_of_threads(i)
-            self._apply_all()
-        else:
-            self._apply([i])
+        self._on_use([i])
         release(param)
 
-    def _tell_of_threads(self, i: int) -> None:
-        if not self._told_of_threads:
+    def _on_use(self, indices: Sequence[int]) -> None:
+        self._watch.used(indices[0])
+        self._apply(indices)
+
+    def _check_threads(self, reducer: Reducer) -> None:
+        """Whether others than the calling thread, which trains, have used parameters."""
+        name = self._watch.finds_threads()
+        if name and self._defers and not self._told_of_threads:
             self._told_of_threads = True
             log.warning(
-                "%s: '%s' is read in another thread than the one that trains, which may see "
-                "parameters in the middle of their updates: call optimizer.synchronize() before "
-                'it is to read them, or use overlap="backward"',
+                "%s: another thread than the one that trains has used '%s' while updates wait for "
+                "the forward pass, so that either may see a parameter in the middle of its update: "
+                "call optimizer.drain() after step(), before others use parameters, and let them "
+                "be done before the next step()",
                 self.label,
-                self._reducer.names[i] if self._reducer is not None else i,
+                name,
             )
+            if self._overlap == "auto":
+                reducer.ask_for_plan()
 
     def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
         reducer = self._reducer
@@ -855,11 +868,11 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._shards is not None:
             with self._changes.updating():
                 self._shards.arrive(indices)
-                self._changes.arrive(self._shards.count)
-        elif self._reducer is not None and self._updates.count:
+                self._changes.count_applied(self._shards.count)
+        elif self._reducer is not None and (self._updates.count or self._changes.elsewhere):
             with self._changes.updating():
                 self._updates.apply(indices, self._reducer)
-                self._changes.arrive(self._updates.count)
+                self._changes.count_applied(self._updates.count)
 
     def _apply_all(self) -> None:
         self._apply(range(len(self._params)))

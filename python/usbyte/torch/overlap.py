@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,9 +55,11 @@ class Watch:
         self._optimizer, self._names = optimizer, names
         self._bytes = [p.numel() * p.element_size() for p in params]
         self._seen = _Seen()
+        self._users: dict[int, int] = {}  # threads, with the first parameter; since the last step
+        self._shared: int | None = None  # a parameter that another thread has used
 
     def begin(self) -> None:
-        """Learning begins anew."""
+        """Learning begins anew; that other threads use parameters is not forgotten."""
         self._seen = _Seen()
 
     def backward(self) -> None:
@@ -66,6 +69,25 @@ class Watch:
     def gradient_read(self, i: int) -> None:
         """Somebody uses a gradient between `backward()` and `step()`."""
         self._seen.reads.add(i)
+
+    def used(self, i: int) -> None:
+        """The calling thread is about to use a parameter."""
+        # Autograd has threads of its own for backward passes, which the training thread waits for.
+        if torch._C._current_graph_task_id() == -1:
+            self._users.setdefault(threading.get_ident(), i)
+
+    def finds_threads(self) -> str:
+        """To be called by the thread that trains, at the end of each step.
+
+        Returns:
+            Name of a parameter, if other threads than this one have used any since the last step.
+        """
+        users, self._users = self._users, {}
+        users.pop(threading.get_ident(), None)
+        if not users:
+            return ""
+        self._shared = min(users.values())
+        return self._names[self._shared]
 
     def step(self, closure: bool, whole: bool) -> None:
         """`step()` is called.
@@ -132,10 +154,10 @@ class Watch:
                 f"parameters are read between step() and the forward pass, '{self._names[read[0]]}'"
                 " for one"
             )
-        if gates.read_elsewhere:
+        if self._shared is not None:
             yield (
-                "parameters are read in another thread than the one that trains, "
-                f"'{self._names[min(gates.read_elsewhere)]}' for one"
+                "parameters are used by another thread than the one that trains, "
+                f"'{self._names[self._shared]}' for one"
             )
         if 2 * sum(self._bytes[i] for i in ungated) > whole:
             yield (

@@ -62,7 +62,8 @@ class PlanCycle:
         self._first_s: float | None = None  # a step of the first plan on trial
         self._first_kind: tuple[str, frozenset[str]] | None = None  # of that plan
         self._votes: deque[Fetched] = deque()  # for a new plan, of steps before
-        self._agreed = False  # on a new plan
+        self._asked = False  # for a new plan, by this rank
+        self._agreed = False  # on a new plan, by all
 
     @property
     def learning(self) -> bool:
@@ -91,6 +92,10 @@ class PlanCycle:
         if self._learning is not None or self._drift is not None:
             self._counts.add(name, own, every)
 
+    def ask_for_plan(self) -> None:
+        """This rank votes for a new plan from now on, until there is one."""
+        self._asked = True
+
     def begin_backward(self, votes: torch.Tensor) -> None:
         """A backward pass that sends begins.
 
@@ -112,7 +117,8 @@ class PlanCycle:
             self._stopwatch.step(self._device.now())
         elif self._drift is not None and self._learning is None:
             self._drift.step(self._device.now())
-            return self._drift.wanted or self._density_drift.wants_plan(self._counts)
+            rows_differ = self._density_drift.wants_plan(self._counts)
+            return self._asked or self._drift.wanted or rows_differ
         return False
 
     def end_step(
@@ -156,7 +162,7 @@ class PlanCycle:
         decide: Callable[[Times, Mapping[str, Counts]], Decision],
     ) -> _core.Plan | None:
         if self._agreed:
-            self._agreed = self._fresh = False
+            self._agreed = self._asked = self._fresh = False
             log.info("steps take another time, or gradients have other rows: learning anew")
             self._learning = Learning()
             self._counts.take()

@@ -162,6 +162,10 @@ class Reducer:
             status: dict[str, Any] = json.loads(self._engine.status())
         return status
 
+    def ask_for_plan(self) -> None:
+        """Votes for a new plan, where plans adapt."""
+        self._cycle.ask_for_plan()
+
     def check(self) -> None:
         """Raises FaultError after a fault."""
         if fault := self._failure or self._engine.fault:

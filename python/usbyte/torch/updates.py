@@ -98,11 +98,10 @@ class DeferredUpdates:
                 self._step()
         finally:
             for (i, grad), before in zip(arrived, kept, strict=True):
-                if i not in self._zero_after:
-                    nobody = grad is None and before is reducer.gradient(i)
-                    self._params[i].grad = None if nobody else before
-                elif before is not None:
+                if i in self._zero_after and before is not None:
                     before.zero_()
+                nobody = grad is None and before is reducer.gradient(i)
+                self._params[i].grad = None if nobody else before
         reducer.record_update(due, start)
 
     def _check_unwritten(self, due: Sequence[int], reducer: Reducer) -> None:
