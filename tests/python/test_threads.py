@@ -6,6 +6,7 @@ import importlib
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
@@ -49,11 +50,12 @@ def waits(rank, size):
     """Whoever gets in the way of another thread's update waits until that is over."""
     ub.init()
     short_probes()
-    for act in (forward, zero, schedule):
+    # Without a bias the update is the last one, too.
+    for act, bias in product((forward, zero, schedule), (False, True)):
         results = []
         for beside in (False, True):
             torch.manual_seed(0)
-            model = nn.Linear(4, 4, bias=False)  # one update, which is the last one, too
+            model = nn.Linear(4, 4, bias=bias)
             inner = Gated(model.parameters())
             opt = ub.DistributedOptimizer(
                 inner, model.named_parameters(), overlap="forward", policy="wfbp"
@@ -64,7 +66,7 @@ def waits(rank, size):
                 model(torch.full((2, 4), 1.0 + rank + step)).pow(2).sum().mul(0.01).backward()
                 opt.step()
                 if beside and step == 4:
-                    assert opt._updates.count == 1
+                    assert opt._updates.count == 1 + bias
                     reader = threading.Thread(target=lambda model=model: model.weight.norm())
                     reader.start()
                     assert inner.begun.wait(30)
@@ -73,13 +75,13 @@ def waits(rank, size):
                 if step == 4:
                     seen.append(act(model, opt))
                 if beside and step == 4:
-                    assert inner.may.is_set(), act.__name__  # or it has not waited
+                    assert inner.may.is_set(), (act.__name__, bias)  # or it has not waited
                     reader.join()
             opt.drain()
             results.append((seen, model.weight.detach().clone(), inner.param_groups[0]["lr"]))
             opt.close()
         (a, x, lr), (b, y, other) = results
-        assert torch.equal(x, y), act.__name__
+        assert torch.equal(x, y), (act.__name__, bias)
         assert lr == other
         assert a[0] is None or torch.equal(a[0], b[0])
 
