@@ -104,7 +104,9 @@ class Context:
             on_fault=self.report_fault,
         )
         if self.size > 1:
-            self._faults = FaultBoard(store, self.rank, self.size, self._describe, self._on_fault)
+            self._faults = FaultBoard(
+                store, self.rank, self.size, self._describe, self._hold, self._on_fault
+            )
         if cluster.size != self.size:  # the default group was made without a launcher's variables
             self.local_rank, self.local_size = self._count_local()
         store.set(f"local/{self.rank}", json.dumps([self.local_rank, self.local_size]))
@@ -306,6 +308,11 @@ class Context:
             with suppress(UsageError):  # of one that is being closed
                 found[optimizer.label] = optimizer.status()
         return {"optimizers": found, "eager": self.eager.pending()}
+
+    def _hold(self, verdict: str) -> None:
+        """Nobody gets to know of a fault and then reads parameters as if there were none."""
+        for optimizer in list(self._optimizers):
+            optimizer.hold(verdict)
 
     def _on_fault(self, verdict: str) -> None:
         optimizers = list(self._optimizers)

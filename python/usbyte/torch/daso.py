@@ -361,12 +361,17 @@ class DasoOptimizer(DistributedOptimizer):
         own = {"step": self._batches + 1, "phase": "exchange", "awaited": []}
         return super().status() or (own if self._exchange is not None else {})
 
+    def hold(self, message: str) -> None:
+        """See `DistributedOptimizer`."""
+        super().hold(message)
+        alone = self._exchange is not None and self._changes.salvage is None  # on its node
+        if alone and not self._closed:
+            self._guard(message, None)
+
     def fail(self, message: str) -> None:
-        """Every wait from now on raises FaultError with this message."""
+        """See `DistributedOptimizer`."""
         super().fail(message)
         if self._exchange is not None:
-            if self._changes.salvage is None and not self._closed:  # a node of one rank
-                self._guard(message, None)
             self._exchange.fail(message)
 
     def left(self) -> Left | None:

@@ -45,7 +45,9 @@ class FaultBoard:
         rank: This rank.
         size: Number of ranks.
         describe: Returns this rank's state.
-        on_fault: Called once, from any thread, with the verdict; may call `compare`.
+        hold: Called once, from any thread, with the verdict, before anybody else is told of it, so
+            that it must not block.
+        on_fault: Called behind it, by the same thread; may call `compare`.
     """
 
     def __init__(
@@ -54,12 +56,13 @@ class FaultBoard:
         rank: int,
         size: int,
         describe: Callable[[], State],
+        hold: Callable[[str], None],
         on_fault: Callable[[str], None],
     ) -> None:
         self._store = clone_store(store)
         self._answers = clone_store(store)  # the thread's; a connection serves one at a time
         self._rank, self._size = rank, size
-        self._describe, self._on_fault = describe, on_fault
+        self._describe, self._hold, self._on_fault = describe, hold, on_fault
         self._lock = threading.Lock()  # guards _verdict and _survivors
         self._calls = Calls("usbyte-faults-ask")  # on its thread alone _store is used, and written
         self._mailbox = Mailbox(self._store, rank)
@@ -270,7 +273,11 @@ class FaultBoard:
         with self._lock:
             if self._verdict is not None:
                 return
-            self._verdict = verdict
             self._survivors = None if survivors is None else list(survivors)
+            try:
+                if not self._closing:
+                    self._hold(verdict)
+            finally:
+                self._verdict = verdict  # which other threads may tell from now on
         if not self._closing:
             self._on_fault(verdict)

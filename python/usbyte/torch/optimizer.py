@@ -451,17 +451,18 @@ class DistributedOptimizer(OptimizerWrapper):
         """How far this rank has come; see `Engine.status`. Empty if nothing is sent."""
         return self._reducer.status() if self._reducer is not None else {}
 
-    def fail(self, message: str) -> None:
-        """Every wait from now on raises FaultError with this message; who reads parameters waits.
-
-        Until `settle_fault`.
-        """
+    def hold(self, message: str) -> None:
+        """After a fault: from now on who reads parameters waits, until `settle_fault`."""
         if self._reducer is not None:
             self._guard(message, self._reducer)
+
+    def fail(self, message: str) -> None:
+        """Every wait from now on raises FaultError with this message; to be called after `hold`."""
+        if self._reducer is not None:
             self._reducer.fail(message)
 
     def left(self) -> Left | None:
-        """What the fault has left here, after `fail`; None if there was nothing to fail."""
+        """What the fault has left here, after `hold`; None if there was nothing to hold."""
         return self._changes.left(self._examine)
 
     def _examine(self, is_quiet: bool) -> tuple[bool, bool]:
