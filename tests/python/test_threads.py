@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -16,6 +17,7 @@ import usbyte.torch as ub
 from _models import difference, short_probes, train
 from _ranks import run_ranks
 from usbyte.errors import Error
+from usbyte.torch.fault import FaultBoard
 
 LEARNING = {"USBYTE_LEARNING_STEPS": "2"}
 
@@ -90,8 +92,11 @@ def test_what_another_thread_applies_is_waited_for():
     run_ranks(2, waits, env=LEARNING)
 
 
-def goes_back(rank, size):
-    """One rank's snapshots, which begin when forward overlap has been chosen."""
+def decides(rank, size, policy, drains):
+    """One rank's snapshots, which begin when forward overlap has been chosen.
+
+    Returns the overlaps one after the other, and how often it was told of threads.
+    """
     ub.init()
     importlib.import_module("usbyte.torch.planning")._WORTH_FORWARD = -10.0  # always
     warnings = []
@@ -99,23 +104,93 @@ def goes_back(rank, size):
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("usbyte").addHandler(handler)
     overlaps = []
+
+    def copy(model):
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.long))
+        model.train()
+        return [p.detach().clone() for p in model.parameters()]
+
     with ThreadPoolExecutor(1) as pool:
 
         def on_step(step, model, opt):
             overlaps.append(opt.decision.overlap if opt.settled else "learning")
-            if step >= 8 and rank == 1:
-                pool.submit(lambda: [p.detach().clone() for p in model.parameters()]).result()
+            if drains:
+                opt.drain()
+            if (step >= 8 or drains) and rank == 1:
+                pool.submit(copy, model).result()
 
-        got = train("auto", "adam", rank, size, steps=24, on_step=on_step, tune_steps=0)
+        options = {"policy": policy, "tune_steps": 0} if policy == "auto" else {"policy": policy}
+        got = train("auto", "adam", rank, size, steps=24, on_step=on_step, **options)
     assert difference(got, train("ddp", "adam", rank, size, steps=24)) == 0
-    told = [text for text in warnings if "another thread than the one that trains" in text]
-    assert len(told) == (rank == 1), warnings
     changes = [o for o, before in zip(overlaps, [None, *overlaps], strict=False) if o != before]
-    assert changes == ["learning", "forward", "learning", "backward"], overlaps
+    return changes, sum("another thread than the one that trains" in text for text in warnings)
 
 
-def test_auto_goes_back_to_backward_once_another_thread_uses_parameters():
-    run_ranks(2, goes_back, env=LEARNING)
+@pytest.mark.parametrize("policy", ["auto", "wfbp"])
+def test_auto_goes_back_to_backward_once_another_thread_uses_parameters(policy):
+    found = run_ranks(2, decides, policy, False, env=LEARNING)
+    back = ["learning", "forward", "learning", "backward"]
+    assert found == [[back, 0], [back, 1]]
+
+
+def test_whoever_drains_before_threads_use_parameters_may_go_on():
+    found = run_ranks(2, decides, "wfbp", True, env=LEARNING)
+    assert found == [[["learning", "forward"], 0]] * 2
+
+
+def closures(rank, size):
+    """Closures whose work another thread does; one that raises before anything has changed."""
+    ub.init()
+    results = []
+    with ThreadPoolExecutor(1) as pool:
+        for wrapped in (False, True):
+            torch.manual_seed(0)
+            model = nn.Linear(4, 2)
+            opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+            if wrapped:
+                opt = ub.DistributedOptimizer(opt, model.named_parameters())
+            x = torch.arange(8.0).view(2, 4)  # the same on all ranks
+
+            def evaluate(model=model, opt=opt, x=x):
+                opt.zero_grad()
+                loss = model(x).pow(2).mean()
+                loss.backward()
+                return loss
+
+            def skip():
+                raise ValueError("a batch to leave out")
+
+            for step in range(4):
+                if step == 2:
+                    with pytest.raises(ValueError, match="to leave out"):
+                        opt.step(skip)
+                opt.step(lambda: pool.submit(evaluate).result())
+            results.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_closures_may_use_threads_and_raise():
+    run_ranks(2, closures)
+
+
+def test_parameters_are_held_before_anybody_is_told_of_a_fault():
+    order = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = torch.distributed.TCPStore("127.0.0.1", port, 1, True)
+    board = FaultBoard(
+        store, 0, 1, lambda: {"optimizers": {}, "eager": []},
+        lambda verdict: order.append(("held", board.verdict)),
+        lambda verdict: order.append(("told", board.verdict == verdict)),
+    )  # fmt: skip
+    verdict = board.report("a link was lost")
+    assert "a link was lost" in verdict
+    assert order == [("held", None), ("told", True)]
+    board.close()
 
 
 class Failing(torch.optim.SGD):

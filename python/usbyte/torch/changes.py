@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from usbyte.errors import FaultError
+from usbyte.errors import FaultError, UsageError
 from usbyte.torch.salvage import Judgement, Left, Salvage
 
 _UPDATE_S = 5.0  # how long one may take to end after a fault
@@ -21,7 +22,7 @@ class Changes:
         lock: Held while updates are applied: whoever reads a parameter may ask for that. Steps
             are counted under it.
         salvage: What a fault has left; None without one.
-        torn: Why a step of the wrapped optimizer has ended half-way; empty if none has.
+        torn: What a step of the wrapped optimizer has ended half-way with; empty if none has.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class Changes:
         self._mid_step = False  # the wrapped optimizer's own step has begun and not returned
         self._failure = ""  # which it was
         self._thread: int | None = None  # that holds the lock to change parameters
+        self._applier: int | None = None  # the same, for updates that have waited
         self._goes_on = False  # updates do, after the fault
 
     @contextmanager
@@ -49,10 +51,23 @@ class Changes:
                 if outer is None and self.salvage is not None:
                     self.salvage.hold()
 
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """The same around updates that have waited, which any thread may come to apply."""
+        with self.updating():
+            outer, self._applier = self._applier, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._applier = outer
+
     @property
     def elsewhere(self) -> bool:
-        """Another thread than the calling one is changing parameters."""
-        return self._thread not in (None, threading.get_ident())
+        """Another thread than the calling one applies updates that have waited.
+
+        It waits for nothing but the network, so that it can be waited for.
+        """
+        return self._applier not in (None, threading.get_ident())
 
     @contextmanager
     def updating_after_fault(self) -> Iterator[None]:
@@ -61,14 +76,27 @@ class Changes:
         with self.updating():
             yield
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around the wrapped optimizer's own step."""
+    def step(self, call: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Has the wrapped optimizer take its step."""
+        calls = 0
+        evaluating = False
+
+        def evaluate() -> Any:
+            nonlocal calls, evaluating
+            assert closure is not None
+            calls, evaluating = calls + 1, True
+            loss = closure()
+            evaluating = False
+            return loss
+
         self._mid_step = True
         try:
-            yield
+            return call() if closure is None else call(evaluate)
         except BaseException as error:
-            self.torn = f"{type(error).__name__}: {error}"
+            # Nothing has been changed before a closure's first value is there, or by ourselves.
+            untouched = isinstance(error, FaultError | UsageError) or (evaluating and calls == 1)
+            if not untouched:
+                self.torn = f"{type(error).__name__}: {error}"
             raise
         finally:
             self._mid_step = False
@@ -103,6 +131,7 @@ class Changes:
         """
         self._failure = message
         self.salvage = Salvage(params, self._is_updating, on_clean)
+        self.salvage.hold()  # also what an update has released that did not know of it yet
 
     def left(self, examine: Callable[[bool], tuple[bool, bool]]) -> Left | None:
         """What the fault has left, after `fail`; None if there was nothing to fail.

@@ -402,6 +402,7 @@ class DasoOptimizer(DistributedOptimizer):
     # Inside.
 
     def _check_usable(self) -> None:
+        self._check_whole()
         if self._closed:
             raise UsageError("this DasoOptimizer is closed; wrap the optimizer anew")
         super()._check_usable()

@@ -277,7 +277,8 @@ class FaultBoard:
             try:
                 if not self._closing:
                     self._hold(verdict)
-            finally:
-                self._verdict = verdict  # which other threads may tell from now on
+            except Exception:
+                log.exception("parameters cannot be kept from readers after a fault")
+            self._verdict = verdict  # which other threads may tell from now on
         if not self._closing:
             self._on_fault(verdict)

@@ -194,6 +194,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._changes = Changes()
         self._on_device = False  # what a fault has left is
         self._set_to_none = True
+        self._shared = ""  # a parameter that another thread than the one that trains has used
         self._told_of_threads = False
         self._closed = False
         self._build()
@@ -209,9 +210,11 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         reducer: Reducer | None = getattr(self, "_reducer", None)
         if reducer is not None and reducer.in_flight:
-            self.drain()
-        with self._changes.lock:  # unless another thread has narrowed them for an update
-            return self._inner.param_groups
+            self._drain()
+        if self._changes.elsewhere:  # which narrows them for that time
+            with self._changes.lock:
+                return self._inner.param_groups
+        return self._inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -245,7 +248,7 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             UsageError: What codecs remember is of other parameters.
         """
-        self.drain()
+        self._drain()
         memory = state_dict.get(MEMORY, {})
         params = dict(zip(self._names(), self._params, strict=True))
         self._memory.check(memory, params, self._context.size)
@@ -261,7 +264,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds to the wrapped optimizer and plans anew. Collective."""
-        self.drain()
+        self._drain()
         self._inner.add_param_group(param_group)
         self._end_sharding()
         self._steps = self._reducer.steps if self._reducer is not None else 0
@@ -305,6 +308,7 @@ class DistributedOptimizer(OptimizerWrapper):
             reducer.send_kept()
         if self._shards is not None and reducer is not None:
             self._sharded_step(self._shards, reducer)
+            self._watch.step_ends()
             return None
         if (
             reducer is None
@@ -314,7 +318,7 @@ class DistributedOptimizer(OptimizerWrapper):
             or closure is not None
             or not reducer.untouched()
         ):
-            self.drain()
+            self._drain()
             self._watch.step(closure is not None, self._needs_whole_step())
             start: Mark = reducer.device.now() if reducer is not None else 0.0
             if self._max_grad_norm is not None:
@@ -330,26 +334,29 @@ class DistributedOptimizer(OptimizerWrapper):
                     self._learned = False
                 elif not self._learned:
                     self._finish_learning()
+            self._watch.step_ends()
             return result
-        reducer.in_flight = False
         with self._changes.lock:
             self._updates.defer()
             self._changes.put_off()
+            reducer.in_flight = False
         self._apply(self._ungated)
+        self._watch.step_ends()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them."""
         self._check_usable()
         self._set_to_none = set_to_none
-        with self._changes.lock:  # updates in other threads need their gradients
-            if self._shards is not None:
-                self._zero_spent(self._shards.used)
-            elif self._updates.count:
-                self._updates.zero_grad(set_to_none)
-            else:
-                self.drain()
-                self._inner.zero_grad(set_to_none)
+        if self._shards is not None:
+            self._zero_spent(self._shards.used)
+        elif self._updates.count or self._changes.elsewhere:
+            with self._changes.lock:  # updates in other threads need their gradients
+                reset = self._updates if self._updates.count else self._inner
+                reset.zero_grad(set_to_none)
+        else:
+            self._drain()
+            self._inner.zero_grad(set_to_none)
         if self._reducer is not None:
             self._reducer.forget_results()
 
@@ -367,17 +374,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def drain(self) -> None:
         """Makes final what is on its way, and sends nothing: for this rank alone to call."""
-        if self._reducer is None:
-            return
-        self._apply_all()
-        if self._reducer.in_flight:
-            if self._shards is not None:
-                raise UsageError(
-                    "with shard_optimizer=True no rank has whole gradients: call step() right "
-                    "after backward(), and clip with max_grad_norm="
-                )
-            with self._changes.lock:
-                self._reducer.settle()
+        self._drain()
+        self._watch.up_to_date()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -434,7 +432,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """Takes part in the other ranks' steps, without data, until all ranks do so. Collective."""
         self._check_usable()
         while self._reducer is not None:
-            self.drain()
+            self._drain()
             self.zero_grad()
             if not self._reducer.send_none():
                 break
@@ -499,6 +497,20 @@ class DistributedOptimizer(OptimizerWrapper):
         self._end_engine(whole_state)
 
     # Inside.
+
+    def _drain(self) -> None:
+        if self._reducer is None:
+            return
+        self._apply_all()
+        if self._reducer.in_flight:
+            if self._shards is not None:
+                raise UsageError(
+                    "with shard_optimizer=True no rank has whole gradients: call step() right "
+                    "after backward(), and clip with max_grad_norm="
+                )
+            with self._changes.lock:
+                if self._reducer.in_flight:
+                    self._reducer.settle()
 
     def _end_engine(self, whole_state: bool = True) -> None:
         self._closed = True
@@ -600,6 +612,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 self._scale,
                 self._densifies,
                 self._policy == "auto",
+                self._overlap == "auto",
                 self._sharded,
                 self._passes_per_step,
                 self._topology,
@@ -646,19 +659,20 @@ class DistributedOptimizer(OptimizerWrapper):
             )
         return [self._given_names[p] for p in self._params]
 
-    def _take_step(self, *args: Any) -> Any:
-        with self._changes.stepping():
-            if self._reducer is not None:
-                self._reducer.applied = True
-            # Looked up each time, as schedulers replace it.
-            optimizer = self._fused if self._fused is not None else self._inner
-            return optimizer.step(*args)
+    def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._reducer is not None:
+            self._reducer.applied = True
+        # Looked up each time, as schedulers replace it.
+        optimizer = self._fused if self._fused is not None else self._inner
+        return self._changes.step(optimizer.step, closure)
 
     def _bring_up_to_date(self) -> None:
         if self._changes.salvage is not None:
             self._changes.salvage.check()
         else:
-            self.drain()
+            if self._context.size > 1:
+                self._check_whole()
+            self._drain()
 
     def _guard(self, message: str, reducer: Reducer | None) -> None:
         """After a fault: nobody reads parameters until it is decided what they are."""
@@ -695,19 +709,21 @@ class DistributedOptimizer(OptimizerWrapper):
         finally:
             self._in_step = False
 
+    def _check_whole(self) -> None:
+        if self._changes.torn:
+            raise Error(
+                f"a step of the wrapped optimizer ended half-way ({self._changes.torn}), so that "
+                "parameters are not those of any step; restart the job from its last checkpoint"
+            )
+
     def _check_usable(self) -> None:
         if self._context.size == 1:
             return
         if self._closed:
             raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
-        if self._changes.torn:
-            raise Error(
-                f"a step of the wrapped optimizer ended half-way ({self._changes.torn}), so that "
-                "parameters are not those of the other ranks; restart the job from its last "
-                "checkpoint"
-            )
         if self._reducer is not None:
             self._reducer.check()
+        self._check_whole()
         if self._reducer is not None and self._reducer.in_backward:
             raise Error(
                 "the last backward() did not end, so the other ranks wait for its gradients in "
@@ -771,7 +787,7 @@ class DistributedOptimizer(OptimizerWrapper):
         assert self._planner is not None
         self._ungated = sorted(self._gates.finish_learning())
         if self._overlap == "auto":
-            reason = self._watch.reason(self._gates, self._ungated)
+            reason = self._watch.reason(self._gates, self._ungated, self._shared)
             self._planner.settle_overlap(agree(self._context, self.label, reason))
 
     def _finish_learning(self) -> None:
@@ -799,21 +815,32 @@ class DistributedOptimizer(OptimizerWrapper):
         # Evaluation may take other paths through the model than those that were learned, and a
         # second forward pass before step() leads to a second backward pass.
         assert self._reducer is not None
+        self._note_use(0)
         if not trains or (self._reducer.in_flight and self._shards is None):
-            self.drain()
+            self._drain()
 
     def _on_param_read(self, i: int, param: torch.Tensor) -> None:
         self._on_use([i])
         release(param)
 
     def _on_use(self, indices: Sequence[int]) -> None:
-        self._watch.used(indices[0])
+        self._note_use(indices[0])
         self._apply(indices)
+
+    def _note_use(self, i: int) -> None:
+        pending = self._shards.count if self._shards is not None else self._updates.count
+        if pending or not self._learned:
+            self._watch.used(i)
 
     def _check_threads(self, reducer: Reducer) -> None:
         """Whether others than the calling thread, which trains, have used parameters."""
         name = self._watch.finds_threads()
-        if name and self._defers and not self._told_of_threads:
+        self._shared = self._shared or name
+        if not name or not self._defers:
+            return
+        if self._overlap == "auto":
+            reducer.ask_for_plan()
+        if not self._told_of_threads:
             self._told_of_threads = True
             log.warning(
                 "%s: another thread than the one that trains has used '%s' while updates wait for "
@@ -823,13 +850,11 @@ class DistributedOptimizer(OptimizerWrapper):
                 self.label,
                 name,
             )
-            if self._overlap == "auto":
-                reducer.ask_for_plan()
 
     def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
         reducer = self._reducer
         if reducer is not None and reducer.in_flight:
-            self.drain()
+            self._drain()
         elif self._updates.pending[i]:
             self._apply([i])
         elif not self._learned and not self._in_step:
@@ -841,6 +866,7 @@ class DistributedOptimizer(OptimizerWrapper):
         # a gradient all the same, it was read past its gate.
         if self._gates is not None:
             self._gates.rest()
+        self._watch.up_to_date()
         updates = self._shards or self._updates
         self._late = list(updates.pending) if updates.count else []
         self._on_gradient(i)
@@ -867,11 +893,11 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _apply(self, indices: Sequence[int]) -> None:
         if self._shards is not None:
-            with self._changes.updating():
+            with self._changes.applying():
                 self._shards.arrive(indices)
                 self._changes.count_applied(self._shards.count)
         elif self._reducer is not None and (self._updates.count or self._changes.elsewhere):
-            with self._changes.updating():
+            with self._changes.applying():
                 self._updates.apply(indices, self._reducer)
                 self._changes.count_applied(self._updates.count)
 

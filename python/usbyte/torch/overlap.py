@@ -55,11 +55,11 @@ class Watch:
         self._optimizer, self._names = optimizer, names
         self._bytes = [p.numel() * p.element_size() for p in params]
         self._seen = _Seen()
-        self._users: dict[int, int] = {}  # threads, with the first parameter; since the last step
-        self._shared: int | None = None  # a parameter that another thread has used
+        self._trainer: int | None = None  # the thread that took the last step, while it matters
+        self._users: dict[int, int] = {}  # threads since then, with the first parameter of each
 
     def begin(self) -> None:
-        """Learning begins anew; that other threads use parameters is not forgotten."""
+        """Learning begins anew."""
         self._seen = _Seen()
 
     def backward(self) -> None:
@@ -71,23 +71,30 @@ class Watch:
         self._seen.reads.add(i)
 
     def used(self, i: int) -> None:
-        """The calling thread is about to use a parameter."""
+        """The calling thread is about to use a parameter whose update waits, or might have."""
         # Autograd has threads of its own for backward passes, which the training thread waits for.
-        if torch._C._current_graph_task_id() == -1:
+        if self._trainer is not None and torch._C._current_graph_task_id() == -1:
             self._users.setdefault(threading.get_ident(), i)
 
+    def up_to_date(self) -> None:
+        """Updates do not wait any more; counts if the training thread says so."""
+        if threading.get_ident() == self._trainer or torch._C._current_graph_task_id() != -1:
+            self._trainer = None
+
     def finds_threads(self) -> str:
-        """To be called by the thread that trains, at the end of each step.
+        """To be called at the beginning of each step.
 
         Returns:
-            Name of a parameter, if other threads than this one have used any since the last step.
+            Name of a parameter, if other threads than this one have used any since the last step
+            while updates waited, or would have; else empty.
         """
         users, self._users = self._users, {}
         users.pop(threading.get_ident(), None)
-        if not users:
-            return ""
-        self._shared = min(users.values())
-        return self._names[self._shared]
+        return self._names[min(users.values())] if users else ""
+
+    def step_ends(self) -> None:
+        """Updates wait from now on, or would."""
+        self._trainer = threading.get_ident()
 
     def step(self, closure: bool, whole: bool) -> None:
         """`step()` is called.
@@ -122,11 +129,17 @@ class Watch:
             )
         self._seen.changed = next(iter(changes), self._seen.changed)
 
-    def reason(self, gates: Gates, ungated: Sequence[int]) -> str:
-        """Why updates should not wait for the next forward pass; empty if they may."""
-        return "; ".join(self._reasons(gates, ungated))
+    def reason(self, gates: Gates, ungated: Sequence[int], shared: str) -> str:
+        """Why updates should not wait for the next forward pass; empty if they may.
 
-    def _reasons(self, gates: Gates, ungated: Sequence[int]) -> Iterator[str]:
+        Args:
+            gates: What they have seen.
+            ungated: Parameters whose use they have not.
+            shared: Name of a parameter that another thread has used; empty if none has.
+        """
+        return "; ".join(self._reasons(gates, ungated, shared))
+
+    def _reasons(self, gates: Gates, ungated: Sequence[int], shared: str) -> Iterator[str]:
         kind, seen = type(self._optimizer), self._seen
         if not is_known(self._optimizer):
             yield (
@@ -154,10 +167,10 @@ class Watch:
                 f"parameters are read between step() and the forward pass, '{self._names[read[0]]}'"
                 " for one"
             )
-        if self._shared is not None:
+        if shared:
             yield (
                 "parameters are used by another thread than the one that trains, "
-                f"'{self._names[self._shared]}' for one"
+                f"'{shared}' for one"
             )
         if 2 * sum(self._bytes[i] for i in ungated) > whole:
             yield (

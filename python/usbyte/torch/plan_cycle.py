@@ -37,6 +37,7 @@ class PlanCycle:
         learning_steps: Steps to learn from.
         adapt: Learn and plan anew when the time of a step changes, or how many rows sparse
             gradients have, but not while on trial.
+        may_ask: Some rank may `ask_for_plan`.
         on_learned: Called when all ranks have learned enough, before they plan.
     """
 
@@ -47,10 +48,12 @@ class PlanCycle:
         device: Device,
         learning_steps: int,
         adapt: bool,
+        may_ask: bool,
         on_learned: Callable[[], None],
     ) -> None:
         self._planner, self._gates, self._device = planner, gates, device
         self._learning_steps, self._on_learned = learning_steps, on_learned
+        self._votes_count = adapt or may_ask
         self._drift = Drift() if adapt else None
         self._density_drift = DensityDrift(planner.is_outdated)
         self._learning: Learning | None = Learning()
@@ -93,7 +96,7 @@ class PlanCycle:
             self._counts.add(name, own, every)
 
     def ask_for_plan(self) -> None:
-        """This rank votes for a new plan from now on, until there is one."""
+        """This rank votes for a new plan from now on, until there is one; needs `may_ask`."""
         self._asked = True
 
     def begin_backward(self, votes: torch.Tensor) -> None:
@@ -103,7 +106,7 @@ class PlanCycle:
             votes: For a new plan, summed over ranks: one element, of the last step that was sent.
                 It counts `Device.lag` steps later, on all ranks alike.
         """
-        if self._drift is None or self._learning is not None:
+        if not self._votes_count or self._learning is not None:
             return
         self._votes.append(self._device.fetch(votes))
         if len(self._votes) > self._device.lag:
@@ -115,11 +118,12 @@ class PlanCycle:
         self._waits.clear()
         if self._stopwatch is not None:
             self._stopwatch.step(self._device.now())
-        elif self._drift is not None and self._learning is None:
+            return False
+        wanted = self._asked
+        if self._drift is not None and self._learning is None:
             self._drift.step(self._device.now())
-            rows_differ = self._density_drift.wants_plan(self._counts)
-            return self._asked or self._drift.wanted or rows_differ
-        return False
+            wanted = self._density_drift.wants_plan(self._counts) or self._drift.wanted or wanted
+        return wanted
 
     def end_step(
         self,
@@ -163,7 +167,10 @@ class PlanCycle:
     ) -> _core.Plan | None:
         if self._agreed:
             self._agreed = self._asked = self._fresh = False
-            log.info("steps take another time, or gradients have other rows: learning anew")
+            log.info(
+                "learning anew, as steps take another time, gradients have other rows, or other "
+                "threads use parameters"
+            )
             self._learning = Learning()
             self._counts.take()
             self._gates.begin_learning()

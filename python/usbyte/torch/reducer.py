@@ -55,6 +55,7 @@ class Reducer:
         scale: Applied to every gradient before the sum over ranks; 1 / size for the average.
         densifies: Sparse gradients of parameters not known to have such are sent as dense ones.
         adapt: Learn and plan anew when steps change; see `PlanCycle`.
+        may_ask: Likewise, when `ask_for_plan` is called on a rank.
         sharded: Once learned, all_gathers wait for `release_gathers`.
         passes_per_step: Backward passes that accumulate until the last of them sends.
         topology: Dimensions that all_reduces may be routed through; None for none.
@@ -83,6 +84,7 @@ class Reducer:
         scale: float,
         densifies: bool,
         adapt: bool,
+        may_ask: bool,
         sharded: bool,
         passes_per_step: int,
         topology: Given | None,
@@ -104,7 +106,7 @@ class Reducer:
         self._passes_per_step, self._passes = passes_per_step, 0  # of backward, with sync
         self._in_pass = False  # one of those
         steps_to_learn = context.env.learning_steps
-        self._cycle = PlanCycle(planner, gates, device, steps_to_learn, adapt, on_learned)
+        self._cycle = PlanCycle(planner, gates, device, steps_to_learn, adapt, may_ask, on_learned)
         self._local_used = [False] * len(params)
         self._used: list[bool] | None = None  # by any rank, once it is known
         self._versions = [0] * len(params)
@@ -163,7 +165,7 @@ class Reducer:
         return status
 
     def ask_for_plan(self) -> None:
-        """Votes for a new plan, where plans adapt."""
+        """This rank votes for a new plan; needs `may_ask`."""
         self._cycle.ask_for_plan()
 
     def check(self) -> None:
