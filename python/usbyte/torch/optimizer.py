@@ -773,8 +773,9 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _zero_spent(self, used: Sequence[bool]) -> None:
         """Resets gradients that a sharded step has used up, as the user last did."""
-        for param, was_used in zip(self._params, used, strict=True):
-            param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and may stay so
+            for param, was_used in zip(self._params, used, strict=True):
+                param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
 
     def _end_sharding(self) -> None:
         if self._shards is not None:
