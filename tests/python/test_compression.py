@@ -250,8 +250,8 @@ def feedback(rank, size, spec):
             total += ub.allreduce(grad)
         if not seen or opt.plan.hash() != seen[-1]:
             seen.append(opt.plan.hash())
-        if step in (6, 11):
-            opt._reducer._cycle._agreed = True  # as if all had voted for it
+        if step in (5, 10) and rank == 0:
+            opt._reducer.ask_for_plan()
         if step == 14:  # what is remembered is saved, and outlives the engine
             saved = opt.state_dict()
             for part in opt._memory.parts.values():

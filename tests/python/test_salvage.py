@@ -168,6 +168,40 @@ def test_ranks_that_are_ahead_cannot_save():
         assert f"step {STEPS + 1} was applied here, but not on rank 1" in answer
 
 
+def dies_between_evaluations(rank, size):
+    """Of a closure, when LBFGS has moved parameters to try others."""
+    short_probes()
+    ub.init()
+    torch.manual_seed(1)
+    model = nn.Linear(6, 3)
+    inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    optimizer = ub.DistributedOptimizer(inner, model.named_parameters())
+    calls, fatal = 0, -1
+
+    def evaluate():
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        loss = model(inputs(rank, 0).float()).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(evaluate)
+    fatal = calls + 3
+    with pytest.raises(FaultError):
+        optimizer.step(evaluate)
+    for read in (lambda: model.state_dict()["weight"].norm(), optimizer.state_dict):
+        with pytest.raises(FaultError, match="step 4 was applied to some of the parameters"):
+            read()
+
+
+def test_a_step_that_a_fault_has_ended_between_evaluations_cannot_be_saved():
+    run_ranks(2, dies_between_evaluations, env=LIMITS, dies=[1])
+
+
 def left(completed, partial=False, completable=False):
     return Left(completed, partial, completable)
 

@@ -170,6 +170,25 @@ def closures(rank, size):
             results.append([p.detach().clone() for p in model.parameters()])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+    # That of an optimizer that may have changed something before.
+    model = nn.Linear(4, 2)
+    opt = ub.DistributedOptimizer(Sharp(model.parameters(), lr=0.1), model.named_parameters())
+    with pytest.raises(ValueError, match="to leave out"):
+        opt.step(skip)
+    with pytest.raises(Error, match=r"ended half-way .ValueError: a batch"):
+        opt.step()
+    with pytest.raises(Error, match=r"ended half-way .ValueError: a batch"):
+        opt.state_dict()
+
+
+class Sharp(torch.optim.SGD):
+    """Looks for a worse place nearby first, as sharpness-aware optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(0.05)
+        return super().step(closure)
 
 
 def test_closures_may_use_threads_and_raise():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from usbyte.errors import FaultError, UsageError
+from usbyte.errors import FaultError
 from usbyte.torch.salvage import Judgement, Left, Salvage
 
 _UPDATE_S = 5.0  # how long one may take to end after a fault
@@ -65,7 +65,7 @@ class Changes:
     def elsewhere(self) -> bool:
         """Another thread than the calling one applies updates that have waited.
 
-        It waits for nothing but the network, so that it can be waited for.
+        That runs no closure, in which the calling thread might be wanted, so it can be waited for.
         """
         return self._applier not in (None, threading.get_ident())
 
@@ -76,14 +76,19 @@ class Changes:
         with self.updating():
             yield
 
-    def step(self, call: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Has the wrapped optimizer take its step."""
+    def step(self, call: Callable[..., Any], closure: Any, evaluates_first: bool) -> Any:
+        """Has the wrapped optimizer take its step.
+
+        Args:
+            call: What does so.
+            closure: What it is given; None for nothing.
+            evaluates_first: It calls the closure before it changes anything.
+        """
         calls = 0
         evaluating = False
 
         def evaluate() -> Any:
             nonlocal calls, evaluating
-            assert closure is not None
             calls, evaluating = calls + 1, True
             loss = closure()
             evaluating = False
@@ -91,11 +96,11 @@ class Changes:
 
         self._mid_step = True
         try:
-            return call() if closure is None else call(evaluate)
+            if closure is None:
+                return call()
+            return call(evaluate if evaluates_first else closure)
         except BaseException as error:
-            # Nothing has been changed before a closure's first value is there, or by ourselves.
-            untouched = isinstance(error, FaultError | UsageError) or (evaluating and calls == 1)
-            if not untouched:
+            if not (evaluating and calls == 1):
                 self.torn = f"{type(error).__name__}: {error}"
             raise
         finally:

@@ -301,6 +301,7 @@ class DasoOptimizer(DistributedOptimizer):
         different parameters and optimizer states in the cycling phase: to go on exactly, save and
         load on one rank of each node, or call `synchronize_nodes` first to go on from one.
         """
+        self._check_whole()
         own: dict[str, Any] = {"schedule": self._schedule.state(), "in_flight": None}
         flight = self._in_flight
         if flight is not None and self._exchange is not None and self._vectors is not None:

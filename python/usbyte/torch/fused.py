@@ -72,7 +72,8 @@ class FusedUpdate:
         if has_step_hooks(self._optimizer):
             raise UsageError("fused_update=True does not call step hooks: leave one of them out")
         for group in self._optimizer.param_groups:
-            self._check(group)
+            self._check(group)  # all of them before the first is updated
+        for group in self._optimizer.param_groups:
             by_dtype: dict[str, list[nn.Parameter]] = defaultdict(list)
             for param in group["params"]:
                 if param.grad is not None:

@@ -34,7 +34,7 @@ from usbyte.torch.reducer import Reducer, codes_shards
 from usbyte.torch.salvage import Judgement, Left
 from usbyte.torch.sharding import ShardedUpdates, check_dense
 from usbyte.torch.sparse import model_of, sparse_parameters
-from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks
+from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks, is_known
 from usbyte.torch.wrapper import OptimizerWrapper
 
 __all__ = [
@@ -211,8 +211,8 @@ class DistributedOptimizer(OptimizerWrapper):
         reducer: Reducer | None = getattr(self, "_reducer", None)
         if reducer is not None and reducer.in_flight:
             self._drain()
-        if self._changes.elsewhere:  # which narrows them for that time
-            with self._changes.lock:
+        if reducer is not None and (self._updates.count or self._changes.elsewhere):
+            with self._changes.lock:  # whoever applies updates narrows them meanwhile
                 return self._inner.param_groups
         return self._inner.param_groups
 
@@ -296,6 +296,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if calls_closure_first(self._inner) and not self._needs_whole_step():
                 with torch.enable_grad():
                     loss = closure()
+                self._watch.finds_threads()  # what the closure has run in others is over
                 DistributedOptimizer.step(self)  # and not that of a subclass, which calls this one
                 return loss
             if self._overlap == "forward":
@@ -308,7 +309,6 @@ class DistributedOptimizer(OptimizerWrapper):
             reducer.send_kept()
         if self._shards is not None and reducer is not None:
             self._sharded_step(self._shards, reducer)
-            self._watch.step_ends()
             return None
         if (
             reducer is None
@@ -340,8 +340,8 @@ class DistributedOptimizer(OptimizerWrapper):
             self._updates.defer()
             self._changes.put_off()
             reducer.in_flight = False
+            self._watch.step_ends()
         self._apply(self._ungated)
-        self._watch.step_ends()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -511,6 +511,8 @@ class DistributedOptimizer(OptimizerWrapper):
             with self._changes.lock:
                 if self._reducer.in_flight:
                     self._reducer.settle()
+                else:  # another thread has put the updates off meanwhile
+                    self._apply_all()
 
     def _end_engine(self, whole_state: bool = True) -> None:
         self._closed = True
@@ -664,7 +666,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._reducer.applied = True
         # Looked up each time, as schedulers replace it.
         optimizer = self._fused if self._fused is not None else self._inner
-        return self._changes.step(optimizer.step, closure)
+        return self._changes.step(optimizer.step, closure, is_known(self._inner))
 
     def _bring_up_to_date(self) -> None:
         if self._changes.salvage is not None:
@@ -743,9 +745,10 @@ class DistributedOptimizer(OptimizerWrapper):
             )
         if not reducer.in_flight:
             return
-        with self._changes.updating():
+        with self._changes.applying():
             shards.step()
         self._changes.put_off()
+        self._watch.step_ends()
         self._apply(self._ungated)
         if reducer.plan_ends:
             self._apply_all()
@@ -867,11 +870,12 @@ class DistributedOptimizer(OptimizerWrapper):
         # a gradient all the same, it was read past its gate.
         if self._gates is not None:
             self._gates.rest()
-        self._watch.up_to_date()
+        self._check_whole()
         updates = self._shards or self._updates
         self._late = list(updates.pending) if updates.count else []
         self._on_gradient(i)
         self._apply_all()
+        self._watch.up_to_date()
 
     def _on_gradient(self, i: int) -> None:
         if self._late and self._late[i]:

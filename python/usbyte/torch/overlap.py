@@ -77,8 +77,11 @@ class Watch:
             self._users.setdefault(threading.get_ident(), i)
 
     def up_to_date(self) -> None:
-        """Updates do not wait any more; counts if the training thread says so."""
-        if threading.get_ident() == self._trainer or torch._C._current_graph_task_id() != -1:
+        """Updates do not wait any more; counts in the training thread, or in a backward pass."""
+        here, in_backward = threading.get_ident(), torch._C._current_graph_task_id() != -1
+        if in_backward:  # on the CPU this is the thread that has run the forward pass, too
+            self._users.pop(here, None)
+        if in_backward or here == self._trainer:
             self._trainer = None
 
     def finds_threads(self) -> str:

@@ -26,9 +26,9 @@ class PlanCycle:
     """Says after which step another plan comes into force, and which.
 
     The first `learning_steps` steps are learned from; then all ranks agree on a plan. If it is on
-    trial, others follow, each after a number of steps that all ranks count. So it goes again, if
-    `adapt`, when steps come to take another time or sparse gradients to have other rows, for which
-    ranks vote in each step.
+    trial, others follow, each after a number of steps that all ranks count. So it goes again when
+    a rank asks for that, if it may, or, if `adapt`, when steps come to take another time or sparse
+    gradients to have other rows; ranks vote in each step.
 
     Args:
         planner: Makes the plans.
@@ -203,6 +203,7 @@ class PlanCycle:
     def _follow(self, decision: Decision, before: _core.Plan) -> _core.Plan | None:
         plan = decision.plan
         self._stopwatch = Stopwatch(decision.trial_steps) if decision.trial_steps else None
+        self._asked = self._asked and decision.overlap == "forward"  # else it has been answered
         if self._drift is not None and self._stopwatch is None:
             # Those of a kind take about as long, unless the network has changed since.
             alike = self._first_s is not None and _kind_of(plan) == self._first_kind
