@@ -160,7 +160,9 @@ class _Findings:
 @click.option("--models", default="resnet50,gpt2,bert-base", help="Separated by commas.")
 @click.option("--rates", default="10gbit,25gbit", help="Of the links; empty for loopback only.")
 @click.option("--hosts", default=2, help="Ranks, each on a host of its own.")
-@click.option("--contenders", default="alone,ddp:1,ddp:5,ddp:25,backward:auto,forward:auto")
+@click.option(
+    "--contenders", default="alone,ddp:1,ddp:5,ddp:25,backward:auto,forward:auto,auto:auto"
+)
 @click.option("--rounds", default=5, help="Turns of each contender.")
 @click.option("--steps", default=10, help="Steps of a turn.")
 @click.option("--warmup", default=5, help="Steps before; usbyte's learning and trials come on top.")

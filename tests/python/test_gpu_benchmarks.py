@@ -105,3 +105,14 @@ def test_overhead(tmp_path):
     assert wfbp["blocks"] >= wfbp["gradients"] > ddp["blocks"] >= 1
     assert len(found["targets"]) == 3
     assert all(set(t) == {"what", "measured", "wanted", "met"} for t in found["targets"])
+
+
+def test_tests_of_the_gpu_run_on_a_cpu():
+    folder = FOLDER.parent / "tests" / "gpu"
+    chosen = ["test_ranks_equal_ddp.py::test_two_ranks_bit_for_bit",
+              "test_streams.py::test_delays_change_nothing[sharded]"]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
+    command += ["--device", "cpu", *(f"{folder}/{name}" for name in chosen)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout

@@ -111,7 +111,7 @@ def _training() -> Part:
         "Training against DDP",
         [
             *(sys.executable, "benchmarks/gpu_training.py", "--rounds", "3", "--steps", "8"),
-            *("--contenders", "alone,ddp:1,ddp:5,ddp:25,forward:auto", "--tune-steps", "3"),
+            *("--contenders", "alone,ddp:1,ddp:5,ddp:25,auto:auto", "--tune-steps", "3"),
             *("--budget", "{limit}", "--json", "{results}"),
         ],
         300.0,
