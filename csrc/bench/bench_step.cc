@@ -92,24 +92,26 @@ struct Row {
 
 class Training {
  public:
-  Training(std::shared_ptr<Cuda> cuda, Communicator& network, const Plan& plan, double step_s)
+  Training(std::shared_ptr<Cuda> cuda, Communicator& network, const Plan& plan, double step_s,
+           int64_t scratch_bytes)
       : cuda_(std::move(cuda)),
+        scratch_bytes_(scratch_bytes),
         stream_(*cuda_),
         arena_(*cuda_, plan.arena_bytes()),
         gradients_(*cuda_, plan.arena_bytes()),
-        scratch_(*cuda_, kScratchBytes),
+        scratch_(*cuda_, scratch_bytes),
         engine_(plan, arena_.data(), network, options(cuda_)),
         plan_(engine_.plan()) {
     // How many bytes a kernel fills in a microsecond, to make kernels of a given length.
     double fastest = 1;
     for (int i = 0; i < 5; ++i) {
       stream_.mark(0);
-      compute(kScratchBytes);
+      compute(scratch_bytes_);
       stream_.mark(1);
       cuda_->synchronize(stream_);
       fastest = std::min(fastest, stream_.between(0, 1));
     }
-    bytes_per_element_ = step_s / 3 / fastest * static_cast<double>(kScratchBytes) /
+    bytes_per_element_ = step_s / 3 / fastest * static_cast<double>(scratch_bytes_) /
                          static_cast<double>(plan.numel());
   }
 
@@ -139,8 +141,6 @@ class Training {
   }
 
  private:
-  static constexpr int64_t kScratchBytes = 64 << 20;
-
   struct Sample {
     double device_s = 0, host_s = 0, cpu_s = 0, ahead_s = 0;
   };
@@ -152,8 +152,8 @@ class Training {
   }
 
   void compute(int64_t bytes) {
-    for (; bytes >= 4; bytes -= std::min(bytes, kScratchBytes)) {
-      cuda_->fill(scratch_.data(), DType::float32, std::min(bytes, kScratchBytes) / 4, 1, stream_);
+    for (; bytes >= 4; bytes -= std::min(bytes, scratch_bytes_)) {
+      cuda_->fill(scratch_.data(), DType::float32, std::min(bytes, scratch_bytes_) / 4, 1, stream_);
     }
   }
 
@@ -221,6 +221,7 @@ class Training {
   }
 
   const std::shared_ptr<Cuda> cuda_;
+  const int64_t scratch_bytes_;
   Stream stream_;
   Allocation arena_, gradients_, scratch_;
   Engine engine_;
@@ -271,6 +272,8 @@ int bench_step(const Options& options) {
   std::vector<std::string> models = {"resnet50", "gpt2"};
   if (options.text("model") != "all") models = {options.text("model")};
 
+  // So that a step is fewer launches than a stream takes before it makes the host wait.
+  const int64_t scratch_bytes = int64_t{emulated ? 64 : 1024} << 20;
   std::vector<Row> rows;
   for (const std::string& model : models) {
     if (model != "resnet50" && model != "gpt2") {
@@ -284,7 +287,7 @@ int bench_step(const Options& options) {
     const double beta = step_s / 2 / static_cast<double>(job.bytes());
     for (const std::string policy : {"ddp", "auto", "wfbp"}) {
       const Plan plan = make_plan(policy, job, NetworkModel{2, {{50e-6, beta}}});
-      Row row = Training(cuda, *communicator, plan, step_s).measure(steps);
+      Row row = Training(cuda, *communicator, plan, step_s, scratch_bytes).measure(steps);
       row.model = model;
       row.policy = policy;
       rows.push_back(row);
