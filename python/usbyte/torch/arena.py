@@ -51,8 +51,12 @@ def is_dense(param: torch.Tensor) -> bool:
 
 def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether tensors of one shape hold their elements, of one type, in the same order."""
-    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return a.dtype == b.dtype and all(size <= 1 or x == y for size, x, y in strides)
+    if a.dtype != b.dtype:
+        return False
+    strides = a.stride(), b.stride()
+    if strides[0] == strides[1]:
+        return True
+    return all(size <= 1 or x == y for size, x, y in zip(a.shape, *strides, strict=True))
 
 
 def laid_out_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
