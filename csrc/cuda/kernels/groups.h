@@ -155,37 +155,42 @@ struct EncodeWork {
   USBYTE_HD void send(const Entry& entry, uint32_t group, uint32_t lane, uint32_t count,
                       const Sender& sender, float (&x)[kRows][kNeighbours]) const {
     std::byte* const packed = entry.packed + group / 8 * kBits;
+    Word<kBits> words[kRows];
     USBYTE_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
       const uint32_t at = element(row, lane);
-      Word<kBits> word = sender.codes(x[row], at);
-      if constexpr (!Plain) word &= first_codes(at < count ? count - at : 0);
-      store<Plain>(packed, at, count, word);
-      if (!entry.kept) continue;
-      forget(word, sender, x[row]);
-      write<Plain>(entry.kept, group + at, entry.count, x[row]);
+      words[row] = sender.codes(x[row], at);
+      if constexpr (!Plain) words[row] &= first_codes(at < count ? count - at : 0);
+      store<Plain>(packed, at, count, words[row]);
+    }
+    if (!entry.kept) return;
+    forget(words, sender, x);
+    USBYTE_UNROLL
+    for (uint32_t row = 0; row < kRows; ++row) {
+      write<Plain>(entry.kept, group + element(row, lane), entry.count, x[row]);
     }
   }
 
   /// See codec/message.h, `forget`.
-  USBYTE_HD void forget(Word<kBits> word, const Sender& sender, float (&x)[kNeighbours]) const {
+  USBYTE_HD void forget(const Word<kBits> (&words)[kRows], const Sender& sender,
+                        float (&x)[kRows][kNeighbours]) const {
     const typename Format::Receiver receiver(sender.numbers);
     bool finite = is_finite(sender.numbers[0]);
     if constexpr (kNumbers == 2) finite = finite && is_finite(sender.numbers[1]);
     if (fresh == 0 && finite) {
-      USBYTE_UNROLL
-      for (uint32_t i = 0; i < kNeighbours; ++i) x[i] -= receiver.value(code_of<kBits>(word, i));
+      each_element<kRows>([&](uint32_t row, uint32_t i) {
+        x[row][i] -= receiver.value(code_of<kBits>(words[row], i));
+      });
       return;
     }
-    USBYTE_UNROLL
-    for (uint32_t i = 0; i < kNeighbours; ++i) {
-      const float sent = receiver.value(code_of<kBits>(word, i));
+    each_element<kRows>([&](uint32_t row, uint32_t i) {
+      const float sent = receiver.value(code_of<kBits>(words[row], i));
       if (fresh == 0 && is_finite(sent)) {
-        x[i] -= sent;
-      } else if (!is_finite(x[i])) {
-        x[i] = 0;
+        x[row][i] -= sent;
+      } else if (!is_finite(x[row][i])) {
+        x[row][i] = 0;
       }
-    }
+    });
   }
 
   USBYTE_HD static Word<kBits> first_codes(uint32_t n) {
