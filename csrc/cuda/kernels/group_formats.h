@@ -195,6 +195,7 @@ struct MixedPlaces {
     for (uint32_t i = 0; i < 1024; ++i) folded_mixed[i] = folded(mixed_folded(folded(i)));
   }
 };
+// Of each side's own: neither reads the other's memory.
 #ifdef __CUDACC__
 static __device__ const MixedPlaces mixed_places_on_device;
 #endif
@@ -205,6 +206,7 @@ template <uint32_t Elements, uint32_t Bits, typename PartType>
 struct LevelsFormat {
   static constexpr uint32_t kElements = Elements, kNumbers = 1, kBits = Bits;
   static constexpr int32_t kLevels = (1 << (Bits - 1)) - 1;
+  static_assert(sizeof(MixedPlaces) >= Elements * sizeof(uint32_t));
   using Part = PartType;
 
   struct Sender {

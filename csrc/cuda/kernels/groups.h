@@ -12,8 +12,8 @@ namespace usbyte::kernels {
 
 constexpr uint32_t kQuad = 4;  ///< neighbouring elements that a lane reads at a time
 
-/// A run of elements and its message. `first_piece` counts groups where it is encoded, what threads
-/// do where it is decoded.
+/// A run of elements and its message. `first_piece` counts groups where it is encoded, threads that
+/// it is given to where it is decoded.
 template <typename Value, typename Byte>
 struct GroupRun {
   Value* values;
@@ -30,14 +30,6 @@ struct EncodeEntry : GroupRun<const T, std::byte> {
 
   USBYTE_HD uint32_t pieces() const {
     return (this->count + Format::kElements - 1) / Format::kElements;
-  }
-
-  /// Whether a group is whole, and what its lanes move lies on boundaries of memory.
-  USBYTE_HD bool plain(uint32_t group) const {
-    const auto addresses = reinterpret_cast<uintptr_t>(this->values) |
-                           reinterpret_cast<uintptr_t>(kept) |
-                           (Format::kBits == 16 ? reinterpret_cast<uintptr_t>(this->packed) : 0);
-    return addresses % kPieceBytes == 0 && this->count - group >= Format::kElements;
   }
 };
 
@@ -69,7 +61,7 @@ struct EncodeWork {
     state.entry = table.find(piece, 0, table.size - 1);
     const Entry& entry = table.entries[state.entry];
     const uint32_t group = (piece - entry.first_piece) * kElements;
-    state.plain = entry.plain(group);
+    state.plain = plain(entry, group);
     return state.plain ? take_up<true>(entry, group, lane, state.x)
                        : take_up<false>(entry, group, lane, state.x);
   }
@@ -95,6 +87,13 @@ struct EncodeWork {
 
  private:
   using Sender = typename Format::Sender;
+
+  /// Whether a group is whole, and its arrays aligned.
+  USBYTE_HD static bool plain(const Entry& entry, uint32_t group) {
+    const auto* const packed = reinterpret_cast<const uint16_t*>(entry.packed);
+    return entry.count - group >= kElements && is_aligned<kNeighbours>(entry.values) &&
+           is_aligned<kNeighbours>(entry.kept) && (kBits != 16 || is_aligned<kQuad>(packed));
+  }
 
   /// Where in its group a lane's row begins.
   USBYTE_HD static uint32_t element(uint32_t row, uint32_t lane) {
@@ -218,7 +217,7 @@ struct EncodeWork {
 template <typename Format, typename T>
 using EncodeKernel = TeamKernel<EncodeWork<Format, T>>;
 
-/// So many neighbours are decoded by a team's worth of threads, each of which takes kRows quads.
+/// As many threads as are a team decode a tile, each of them a quad of every row.
 template <typename T>
 struct DecodeEntry : GroupRun<T, const std::byte> {
   static constexpr uint32_t kRows = 4, kRowElements = kLanes * kQuad;
@@ -267,13 +266,11 @@ struct DecodeKernel {
     float numbers[kGroups][kNumbers + 1];
   };
 
-  /// Whether a tile is whole, and what threads move lies on boundaries of memory.
+  /// Whether a tile is whole, and its arrays aligned.
   USBYTE_HD bool plain(const Entry& entry, uint32_t tile) const {
-    auto addresses = reinterpret_cast<uintptr_t>(entry.values);
-    if constexpr (kBits == 16) {
-      addresses |= reinterpret_cast<uintptr_t>(entry.packed) | static_cast<uintptr_t>(stride);
-    }
-    return addresses % kPieceBytes == 0 && entry.count - tile >= kTile;
+    const auto* const packed = reinterpret_cast<const uint16_t*>(entry.packed);
+    return entry.count - tile >= kTile && is_aligned<kQuad>(entry.values) &&
+           (kBits != 16 || (is_aligned<kQuad>(packed) && stride % kAtOnce<uint16_t, kQuad> == 0));
   }
 
   template <bool Plain>
@@ -319,7 +316,8 @@ struct DecodeKernel {
     }
   }
 
-  /// A rank's, from the element `first` of a tile on, which is not behind `rest` others.
+  /// What the thread that begins with element `first` of a tile reads of a rank's message. The run
+  /// has `rest` elements from there.
   template <bool Plain>
   USBYTE_HD Share share(const Entry& entry, uint32_t tile, uint32_t first, uint32_t rest,
                         int32_t rank) const {
