@@ -112,19 +112,22 @@ void print_table(std::FILE* out, const std::vector<std::vector<std::string>>& ro
   for (const auto& row : rows) {
     for (size_t c = 0; c < row.size(); ++c) widths[c] = std::max(widths[c], row[c].size());
   }
-  for (const auto& row : rows) {
-    for (size_t c = 0; c < row.size(); ++c) {
-      std::fprintf(out, "%s%*s", c ? "  " : "", static_cast<int>(widths[c]), row[c].c_str());
-    }
-    std::fputc('\n', out);
+  for (const auto& row : rows) print_row(out, widths, row);
+}
+
+void print_row(std::FILE* out, const std::vector<size_t>& widths,
+               const std::vector<std::string>& row) {
+  for (size_t c = 0; c < row.size(); ++c) {
+    std::fprintf(out, "%s%*s", c ? "  " : "", static_cast<int>(widths[c]), row[c].c_str());
   }
+  std::fputc('\n', out);
   std::fflush(out);
 }
 
 int finish(const Options& options, const std::vector<std::vector<std::string>>& table,
            const std::string& ran, const std::string& unit, int64_t wrong,
            nlohmann::ordered_json report) {
-  print_table(options.table(), table);
+  if (!table.empty()) print_table(options.table(), table);
   std::fprintf(options.table(), "# %s; wrong %s: %lld %s\n", ran.c_str(), unit.c_str(),
                static_cast<long long>(wrong), wrong ? "FAILED" : "OK");
   report["wrong"] = wrong;

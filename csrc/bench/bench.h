@@ -48,8 +48,14 @@ class Options {
 /// Prints rows in aligned columns. The first row holds the headings.
 void print_table(std::FILE* out, const std::vector<std::vector<std::string>>& rows);
 
-/// Ends a benchmark that checks its results: prints the table, then what ran and how many of its
-/// `unit` (words, elements) are wrong, and writes the report, "wrong" added. Returns the exit code.
+/// Prints one row, in columns of at least these widths, and does not keep it in a buffer: for
+/// tables of which rows are long in coming.
+void print_row(std::FILE* out, const std::vector<size_t>& widths,
+               const std::vector<std::string>& row);
+
+/// Ends a benchmark that checks its results: prints the table, unless it is empty, then what ran
+/// and how many of its `unit` (words, elements) are wrong, and writes the report, "wrong" added.
+/// Returns the exit code.
 int finish(const Options& options, const std::vector<std::vector<std::string>>& table,
            const std::string& ran, const std::string& unit, int64_t wrong,
            nlohmann::ordered_json report);

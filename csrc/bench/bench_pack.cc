@@ -5,6 +5,7 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <regex>
 
 #include "bench.h"
 #include "device.h"
@@ -70,12 +71,14 @@ struct Row {
 // One list's tensors on the device.
 class Job {
  public:
-  Job(Cuda& cuda, std::string name, const Layout& layout, int64_t copy_bytes, int64_t iters)
+  Job(Cuda& cuda, std::string name, const Layout& layout, int64_t copy_bytes, int64_t iters,
+      int64_t most_repeats)
       : cuda_(cuda),
         name_(std::move(name)),
         layout_(layout),
         copy_bytes_(copy_bytes),
         iters_(iters),
+        most_repeats_(most_repeats),
         stream_(cuda),
         rows_on_host_(static_cast<size_t>(layout.elements / kScatterWidth) + 1),
         rows_(cuda, static_cast<int64_t>(rows_on_host_.size()) * 8),
@@ -119,7 +122,8 @@ class Job {
     const auto bytes = static_cast<int64_t>(row.moved_bytes / 2) / 256 * 256;
     const int64_t places = std::max<int64_t>(copy_bytes_ / bytes, 1);
     // Launches must not be waited for: the more the less they take.
-    const int64_t repeats = std::clamp<int64_t>((int64_t{64} << 20) / row.size_bytes, 2, 32);
+    const int64_t repeats =
+        std::clamp<int64_t>((int64_t{64} << 20) / row.size_bytes, 2, most_repeats_);
     std::vector<double> times, copies, alone;
     int64_t next = 0;
     for (int64_t i = -2; i < iters_; ++i) {
@@ -190,7 +194,7 @@ class Job {
   Cuda& cuda_;
   std::string name_;
   Layout layout_;
-  int64_t copy_bytes_, iters_;
+  int64_t copy_bytes_, iters_, most_repeats_;
   Stream stream_;
   std::vector<int64_t> rows_on_host_;
   Allocation rows_, copy_source_, copy_target_;
@@ -247,6 +251,24 @@ nlohmann::ordered_json targets(const std::vector<Row>& rows) {
   return out;
 }
 
+const std::vector<std::string> kHeadings = {"list",     "op",        "size(B)", "tensors",
+                                            "moved(B)", "time(us)",  "GB/s",    "copy(GB/s)",
+                                            "ratio(%)", "alone(us)", "#wrong"};
+
+std::vector<std::string> cells(const Row& r) {
+  return {r.list,
+          r.op,
+          std::to_string(r.size_bytes),
+          std::to_string(r.segments),
+          fixed(r.moved_bytes, 0),
+          fixed(r.time_s * 1e6, 2),
+          fixed(r.bytes_per_s() * 1e-9, 1),
+          fixed(r.copy_bytes_per_s() * 1e-9, 1),
+          fixed(r.ratio() * 100, 1),
+          fixed(r.alone_s * 1e6, 2),
+          std::to_string(r.wrong)};
+}
+
 int bench_pack(const Options& options) {
   const bool small = options.integer("small") != 0, emulated = options.integer("emulated") != 0;
   const int64_t low = options.integer("min-bytes", 1024);
@@ -259,6 +281,13 @@ int bench_pack(const Options& options) {
   std::vector<std::string> lists = {"resnet50", "gpt2", "odd", "many", "flat"};
   if (options.text("list") != "all") lists = {options.text("list")};
 
+  const std::regex wanted(options.text("op"));
+
+  std::vector<size_t> widths = {8, 20};
+  for (size_t c = widths.size(); c < kHeadings.size(); ++c) {
+    widths.push_back(std::max<size_t>(kHeadings[c].size(), 9));
+  }
+  print_row(options.table(), widths, kHeadings);
   std::vector<Row> rows;
   for (const std::string& list : lists) {
     std::vector<Op> ops = {pack("pack", DType::float32),
@@ -277,26 +306,22 @@ int bench_pack(const Options& options) {
       ops.push_back(send("int8", 1));
       ops.push_back(receive("efsignsgd", 1));
     }
-    Job job(*cuda, list, Layout(tensors(list, most, small), most), 4 * high, iters);
+    std::erase_if(ops, [&](const Op& op) { return !std::regex_search(op.name, wanted); });
+    if (ops.empty()) continue;
+    // Some of compute-sanitizer's tools take milliseconds for each launch.
+    Job job(*cuda, list, Layout(tensors(list, most, small), most), 4 * high, iters, small ? 2 : 32);
     for (const Op& op : ops) {
       for (int64_t size = low; size <= std::min(high, job.elements() * 4); size *= 4) {
         rows.push_back(job.measure(op, size));
+        print_row(options.table(), widths, cells(rows.back()));
       }
     }
   }
 
-  std::vector<std::vector<std::string>> table = {{"list", "op", "size(B)", "tensors", "moved(B)",
-                                                  "time(us)", "GB/s", "copy(GB/s)", "ratio(%)",
-                                                  "alone(us)", "#wrong"}};
   auto found = nlohmann::ordered_json::array();
   int64_t wrong = 0;
   for (const Row& r : rows) {
     wrong += r.wrong;
-    table.push_back({r.list, r.op, std::to_string(r.size_bytes), std::to_string(r.segments),
-                     fixed(r.moved_bytes, 0), fixed(r.time_s * 1e6, 2),
-                     fixed(r.bytes_per_s() * 1e-9, 1), fixed(r.copy_bytes_per_s() * 1e-9, 1),
-                     fixed(r.ratio() * 100, 1), fixed(r.alone_s * 1e6, 2),
-                     std::to_string(r.wrong)});
     found.push_back({{"list", r.list},
                      {"op", r.op},
                      {"size_bytes", r.size_bytes},
@@ -313,7 +338,7 @@ int bench_pack(const Options& options) {
   if (!small && !emulated) report["targets"] = targets(rows);
   const std::string ran =
       emulated ? "emulated on the host: the times mean nothing" : "on the device";
-  return finish(options, table, ran, "words", wrong, std::move(report));
+  return finish(options, {}, ran, "words", wrong, std::move(report));
 }
 
 }  // namespace
@@ -322,6 +347,7 @@ int main(int argc, char** argv) {
   Options options(kAbout);
   options.flag("device", "0", "ordinal of the GPU")
       .flag("list", "all", "resnet50, gpt2, odd, many, flat or all")
+      .flag("op", ".*", "only ops in whose names this regular expression is found")
       .flag("min-bytes", "64K", "smallest block; K, M and G are 2^10, 2^20 and 2^30")
       .flag("max-bytes", "64M", "largest block; each is four times the one before")
       .flag("memory", "256M", "bytes of tensors over which the blocks are spread")

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -33,11 +35,17 @@ float narrow(float x) {
   return x;
 }
 
-/// Gradients as the arena has them, some of them not finite in every fourth.
+/// Gradients as the arena has them, some of them not finite in every fourth; in every second there
+/// are zeros, at each place of a byte of signs.
 template <typename T>
 std::vector<T> arena_values(Random& random, int64_t count) {
   std::vector<T> out;
   for (float x : test::gradient(random, count)) out.push_back(narrow<T>(x));
+  if (random.one_in(2)) {
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (i % 8 == i / 8 % 8) out[i] = narrow<T>(random.one_in(2) ? 0.0F : -0.0F);
+    }
+  }
   if (count > 0 && random.one_in(4)) {
     constexpr float kBad[] = {test::kNan, test::kInfinity, -test::kInfinity};
     out[static_cast<size_t>(random(0, count - 1))] = narrow<T>(kBad[random(0, 2)]);
@@ -60,10 +68,11 @@ class GroupKernels : public testing::TestWithParam<std::string> {
   const GroupCodec kernels_ = codec_->kernels().value();
   const int64_t word_ = codec_->adds() ? 2 : 4;  // bytes that messages are whole numbers of
 
+  /// Where all memory is aligned, whole groups are moved at once.
   template <typename T>
-  void encodes_as_the_host(DType dtype);
+  void encodes_as_the_host(DType dtype, bool aligned);
   template <typename T>
-  void decodes_as_the_host(DType dtype);
+  void decodes_as_the_host(DType dtype, bool aligned);
 };
 INSTANTIATE_TEST_SUITE_P(Codecs, GroupKernels,
                          testing::Values("fp16", "bf16", "int8", "fp8", "fp8:e5m2", "qsgd:2",
@@ -79,16 +88,19 @@ INSTANTIATE_TEST_SUITE_P(Codecs, GroupKernels,
 
 // Three steps of several runs in one call.
 template <typename T>
-void GroupKernels::encodes_as_the_host(DType dtype) {
+void GroupKernels::encodes_as_the_host(DType dtype, bool aligned) {
   Random random(static_cast<uint64_t>(dtype));
   for (RunInShape& shape : shapes()) {
-    std::vector<int64_t> counts = {1, 3, 4, 31, 33, 255, 256, 257, 1000, 1024, 1025, 3001};
+    std::vector<int64_t> counts = {1, 3, 4, 31, 33, 255, 256, 257, 1000, 1024, 1025, 3001, 4096};
+    const auto skew = [&](int64_t itemsize) {
+      return aligned ? 0 : random(0, 15) / itemsize * itemsize;
+    };
     struct Run {
-      Run(int64_t count, int64_t bytes, int64_t word, Random& random)
-          : values(count * int64_t{sizeof(T)},
-                   random(0, 15) / int64_t{sizeof(T)} * int64_t{sizeof(T)}),
-            kept(count * 4, random(0, 3) * 4),
-            message(bytes, random(0, 3) * word),
+      Run(int64_t count, int64_t values_skew, int64_t kept_skew, int64_t bytes,
+          int64_t message_skew)
+          : values(count * int64_t{sizeof(T)}, values_skew),
+            kept(count * 4, kept_skew),
+            message(bytes, message_skew),
             want_kept(static_cast<size_t>(count)) {
         std::ranges::fill(kept.bytes(), std::byte{0});
       }
@@ -97,7 +109,8 @@ void GroupKernels::encodes_as_the_host(DType dtype) {
     };
     std::vector<std::unique_ptr<Run>> runs;
     for (int64_t count : counts) {
-      runs.push_back(std::make_unique<Run>(count, codec_->message_bytes(count), word_, random));
+      runs.push_back(std::make_unique<Run>(count, skew(sizeof(T)), skew(4),
+                                           codec_->message_bytes(count), skew(word_)));
     }
     for (int64_t step = 0; step < 3; ++step) {
       std::vector<GroupEncoding> encodings;
@@ -138,20 +151,22 @@ void GroupKernels::encodes_as_the_host(DType dtype) {
 }
 
 TEST_P(GroupKernels, EncodeAsTheHostDoes) {
-  encodes_as_the_host<float>(DType::float32);
-  encodes_as_the_host<Half>(DType::float16);
-  encodes_as_the_host<BFloat16>(DType::bfloat16);
+  for (bool aligned : {false, true}) {
+    encodes_as_the_host<float>(DType::float32, aligned);
+    encodes_as_the_host<Half>(DType::float16, aligned);
+    encodes_as_the_host<BFloat16>(DType::bfloat16, aligned);
+  }
 }
 
 template <typename T>
-void GroupKernels::decodes_as_the_host(DType dtype) {
+void GroupKernels::decodes_as_the_host(DType dtype, bool aligned) {
   Random random(5);
   for (RunInShape& shape : shapes()) {
-    for (int ranks : {1, 2, 3}) {
-      for (int64_t count : {1, 3, 4, 31, 33, 257, 1025, 3001}) {
+    for (int ranks : {1, 2, 3, 5}) {
+      for (int64_t count : {1, 3, 4, 31, 33, 257, 512, 1025, 3001, 4096}) {
         const int64_t bytes = codec_->message_bytes(count);
-        const int64_t stride = bytes + word_ * random(0, 2);
-        Memory messages(stride * ranks, random(0, 3) * word_);
+        const int64_t stride = aligned ? (bytes + 15) / 16 * 16 : bytes + word_ * random(0, 2);
+        Memory messages(stride * ranks, aligned ? 0 : random(0, 3) * word_);
         std::vector<const std::byte*> each;
         for (int r = 0; r < ranks; ++r) {
           const std::vector<float> gradient = test::gradient(random, count);
@@ -163,7 +178,7 @@ void GroupKernels::decodes_as_the_host(DType dtype) {
         codec_->combine(each, {}, sum);
         std::vector<T> want;
         for (float x : sum) want.push_back(narrow<T>(x));
-        const auto skew = random(0, 15) / int64_t{sizeof(T)} * int64_t{sizeof(T)};
+        const auto skew = aligned ? 0 : random(0, 15) / int64_t{sizeof(T)} * int64_t{sizeof(T)};
         Memory values(count * int64_t{sizeof(T)}, skew);
         const GroupDecoding decoding{values.data(), messages.data(), count};
         kernels::decode_groups(kernels_, {&decoding, 1}, dtype, ranks, stride, shape);
@@ -174,17 +189,20 @@ void GroupKernels::decodes_as_the_host(DType dtype) {
 }
 
 TEST_P(GroupKernels, DecodeAsTheHostDoes) {
-  decodes_as_the_host<float>(DType::float32);
-  decodes_as_the_host<Half>(DType::float16);
-  decodes_as_the_host<BFloat16>(DType::bfloat16);
+  for (bool aligned : {false, true}) {
+    decodes_as_the_host<float>(DType::float32, aligned);
+    decodes_as_the_host<Half>(DType::float16, aligned);
+    decodes_as_the_host<BFloat16>(DType::bfloat16, aligned);
+  }
 }
 
 TEST_P(GroupKernels, WriteEveryByteOnce) {
   Random random(6);
-  for (int64_t count : {1, 37, 1100}) {
+  for (int64_t count : {1, 37, 1100, 2048}) {
     std::vector<float> gradient(static_cast<size_t>(count));
     for (float& x : gradient) x = static_cast<float>(random(1, 1000));
-    Memory kept(4 * count, 4), message(codec_->message_bytes(count), 8);
+    const int64_t skew = count % 16 == 0 ? 0 : 4;
+    Memory kept(4 * count, skew), message(codec_->message_bytes(count), 2 * skew);
     const GroupEncoding encoding{gradient.data(),
                                  codec_->memories() ? kept.as<float>().data() : nullptr,
                                  message.data(), count, 7};
@@ -200,6 +218,32 @@ TEST_P(GroupKernels, WriteEveryByteOnce) {
     kernels::encode_groups(kernels_, {&encoding, 1}, DType::float32, counted);
     EXPECT_EQ(counter.counts(), std::vector<int>(message.bytes().size(), 1)) << count;
   }
+}
+
+/// Floats of which the quotient is not that of a division.
+template <int32_t Divisor>
+int64_t wrong_quotients() {
+  int64_t wrong = 0;
+  const auto check = [&](uint32_t bits) {
+    const auto x = std::bit_cast<float>(bits);
+    const float got = kernels::divided_by<Divisor>(x), want = x / static_cast<float>(Divisor);
+    const bool same = std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(want);
+    wrong += !same && !(std::isnan(got) && std::isnan(want));
+  };
+  // All significands: of subnormals, quotients that become so, others, and what is not finite.
+  for (uint32_t exponent : {0, 1, 2, 3, 4, 7, 8, 9, 127, 254, 255}) {
+    for (uint32_t significand = 0; significand < 1U << 23; ++significand) {
+      check(exponent << 23 | significand);
+    }
+    check(1U << 31 | exponent << 23 | 0x155555);
+  }
+  return wrong;
+}
+
+TEST(GroupKernels, DivideByLevelsAsADivisionDoes) {
+  EXPECT_EQ(wrong_quotients<1>(), 0);
+  EXPECT_EQ(wrong_quotients<7>(), 0);
+  EXPECT_EQ(wrong_quotients<127>(), 0);
 }
 
 TEST(GroupKernels, ManyRunsTakeSeveralLaunches) {

@@ -2,16 +2,19 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "../../codec/random.h"
 #include "arithmetic.h"
+#include "piece.h"
 
 // How elements of a group become bits, and the group itself some numbers: what the codecs of
 // csrc/codec that work by groups do on the host, to the bit but for the order of sums of doubles.
 //
 // A format has kElements of a group, kNumbers, kBits of an element; a Part, to which all elements
-// of a group add; a Sender, made of the whole Part, that has the numbers and gives an element's
-// code; and value(numbers, code). Casts have no numbers.
+// of a group add; a Sender, made of the whole Part, that has the numbers and gives the codes of a
+// few neighbours, the first of which is the group's `at`-th; and a Receiver, made of the numbers,
+// that gives a code's value. Casts have no numbers.
 namespace usbyte::kernels {
 
 using usbyte::detail::bits_of;
@@ -40,6 +43,31 @@ struct Whole {
   uint64_t key;  ///< random numbers of the group
 };
 
+/// The bits of a few neighbours, the first in the lowest.
+template <uint32_t Bits>
+using Word = std::conditional_t<Bits == 16, uint64_t, uint32_t>;
+
+template <uint32_t Bits, uint32_t N, typename Code>
+USBYTE_HD Word<Bits> packed(const float (&x)[N], Code code) {
+  Word<Bits> out = 0;
+  USBYTE_UNROLL
+  for (uint32_t i = 0; i < N; ++i) out |= Word<Bits>{code(x[i])} << (i * Bits);
+  return out;
+}
+
+template <uint32_t Bits>
+USBYTE_HD uint32_t code_of(Word<Bits> word, uint32_t i) {
+  return static_cast<uint32_t>(word >> (i * Bits)) & ((1U << Bits) - 1);
+}
+
+template <uint32_t N>
+USBYTE_HD uint32_t signs(const float (&x)[N]) {
+  uint32_t out = 0;
+  USBYTE_UNROLL
+  for (uint32_t i = N; i-- > 0;) out = funnel_shift(bits_of(x[i]), out, 31);
+  return out;
+}
+
 /// Nothing that is told of a group as a whole.
 struct Nothing {
   uint32_t padding = 0;
@@ -57,12 +85,16 @@ struct CastFormat {
     float numbers[1] = {};
 
     USBYTE_HD explicit Sender(const Whole<Part>&) {}
-    USBYTE_HD uint32_t code(float x, uint32_t) const { return from_float<T>(x).bits; }
+    template <uint32_t N>
+    USBYTE_HD uint64_t codes(const float (&x)[N], uint32_t) const {
+      return packed<kBits>(x, [](float each) { return from_float<T>(each).bits; });
+    }
   };
 
-  USBYTE_HD static float value(const float*, uint32_t code) {
-    return to_float(T{static_cast<uint16_t>(code)});
-  }
+  struct Receiver {
+    USBYTE_HD explicit Receiver(const float*) {}
+    USBYTE_HD float value(uint32_t code) const { return to_float(T{static_cast<uint16_t>(code)}); }
+  };
 };
 
 struct Int8 {
@@ -112,56 +144,133 @@ struct ScaledFormat {
       numbers[0] = !finite ? not_a_number() : counts ? most / Byte::kMost : 0;
       up = counts ? Byte::kMost / most : 0;
     }
-    USBYTE_HD uint32_t code(float x, uint32_t) const {
-      return finite ? Byte::code(multiply(x, up)) : 0;
+    template <uint32_t N>
+    USBYTE_HD uint32_t codes(const float (&x)[N], uint32_t) const {
+      if (!finite) return 0;
+      return packed<kBits>(x, [this](float each) { return Byte::code(multiply(each, up)); });
     }
   };
 
-  USBYTE_HD static float value(const float* numbers, uint32_t code) {
-    return multiply(Byte::value(code), numbers[0]);
+  struct Receiver {
+    float scale;
+
+    USBYTE_HD explicit Receiver(const float* numbers) : scale(numbers[0]) {}
+    USBYTE_HD float value(uint32_t code) const { return multiply(Byte::value(code), scale); }
+  };
+};
+
+/// x / Divisor, correctly rounded, without a division. Let g be the distance of floats around the
+/// quotient: x is a multiple of it, and so, the divisor being odd, what lies between the quotient
+/// and the middle of two floats an odd multiple of g / (2 * Divisor). The product of doubles is
+/// less than 2^-28 g from the quotient, on the same side of every middle.
+template <int32_t Divisor>
+USBYTE_HD float divided_by(float x) {
+  static_assert(Divisor % 2 == 1 && Divisor > 0 && Divisor < 256);
+  if constexpr (Divisor == 1) return x;
+  return static_cast<float>(multiply(static_cast<double>(x), 1.0 / Divisor));
+}
+
+/// `x`, at least 0 and less than 2^23, rounded down.
+USBYTE_HD inline float whole_part(float x) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rz(x, 0x1p23F) - 0x1p23F;  // the conversions take four times as long
+#else
+  return static_cast<float>(static_cast<int32_t>(x));
+#endif
+}
+
+/// See codec/loops_body.h; its first step, and the others.
+USBYTE_HD constexpr uint32_t folded(uint32_t x) { return x ^ (x >> 16); }
+USBYTE_HD constexpr uint32_t mixed_folded(uint32_t x) {
+  x *= 0x7feb352dU;
+  x = (x ^ (x >> 15)) * 0x846ca68bU;
+  return folded(x);
+}
+
+/// What random numbers of levels take from an element's place in its group alone.
+struct MixedPlaces {
+  alignas(kPieceBytes) uint32_t folded_mixed[1024];
+
+  constexpr MixedPlaces() : folded_mixed() {
+    for (uint32_t i = 0; i < 1024; ++i) folded_mixed[i] = folded(mixed_folded(folded(i)));
   }
 };
+// Of each side's own: neither reads the other's memory.
+#ifdef __CUDACC__
+static __device__ const MixedPlaces mixed_places_on_device;
+#endif
+inline constexpr MixedPlaces mixed_places_on_host;
 
 /// One of a few equal levels of a number of the group, by chance.
 template <uint32_t Elements, uint32_t Bits, typename PartType>
 struct LevelsFormat {
   static constexpr uint32_t kElements = Elements, kNumbers = 1, kBits = Bits;
   static constexpr int32_t kLevels = (1 << (Bits - 1)) - 1;
+  static_assert(sizeof(MixedPlaces) >= Elements * sizeof(uint32_t));
   using Part = PartType;
 
   struct Sender {
     float numbers[kNumbers];
     float scale;
-    uint32_t key;
+    uint32_t folded_key;
 
     USBYTE_HD explicit Sender(const Whole<Part>& whole)
-        : key(static_cast<uint32_t>(mix(whole.key))) {
+        : folded_key(folded(static_cast<uint32_t>(mix(whole.key)))) {
       const float most = whole.part.most();
       numbers[0] = !is_finite(most) ? not_a_number() : most < kLeastScaled ? 0 : most;
       scale = numbers[0] > 0 ? static_cast<float>(kLevels) / most : 0;
     }
-    USBYTE_HD uint32_t code(float x, uint32_t i) const {
-      if (!(numbers[0] > 0)) return 0;
-      const uint32_t random = mixed(mixed(i) ^ key);
-      const float u = multiply(static_cast<float>(random >> 8), 0x1p-24F);
-      const auto level = static_cast<int32_t>(multiply(float_of(magnitude(x)), scale) + u);
-      const int32_t kept = level < kLevels ? level : kLevels;
-      return static_cast<uint32_t>(bits_of(x) >> 31 ? -kept : kept) & ((1U << Bits) - 1);
+    template <uint32_t N>
+    USBYTE_HD uint32_t codes(const float (&x)[N], uint32_t at) const {
+      uint32_t places[N];
+      static_assert(sizeof places == kPieceBytes);
+      load_aligned<kPieceBytes>(places, mixed_places() + at);
+      // Codes are added up in floats, which hold 16 bits of them exactly: above zero, so that none
+      // borrows from the next, and each with its highest bit turned over.
+      constexpr uint32_t kHalf = 16 / kBits;
+      uint32_t out = 0;
+      USBYTE_UNROLL
+      for (uint32_t begin = 0; begin < N; begin += kHalf) {
+        float sum = 0x1p23F + static_cast<float>(kSigns & 0xffff);
+        USBYTE_UNROLL
+        for (uint32_t i = 0; i < kHalf && begin + i < N; ++i) {
+          sum += level(x[begin + i], places[begin + i]) * static_cast<float>(1U << (i * kBits));
+        }
+        out |= (bits_of(sum) & 0xffff) << (begin * kBits);
+      }
+      return numbers[0] > 0 ? out ^ kSigns : 0;
     }
 
    private:
-    /// See codec/loops_body.h.
-    USBYTE_HD static uint32_t mixed(uint32_t x) {
-      x = (x ^ (x >> 16)) * 0x7feb352dU;
-      x = (x ^ (x >> 15)) * 0x846ca68bU;
-      return x ^ (x >> 16);
+    /// The highest bits of four codes.
+    static constexpr uint32_t kSigns = kBits == 8 ? 0x80808080U : kBits == 4 ? 0x8888U : 0xaaU;
+    static_assert(kBits == 8 || kBits == 4 || kBits == 2);
+
+    USBYTE_HD float level(float x, uint32_t place) const {
+      const uint32_t random = mixed_folded(place ^ folded_key) & 0xffffff00U;
+      // Of the two products the second is exact: it may be fused.
+      const float raised = multiply(fabsf(x), scale) + static_cast<float>(random) * 0x1p-32F;
+      const float kept = whole_part(fminf(raised, static_cast<float>(kLevels)));
+      return float_of(bits_of(kept) | (bits_of(x) & 0x80000000U));
+    }
+    USBYTE_HD static const uint32_t* mixed_places() {
+#ifdef __CUDA_ARCH__
+      return mixed_places_on_device.folded_mixed;
+#else
+      return mixed_places_on_host.folded_mixed;
+#endif
     }
   };
 
-  USBYTE_HD static float value(const float* numbers, uint32_t code) {
-    const auto level = static_cast<int32_t>(code << (32 - Bits)) >> (32 - Bits);
-    return multiply(static_cast<float>(level), numbers[0] / static_cast<float>(kLevels));
-  }
+  struct Receiver {
+    float step;
+
+    USBYTE_HD explicit Receiver(const float* numbers) : step(divided_by<kLevels>(numbers[0])) {}
+    USBYTE_HD float value(uint32_t code) const {
+      const auto level = static_cast<int32_t>(code << (32 - Bits)) >> (32 - Bits);
+      return multiply(static_cast<float>(level), step);
+    }
+  };
 };
 
 struct LargestLevel : Largest {
@@ -173,7 +282,8 @@ struct NormLevel {
   double squares = 0;
 
   USBYTE_HD void add(float x) {
-    squares += multiply(static_cast<double>(x), static_cast<double>(x));
+    const auto wide = static_cast<double>(x);
+    squares += wide * wide;  // exact: it may be fused
   }
   USBYTE_HD void join(const NormLevel& other) { squares += other.squares; }
   USBYTE_HD float most() const { return static_cast<float>(sqrt(squares)); }
@@ -188,10 +298,13 @@ template <uint32_t Numbers>
 struct SignsFormat {
   static constexpr uint32_t kElements = 1024, kNumbers = Numbers, kBits = 1;
 
-  USBYTE_HD static float value(const float* numbers, uint32_t code) {
-    const float set = Numbers == 2 ? numbers[Numbers - 1] : -numbers[0];
-    return code ? set : numbers[0];
-  }
+  struct Receiver {
+    float clear, set;
+
+    USBYTE_HD explicit Receiver(const float* numbers)
+        : clear(numbers[0]), set(Numbers == 2 ? numbers[Numbers - 1] : -numbers[0]) {}
+    USBYTE_HD float value(uint32_t code) const { return code ? set : clear; }
+  };
 };
 
 struct MajorityFormat : SignsFormat<1> {
@@ -205,9 +318,17 @@ struct MajorityFormat : SignsFormat<1> {
       numbers[0] = whole.part.bits < kInfinity ? 1 : not_a_number();
     }
     /// A zero votes by chance.
-    USBYTE_HD uint32_t code(float x, uint32_t i) const {
-      if (magnitude(x) > 0) return bits_of(x) >> 31;
-      return static_cast<uint32_t>(mix(key + i / 32)) >> (i % 32) & 1;
+    template <uint32_t N>
+    USBYTE_HD uint32_t codes(const float (&x)[N], uint32_t at) const {
+      static_assert(32 % N == 0);
+      const uint32_t out = signs(x);
+      bool any_zero = false;
+      USBYTE_UNROLL
+      for (uint32_t i = 0; i < N; ++i) any_zero = any_zero || x[i] == 0;
+      if (!any_zero) return out;
+      const uint32_t zeros = packed<1>(x, [](float each) { return uint32_t{each == 0}; });
+      const auto random = static_cast<uint32_t>(mix(key + at / 32)) >> (at % 32);
+      return (out & ~zeros) | (random & zeros);
     }
   };
 };
@@ -225,7 +346,10 @@ struct EfSignFormat : SignsFormat<1> {
     USBYTE_HD explicit Sender(const Whole<Part>& whole) {
       numbers[0] = static_cast<float>(whole.part.magnitudes / static_cast<double>(whole.count));
     }
-    USBYTE_HD uint32_t code(float x, uint32_t) const { return bits_of(x) >> 31; }
+    template <uint32_t N>
+    USBYTE_HD uint32_t codes(const float (&x)[N], uint32_t) const {
+      return signs(x);
+    }
   };
 };
 
@@ -254,7 +378,10 @@ struct OneBitFormat : SignsFormat<2> {
       numbers[0] = mean(p.positive, whole.count - p.negatives);
       numbers[1] = mean(p.negative, p.negatives);
     }
-    USBYTE_HD uint32_t code(float x, uint32_t) const { return bits_of(x) >> 31; }
+    template <uint32_t N>
+    USBYTE_HD uint32_t codes(const float (&x)[N], uint32_t) const {
+      return signs(x);
+    }
 
    private:
     USBYTE_HD static float mean(double total, uint32_t of) {

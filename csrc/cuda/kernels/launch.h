@@ -218,7 +218,6 @@ void decode_groups(GroupCodec codec, std::span<const GroupDecoding> runs, DType 
       };
       DecodeKernel<Format, T> kernel;
       kernel.ranks = ranks;
-      kernel.votes = codec.kind == GroupCodec::Kind::majority;
       kernel.stride = stride;
       run_tables(kernel.table, runs, make, [&] { run(kernel); });
     });

@@ -132,4 +132,52 @@ USBYTE_HD void put(T* target, int32_t begin, uint32_t count, const T (&values)[N
   }
 }
 
+/// Bytes of N elements, 8 or some pieces, that are moved at once.
+template <typename T, uint32_t N>
+constexpr uint32_t kAtOnce = N * sizeof(T) < kPieceBytes ? N * sizeof(T) : kPieceBytes;
+
+template <uint32_t N, typename T>
+USBYTE_HD bool is_aligned(const T* array) {
+  return reinterpret_cast<uintptr_t>(array) % kAtOnce<T, N> == 0;
+}
+
+/// Elements [begin, begin + N) of the array of `count` elements at `source`; those that the array
+/// does not have become zero. `Plain` elements are all there, at a multiple of N in an array that
+/// is aligned; the others are loaded one by one.
+template <bool Plain, typename T, uint32_t N>
+USBYTE_HD void read(const T* source, uint32_t begin, uint32_t count, T (&values)[N]) {
+  if constexpr (Plain) {
+    constexpr uint32_t kBytes = kAtOnce<T, N>;
+    const auto* const from = reinterpret_cast<const char*>(source + begin);
+    uint32_t words[N * sizeof(T) / 4];
+    USBYTE_UNROLL
+    for (uint32_t b = 0; b < sizeof words; b += kBytes) {
+      load_aligned<kBytes>(words + b / 4, from + b);
+    }
+    memcpy(values, words, sizeof words);
+  } else {
+    USBYTE_UNROLL
+    for (uint32_t i = 0; i < N; ++i) values[i] = begin + i < count ? source[begin + i] : T{};
+  }
+}
+
+/// Writes what `read` reads, so far as the array has it.
+template <bool Plain, typename T, uint32_t N>
+USBYTE_HD void write(T* target, uint32_t begin, uint32_t count, const T (&values)[N]) {
+  if constexpr (Plain) {
+    constexpr uint32_t kEach = kAtOnce<T, N> / sizeof(T);
+    USBYTE_UNROLL
+    for (uint32_t i = 0; i < N; i += kEach) {
+      T each[kEach];
+      memcpy(each, values + i, sizeof each);
+      store_aligned(target + begin + i, each);
+    }
+  } else {
+    USBYTE_UNROLL
+    for (uint32_t i = 0; i < N; ++i) {
+      if (begin + i < count) target[begin + i] = values[i];
+    }
+  }
+}
+
 }  // namespace usbyte::kernels
