@@ -55,7 +55,7 @@ MAX_HOSTS = 250
 MAX_DIMENSIONS = 10
 
 # A bucket of 1 ms lets a link reach its rate; the queue holds what 32 ms of it carry.
-_BURST_S, _LEAST_BURST = 1e-3, 32 << 10
+_BURST_S, _LEAST_BURST = 1e-3, 64 << 10
 _QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
 
 _CGROUPS = Path("/sys/fs/cgroup")
