@@ -202,7 +202,8 @@ class Calls {
         device_(rank.device.get()),
         request_(std::move(request)) {
     if (!device_) return;
-    request_.order = {{}, device_->create_event(false), device_->create_event(false)};
+    request_.order = {
+        {}, device_->create_event(EventKind::ordering), device_->create_event(EventKind::ordering)};
   }
   ~Calls() {
     if (!device_) return;

@@ -29,7 +29,7 @@ class Allocation {
 class Stream {
  public:
   explicit Stream(Cuda& cuda) : cuda_(cuda), stream_(cuda.create_stream(false)) {
-    for (CudaEvent& e : events_) e = cuda.create_event(true);
+    for (CudaEvent& e : events_) e = cuda.create_event(EventKind::timed);
   }
   ~Stream() {
     for (CudaEvent e : events_) cuda_.destroy(e);

@@ -19,7 +19,7 @@ DeviceClock::DeviceClock(std::shared_ptr<Cuda> cuda)
 
 Moment DeviceClock::moment() {
   Moment out;
-  out.event_ = events_.acquire(true);
+  out.event_ = events_.acquire(EventKind::timed);
   std::lock_guard lock(mutex_);
   out.anchor_ = anchor_;
   return out;
@@ -49,7 +49,7 @@ void DeviceClock::anchor() {
   double narrowest = std::numeric_limits<double>::infinity();
   std::shared_ptr<const Moment::Anchor> best;
   for (int tries = 0; tries < 5 && narrowest > kExact; ++tries) {
-    const PooledEvent event = events_.acquire(true);
+    const PooledEvent event = events_.acquire(EventKind::timed);
     const double before = now_s();
     cuda_->record(event.get(), stream_.get());
     cuda_->synchronize(event.get());

@@ -75,11 +75,11 @@ class Emulation final : public EmulatedCuda {
     return capturing_.contains(stream);
   }
 
-  CudaEvent create_event(bool timed) override {
+  CudaEvent create_event(EventKind kind) override {
     check();
     std::lock_guard lock(tables_);
     const uintptr_t handle = next_handle_++;
-    events_.emplace(handle, std::make_unique<Event>(timed));
+    events_.emplace(handle, std::make_unique<Event>(kind == EventKind::timed));
     return {handle};
   }
   void destroy(CudaEvent event) noexcept override {

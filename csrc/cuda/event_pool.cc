@@ -12,21 +12,21 @@ EventPool::Free::~Free() {
 
 EventPool::EventPool(std::shared_ptr<Cuda> cuda) : free_(std::make_shared<Free>(std::move(cuda))) {}
 
-PooledEvent EventPool::acquire(bool timed) {
+PooledEvent EventPool::acquire(EventKind kind) {
   CudaEvent event;
   {
     std::lock_guard lock(free_->mutex);
-    auto& list = free_->events[timed];
+    auto& list = free_->events[static_cast<size_t>(kind)];
     if (!list.empty()) {
       event = list.back();
       list.pop_back();
     }
   }
-  if (event == CudaEvent{}) event = free_->cuda->create_event(timed);
-  const auto give_back = [free = free_, timed](const CudaEvent* mine) {
+  if (event == CudaEvent{}) event = free_->cuda->create_event(kind);
+  const auto give_back = [free = free_, kind](const CudaEvent* mine) {
     {
       std::lock_guard lock(free->mutex);
-      free->events[timed].push_back(*mine);
+      free->events[static_cast<size_t>(kind)].push_back(*mine);
     }
     delete mine;
   };

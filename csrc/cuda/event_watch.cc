@@ -27,7 +27,7 @@ EventWatch::~EventWatch() {
 }
 
 void EventWatch::add(CudaStream stream, Completion done) {
-  const PooledEvent event = events_.acquire(false);
+  const PooledEvent event = events_.acquire(EventKind::ordering);
   cuda_->record(event.get(), stream);
   std::lock_guard lock(mutex_);
   watched_.push_back({event, std::move(done)});

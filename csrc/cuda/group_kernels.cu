@@ -9,6 +9,7 @@ namespace usbyte::device {
 cudaError_t load_groups() {
   alignas(16) static std::byte place[16];
   const GroupEncoding encoding{place, nullptr, place, 1, 0};
+  const GroupEncoding keeping{place, reinterpret_cast<float*>(place), place, 1, 0};
   const GroupDecoding decoding{place, place, 1};
   Load run{false};
   using Kind = GroupCodec::Kind;
@@ -17,6 +18,7 @@ cudaError_t load_groups() {
         Kind::qsgd8, Kind::terngrad, Kind::majority, Kind::efsignsgd, Kind::onebit}) {
     for (DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
       kernels::encode_groups({kind}, {&encoding, 1}, dtype, run);
+      kernels::encode_groups({kind}, {&keeping, 1}, dtype, run);
       kernels::decode_groups({kind}, {&decoding, 1}, dtype, 1, 0, run);
     }
   }

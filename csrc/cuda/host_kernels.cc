@@ -10,7 +10,7 @@ struct RunOnHost {
 
   template <typename Kernel>
   void operator()(const Kernel& kernel) const {
-    kernels::GridIndex at{0, 0, kernels::blocks_for(kernel), kernels::kThreadsPerBlock};
+    kernels::GridIndex at{0, 0, kernels::blocks_for(kernel), kernels::kThreadsPerBlock<Kernel>};
     for (at.block = 0; at.block < at.blocks; ++at.block) {
       for (at.thread = 0; at.thread < at.threads; ++at.thread) kernel(at);
     }

@@ -58,9 +58,9 @@ struct NcclCommunicator::State {
         buffers(nccl, cuda, comms, options),
         window(static_cast<int>(ids.size())) {
     for (size_t i = 0; i < ids.size(); ++i) {
-      const Slot& slot =
-          slots.emplace_back(Slot{cuda->create_stream(true), cuda->create_event(false),
-                                  cuda->create_event(false), cuda->allocate(sizeof(int32_t))});
+      const Slot& slot = slots.emplace_back(
+          Slot{cuda->create_stream(true), cuda->create_event(EventKind::ordering),
+               cuda->create_event(EventKind::ordering), cuda->allocate(sizeof(int32_t))});
       cuda->fill(slot.token, DType::int32, 1, 0, slot.stream);
       cuda->synchronize(slot.stream);
     }

@@ -75,14 +75,13 @@ class Runtime final : public Cuda {
     return status != cudaStreamCaptureStatusNone;
   }
 
-  CudaEvent create_event(bool timed) override {
+  CudaEvent create_event(EventKind kind) override {
     const Entered entered(device_);
     cudaEvent_t event = nullptr;
-    // Who waits for an event with the host sleeps, but not for one that is to tell the time: being
-    // woken takes tens of microseconds.
-    check(cudaEventCreateWithFlags(
-              &event, timed ? cudaEventDefault : cudaEventDisableTiming | cudaEventBlockingSync),
-          "cudaEventCreateWithFlags");
+    unsigned flags = cudaEventDisableTiming;
+    if (kind == EventKind::awaited) flags |= cudaEventBlockingSync;
+    if (kind == EventKind::timed) flags = cudaEventDefault;
+    check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
     return {reinterpret_cast<uintptr_t>(event)};
   }
   void destroy(CudaEvent event) noexcept override {

@@ -21,8 +21,8 @@ namespace {
 struct Buffer {
   Buffer(std::shared_ptr<Cuda> on, EventPool& events, int64_t bytes)
       : cuda(std::move(on)),
-        copied_out(events.acquire(false)),
-        copied_in(events.acquire(false)),
+        copied_out(events.acquire(EventKind::awaited)),
+        copied_in(events.acquire(EventKind::awaited)),
         memory(static_cast<std::byte*>(cuda->allocate_pinned(static_cast<size_t>(bytes)))) {}
   ~Buffer() { cuda->free_pinned(memory); }
   Buffer(const Buffer&) = delete;

@@ -48,11 +48,12 @@ struct StreamMeshCommunicator::State {
         coordinates(topology.coordinates(rank)),
         window(slots_at_most),
         speeds(topology) {
-    flat = {std::move(all), cuda->create_event(false)};
-    for (auto& line : along) lines.push_back({std::move(line), cuda->create_event(false)});
+    flat = {std::move(all), cuda->create_event(EventKind::ordering)};
+    for (auto& line : along)
+      lines.push_back({std::move(line), cuda->create_event(EventKind::ordering)});
     for (int i = 0; i < slots_at_most; ++i) {
-      slots.push_back(
-          {cuda->create_stream(true), cuda->create_event(false), cuda->create_event(false)});
+      slots.push_back({cuda->create_stream(true), cuda->create_event(EventKind::ordering),
+                       cuda->create_event(EventKind::ordering)});
     }
   }
   ~State() {
@@ -138,7 +139,7 @@ void StreamMeshCommunicator::State::carry_out(const Request& request, const Phas
                                               const Slot& slot) {
   const MeshJob job(request, nullptr, topology, coordinates);
   while (chunks.size() < request.schedule->routes.size()) {
-    chunks.push_back(cuda->create_event(false));
+    chunks.push_back(cuda->create_event(EventKind::ordering));
   }
   std::vector<bool> launched(request.schedule->routes.size());  // by chunk: some of it
   for (const auto& [dimension, at] : phases) {

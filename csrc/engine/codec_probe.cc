@@ -127,9 +127,9 @@ class Rig {
     if (cuda_) {
       stream_.emplace(cuda_);
       EventPool events(cuda_);
-      begin_ = events.acquire(true);
-      end_ = events.acquire(true);
-      done_ = events.acquire(false);
+      begin_ = events.acquire(EventKind::timed);
+      end_ = events.acquire(EventKind::timed);
+      done_ = events.acquire(EventKind::ordering);
     }
     arena_ = room(plan_.arena_bytes());
     for (int64_t at = 0; at < plan_.arena_bytes(); at += kTile) {

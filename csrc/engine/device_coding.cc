@@ -26,7 +26,7 @@ struct Lanes {
         events(cuda),
         out(cuda, true),
         in(cuda, true),
-        copied(events.acquire(false)),
+        copied(events.acquire(EventKind::ordering)),
         mirror(cuda, mirrored ? plan.arena_bytes() : 0),
         memory_mirror(cuda, rows * plan.numel() * itemsize(DType::float32)) {}
   // Ops of a step that was not finished may be on the streams.
@@ -102,7 +102,7 @@ class DeviceOp : public CodedOp {
   DeviceOp(std::shared_ptr<Lanes> lanes, const Op& op, Collective kind, DType dtype, int64_t bytes)
       : CodedOp(op, kind, dtype),
         lanes_(std::move(lanes)),
-        encoded_(lanes_->events.acquire(false)),
+        encoded_(lanes_->events.acquire(EventKind::ordering)),
         buffer_(lanes_->allocate(bytes)) {
     travels(buffer_, bytes);
   }

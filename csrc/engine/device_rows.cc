@@ -12,7 +12,7 @@ DeviceRows::DeviceRows(std::shared_ptr<Cuda> cuda)
     : cuda_(std::move(cuda)),
       events_(cuda_),
       stream_(cuda_, true),
-      copied_(events_.acquire(false)),
+      copied_(events_.acquire(EventKind::ordering)),
       count_(cuda_, sizeof(int64_t)) {}
 
 DeviceRows::~DeviceRows() {

@@ -121,7 +121,7 @@ std::vector<int> DeviceStep::gradient(int tensor, CudaStream stream, const void*
   const auto t = static_cast<size_t>(tensor);
   std::lock_guard lock(mutex_);
   if (stream != first_stream_ && !begun_) {
-    begun_ = events_.acquire(false);
+    begun_ = events_.acquire(EventKind::ordering);
     cuda_->record(begun_.get(), first_stream_);
   }
   gradients_[t] = {source, stream};
@@ -168,14 +168,14 @@ void DeviceStep::complete(int op, CudaStream stream, std::vector<int>& packed) {
 }
 
 void DeviceStep::follow(CudaStream stream, CudaStream other) {
-  const PooledEvent event = events_.acquire(false);
+  const PooledEvent event = events_.acquire(EventKind::ordering);
   cuda_->record(event.get(), other);
   cuda_->wait(stream, event.get());
 }
 
 void DeviceStep::release(CudaStream stream) {
   std::lock_guard lock(mutex_);
-  released_ = events_.acquire(false);
+  released_ = events_.acquire(EventKind::ordering);
   cuda_->record(released_.get(), stream);
 }
 

@@ -83,7 +83,7 @@ inline int64_t train_on_device(const Plan& plan, Communicator& network,
   // As autograd does: what a pass does on any stream comes behind what was before it.
   const auto meet = [&] {
     for (CudaStream from : compute) {
-      const CudaEvent event = cuda->create_event(false);
+      const CudaEvent event = cuda->create_event(EventKind::ordering);
       cuda->record(event, from);
       for (CudaStream to : compute) cuda->wait(to, event);
       cuda->destroy(event);

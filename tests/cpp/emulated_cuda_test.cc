@@ -30,7 +30,7 @@ class EmulatedCudaTest : public testing::Test {
   std::shared_ptr<EmulatedCuda> cuda = make_emulated_cuda();
   CudaStream first = cuda->create_stream(false);
   CudaStream second = cuda->create_stream(true);
-  CudaEvent event = cuda->create_event(false);
+  CudaEvent event = cuda->create_event(EventKind::ordering);
 
   // Nothing later on `first` runs before `go_on`.
   void hold_first() {
@@ -188,8 +188,8 @@ TEST_F(EmulatedCudaTest, KernelsTakeTheirArgumentsAtOnce) {
 }
 
 TEST_F(EmulatedCudaTest, TimedEventsTellTheTimeBetweenThem) {
-  const CudaEvent begin = cuda->create_event(true);
-  const CudaEvent end = cuda->create_event(true);
+  const CudaEvent begin = cuda->create_event(EventKind::timed);
+  const CudaEvent end = cuda->create_event(EventKind::timed);
   cuda->record(begin, first);
   cuda->delay(first, kShort);
   cuda->record(end, first);
@@ -234,7 +234,7 @@ TEST_F(EmulatedCudaTest, PoisonFailsEveryCallButThoseThatGiveBack) {
   cuda->poison("device lost");
   cuda->poison("later");
   const std::vector<std::function<void()>> calls = {[&] { cuda->create_stream(true); },
-                                                    [&] { cuda->create_event(true); },
+                                                    [&] { cuda->create_event(EventKind::timed); },
                                                     [&] { cuda->record(event, first); },
                                                     [&] { cuda->wait(first, event); },
                                                     [&] { cuda->passed(event); },
@@ -294,7 +294,8 @@ TEST(EmulatedCudaPropertyTest, ChainsOfEventsKeepOrder) {
     const auto cuda = make_emulated_cuda({.most_delay_s = 2e-5, .seed = seed});
     std::vector<CudaStream> streams;
     for (int s = 0; s < 4; ++s) streams.push_back(cuda->create_stream(random.one_in(2)));
-    const CudaEvent event = cuda->create_event(false);  // one for all: waits refer to records
+    const CudaEvent event =
+        cuda->create_event(EventKind::ordering);  // one for all: waits refer to records
     int64_t value = 0, want = 0;
     for (int i = 0; i < 200; ++i) {
       const CudaStream stream = streams[static_cast<size_t>(random(0, 3))];

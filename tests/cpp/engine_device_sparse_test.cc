@@ -162,7 +162,8 @@ Sums on_device(const Plan& plan, Communicator& network, std::unique_ptr<Exchange
       }
       engine.drain({}, compute[0]);
       cuda->copy(result.data(), arena.data(), static_cast<size_t>(plan.arena_bytes()), compute[0]);
-      const CudaEvent event = cuda->create_event(false);  // what spoils ends before the next step
+      const CudaEvent event =
+          cuda->create_event(EventKind::ordering);  // what spoils ends before the next step
       for (auto [from, to] : {std::pair(0, 1), std::pair(1, 0)}) {
         cuda->record(event, compute[from]);
         cuda->wait(compute[to], event);

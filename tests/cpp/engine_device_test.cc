@@ -224,7 +224,7 @@ TEST(EngineOnDevice, RunsAStepAheadOfADeviceThatIsBusy) {
   DeviceRig rig(plan_of(3));
   const int64_t before = rig.cuda->host_waits();
   rig.cuda->delay(rig.compute, 0.5);
-  CudaEvent late = rig.cuda->create_event(false);
+  CudaEvent late = rig.cuda->create_event(EventKind::ordering);
   rig.cuda->record(late, rig.compute);
   for (int step = 0; step < 3; ++step) {
     rig.backward();

@@ -21,8 +21,8 @@ class EventPoolTest : public testing::Test {
 TEST_F(EventPoolTest, MakesNoMoreEventsThanAreInUseAtOnce) {
   EXPECT_EQ(cuda->live(), 0);
   for (int i = 0; i < 10; ++i) {
-    const PooledEvent a = pool->acquire(false);
-    const PooledEvent b = pool->acquire(false);
+    const PooledEvent a = pool->acquire(EventKind::ordering);
+    const PooledEvent b = pool->acquire(EventKind::ordering);
     EXPECT_NE(a.get(), b.get());
   }
   EXPECT_EQ(cuda->live(), 2);
@@ -31,15 +31,15 @@ TEST_F(EventPoolTest, MakesNoMoreEventsThanAreInUseAtOnce) {
 }
 
 TEST_F(EventPoolTest, TheLastCopyGivesTheEventBack) {
-  PooledEvent first = pool->acquire(false);
+  PooledEvent first = pool->acquire(EventKind::ordering);
   const CudaEvent event = first.get();
   PooledEvent copy = first;
   first = {};
   EXPECT_FALSE(first);
-  EXPECT_NE(pool->acquire(false).get(), event);
+  EXPECT_NE(pool->acquire(EventKind::ordering).get(), event);
   copy = {};
-  const PooledEvent a = pool->acquire(false);
-  const PooledEvent b = pool->acquire(false);
+  const PooledEvent a = pool->acquire(EventKind::ordering);
+  const PooledEvent b = pool->acquire(EventKind::ordering);
   EXPECT_TRUE(a.get() == event || b.get() == event);
   EXPECT_EQ(cuda->live(), 2);
 }
@@ -47,10 +47,10 @@ TEST_F(EventPoolTest, TheLastCopyGivesTheEventBack) {
 TEST_F(EventPoolTest, OnlyTimedEventsTellTheTime) {
   const CudaStream stream = cuda->create_stream(false);
   {
-    const PooledEvent other = pool->acquire(false);
+    const PooledEvent other = pool->acquire(EventKind::ordering);
   }
-  const PooledEvent begin = pool->acquire(true);
-  const PooledEvent end = pool->acquire(true);
+  const PooledEvent begin = pool->acquire(EventKind::timed);
+  const PooledEvent end = pool->acquire(EventKind::timed);
   cuda->record(begin.get(), stream);
   cuda->record(end.get(), stream);
   cuda->synchronize(end.get());
@@ -59,7 +59,7 @@ TEST_F(EventPoolTest, OnlyTimedEventsTellTheTime) {
 }
 
 TEST_F(EventPoolTest, AnEventMayOutliveThePool) {
-  PooledEvent event = pool->acquire(false);
+  PooledEvent event = pool->acquire(EventKind::ordering);
   pool.reset();
   EXPECT_TRUE(cuda->passed(event.get()));
   EXPECT_EQ(cuda->live(), 1);
@@ -74,8 +74,8 @@ TEST_F(EventPoolTest, NoTwoThreadsHaveTheSameEvent) {
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&] {
       for (int i = 0; i < 300; ++i) {
-        const PooledEvent a = pool->acquire(false);
-        const PooledEvent b = pool->acquire(false);
+        const PooledEvent a = pool->acquire(EventKind::ordering);
+        const PooledEvent b = pool->acquire(EventKind::ordering);
         for (const PooledEvent& e : {a, b}) EXPECT_EQ(users.at(e.get().handle).fetch_add(1), 0);
         for (const PooledEvent& e : {a, b}) users.at(e.get().handle).fetch_sub(1);
       }

@@ -167,7 +167,10 @@ Job random_job(Random& random, int size) {
 class Running {
  public:
   Running(Cuda& cuda, EmulatedCuda& emulated, CudaStream compute, const Job& job, int rank)
-      : job_(job), ready_(cuda.create_event(false)), events_(cuda, {ready_}), cuda_(cuda) {
+      : job_(job),
+        ready_(cuda.create_event(EventKind::ordering)),
+        events_(cuda, {ready_}),
+        cuda_(cuda) {
     for (int64_t count : job.counts) {
       recv_.emplace_back(job.dtype, count);
       if (!job.in_place) send_.emplace_back(job.dtype, count);
@@ -305,7 +308,7 @@ TEST(NcclCommunicator, AnOpWaitsForThoseBeforeItToBeReady) {
   rig.on_each([&](int, NcclCommunicator& communicator) {
     Cuda& cuda = rig.device(0);
     const CudaStream compute = cuda.create_stream(false);
-    const CudaEvent ready = cuda.create_event(false);
+    const CudaEvent ready = cuda.create_event(EventKind::ordering);
     const OrderEvents late(cuda, {ready}), early(cuda, {});
     rig.cuda().delay(compute, 0.05);
     cuda.record(ready, compute);
@@ -378,7 +381,7 @@ TEST(NcclCommunicator, LaunchReturnsBeforeTheDeviceIsDone) {
   rig.on_each([&](int, NcclCommunicator& communicator) {
     Cuda& cuda = rig.device(0);
     const CudaStream compute = cuda.create_stream(false);
-    const CudaEvent ready = cuda.create_event(false);
+    const CudaEvent ready = cuda.create_event(EventKind::ordering);
     const OrderEvents events(cuda, {ready});
     std::promise<void> gate;
     rig.cuda().enqueue(compute, [opened = gate.get_future().share()] { opened.wait(); });

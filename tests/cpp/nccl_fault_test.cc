@@ -299,7 +299,7 @@ TEST(NcclBuffers, StayRegisteredUntilWhatIsInFlightIsOver) {
       void* const memory = communicator->allocate(1024);
       communicator->register_buffer(memory, 1024);
       const CudaStream late = cuda.create_stream(false);
-      const CudaEvent ready = cuda.create_event(false);
+      const CudaEvent ready = cuda.create_event(EventKind::ordering);
       cuda.delay(late, 0.02);
       cuda.record(ready, late);
       const OrderEvents events(cuda, {ready});

@@ -63,7 +63,9 @@ class NcclRig {
 class OrderEvents {
  public:
   OrderEvents(Cuda& cuda, std::vector<CudaEvent> after)
-      : cuda_(cuda), order_{std::move(after), cuda.create_event(true), cuda.create_event(true)} {}
+      : cuda_(cuda),
+        order_{std::move(after), cuda.create_event(EventKind::timed),
+               cuda.create_event(EventKind::timed)} {}
   ~OrderEvents() {
     cuda_.destroy(order_.started);
     cuda_.destroy(order_.done);

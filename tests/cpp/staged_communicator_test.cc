@@ -119,7 +119,7 @@ class Device {
     auto launch = std::make_shared<Launch>();
     launch->memory = static_cast<std::byte*>(cuda->allocate(in.size()));
     for (CudaEvent* e : {&launch->ready, &launch->started, &launch->done}) {
-      *e = cuda->create_event(true);
+      *e = cuda->create_event(EventKind::timed);
     }
     cuda->enqueue(compute, [memory = launch->memory, in] { std::ranges::copy(in, memory); });
     cuda->record(launch->ready, compute);
@@ -245,7 +245,7 @@ TEST_F(StagedFaultTest, KeepsEveryBufferOnTheNetworkAndNoMore) {
 
 TEST_F(StagedFaultTest, NothingIsSentBeforeItsEvents) {
   const CudaStream held = cuda->create_stream(false);
-  const CudaEvent late = cuda->create_event(true);
+  const CudaEvent late = cuda->create_event(EventKind::timed);
   const auto gate = std::make_shared<std::latch>(1);
   cuda->enqueue(held, [gate] { gate->wait(); });
   cuda->record(late, held);

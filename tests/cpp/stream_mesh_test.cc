@@ -26,7 +26,7 @@ class Reducing {
       : cuda_(rig.rig().device(rank)),
         emulated_(rig.rig().cuda()),
         size_(rig.topology().ranks()),
-        ready_(cuda_.create_event(false)),
+        ready_(cuda_.create_event(EventKind::ordering)),
         events_(cuda_, {ready_}) {
     for (int64_t count : counts) data_.emplace_back(static_cast<size_t>(count));
     emulated_.enqueue(compute, [this, rank] {
@@ -296,7 +296,7 @@ TEST(StreamMesh, TheHostWaitsForNothing) {
       [&](int rank, StreamMeshCommunicator& mesh) {
         TracedCuda& cuda = rig.rig().device(rank);
         const CudaStream compute = cuda.create_stream(false);
-        const CudaEvent ready = cuda.create_event(false);
+        const CudaEvent ready = cuda.create_event(EventKind::ordering);
         rig.rig().cuda().enqueue(compute, [opened] { opened.wait(); });
         cuda.record(ready, compute);
         const OrderEvents events(cuda, {ready});
@@ -389,7 +389,7 @@ TEST(StreamMesh, AnAbortEndsWhatALostRankLeftOnTheDevice) {
           auto& other = flat_data[static_cast<size_t>(rank)];
           // Nothing fails before all of it has been launched.
           const CudaStream compute = cuda.create_stream(false);
-          const CudaEvent ready = cuda.create_event(false);
+          const CudaEvent ready = cuda.create_event(EventKind::ordering);
           rig.rig().cuda().enqueue(compute, [gone] { gone.wait(); });
           cuda.record(ready, compute);
           const OrderEvents events(cuda, {ready}), behind(cuda, {ready}), later(cuda, {});

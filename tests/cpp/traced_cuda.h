@@ -72,7 +72,7 @@ class TracedCuda : public Cuda {
   void destroy(CudaStream stream) noexcept override { inner_->destroy(stream); }
   void synchronize(CudaStream stream) override { inner_->synchronize(stream); }
   bool capturing(CudaStream stream) override { return inner_->capturing(stream); }
-  CudaEvent create_event(bool timed) override { return inner_->create_event(timed); }
+  CudaEvent create_event(EventKind kind) override { return inner_->create_event(kind); }
   void destroy(CudaEvent event) noexcept override { inner_->destroy(event); }
   bool passed(CudaEvent event) override { return inner_->passed(event); }
   void synchronize(CudaEvent event) override { inner_->synchronize(event); }

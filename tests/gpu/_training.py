@@ -52,7 +52,7 @@ def wrap(mode, model, optimizer, transport, **options):
 
 
 def train(
-    mode, transport, optimizer, rank, *, steps=20, mixed=False, dtype=None, autocast=None,
+    mode, transport, optimizer, rank, *, steps=12, mixed=False, dtype=None, autocast=None,
     scale=None, accumulate=1, **options,
 ):  # fmt: skip
     """Trains `Awkward` and returns its state_dict.

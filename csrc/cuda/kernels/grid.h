@@ -27,14 +27,22 @@ struct GridIndex {
   USBYTE_HD uint64_t global_threads() const { return uint64_t{blocks} * threads; }
 };
 
+/// Threads of a block; of a kernel that has a `kThreads`, so many.
+template <typename Kernel>
 constexpr uint32_t kThreadsPerBlock = 256;
-/// Threads beyond this many blocks take turns. Eight waves of what an H100 holds at a time.
-constexpr int64_t kMostBlocks = 8192;
+template <typename Kernel>
+  requires(Kernel::kThreads > 0)
+constexpr uint32_t kThreadsPerBlock<Kernel> = Kernel::kThreads;
+
+/// Threads beyond this many take turns. Eight waves of what an H100 holds at a time.
+constexpr int64_t kMostThreads = 8192 * 256;
 
 template <typename Kernel>
 uint32_t blocks_for(const Kernel& kernel) {
-  const int64_t blocks = (kernel.threads_wanted() + kThreadsPerBlock - 1) / kThreadsPerBlock;
-  return static_cast<uint32_t>(blocks < kMostBlocks ? blocks : kMostBlocks);
+  const int64_t wanted = kernel.threads_wanted();
+  const int64_t threads = wanted < kMostThreads ? wanted : kMostThreads;
+  constexpr int64_t kThreads = kThreadsPerBlock<Kernel>;
+  return static_cast<uint32_t>((threads + kThreads - 1) / kThreads);
 }
 
 }  // namespace usbyte::kernels

@@ -33,8 +33,9 @@ struct EncodeEntry : GroupRun<const T, std::byte> {
   }
 };
 
-/// Each team encodes a group: with what is kept, of which it takes away what is sent.
-template <typename Format, typename T>
+/// Each team encodes a group; if it `Keeps`, with what is kept, of which it takes away what is
+/// sent.
+template <typename Format, typename T, bool Keeps>
 struct EncodeWork {
   static constexpr uint32_t kElements = Format::kElements, kBits = Format::kBits;
   static constexpr uint32_t kNumbers = Format::kNumbers;
@@ -120,7 +121,7 @@ struct EncodeWork {
       USBYTE_UNROLL
       for (uint32_t i = 0; i < kNeighbours; ++i) x[row][i] = Arithmetic<T>::load(values[i]);
     }
-    if (entry.kept) recall<Plain>(entry, group, lane, x);
+    if (Keeps && entry.kept) recall<Plain>(entry, group, lane, x);
     each_element<kRows>([&](uint32_t row, uint32_t i) { part.add(x[row][i]); });
     return part;
   }
@@ -162,7 +163,7 @@ struct EncodeWork {
       if constexpr (!Plain) words[row] &= first_codes(at < count ? count - at : 0);
       store<Plain>(packed, at, count, words[row]);
     }
-    if (!entry.kept) return;
+    if (!Keeps || !entry.kept) return;
     forget(words, sender, x);
     USBYTE_UNROLL
     for (uint32_t row = 0; row < kRows; ++row) {
@@ -214,8 +215,8 @@ struct EncodeWork {
   }
 };
 
-template <typename Format, typename T>
-using EncodeKernel = TeamKernel<EncodeWork<Format, T>>;
+template <typename Format, typename T, bool Keeps>
+using EncodeKernel = TeamKernel<EncodeWork<Format, T, Keeps>>;
 
 /// As many threads as are a team decode a tile, each of them a quad of every row.
 template <typename T>

@@ -191,11 +191,19 @@ void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType 
         entry.key = r.key + static_cast<uint64_t>(begin);
         return entry;
       };
-      EncodeKernel<Format, T> kernel;
-      const bool mean = codec.momentum >= 0;
-      kernel.work.old = mean ? static_cast<float>(codec.momentum) : 0;
-      kernel.work.fresh = mean ? static_cast<float>(1 - codec.momentum) : 0;
-      run_tables(kernel.work.table, runs, make, [&] { run(kernel); });
+      const auto encode = [&](auto keeps) {
+        EncodeKernel<Format, T, keeps> kernel;
+        const bool mean = codec.momentum >= 0;
+        kernel.work.old = mean ? static_cast<float>(codec.momentum) : 0;
+        kernel.work.fresh = mean ? static_cast<float>(1 - codec.momentum) : 0;
+        run_tables(kernel.work.table, runs, make, [&] { run(kernel); });
+      };
+      // Of their own for who keeps nothing: they take fewer registers.
+      if (std::ranges::any_of(runs, [](const GroupEncoding& r) { return r.kept != nullptr; })) {
+        encode(std::true_type{});
+      } else {
+        encode(std::false_type{});
+      }
     });
   });
 }

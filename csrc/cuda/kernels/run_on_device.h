@@ -9,7 +9,7 @@ namespace usbyte::device {
 namespace {
 
 template <typename Kernel>
-__global__ void __launch_bounds__(kernels::kThreadsPerBlock)
+__global__ void __launch_bounds__(kernels::kThreadsPerBlock<Kernel>)
     run_on_device(const __grid_constant__ Kernel kernel) {
   kernel({blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
 }
@@ -42,8 +42,8 @@ class RunOnDevice {
       // Not <<<>>>, which copies the table once more.
       void* arguments[] = {const_cast<Kernel*>(&kernel)};
       error_ = cudaLaunchKernel(reinterpret_cast<const void*>(run_on_device<Kernel>),
-                                dim3(kernels::blocks_for(kernel)), dim3(kernels::kThreadsPerBlock),
-                                arguments, 0, stream_);
+                                dim3(kernels::blocks_for(kernel)),
+                                dim3(kernels::kThreadsPerBlock<Kernel>), arguments, 0, stream_);
       if (error_ != cudaSuccess) cudaGetLastError();
     }
   }

@@ -9,7 +9,6 @@ namespace usbyte::kernels {
 
 /// Threads of a team: a warp.
 constexpr uint32_t kLanes = 32;
-static_assert(kThreadsPerBlock % kLanes == 0);
 
 #ifdef __CUDA_ARCH__
 /// The value that the lane has whose number differs in the bits of `mask`.
@@ -37,6 +36,9 @@ __device__ T of_lane(const T& mine, uint32_t mask) {
 /// thread of a team does what all do, and joins parts in the device's order.
 template <typename Work>
 struct TeamKernel {
+  /// Few, as the place of a block is free again when its last team is done.
+  static constexpr uint32_t kThreads = 2 * kLanes;
+
   Work work;
 
   int64_t threads_wanted() const { return work.pieces() * kLanes; }

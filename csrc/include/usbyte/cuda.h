@@ -24,6 +24,14 @@ struct CudaEvent {
   auto operator<=>(const CudaEvent&) const = default;
 };
 
+/// What an event is for besides putting streams in order.
+enum class EventKind {
+  ordering,  ///< nothing
+  awaited,   ///< the host sleeps until it has passed; more than some dozens that have not passed
+             ///< make the host wait at the next record
+  timed,     ///< `elapsed_s`
+};
+
 /// What the library uses of CUDA on one device, so that all logic above it runs without a GPU too.
 ///
 /// Semantics are CUDA's: work on one stream runs in order, work on different streams runs at any
@@ -49,8 +57,7 @@ class Cuda {
   /// True while the stream is captured into a CUDA graph.
   virtual bool capturing(CudaStream stream) = 0;
 
-  /// With `timed`, `elapsed_s` may be asked of it.
-  virtual CudaEvent create_event(bool timed) = 0;
+  virtual CudaEvent create_event(EventKind kind) = 0;
   virtual void destroy(CudaEvent event) noexcept = 0;
   virtual void record(CudaEvent event, CudaStream stream) = 0;
   /// What comes later on `stream` begins once the event has passed.

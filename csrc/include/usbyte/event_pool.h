@@ -28,7 +28,7 @@ class EventPool {
  public:
   explicit EventPool(std::shared_ptr<Cuda> cuda);
 
-  PooledEvent acquire(bool timed);
+  PooledEvent acquire(EventKind kind);
 
  private:
   // Shared with the events, which come back to it, and destroyed with the last of them.
@@ -38,7 +38,7 @@ class EventPool {
 
     const std::shared_ptr<Cuda> cuda;
     std::mutex mutex;                  // guards the lists
-    std::vector<CudaEvent> events[2];  // by `timed`
+    std::vector<CudaEvent> events[3];  // by kind
   };
   std::shared_ptr<Free> free_;
 };
