@@ -147,6 +147,13 @@ class Emulation final : public EmulatedCuda {
     submit("scatter_add", stream,
            [=] { host::scatter_add(target, rows, values, dtype, count, width); });
   }
+  void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
+                      int64_t most, int32_t* table, const RowGroups& groups,
+                      CudaStream stream) override {
+    check_partition(partition, ids, count, most, table, groups);
+    submit("partition_rows", stream,
+           [=] { host::partition_rows(partition, ids, count, most, table, groups); });
+  }
   void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,
                      CudaStream stream) override {
     check_encode(codec, runs, dtype);

@@ -35,6 +35,12 @@ void scatter_add(void* target, const int64_t* rows, const void* values, DType dt
   kernels::scatter_add(target, rows, values, dtype, count, width, run);
 }
 
+void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
+                    int64_t most, int32_t* table, const RowGroups& groups) {
+  RunOnHost run;
+  kernels::partition_rows(partition, ids, count, most, table, groups, run);
+}
+
 void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype) {
   RunOnHost run;
   kernels::encode_groups(codec, runs, dtype, run);

@@ -108,6 +108,28 @@ void check_scatter_add(const void* target, const int64_t* rows, const void* valu
   check_array(rows, DType::int64, count, "scatter_add rows", 0);
 }
 
+void check_partition(const RowPartition& partition, const int64_t* ids, const int64_t* count,
+                     int64_t most, const int32_t* table, const RowGroups& groups) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // positions are int32_t
+  const RowPartition& p = partition;
+  if (p.rows < 0 || p.servers < 1 || p.slots < 1 || p.slots > kMost || p.serial < 0 ||
+      p.serial > kMost || p.hashes < 1 || p.hashes > kMostPartitionHashes || most < 0 ||
+      most > kMost) {
+    throw UsageError("partition_rows of " + std::to_string(most) + " of " + std::to_string(p.rows) +
+                     " rows by " + std::to_string(p.servers) + " servers with " +
+                     std::to_string(p.slots) + " slots, " + std::to_string(p.serial) +
+                     " serial places and " + std::to_string(p.hashes) +
+                     " hashes; batches and regions have less than 2^31, hashes are 1 to " +
+                     std::to_string(kMostPartitionHashes));
+  }
+  check_array(ids, DType::int64, most, "ids to partition", 0);
+  if (count) check_array(count, DType::int64, 1, "count to partition", 0);
+  check_array(table, DType::int32, p.table_size(), "table to partition", 0);
+  check_array(groups.ids, DType::int64, most, "partitioned ids", 0);
+  check_array(groups.positions, DType::int32, most, "partitioned positions", 0);
+  check_array(groups.tallies, DType::int32, p.tallies_size(), "tallies of a partition", 0);
+}
+
 void check_encode(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype) {
   check_coded(dtype, "encode_groups");
   for (size_t i = 0; i < runs.size(); ++i) {

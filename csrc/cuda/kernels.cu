@@ -15,7 +15,8 @@ cudaError_t load() {
   const AdamTensor adam{place, place, place, place, 1, 1};
   const DType all[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16,
                        DType::uint8};
-  const int64_t row = 0;
+  int64_t row = 0;
+  int32_t number = 0;
   Load run{false};
   for (bool large : {false, true}) {
     if (large && !takes_large_tables()) break;
@@ -42,6 +43,8 @@ cudaError_t load() {
       }
     }
   }
+  kernels::partition_rows(RowPartition::of(1, 1, 0, 1), &row, nullptr, 1, &number,
+                          {&row, &number, &number}, run);
   if (run.error == cudaSuccess) run.error = load_groups();
   if (run.error != cudaSuccess) cudaGetLastError();
   return run.error;
@@ -64,6 +67,14 @@ cudaError_t scatter_add(void* target, const int64_t* rows, const void* values, D
                         int64_t count, int64_t width, cudaStream_t stream) {
   RunOnDevice run(stream);
   kernels::scatter_add(target, rows, values, dtype, count, width, run);
+  return run.error();
+}
+
+cudaError_t partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
+                           int64_t most, int32_t* table, const RowGroups& groups,
+                           cudaStream_t stream) {
+  RunOnDevice run(stream);
+  kernels::partition_rows(partition, ids, count, most, table, groups, run);
   return run.error();
 }
 

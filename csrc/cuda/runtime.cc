@@ -158,6 +158,13 @@ class Runtime final : public Cuda {
     check(device::scatter_add(target, rows, values, dtype, count, width, native(stream)),
           "scatter_add");
   }
+  void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
+                      int64_t most, int32_t* table, const RowGroups& groups,
+                      CudaStream stream) override {
+    const Entered entered(device_);
+    check(device::partition_rows(partition, ids, count, most, table, groups, native(stream)),
+          "partition_rows");
+  }
   void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,
                      CudaStream stream) override {
     const Entered entered(device_);

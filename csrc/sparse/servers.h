@@ -40,12 +40,12 @@ class Dealt {
   Dealt(int64_t rows, int ranks, uint64_t seed)
       : rows_(rows), ranks_(ranks), seed_(mix(seed)), rounds_((rows + ranks - 1) / ranks) {}
 
-  Place place(int64_t id) const {
+  USBYTE_HD Place place(int64_t id) const {
     const int64_t round = id / ranks_;
     const int64_t server = id - round * ranks_ + first(round);
     return {static_cast<int>(server < ranks_ ? server : server - ranks_), round};
   }
-  int64_t id(int server, int64_t key) const {
+  USBYTE_HD int64_t id(int server, int64_t key) const {
     const int64_t place = server - first(key);
     return key * ranks_ + (place < 0 ? place + ranks_ : place);
   }
@@ -55,7 +55,7 @@ class Dealt {
 
  private:
   /// Whose the first row of a round is.
-  int64_t first(int64_t round) const {
+  USBYTE_HD int64_t first(int64_t round) const {
     const uint64_t drawn = mix(seed_ ^ static_cast<uint64_t>(round)) >> 32;
     return static_cast<int64_t>(drawn * static_cast<uint64_t>(ranks_) >> 32);
   }

@@ -95,6 +95,11 @@ class TracedCuda : public Cuda {
                    int64_t count, int64_t width, CudaStream stream) override {
     inner_->scatter_add(target, rows, values, dtype, count, width, stream);
   }
+  void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
+                      int64_t most, int32_t* table, const RowGroups& groups,
+                      CudaStream stream) override {
+    inner_->partition_rows(partition, ids, count, most, table, groups, stream);
+  }
   void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,
                      CudaStream stream) override {
     inner_->encode_groups(codec, runs, dtype, stream);

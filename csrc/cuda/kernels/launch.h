@@ -11,6 +11,7 @@
 #include "copy.h"
 #include "fill.h"
 #include "groups.h"
+#include "partition.h"
 #include "scatter_add.h"
 #include "update.h"
 
@@ -136,6 +137,31 @@ void scatter_add(void* target, const int64_t* rows, const void* values, DType dt
       run(ScatterAddKernel<T, 1>{into, rows, from, count, width});
     }
   });
+}
+
+template <typename Run>
+void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
+                    int64_t most, int32_t* table, const RowGroups& groups, Run& run) {
+  check_partition(partition, ids, count, most, table, groups);
+  fill(groups.tallies, DType::int32, partition.tallies_size(), 0, run);
+  if (most == 0) return;
+  fill(table, DType::int32, partition.table_size(), kEmpty, run);
+  const PartitionPlaces places{table, groups.tallies, partition.servers, partition.slots,
+                               partition.serial};
+  ClaimKernel<Atomics> claim{places,
+                             sparse::Dealt(partition.rows, partition.servers, partition.seed),
+                             partition.rows,
+                             {},
+                             partition.hashes,
+                             ids,
+                             count,
+                             most};
+  // Not those of the deal: which rows meet on a server must not tell which meet in a slot.
+  uint64_t key = mix(~partition.seed);
+  for (uint64_t& k : claim.keys) k = key = mix(key);
+  run(claim);
+  run(CountKernel{{places}});
+  run(GatherKernel{{places}, ids, groups.ids, groups.positions});
 }
 
 /// Calls `with` with an object of the codec's format.

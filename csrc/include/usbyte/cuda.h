@@ -91,6 +91,12 @@ class Cuda {
   /// ones are added in order, so that the result does not depend on timing.
   virtual void scatter_add(void* target, const int64_t* rows, const void* values, DType dtype,
                            int64_t count, int64_t width, CudaStream stream) = 0;
+  /// Groups the first `*count` of `most` ids, or all if `count` is null, by server; both are on the
+  /// device. `table` is of `partition.table_size()` elements, which need not be set. No row is
+  /// ever lost: those that find no place are counted.
+  virtual void partition_rows(const RowPartition& partition, const int64_t* ids,
+                              const int64_t* count, int64_t most, int32_t* table,
+                              const RowGroups& groups, CudaStream stream) = 0;
   /// Every run's message: of its values, or of those and what is kept, which changes as a codec's
   /// `send` changes it. `dtype` is float32, float16 or bfloat16.
   virtual void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype,

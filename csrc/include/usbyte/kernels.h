@@ -62,6 +62,43 @@ struct GroupDecoding {
   int64_t count = 0;                   // elements
 };
 
+/// How a batch of rows is grouped by the servers that they are dealt out to (sparse/servers.h): by
+/// Zen's hierarchical hashing (OSDI 2025), into a table of each server's slots, where a row has
+/// `hashes` tries, and its serial region for those that miss. Of equal ids at most
+/// `hashes` do not miss.
+struct RowPartition {
+  int64_t rows = 0;    // of the matrix
+  int servers = 0;     // the ranks
+  uint64_t seed = 0;   // SparseOptions::seed
+  int64_t slots = 0;   // of a server
+  int64_t serial = 0;  // places of a server's serial region
+  int32_t hashes = 3;  // at most kMostPartitionHashes
+
+  /// With Zen's sizes: twice as many slots as rows are expected, and a tenth of those, but some, as
+  /// what few rows need varies.
+  static RowPartition of(int64_t rows, int servers, uint64_t seed, int64_t expected) {
+    const int64_t slots = 2 * expected / servers + 1;
+    return {rows, servers, seed, slots, slots / 10 < 32 ? 32 : slots / 10};
+  }
+
+  int64_t table_size() const { return servers * (slots + serial); }  ///< elements
+  int64_t tallies_size() const { return 1 + 3 * int64_t{servers}; }  ///< elements
+};
+
+constexpr int32_t kMostPartitionHashes = 4;
+
+/// A batch by server: the lists of all, one behind the other, each in no particular order. On the
+/// device; `ids` and `positions` have room for the batch.
+struct RowGroups {
+  int64_t* ids = nullptr;
+  int32_t* positions = nullptr;  ///< in the batch
+  /// The number of rows without a place; of each server how many rows it has; of each how many have
+  /// missed all slots; and a scratch of as many. Unless the first is 0 not all rows are listed:
+  /// more have missed than have room, ids are no rows, or the count exceeds the batch. The host can
+  /// partition such a batch, or all ranks agree on a dense sum.
+  int32_t* tallies = nullptr;
+};
+
 // The updates make the operations of torch.optim's foreach=True implementation on a device, in its
 // order, each rounded to the parameters' type: results are the same bit for bit. (fused=True, and
 // torch's own kernels on the CPU, fuse other operations, or none.) Parameters, gradients and state
