@@ -44,6 +44,7 @@ def _benchmarks(place: Place, nccl: str) -> list[Part]:
         ("pack", "Kernels", (), 60.0),
         ("collective", "Collectives of NCCL", ("--backend", "nccl", "--ranks", "0"), 45.0),
         ("step", "A synthetic step", (), 60.0),
+        ("sparse", "Rows partitioned by server", ("--device", "0"), 30.0),
     )
     return [
         Part(
