@@ -128,30 +128,36 @@ class Job {
         std::clamp<int64_t>((int64_t{64} << 20) / row.size_bytes, 2, most_repeats_);
     std::vector<double> times, copies, alone;
     int64_t next = 0;
+    const auto run_op = [&] {
+      op.on_device(kernels, device_, blocks[static_cast<size_t>(next++) % blocks.size()]);
+    };
+    const auto copy = [&] {
+      const int64_t place = next++ % places * bytes;
+      cuda_.copy(copy_target_.data() + place, copy_source_.data() + place,
+                 static_cast<size_t>(bytes), stream_);
+    };
+    // What the cache has yet to write back is what as many calls before have left there: else an op
+    // that mostly reads would pay for the writes of others, and leave none of its own.
+    const auto time_calls = [&](const auto& call, size_t first_mark) {
+      for (int64_t r = 0; r < repeats; ++r) call();
+      stream_.mark(first_mark);
+      for (int64_t r = 0; r < repeats; ++r) call();
+      stream_.mark(first_mark + 1);
+    };
     for (int64_t i = -2; i < iters_; ++i) {
       // Keeps the device busy until all is enqueued, and the cache full of something else.
-      for (int busy = 0; busy < 2; ++busy) {
+      for (int busy = 0; busy < 4; ++busy) {
         cuda_.copy(copy_target_.data(), copy_source_.data(), static_cast<size_t>(copy_bytes_),
                    stream_);
       }
-      stream_.mark(0);
-      for (int64_t r = 0; r < repeats; ++r) {
-        op.on_device(kernels, device_, blocks[static_cast<size_t>((next + r)) % blocks.size()]);
-      }
-      stream_.mark(1);
-      for (int64_t r = 0; r < repeats; ++r) {
-        const int64_t place = (next + r) % places * bytes;
-        cuda_.copy(copy_target_.data() + place, copy_source_.data() + place,
-                   static_cast<size_t>(bytes), stream_);
-      }
-      stream_.mark(2);
+      time_calls(run_op, 0);
+      time_calls(copy, 2);
       cuda_.synchronize(stream_);
-      next += repeats;
       if (i < 0) continue;  // warm-up
       times.push_back(stream_.between(0, 1) / static_cast<double>(repeats));
-      copies.push_back(stream_.between(1, 2) / static_cast<double>(repeats));
+      copies.push_back(stream_.between(2, 3) / static_cast<double>(repeats));
       stream_.mark(0);
-      op.on_device(kernels, device_, blocks[static_cast<size_t>(next++) % blocks.size()]);
+      run_op();
       stream_.mark(1);
       cuda_.synchronize(stream_);
       alone.push_back(stream_.between(0, 1));

@@ -45,7 +45,7 @@ class Stream {
  private:
   Cuda& cuda_;
   CudaStream stream_;
-  std::array<CudaEvent, 3> events_{};
+  std::array<CudaEvent, 4> events_{};
 };
 
 }  // namespace usbyte::bench

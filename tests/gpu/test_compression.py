@@ -27,7 +27,7 @@ def train(transport, rank, mode, hook=None, codec=None, optimizer="sgd"):
             opt, model.named_parameters(), overlap=mode, compression=codec
         )
     data = torch.Generator().manual_seed(100 + rank)
-    for _ in range(8):
+    for _ in range(6):
         opt.zero_grad()
         tokens = torch.randint(0, 40, (4, 6), generator=data).to(transport.device)
         nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()

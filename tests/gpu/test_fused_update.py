@@ -21,7 +21,7 @@ SETTINGS = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "maximize": (torch.optim.AdamW, {"lr": 1e-2, "maximize": True}),
 }
-STEPS = 12
+STEPS = 6
 
 
 def ulps(got, want, before):

@@ -76,7 +76,7 @@ def test_two_ranks_with_a_sharded_optimizer(compare):
 
 
 # Four that share a GPU take turns on it, and each of them waits for the others inside NCCL.
-FEW = {"steps": 8}
+FEW = {"steps": 6}
 
 
 def test_four_ranks_closely(compare):

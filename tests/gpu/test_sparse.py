@@ -12,7 +12,7 @@ import usbyte.torch as ub
 from _training import Late, prepare, sleep, wrong
 from _transport import everywhere, for_ranks
 
-ROWS, WIDTH, STEPS = 500, 24, 14
+ROWS, WIDTH, STEPS = 500, 24, 8
 LATE_S = 0.02
 ASLEEP_S = 1.0
 SHARE = 0.4  # of the GPU's sleep, before which the host is done

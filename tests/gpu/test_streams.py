@@ -15,7 +15,7 @@ import usbyte.torch as ub
 from _training import SHARDED, Deep, prepare, sleep, wrap, wrong
 from _transport import everywhere, for_ranks
 
-STEPS = 14
+STEPS = 10
 LATE_S = 0.02
 DELAYS = ("gradients", "peer", "side stream", "update", "forward", "memory")
 

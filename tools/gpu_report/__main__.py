@@ -58,7 +58,7 @@ def _options() -> argparse.Namespace:
         "--wheels", default="", help="folder of wheels, for a machine without a package index"
     )
     parser.add_argument("--revision", default="", help="of the sources, where git cannot tell")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=570.0, help="seconds for everything")
     parser.add_argument("--only", default="", help="names of parts, separated by commas")
     return parser.parse_args()
 
