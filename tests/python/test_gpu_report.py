@@ -181,8 +181,8 @@ def test_tests_that_all_skip_do_not_pass(tmp_path):
 def test_parts_can_be_chosen(place):
     names = [p.name for p in parts.all_parts(place)]
     assert names == [
-        "pack", "collective", "step", "sparse", "memcheck", "racecheck", "synccheck", "tests",
-        "overhead", "training",
+        "pack", "collective", "step", "sparse", "memcheck", "racecheck", "synccheck",
+        "memcheck_sparse", "tests", "overhead", "training",
     ]  # fmt: skip
     assert [p.name for p in parts.all_parts(place, "tests,pack")] == ["pack", "tests"]
     with pytest.raises(SystemExit, match="no part pick"):

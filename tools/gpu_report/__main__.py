@@ -26,6 +26,7 @@ def main() -> int:
     except machine.NoGpuError as error:
         print(f"gpu-test: {error}", file=sys.stderr)
         return 2
+    nccl = str(facts.pop("NCCL library"))  # where it lies is nobody else's concern
     place = building.Place(options.build.resolve())
     report = Report(facts, options.out, place.logs)
     print(f"gpu-test: {facts['GPU']}, torch {facts['torch']}, report: {report.markdown}")
@@ -39,7 +40,7 @@ def main() -> int:
         return outcome.good
 
     command = [sys.executable, "-m", "gpu_report.building", str(place.folder), options.wheels]
-    chosen = parts.all_parts(place, options.only, str(facts.get("NCCL library", "")))
+    chosen = parts.all_parts(place, options.only, nccl)
     built = run(running.Part("build", "Build from source", command, _BUILD_LIMIT_S))
     for part in chosen:
         if built:

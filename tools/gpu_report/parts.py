@@ -11,6 +11,7 @@ from gpu_report.building import Place
 from gpu_report.running import FAILED, PASSED, SKIPPED, Part, read_json
 
 _SANITIZED = ("--small", "1")
+_FEW_ROWS = ("--batch", "20000", "--batches", "10")
 _NO_SANITIZER = ("Device not supported", "not supported on this", "Insufficient permissions")
 
 
@@ -61,24 +62,26 @@ def _benchmarks(place: Place, nccl: str) -> list[Part]:
 
 
 def _sanitizers(place: Place) -> list[Part]:
+    kernels = (place.binary("usbyte_bench_pack"), *_SANITIZED)
+    partition = (place.binary("usbyte_bench_sparse"), "--device", "0", *_FEW_ROWS)
+    of_accesses = "Accesses out of bounds or misaligned, and errors of CUDA calls."
+    rows = (
+        ("memcheck", "the kernels", kernels, of_accesses),
+        ("racecheck", "the kernels", kernels, "Accesses to shared memory that nothing orders."),
+        ("synccheck", "the kernels", kernels, "Threads that miss where others wait for them."),
+        ("memcheck", "the partition", partition, of_accesses),
+    )
     return [
         Part(
-            tool,
-            f"compute-sanitizer {tool} on the kernels",
-            [
-                *("compute-sanitizer", "--tool", tool, "--error-exitcode", "99"),
-                *(place.binary("usbyte_bench_pack"), *_SANITIZED),
-            ],
+            tool if command is kernels else f"{tool}_sparse",
+            f"compute-sanitizer {tool} on {what}",
+            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *command],
             50.0,
             unsupported=_NO_SANITIZER,
             quoted=("ERROR SUMMARY", "RACECHECK SUMMARY"),
             meaning=meaning,
         )
-        for tool, meaning in (
-            ("memcheck", "Accesses out of bounds or misaligned, and errors of CUDA calls."),
-            ("racecheck", "Accesses to shared memory that nothing orders."),
-            ("synccheck", "Threads that miss where others wait for them."),
-        )
+        for tool, what, command, meaning in rows
     ]
 
 

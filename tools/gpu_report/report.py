@@ -152,6 +152,8 @@ def _heading(name: str) -> str:
     """A column's name without its unit, which the cells have."""
     if name == "bytes_per_s":
         return "rate"
+    if name.endswith("_per_s") and not name.endswith("bytes_per_s"):
+        return name.replace("_", " ")
     for unit in ("_bytes_per_s", "_s", "_bytes"):
         if name.endswith(unit):
             return name.removesuffix(unit).replace("_", " ")
@@ -166,7 +168,7 @@ def shown(name: str, value: object) -> str:
         return str(value)
     if name.endswith("bytes_per_s"):
         return f"{value / 1e9:.4g} GB/s"
-    if name.endswith("_s"):
+    if name.endswith("_s") and not name.endswith("_per_s"):
         return seconds(value)
     if name.endswith("bytes"):
         return _bytes(int(value))

@@ -460,9 +460,9 @@ def _shape_link(tc: list[str], device: str, bytes_per_s: float | None) -> None:
             _run(*tc, "qdisc", "del", "dev", device, "root")
         return
     slow = min(max(_PACKET, bytes_per_s * _SLOW_BURST_S), 2 * _PACKET)
-    burst = max(slow, bytes_per_s * _BURST_S)
+    burst = round(max(slow, bytes_per_s * _BURST_S))
     queue = max(_LEAST_QUEUE, round(bytes_per_s * _QUEUE_S))
-    options = ["rate", f"{round(bytes_per_s * 8)}bit", "burst", f"{round(burst)}b", "limit", f"{queue}b"]
+    options = ["rate", f"{round(bytes_per_s * 8)}bit", "burst", f"{burst}b", "limit", f"{queue}b"]
     _run(*tc, "qdisc", "replace", "dev", device, "root", "tbf", *options)
 
 
