@@ -185,7 +185,7 @@ def _two_ranks(device: str, limit_s: float) -> tuple[list[dict[str, Any]], str]:
 @click.command(context_settings={"show_default": True})
 @click.option("--models", default="resnet50,gpt2", help="For a single rank, separated by commas.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
-@click.option("--turns", default=7, help="Of each kind.")
+@click.option("--turns", default=6, help="Of each kind.")
 @click.option("--steps", default=6, help="Of a turn.")
 @click.option("--limit", default=60.0, help="Seconds for the two ranks.")
 @click.option("--rank-of-two", type=click.Path(path_type=Path), hidden=True)

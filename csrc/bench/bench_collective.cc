@@ -202,6 +202,7 @@ class Calls {
         device_(rank.device.get()),
         request_(std::move(request)) {
     if (!device_) return;
+    // Not awaited: being woken from a sleep would be measured, too.
     request_.order = {
         {}, device_->create_event(EventKind::ordering), device_->create_event(EventKind::ordering)};
   }

@@ -24,7 +24,8 @@ using namespace usbyte::bench;
 constexpr const char* kAbout =
     "Runs the kernels on blocks of growing size, cut out of a model's tensors, and checks them.\n\n"
     "  list      tensors: resnet50, gpt2; odd: resnet50 with tensors one element longer, so that\n"
-    "            nothing is aligned; many: of 301 elements each; flat: one tensor\n"
+    "            nothing is aligned; many: of 301 elements each, whose times are those of the\n"
+    "            host, which cannot enqueue as fast as the device works; flat: one tensor\n"
     "  op        pack, pack_bf16, pack_fp16: float32 tensors into a block of float32, ...\n"
     "            unpack, unpack_bf16: back; sgd: with momentum; adam; gradients in the block,\n"
     "            parameters and state in tensors; fill; scatter_add: rows of 64 elements, each of\n"
@@ -34,8 +35,9 @@ constexpr const char* kAbout =
     "  size      bytes of the block, if of float32\n"
     "  tensors   that the first block has parts of\n"
     "  moved     bytes that the kernel reads and writes\n"
-    "  time      of one op, on the device, when one follows the other, each on another block, so\n"
-    "            that they do not find their data in the cache; median\n"
+    "  time      of one op, on the device, when one follows the other, each on another block of\n"
+    "            those that the list has, so that they do not find their data in the cache;\n"
+    "            median\n"
     "  GB/s      moved / time\n"
     "  copy      GB/s of device-to-device copies that move as many bytes, measured in turns with\n"
     "            the op; median\n"
@@ -136,8 +138,8 @@ class Job {
       cuda_.copy(copy_target_.data() + place, copy_source_.data() + place,
                  static_cast<size_t>(bytes), stream_);
     };
-    // What the cache has yet to write back is what as many calls before have left there: else an op
-    // that mostly reads would pay for the writes of others, and leave none of its own.
+    // Behind as many calls of the same kind: so the cache holds as much that is not written back
+    // when the first begins as when the last ends.
     const auto time_calls = [&](const auto& call, size_t first_mark) {
       for (int64_t r = 0; r < repeats; ++r) call();
       stream_.mark(first_mark);
@@ -145,7 +147,7 @@ class Job {
       stream_.mark(first_mark + 1);
     };
     for (int64_t i = -2; i < iters_; ++i) {
-      // Keeps the device busy until all is enqueued, and the cache full of something else.
+      // Keeps the device busy until all is enqueued.
       for (int busy = 0; busy < 4; ++busy) {
         cuda_.copy(copy_target_.data(), copy_source_.data(), static_cast<size_t>(copy_bytes_),
                    stream_);
@@ -303,7 +305,7 @@ int bench_pack(const Options& options) {
 
   const std::regex wanted(options.text("op"));
 
-  std::vector<size_t> widths = {8, 20};
+  std::vector<size_t> widths = {8, 22};
   for (size_t c = widths.size(); c < kHeadings.size(); ++c) {
     widths.push_back(std::max<size_t>(kHeadings[c].size(), 9));
   }
@@ -339,6 +341,8 @@ int bench_pack(const Options& options) {
       }
     }
   }
+
+  if (rows.empty()) throw UsageError("no op of the lists matches --op " + options.text("op"));
 
   auto found = nlohmann::ordered_json::array();
   int64_t wrong = 0;

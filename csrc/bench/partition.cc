@@ -127,11 +127,12 @@ class Bench {
     const sparse::Dealt servers(kRows, shape_.servers, shape_.seed);
     const std::vector<int32_t>& tallies = tallies_.host;
     std::vector<bool> seen(given.size());
-    int64_t right = 0, at = 0, most = 0;
+    int64_t right = 0, at = 0, most = 0, listed = 0;
     for (int s = 0; s < shape_.servers; ++s) {
       const int64_t count = tallies[1 + static_cast<size_t>(s)];
       const int64_t end = std::min(at + count, batch_);
       most = std::max(most, count);
+      listed += count;
       for (; at < end; ++at) {
         const auto i = static_cast<size_t>(at);
         const auto position = static_cast<size_t>(positions_.host[i]);
@@ -144,9 +145,9 @@ class Bench {
     }
     out.rows += batch_;
     out.unplaced += tallies[0];
-    // Neither listed rightly nor counted; listed as what they are not; written where nothing is.
-    out.lost += std::max<int64_t>(batch_ - right - tallies[0], 0) + (at - right) +
-                ids_.touched(at) + positions_.touched(at) + table_.touched(shape_.table_size()) +
+    // Neither listed rightly nor counted, or counted twice; written where nothing is.
+    out.lost += std::abs(batch_ - listed - tallies[0]) + (listed - right) + ids_.touched(at) +
+                positions_.touched(at) + table_.touched(shape_.table_size()) +
                 tallies_.touched(shape_.tallies_size());
     const double share = static_cast<double>(most) / static_cast<double>(std::max<int64_t>(at, 1));
     out.imbalance = std::max(out.imbalance, share * what_.servers);

@@ -112,9 +112,9 @@ void check_partition(const RowPartition& partition, const int64_t* ids, const in
                      int64_t most, const int32_t* table, const RowGroups& groups) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // positions are int32_t
   const RowPartition& p = partition;
-  if (p.rows < 0 || p.servers < 1 || p.slots < 1 || p.slots > kMost || p.serial < 0 ||
-      p.serial > kMost || p.hashes < 1 || p.hashes > kMostPartitionHashes || most < 0 ||
-      most > kMost) {
+  if (p.rows < 0 || p.rows > std::numeric_limits<int64_t>::max() / 2 || p.servers < 1 ||
+      p.slots < 1 || p.slots > kMost || p.serial < 0 || p.serial > kMost || p.hashes < 1 ||
+      p.hashes > kMostPartitionHashes || most < 0 || most > kMost) {
     throw UsageError("partition_rows of " + std::to_string(most) + " of " + std::to_string(p.rows) +
                      " rows by " + std::to_string(p.servers) + " servers with " +
                      std::to_string(p.slots) + " slots, " + std::to_string(p.serial) +

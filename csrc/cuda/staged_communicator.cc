@@ -22,7 +22,8 @@ struct Buffer {
   Buffer(std::shared_ptr<Cuda> on, EventPool& events, int64_t bytes)
       : cuda(std::move(on)),
         copied_out(events.acquire(EventKind::awaited)),
-        copied_in(events.acquire(EventKind::awaited)),
+        copied_in(events.acquire(EventKind::ordering)),
+        over(events.acquire(EventKind::awaited)),
         memory(static_cast<std::byte*>(cuda->allocate_pinned(static_cast<size_t>(bytes)))) {}
   ~Buffer() { cuda->free_pinned(memory); }
   Buffer(const Buffer&) = delete;
@@ -31,6 +32,7 @@ struct Buffer {
   const std::shared_ptr<Cuda> cuda;
   const PooledEvent copied_out;
   const PooledEvent copied_in;
+  const PooledEvent over;  // of a request without an order
   std::byte* const memory;
 };
 
@@ -239,7 +241,8 @@ bool StagedCommunicator::State::copy_in(const Chunk& chunk) {
   if (last && operation.request.order) {
     cuda->record(operation.request.order->done, in.get());
   } else if (last) {
-    cuda->synchronize(buffer.copied_in.get());
+    cuda->record(buffer.over.get(), in.get());
+    cuda->synchronize(buffer.over.get());
   }
   return last;
 }

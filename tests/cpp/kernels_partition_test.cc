@@ -415,9 +415,9 @@ TEST(KernelsPartition, RunsOnAStreamWithItsCountOnTheDevice) {
   std::vector<int32_t> positions(300), table(static_cast<size_t>(shape.table_size()));
   std::vector<int32_t> tallies(static_cast<size_t>(shape.tallies_size()));
   int64_t count = 0;
-  const auto unplaced = [&](int64_t rows) {
+  const auto unplaced = [&](int64_t rows, int64_t most = 300) {
     count = rows;
-    cuda->partition_rows(shape, ids.data(), &count, 300, table.data(),
+    cuda->partition_rows(shape, ids.data(), &count, most, table.data(),
                          {ids_out.data(), positions.data(), tallies.data()}, stream.get());
     cuda->synchronize(stream.get());
     return tallies[0];
@@ -430,6 +430,9 @@ TEST(KernelsPartition, RunsOnAStreamWithItsCountOnTheDevice) {
   EXPECT_GT(unplaced(301), 0);
   EXPECT_EQ(placed(), 300);
   EXPECT_GT(unplaced(-1), 0);
+  EXPECT_EQ(placed(), 0);
+  EXPECT_GT(unplaced(1, 0), 0);
+  EXPECT_EQ(unplaced(0, 0), 0);
   EXPECT_EQ(placed(), 0);
 }
 

@@ -24,10 +24,10 @@ def train(transport, rank, mode, hook=None, codec=None, optimizer="sgd"):
         net.register_comm_hook(group, hook)
     else:
         opt = ub.DistributedOptimizer(
-            opt, model.named_parameters(), overlap=mode, compression=codec
+            opt, model.named_parameters(), overlap=mode, compression=codec, tune_steps=2
         )
     data = torch.Generator().manual_seed(100 + rank)
-    for _ in range(6):
+    for _ in range(9):
         opt.zero_grad()
         tokens = torch.randint(0, 40, (4, 6), generator=data).to(transport.device)
         nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()

@@ -12,7 +12,7 @@ import usbyte.torch as ub
 from _training import Late, prepare, sleep, wrong
 from _transport import everywhere, for_ranks
 
-ROWS, WIDTH, STEPS = 500, 24, 8
+ROWS, WIDTH, STEPS = 500, 24, 10
 LATE_S = 0.02
 ASLEEP_S = 1.0
 SHARE = 0.4  # of the GPU's sleep, before which the host is done
@@ -64,7 +64,9 @@ def run(transport, rank, mode, delay):
     device = transport.device
     model = Words(device)
     model.late_s = LATE_S if delay in ("gradients", "memory") else 0.0
-    opt = ub.DistributedOptimizer(adagrad(model), model.named_parameters(), overlap=mode)
+    opt = ub.DistributedOptimizer(
+        adagrad(model), model.named_parameters(), overlap=mode, tune_steps=2
+    )
     for step, words in enumerate(batches(device, rank)):
         opt.zero_grad()
         loss = model(words, is_seldom(step, rank))

@@ -357,3 +357,15 @@ def test_what_is_missing_is_named(monkeypatch):
         Lab()
     with pytest.raises(UsageError, match="8 lower-case"):
         Lab("Not a name")
+
+
+@pytest.mark.parametrize(
+    ("bit_per_s", "burst"),
+    [(1e6, 68 << 10), (2e8, 68 << 10), (3e8, 97500), (5e8, 136 << 10), (1e10, 1250000)],
+)
+def test_buckets_hold_a_packet_two_or_a_millisecond(bit_per_s, burst, monkeypatch):
+    commands = []
+    monkeypatch.setattr(netns, "_run", lambda *command: commands.append(command))
+    netns._shape_link(["tc"], "eth0", bit_per_s / 8)
+    (options,) = commands
+    assert options[options.index("burst") + 1] == f"{burst}b"

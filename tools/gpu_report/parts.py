@@ -66,14 +66,16 @@ def _sanitizers(place: Place) -> list[Part]:
     partition = (place.binary("usbyte_bench_sparse"), "--device", "0", *_FEW_ROWS)
     of_accesses = "Accesses out of bounds or misaligned, and errors of CUDA calls."
     rows = (
-        ("memcheck", "the kernels", kernels, of_accesses),
-        ("racecheck", "the kernels", kernels, "Accesses to shared memory that nothing orders."),
-        ("synccheck", "the kernels", kernels, "Threads that miss where others wait for them."),
-        ("memcheck", "the partition", partition, of_accesses),
-    )
+        ("memcheck", "memcheck", "the kernels", kernels, of_accesses),
+        ("racecheck", "racecheck", "the kernels", kernels,
+         "Accesses to shared memory that nothing orders."),
+        ("synccheck", "synccheck", "the kernels", kernels,
+         "Threads that miss where others wait for them."),
+        ("memcheck_sparse", "memcheck", "the partition", partition, of_accesses),
+    )  # fmt: skip
     return [
         Part(
-            tool if command is kernels else f"{tool}_sparse",
+            name,
             f"compute-sanitizer {tool} on {what}",
             ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *command],
             50.0,
@@ -81,7 +83,7 @@ def _sanitizers(place: Place) -> list[Part]:
             quoted=("ERROR SUMMARY", "RACECHECK SUMMARY"),
             meaning=meaning,
         )
-        for tool, what, command, meaning in rows
+        for name, tool, what, command, meaning in rows
     ]
 
 
@@ -119,8 +121,21 @@ def _training() -> Part:
             *("--budget", "{limit}", "--json", "{results}"),
         ],
         300.0,
-        results=read_json,
+        results=read_training,
     )
+
+
+def read_training(path: Path) -> Any:
+    """What the benchmark writes.
+
+    Raises:
+        ValueError: It has measured nothing.
+    """
+    found = read_json(path)
+    if not found["rows"]:
+        why = "; ".join(f"{what}: {why}" for what, why in found["skipped"].items())
+        raise ValueError(f"nothing was measured: {why}")
+    return found
 
 
 def read_tests(path: Path) -> dict[str, Any]:

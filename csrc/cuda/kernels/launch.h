@@ -144,7 +144,7 @@ void partition_rows(const RowPartition& partition, const int64_t* ids, const int
                     int64_t most, int32_t* table, const RowGroups& groups, Run& run) {
   check_partition(partition, ids, count, most, table, groups);
   fill(groups.tallies, DType::int32, partition.tallies_size(), 0, run);
-  if (most == 0) return;
+  if (most == 0 && !count) return;
   fill(table, DType::int32, partition.table_size(), kEmpty, run);
   const PartitionPlaces places{table, groups.tallies, partition.servers, partition.slots,
                                partition.serial};

@@ -41,7 +41,7 @@ struct ClaimKernel {
   const int64_t* count;  // null: `most`
   int64_t most;
 
-  int64_t threads_wanted() const { return most; }
+  int64_t threads_wanted() const { return most > 0 ? most : 1; }  // which looks at the count
 
   USBYTE_HD void operator()(GridIndex at) const {
     int64_t end = most;

@@ -32,7 +32,7 @@ __device__ T of_lane(const T& mine, uint32_t mask) {
 ///   void end(piece, lane, Lane&, const Part& whole) const
 /// and Part has join(const Part&), which does not mind the order of the two.
 ///
-/// The only kernel whose threads exchange something; blocks are whole teams. On the host the first
+/// Its threads exchange values; blocks are whole teams. On the host the first
 /// thread of a team does what all do, and joins parts in the device's order.
 template <typename Work>
 struct TeamKernel {

@@ -27,9 +27,9 @@ struct CudaEvent {
 /// What an event is for besides putting streams in order.
 enum class EventKind {
   ordering,  ///< nothing
-  awaited,   ///< the host sleeps until it has passed; more than some dozens that have not passed
-             ///< make the host wait at the next record
-  timed,     ///< `elapsed_s`
+  awaited,   ///< the host, which sleeps while it waits; more than some dozens that have not passed
+             ///< make it wait at the next record
+  timed,     ///< `elapsed_s`; who waits for it spins, as being woken takes tens of microseconds
 };
 
 /// What the library uses of CUDA on one device, so that all logic above it runs without a GPU too.

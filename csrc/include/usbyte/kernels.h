@@ -77,7 +77,7 @@ struct RowPartition {
   /// With Zen's sizes: twice as many slots as rows are expected, and a tenth of those, but some, as
   /// what few rows need varies.
   static RowPartition of(int64_t rows, int servers, uint64_t seed, int64_t expected) {
-    const int64_t slots = 2 * expected / servers + 1;
+    const int64_t slots = 2 * expected / (servers > 0 ? servers : 1) + 1;
     return {rows, servers, seed, slots, slots / 10 < 32 ? 32 : slots / 10};
   }
 

@@ -55,8 +55,8 @@ MAX_HOSTS = 250
 MAX_DIMENSIONS = 10
 
 # A bucket of 1 ms lets a link reach its rate if it holds two of the largest packets that TCP hands
-# on. Slow links do with one, and there what a bucket lets through at once would count. The queue
-# holds what 32 ms of the rate carry.
+# on, as from 430 Mbit/s on. Slow links, up to 215 Mbit/s, do with one, and there what a bucket lets
+# through at once would count. The queue holds what 32 ms of the rate carry.
 _BURST_S, _SLOW_BURST_S, _PACKET = 1e-3, 2.6e-3, 68 << 10
 _QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
 
@@ -459,8 +459,8 @@ def _shape_link(tc: list[str], device: str, bytes_per_s: float | None) -> None:
         if any(q["kind"] == "tbf" for q in shaped):
             _run(*tc, "qdisc", "del", "dev", device, "root")
         return
-    slow = min(max(_PACKET, bytes_per_s * _SLOW_BURST_S), 2 * _PACKET)
-    burst = round(max(slow, bytes_per_s * _BURST_S))
+    least = min(max(_PACKET, bytes_per_s * _SLOW_BURST_S), 2 * _PACKET)
+    burst = round(max(least, bytes_per_s * _BURST_S))
     queue = max(_LEAST_QUEUE, round(bytes_per_s * _QUEUE_S))
     options = ["rate", f"{round(bytes_per_s * 8)}bit", "burst", f"{burst}b", "limit", f"{queue}b"]
     _run(*tc, "qdisc", "replace", "dev", device, "root", "tbf", *options)
