@@ -15,8 +15,8 @@
 //   int64_t threads_wanted() const                  how many find work
 // It uses neither shared memory nor synchronisation, and is right for every shape of the grid.
 // So the host can run it thread after thread, and what a thread does is all there is to test.
-// Exceptions: in team.h a warp's threads exchange values, and blocks are whole warps; in partition.h
-// threads meet in atomics.
+// Exceptions: in team.h a warp's threads exchange values, and blocks are whole warps; in
+// partition.h threads meet in atomics.
 namespace usbyte::kernels {
 
 /// Where a thread is in its grid.
