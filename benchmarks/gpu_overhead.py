@@ -41,7 +41,7 @@ _COLUMNS = {
 _OVERHEAD_LIMIT = 0.01
 _BLOCK_LIMIT_S = 15e-6
 _ASLEEP_CYCLES = 100_000_000  # some 50 ms
-_LAYERS, _WIDTH = 12, 64  # few enough launches for the queues of sleeping streams, NCCL's too
+_LAYERS, _WIDTH = 12, 64  # few enough launches and events for the queues of sleeping streams
 
 
 def single_rank(model: str, device: str, turns: int, steps: int) -> dict[str, Any]:

@@ -20,8 +20,6 @@ ASLEEP_S = 1.0
 # The host is done before this share of the GPU's sleep is over. Enqueueing two steps takes
 # milliseconds; one wait for the stream takes all of it.
 SHARE = 0.4
-# Some ten operations a step: what a stream that does not move takes of NCCL's launches is limited.
-PARTITION_BYTES = 32768
 
 
 def settled(overlap):
@@ -32,7 +30,7 @@ def settled(overlap):
     model = Deep().cuda()
     opt = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, foreach=True), model.named_parameters(),
-        overlap=overlap, policy="bytescheduler", partition_bytes=PARTITION_BYTES,
+        overlap=overlap, policy="bytescheduler", partition_bytes=8192,
     )  # fmt: skip
     x = torch.randn(32, 96, device="cuda")
     while not opt.settled:

@@ -109,8 +109,10 @@ def test_overhead(tmp_path):
 
 def test_tests_of_the_gpu_run_on_a_cpu():
     folder = FOLDER.parent / "tests" / "gpu"
-    chosen = ["test_ranks_equal_ddp.py::test_two_ranks_bit_for_bit",
-              "test_streams.py::test_delays_change_nothing[sharded]"]  # fmt: skip
+    chosen = [
+        "test_ranks_equal_ddp.py::test_two_ranks_bit_for_bit",
+        "test_streams.py::test_delays_change_nothing[sharded]",
+    ]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
     command += ["--device", "cpu", *(f"{folder}/{name}" for name in chosen)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
