@@ -18,6 +18,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 VENV_STAMP := $(VENV)/.stamp-venv
 SYSTEM_STAMP := $(VENV)/.stamp-system
 TORCH_STAMP := $(VENV)/.stamp-torch-$(firstword $(shell echo '$(TORCH)' | cksum))
+BUILD_STAMP := $(VENV)/.stamp-build
 PACKAGE_STAMP := $(VENV)/.stamp-package
 LINT_STAMP := $(VENV)/.stamp-lint
 
@@ -88,8 +89,9 @@ coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, 
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage report -m >build/coverage.txt
 	tail -n 1 build/coverage.txt
 
+# Undefined behaviour traps here, which compiles much faster than a message does; `make asan` has one.
 sanitize: ## run the C++ tests of threads under both
-	@aslr=; if setarch -R true 2>/dev/null; then aslr='setarch -R'; fi; status=0; \
+	@export ASAN_OPTIONS=handle_sigill=1; aslr=; if setarch -R true 2>/dev/null; then aslr='setarch -R'; fi; status=0; \
 	for kind in asan tsan; do \
 	  $$aslr $(MAKE) cpp PRESET=threaded-$$kind && \
 	  $$aslr build/threaded-$$kind/tests/cpp/usbyte_tests --gtest_brief=1 || status=1; \
@@ -136,13 +138,14 @@ $(VENV_STAMP): tools/bootstrap.sh
 	tools/bootstrap.sh $(PYTHON) $(VENV) train
 	@touch $@
 
-# cmake, ninja and the JSON headers of the C++ tests; the package's build gets its own from pip.
-$(SYSTEM_STAMP): $(VENV_STAMP)
+$(SYSTEM_STAMP): $(BUILD_STAMP)
 	tools/bootstrap.sh $(PYTHON) $(VENV) test
+	@touch $@
+
+# cmake, ninja and headers.
+$(BUILD_STAMP): $(VENV_STAMP) pyproject.toml
 	@mkdir -p build
-	cmake --version 2>/dev/null | grep -qE 'version (3\.(2[2-9]|[3-9])|[4-9])' || $(PIP) cmake
-	ninja --version >/dev/null 2>&1 || $(PIP) ninja
-	$(PIP) 'nlohmann-json>=3.11'
+	$(PIP) $$($(BIN)/python tools/requirements.py build)
 	@touch $@
 
 # Before the package, so that its requirement of any torch pulls no other build.
@@ -151,9 +154,11 @@ $(TORCH_STAMP): $(VENV_STAMP)
 	@rm -f $(VENV)/.stamp-torch-* && touch $@
 
 # What setuptools left in build/lib would go into the wheel again, removed modules included.
-$(PACKAGE_STAMP): $(TORCH_STAMP) $(SOURCES)
+# The core is compiled in the folder of the C++ tests, for both, and again only where it has changed;
+# so by the tools of this environment, where pip would make one that is gone after the build.
+$(PACKAGE_STAMP): $(TORCH_STAMP) $(BUILD_STAMP) $(SOURCES)
 	rm -rf build/lib* build/bdist*
-	$(PIP) '.[test,examples]'
+	USBYTE_PRESET=release $(PIP) --no-build-isolation '.[test,examples]'
 	@touch $@
 
 # Without the package: checking needs no build.

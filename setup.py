@@ -17,19 +17,25 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         import pybind11
 
-        build = ROOT / "build" / f"cp{sys.version_info.major}{sys.version_info.minor}"
         package = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        # In the folder of a preset, with its flags, which the C++ tests use too; or in its own.
+        preset = os.environ.get("USBYTE_PRESET")
+        name = preset or f"cp{sys.version_info.major}{sys.version_info.minor}"
+        build = ROOT / "build" / name
         configure = [
             "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
+            *([f"--preset={preset}", "-DUSBYTE_TESTS=OFF"] if preset else []),
             "-DCMAKE_BUILD_TYPE=Release",
+            "-DUSBYTE_PYTHON=ON",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DUSBYTE_CUDA={os.environ.get('USBYTE_CUDA', 'AUTO')}",
         ]  # fmt: skip
-        # A build folder of another environment points to tools that may be gone.
-        fresh = ["--fresh"] if (build / "CMakeCache.txt").exists() else []
-        subprocess.run([*configure, *fresh], check=True)
-        subprocess.run(["cmake", "--build", str(build)], check=True)
+        # One of another environment points to tools that may be gone.
+        if not preset and (build / "CMakeCache.txt").exists():
+            configure.append("--fresh")
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", str(build), "--target", "usbyte_package"], check=True)
         subprocess.run(
             ["cmake", "--install", str(build), "--component", "python", "--strip",
              "--prefix", str(package.parent)],

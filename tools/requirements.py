@@ -1,4 +1,4 @@
-"""Prints what pyproject.toml requires, with the extras named on the command line, for pip."""
+"""Prints what pyproject.toml requires, for pip: to `build` the package, or with these extras."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,11 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
-project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-requirements = project["dependencies"]
-for extra in sys.argv[1:]:
-    requirements += project["optional-dependencies"][extra]
+told = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+if sys.argv[1:] == ["build"]:
+    requirements = told["build-system"]["requires"]
+else:
+    requirements = told["project"]["dependencies"]
+    for extra in sys.argv[1:]:
+        requirements += told["project"]["optional-dependencies"][extra]
 print(*requirements)

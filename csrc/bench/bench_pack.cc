@@ -1,5 +1,5 @@
-// Bandwidth and correctness of the kernels: pack, unpack, cast, fill, scatter_add, fused updates,
-// codecs.
+// Bandwidth and correctness of the kernels: pack, unpack, cast, fill, scatter_add, gather_rows,
+// fused updates, codecs.
 
 #include <algorithm>
 #include <array>
@@ -29,9 +29,10 @@ constexpr const char* kAbout =
     "  op        pack, pack_bf16, pack_fp16: float32 tensors into a block of float32, ...\n"
     "            unpack, unpack_bf16: back; sgd: with momentum; adam; gradients in the block,\n"
     "            parameters and state in tensors; fill; scatter_add: rows of 64 elements, each of\n"
-    "            those written added to three times; send: encodes the block with what a codec\n"
-    "            remembers; receive: decodes and adds two messages; odd: from the second element\n"
-    "            on, so that nothing is aligned\n"
+    "            those written added to three times; gather_rows: rows as long, multiplied, in\n"
+    "            pairs that change places; send: encodes the block with what a codec remembers;\n"
+    "            receive: decodes and adds two messages; odd: from the second element on, so\n"
+    "            that nothing is aligned\n"
     "  size      bytes of the block, if of float32\n"
     "  tensors   that the first block has parts of\n"
     "  moved     bytes that the kernel reads and writes\n"
@@ -84,13 +85,17 @@ class Job {
         iters_(iters),
         most_repeats_(most_repeats),
         stream_(cuda),
-        rows_on_host_(static_cast<size_t>(layout.elements / kScatterWidth) + 1),
+        rows_on_host_(static_cast<size_t>(layout.elements / kRowWidth) + 1),
+        positions_on_host_(rows_on_host_.size()),
         rows_(cuda, static_cast<int64_t>(rows_on_host_.size()) * 8),
+        positions_(cuda, static_cast<int64_t>(rows_on_host_.size()) * 4),
         copy_source_(cuda, copy_bytes),
         copy_target_(cuda, copy_bytes) {
     for (size_t i = 0; i < rows_on_host_.size(); ++i) {
       rows_on_host_[i] = static_cast<int64_t>(i / 3 * 3);
+      positions_on_host_[i] = static_cast<int32_t>(i ^ 1);
     }
+    cuda.copy(positions_.data(), positions_on_host_.data(), positions_on_host_.size() * 4, stream_);
     cuda.copy(rows_.data(), rows_on_host_.data(), rows_on_host_.size() * 8, stream_);
     std::vector<uint32_t> words(static_cast<size_t>(layout.bytes / 4));
     for (size_t r = 0; r < kRegions; ++r) {
@@ -100,6 +105,7 @@ class Job {
       cuda.copy(regions_.back()->data(), words.data(), words.size() * 4, stream_);
     }
     device_.rows = reinterpret_cast<const int64_t*>(rows_.data());
+    device_.positions = reinterpret_cast<const int32_t*>(positions_.data());
     cuda.fill(copy_source_.data(), DType::uint8, copy_bytes, 1, stream_);
     cuda.synchronize(stream_);
   }
@@ -172,7 +178,7 @@ class Job {
   // Runs the op once more, on the first block, from known contents and on the host too.
   int64_t wrong(const Op& op, const Block& block) {
     std::array<std::vector<uint32_t>, kRegions> want, found;
-    Regions on_host{.rows = rows_on_host_.data()};
+    Regions on_host{.rows = rows_on_host_.data(), .positions = positions_on_host_.data()};
     std::array<Bytes, kRegions> ranges;
     in_parallel([&](size_t r) {
       const Bytes used = block.range(static_cast<Region>(r));
@@ -219,7 +225,8 @@ class Job {
   int64_t copy_bytes_, iters_, most_repeats_;
   Stream stream_;
   std::vector<int64_t> rows_on_host_;
-  Allocation rows_, copy_source_, copy_target_;
+  std::vector<int32_t> positions_on_host_;
+  Allocation rows_, positions_, copy_source_, copy_target_;
   std::vector<std::unique_ptr<Allocation>> regions_;
   Regions device_;
 };
@@ -320,7 +327,7 @@ int bench_pack(const Options& options) {
                            sgd(),
                            adam()};
     if (list == "flat") {
-      ops = {fill(), scatter_add()};
+      ops = {fill(), scatter_add(), gather_rows()};
       for (const char* spec : kCodecs) {
         ops.push_back(send(spec, 0));
         ops.push_back(receive(spec, 0));

@@ -25,15 +25,21 @@ namespace {
 // Of this thread: a rank is one, and frees what it allocated.
 thread_local int64_t live_bytes = 0, peak_bytes = 0;
 
+void* counted(void* memory) {
+  if (memory == nullptr) throw std::bad_alloc();
+  live_bytes += static_cast<int64_t>(malloc_usable_size(memory));
+  peak_bytes = std::max(peak_bytes, live_bytes);
+  return memory;
+}
+
 }  // namespace
 
 // Not inlined, or GCC takes them for mismatched pairs.
-[[gnu::noinline]] void* operator new(size_t size) {
-  void* out = std::malloc(size);
-  if (out == nullptr) throw std::bad_alloc();
-  live_bytes += static_cast<int64_t>(malloc_usable_size(out));
-  peak_bytes = std::max(peak_bytes, live_bytes);
-  return out;
+[[gnu::noinline]] void* operator new(size_t size) { return counted(std::malloc(size)); }
+
+[[gnu::noinline]] void* operator new(size_t size, std::align_val_t alignment) {
+  const auto unit = static_cast<size_t>(alignment);
+  return counted(std::aligned_alloc(unit, (size + unit - 1) / unit * unit));
 }
 
 [[gnu::noinline]] void operator delete(void* memory) noexcept {
@@ -42,6 +48,10 @@ thread_local int64_t live_bytes = 0, peak_bytes = 0;
 }
 
 [[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { operator delete(memory); }
+
+[[gnu::noinline]] void operator delete(void* memory, std::align_val_t) noexcept {
+  operator delete(memory);
+}
 
 namespace {
 

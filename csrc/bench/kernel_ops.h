@@ -20,7 +20,7 @@
 namespace usbyte::bench {
 
 constexpr int64_t kTensorAlignment = 512;  // bytes, as torch's allocator has it
-constexpr int64_t kScatterWidth = 64;      // elements
+constexpr int64_t kRowWidth = 64;          // elements
 
 // Regions that the ops work on. Tensors lie in the first three, in the same places, and the arena
 // in the last.
@@ -82,6 +82,7 @@ struct Regions {
   std::array<std::byte*, kRegions> base{};
   std::array<int64_t, kRegions> origin{};  // bytes of the region before `base`
   const int64_t* rows = nullptr;           // of scatter_add
+  const int32_t* positions = nullptr;      // of gather_rows
 
   void* at(Region region, int64_t byte) const { return base[region] + (byte - origin[region]); }
 };
@@ -104,6 +105,10 @@ struct OnDevice {
     cuda.scatter_add(args..., stream);
   }
   template <typename... T>
+  void gather_rows(const T&... args) const {
+    cuda.gather_rows(args..., stream);
+  }
+  template <typename... T>
   void encode_groups(const T&... args) const {
     cuda.encode_groups(args..., stream);
   }
@@ -124,6 +129,7 @@ struct OnHost {
   static constexpr auto copy_segments = host::copy_segments;
   static constexpr auto fill = host::fill;
   static constexpr auto scatter_add = host::scatter_add;
+  static constexpr auto gather_rows = host::gather_rows;
   static constexpr auto encode_groups = host::encode_groups;
   static constexpr auto decode_groups = host::decode_groups;
   static constexpr auto update_sgd = host::update_sgd;
@@ -204,12 +210,22 @@ inline Op fill() {
 }
 
 inline Op scatter_add() {
-  const double rows = 8.0 / kScatterWidth;
+  const double rows = 8.0 / kRowWidth;
   return {"scatter_add", 4 + 8.0 / 3 + rows,
           [](const auto& kernels, const Regions& memory, const Block& block) {
             kernels.scatter_add(memory.at(kArena, block.begin * 4), memory.rows,
                                 memory.at(kParams, block.range(kParams).begin), DType::float32,
-                                block.count / kScatterWidth, kScatterWidth);
+                                block.count / kRowWidth, kRowWidth);
+          }};
+}
+
+inline Op gather_rows() {
+  return {"gather_rows", 8 + 4.0 / kRowWidth,
+          [](const auto& kernels, const Regions& memory, const Block& block) {
+            const int64_t pairs = block.count / kRowWidth / 2;
+            kernels.gather_rows(memory.at(kArena, block.begin * 4),
+                                memory.at(kParams, block.range(kParams).begin), memory.positions,
+                                DType::float32, 2 * pairs, kRowWidth, 0.5);
           }};
 }
 

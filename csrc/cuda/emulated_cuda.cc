@@ -147,6 +147,12 @@ class Emulation final : public EmulatedCuda {
     submit("scatter_add", stream,
            [=] { host::scatter_add(target, rows, values, dtype, count, width); });
   }
+  void gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                   int64_t count, int64_t width, double scale, CudaStream stream) override {
+    check_gather_rows(target, source, positions, dtype, count, width, scale);
+    submit("gather_rows", stream,
+           [=] { host::gather_rows(target, source, positions, dtype, count, width, scale); });
+  }
   void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
                       int64_t most, int32_t* table, const RowGroups& groups,
                       CudaStream stream) override {

@@ -35,6 +35,12 @@ void scatter_add(void* target, const int64_t* rows, const void* values, DType dt
   kernels::scatter_add(target, rows, values, dtype, count, width, run);
 }
 
+void gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                 int64_t count, int64_t width, double scale) {
+  RunOnHost run;
+  kernels::gather_rows(target, source, positions, dtype, count, width, scale, run);
+}
+
 void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
                     int64_t most, int32_t* table, const RowGroups& groups) {
   RunOnHost run;

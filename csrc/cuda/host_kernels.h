@@ -15,6 +15,8 @@ void copy_segments(std::span<const Segment> segments, DType from, DType to, doub
 void fill(void* target, DType dtype, int64_t count, double value);
 void scatter_add(void* target, const int64_t* rows, const void* values, DType dtype, int64_t count,
                  int64_t width);
+void gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                 int64_t count, int64_t width, double scale);
 void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
                     int64_t most, int32_t* table, const RowGroups& groups);
 void encode_groups(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype);

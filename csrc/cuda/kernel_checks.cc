@@ -108,6 +108,15 @@ void check_scatter_add(const void* target, const int64_t* rows, const void* valu
   check_array(rows, DType::int64, count, "scatter_add rows", 0);
 }
 
+void check_gather_rows(const void* target, const void* source, const int32_t* positions,
+                       DType dtype, int64_t count, int64_t width, double scale) {
+  if (scale != 1) check_floating(dtype, "gather_rows with a scale");
+  if (count < 0 || width < 0) throw UsageError("gather_rows of a negative count or width");
+  check_array(target, dtype, count * width, "gather_rows target", 0);
+  check_array(source, dtype, count * width, "gather_rows source", 0);
+  check_array(positions, DType::int32, count, "gather_rows positions", 0);
+}
+
 void check_partition(const RowPartition& partition, const int64_t* ids, const int64_t* count,
                      int64_t most, const int32_t* table, const RowGroups& groups) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // positions are int32_t

@@ -14,6 +14,8 @@ void check_copy(std::span<const Segment> segments, DType from, DType to, double 
 uint64_t check_fill(const void* target, DType dtype, int64_t count, double value);
 void check_scatter_add(const void* target, const int64_t* rows, const void* values, DType dtype,
                        int64_t count, int64_t width);
+void check_gather_rows(const void* target, const void* source, const int32_t* positions,
+                       DType dtype, int64_t count, int64_t width, double scale);
 void check_partition(const RowPartition& partition, const int64_t* ids, const int64_t* count,
                      int64_t most, const int32_t* table, const RowGroups& groups);
 void check_encode(GroupCodec codec, std::span<const GroupEncoding> runs, DType dtype);

@@ -28,6 +28,12 @@ cudaError_t load() {
     for (DType from : all) {
       kernels::copy_segments<Load>(segments, from, from, 1, run);
       kernels::fill(place, from, 1, 0, run);
+      for (int64_t width : {1, 16}) {
+        for (double scale : {1.0, 2.0}) {
+          if (scale != 1 && !is_floating(from)) continue;
+          kernels::gather_rows(place, place, &number, from, 1, width, scale, run);
+        }
+      }
       if (from == DType::uint8) continue;
       kernels::copy_segments<Load>(segments, from, from, 2, run);
       for (int64_t width : {1, 16}) {
@@ -67,6 +73,13 @@ cudaError_t scatter_add(void* target, const int64_t* rows, const void* values, D
                         int64_t count, int64_t width, cudaStream_t stream) {
   RunOnDevice run(stream);
   kernels::scatter_add(target, rows, values, dtype, count, width, run);
+  return run.error();
+}
+
+cudaError_t gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                        int64_t count, int64_t width, double scale, cudaStream_t stream) {
+  RunOnDevice run(stream);
+  kernels::gather_rows(target, source, positions, dtype, count, width, scale, run);
   return run.error();
 }
 

@@ -25,6 +25,8 @@ cudaError_t copy_segments(std::span<const Segment> segments, DType from, DType t
 cudaError_t fill(void* target, DType dtype, int64_t count, double value, cudaStream_t stream);
 cudaError_t scatter_add(void* target, const int64_t* rows, const void* values, DType dtype,
                         int64_t count, int64_t width, cudaStream_t stream);
+cudaError_t gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                        int64_t count, int64_t width, double scale, cudaStream_t stream);
 cudaError_t partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
                            int64_t most, int32_t* table, const RowGroups& groups,
                            cudaStream_t stream);

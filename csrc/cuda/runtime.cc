@@ -158,6 +158,13 @@ class Runtime final : public Cuda {
     check(device::scatter_add(target, rows, values, dtype, count, width, native(stream)),
           "scatter_add");
   }
+  void gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                   int64_t count, int64_t width, double scale, CudaStream stream) override {
+    const Entered entered(device_);
+    check(
+        device::gather_rows(target, source, positions, dtype, count, width, scale, native(stream)),
+        "gather_rows");
+  }
   void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
                       int64_t most, int32_t* table, const RowGroups& groups,
                       CudaStream stream) override {

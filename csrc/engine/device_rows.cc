@@ -1,19 +1,30 @@
 #include "device_rows.h"
 
-#include <bit>
+#include <limits>
+#include <numeric>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "usbyte/error.h"
 
 namespace usbyte {
+
+using Kind = GrowingMemory::Kind;
 
 DeviceRows::DeviceRows(std::shared_ptr<Cuda> cuda)
     : cuda_(std::move(cuda)),
       events_(cuda_),
       stream_(cuda_, true),
       copied_(events_.acquire(EventKind::ordering)),
-      count_(cuda_, sizeof(int64_t)) {}
+      table_(cuda_, Kind::device),
+      tallies_(cuda_, Kind::device),
+      dealt_ids_(cuda_, Kind::device),
+      positions_(cuda_, Kind::device),
+      dealt_(cuda_, Kind::device),
+      counts_(cuda_, Kind::pinned),
+      ids_(cuda_, Kind::pinned),
+      rows_(cuda_, Kind::pinned) {}
 
 DeviceRows::~DeviceRows() {
   try {
@@ -23,15 +34,51 @@ DeviceRows::~DeviceRows() {
   }
 }
 
-RowsView DeviceRows::fetch(const GivenRows& given, int64_t row_bytes, const StreamOrder& order) {
+void DeviceRows::begin(const StreamOrder& order) {
   for (CudaEvent event : order.after) halt_.await(*cuda_, event);
   cuda_->record(order.started, stream_.get());
+}
+
+std::optional<DealtRows> DeviceRows::deal(const GivenRows& given, const SparseShape& shape,
+                                          int ranks, const SparseOptions& options) {
+  const auto most = std::ssize(given.rows.ids);
+  if (most > std::numeric_limits<int32_t>::max() / 4) return std::nullopt;
+  const auto partition = RowPartition::of(shape.rows, ranks, options.seed, most);
+  const RowGroups groups = {dealt_ids_.of<int64_t>(most), positions_.of<int32_t>(most),
+                            tallies_.of<int32_t>(partition.tallies_size())};
+  cuda_->partition_rows(partition, given.rows.ids.data(), given.count, most,
+                        table_.of<int32_t>(partition.table_size()), groups, stream_.get());
+  const int32_t* const tallies = bring(counts_, groups.tallies, 1 + ranks);
+  await_copies();
+  if (tallies[0] != 0) return std::nullopt;
+
+  const std::vector<int64_t> counts(tallies + 1, tallies + 1 + ranks);
+  DealtRows out(shape, options.seed, counts,
+                [this](int64_t bytes) { return rows_.of<std::byte>(bytes); });
+  const auto count = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  const int64_t row_bytes = shape.row_bytes();
+  std::byte* const dealt = dealt_.of<std::byte>(count * row_bytes);
+  cuda_->gather_rows(dealt, given.rows.values, groups.positions, shape.dtype, count, shape.width,
+                     options.scale, stream_.get());
+  const std::byte* from = dealt;
+  for (int r = 0; r < ranks; ++r) {
+    const int64_t bytes = out.count(r) * row_bytes;
+    cuda_->copy(out.values(r), from, static_cast<size_t>(bytes), stream_.get());
+    from += bytes;
+  }
+  const int64_t* const ids = bring(ids_, groups.ids, count);
+  await_copies();
+  out.name({ids, static_cast<size_t>(count)});
+  return out;
+}
+
+RowsView DeviceRows::fetch(const GivenRows& given, int64_t row_bytes) {
   const auto most = std::ssize(given.rows.ids);
   int64_t count = most;
   if (given.count) {
-    cuda_->copy(count_.data(), given.count, sizeof count, stream_.get());
+    const int64_t* const counted = bring(counts_, given.count, 1);
     await_copies();
-    count = *reinterpret_cast<const int64_t*>(count_.data());
+    count = *counted;
   }
   if (count < 0 || count > most) {
     throw FaultError("the device counts " + std::to_string(count) + " rows where " +
@@ -39,18 +86,17 @@ RowsView DeviceRows::fetch(const GivenRows& given, int64_t row_bytes, const Stre
                      " have room: the gradient's memory was written to before its sum, or a kernel "
                      "failed, which CUDA_LAUNCH_BLOCKING=1 shows");
   }
-  const auto ids = static_cast<size_t>(count) * sizeof(int64_t);
-  const auto values = static_cast<size_t>(count * row_bytes);
-  // Twice as much each time: to lock pages takes long.
-  if (rows_.size() < static_cast<int64_t>(ids + values)) {
-    rows_ = {};
-    rows_ = HostBytes(cuda_, static_cast<int64_t>(std::bit_ceil(ids + values)));
-  }
-  cuda_->copy(rows_.data(), given.rows.ids.data(), ids, stream_.get());
-  cuda_->copy(rows_.data() + ids, given.rows.values, values, stream_.get());
+  const int64_t* const ids = bring(ids_, given.rows.ids.data(), count);
+  const std::byte* const rows = bring(rows_, given.rows.values, count * row_bytes);
   await_copies();
-  return {{reinterpret_cast<const int64_t*>(rows_.data()), static_cast<size_t>(count)},
-          rows_.data() + ids};
+  return {{ids, static_cast<size_t>(count)}, rows};
+}
+
+template <typename T>
+const T* DeviceRows::bring(GrowingMemory& to, const T* from, int64_t count) {
+  T* const out = to.of<T>(count);
+  cuda_->copy(out, from, static_cast<size_t>(count) * sizeof(T), stream_.get());
+  return out;
 }
 
 void DeviceRows::await_copies() {

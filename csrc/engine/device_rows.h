@@ -2,8 +2,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
-#include "device_coding.h"
+#include "../sparse/dealt_rows.h"
+#include "growing_memory.h"
 #include "halt.h"
 #include "usbyte/communicator.h"
 #include "usbyte/event_pool.h"
@@ -31,13 +33,24 @@ class DeviceRows {
 
   /// Before the network is aborted: what waits for the device does so no longer, and fails.
   void halt() { halt_.set(); }
-  /// The rows of an op that begins as `order` says, on the host until the next call. Throws
-  /// FaultError after `halt`.
-  RowsView fetch(const GivenRows& given, int64_t row_bytes, const StreamOrder& order);
+  // All of an op's rows are on the host until the next op begins. What waits for the device throws
+  // FaultError after `halt`.
+
+  /// The next op begins, as `order` says.
+  void begin(const StreamOrder& order);
+  /// Its rows, dealt out among so many ranks and scaled; nothing if some have found no place, as
+  /// when they crowd at few ranks: to be fetched then.
+  std::optional<DealtRows> deal(const GivenRows& given, const SparseShape& shape, int ranks,
+                                const SparseOptions& options);
+  /// Its rows as they are.
+  RowsView fetch(const GivenRows& given, int64_t row_bytes);
   /// The op is over.
   void finish(const StreamOrder& order) { cuda_->record(order.done, stream_.get()); }
 
  private:
+  /// Copies to the host; there behind the next `await_copies`.
+  template <typename T>
+  const T* bring(GrowingMemory& to, const T* from, int64_t count);
   void await_copies();
 
   Halt halt_;
@@ -45,8 +58,8 @@ class DeviceRows {
   EventPool events_;
   const OwnedStream stream_;
   const PooledEvent copied_;
-  const HostBytes count_;
-  HostBytes rows_;  // ids, and values behind them
+  GrowingMemory table_, tallies_, dealt_ids_, positions_, dealt_;  // the device's
+  GrowingMemory counts_, ids_, rows_;                              // page-locked
 };
 
 }  // namespace usbyte

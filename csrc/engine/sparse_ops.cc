@@ -93,8 +93,15 @@ SparseTraffic SparseOps::add_up_tensor(const Op& op, const StreamOrder& order) {
     mine = std::exchange(given_[tensor], {});
   }
   const SparseShape shape = plan_.shape(op);
-  if (device_) mine.rows = device_->fetch(mine, shape.row_bytes(), order);
-  SparseSum sum = sparse_scheme(op.adds_by()).all_reduce(*exchange_, shape, mine.rows, options_);
+  const SparseScheme& scheme = sparse_scheme(op.adds_by());
+  if (device_) device_->begin(order);
+  std::optional<DealtRows> dealt;
+  if (device_ && scheme.run_dealt) {
+    dealt = device_->deal(mine, shape, exchange_->size(), options_);
+  }
+  if (device_ && !dealt) mine.rows = device_->fetch(mine, shape.row_bytes());
+  SparseSum sum = dealt ? scheme.all_reduce_dealt(*exchange_, shape, *dealt, options_)
+                        : scheme.all_reduce(*exchange_, shape, mine.rows, options_);
   if (device_) device_->finish(order);
   const SparseTraffic traffic = sum.traffic;
   std::lock_guard lock(mutex_);

@@ -6,18 +6,20 @@
 namespace usbyte::sparse {
 
 Outbox::Outbox(const SparseShape& shape, std::span<const int64_t> counts,
-               const std::function<int64_t(int)>& range)
+               const std::function<int64_t(int)>& range, const Allocate& allocate)
     : imbalance_(sparse::imbalance(counts)) {
-  size_t end = 0;
+  std::vector<int64_t> ranges, sizes;
   for (size_t r = 0; r < counts.size(); ++r) {
-    const size_t begin = end;
-    end += static_cast<size_t>(message_bytes(shape, range(static_cast<int>(r)), counts[r]));
-    places_.push_back({begin, end});
+    ranges.push_back(range(static_cast<int>(r)));
+    sizes.push_back(message_bytes(shape, ranges[r], counts[r]));
   }
-  memory_ = Buffer(static_cast<int64_t>(end));
+  const int64_t all = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  if (!allocate) memory_ = Buffer(all);
+  std::byte* message = allocate ? allocate(all) : memory_.data();
   for (size_t r = 0; r < counts.size(); ++r) {
-    writers_.emplace_back(memory_.data() + places_[r].begin, shape, range(static_cast<int>(r)),
-                          counts[r]);
+    messages_.emplace_back(message, static_cast<size_t>(sizes[r]));
+    writers_.emplace_back(message, shape, ranges[r], counts[r]);
+    message += sizes[r];
   }
 }
 

@@ -11,28 +11,31 @@ namespace usbyte::sparse {
 /// Messages of rows, one for each rank, this one's too.
 class Outbox {
  public:
-  /// With room for so many rows for each rank; keys for one are below `range(rank)`.
+  /// Returns memory of so many bytes, on 8, that lives as long as the messages.
+  using Allocate = std::function<std::byte*(int64_t bytes)>;
+
+  /// With room for so many rows for each rank; keys for one are below `range(rank)`. In memory of
+  /// its own unless `allocate` has some.
   Outbox(const SparseShape& shape, std::span<const int64_t> counts,
-         const std::function<int64_t(int)>& range);
+         const std::function<int64_t(int)>& range, const Allocate& allocate = {});
 
   void put(int rank, int64_t key, const std::byte* row) {
     writers_[static_cast<size_t>(rank)].put(key, row);
   }
+  /// The same without the row, where all of a rank's are written to `values` by others.
+  void put(int rank, int64_t key) { writers_[static_cast<size_t>(rank)].put(key); }
+  std::byte* values(int rank) const { return writers_[static_cast<size_t>(rank)].values(); }
   std::span<const std::byte> message(int rank) const {
-    const auto [begin, end] = places_[static_cast<size_t>(rank)];
-    return memory_.bytes().subspan(begin, end - begin);
+    return messages_[static_cast<size_t>(rank)];
   }
   int ranks() const { return static_cast<int>(writers_.size()); }
   /// The largest share of the rows that goes to one rank, times the ranks.
   double imbalance() const { return imbalance_; }
 
  private:
-  struct Place {
-    size_t begin, end;
-  };
-  std::vector<Place> places_;
   Buffer memory_;
-  std::vector<RowsWriter> writers_;
+  std::vector<std::span<const std::byte>> messages_;  // by rank
+  std::vector<RowsWriter> writers_;                   // likewise
   double imbalance_ = 1;
 };
 

@@ -27,24 +27,25 @@ Outbox push(const SparseShape& shape, const SparseRows& rows, const Servers& ser
   return out;
 }
 
-/// With `bitmaps`, what is pulled may have one instead of keys.
+/// Sends the rows to their servers, and returns this rank's message of the sums that it serves.
 template <typename Servers>
-SparseSum push_pull(Exchange& exchange, const SparseShape& shape, SparseRows mine,
-                    const Servers& servers, bool bitmaps) {
-  SparseSum out;
-  Buffer own;
-  {
-    const Outbox pushed = push(shape, std::exchange(mine, {}), servers, exchange.size());
-    out.traffic.push_imbalance = pushed.imbalance();
-    const int64_t range = servers.range(exchange.rank());
-    const Inbox arrived(exchange, pushed, out.traffic);
-    const Sums sums = add_up(shape, range, arrived.read(shape, [&](int) { return range; }));
-    own = write_set(shape, range, sums, bitmaps);
-  }
-  const Inbox arrived(exchange, own, out.traffic);
+Buffer add_up_pushed(Exchange& exchange, const SparseShape& shape, const Outbox& pushed,
+                     const Servers& servers, bool bitmaps, SparseTraffic& traffic) {
+  traffic.push_imbalance = pushed.imbalance();
+  const int64_t range = servers.range(exchange.rank());
+  const Inbox arrived(exchange, pushed, traffic);
+  const Sums sums = add_up(shape, range, arrived.read(shape, [&](int) { return range; }));
+  return write_set(shape, range, sums, bitmaps);
+}
+
+/// Sends this rank's sums to all, and returns all.
+template <typename Servers>
+SparseRows pull(Exchange& exchange, const SparseShape& shape, const Buffer& own,
+                const Servers& servers, SparseTraffic& traffic) {
+  const Inbox arrived(exchange, own, traffic);
   const std::vector<RowsMessage> parts =
       arrived.read(shape, [&](int server) { return servers.range(server); });
-  out.traffic.pull_imbalance = imbalance(parts);
+  traffic.pull_imbalance = imbalance(parts);
 
   std::vector<std::vector<int64_t>> ids(parts.size());
   std::vector<RowsMessage> named;
@@ -55,7 +56,19 @@ SparseSum push_pull(Exchange& exchange, const SparseShape& shape, SparseRows min
     }
     named.push_back({Keys(std::span<const int64_t>(ids[s])), parts[s].values, {}});
   }
-  out.rows = rows_of(put_together(shape, shape.rows, named));
+  return rows_of(put_together(shape, shape.rows, named));
+}
+
+/// Both. With `bitmaps`, what is pulled may have one instead of keys.
+template <typename Servers>
+SparseSum push_pull(Exchange& exchange, const SparseShape& shape, SparseRows mine,
+                    const Servers& servers, bool bitmaps) {
+  SparseSum out;
+  const Buffer own = [&] {
+    const Outbox pushed = push(shape, std::exchange(mine, {}), servers, exchange.size());
+    return add_up_pushed(exchange, shape, pushed, servers, bitmaps, out.traffic);
+  }();
+  out.rows = pull(exchange, shape, own, servers, out.traffic);
   return out;
 }
 

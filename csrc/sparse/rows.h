@@ -14,7 +14,7 @@ namespace usbyte::sparse {
 /// What it takes to send rows: a head, then keys, then values, each on 8 bytes.
 int64_t message_bytes(const SparseShape& shape, int64_t range, int64_t count);
 
-/// Writes such a message, row by row.
+/// Writes such a message, row by row, or the keys alone, when others write as many rows.
 class RowsWriter {
  public:
   RowsWriter() = default;
@@ -22,15 +22,19 @@ class RowsWriter {
   RowsWriter(std::byte* message, const SparseShape& shape, int64_t range, int64_t count);
 
   void put(int64_t key, const std::byte* row) {
+    std::memcpy(values_ + row_bytes_ * written_, row, static_cast<size_t>(row_bytes_));
+    put(key);
+  }
+  void put(int64_t key) {
     if (wide_) {
       std::memcpy(keys_ + 8 * written_, &key, 8);
     } else {
       const auto narrow = static_cast<uint32_t>(key);
       std::memcpy(keys_ + 4 * written_, &narrow, 4);
     }
-    std::memcpy(values_ + row_bytes_ * written_, row, static_cast<size_t>(row_bytes_));
     ++written_;
   }
+  std::byte* values() const { return values_; }
 
  private:
   std::byte* keys_ = nullptr;

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <string>
 
-#include "mail.h"
+#include "dealt_rows.h"
 #include "schemes.h"
-#include "servers.h"
 #include "usbyte/error.h"
 #include "usbyte/timeline.h"
 
@@ -25,11 +25,22 @@ SparseDensity independent_density(int ranks, double of_one) {
   return out;
 }
 
+namespace {
+
+// With so many rows of this rank's own in each of as many equal ranges as ranks.
+SparseSum counted(SparseSum sum, std::span<const int64_t> in_range) {
+  sum.traffic.own_rows = std::accumulate(in_range.begin(), in_range.end(), int64_t{0});
+  sum.traffic.sum_rows = sum.rows.count();
+  sum.traffic.skew = sparse::imbalance(in_range);
+  return sum;
+}
+
+}  // namespace
+
 SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
                                    const SparseOptions& options) const {
   SparseRows rows = coalesce(shape, mine);
   sparse::scale(shape, rows.values, options.scale);
-  const int64_t own_rows = rows.count();
   const sparse::Ranges ranges(shape.rows, exchange.size());
   std::vector<int64_t> in_range;
   for (auto at = rows.ids.begin(); std::ssize(in_range) < exchange.size();) {
@@ -38,11 +49,13 @@ SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape,
     in_range.push_back(next - at);
     at = next;
   }
-  SparseSum out = run(exchange, shape, std::move(rows), options);
-  out.traffic.own_rows = own_rows;
-  out.traffic.sum_rows = out.rows.count();
-  out.traffic.skew = sparse::imbalance(in_range);
-  return out;
+  return counted(run(exchange, shape, std::move(rows), options), in_range);
+}
+
+SparseSum SparseScheme::all_reduce_dealt(Exchange& exchange, const SparseShape& shape,
+                                         const DealtRows& mine,
+                                         const SparseOptions& options) const {
+  return counted(run_dealt(exchange, shape, mine, options), mine.in_ranges());
 }
 
 double measure_row_s(double budget_s) {

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "dealt_rows.h"
 #include "push_pull.h"
 #include "schemes.h"
 #include "servers.h"
@@ -16,6 +17,15 @@ SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
   return push_pull(exchange, shape, std::move(mine), servers, true);
 }
 
+SparseSum run_dealt(Exchange& exchange, const SparseShape& shape, const DealtRows& mine,
+                    const SparseOptions& options) {
+  const Dealt servers(shape.rows, exchange.size(), options.seed);
+  SparseSum out;
+  const Buffer own = add_up_pushed(exchange, shape, mine.messages(), servers, true, out.traffic);
+  out.rows = pull(exchange, shape, own, servers, out.traffic);
+  return out;
+}
+
 /// (n - 1) / n (2 d + d_n + 1 / 32) M b for single elements of 4 bytes, with the bitmap's bits;
 /// keys where they are shorter.
 double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) {
@@ -28,6 +38,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kZen = {"zen", run, bytes, push_pull_transfers, true};
+const SparseScheme kZen = {"zen", run, bytes, push_pull_transfers, true, run_dealt};
 
 }  // namespace usbyte::sparse

@@ -22,6 +22,24 @@ std::string text(const Buffer& b) {
   return {reinterpret_cast<const char*>(b.data()), static_cast<size_t>(b.size())};
 }
 
+TEST(Buffer, HasItsBytesWhateverItsSize) {
+  constexpr int64_t kLarge = int64_t{32} << 20;  // from where on it asks for huge pages
+  for (int64_t size : {int64_t{0}, int64_t{1}, int64_t{4095}, kLarge - 1, kLarge, kLarge + 7}) {
+    Buffer buffer(size);
+    ASSERT_EQ(buffer.size(), size);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(buffer.data()) % 16, 0U);
+    for (int64_t i = 0; i < size; i += 4096) buffer.data()[i] = static_cast<std::byte>(i >> 12);
+    if (size > 0) buffer.data()[size - 1] = std::byte{99};
+    const Buffer moved = std::move(buffer);
+    for (int64_t i = 0; i + 1 < size; i += 4096) {
+      ASSERT_EQ(moved.bytes()[static_cast<size_t>(i)], static_cast<std::byte>(i >> 12));
+    }
+    if (size > 0) {
+      EXPECT_EQ(moved.bytes().back(), std::byte{99});
+    }
+  }
+}
+
 TEST(Exchange, RanksSwapMessagesOfAnyLength) {
   for (int size : {1, 2, 5}) {
     const auto ranks = make_local_exchanges(size);

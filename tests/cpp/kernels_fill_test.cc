@@ -131,5 +131,84 @@ TEST(KernelsScatterAdd, RefusesIntegers) {
             std::string::npos);
 }
 
+// Of floating-point numbers where there is a scale: else any bytes, which are those of NaNs, too.
+template <typename T>
+void expect_gathered(DType dtype, double scale) {
+  Random random(7);
+  const auto scaled = [scale](T value) {
+    if constexpr (std::is_integral_v<T>) {
+      return value;
+    } else {
+      using A = kernels::Arithmetic<T>;
+      return A::store(A::load(value) * static_cast<typename A::Type>(scale));
+    }
+  };
+  const auto size = static_cast<int64_t>(sizeof(T));
+  for (int round = 0; round < 60; ++round) {
+    const int64_t width = random.one_in(2) ? 16 / size * random(1, 5) : random(1, 9);
+    const int64_t skew = random.one_in(2) ? 0 : random(0, 16 / size - 1) * size;
+    const int64_t places = random(1, 30), count = random(0, 40);
+    std::vector<int32_t> positions(static_cast<size_t>(count));
+    for (int32_t& p : positions) p = static_cast<int32_t>(random(0, places - 1));
+    Memory source(places * width * size, skew), target(count * width * size, skew);
+    if constexpr (std::is_integral_v<T>) {
+      for (std::byte& b : source.bytes()) b = static_cast<std::byte>(random(0, 255));
+    } else {
+      for (T& v : source.as<T>()) v = number<T>(static_cast<double>(random(-999, 999)) / 7);
+    }
+    std::vector<T> want;
+    for (int32_t p : positions) {
+      for (int64_t e = p * width; e < (p + 1) * width; ++e) {
+        want.push_back(scaled(source.as<T>()[static_cast<size_t>(e)]));
+      }
+    }
+    for (RunInShape& run : test::shapes()) {
+      std::ranges::fill(target.bytes(), std::byte{0x77});
+      kernels::gather_rows(target.data(), source.data(), positions.data(), dtype, count, width,
+                           scale, run);
+      ASSERT_EQ(std::memcmp(want.data(), target.data(), want.size() * sizeof(T)), 0)
+          << name(dtype) << ", round " << round << ", width " << width << ", " << run.blocks
+          << " x " << run.threads;
+    }
+  }
+}
+
+TEST(KernelsGatherRows, CopiesRowsOfEveryType) {
+  expect_gathered<uint8_t>(DType::int8, 1);
+  expect_gathered<uint16_t>(DType::bfloat16, 1);
+  expect_gathered<uint32_t>(DType::float32, 1);
+  expect_gathered<uint64_t>(DType::int64, 1);
+}
+
+TEST(KernelsGatherRows, MultipliesFloatingPointNumbers) {
+  for (double scale : {0.3, -7.0, 0.0}) {
+    expect_gathered<float>(DType::float32, scale);
+    expect_gathered<double>(DType::float64, scale);
+    expect_gathered<Half>(DType::float16, scale);
+    expect_gathered<BFloat16>(DType::bfloat16, scale);
+  }
+}
+
+TEST(KernelsGatherRows, EveryByteIsWrittenOnce) {
+  Memory source(40 * 12, 0), target(77 * 12, 4);
+  std::ranges::fill(source.bytes(), std::byte{1});
+  WriteCounter counter(target.bytes());
+  RunInShape run{5, 3};
+  run.after_thread = std::ref(counter);
+  std::vector<int32_t> positions(77);
+  for (size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<int32_t>(i / 2);
+  kernels::gather_rows(target.data(), source.data(), positions.data(), DType::int32, 77, 3, 1, run);
+  EXPECT_EQ(counter.counts(), std::vector<int>(77 * 12, 1));
+}
+
+TEST(KernelsGatherRows, RefusesToMultiplyIntegers) {
+  int32_t from = 0, to = 0;
+  const int32_t position = 0;
+  EXPECT_NE(message_of<UsageError>([&] {
+              host::gather_rows(&to, &from, &position, DType::int32, 1, 1, 2);
+            }).find("int32"),
+            std::string::npos);
+}
+
 }  // namespace
 }  // namespace usbyte

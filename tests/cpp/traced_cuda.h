@@ -95,6 +95,10 @@ class TracedCuda : public Cuda {
                    int64_t count, int64_t width, CudaStream stream) override {
     inner_->scatter_add(target, rows, values, dtype, count, width, stream);
   }
+  void gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                   int64_t count, int64_t width, double scale, CudaStream stream) override {
+    inner_->gather_rows(target, source, positions, dtype, count, width, scale, stream);
+  }
   void partition_rows(const RowPartition& partition, const int64_t* ids, const int64_t* count,
                       int64_t most, int32_t* table, const RowGroups& groups,
                       CudaStream stream) override {

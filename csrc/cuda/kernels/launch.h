@@ -10,6 +10,7 @@
 #include "../kernel_checks.h"
 #include "copy.h"
 #include "fill.h"
+#include "gather_rows.h"
 #include "groups.h"
 #include "partition.h"
 #include "scatter_add.h"
@@ -127,16 +128,43 @@ void scatter_add(void* target, const int64_t* rows, const void* values, DType dt
   if (count == 0 || width == 0) return;
   with_floating(dtype, [&](auto zero) {
     using T = decltype(zero);
-    constexpr uint32_t N = kPieceBytes / sizeof(T);
-    T* const into = static_cast<T*>(target);
-    const T* const from = static_cast<const T*>(values);
-    const auto addresses = reinterpret_cast<uintptr_t>(into) | reinterpret_cast<uintptr_t>(from);
-    if (addresses % kPieceBytes == 0 && width % N == 0) {
-      run(ScatterAddKernel<T, N>{into, rows, from, count, width / N});
-    } else {
-      run(ScatterAddKernel<T, 1>{into, rows, from, count, width});
-    }
+    with_pieces<T>(target, values, width, [&](auto elements, int64_t columns) {
+      run(ScatterAddKernel<T, elements>{static_cast<T*>(target), rows,
+                                        static_cast<const T*>(values), count, columns});
+    });
   });
+}
+
+template <typename Convert, typename Run>
+void gather_with(Convert convert, void* target, const void* source, const int32_t* positions,
+                 int64_t count, int64_t width, Run& run) {
+  using T = typename Convert::To;
+  with_pieces<T>(target, source, width, [&](auto elements, int64_t columns) {
+    run(GatherRowsKernel<Convert, elements>{convert, static_cast<T*>(target),
+                                            static_cast<const T*>(source), positions, count,
+                                            columns});
+  });
+}
+
+template <typename Run>
+void gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                 int64_t count, int64_t width, double scale, Run& run) {
+  check_gather_rows(target, source, positions, dtype, count, width, scale);
+  if (count == 0 || width == 0) return;
+  const auto gather = [&](auto convert) {
+    gather_with(convert, target, source, positions, count, width, run);
+  };
+  if (scale != 1) {
+    return with_floating(dtype, [&](auto zero) {
+      using T = decltype(zero);
+      gather(Scaled<T, T>{static_cast<typename Arithmetic<T>::Type>(scale)});
+    });
+  }
+  const int64_t size = itemsize(dtype);
+  if (size == 1) return gather(Same<uint8_t>{});
+  if (size == 2) return gather(Same<uint16_t>{});
+  if (size == 4) return gather(Same<uint32_t>{});
+  gather(Same<uint64_t>{});
 }
 
 template <typename Run>

@@ -91,6 +91,11 @@ class Cuda {
   /// ones are added in order, so that the result does not depend on timing.
   virtual void scatter_add(void* target, const int64_t* rows, const void* values, DType dtype,
                            int64_t count, int64_t width, CudaStream stream) = 0;
+  /// target[i] = scale * source[positions[i]], for `count` rows of `width` elements, of any type,
+  /// with another scale than 1 of a floating-point one; multiplied as by `copy_segments`. The
+  /// target overlaps nothing else.
+  virtual void gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                           int64_t count, int64_t width, double scale, CudaStream stream) = 0;
   /// Groups the first `*count` of `most` ids, or all if `count` is null, by server; both are on the
   /// device. `table` is of `partition.table_size()` elements, which need not be set. No row is
   /// ever lost: those that find no place are counted.

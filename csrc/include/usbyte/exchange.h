@@ -6,24 +6,9 @@
 #include <span>
 #include <vector>
 
+#include "usbyte/buffer.h"
+
 namespace usbyte {
-
-/// Memory of its own, not initialised.
-class Buffer {
- public:
-  Buffer() = default;
-  explicit Buffer(int64_t bytes)
-      : data_(std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes))),
-        size_(bytes) {}
-
-  std::byte* data() const { return data_.get(); }
-  int64_t size() const { return size_; }  // bytes
-  std::span<const std::byte> bytes() const { return {data(), static_cast<size_t>(size_)}; }
-
- private:
-  std::unique_ptr<std::byte[]> data_;
-  int64_t size_ = 0;
-};
 
 /// A message to another rank and one from it, each as long as the two of them know. An empty one
 /// does not travel.

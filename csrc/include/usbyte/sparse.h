@@ -86,6 +86,9 @@ inline double rows_handled(const SparseShape& shape, const SparseDensity& densit
 /// `budget_s`, at least three tries.
 double measure_row_s(double budget_s);
 
+/// Rows that a device has dealt out to ranks (sparse/dealt_rows.h).
+class DealtRows;
+
 /// One way to add up gradients of all ranks. All ranks use it with the same shape and options.
 struct SparseScheme {
   std::string_view name;
@@ -98,11 +101,17 @@ struct SparseScheme {
   int (*transfers)(int ranks);
   /// Rows that come to zeros are part of the sum; else they are left out.
   bool keeps_zeros;
+  /// The same with rows that a device has dealt out; null if the scheme does not deal them.
+  SparseSum (*run_dealt)(Exchange& exchange, const SparseShape& shape, const DealtRows& mine,
+                         const SparseOptions& options) = nullptr;
 
   /// Throws UsageError, before anything is sent, on ids outside the matrix, and FaultError when a
   /// rank is lost or sends what makes no sense.
   SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
                        const SparseOptions& options) const;
+  /// The same, with the seed that they were dealt out by, if there is a `run_dealt`.
+  SparseSum all_reduce_dealt(Exchange& exchange, const SparseShape& shape, const DealtRows& mine,
+                             const SparseOptions& options) const;
 };
 
 /// All of them:

@@ -1,0 +1,33 @@
+#include "dealt_rows.h"
+
+#include <string>
+
+#include "usbyte/error.h"
+
+namespace usbyte {
+
+DealtRows::DealtRows(const SparseShape& shape, uint64_t seed, std::span<const int64_t> counts,
+                     const sparse::Outbox::Allocate& allocate)
+    : servers_(shape.rows, static_cast<int>(counts.size()), seed),
+      ranges_(shape.rows, static_cast<int>(counts.size())),
+      counts_(counts.begin(), counts.end()),
+      in_ranges_(counts.size()),
+      messages_(shape, counts, [this](int rank) { return servers_.range(rank); }, allocate) {}
+
+void DealtRows::name(std::span<const int64_t> ids) {
+  auto id = ids.begin();
+  for (int rank = 0; rank < messages_.ranks(); ++rank) {
+    for (int64_t i = 0; i < count(rank); ++i, ++id) {
+      const auto [server, key] = servers_.place(*id);
+      if (server != rank) {
+        throw FaultError("the device has dealt out row " + std::to_string(*id) + " to rank " +
+                         std::to_string(rank) + ", where rank " + std::to_string(server) +
+                         " adds it up: a kernel failed, which CUDA_LAUNCH_BLOCKING=1 shows");
+      }
+      messages_.put(rank, key);
+      ++in_ranges_[static_cast<size_t>(ranges_.place(*id).server)];
+    }
+  }
+}
+
+}  // namespace usbyte

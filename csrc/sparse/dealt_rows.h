@@ -1,0 +1,38 @@
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "mail.h"
+#include "servers.h"
+
+namespace usbyte {
+
+/// One rank's rows, none twice and scaled already, that a device has grouped by the ranks that
+/// `Dealt` deals them out to: messages to those ranks, which others fill. Values may come in any
+/// time before they are used; each row is in its rank's message at the place that its id has among
+/// those of the rank.
+class DealtRows {
+ public:
+  /// With so many rows for each rank.
+  DealtRows(const SparseShape& shape, uint64_t seed, std::span<const int64_t> counts,
+            const sparse::Outbox::Allocate& allocate);
+
+  int64_t count(int rank) const { return counts_[static_cast<size_t>(rank)]; }
+  /// Where a rank's rows go to, one behind the other.
+  std::byte* values(int rank) const { return messages_.values(rank); }
+  /// The ids of all, rank after rank; once. Throws FaultError if one is not its rank's.
+  void name(std::span<const int64_t> ids);
+
+  const sparse::Outbox& messages() const { return messages_; }
+  /// How many are in each of as many equal ranges as ranks.
+  std::span<const int64_t> in_ranges() const { return in_ranges_; }
+
+ private:
+  sparse::Dealt servers_;
+  sparse::Ranges ranges_;
+  std::vector<int64_t> counts_, in_ranges_;
+  sparse::Outbox messages_;
+};
+
+}  // namespace usbyte
