@@ -1,12 +1,15 @@
 # `make train` and `make test` do all the set-up themselves; `make help` lists the rest.
-# Variables: PYTHON (3.10 or newer), TORCH (what pip installs as torch), CXX, USBYTE_CUDA, TEST_JOBS
-# (tests that run at once).
+# Variables: PYTHON (3.10 or newer), TORCH (what pip installs as torch), CXX, USBYTE_CUDA,
+# WERROR (ON: warnings of the package and the C++ tests are errors), TEST_JOBS (tests that run at
+# once).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SHELL := bash
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
+# pip has one environment, CMake one folder; ninja is parallel by itself.
+.NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -24,7 +27,7 @@ LINT_STAMP := $(VENV)/.stamp-lint
 
 # Folders are listed too: their time changes when a file is removed.
 SOURCES := $(shell find csrc python cmake \( -name __pycache__ -o -name '*.egg-info' \) -prune \
-  -o -print) CMakeLists.txt setup.py pyproject.toml
+  -o -print) CMakeLists.txt CMakePresets.json setup.py pyproject.toml
 # Newer ruff formats the code in Markdown too, where comments are aligned on purpose.
 RUFF_FORMAT = $(BIN)/ruff format --exclude '*.md'
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu')
@@ -89,20 +92,23 @@ coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, 
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage report -m >build/coverage.txt
 	tail -n 1 build/coverage.txt
 
-# Undefined behaviour traps here, which compiles much faster than a message does; `make asan` has one.
+# Undefined behaviour traps here, which compiles much faster than messages do, and leaves out vptr;
+# `make asan` has both.
 sanitize: ## run the C++ tests of threads under both
-	@export ASAN_OPTIONS=handle_sigill=1; aslr=; if setarch -R true 2>/dev/null; then aslr='setarch -R'; fi; status=0; \
+	@export ASAN_OPTIONS=handle_sigill=1:$$ASAN_OPTIONS; aslr=; if setarch -R true 2>/dev/null; then aslr='setarch -R'; fi; status=0; \
 	for kind in asan tsan; do \
 	  $$aslr $(MAKE) cpp PRESET=threaded-$$kind && \
 	  $$aslr build/threaded-$$kind/tests/cpp/usbyte_tests --gtest_brief=1 || status=1; \
 	done; exit $$status
 
 PRESET ?= release
+WERROR ?= OFF
 ctest: cpp
 	ctest --preset $(PRESET) --parallel $$(getconf _NPROCESSORS_ONLN)
 
 cpp: $(SYSTEM_STAMP)
-	cmake --preset $(PRESET) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/$(PRESET).log 2>&1 \
+	cmake --preset $(PRESET) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  $(if $(filter release,$(PRESET)),-DUSBYTE_WERROR=$(WERROR)) >build/$(PRESET).log 2>&1 \
 	  || { cat build/$(PRESET).log; exit 1; }
 	cmake --build --preset $(PRESET)
 
@@ -158,7 +164,8 @@ $(TORCH_STAMP): $(VENV_STAMP)
 # so by the tools of this environment, where pip would make one that is gone after the build.
 $(PACKAGE_STAMP): $(TORCH_STAMP) $(BUILD_STAMP) $(SOURCES)
 	rm -rf build/lib* build/bdist*
-	USBYTE_PRESET=release $(PIP) --no-build-isolation '.[test,examples]'
+	$(PIP) $$($(BIN)/python tools/requirements.py test examples)
+	USBYTE_PRESET=release USBYTE_WERROR=$(WERROR) $(PIP) --no-build-isolation --no-deps .
 	@touch $@
 
 # Without the package: checking needs no build.

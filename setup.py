@@ -21,20 +21,21 @@ class CMakeBuild(build_ext):
         # In the folder of a preset, with its flags, which the C++ tests use too; or in its own.
         preset = os.environ.get("USBYTE_PRESET")
         name = preset or f"cp{sys.version_info.major}{sys.version_info.minor}"
+        flags = ["-DCMAKE_BUILD_TYPE=Release"]
+        if preset:
+            flags = [f"--preset={preset}", "-DUSBYTE_TESTS=OFF"]
         build = ROOT / "build" / name
-        configure = [
-            "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
-            *([f"--preset={preset}", "-DUSBYTE_TESTS=OFF"] if preset else []),
-            "-DCMAKE_BUILD_TYPE=Release",
-            "-DUSBYTE_PYTHON=ON",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DUSBYTE_CUDA={os.environ.get('USBYTE_CUDA', 'AUTO')}",
-        ]  # fmt: skip
-        # One of another environment points to tools that may be gone.
-        if not preset and (build / "CMakeCache.txt").exists():
-            configure.append("--fresh")
-        subprocess.run(configure, check=True)
+        # What it holds of Python, compiler and tools may be of another environment.
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
+        subprocess.run(
+            ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *flags,
+             "-DUSBYTE_PYTHON=ON",
+             f"-DPython_EXECUTABLE={sys.executable}",
+             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+             f"-DUSBYTE_CUDA={os.environ.get('USBYTE_CUDA', 'AUTO')}",
+             f"-DUSBYTE_WERROR={os.environ.get('USBYTE_WERROR', 'OFF')}"],
+            check=True,
+        )  # fmt: skip
         subprocess.run(["cmake", "--build", str(build), "--target", "usbyte_package"], check=True)
         subprocess.run(
             ["cmake", "--install", str(build), "--component", "python", "--strip",

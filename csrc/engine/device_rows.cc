@@ -1,7 +1,6 @@
 #include "device_rows.h"
 
 #include <limits>
-#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,7 +20,6 @@ DeviceRows::DeviceRows(std::shared_ptr<Cuda> cuda)
       tallies_(cuda_, Kind::device),
       dealt_ids_(cuda_, Kind::device),
       positions_(cuda_, Kind::device),
-      dealt_(cuda_, Kind::device),
       counts_(cuda_, Kind::pinned),
       ids_(cuda_, Kind::pinned),
       rows_(cuda_, Kind::pinned) {}
@@ -53,22 +51,23 @@ std::optional<DealtRows> DeviceRows::deal(const GivenRows& given, const SparseSh
   if (tallies[0] != 0) return std::nullopt;
 
   const std::vector<int64_t> counts(tallies + 1, tallies + 1 + ranks);
+  const sparse::Dealt servers(shape.rows, ranks, options.seed);
+  for (int r = 0; r < ranks; ++r) {
+    if (counts[static_cast<size_t>(r)] > servers.range(r)) return std::nullopt;
+  }
+
   DealtRows out(shape, options.seed, counts,
                 [this](int64_t bytes) { return rows_.of<std::byte>(bytes); });
-  const auto count = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-  const int64_t row_bytes = shape.row_bytes();
-  std::byte* const dealt = dealt_.of<std::byte>(count * row_bytes);
-  cuda_->gather_rows(dealt, given.rows.values, groups.positions, shape.dtype, count, shape.width,
-                     options.scale, stream_.get());
-  const std::byte* from = dealt;
+  int64_t all = 0;
   for (int r = 0; r < ranks; ++r) {
-    const int64_t bytes = out.count(r) * row_bytes;
-    cuda_->copy(out.values(r), from, static_cast<size_t>(bytes), stream_.get());
-    from += bytes;
+    const int64_t count = counts[static_cast<size_t>(r)];
+    cuda_->gather_rows(out.values(r), given.rows.values, groups.positions + all, shape.dtype, count,
+                       shape.width, options.scale, stream_.get());
+    all += count;
   }
-  const int64_t* const ids = bring(ids_, groups.ids, count);
+  const int64_t* const ids = bring(ids_, groups.ids, all);
   await_copies();
-  out.name({ids, static_cast<size_t>(count)});
+  out.name({ids, static_cast<size_t>(all)});
   return out;
 }
 

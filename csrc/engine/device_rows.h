@@ -39,7 +39,7 @@ class DeviceRows {
   /// The next op begins, as `order` says.
   void begin(const StreamOrder& order);
   /// Its rows, dealt out among so many ranks and scaled; nothing if some have found no place, as
-  /// when they crowd at few ranks: to be fetched then.
+  /// when they crowd at few ranks, or some must be there twice: to be fetched then.
   std::optional<DealtRows> deal(const GivenRows& given, const SparseShape& shape, int ranks,
                                 const SparseOptions& options);
   /// Its rows as they are.
@@ -58,8 +58,8 @@ class DeviceRows {
   EventPool events_;
   const OwnedStream stream_;
   const PooledEvent copied_;
-  GrowingMemory table_, tallies_, dealt_ids_, positions_, dealt_;  // the device's
-  GrowingMemory counts_, ids_, rows_;                              // page-locked
+  GrowingMemory table_, tallies_, dealt_ids_, positions_;  // the device's
+  GrowingMemory counts_, ids_, rows_;                      // page-locked
 };
 
 }  // namespace usbyte

@@ -13,9 +13,12 @@
 namespace usbyte {
 
 /// A device's memory, or page-locked memory of the host, that grows. What it had before goes with
-/// this object: to free it may wait for all that runs on the device, also for a collective whose
-/// other ranks wait for what this one has yet to launch. As it at least doubles, that is less than
-/// what it has.
+/// this object, as to free it waits for all that runs on the device; since it at least doubles,
+/// that is less than what it has.
+///
+/// To grow may wait likewise, also for a collective that waits for other ranks. These must come to
+/// launch it without what this one does afterwards; ops whose window lets the collective run beside
+/// them do not keep them from it.
 class GrowingMemory {
  public:
   enum class Kind { device, pinned };

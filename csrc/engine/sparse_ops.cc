@@ -100,7 +100,7 @@ SparseTraffic SparseOps::add_up_tensor(const Op& op, const StreamOrder& order) {
     dealt = device_->deal(mine, shape, exchange_->size(), options_);
   }
   if (device_ && !dealt) mine.rows = device_->fetch(mine, shape.row_bytes());
-  SparseSum sum = dealt ? scheme.all_reduce_dealt(*exchange_, shape, *dealt, options_)
+  SparseSum sum = dealt ? scheme.all_reduce_dealt(*exchange_, shape, *dealt)
                         : scheme.all_reduce(*exchange_, shape, mine.rows, options_);
   if (device_) device_->finish(order);
   const SparseTraffic traffic = sum.traffic;

@@ -18,17 +18,18 @@ class DealtRows {
   DealtRows(const SparseShape& shape, uint64_t seed, std::span<const int64_t> counts,
             const sparse::Outbox::Allocate& allocate);
 
-  int64_t count(int rank) const { return counts_[static_cast<size_t>(rank)]; }
   /// Where a rank's rows go to, one behind the other.
   std::byte* values(int rank) const { return messages_.values(rank); }
   /// The ids of all, rank after rank; once. Throws FaultError if one is not its rank's.
   void name(std::span<const int64_t> ids);
 
+  const sparse::Dealt& servers() const { return servers_; }
   const sparse::Outbox& messages() const { return messages_; }
   /// How many are in each of as many equal ranges as ranks.
   std::span<const int64_t> in_ranges() const { return in_ranges_; }
 
  private:
+  int64_t rows_;
   sparse::Dealt servers_;
   sparse::Ranges ranges_;
   std::vector<int64_t> counts_, in_ranges_;

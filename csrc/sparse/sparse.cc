@@ -53,9 +53,11 @@ SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape,
 }
 
 SparseSum SparseScheme::all_reduce_dealt(Exchange& exchange, const SparseShape& shape,
-                                         const DealtRows& mine,
-                                         const SparseOptions& options) const {
-  return counted(run_dealt(exchange, shape, mine, options), mine.in_ranges());
+                                         const DealtRows& mine) const {
+  if (!run_dealt) {
+    throw UsageError("the sparse scheme '" + std::string(name) + "' does not deal rows out");
+  }
+  return counted(run_dealt(exchange, shape, mine), mine.in_ranges());
 }
 
 double measure_row_s(double budget_s) {

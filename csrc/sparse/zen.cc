@@ -17,12 +17,11 @@ SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
   return push_pull(exchange, shape, std::move(mine), servers, true);
 }
 
-SparseSum run_dealt(Exchange& exchange, const SparseShape& shape, const DealtRows& mine,
-                    const SparseOptions& options) {
-  const Dealt servers(shape.rows, exchange.size(), options.seed);
+SparseSum run_dealt(Exchange& exchange, const SparseShape& shape, const DealtRows& mine) {
   SparseSum out;
-  const Buffer own = add_up_pushed(exchange, shape, mine.messages(), servers, true, out.traffic);
-  out.rows = pull(exchange, shape, own, servers, out.traffic);
+  const Buffer own =
+      add_up_pushed(exchange, shape, mine.messages(), mine.servers(), true, out.traffic);
+  out.rows = pull(exchange, shape, own, mine.servers(), out.traffic);
   return out;
 }
 

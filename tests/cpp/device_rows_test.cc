@@ -189,12 +189,37 @@ TEST(DeviceRows, WaitsNoLongerForADeviceOnceItIsHalted) {
   rig.rows.reset();  // what it has launched reads the batch
 }
 
-TEST(DealtRows, RefusesARowOfAnotherRank) {
+TEST(DealtRows, RefusesARowOfAnotherRankOrOfNone) {
   const SparseShape shape{100, 1, DType::float32};
+  const auto named = [&](std::vector<int64_t> counts, std::vector<int64_t> ids) {
+    DealtRows dealt(shape, kSeed, counts, {});
+    return message_of<FaultError>([&] { dealt.name(ids); });
+  };
   const sparse::Dealt servers(shape.rows, 2, kSeed);
-  const std::vector<int64_t> counts = {1, 1}, ids = {servers.id(1, 3), servers.id(0, 3)};
-  DealtRows dealt(shape, kSeed, counts, {});
-  EXPECT_NE(message_of<FaultError>([&] { dealt.name(ids); }).find("to rank 0, where rank 1"),
+  const std::string other = named({1, 1}, {servers.id(1, 3), servers.id(0, 3)});
+  EXPECT_NE(other.find("to rank 0, where rank 1"), std::string::npos) << other;
+  for (int64_t id : {int64_t{-1}, int64_t{100}, int64_t{987654321}}) {
+    const std::string none = named({1}, {id});
+    EXPECT_NE(none.find("row " + std::to_string(id) + " of 100 to rank 0:"), std::string::npos);
+  }
+}
+
+TEST(DeviceRows, LeavesToTheHostWhatMustBeThereTwice) {
+  DeviceRig rig;
+  const SparseShape shape{8, 1, DType::float32};
+  DeviceBatch batch(rig.cuda, shape, std::vector<int64_t>(9, 3));
+  rig.begin(batch);
+  EXPECT_FALSE(rig.rows->deal(batch.given(), shape, 4, {1, kSeed}));
+}
+
+TEST(SparseScheme, SaysWhetherItDealsRowsOut) {
+  const auto alone = make_local_exchanges(1);
+  const SparseShape shape{10, 1, DType::float32};
+  const DealtRows none(shape, kSeed, std::vector<int64_t>{0}, {});
+  EXPECT_EQ(sparse_scheme("zen").all_reduce_dealt(*alone[0], shape, none).rows.count(), 0);
+  EXPECT_NE(message_of<UsageError>([&] {
+              sparse_scheme("agsparse").all_reduce_dealt(*alone[0], shape, none);
+            }).find("'agsparse'"),
             std::string::npos);
 }
 
@@ -218,9 +243,9 @@ TEST(DeviceRows, SumsAreThoseOfTheHost) {
       const SparseSum want = zen.all_reduce(*first[r], shape, batch.on_host(), options);
       rig.begin(batch);
       const std::optional<DealtRows> dealt = rig.rows->deal(batch.given(), shape, size, options);
-      ASSERT_NE(dealt.has_value(), crowds);
+      EXPECT_NE(dealt.has_value(), crowds);
       const SparseSum got =
-          dealt ? zen.all_reduce_dealt(*second[r], shape, *dealt, options)
+          dealt ? zen.all_reduce_dealt(*second[r], shape, *dealt)
                 : zen.all_reduce(*second[r], shape,
                                  rig.rows->fetch(batch.given(), shape.row_bytes()), options);
       ASSERT_EQ(got.rows.ids, want.rows.ids);

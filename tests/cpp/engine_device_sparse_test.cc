@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <fstream>
 #include <future>
@@ -13,6 +14,7 @@
 #include "device_training.h"
 #include "nccl_rig.h"
 #include "sparse_rig.h"
+#include "traced_cuda.h"
 #include "usbyte/engine.h"
 #include "usbyte/error.h"
 #include "usbyte/local_communicator.h"
@@ -244,13 +246,30 @@ TEST_P(SparseDevicePlans, SumBesideNcclAsTheHostDoes) {
   });
 }
 
+/// Counts what is dealt out.
+class CountingCuda : public test::TracedCuda {
+ public:
+  using TracedCuda::TracedCuda;
+
+  void gather_rows(void* target, const void* source, const int32_t* positions, DType dtype,
+                   int64_t count, int64_t width, double scale, CudaStream stream) override {
+    ++gathered;
+    TracedCuda::gather_rows(target, source, positions, dtype, count, width, scale, stream);
+  }
+
+  std::atomic<int> gathered = 0;
+};
+
 /// A rank whose gradients are behind what one stream does; those that are dense come on another.
 struct SparseRig {
-  explicit SparseRig(EngineOptions given = {}, std::unique_ptr<Exchange> exchange = nullptr)
-      : network(cuda, std::move(make_local_communicators(1)[0])), options(std::move(given)) {
+  explicit SparseRig(EngineOptions given = {}, std::unique_ptr<Exchange> exchange = nullptr,
+                     const std::string& first = "zen")
+      : plan(plan_of(DType::float32, first, "zen")),
+        network(cuda, std::move(make_local_communicators(1)[0])),
+        options(std::move(given)) {
     if (!exchange) exchange = std::move(make_local_exchanges(1)[0]);
     options.exchange = std::move(exchange);
-    options.device = cuda;
+    options.device = device;
     engine = std::make_unique<Engine>(plan, arena.data(), network, options);
   }
   ~SparseRig() {
@@ -275,7 +294,8 @@ struct SparseRig {
 
   const std::shared_ptr<EmulatedCuda> cuda = make_emulated_cuda();
   const CudaStream compute = cuda->create_stream(false), other = cuda->create_stream(false);
-  const Plan plan = plan_of(DType::float32, "zen", "zen");
+  const std::shared_ptr<CountingCuda> device = std::make_shared<CountingCuda>(cuda);
+  const Plan plan;
   const test::DeviceBytes arena{cuda, plan.arena_bytes()};
   const DeviceGradient words{cuda, shape_of(plan, 1)}, more{cuda, shape_of(plan, 2)};
   StagedCommunicator network;
@@ -283,6 +303,15 @@ struct SparseRig {
   std::unique_ptr<Engine> engine;
   std::promise<void> released;
 };
+
+TEST(EngineDeviceSparse, TheDeviceDealsOutWhatGoesByZen) {
+  for (const auto& [first, dealt] : {std::pair("zen", 2), std::pair("agsparse", 1)}) {
+    SparseRig rig({}, nullptr, first);
+    rig.backward();
+    rig.engine->drain({}, rig.other);
+    EXPECT_EQ(rig.device->gathered, dealt) << first;
+  }
+}
 
 TEST(EngineDeviceSparse, AFaultElsewhereEndsAWaitForRowsThatNeverCome) {
   SparseRig rig;

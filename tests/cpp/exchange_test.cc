@@ -27,7 +27,8 @@ TEST(Buffer, HasItsBytesWhateverItsSize) {
   for (int64_t size : {int64_t{0}, int64_t{1}, int64_t{4095}, kLarge - 1, kLarge, kLarge + 7}) {
     Buffer buffer(size);
     ASSERT_EQ(buffer.size(), size);
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(buffer.data()) % 16, 0U);
+    const uintptr_t unit = size < kLarge ? 16 : uintptr_t{2} << 20;
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(buffer.data()) % unit, 0U);
     for (int64_t i = 0; i < size; i += 4096) buffer.data()[i] = static_cast<std::byte>(i >> 12);
     if (size > 0) buffer.data()[size - 1] = std::byte{99};
     const Buffer moved = std::move(buffer);

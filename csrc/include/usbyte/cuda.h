@@ -72,7 +72,8 @@ class Cuda {
   /// Device memory, aligned to 256 bytes at least; may block.
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* memory) noexcept = 0;
-  /// Page-locked host memory, which copies to and from run beside everything else; may block.
+  /// Page-locked host memory, which copies to and from run beside everything else, and which
+  /// kernels reach, too; may block.
   virtual void* allocate_pinned(size_t bytes) = 0;
   virtual void free_pinned(void* memory) noexcept = 0;
   /// Copies between any two of host, pinned and device memory. The host does not wait if the host

@@ -94,8 +94,9 @@ class Engine {
   std::vector<int> ready(int tensor, CudaStream stream = {}, const void* gradient = nullptr);
   /// The gradient of a sparse tensor, whose memory must live until the tensor has arrived. On a
   /// device, memory of which it is: behind what is on `stream` now, the first `*count` of the rows
-  /// are there, none of them twice, or all if `count`, which is the device's too, is null. Throws
-  /// UsageError for other tensors, as `ready` does for sparse ones.
+  /// are there, none of them twice (else their sum's rounding is left to chance), or all if
+  /// `count`, which is the device's too, is null. Throws UsageError for other tensors, as `ready`
+  /// does for sparse ones.
   void ready_rows(int tensor, RowsView rows, CudaStream stream = {},
                   const int64_t* count = nullptr);
   /// The sum of a sparse tensor's gradients, which has been waited for; on the host. Throws

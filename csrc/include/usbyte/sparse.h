@@ -102,16 +102,17 @@ struct SparseScheme {
   /// Rows that come to zeros are part of the sum; else they are left out.
   bool keeps_zeros;
   /// The same with rows that a device has dealt out; null if the scheme does not deal them.
-  SparseSum (*run_dealt)(Exchange& exchange, const SparseShape& shape, const DealtRows& mine,
-                         const SparseOptions& options) = nullptr;
+  SparseSum (*run_dealt)(Exchange& exchange, const SparseShape& shape,
+                         const DealtRows& mine) = nullptr;
 
   /// Throws UsageError, before anything is sent, on ids outside the matrix, and FaultError when a
   /// rank is lost or sends what makes no sense.
   SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
                        const SparseOptions& options) const;
-  /// The same, with the seed that they were dealt out by, if there is a `run_dealt`.
-  SparseSum all_reduce_dealt(Exchange& exchange, const SparseShape& shape, const DealtRows& mine,
-                             const SparseOptions& options) const;
+  /// The same with rows that a device has dealt out, which all ranks do by the same seed; whether
+  /// a device has or not is for each rank to say. Throws UsageError without `run_dealt`.
+  SparseSum all_reduce_dealt(Exchange& exchange, const SparseShape& shape,
+                             const DealtRows& mine) const;
 };
 
 /// All of them:
