@@ -9,9 +9,8 @@
 namespace usbyte {
 
 /// One rank's rows, none twice and scaled already, that a device has grouped by the ranks that
-/// `Dealt` deals them out to: messages to those ranks, which others fill. Values may come in any
-/// time before they are used; each row is in its rank's message at the place that its id has among
-/// those of the rank.
+/// `Dealt` deals them out to: messages to those ranks. Who makes it writes the rows there, and
+/// names them, before it is used; a rank's rows are in the order of their ids in `name`.
 class DealtRows {
  public:
   /// With so many rows for each rank.

@@ -59,7 +59,7 @@ SparseRows pull(Exchange& exchange, const SparseShape& shape, const Buffer& own,
   return rows_of(put_together(shape, shape.rows, named));
 }
 
-/// Both. With `bitmaps`, what is pulled may have one instead of keys.
+/// Push, sums at the servers, pull. With `bitmaps`, what is pulled may have one instead of keys.
 template <typename Servers>
 SparseSum push_pull(Exchange& exchange, const SparseShape& shape, SparseRows mine,
                     const Servers& servers, bool bitmaps) {

@@ -46,8 +46,8 @@ USBYTE_HD void store_piece(T* into, const T (&values)[N]) {
   }
 }
 
-/// Calls `with` with the number of elements of a piece, as a type, and with the columns of rows of
-/// `width` elements; none of both arrays lies otherwise.
+/// Calls `with(N, columns)` for rows of `width` elements, N being a type: pieces of 16 bytes if
+/// rows of both arrays are such, else of one element.
 template <typename T, typename With>
 void with_pieces(const void* one, const void* other, int64_t width, With with) {
   constexpr uint32_t N = kPieceBytes / sizeof(T);
