@@ -125,6 +125,32 @@ def test_an_error_does_not_reach_what_is_submitted_later():
     run_ranks(2, stale, timeout=60)
 
 
+def overtaken(rank, size):
+    ub.init()
+    negotiation = current().eager._negotiation
+    read = negotiation._read
+
+    def slow():
+        text = read()
+        if text is not None and "joined" in text:
+            time.sleep(0.3)
+        return text
+
+    negotiation._read = slow  # so that JOIN could be told of before what waits for those who joined
+    for k in range(3):
+        x = None
+        if rank == 1:
+            x = ub.allreduce_async(torch.ones(1), name="x", op=ub.Sum)
+        ub.join()
+        if x is not None:
+            assert x.done(), k
+            assert x.synchronize().item() == 1.0
+
+
+def test_what_was_submitted_before_join_ends_inside_it():
+    run_ranks(2, overtaken, timeout=60)
+
+
 def submits(rank, size):
     ub.init()
     model = torch.nn.Linear(2, 1)

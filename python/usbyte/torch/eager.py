@@ -162,11 +162,16 @@ class EagerQueue:
     def end_join(self) -> int:
         """Waits until all ranks have come here; returns which of them began last.
 
+        Whatever this rank submitted before has ended then: it would find others gone from join().
+
         Raises:
             FaultError: See `Handle.synchronize`.
         """
         with self._lock:
+            before = [handle for name, handle in self._pending.items() if not is_own(name)]
             mine = json.dumps(self._unnamed)
+        for handle in before:
+            handle.wait()
         counts = [Counter(json.loads(text)) for text in self.allgather_bytes(JOIN, mine.encode())]
         with self._lock:  # from here on the n-th meets the n-th again
             self._unnamed = reduce(Counter.__or__, counts)
@@ -312,14 +317,15 @@ class EagerQueue:
         assert self._negotiation is not None
         missing = self._negotiation.missing(handle.request.name)
         with self._lock:
-            running, progressed = self._running, self._progressed
+            running, progressed, inside = self._running, self._progressed, self._joined
         age = time.monotonic() - handle.submitted
         waits = f"{handle.request} has waited {age:.0f} s on rank {self.peers.name}"
         if missing is None:
             return f"{waits}, and the job's store does not answer", handle.submitted
         if missing:
             # Who has joined waits for as long as the others find work for it.
-            joining = handle.request.name == JOIN
+            name = handle.request.name
+            joining = name == JOIN or (inside and not is_own(name))
             since = max(handle.submitted, progressed) if joining else handle.submitted
             joined = [rank for rank in missing if rank in self._negotiation.joined()]
             if joined and not joining:

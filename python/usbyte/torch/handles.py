@@ -69,11 +69,15 @@ class Handle:
             MismatchError: The ranks did not mean the same operation; raised on every rank.
             FaultError: The operation stalled, a peer is lost, or another rank reported a fault.
         """
-        while not self.wait_for_check():
-            self.check_stall(self)
+        self.wait()
         return self.result()
 
     __call__ = synchronize  # as what Horovod's sparse_allreduce_async returns
+
+    def wait(self) -> None:
+        """Waits, interruptibly, until the operation has ended, well or not."""
+        while not self.wait_for_check():
+            self.check_stall(self)
 
     def wait_for_check(self) -> bool:
         """Waits, interruptibly, for the end or `next_check`; returns whether it is the end."""
