@@ -3,6 +3,7 @@
 The model has to be wrapped in `DistributedDataParallel` as well; the examples do that.
 """
 
+import gc
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -26,10 +27,14 @@ def init() -> None:
 
 def shutdown() -> None:
     """Leaves the process group, all workers together."""
-    # A wrapped model keeps the group's threads alive. One that drops its last tensor while the
-    # interpreter is ending aborts the process; while Python waits here it can still do so.
+    # The wrapped model keeps the group's threads alive. One that drops its last tensor while the
+    # interpreter is ending aborts the process, so they are joined here: by the last reference to
+    # the group, which is let go of without Python's lock.
+    group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()
+    del group
 
 
 def rank() -> int:

@@ -19,7 +19,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from _template import Process
 
 # Once a rank has failed the others may wait for it; this is how long they get to fail too.
 _GRACE_S = 5.0
-_TAIL_CHARS = 4000  # of a rank's output, in a failure's text
+_TAIL_CHARS = 12000  # of a rank's output, in a failure's text
 
 
 def run_ranks(
@@ -54,8 +55,7 @@ def run_ranks(
     Raises:
         AssertionError: A rank raised, died or was too slow. The text holds every rank's story.
     """
-    with tempfile.TemporaryDirectory(prefix="usbyte-ranks-") as folder:
-        port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="usbyte-ranks-") as folder, _free_port() as port:
         ranks: list[_Rank] = []
         try:
             for r in range(n):
@@ -92,8 +92,8 @@ class _Rank:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             # torch asks for the name of every peer that connects to a store; where the answer is
-            # lost, that costs 5 s.
-            "RES_OPTIONS": "timeout:1 attempts:1",
+            # lost, that costs 5 s. No rank needs names that are not in files.
+            "RES_OPTIONS": "attempts:0",
             # Small enough that of tests' small models some operations do and some do not.
             "USBYTE_ONE_SHOT_BYTES": "2048",
             "RANK": str(rank),
@@ -168,16 +168,23 @@ def _locate(target: str | Callable[..., Any]) -> tuple[str, str]:
     return inspect.getfile(target), target.__name__
 
 
-def _free_port() -> int:
-    """A port that nobody listens on, outside the range from which connections get theirs."""
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """A port that nobody listens on, outside the range from which connections get theirs.
+
+    Inside, no other caller on this host gets it.
+    """
     while True:
         port = random.randrange(20000, 32000)
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket(socket.AF_UNIX) as claim:
             try:
+                claim.bind(f"\0usbyte-tests-port-{port}")
                 probe.bind(("127.0.0.1", port))
-                return port
             except OSError:
                 continue
+            probe.close()
+            yield port
+            return
 
 
 def _end_with_parent() -> None:

@@ -10,6 +10,7 @@ Run as a script, this file is such a template.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -138,6 +139,7 @@ def _main() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "threads are not copied"
     from _ranks import main
 
+    gc.freeze()  # or each copy, as it ends, goes through all that was imported, for half a second
     start: Callable[[Any], None] = main
     start(_serve(socket.socket(fileno=int(sys.argv[1]))))
 

@@ -369,3 +369,43 @@ def test_buckets_hold_a_packet_two_or_a_millisecond(bit_per_s, burst, monkeypatc
     netns._shape_link(["tc"], "eth0", bit_per_s / 8)
     (options,) = commands
     assert options[options.index("burst") + 1] == f"{burst}b"
+
+
+_AGENT = """
+set -- -m torch.distributed.run --nnodes 2 --node-rank $RANK --nproc-per-node 2 --max-restarts 1 \
+  --master-addr $MASTER_ADDR --master-port $MASTER_PORT "$@"
+exec env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE "$PYTHON" "$@"
+"""
+_RESTARTED = """
+import json, os, pathlib, signal, sys, torch, usbyte.torch as ub
+ub.init()
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = ub.DistributedOptimizer(optimizer, model.named_parameters(), overlap="forward")
+ub.broadcast_parameters(model.state_dict(), 0)
+restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.full((1, 3), ub.rank() + 1.0)).sum().backward()
+    optimizer.step()
+    if step == 2 and restarts == 0 and ub.rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+total = ub.allreduce(torch.tensor(ub.rank() + 1.0), op=ub.Sum).item()
+same = ub.allgather(model.weight.detach()[None])
+assert (same == same[0]).all()
+answer = [restarts, total, ub.local_rank(), ub.local_size(), ub.cross_rank()]
+pathlib.Path(sys.argv[1], f"rank-{ub.rank()}.json").write_text(json.dumps(answer))
+ub.shutdown()
+"""
+
+
+@pytest.mark.netns
+def test_torchrun_over_hosts_starts_anew_and_goes_on(lab, monkeypatch, tmp_path):
+    """Its agents keep one store over restarts, in which ranks find what dead ones have left."""
+    script = tmp_path / "script.py"
+    script.write_text(_RESTARTED)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    done = command("run", "--", "sh", "-c", _AGENT, "sh", str(script), str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert answers == [[1, 10.0, rank % 2, 2, rank // 2] for rank in range(4)]

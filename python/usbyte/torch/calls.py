@@ -10,6 +10,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class NoAnswerError(RuntimeError):
+    """A call has not ended in time; it may yet."""
+
+
 class Calls:
     """Makes calls one after another on a thread of its own, for whoever cannot wait for ever.
 
@@ -34,7 +38,8 @@ class Calls:
             patient: Wait that long even if one of those has taken too long already.
 
         Raises:
-            RuntimeError: The call raised it, or did not end in time, or one before it does not.
+            NoAnswerError: The call did not end in time, or one before it does not.
+            RuntimeError: The call raised it, or `close` was called before.
         """
         result: list[Any] = []
         error: list[RuntimeError] = []
@@ -51,11 +56,11 @@ class Calls:
         if self._closed:
             raise RuntimeError("the store is not asked any more")
         if self._hangs and not patient:
-            raise RuntimeError("no answer to an earlier call")
+            raise NoAnswerError("no answer to an earlier call")
         self._queue.put(carry_out)
         if not ended.wait(min(seconds, threading.TIMEOUT_MAX)):
             self._hangs = True
-            raise RuntimeError(f"no answer in {seconds:g} s")
+            raise NoAnswerError(f"no answer in {seconds:g} s")
         if error:
             raise error[0]
         answer: T = result[0]

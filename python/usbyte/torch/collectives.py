@@ -142,7 +142,9 @@ def abort(group: dist.ProcessGroup) -> None:
 
     Gloo closes all connections of a group when a timed wait for one of its messages runs out, and
     nothing else in torch's interface does; so this waits a moment for one that no rank sends.
-    Other backends are left to their own timeout.
+    An operation that Gloo overlooked when it closed a connection, as it was seen to do with one that
+    was sending just when a peer was killed, ends at the group's timeout only; nothing writes to its
+    tensors. Other backends are left to their own timeout.
 
     Args:
         group: A group that nothing else uses any more.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,7 @@ from usbyte.torch.one_shot import OneShot
 
 _WAITERS = 4  # threads that wait for ops to end, and go through the steps of some
 _SHOT_WAITERS = 2  # as one may be launching, and packing, what comes next
+_ABORT_S = 5.0  # how long what was aborted may take to end
 _TAGS = 0x20000000  # tickets are counted modulo that where they tell messages apart
 
 
@@ -103,13 +105,17 @@ class TorchCommunicator:
             return
         self._closed = True
         groups = [self._group] if self._one_shot is None else [self._group, self._one_shot.group]
+        faulty = bool(self._in_flight) and dist.is_initialized()
         for group in groups:
-            if self._in_flight and dist.is_initialized():
+            if faulty:
                 abort(group)
         for tasks in self._served:
             tasks.put(None)
+        deadline = time.monotonic() + _ABORT_S
         for waiter in self._waiters:
-            waiter.join()
+            waiter.join(max(0.0, deadline - time.monotonic()) if faulty else None)
+        if any(waiter.is_alive() for waiter in self._waiters):
+            return  # see `abort`; they keep the groups, and end with them or with the process
         for group in groups:
             end(group)
 

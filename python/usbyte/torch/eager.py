@@ -218,6 +218,8 @@ class EagerQueue:
                 log.warning("%s is still running at shutdown and is aborted", self._running)
                 self.peers.abort()
                 self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return  # see `abort`; it keeps the group, and ends with it or with the process
         self.peers.close()
 
     def _do(self, request: Request) -> Any:
@@ -303,7 +305,11 @@ class EagerQueue:
         return self._failure or text
 
     def _check_stall(self, handle: Handle) -> None:
-        text, since = self._diagnose(handle)
+        try:
+            text, since = self._diagnose(handle)
+        except RuntimeError as error:  # whoever serves it may be one whom the backend waits for
+            self._lose_store(error)
+            return
         stalled = time.monotonic() - since
         if stalled >= self._limit_s:
             self._fault(f"{text} (the stall limit is {self._limit_s:g} s)")

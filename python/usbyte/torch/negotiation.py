@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from usbyte.torch.calls import Calls
+from usbyte.torch.calls import Calls, NoAnswerError
 from usbyte.torch.handles import Request
 from usbyte.torch.matching import Descriptor, Verdict, match
 from usbyte.torch.store import clone_store, private_store, read_now
@@ -193,10 +193,14 @@ class Negotiation:
         self._calls.close()
 
     def missing(self, name: str) -> list[int] | None:
-        """Ranks that have not submitted what this rank has; None if the store does not answer."""
+        """Ranks that have not submitted what this rank has; None if the store does not answer.
+
+        Raises:
+            RuntimeError: The store is lost.
+        """
         try:
             found = self._calls.make(lambda: read_now(self._store, f"op/{name}"), _ANSWER_S)
-        except RuntimeError:
+        except NoAnswerError:
             return None
         if found is None:  # deleted by the rank that completed it
             return []
