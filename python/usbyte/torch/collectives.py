@@ -142,8 +142,8 @@ def abort(group: dist.ProcessGroup) -> None:
 
     Gloo closes all connections of a group when a timed wait for one of its messages runs out, and
     nothing else in torch's interface does; so this waits a moment for one that no rank sends.
-    An operation that Gloo overlooked when it closed a connection, as it was seen to do with one that
-    was sending just when a peer was killed, ends at the group's timeout only; nothing writes to its
+    An operation that Gloo overlooked when it closed a connection, as it was seen to do with one
+    that was sending when a peer was killed, ends at the group's timeout only; nothing writes to its
     tensors. Other backends are left to their own timeout.
 
     Args:
