@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # which keeps for ever the group that it finds
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,9 +28,9 @@ def init() -> None:
 
 def shutdown() -> None:
     """Leaves the process group, all workers together."""
-    # The wrapped model keeps the group's threads alive. One that drops its last tensor while the
-    # interpreter is ending aborts the process, so they are joined here: by the last reference to
-    # the group, which is let go of without Python's lock.
+    # The group's threads go on while there is a wrapped model; it should be out of use by now. One
+    # that drops its last tensor while the interpreter is ending aborts the process, so they are
+    # joined here: by the last reference to the group, which is let go of without Python's lock.
     group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()

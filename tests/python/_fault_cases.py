@@ -179,7 +179,7 @@ CASES = [
         STALL,
         GONE,
         # It is told by the network, or where it uses parameters, whichever it comes to first.
-        "FaultError: .*rank 1 .* is gone or frozen",
+        rf"FaultError: [^\n]*rank {CULPRIT} .* is gone or frozen",
         f"step {STEPS}",
         "the others have gone on without this rank",
         args=("{folder}",),

@@ -297,7 +297,7 @@ def _failed_from_outside(rank, size):
 def _ends_in_the_middle(rank, size, victim, how):
     """Every other rank gets a FaultError soon, whatever rank ends, and however."""
     # Gloo may overlook the end of its peers; the store, which rank 0 serves, is asked at warnings.
-    limits = (60.0, 5.0) if how == "killed" else (6.0, 0.0)
+    limits = (20.0, 5.0) if how == "killed" else (6.0, 0.0)
     with eager(rank, size, *limits) as queue:
         shared = dist.distributed_c10d._get_default_store()
         ops.barrier()
@@ -322,6 +322,7 @@ def _ends_in_the_middle(rank, size, victim, how):
         began = time.monotonic()
         queue.close(timeout_s=0.5)
         assert time.monotonic() - began < 5
+        assert how == "killed" or not queue._thread.is_alive()
         if victim:
             leave_last(rank, set(range(1, size)) - {victim}, "end")
         if how == "frozen" and rank == 0:

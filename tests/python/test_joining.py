@@ -151,6 +151,29 @@ def test_what_was_submitted_before_join_ends_inside_it():
     run_ranks(2, overtaken, timeout=60)
 
 
+def patient_with_steps(rank, size):
+    ub.init()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ub.DistributedOptimizer(
+        optimizer, model.named_parameters(), policy="wfbp", overlap="backward"
+    )
+    early = ub.allreduce_async(torch.ones(1), name="x", op=ub.Sum) if rank == 1 else None
+    for _ in range(4 if rank == 0 else 0):
+        time.sleep(0.8)
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    ub.join()
+    if early is not None:
+        assert early.synchronize().item() == 1.0
+
+
+def test_what_was_submitted_before_join_may_wait_for_steps_beyond_the_stall_limit():
+    limits = {"USBYTE_STALL_LIMIT_S": "2", "USBYTE_STALL_WARNING_S": "1"}
+    run_ranks(2, patient_with_steps, timeout=60, env=limits)
+
+
 def submits(rank, size):
     ub.init()
     model = torch.nn.Linear(2, 1)

@@ -405,6 +405,7 @@ def test_torchrun_over_hosts_starts_anew_and_goes_on(lab, monkeypatch, tmp_path)
     script = tmp_path / "script.py"
     script.write_text(_RESTARTED)
     monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("USBYTE_STALL_LIMIT_S", "20")
     done = command("run", "--", "sh", "-c", _AGENT, "sh", str(script), str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     answers = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]

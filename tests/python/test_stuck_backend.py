@@ -65,6 +65,7 @@ def lost(rank, size, kind):
     ub.shutdown()
     assert time.monotonic() - began < 20
     assert eager._thread.is_alive() == (kind == "metric")
+    assert (eager.peers._group is not None) == (kind == "metric")  # to end it would take as long
     names = [thread.name for thread in threading.enumerate()]
     assert ("usbyte-waiter" in names) == (kind == "gradients")
 

@@ -138,13 +138,14 @@ def exchange_chunks(flat: torch.Tensor, group: dist.ProcessGroup, tag: int) -> N
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Makes every operation of a Gloo group fail at once: those in flight here, and later ones.
+    """Makes operations of a Gloo group fail at once: those in flight here, and all later ones.
 
     Gloo closes all connections of a group when a timed wait for one of its messages runs out, and
     nothing else in torch's interface does; so this waits a moment for one that no rank sends.
-    An operation that Gloo overlooked when it closed a connection, as it was seen to do with one
-    that was sending when a peer was killed, ends at the group's timeout only; nothing writes to its
-    tensors. Other backends are left to their own timeout.
+    One that Gloo overlooked when it closed a connection, as it was seen to do with some that were
+    sending when a peer was killed, ends at the group's timeout only; nothing writes to its tensors.
+    So whoever ends a thread must not wait for that; only the core does, where rows are exchanged.
+    Other backends are left to their own timeout.
 
     Args:
         group: A group that nothing else uses any more.

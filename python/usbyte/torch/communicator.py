@@ -105,9 +105,9 @@ class TorchCommunicator:
             return
         self._closed = True
         groups = [self._group] if self._one_shot is None else [self._group, self._one_shot.group]
-        faulty = bool(self._in_flight) and dist.is_initialized()
+        faulty = bool(self._in_flight)
         for group in groups:
-            if faulty:
+            if faulty and dist.is_initialized():
                 abort(group)
         for tasks in self._served:
             tasks.put(None)
@@ -115,7 +115,7 @@ class TorchCommunicator:
         for waiter in self._waiters:
             waiter.join(max(0.0, deadline - time.monotonic()) if faulty else None)
         if any(waiter.is_alive() for waiter in self._waiters):
-            return  # see `abort`; they keep the groups, and end with them or with the process
+            return  # they may still be inside the groups, which stay; see `abort`
         for group in groups:
             end(group)
 

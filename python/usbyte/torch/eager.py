@@ -73,7 +73,7 @@ class EagerQueue:
         self._failure: str | None = None
         self._closed = False
         self._running: Request | None = None
-        self._progressed = time.monotonic()  # when an operation last began or ended
+        self._progressed = time.monotonic()  # when an operation last began or ended, or steps
         self._negotiation: Negotiation | None = None
         if size > 1:
             if not callable(group) and dist.get_backend(group) == "nccl":
@@ -162,13 +162,14 @@ class EagerQueue:
     def end_join(self) -> int:
         """Waits until all ranks have come here; returns which of them began last.
 
-        Whatever this rank submitted before has ended then: it would find others gone from join().
+        What this rank submitted before ends first: others answer it with zeros only inside.
 
         Raises:
             FaultError: See `Handle.synchronize`.
         """
         with self._lock:
             before = [handle for name, handle in self._pending.items() if not is_own(name)]
+            self._progressed = time.monotonic()  # by steps, which this rank had a part in
             mine = json.dumps(self._unnamed)
         for handle in before:
             handle.wait()
@@ -219,7 +220,7 @@ class EagerQueue:
                 self.peers.abort()
                 self._thread.join(timeout_s)
             if self._thread.is_alive():
-                return  # see `abort`; it keeps the group, and ends with it or with the process
+                return  # it may still be inside the group, which stays; see `abort`
         self.peers.close()
 
     def _do(self, request: Request) -> Any:
@@ -307,8 +308,9 @@ class EagerQueue:
     def _check_stall(self, handle: Handle) -> None:
         try:
             text, since = self._diagnose(handle)
-        except RuntimeError as error:  # whoever serves it may be one whom the backend waits for
-            self._lose_store(error)
+        except RuntimeError as error:  # the backend may wait for the very rank that served it
+            if not handle.done():  # as it is if `close` came in between
+                self._lose_store(error)
             return
         stalled = time.monotonic() - since
         if stalled >= self._limit_s:

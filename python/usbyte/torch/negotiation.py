@@ -20,7 +20,7 @@ from usbyte.torch.matching import Descriptor, Verdict, match
 from usbyte.torch.store import clone_store, private_store, read_now
 
 _PATIENCE = timedelta(days=20)  # torch counts it in an int of milliseconds (24.8 days)
-_ANSWER_S = 5.0  # how long the store may take to answer before it counts as lost
+_ANSWER_S = 5.0  # how long the store may take to answer a question about what is missing
 _OWN = re.compile(r"usbyte\.|optimizer\.\d")
 
 #: The operation with which all ranks end what `Negotiation.join` began.
@@ -196,7 +196,7 @@ class Negotiation:
         """Ranks that have not submitted what this rank has; None if the store does not answer.
 
         Raises:
-            RuntimeError: The store is lost.
+            RuntimeError: The store is lost, or this has ended by `wake`.
         """
         try:
             found = self._calls.make(lambda: read_now(self._store, f"op/{name}"), _ANSWER_S)

@@ -137,7 +137,7 @@ class NodeExchange:
             self._abort()
             self._thread.join(_JOIN_S)
         if self._thread.is_alive():
-            return  # see `abort`; it keeps the groups, and ends with them or with the process
+            return  # it may still be inside the groups, which stay; see `abort`
         for group in (self._node, self._nodes):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
