@@ -359,6 +359,7 @@ def parametrizes(wrap: Wrap, rank: int) -> Any:
     model = mlp()
     nn.utils.parametrizations.weight_norm(model[0])
     nn.utils.parametrizations.orthogonal(model[2])
+    nn.utils.parametrizations.spectral_norm(model[4])  # which changes whenever it is looked at
     net, opt = wrap(model, sgd(model))
     fit(net, opt, batches(rank))
     return model

@@ -29,8 +29,9 @@ def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
     """Parameters that layers such as `nn.Embedding(sparse=True)` give sparse gradients."""
     found = set()
     for module in model.modules() if model is not None else ():
-        weight = getattr(module, "weight", None)
-        if getattr(module, "sparse", False) is True and isinstance(weight, nn.Parameter):
+        # Not the attribute, which may be computed: a parametrized one would be, with its effects.
+        weight = module._parameters.get("weight")
+        if weight is not None and getattr(module, "sparse", False) is True:
             found.add(weight)
     return found
 
