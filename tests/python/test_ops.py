@@ -270,3 +270,22 @@ def _values(rank, size, device):
 @pytest.mark.parametrize("size", [2, 3])
 def test_values_and_gradients_equal_the_references(size, device):
     run_ranks(size, _values, device, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        *((f"{name}{end}", ()) for name in ("allgather", "alltoall") for end in ("", "_async")),
+        *((f"reducescatter{end}", ()) for end in ("", "_async")),
+        *((f"allreduce{end}", ()) for end in ("", "_async", "_", "_async_")),
+        *((f"broadcast{end}", (0,)) for end in ("", "_async", "_", "_async_")),
+        ("sparse_allreduce_async", ("name", ops.Sum)),
+    ],
+)
+def test_what_is_no_tensor_is_an_error(single, function, arguments):
+    with pytest.raises(UsageError, match=r"takes tensors, not float: pass torch\.tensor\(value\)"):
+        getattr(ops, function)(0.5, *arguments)
+    grouped = getattr(ops, f"grouped_{function}", None)
+    if grouped is not None:
+        with pytest.raises(UsageError, match=r"grouped_.* takes tensors, not float"):
+            grouped([torch.ones(1), 0.5])

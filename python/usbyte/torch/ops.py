@@ -57,7 +57,7 @@ def allgather(
         name: What the ranks match it by.
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
     """
-    queue, name = queue_of("allgather", name, process_set)
+    queue, name = queue_of("allgather", name, process_set, tensor)
     return _tensor(gradients.Allgather.apply(queue, name, tensor)[0])
 
 
@@ -65,7 +65,7 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: Members = global_process_set
 ) -> Handle:
     """Starts `allgather`; `synchronize` returns the new tensor. Without autograd."""
-    queue, name = queue_of("allgather", name, process_set)
+    queue, name = queue_of("allgather", name, process_set, tensor)
     request = operations.allgather(queue.peers, name, [tensor])
     return queue.submit(first_of(first_of(request)))
 
@@ -76,7 +76,7 @@ def grouped_allgather(
     process_set: Members = global_process_set,
 ) -> list[torch.Tensor]:
     """Gathers several tensors as one operation, as `allgather` does each."""
-    queue, name = queue_of("grouped_allgather", name, process_set)
+    queue, name = queue_of("grouped_allgather", name, process_set, *tensors)
     return list(gradients.Allgather.apply(queue, name, *tensors))
 
 
@@ -86,7 +86,7 @@ def grouped_allgather_async(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `grouped_allgather`; `synchronize` returns the new tensors. Without autograd."""
-    queue, name = queue_of("grouped_allgather", name, process_set)
+    queue, name = queue_of("grouped_allgather", name, process_set, *tensors)
     request = operations.allgather(queue.peers, name, tensors)
     finish = request.finish
     return queue.submit(replace(request, finish=lambda value: [t for t, _ in finish(value)]))
@@ -106,7 +106,7 @@ def broadcast(
         name: What the ranks match it by.
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
     """
-    queue, name = queue_of("broadcast", name, process_set)
+    queue, name = queue_of("broadcast", name, process_set, tensor)
     return _tensor(gradients.Broadcast.apply(queue, name, root_rank, tensor))
 
 
@@ -117,7 +117,7 @@ def broadcast_async(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `broadcast`; `synchronize` returns the new tensor. Without autograd."""
-    queue, name = queue_of("broadcast", name, process_set)
+    queue, name = queue_of("broadcast", name, process_set, tensor)
     return queue.submit(operations.broadcast(queue.peers, name, tensor, root_rank))
 
 
@@ -138,7 +138,7 @@ def broadcast_async_(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `broadcast_`; `synchronize` returns the tensor."""
-    queue, name = queue_of("broadcast", name, process_set)
+    queue, name = queue_of("broadcast", name, process_set, tensor)
     return queue.submit(operations.broadcast(queue.peers, name, tensor, root_rank, in_place=True))
 
 
@@ -160,7 +160,7 @@ def alltoall(
         The rows received; with `splits`, also how many came from each rank, 1-d, int32 or like
         `splits`.
     """
-    queue, name = queue_of("alltoall", name, process_set)
+    queue, name = queue_of("alltoall", name, process_set, tensor)
     rows, received = gradients.Alltoall.apply(queue, name, splits, tensor)
     return rows if splits is None else (rows, received)
 
@@ -172,7 +172,7 @@ def alltoall_async(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `alltoall`; `synchronize` returns a pair, as with `splits`. Without autograd."""
-    queue, name = queue_of("alltoall", name, process_set)
+    queue, name = queue_of("alltoall", name, process_set, tensor)
     return queue.submit(operations.alltoall(queue.peers, name, tensor, splits))
 
 

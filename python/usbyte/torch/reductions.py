@@ -71,7 +71,7 @@ def allreduce(
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
     """
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("allreduce", name, process_set)
+    queue, name = queue_of("allreduce", name, process_set, tensor)
     return _reduced(queue, [tensor], average, name, compression, op, factors)[0]
 
 
@@ -86,7 +86,7 @@ def allreduce_async(
 ) -> Handle:
     """Starts `allreduce`; `synchronize` returns the new tensor. Without autograd."""
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("allreduce", name, process_set)
+    queue, name = queue_of("allreduce", name, process_set, tensor)
     return _reduce_one(queue, tensor, average, name, op, factors, in_place=False)
 
 
@@ -117,7 +117,7 @@ def allreduce_async_(
 ) -> Handle:
     """Starts `allreduce_`; `synchronize` returns the tensor."""
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("allreduce", name, process_set)
+    queue, name = queue_of("allreduce", name, process_set, tensor)
     return _reduce_one(queue, tensor, average, name, op, factors, in_place=True)
 
 
@@ -137,7 +137,7 @@ def grouped_allreduce(
     ranks.
     """
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_allreduce", name, process_set)
+    queue, name = queue_of("grouped_allreduce", name, process_set, *tensors)
     return _reduced(queue, tensors, average, name, compression, op, factors)
 
 
@@ -152,7 +152,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Starts `grouped_allreduce`; `synchronize` returns the new tensors. Without autograd."""
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_allreduce", name, process_set)
+    queue, name = queue_of("grouped_allreduce", name, process_set, *tensors)
     return _reduce(queue, tensors, average, name, op, factors, in_place=False)
 
 
@@ -183,7 +183,7 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Starts `grouped_allreduce_`; `synchronize` returns the list of tensors."""
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_allreduce", name, process_set)
+    queue, name = queue_of("grouped_allreduce", name, process_set, *tensors)
     return _reduce(queue, tensors, average, name, op, factors, in_place=True)
 
 
@@ -204,7 +204,7 @@ def sparse_allreduce_async(
         op: Average (default) or Sum.
         process_set: The ranks that take part.
     """
-    queue, name = queue_of("sparse_allreduce", name, process_set)
+    queue, name = queue_of("sparse_allreduce", name, process_set, tensor)
     return queue.submit(operations.sparse_allreduce(queue.peers, name, tensor, _resolve(op)))
 
 
@@ -223,7 +223,7 @@ def reducescatter(
     Arguments as for `allreduce`.
     """
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("reducescatter", name, process_set)
+    queue, name = queue_of("reducescatter", name, process_set, tensor)
     return _scattered(queue, [tensor], name, compression, op, factors)[0]
 
 
@@ -237,7 +237,7 @@ def reducescatter_async(
 ) -> Handle:
     """Starts `reducescatter`; `synchronize` returns this rank's share. Without autograd."""
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("reducescatter", name, process_set)
+    queue, name = queue_of("reducescatter", name, process_set, tensor)
     request = operations.reducescatter(queue.peers, name, [tensor], _resolve(op), factors)
     return queue.submit(first_of(request))
 
@@ -253,7 +253,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Reduces and scatters several tensors as one operation, as `reducescatter` does each."""
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_reducescatter", name, process_set)
+    queue, name = queue_of("grouped_reducescatter", name, process_set, *tensors)
     return _scattered(queue, tensors, name, compression, op, factors)
 
 
@@ -267,7 +267,7 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Starts `grouped_reducescatter`; `synchronize` returns the shares. Without autograd."""
     factors = (prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_reducescatter", name, process_set)
+    queue, name = queue_of("grouped_reducescatter", name, process_set, *tensors)
     return queue.submit(operations.reducescatter(queue.peers, name, tensors, _resolve(op), factors))
 
 

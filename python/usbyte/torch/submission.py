@@ -24,18 +24,28 @@ class Compressor(Protocol):
         """Inverse of `compress`."""
 
 
-def queue_of(kind: str, name: str | None, process_set: Members) -> tuple[EagerQueue, str]:
+def queue_of(
+    kind: str, name: str | None, process_set: Members, *tensors: torch.Tensor
+) -> tuple[EagerQueue, str]:
     """What an operation goes through, and its name there.
 
     Args:
         kind: Of the operation.
         name: As given; an unnamed one is the n-th of its kind.
         process_set: The ranks that take part.
+        tensors: What the user has passed to it.
 
     Raises:
-        UsageError: There is no run, or this rank does not take part.
+        UsageError: There is no run, this rank does not take part, or something is no tensor.
     """
     run = context.current()
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            what = f"{kind} '{name}'" if name else kind
+            raise UsageError(
+                f"{what} takes tensors, not {type(tensor).__name__}: pass torch.tensor(value), or "
+                "send objects with broadcast_object or allgather_object"
+            )
     if process_set is global_process_set:
         queue = run.eager
     else:
