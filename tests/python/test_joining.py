@@ -160,7 +160,7 @@ def patient_with_steps(rank, size):
     )
     early = ub.allreduce_async(torch.ones(1), name="x", op=ub.Sum) if rank == 1 else None
     for _ in range(4 if rank == 0 else 0):
-        time.sleep(0.8)
+        time.sleep(0.8)  # of computing; the four steps take longer than the stall limit
         optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()

@@ -39,9 +39,9 @@ def queue_of(
         UsageError: There is no run, this rank does not take part, or something is no tensor.
     """
     run = context.current()
+    what = f"{kind} '{name}'" if name else kind
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            what = f"{kind} '{name}'" if name else kind
             raise UsageError(
                 f"{what} takes tensors, not {type(tensor).__name__}: pass torch.tensor(value), or "
                 "send objects with broadcast_object or allgather_object"
@@ -49,7 +49,7 @@ def queue_of(
     if process_set is global_process_set:
         queue = run.eager
     else:
-        queue = run.process_sets.queue(f"{kind} '{name}'" if name else kind, process_set)
+        queue = run.process_sets.queue(what, process_set)
     return queue, name or queue.auto_name(kind)
 
 
