@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,8 +68,11 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 def short_probes() -> None:
     """For those who do not ask what plans cost."""
     probe = importlib.import_module("usbyte.torch.probe")
-    probe._SPAN, probe._FEWEST_GROUPS = 1, 2
-    importlib.import_module("usbyte.torch.reducer").LARGEST_BYTES = 1 << 14
+    probe._SPAN, probe._FEWEST_GROUPS, probe._SHOTS = 1, 2, 4
+    reducer = importlib.import_module("usbyte.torch.reducer")
+    reducer.LARGEST_BYTES = 1 << 14
+    reducer.measure = partial(probe.measure, repeats=1)
+    reducer.measure_dimensions = partial(probe.measure_dimensions, repeats=1)
 
 
 def train(
