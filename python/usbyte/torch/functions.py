@@ -98,7 +98,8 @@ def broadcast_object(
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
 
     Returns:
-        The object; on the root rank the very one that was passed.
+        The object; on the root rank the very one that was passed, on others of plain types: a dict
+        for an OrderedDict, Python's numbers for NumPy's.
 
     Raises:
         UsageError: The object holds something else.
