@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+
+from usbyte.errors import UsageError
 
 #: Called with the tensor, to put its value into it and to release it.
 Fetch = Callable[[torch.Tensor], None]
@@ -58,6 +61,26 @@ def release(tensor: torch.Tensor, owner: object = None) -> None:
     if base is not None:
         tensor.__class__ = base
         _fetches.pop(id(tensor), None)  # which another thread may have done just now
+
+
+def weakly(method: Callable[..., None], *args: Any) -> Fetch:
+    """Calls the method with these arguments and the tensor, without keeping its object alive.
+
+    So that this may go together with its tensors. One that outlives it never gets its value.
+    """
+    return partial(_call, weakref.WeakMethod(method), args)
+
+
+def _call(
+    method: weakref.WeakMethod[Callable[..., None]], args: Sequence[Any], tensor: torch.Tensor
+) -> None:
+    call = method()
+    if call is None:
+        raise UsageError(
+            "this gradient was on its way when its model and optimizer were dropped: read it "
+            "before, or call optimizer.synchronize()"
+        )
+    call(*args, tensor)
 
 
 def _owner_of(tensor: torch.Tensor) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from usbyte.torch.device import CudaDevice, Device
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
 from usbyte.torch.lines import host_topology, line_groups, sizes_of
+from usbyte.torch.link import Link
 from usbyte.torch.membership import check_member
 from usbyte.torch.mesh import Given, MeshCommunicator, of_sizes, parse
 from usbyte.torch.nccl import NcclCommunicator, agree
@@ -87,6 +89,7 @@ class Context:
         self.ranks = list(range(self.size))
         self.local_rank, self.local_size = cluster.local_rank, cluster.local_size
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+        self._abandoned: list[Link] = []
         self._labels = 0
         self.members: dict[tuple[int, ...], Context] = {}
         self._writer: _core.TimelineWriter | None = None
@@ -241,6 +244,21 @@ class Context:
         self._optimizers.add(optimizer)
         optimizer.set_timeline(self._writer)
 
+    def abandon(self, link: Link) -> None:
+        """Takes over what is to be closed; Python's collector calls this, in any thread."""
+        link.abandoned = True
+        self._abandoned.append(link)
+
+    def close_abandoned(self) -> None:
+        """Closes what all ranks have abandoned. Collective."""
+        if current().sending():
+            gc.collect()  # it does not know how large models are
+        mine = {link.label: link for link in self._abandoned if link.context is self}
+        texts = self.eager.allgather_bytes("usbyte.abandoned", json.dumps(sorted(mine)).encode())
+        for label in sorted(set(mine).intersection(*map(json.loads, texts))):
+            mine[label].close()
+            self._abandoned.remove(mine[label])
+
     def sending(self) -> list[DistributedOptimizer]:
         """Optimizers whose gradients go to other ranks."""
         return [o for o in self._optimizers if o.plan is not None]
@@ -279,6 +297,8 @@ class Context:
         self._writer = None
         for optimizer in list(self._optimizers):
             optimizer.set_timeline(None)
+        for link in list(self._abandoned):
+            link.stop_timeline()
 
     def close(self) -> None:
         """Applies pending updates and ends every thread; after a fault only the latter."""
@@ -292,6 +312,10 @@ class Context:
                 optimizer.close(whole_state=False)
             except Error as error:
                 errors.append(error)
+        for link in self._abandoned:
+            if self._faults is not None and (verdict := self._faults.verdict) is not None:
+                link.fail(verdict)  # which may have come when nobody knew of it
+            link.close()
         for context in self.members.values():
             context.close()
         self.process_sets.close()
@@ -307,6 +331,9 @@ class Context:
             found[optimizer.label] = {}
             with suppress(UsageError):  # of one that is being closed
                 found[optimizer.label] = optimizer.status()
+        for link in list(self._abandoned):
+            with suppress(UsageError):
+                found[link.label] = link.status()
         return {"optimizers": found, "eager": self.eager.pending()}
 
     def _hold(self, verdict: str) -> None:
@@ -322,6 +349,8 @@ class Context:
             for optimizer in optimizers:
                 with suppress(UsageError):  # one that is being closed
                     optimizer.fail(verdict)
+            for link in list(self._abandoned):
+                link.fail(verdict)
             self.eager.fail(verdict)
             self.process_sets.fail(verdict)
             for context in list(self.members.values()):

@@ -173,6 +173,7 @@ class DasoOptimizer(DistributedOptimizer):
             first = context.rank - context.rank % slots
             self._node = members_of(context, list(range(first, first + slots)))
             self._exchange = NodeExchange(context, label, groups[0], groups[1], self._node.rank)
+            self._exchange.owner = self  # whose thread keeps this until it is closed
         elif context.rank == 0:
             log.warning("DASO: there is one node only, so gradients are averaged and no more")
         try:

@@ -105,7 +105,7 @@ class _CompressedBuckets:
         # Who waits for it does so on the device, too.
         devices: list[int | str | torch.device] = [param.device] if param.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        future.set_result(rows.average(self._exchange.core))
+        future.set_result(rows.average(self._exchange.core, param))
         return future
 
     def _remembered(self, names: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ the hooks of what is inside, so they are asked for as a whole.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from usbyte.torch.awaited import hold, release
+from usbyte.torch.awaited import hold, release, weakly
 from usbyte.torch.device import Device, Mark
 
 
@@ -64,9 +65,10 @@ class Gates:
         self.needed: list[Mark | None] = [None] * len(params)
         self.read_early = [0] * len(params)
         self.iterations = 0
+        self._fetch = weakly(self._read)
         self._finder: RemovableHandle | None = None
         if model is None:
-            self._finder = register_module_forward_pre_hook(self._find)
+            self._finder = _Finder(self).handle
         else:
             self._install(model)
 
@@ -118,9 +120,9 @@ class Gates:
             if handle is not None:
                 handle.remove()
 
-    def _find(self, module: nn.Module, args: Any) -> None:
-        # Inside a compiled region hooks are traced; its outermost module has been seen before.
-        if torch.compiler.is_compiling() or module in self._installed:
+    def find(self, module: nn.Module, args: Any) -> None:
+        """Installs gates below a module that is about to run, if it has parameters of these."""
+        if module in self._installed:
             return
         if all(p not in self._index for p in module.parameters()):
             return
@@ -173,7 +175,7 @@ class Gates:
         if self._watching:
             for i, param in enumerate(self._params):
                 if self.needed[i] is None and i not in self._opaque:
-                    hold(param, self._read)
+                    hold(param, self._fetch)
 
     def _read(self, param: torch.Tensor) -> None:
         release(param)
@@ -182,6 +184,24 @@ class Gates:
             self.read_early[i] += 1
         self._use([i])
         self._arrive([i])
+
+
+class _Finder:
+    """Watches all modules, and keeps nothing alive."""
+
+    def __init__(self, gates: Gates) -> None:
+        self._gates = weakref.ref(gates)
+        self.handle = register_module_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        # Inside a compiled region hooks are traced; its outermost module has been seen before.
+        if torch.compiler.is_compiling():
+            return
+        gates = self._gates()
+        if gates is not None:
+            gates.find(module, args)
+        else:
+            self.handle.remove()
 
 
 class _Hook:

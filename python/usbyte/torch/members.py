@@ -69,6 +69,7 @@ class Members(Context):
         self.rank, self.size = self.ranks.index(whole.rank), len(self.ranks)
         self._name = name
         self.store = dist.PrefixStore(f"members.{name}", whole.store)
+        self._abandoned = whole._abandoned  # which is told of faults
         self._groups = itertools.count()  # equal on these ranks
         self._labels = 0
         self.eager = EagerQueue(

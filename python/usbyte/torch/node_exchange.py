@@ -50,7 +50,12 @@ class NodeExchange:
         node: The ranks of this node by local index; None if it is one.
         nodes: The ranks of this rank's local index, by node.
         local_rank: This rank's local index.
+
+    Attributes:
+        owner: What lives until `close`.
     """
+
+    owner: object = None
 
     def __init__(
         self,
@@ -130,7 +135,7 @@ class NodeExchange:
         """Ends the thread and the groups; what is in flight, after a fault, is aborted."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, self.owner = True, None
         self._tasks.put(None)
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():

@@ -14,7 +14,7 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import Error, UsageError
 from usbyte.torch.arguments import check_combination, check_policy, names_of, positive
-from usbyte.torch.awaited import release
+from usbyte.torch.awaited import release, weakly
 from usbyte.torch.changes import Changes
 from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
 from usbyte.torch.context import Context, current
@@ -26,7 +26,7 @@ from usbyte.torch.members import members_of
 from usbyte.torch.mesh import Given, parse, told
 from usbyte.torch.ops import Average, ReduceOp
 from usbyte.torch.overlap import Overlap, Watch, agree
-from usbyte.torch.ownership import claim
+from usbyte.torch.ownership import claim, disown
 from usbyte.torch.planning import Planner, Policy
 from usbyte.torch.process_sets import Members as SomeRanks
 from usbyte.torch.process_sets import ranks_of
@@ -157,6 +157,7 @@ class DistributedOptimizer(OptimizerWrapper):
         context = whole
         if process_set is not None:
             context = members_of(whole, ranks_of(process_set, whole.size))
+        context.close_abandoned()
         self._context = context
         if num_groups or groups is not None:
             log.warning("num_groups and groups have no effect: what travels together is planned")
@@ -533,6 +534,7 @@ class DistributedOptimizer(OptimizerWrapper):
             gates.close()
             reducer.close()
             self._gates = self._reducer = None
+            disown(self, self._params)
 
     def _build(self) -> None:
         self._end_engine()
@@ -554,8 +556,8 @@ class DistributedOptimizer(OptimizerWrapper):
             )
         self._fused = FusedUpdate(self._inner, names, self._params) if self._fuses else None
         count = range(len(self._params))
-        self._fetch_param = [partial(self._on_param_read, i) for i in count]
-        self._fetch_gradient = [partial(self._on_gradient_read, i) for i in count]
+        self._fetch_param = [weakly(self._on_param_read, i) for i in count]
+        self._fetch_gradient = [weakly(self._on_gradient_read, i) for i in count]
         self._updates = DeferredUpdates(
             self._inner, self._take_step, self._params, self._group_of, self._fetch_param
         )

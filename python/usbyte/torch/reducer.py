@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from usbyte.torch.device import Device, Mark
 from usbyte.torch.exchange import TorchExchange
 from usbyte.torch.gates import Gates
 from usbyte.torch.learning import Times
+from usbyte.torch.link import Link
 from usbyte.torch.mesh import Given
 from usbyte.torch.ops import Average
 from usbyte.torch.plan_cycle import PlanCycle
@@ -121,7 +124,9 @@ class Reducer:
         self._writer: _core.TimelineWriter | None = None
         self._memory = memory
         self._communicator = context.new_communicator(device, topology)
-        self._exchange: TorchExchange | None = None  # once a plan adds up rows
+        self._link = Link(context, planner.label, self._communicator)
+        self._let_go = weakref.finalize(self, context.abandon, self._link)
+        self._let_go.atexit = False  # `shutdown` closes what there is
         plan = planner.learning_plan()
         self._provide_exchange(plan)
         self._lay_out(plan)
@@ -129,8 +134,10 @@ class Reducer:
         self._exchanging = threading.RLock()
         self._failure = ""  # what `fail` was told
         self._engine = self._start_engine(plan, steps_before)
+        this = weakref.ref(self)  # see `ownership`
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(params)
+            p.register_post_accumulate_grad_hook(partial(_hook, this, i))
+            for i, p in enumerate(params)
         ]
 
     @property
@@ -200,10 +207,8 @@ class Reducer:
         """Removes the hooks and ends the engine."""
         for handle in self._handles:
             handle.remove()
-        self._engine.close()
-        self._communicator.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        self._link.close()
+        self._let_go.detach()
 
     def wait(self, i: int) -> torch.Tensor | None:
         """The reduced gradient of parameter i, once it has arrived; None if no rank used it.
@@ -444,11 +449,11 @@ class Reducer:
 
     def _provide_exchange(self, plan: _core.Plan) -> None:
         """For a plan that adds up rows, to which all ranks go over together."""
-        if self._exchange is None and any(op.sparse or op.scheme for op in plan.ops):
-            self._exchange = TorchExchange(self._context.new_group())
+        if self._link.exchange is None and any(op.sparse or op.scheme for op in plan.ops):
+            self._link.exchange = TorchExchange(self._context.new_group())
 
     def _start_engine(self, plan: _core.Plan, steps_before: int) -> _core.Engine:
-        env = self._context.env
+        env, exchange = self._context.env, self._link.exchange
         engine = _core.Engine(
             plan,
             self._arena.buffer.data_ptr(),
@@ -458,22 +463,20 @@ class Reducer:
             steps_before=steps_before,
             hold_gathers=self._sharded and not self.learning,
             device=self.device.core,
-            exchange=self._exchange.core if self._exchange is not None else None,
+            exchange=exchange.core if exchange is not None else None,
             scale=self._scale,
             memory=self._memory.address,
             seed=self._planner.seed,
             timed=self.learning,
             on_warning=self._context.warn,
-            on_stall=self._on_stall,
-            on_fault=self._context.report_fault,
+            on_stall=self._link.on_stall,
+            on_fault=self._link.on_fault,
         )
+        self._link.drive(engine, self._arena.buffer, self._memory, self._rows)
         self._sender = sender(
             self.device, self.params, self._at_slot, self._arena, engine, self._scale
         )
         return engine
-
-    def _on_stall(self, text: str) -> str:
-        return self._context.inquire(f"{self._planner.label}.step{self._engine.steps}", text)
 
     def send_kept(self) -> None:
         """Sends what was accumulated without sync, as if a backward pass had ended now."""
@@ -502,19 +505,17 @@ class Reducer:
         self.settle()
         return False
 
-    def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(param: torch.Tensor) -> None:
-            if not self._in_pass:
-                self._on_first_gradient(i)
-                if self._sync:
-                    self._begin_pass()
-            self._on_gradient(i)
-            if self.in_backward:
-                self._collect(i, param)
-            else:
-                self.unsent = True
-
-        return on_gradient
+    def take(self, i: int, param: nn.Parameter) -> None:
+        """Inside `backward()`: the gradient of parameter i is there."""
+        if not self._in_pass:
+            self._on_first_gradient(i)
+            if self._sync:
+                self._begin_pass()
+        self._on_gradient(i)
+        if self.in_backward:
+            self._collect(i, param)
+        else:
+            self.unsent = True
 
     def _begin_pass(self) -> None:
         if self._passes + 1 == self._passes_per_step:
@@ -601,6 +602,11 @@ class Reducer:
         self.in_backward = False
         self.in_flight = True
         self._on_backward_end()
+
+
+def _hook(of: weakref.ref[Reducer], i: int, param: nn.Parameter) -> None:
+    if (reducer := of()) is not None:
+        reducer.take(i, param)
 
 
 def _coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:

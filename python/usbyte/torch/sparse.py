@@ -221,7 +221,7 @@ class Rows:
             raise UsageError(
                 f"the gradient of '{name}' is {grad.dtype}, the parameter {param.dtype}"
             )
-        self._param, self._device = param, device
+        self._device = device
         ids, values = grad._indices()[0], grad._values()
         self.count: torch.Tensor | None = None
         device.keep([ids, values])
@@ -240,17 +240,22 @@ class Rows:
             self._device.stream(), 0 if self.count is None else self.count.data_ptr(),
         )  # fmt: skip
 
-    def average(self, exchange: _core.Exchange) -> torch.Tensor:
-        """Over all ranks, which all call this; blocks, also for a device."""
-        rows, width = matrix_of(self._param)
+    def average(self, exchange: _core.Exchange, param: torch.Tensor) -> torch.Tensor:
+        """Over all ranks, which all call this; blocks, also for a device.
+
+        Args:
+            exchange: To the other ranks.
+            param: The same as this was made with, which it does not keep.
+        """
+        rows, width = matrix_of(param)
         count = len(self.ids) if self.count is None or not len(self.ids) else int(self.count)
         ids, values = self.ids[:count].cpu(), self.values[:count].cpu()
         return sparse_tensor(
             _core.sparse_all_reduce(
-                "zen", exchange, rows, width, str(self._param.dtype).removeprefix("torch."),
+                "zen", exchange, rows, width, str(param.dtype).removeprefix("torch."),
                 ids.data_ptr(), count, values.data_ptr(), 1 / exchange.size,
             ),
-            self._param,
+            param,
             self._device,
         )  # fmt: skip
 
