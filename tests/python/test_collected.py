@@ -16,6 +16,7 @@ import usbyte.torch as ub
 from _models import OPTIMIZERS, Awkward, groups, short_probes
 from _ranks import run_ranks
 from usbyte.errors import FaultError, UsageError
+from usbyte.torch.awaited import forget_dead
 
 LEARNED = {"USBYTE_LEARNING_STEPS": "2"}
 
@@ -130,8 +131,12 @@ def keeps(rank, size):
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     del model, optimizer
     gc.collect()
-    with pytest.raises(UsageError, match="dropped: read it before, or call"):
-        grads[0].sum()
+    for forget in (False, True):
+        if forget:
+            forget_dead()
+        with pytest.raises(UsageError, match="dropped: read it before, or call"):
+            grads[0].sum()
+    del grads, params
     return [of_model == want, of_params == want]
 
 
@@ -278,6 +283,35 @@ def copies(rank, size):
     del model, optimizer, shallow
     gc.collect()
     return same
+
+
+def swaps(rank, size):
+    """Torch would take the hook away from the parameter."""
+    ub.init()
+    short_probes()
+    model = trained(rank)[0]
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    with pytest.raises(RuntimeError, match="swap"):
+        model.load_state_dict(model.state_dict())
+
+
+def test_parameters_are_not_swapped():
+    run_ranks(2, swaps, env=LEARNED)
+
+
+def test_a_single_rank_keeps_no_optimizer(single):
+    model = nn.Linear(4, 4)
+    for closes in (True, False, False):
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = ub.DistributedOptimizer(inner, model.named_parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if closes:
+            optimizer.close()
+        there = weakref.ref(inner)
+        del inner, optimizer
+        gc.collect()
+        assert there() is None
 
 
 def test_copies_of_parameters_are_nobodys():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,19 +67,36 @@ def weakly(method: Callable[..., None], *args: Any) -> Fetch:
 
     So that this may go together with its tensors. One that outlives it never gets its value.
     """
-    return partial(_call, weakref.WeakMethod(method), args)
+    return _Weakly(method, args)
 
 
-def _call(
-    method: weakref.WeakMethod[Callable[..., None]], args: Sequence[Any], tensor: torch.Tensor
-) -> None:
-    call = method()
-    if call is None:
-        raise UsageError(
-            "this gradient was on its way when its model and optimizer were dropped: read it "
-            "before, or call optimizer.synchronize()"
-        )
-    call(*args, tensor)
+class _Weakly:
+    def __init__(self, method: Callable[..., None], args: Sequence[Any]) -> None:
+        self._method, self._args = weakref.WeakMethod(method), args
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        call = self._method()
+        if call is None:
+            raise _never_fetched()
+        call(*self._args, tensor)
+
+    @property
+    def is_dead(self) -> bool:
+        return self._method() is None
+
+
+def _never_fetched() -> UsageError:
+    return UsageError(
+        "this tensor was on its way when its model and optimizer were dropped: read it before, or "
+        "call optimizer.synchronize()"
+    )
+
+
+def forget_dead() -> None:
+    """Drops what is to be called for objects that are gone; most of their tensors are too."""
+    for key, (fetch, _) in list(_fetches.items()):
+        if isinstance(fetch, _Weakly) and fetch.is_dead:
+            _fetches.pop(key, None)
 
 
 def _owner_of(tensor: torch.Tensor) -> object:
@@ -123,8 +139,10 @@ def _class_for(base: type) -> type:
 
 def _fetch(tensor: Any, writes: bool = False) -> None:
     held = _fetches.get(id(tensor))
-    if held is not None:  # else another thread has released it just now
+    if held is not None:
         held[writes](tensor)
+    elif type(tensor) in _bases:  # else another thread has released it just now
+        raise _never_fetched()
 
 
 def _held(value: Any) -> Iterator[Any]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.env import Cluster, detect
 from usbyte.errors import Error, FaultError, MismatchError, UsageError
+from usbyte.torch.awaited import forget_dead
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.device import CudaDevice, Device
 from usbyte.torch.eager import EagerQueue
@@ -252,12 +253,16 @@ class Context:
     def close_abandoned(self) -> None:
         """Closes what all ranks have abandoned. Collective."""
         if current().sending():
-            gc.collect()  # it does not know how large models are
+            gc.collect()  # which by itself comes late, as it does not know how large tensors are
+        forget_dead()
         mine = {link.label: link for link in self._abandoned if link.context is self}
         texts = self.eager.allgather_bytes("usbyte.abandoned", json.dumps(sorted(mine)).encode())
         for label in sorted(set(mine).intersection(*map(json.loads, texts))):
-            mine[label].close()
             self._abandoned.remove(mine[label])
+            try:
+                mine[label].close()
+            except Error as error:  # of no concern to the optimizer that is being made
+                log.warning("%s: %s", label, error)
 
     def sending(self) -> list[DistributedOptimizer]:
         """Optimizers whose gradients go to other ranks."""
@@ -312,10 +317,13 @@ class Context:
                 optimizer.close(whole_state=False)
             except Error as error:
                 errors.append(error)
-        for link in self._abandoned:
+        for link in sorted(self._abandoned, key=lambda link: link.label):
             if self._faults is not None and (verdict := self._faults.verdict) is not None:
                 link.fail(verdict)  # which may have come when nobody knew of it
-            link.close()
+            try:
+                link.close()
+            except Error as error:
+                errors.append(error)
         for context in self.members.values():
             context.close()
         self.process_sets.close()

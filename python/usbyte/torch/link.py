@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from usbyte import _core
@@ -72,10 +72,10 @@ class Link:
 
     def close(self) -> None:
         """Ends all threads, once a step whose backward has ended is over."""
-        if self._engine is not None:
-            self._engine.close()
-        self.communicator.close()
         exchange, self.exchange = self.exchange, None
-        if exchange is not None:
-            exchange.close()
-        self._memory = ()
+        with ExitStack() as last_first:  # each of them, whatever others raise
+            if exchange is not None:
+                last_first.callback(exchange.close)
+            last_first.callback(self.communicator.close)
+            if self._engine is not None:
+                last_first.callback(self._engine.close)

@@ -26,7 +26,7 @@ from usbyte.torch.members import members_of
 from usbyte.torch.mesh import Given, parse, told
 from usbyte.torch.ops import Average, ReduceOp
 from usbyte.torch.overlap import Overlap, Watch, agree
-from usbyte.torch.ownership import claim, disown
+from usbyte.torch.ownership import claim, keep
 from usbyte.torch.planning import Planner, Policy
 from usbyte.torch.process_sets import Members as SomeRanks
 from usbyte.torch.process_sets import ranks_of
@@ -534,7 +534,7 @@ class DistributedOptimizer(OptimizerWrapper):
             gates.close()
             reducer.close()
             self._gates = self._reducer = None
-            disown(self, self._params)
+            keep(None, self._params)
 
     def _build(self) -> None:
         self._end_engine()
@@ -630,6 +630,7 @@ class DistributedOptimizer(OptimizerWrapper):
         except BaseException:
             gates.close()
             raise
+        keep(self, self._params)
         self._closed = False
 
     def _sparse_names(self, names: Sequence[str]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,21 @@ from usbyte.errors import UsageError
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
 
-# Torch keeps hooks where Python's collector does not look, so they refer to the optimizer weakly;
-# as an attribute of its parameters it lives as long as one of these, and goes with the last.
+# Torch keeps hooks where Python's collector does not look, so they refer to the optimizer weakly.
+# As an attribute of its parameters it lives as long as one of these, and goes with the last.
 _TIE = "_usbyte_tie"
 
 
 class _Tie:
-    """Between a parameter and its optimizer; copies and pickles of the parameter have none."""
+    """From a parameter to its optimizer; a pickle of the parameter has something empty for it.
+
+    Torch swaps no tensor to which there are weak references, and a parameter that it swapped would
+    leave its hook behind.
+    """
 
     def __init__(self, param: nn.Parameter, owner: DistributedOptimizer) -> None:
-        self.id, self.owner = id(param), owner  # a weak reference would forbid torch to swap it
+        self.of, self.owner = weakref.ref(param), weakref.ref(owner)
+        self.kept: DistributedOptimizer | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -32,15 +38,15 @@ class _Tie:
 
 
 def owner_of(param: nn.Parameter) -> DistributedOptimizer | None:
-    """The optimizer that has claimed the parameter last, if any."""
-    tie = vars(param).get(_TIE)
-    return tie.owner if isinstance(tie, _Tie) and tie.id == id(param) else None
+    """The optimizer that last claimed the parameter, if it still exists."""
+    tie = _tie_of(param)
+    return tie.owner() if tie is not None else None
 
 
 def claim(
     owner: DistributedOptimizer, params: Sequence[nn.Parameter], names: Sequence[str]
 ) -> None:
-    """Makes parameters the optimizer's, which lives as long as any of them from now on.
+    """Makes parameters the optimizer's.
 
     Raises:
         UsageError: Another one that is not closed has one of them.
@@ -56,8 +62,16 @@ def claim(
         setattr(param, _TIE, _Tie(param, owner))
 
 
-def disown(owner: DistributedOptimizer, params: Sequence[nn.Parameter]) -> None:
-    """Makes the optimizer's parameters nobody's."""
+def keep(owner: DistributedOptimizer | None, params: Sequence[nn.Parameter]) -> None:
+    """From now on the optimizer that has claimed the parameters lives as long as any of them.
+
+    With None, as long as somebody else refers to it.
+    """
     for param in params:
-        if owner_of(param) is owner:
-            delattr(param, _TIE)
+        if (tie := _tie_of(param)) is not None:
+            tie.kept = owner
+
+
+def _tie_of(param: nn.Parameter) -> _Tie | None:
+    tie = vars(param).get(_TIE)
+    return tie if isinstance(tie, _Tie) and tie.of() is param else None

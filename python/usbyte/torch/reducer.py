@@ -605,8 +605,13 @@ class Reducer:
 
 
 def _hook(of: weakref.ref[Reducer], i: int, param: nn.Parameter) -> None:
-    if (reducer := of()) is not None:
-        reducer.take(i, param)
+    reducer = of()
+    if reducer is None:
+        raise UsageError(
+            "a parameter has a gradient that its DistributedOptimizer does not see, as that is "
+            "gone: make one for the parameters that are trained"
+        )
+    reducer.take(i, param)
 
 
 def _coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:
