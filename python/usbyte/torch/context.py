@@ -312,7 +312,7 @@ class Context:
         if self._faults is not None:
             self._faults.leave()
         errors = []
-        for optimizer in list(self._optimizers):
+        for optimizer in self._in_order():  # as communicators may end together only
             try:
                 optimizer.close(whole_state=False)
             except Error as error:
@@ -333,9 +333,13 @@ class Context:
         if errors:
             raise errors[0]
 
+    def _in_order(self) -> list[DistributedOptimizer]:
+        """Those that there are, in an order that is the same on all ranks."""
+        return sorted(self._optimizers, key=lambda optimizer: optimizer.label)
+
     def _describe(self) -> State:
         found: dict[str, dict[str, Any]] = {}
-        for optimizer in sorted(self._optimizers, key=lambda optimizer: optimizer.label):
+        for optimizer in self._in_order():
             found[optimizer.label] = {}
             with suppress(UsageError):  # of one that is being closed
                 found[optimizer.label] = optimizer.status()
