@@ -285,6 +285,10 @@ def copies(rank, size):
     return same
 
 
+def test_copies_of_parameters_are_nobodys():
+    assert run_ranks(2, copies, env=LEARNED) == [True, True]
+
+
 def swaps(rank, size):
     """Torch would take the hook away from the parameter."""
     ub.init()
@@ -312,7 +316,3 @@ def test_a_single_rank_keeps_no_optimizer(single):
         del inner, optimizer
         gc.collect()
         assert there() is None
-
-
-def test_copies_of_parameters_are_nobodys():
-    assert run_ranks(2, copies, env=LEARNED) == [True, True]
