@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 STEPS = 9
 
@@ -40,7 +43,7 @@ def batches(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Itera
         yield torch.randn(*(shape or (5, 6)), generator=data).to(dtype)
 
 
-def fit(net: nn.Module, opt: Any, inputs: Iterator[torch.Tensor]) -> None:
+def fit(net: nn.Module, opt: Any, inputs: Iterable[torch.Tensor]) -> None:
     for x in inputs:
         opt.zero_grad()
         net(x).pow(2).mean().backward()
@@ -431,6 +434,48 @@ def autocasts(wrap: Wrap, rank: int) -> Any:
         loss.backward()
         opt.step()
     return model
+
+
+def transforms(wrap: Wrap, rank: int) -> Any:
+    """The model is differentiated by functions before it trains on."""
+    model = mlp()
+    net, opt = wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (x,)).pow(2).mean()
+
+    found: list[torch.Tensor] = []
+    for k, x in enumerate(batches(rank)):
+        if k % 3 == 0:
+            params = dict(model.named_parameters())
+            found += torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x).values()
+        elif k % 3 == 1:
+            found += torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        else:
+            found.append(torch.func.grad(lambda x: model(x).sum())(x))
+        fit(net, opt, [x])
+    return model, [t.detach() for t in found]
+
+
+def traces(wrap: Wrap, rank: int) -> Any:
+    """The model's first pass after a step is one that is recorded, or that computes nothing."""
+    model = mlp()
+    net, opt = wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    found = []
+    for k, x in enumerate(batches(rank)):
+        if k % 4 == 0:
+            found.append(make_fx(model)(x)(x))
+        elif k % 4 == 1:
+            found.append(torch.jit.trace(model, x)(x))
+        elif k % 4 == 2:
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                model(fake.from_tensor(x))
+        else:
+            with FlopCounterMode(display=False) as counter:
+                model(x)
+            found.append(torch.tensor(counter.get_total_flops()))
+        fit(net, opt, [x])
+    return model, [t.detach() for t in found]
 
 
 def accumulates(wrap: Wrap, rank: int) -> Any:

@@ -51,6 +51,8 @@ EXPECTED = {
     "mixes_dtypes": "",
     "half": "",
     "autocasts": "",
+    "transforms": "",
+    "traces": "",
     "accumulates": "",
     "compiles_blocks": "",
     "compiles_in_place": "",

@@ -25,6 +25,7 @@ from usbyte.torch.communicator import shards
 from usbyte.torch.context import Context
 from usbyte.torch.ops import Max, Sum, allgather, allreduce
 from usbyte.torch.reducer import Reducer
+from usbyte.torch.shield import shielded
 
 # Their updates treat every element by itself, so that a shard's update is a part of the whole one.
 _ELEMENTWISE = (
@@ -166,7 +167,7 @@ class ShardedUpdates:
             if self.pending[i]:  # a signal handler may have taken it while this waited
                 self.pending[i] = False
                 self.count -= 1
-                with torch.inference_mode(False), torch.no_grad():  # the first alone turns grad on
+                with shielded(self._reducer.device.torch_device.type), torch.no_grad():
                     self._params[i].copy_(self._reducer.gradient(i))
 
     @torch.no_grad()

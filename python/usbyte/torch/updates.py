@@ -13,6 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from usbyte.errors import Error
 from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.reducer import Reducer
+from usbyte.torch.shield import shielded
 
 
 class DeferredUpdates:
@@ -77,8 +78,11 @@ class DeferredUpdates:
     def apply(self, indices: Sequence[int], reducer: Reducer) -> None:
         """Applies the pending updates of these parameters, waiting for each gradient."""
         due = [i for i in indices if self.pending[i]] if self.count else []
-        if not due:
-            return
+        if due:
+            with shielded(reducer.device.torch_device.type):
+                self._apply(due, reducer)
+
+    def _apply(self, due: Sequence[int], reducer: Reducer) -> None:
         arrived = [(i, reducer.wait(i)) for i in due]
         # A signal handler may have asked for the same updates while this waited.
         arrived = [(i, grad) for i, grad in arrived if self.pending[i]]
@@ -94,7 +98,7 @@ class DeferredUpdates:
         try:
             for i, grad in arrived:
                 self._params[i].grad = grad
-            with self._narrowed(due), _plain_arithmetic(reducer.device.torch_device.type):
+            with self._narrowed(due):
                 self._step()
         finally:
             for (i, grad), before in zip(arrived, kept, strict=True):
@@ -126,17 +130,6 @@ class DeferredUpdates:
             yield
         finally:
             self._optimizer.param_groups = everything
-
-
-@contextmanager
-def _plain_arithmetic(device: str) -> Iterator[None]:
-    """Shields an update from the modes of the forward pass that it runs in."""
-    with torch.inference_mode(False):
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                yield
-        else:
-            yield
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
