@@ -436,6 +436,22 @@ def autocasts(wrap: Wrap, rank: int) -> Any:
     return model
 
 
+def scales_by_hooks(wrap: Wrap, rank: int) -> Any:
+    """The user's hooks were there first."""
+    model = mlp()
+
+    def halve(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        param.register_post_accumulate_grad_hook(halve)
+    net, opt = wrap(model, sgd(model))
+    fit(net, opt, batches(rank))
+    return model
+
+
 def transforms(wrap: Wrap, rank: int) -> Any:
     """The model is differentiated by functions before it trains on."""
     model = mlp()
@@ -446,10 +462,12 @@ def transforms(wrap: Wrap, rank: int) -> Any:
 
     found: list[torch.Tensor] = []
     for k, x in enumerate(batches(rank)):
-        if k % 3 == 0:
+        if k % 4 == 0:
             params = dict(model.named_parameters())
             found += torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x).values()
-        elif k % 3 == 1:
+        elif k % 4 == 1:
+            found += torch.func.grad(loss)(dict(model.named_parameters()), x).values()
+        elif k % 4 == 2:
             found += torch.func.jvp(model, (x,), (torch.ones_like(x),))
         else:
             found.append(torch.func.grad(lambda x: model(x).sum())(x))

@@ -230,6 +230,15 @@ def more_misuse(rank, size):
     with pytest.raises(Error, match=r"'0\.weight' was modified after backward"):
         model(x).sum().backward()
     end(opt)
+    # And one that was reset by a hook that ran before.
+    model = nn.Sequential(nn.Linear(x.shape[1], 4))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
+    )
+    with pytest.raises(UsageError, match=r"'0\.weight' was reset by a hook of its parameter"):
+        model(x).sum().backward()
+    end(opt)
 
 
 def test_more_of_what_would_be_silently_wrong_is_an_error():

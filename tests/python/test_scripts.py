@@ -51,6 +51,7 @@ EXPECTED = {
     "mixes_dtypes": "",
     "half": "",
     "autocasts": "",
+    "scales_by_hooks": "",
     "transforms": "",
     "traces": "",
     "accumulates": "",

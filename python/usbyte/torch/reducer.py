@@ -505,7 +505,7 @@ class Reducer:
         self.settle()
         return False
 
-    def take(self, i: int, param: nn.Parameter) -> None:
+    def take(self, i: int) -> None:
         """Inside `backward()`: the gradient of parameter i is there."""
         if not self._in_pass:
             self._on_first_gradient(i)
@@ -513,7 +513,7 @@ class Reducer:
                 self._begin_pass()
         self._on_gradient(i)
         if self.in_backward:
-            self._collect(i, param)
+            self._collect(i)
         else:
             self.unsent = True
 
@@ -545,9 +545,13 @@ class Reducer:
         self._used = None
         self.in_backward = True
 
-    def _collect(self, i: int, param: torch.Tensor) -> None:
-        grad = param.grad
-        assert grad is not None
+    def _collect(self, i: int) -> None:
+        grad = self.params[i].grad
+        if grad is None:
+            raise UsageError(
+                f"the gradient of '{self.names[i]}' was reset by a hook of its parameter before it "
+                "was sent: leave gradients to the optimizer until step()"
+            )
         if grad is self._grads[i]:
             self._check_not_summed(i)
         self._send(i, grad)
@@ -604,14 +608,14 @@ class Reducer:
         self._on_backward_end()
 
 
-def _hook(of: weakref.ref[Reducer], i: int, param: nn.Parameter) -> None:
+def _hook(of: weakref.ref[Reducer], i: int, _param: object) -> None:  # what a hook before returned
     reducer = of()
     if reducer is None:
         raise UsageError(
             "a parameter has a gradient that its DistributedOptimizer does not see, as that is "
             "gone: make one for the parameters that are trained"
         )
-    reducer.take(i, param)
+    reducer.take(i)
 
 
 def _coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:
