@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ import usbyte.torch as ub
 from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import FaultError, MismatchError, UsageError
+from usbyte.torch.context import current
+from usbyte.torch.groups import gloo_group
 
 STEPS = 12
 
@@ -164,3 +168,24 @@ def loses_a_member(rank, size):
 
 def test_the_end_of_a_member_reaches_all_and_leaves_a_state_to_go_on_from():
     assert run_ranks(3, loses_a_member, dies=[2]) == [True, True, None]
+
+
+def connects_late(rank, size):
+    ub.init()
+    store = dist.PrefixStore("late", current().store)
+    connect = dist.ProcessGroupGloo
+
+    def slowly(*args):
+        made = connect(*args)
+        time.sleep(0.5)
+        store.set("connected", "")
+        return made
+
+    if rank == 1:
+        dist.ProcessGroupGloo = slowly
+    gloo_group(store, rank, size, timedelta(seconds=20))
+    assert store.check(["connected"])
+
+
+def test_no_rank_can_leave_a_group_to_which_others_still_connect():
+    run_ranks(2, connects_late, timeout=30)

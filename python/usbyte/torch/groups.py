@@ -22,7 +22,12 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
         size: Number of ranks in the group.
         timeout: Of its operations.
     """
-    gloo: Any = dist.ProcessGroupGloo(private_store(store, "gloo"), rank, size, timeout)
+    own = private_store(store, "gloo")
+    gloo: Any = dist.ProcessGroupGloo(own, rank, size, timeout)
+    # Whoever left now would break connections that others are still making.
+    if own.add("usbyte/connected", 1) == size:
+        own.set("usbyte/all connected", "")
+    own.wait(["usbyte/all connected"], timeout)
     return cast(dist.ProcessGroup, gloo)
 
 
