@@ -227,9 +227,10 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, or ends with a message."""
+    """Writes a file as `read_text` reads it, or ends with a message."""
+    data = text.encode()  # before the file is emptied
     try:
-        path.write_text(text)
+        path.write_bytes(data)
     except OSError as error:
         raise _unwritable(path, str(error.strerror)) from error
 

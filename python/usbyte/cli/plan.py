@@ -94,11 +94,13 @@ def _table(plan: _core.Plan, predicted: _core.Prediction) -> Table:
     from rich.text import Text
 
     rows: list[list[RenderableType]] = []
+    # Each of these converts all that the core has.
+    tensors, launched_s, done_s = plan.tensors, predicted.launched_s, predicted.done_s
     for i, op in enumerate(plan.ops):
-        names = [plan.tensors[t].name for t in plan.tensors_of(op)]
+        names = [tensors[t].name for t in plan.tensors_of(op)]
         fence = ", fence" if op.fence else ""
         size, window = f"{plan.bytes(op) / _MEGA:.3f}", _window(op.window_bytes, plan) + fence
-        times = [f"{predicted.launched_s[i]:.6f}", f"{predicted.done_s[i]:.6f}"]
+        times = [f"{launched_s[i]:.6f}", f"{done_s[i]:.6f}"]
         kind = op.kind if op.codec == "none" else f"{op.kind} by {op.codec}"
         rows.append([str(i), kind, size, window, *times, Text(_shortened(names))])
     columns = ("op", "kind", "MB", "window MB", "launched s", "done s", "tensors")

@@ -149,7 +149,9 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
     help="Seconds until all hosts must be ready.",
 )
 @click.option(
-    "--timeline", metavar="FILE", help="Have usbyte write a timeline; sets USBYTE_TIMELINE."
+    "--timeline",
+    metavar="FILE",
+    help="Have usbyte write a timeline; sets USBYTE_TIMELINE. %r in the name stands for the rank.",
 )
 @click.option(
     "--env",
