@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -234,3 +235,11 @@ def test_an_interface_that_does_not_exist(start: Starter) -> None:
     running = start("-np", "1", "--network-interface", "nosuch0", "true")
     assert running.finish() == 1
     assert "host localhost: no network interface 'nosuch0'; there are lo" in running.err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_descriptors_are_those_of_nothing_else(tmp_path: Path, closed: str) -> None:
+    speaks = "echo out; echo err >&2; sleep 0.2; echo done >ran"
+    run = f"exec {sys.executable} -m usbyte.run -np 1 bash -c '{speaks}' {closed}"
+    assert subprocess.run(["bash", "-c", run], cwd=tmp_path, timeout=60).returncode == 0
+    assert (tmp_path / "ran").read_text() == "done\n"

@@ -68,6 +68,8 @@ def test_hostfile_formats(tmp_path: Path) -> None:
         ("a slots=2\nb cpus=3\n", r"hosts, line 2: 'cpus=3'"),
         ("a slots=x\n", r"line 1: 'slots=x'"),
         ("a slots=0\n", r"line 1: .* at least one slot"),
+        ("a slots=65537\n", r"line 1: .* 65536 slots at most, not 65537"),
+        ("a:99999999999999999999\n", r"65536 slots at most"),
         ("# nobody\n", r"names no host"),
     ],
 )

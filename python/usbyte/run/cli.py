@@ -66,7 +66,7 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
     "-np",
     "--num-proc",
     "ranks",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, hosts.MOST_RANKS),
     metavar="N",
     help="Ranks to start.  [default: as many as the hosts have slots]",
 )
@@ -198,6 +198,7 @@ def main(
     under torchrun, and the current directory. Ranks on other hosts also get this shell's USBYTE_*,
     NCCL_*, GLOO_*, OMP_NUM_THREADS and PYTHONPATH.
     """
+    processes.open_standard_descriptors()
     pool = _pool(ranks, host_list, hostfile, nnodes)
     job = Job(
         command=list(command),

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+#: Ranks of a job; more is a slip of the keyboard.
+MOST_RANKS = 1 << 16
+
 _ITEM = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.@%-]+)(?::(\d+))?", re.ASCII)
 
 
@@ -117,9 +120,12 @@ def _parse_item(text: str, where: str) -> Host:
 
 
 def _slots(text: str, where: str) -> int:
-    if int(text) < 1:
+    slots = int(text) if len(text) < 20 else MOST_RANKS + 1
+    if slots < 1:
         raise ValueError(f"{where}: a host needs at least one slot")
-    return int(text)
+    if slots > MOST_RANKS:
+        raise ValueError(f"{where}: a host may have {MOST_RANKS} slots at most, not {text:.20}")
+    return slots
 
 
 def _is_local(name: str) -> bool:

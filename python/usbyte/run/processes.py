@@ -108,6 +108,13 @@ def guard() -> None:
     os._exit(0)
 
 
+def open_standard_descriptors() -> None:
+    """Opens those of stdin, stdout and stderr that are closed, or what is opened next gets them."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 class SignalWake:
     """Turns signals into a file descriptor that becomes readable.
 
