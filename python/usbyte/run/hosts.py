@@ -120,11 +120,11 @@ def _parse_item(text: str, where: str) -> Host:
 
 
 def _slots(text: str, where: str) -> int:
-    slots = int(text) if len(text) < 20 else MOST_RANKS + 1
+    slots = int(text)
     if slots < 1:
         raise ValueError(f"{where}: a host needs at least one slot")
     if slots > MOST_RANKS:
-        raise ValueError(f"{where}: a host may have {MOST_RANKS} slots at most, not {text:.20}")
+        raise ValueError(f"{where}: a host may have {MOST_RANKS} slots at most, not {text}")
     return slots
 
 

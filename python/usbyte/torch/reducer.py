@@ -608,7 +608,8 @@ class Reducer:
         self._on_backward_end()
 
 
-def _hook(of: weakref.ref[Reducer], i: int, _param: object) -> None:  # what a hook before returned
+def _hook(of: weakref.ref[Reducer], i: int, _param: object) -> None:
+    # What torch passes is what a hook before this one has returned, if it has returned something.
     reducer = of()
     if reducer is None:
         raise UsageError(

@@ -153,22 +153,26 @@ class ShardedUpdates:
 
     def arrive(self, indices: Sequence[int]) -> None:
         """Takes the new values of these parameters, waiting for them."""
-        for i in indices if self.count else ():
-            if not self.pending[i]:
-                continue
-            self._reducer.wait_gathered(i)
-            release(self._params[i])
-            if self._params[i]._version != self._versions[i]:
-                raise Error(
-                    f"parameter '{self._reducer.names[i]}' was written to between step() and the "
-                    "arrival of its new values, which would have been lost; call "
-                    "optimizer.synchronize() before you change parameters"
-                )
-            if self.pending[i]:  # a signal handler may have taken it while this waited
-                self.pending[i] = False
-                self.count -= 1
-                with shielded(self._reducer.device.torch_device.type), torch.no_grad():
-                    self._params[i].copy_(self._reducer.gradient(i))
+        if not self.count:
+            return
+        with shielded(self._reducer.device.torch_device.type), torch.no_grad():
+            for i in indices:
+                if self.pending[i]:
+                    self._take(i)
+
+    def _take(self, i: int) -> None:
+        self._reducer.wait_gathered(i)
+        release(self._params[i])
+        if self._params[i]._version != self._versions[i]:
+            raise Error(
+                f"parameter '{self._reducer.names[i]}' was written to between step() and the "
+                "arrival of its new values, which would have been lost; call "
+                "optimizer.synchronize() before you change parameters"
+            )
+        if self.pending[i]:  # a signal handler may have taken it while this waited
+            self.pending[i] = False
+            self.count -= 1
+            self._params[i].copy_(self._reducer.gradient(i))
 
     @torch.no_grad()
     def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
