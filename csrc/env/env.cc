@@ -117,7 +117,8 @@ constexpr std::array kKnobs = {
     Knob{"USBYTE_STALL_LIMIT_S", &Env::stall_limit_s, "300", "s", kSecondsAccepted,
          "An operation in flight for longer is a fault: every rank raises FaultError"},
     Knob{"USBYTE_TIMELINE", &Env::timeline, "", "", "a path",
-         "File that the measured timeline is written to, %r for the rank; empty: none"},
+         "File that the measured timeline is written to, %r for the rank, else of rank 0 alone; "
+         "empty: none"},
     Knob{"USBYTE_TIMELINE_STEPS", &Env::timeline_steps, "0:", "",
          "FIRST:LAST, either may be missing, LAST is excluded, such as 0: or 100:110",
          "Steps that the timeline records", is_step_range},

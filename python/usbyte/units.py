@@ -9,8 +9,9 @@ import math
 import re
 from decimal import Decimal
 
-_NUMBER = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-z/]*)\s*", re.IGNORECASE)
-_SIZE = re.compile(r"([0-9]+)([kmg]?)(ib)?", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]{1,3})?)\s*([a-z/]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,18})([kmg]?)(ib)?", re.IGNORECASE)
+_MOST_BYTES = (1 << 63) - 1
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SECONDS = {"": 0, "s": 0, "ms": -3, "us": -6, "ns": -9}  # powers of ten
 
@@ -26,7 +27,7 @@ def parse_bytes(text: str) -> int:
     value = 0
     if match and not (match[3] and not match[2]):
         value = int(match[1]) << (10 * _POWERS[match[2].lower()])
-    if value < 1:
+    if not 1 <= value <= _MOST_BYTES:
         raise ValueError(
             f"{text!r} is no size; write a whole number of bytes >= 1, also with k, M or G "
             "(powers of 1024), such as 8388608, 8M or 8MiB"
@@ -48,12 +49,15 @@ def parse_rate(text: str) -> float:
     prefix, bits, per_byte = unit[:-3].lower(), unit[-3:].lower() == "bit", 8
     if not bits:
         prefix, bits, per_byte = unit[:-1].lower(), unit[-1:] == "B", 1
-    if match is None or not bits or prefix not in _POWERS or not _positive(float(match[1])):
+    rate = 0.0
+    if match and bits and prefix in _POWERS:
+        rate = _times_ten_to(match[1], 3 * _POWERS[prefix]) / per_byte
+    if not 0 < rate < math.inf:
         raise ValueError(
             f"{text!r} is no rate; write a number with bit, kbit, mbit, gbit or tbit, or with "
             "kB/s, MB/s or GB/s, such as 10gbit, 200mbit or 1.25GB/s"
         )
-    return _times_ten_to(match[1], 3 * _POWERS[prefix]) / per_byte
+    return rate
 
 
 def parse_seconds(text: str) -> float:
@@ -63,12 +67,15 @@ def parse_seconds(text: str) -> float:
         ValueError: It is no time, or negative.
     """
     match = _NUMBER.fullmatch(text)
-    if match is None or match[2].lower() not in _SECONDS or math.isinf(float(match[1])):
+    seconds = math.inf
+    if match and match[2].lower() in _SECONDS:
+        seconds = _times_ten_to(match[1], _SECONDS[match[2].lower()])
+    if math.isinf(seconds):
         raise ValueError(
             f"{text!r} is no time; write a number of seconds, or one with ms, us or ns, such as "
             "1.5, 8ms or 25us"
         )
-    return _times_ten_to(match[1], _SECONDS[match[2].lower()])
+    return seconds
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -93,10 +100,6 @@ def format_cost(alpha_s: float, beta_s_per_byte: float, overlap_s: float) -> str
     """Writes what an operation costs as "6ms (overlap 5ms) + 12.6 ns/byte"."""
     overlap = f" (overlap {format_seconds(overlap_s)})" if overlap_s else ""
     return f"{format_seconds(alpha_s)}{overlap} + {beta_s_per_byte * 1e9:.3g} ns/byte"
-
-
-def _positive(value: float) -> bool:
-    return 0 < value < math.inf
 
 
 def _times_ten_to(number: str, power: int) -> float:

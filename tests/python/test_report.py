@@ -210,6 +210,46 @@ def test_backward_overlap(run, tmp_path):
     assert any("backward waits for" in bar["text"] for bar in shown.select("rect"))
 
 
+def _no_traces(folder):
+    """Files that are nearly traces of usbyte's."""
+    event = {"ph": "X", "name": "a", "cat": "gate", "ts": 1, "dur": 1, "args": {"step": 1}}
+    texts = [json.dumps([{**event, name: value}]) for name, value in [
+        ("args", {}), ("args", 3), ("args", {"step": "x"}), ("ts", "soon"), ("dur", None),
+    ]]  # fmt: skip
+    texts += [json.dumps([{k: v for k, v in event.items() if k != "cat"}]), "[1]", '["X"]']
+    texts += [json.dumps([event]).replace('"ts": 1', f'"ts": {odd}') for odd in ("NaN", "1e999")]
+    texts.append("[" * 200_000)
+    for i, text in enumerate(texts):
+        path = folder / f"odd{i}.json"
+        path.write_text(text)
+        yield path
+    path.write_bytes(b"\xff\xfe[]")
+    yield path
+
+
+def test_the_options_of_plan(tmp_path):
+    """What `usbyte plan` has predicted, with any of the options that both have."""
+    costs = _core.CodecCost(_core.AlphaBeta(5e-3, 1e-9, 5e-3), _core.AlphaBeta(0, 1e-10))
+    (tmp_path / "costs.json").write_text(_core.CodecCosts({"topk:0.01": costs}).to_json())
+    common = ["vgg16-half", *RING, "--scale-time", "0.1", "--scale-bytes", "0.3"]
+    common += ["--codec-costs", str(tmp_path / "costs.json")]
+    plan, page = str(tmp_path / "plan.json"), tmp_path / "report.html"
+    for planned, both in [
+        (["--codec", "topk:0.01", "--policy", "ddp"], ["--overlap", "backward"]),
+        (["--policy", "dear"], ["--shard-optimizer"]),
+    ]:
+        done = click.testing.CliRunner().invoke(
+            main, ["plan", *common, *planned, *both, "-o", plan]
+        )
+        assert done.exit_code == 0, done.output
+        step_s = float(re.search(r"step ([0-9.]+) s", done.output)[1])
+        done = invoke(plan, *common, *both, "-o", page)
+        assert done.exit_code == 0, done.output
+        shown = Page(page.read_text())
+        assert shown.value("step") == f"{step_s * 1e3:.2f} ms"
+        assert ("all_reduce by topk:0.01" in page.read_text()) == ("--codec" in planned)
+
+
 def test_errors_name_the_culprit(run, tmp_path):
     plan, profile = run / "plan.json", run / "profile.json"
     trace = run / "trace.0.json"
@@ -226,10 +266,13 @@ def test_errors_name_the_culprit(run, tmp_path):
         ((plan, profile, "--trace", tmp_path / "none.json"), "USBYTE_TIMELINE"),
         ((plan, profile, "--trace", bad), "USBYTE_TIMELINE"),
         ((plan, profile, "--trace", tmp_path / "empty.json"), "no step"),
+        *(((plan, profile, "--trace", path), "USBYTE_TIMELINE") for path in _no_traces(tmp_path)),
+        ((plan, profile, "-o", "/no/such/page.html"), "cannot write"),
         ((other, profile, "--trace", trace), "optimizer.plan.to_json()"),
         # Learning steps follow another plan.
         ((plan, profile, "--trace", trace, "--step", "1"), "those that do are 4, 5"),
     ]:
-        done = invoke(*arguments, *RING, "-o", tmp_path / "report.html")
+        output = [] if "-o" in arguments else ["-o", tmp_path / "report.html"]
+        done = invoke(*arguments, *RING, *output)
         assert done.exit_code in (1, 2), arguments
         assert words in " ".join(done.output.split()), done.output

@@ -243,3 +243,31 @@ def test_closed_standard_descriptors_are_those_of_nothing_else(tmp_path: Path, c
     run = f"exec {sys.executable} -m usbyte.run -np 1 bash -c '{speaks}' {closed}"
     assert subprocess.run(["bash", "-c", run], cwd=tmp_path, timeout=60).returncode == 0
     assert (tmp_path / "ran").read_text() == "done\n"
+
+
+# The second ends before anybody sees that its output is lost.
+@pytest.mark.parametrize("command", ["while :; do echo line; done", "echo line"])
+def test_output_that_cannot_be_written_ends_the_job(command: str) -> None:
+    run = [sys.executable, "-m", "usbyte.run", "-np", "1", "sh", "-c", command]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            run, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == ("usbyterun: cannot write to standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--start-timeout", "nan", "true"], "not above 0"),
+        (["--start-timeout", "inf", "true"], "not above 0"),
+        (["--start-timeout", "0", "true"], "not above 0"),
+        ([""], "COMMAND is empty"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], complaint: str) -> None:
+    run = [sys.executable, "-m", "usbyte.run", "-np", "1", *arguments]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert complaint in done.stderr

@@ -14,7 +14,7 @@ from torch import nn
 import usbyte.torch as ub
 from _models import short_probes
 from _ranks import run_ranks
-from usbyte.errors import UsageError
+from usbyte.errors import FaultError, UsageError
 
 
 def trace(rank, size, steps, kill_at):
@@ -69,6 +69,40 @@ def test_a_killed_rank_leaves_valid_json(tmp_path):
     assert {e["args"]["step"] for e in events if e["ph"] == "X"} >= {1, 2, 5}
 
 
+def says_where_it_records(rank, size):
+    ub.init()
+    model = nn.Linear(64, 64)
+    opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        opt.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        opt.step()
+
+
+def test_without_a_place_for_the_rank_only_the_first_records(tmp_path):
+    env = {"USBYTE_TIMELINE": f"{tmp_path}/one.json"}
+    run_ranks(2, says_where_it_records, env=env, timeout=60)
+    events = json.loads((tmp_path / "one.json").read_text())
+    assert {e["pid"] for e in events} == {0}
+    assert any(e["ph"] == "X" for e in events)
+
+
+def cannot_record(rank, size, folder):
+    os.environ["USBYTE_TIMELINE"] = f"{folder}/{'none/' * (rank == 1)}%r.json"
+    if rank == 1:
+        with pytest.raises(UsageError, match="cannot create the timeline"):
+            ub.init()
+        assert not ub.is_initialized()
+    else:
+        ub.init()
+        with pytest.raises(FaultError, match=r"rank 1 .* cannot create the timeline"):
+            ub.allreduce(torch.ones(2))
+
+
+def test_a_rank_that_cannot_record_tells_the_others(tmp_path):
+    run_ranks(2, cannot_record, str(tmp_path), timeout=60)
+
+
 def starts_and_stops(rank, size, folder):
     ub.init()
     path = Path(folder) / "run.%r.json"
@@ -91,7 +125,7 @@ def starts_and_stops(rank, size, folder):
     events = json.loads(written.read_text())
     assert {e["args"]["step"] for e in events if e["ph"] == "X"} == {6, 7}
     with pytest.raises(UsageError, match="no/such"):
-        ub.start_timeline(f"{folder}/no/such/file.json")
+        ub.start_timeline(f"{folder}/no/such/%r.json")
     with pytest.raises(UsageError, match="9:3"):
         ub.start_timeline(str(path), steps="9:3")
 

@@ -104,7 +104,14 @@ def test_serial_startups(profile):
         (["simulate", "vgg16-half", *SHARDED, "--policies", "ddp"], "ddp cannot serve a sharded"),
         (["simulate", "vgg16-half", *SHARDED, "--policies", "backward:dear"], "overlap forward"),
         (["simulate", "vgg16-half", "--policies", "sharded:wfbp"], "wfbp cannot serve a sharded"),
-        (["plan", "vgg16-half", *RING, "--policy", "magic"], "magic"),
+        (["plan", "vgg16-half", *RING, "--policy", "magic"], "tune:dear"),
+        (["plan", "vgg16-half", "--ring", "5000000000,1ms,1gbit"], "1 to 65536 ranks"),
+        (["plan", "vgg16-half", "--ring", "4,1e-99999999999999999999s,1gbit"], "is no time"),
+        (["plan", "vgg16-half", *RING, "--scale-bytes", "1e300"], "1e+09 at most"),
+        (["plan", "gpt2", *RING, "--scale-bytes", "1e9"], "cannot be planned"),
+        (["plan", "vgg16-half", *RING, "--scale-time", "nan"], "above 0"),
+        (["plan", "vgg16-half", *RING, "--scale-time", "inf"], "above 0"),
+        (["simulate", "vgg16-half", "--csv", "/no/such/steps.csv"], "cannot write"),
         (["plan", "vgg16-half", *RING, "--bucket", "1.5M"], "8MiB"),
         (["plan", "vgg16-half", *RING, "-o", "/no/such/plan.json"], "cannot write"),
         (["simulate", "vgg16-half", "--workers", "1"], "2 to 4096"),
@@ -125,7 +132,86 @@ def test_a_broken_profile_is_told_in_one_line(tmp_path):
     path.write_text('{"format": "usbyte-profile-1"}')
     done = invoke("plan", str(path), *RING)
     assert done.exit_code == 1
-    assert "Error: profile: malformed JSON" in done.output
+    assert f"Error: '{path}': profile: malformed JSON" in done.output
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "whatif"])
+def test_names_are_no_markup(command, tmp_path):
+    job = profiles.vgg16_half()
+    tensors = [(f"[/]{t.name}[bold]", t.numel, t.dtype) for t in job.tensors]
+    odd = _core.Profile(profiles.line(tensors), job.need_s, job.ready_s, model="[/x] $1 [red]$")
+    path = tmp_path / "profile.json"
+    path.write_text(odd.to_json())
+    options = {
+        "plan": RING,
+        "simulate": ["--workers", "4", "--policies", "ddp", "--plot", str(tmp_path / "x.png")],
+        "whatif": ["--ranks", "4", "--bandwidth", "1gbit", "--plot", str(tmp_path / "x.png")],
+    }
+    if command != "plan":
+        pytest.importorskip("matplotlib")
+    done = invoke(command, str(path), *options[command])
+    assert done.exit_code == 0, done.output
+    assert "[/x] $1 [red]$" in done.output
+    if command == "plan":
+        assert "[/]fc3.weight[bold]" in done.output
+
+
+@pytest.mark.parametrize("name", ["network", "codec-costs"])
+def test_what_is_wrong_in_a_file_is_told_with_its_name(name, tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text('{"a": 1}')
+    ring = [] if name == "network" else RING
+    done = invoke("plan", "vgg16-half", *ring, f"--{name}", str(path))
+    assert done.exit_code == 1
+    assert f"Error: '{path}': " in done.output
+
+
+def test_a_profile_without_gradients(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(_core.Profile([], [], []).to_json())
+    done = invoke("plan", str(path), *RING)
+    assert done.exit_code == 1
+    assert "no dense gradients" in done.output
+
+
+def test_a_matrix_stays_one_when_it_is_scaled(tmp_path):
+    matrices = profiles.line([("a", 4000, "float32"), ("b", 30, "float32")], {"a": 40, "b": 30})
+    job = _core.Profile(matrices, [0.0, 1e-3], [5e-3, 4e-3])
+    half = profiles.scaled(job, size=0.5)
+    assert [(t.numel, t.rows) for t in half.tensors] == [(2000, 40), (30, 30)]
+    assert profiles.scaled(job).tensors == matrices
+    path = tmp_path / "profile.json"
+    path.write_text(job.to_json())
+    done = invoke("plan", str(path), *RING, "--codec", "powersgd:2")
+    assert done.exit_code == 0, done.output
+    assert "by powersgd:2" in done.output
+
+
+def test_the_table_of_a_long_plan_is_cut(tmp_path):
+    n = 1200
+    specs = profiles.line((f"layer{i}", 1000, "float32") for i in range(n))
+    job = _core.Profile(specs, [1e-5 * i for i in range(n)], [1e-5 * (3 * n - i) for i in range(n)])
+    path, output = tmp_path / "profile.json", tmp_path / "plan.json"
+    path.write_text(job.to_json())
+    done = invoke("plan", str(path), *RING, "--policy", "wfbp", "-o", str(output))
+    assert done.exit_code == 0, done.output
+    assert len(_core.Plan.from_json(output.read_text()).ops) == n
+    assert f"wfbp: {n} ops" in done.output
+    assert f"{n - 500} more" in done.output
+    assert "layer1199" in done.output
+    assert "layer600" not in done.output
+
+
+def test_a_full_disk_is_told_in_one_line():
+    code = "from usbyte.cli import main; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "plan", "vgg16-half", *RING],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_named_profile_on_a_faster_machine():
@@ -162,6 +248,19 @@ def test_simulation_of_all_policies(profile, tmp_path):
     assert float(row["step_s"]) == _core.simulate(plan, job, network).step_s
     assert "backward:ddp" in done.output
     assert "10gbit" in done.output
+
+
+def test_a_simulation_fits_80_columns(profile):
+    runner = click.testing.CliRunner()
+    done = runner.invoke(main, ["simulate", str(profile)], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    job = _core.Profile.from_json(profile.read_text())
+    steps = []
+    for ranks in (4, 16, 64, 256):
+        network = _core.NetworkModel.ring(ranks, 25e-6, 1.25e9)
+        steps.append(_core.simulate(_core.make_plan("wfbp", job, network), job, network).step_s)
+    [row] = [line for line in done.output.splitlines() if " wfbp " in line]
+    assert row.strip("│ ").replace("│", " ").split() == ["wfbp", *(f"{s * 1e3:.1f}" for s in steps)]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ Importing this needs neither the extension nor torch, so that `usbyte doctor` ca
 wrong with them. Each command is imported when it is asked for.
 """
 
+import errno
 import importlib
 from typing import Any
 
@@ -35,6 +36,10 @@ class _Commands(click.Group):
             from usbyte.errors import Error
 
             if not isinstance(error, Error):
+                raise
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # which click knows
                 raise
             raise click.ClickException(str(error)) from error
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from usbyte import units
-from usbyte.cli.options import Parsed, listed, read_text
+from usbyte.cli.options import Parsed, listed, read_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,9 +105,9 @@ def _cells(cost: _core.AlphaBeta, residual: float) -> tuple[str, str, str]:
     return least, f"{1e-9 / cost.beta_s_per_byte:.2f}", f"{residual:.0%}"
 
 
-def coding_options(command: _F) -> _F:
-    """Adds --codec and --codec-costs; see `codecs_for` and `read_costs`."""
-    command = click.option(
+def costs_option(command: _F) -> _F:
+    """Adds --codec-costs; see `read_costs`."""
+    return click.option(
         "--codec-costs",
         "costs_path",
         type=click.Path(path_type=Path),
@@ -115,6 +115,11 @@ def coding_options(command: _F) -> _F:
         help="What codecs cost, as usbyte probe --codecs --json writes it; without, coding takes "
         "no time.",
     )(command)
+
+
+def coding_options(command: _F) -> _F:
+    """Adds --codec and --codec-costs; see `codecs_for` and `read_costs`."""
+    command = costs_option(command)
     return click.option(
         "--codec",
         type=Parsed("codec", parse_codec),
@@ -150,4 +155,4 @@ def read_costs(path: Path | None) -> _core.CodecCosts:
 
     if path is None:
         return _core.CodecCosts()
-    return _core.CodecCosts.from_json(read_text(path, "costs of codecs"))
+    return read_json(path, "costs of codecs", _core.CodecCosts.from_json)

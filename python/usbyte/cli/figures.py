@@ -69,7 +69,7 @@ def steps_by_workers(cases: Sequence[Case]) -> Figure:
             panel.set_xscale("log", base=2)
             panel.set_xticks(workers, [str(n) for n in workers])
             panel.set_ylim(0, 103)
-            panel.set_title(f"{model}, {units.format_rate(rate)}")
+            panel.set_title(f"{model}, {units.format_rate(rate)}", parse_math=False)
             panel.set_xlabel("workers")
             panel.set_ylabel("bound / step, %")
             panel.grid(alpha=0.3)
@@ -100,7 +100,7 @@ def scaling_by_bandwidth(found: Sequence[tuple[str, Sequence[Point]]]) -> Figure
                 lower.plot(rates, [outcome.ratio for outcome in outcomes], style, **look)
         upper.axhline(points[0].target, color="grey", lw=0.8)
         upper.set_ylim(0, 1.03)
-        upper.set_title(f"{model}, target {points[0].target:g}")
+        upper.set_title(f"{model}, target {points[0].target:g}", parse_math=False)
         lower.set_xscale("log")
         lower.set_yscale("log", base=2)
         lower.yaxis.set_major_formatter("{x:g}")
@@ -151,7 +151,7 @@ def _between(sizes: Sequence[int]) -> list[int]:
 
 def timeline(scene: Scene) -> Figure:
     """The lanes of a report, one below the other."""
-    lanes = scene.lanes()
+    lanes = scene.lanes
     rows = sum(len(lane.rows) + 1 for lane in lanes)
     figure = Figure(figsize=(12.0, 1.6 + 0.2 * rows), layout="constrained")
     panel = figure.subplots()
@@ -169,11 +169,12 @@ def timeline(scene: Scene) -> Figure:
     panel.axvline(scene.profile.backward_end_s * 1e3, color="grey", linestyle=":")
     panel.set_ylim(top, -0.5)
     panel.set_yticks(middles, names)
-    panel.set_xlim(0, scene.end_s() * 1e3)
+    panel.set_xlim(0, scene.end_s * 1e3)
     panel.set_xlabel("ms since the forward pass began; the dotted line is the end of backward")
     measured = scene.measured.step_s if scene.measured is not None else None
     text = f"{scene.profile.model or 'job'}, {scene.plan.policy}: step predicted "
     text += f"{scene.prediction.step_s * 1e3:.2f} ms"
     text += f", measured {measured * 1e3:.2f} ms" if measured is not None else ""
-    panel.set_title(f"{text}, bound {scene.bound_s * 1e3:.2f} ms", loc="left", fontsize=10)
+    text += f", bound {scene.bound_s * 1e3:.2f} ms"
+    panel.set_title(text, loc="left", fontsize=10, parse_math=False)  # names may hold dollars
     return figure

@@ -22,13 +22,19 @@ Example:
   usbyte lab down
   usbyte lab up --topology 2x2:10gbit,1gbit
 """
+_LEAST_RATE = 1e3  # bytes/s; of less, tc makes nothing that TCP gets through
 _NAME = click.option(
     "--name", default="usbyte", show_default=True, help="Labs of other names are left alone."
 )
 
 
 def _rate(text: str) -> float:
-    return float("inf") if text == "unlimited" else units.parse_rate(text)
+    rate = float("inf") if text == "unlimited" else units.parse_rate(text)
+    if rate < _LEAST_RATE:
+        raise ValueError(
+            f"{text!r}: links of the lab carry {units.format_rate(_LEAST_RATE)} at least"
+        )
+    return rate
 
 
 def _rates(text: str) -> list[float]:

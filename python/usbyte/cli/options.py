@@ -6,6 +6,7 @@ Importing this needs neither the extension nor torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from usbyte import _core
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 #: What a network of one cost cannot tell; see csrc/include/usbyte/network.h.
 SERIAL_HELP = (
@@ -28,6 +30,7 @@ SERIAL_HELP = (
 
 
 _MAX_WORKERS = 4096
+_MAX_RANKS = 1 << 16
 
 
 class Parsed(click.ParamType):
@@ -115,9 +118,10 @@ def parse_workers(text: str) -> int:
     Raises:
         ValueError: It is not 2 to 4096.
     """
-    if not text.isdecimal() or not 2 <= int(text) <= _MAX_WORKERS:
+    workers = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
+    if not 2 <= workers <= _MAX_WORKERS:
         raise ValueError(f"{text!r}: write 2 to {_MAX_WORKERS} workers")
-    return int(text)
+    return workers
 
 
 def all_schemes() -> list[Scheme]:
@@ -155,13 +159,14 @@ def parse_ring(text: str) -> _core.NetworkModel:
 
     parts = text.split(",")
     serial = [part.strip() for part in parts[3:]] == ["serial"]
-    if len(parts) != 3 + serial or not parts[0].strip().isdecimal() or int(parts[0]) < 1:
+    ranks = int(parts[0]) if re.fullmatch(r"\s*[0-9]{1,9}\s*", parts[0]) else 0
+    if len(parts) != 3 + serial or not 1 <= ranks <= _MAX_RANKS:
         raise ValueError(
             f"{text!r} is no ring; write RANKS,LATENCY,BANDWIDTH, as in 8,25us,10gbit, or the same "
-            "with ,serial behind it"
+            f"with ,serial behind it; there are 1 to {_MAX_RANKS} ranks"
         )
     latency_s, rate = units.parse_seconds(parts[1]), units.parse_rate(parts[2])
-    return _core.NetworkModel.ring(int(parts[0]), latency_s, rate, int(serial))
+    return _core.NetworkModel.ring(ranks, latency_s, rate, int(serial))
 
 
 def network_options(command: _F) -> _F:
@@ -206,7 +211,18 @@ def read_network(path: Path) -> _core.NetworkModel:
     """Reads a network from JSON."""
     from usbyte import _core
 
-    return _core.NetworkModel.from_json(read_text(path, "network"))
+    return read_json(path, "network", _core.NetworkModel.from_json)
+
+
+def read_json(path: Path, what: str, parse: Callable[[str], _T]) -> _T:
+    """What `parse` makes of a file, or a message that says what the file was to be."""
+    from usbyte.errors import Error
+
+    text = read_text(path, what)
+    try:
+        return parse(text)
+    except Error as error:
+        raise click.ClickException(f"'{path}': {error}") from error
 
 
 def read_text(path: Path, what: str) -> str:

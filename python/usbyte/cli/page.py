@@ -16,7 +16,7 @@ _NUMBERED = 0.012  # bars above this share of the width carry their op's number
 
 def render(scene: Scene) -> str:
     """The page's text."""
-    lanes = scene.lanes()
+    lanes = scene.lanes
     tops, height = [], _AXIS
     for lane in lanes:
         tops.append(height)
@@ -32,7 +32,7 @@ def render(scene: Scene) -> str:
         names=_names(lanes, tops, height),
         drawing=_drawing(scene, lanes, tops, height),
         head=_head(scene),
-        rows="\n".join(_table_row(scene, i) for i in range(len(scene.plan.ops))),
+        rows="\n".join(_table_row(scene, i) for i in range(len(scene.ops))),
         sparse=_sparse_table(scene),
     )
 
@@ -49,7 +49,7 @@ def _facts(scene: Scene) -> Iterator[tuple[str, str, str, str]]:
     if scene.sharded:
         yield "sharded", "optimizer", "sharded", ""
     yield "bytes", "gradients", f"{scene.profile.bytes / 1e6:.4g} MB", ""
-    yield "ops-count", "operations", str(len(scene.plan.ops)), ""
+    yield "ops-count", "operations", str(len(scene.ops)), ""
     yield "ranks", "ranks", str(scene.network.ranks), ""
     cost = format_cost(line.alpha_s, line.beta_s_per_byte, line.overlap_s)
     yield "network", "all_reduce", cost, ""
@@ -79,7 +79,7 @@ def _names(lanes: list[Lane], tops: list[int], height: int) -> str:
 
 
 def _drawing(scene: Scene, lanes: list[Lane], tops: list[int], height: int) -> str:
-    end_s = scene.end_s()
+    end_s = scene.end_s
     parts = [f'<svg id="timeline" width="100%" height="{height}">']
     for i, (lane, top) in enumerate(zip(lanes, tops, strict=True)):
         if i % 2:
@@ -138,12 +138,11 @@ def _head(scene: Scene) -> str:
 
 
 def _table_row(scene: Scene, i: int) -> str:
-    op = scene.plan.ops[i]
-    spans = [(scene.prediction.launched_s[i], scene.prediction.done_s[i])]
+    spans = [scene.spans[i]]
     spans += [scene.measured.flights[i]] if scene.measured is not None else []
-    cells = [str(i), op.kind, f"{scene.plan.bytes(op) / 1e6:.3f}"]
+    cells = [str(i), escape(scene.op_kind(i)), f"{scene.plan.bytes(scene.ops[i]) / 1e6:.3f}"]
     cells += [f"{time_s * 1e3:.2f}" for span in spans for time_s in span]
-    names = scene.op_tip(i).partition("\n")[2]
+    names = scene.op_tensors(i)
     text = "".join(f"<td>{cell}</td>" for cell in cells)
     return f'<tr data-op="{i}">{text}<td class="text">{escape(names)}</td></tr>'
 
@@ -158,10 +157,9 @@ def _sparse_table(scene: Scene) -> str:
     head = "".join(f"<th>{column}</th>" for column in columns)
     rows = []
     for i, told in sorted(sums.items()):
-        op = scene.plan.ops[i]
-        names = scene.op_tip(i).partition("\n")[2]
+        op, names = scene.ops[i], scene.op_tensors(i)
         if op.sparse:
-            scheme, of = op.sparse.scheme, scene.plan.tensors[op.sparse.tensor].rows
+            scheme, of = op.sparse.scheme, scene.tensors[op.sparse.tensor].rows
         else:
             scheme, of = op.scheme, sum(end - begin for begin, end in op.blocks)
         cells = [

@@ -10,6 +10,7 @@ import click
 from usbyte.cli.codecs import codecs_for, coding_options, read_costs
 from usbyte.cli.options import (
     BYTES,
+    check_writable,
     network,
     network_options,
     overlap_options,
@@ -20,11 +21,11 @@ from usbyte.cli.tables import for_terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
     from usbyte import _core
 
 _MEGA = 1e6
+_SHOWN = 500  # rows of the table, which takes long to lay out
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
@@ -59,13 +60,14 @@ def plan(
     PROFILE is a file of usbyte's own, a published trace, or a name: vgg16, resnet50, bert-base and
     gpt2 were recorded on a CPU, vgg16-half and vgg16-even are made up. Launched and done are
     seconds since the forward pass began; the bound is a step that no order of sending goes below,
-    without codecs.
+    without codecs. Of more than 500 operations the first and the last are shown.
     """
     from rich.console import Console
 
     from usbyte import _core, tuning
     from usbyte.lab import profiles
 
+    check_writable(output)
     job = profiles.scaled(profiles.load(profile), scale_time, scale_bytes)
     net = network(network_path, ring)
     sizes = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": bucket}
@@ -73,6 +75,8 @@ def plan(
     costs, codecs = read_costs(costs_path), codecs_for(job, codec)
     made = tuning.make_plan(policy, job, net, given, overlap, sharded, codecs, costs)
     predicted = _core.simulate(made, job, net, overlap, sharded, costs)
+    if output:
+        write_text(output, made.to_json() + "\n")
     console = Console(highlight=False)
     console.print(_table(made, predicted))
     bound_s = _core.bound_s(job, net, overlap, sharded)
@@ -85,26 +89,30 @@ def plan(
         f"step {predicted.step_s:.6f} s, bound {bound_s:.6f} s, "
         f"without communication {job.iteration_s:.6f} s"
     )
-    if output:
-        write_text(output, made.to_json() + "\n")
 
 
-def _table(plan: _core.Plan, predicted: _core.Prediction) -> Table:
+def _table(plan: _core.Plan, predicted: _core.Prediction) -> RenderableType:
     """One row for each op."""
     from rich.text import Text
 
     rows: list[list[RenderableType]] = []
     # Each of these converts all that the core has.
     tensors, launched_s, done_s = plan.tensors, predicted.launched_s, predicted.done_s
-    for i, op in enumerate(plan.ops):
+    ops = list(enumerate(plan.ops))
+    left_out = len(ops) - _SHOWN
+    if left_out > 0:
+        del ops[_SHOWN // 2 : -_SHOWN // 2]
+    for i, op in ops:
         names = [tensors[t].name for t in plan.tensors_of(op)]
         fence = ", fence" if op.fence else ""
         size, window = f"{plan.bytes(op) / _MEGA:.3f}", _window(op.window_bytes, plan) + fence
         times = [f"{launched_s[i]:.6f}", f"{done_s[i]:.6f}"]
         kind = op.kind if op.codec == "none" else f"{op.kind} by {op.codec}"
         rows.append([str(i), kind, size, window, *times, Text(_shortened(names))])
+    if left_out > 0:
+        rows.insert(_SHOWN // 2, ["...", f"{left_out} more", *[""] * 5])
     columns = ("op", "kind", "MB", "window MB", "launched s", "done s", "tensors")
-    title = f"{plan.policy}: {len(plan.ops)} ops"
+    title = f"{plan.policy}: {len(launched_s)} ops"
     return for_terminal(title, columns, rows, ("kind", "tensors"))
 
 

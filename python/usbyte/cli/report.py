@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from usbyte.cli.codecs import costs_option, read_costs
 from usbyte.cli.options import (
+    check_writable,
     network,
     network_options,
     overlap_options,
-    read_text,
+    read_json,
+    scale_options,
     write_text,
 )
 
@@ -22,8 +25,10 @@ if TYPE_CHECKING:
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.argument("profile")
+@scale_options
 @network_options
 @overlap_options
+@costs_option
 @click.option(
     "--trace",
     "trace_path",
@@ -40,10 +45,13 @@ if TYPE_CHECKING:
 def report(
     plan: Path,
     profile: str,
+    scale_time: float,
+    scale_bytes: float,
     network_path: Path | None,
     ring: _core.NetworkModel | None,
     overlap: str,
     sharded: bool,
+    costs_path: Path | None,
     trace_path: Path | None,
     step: int | None,
     output: Path,
@@ -51,28 +59,31 @@ def report(
 ) -> None:
     """Draw a plan's timeline, predicted and measured.
 
-    PLAN is JSON as `usbyte plan -o` writes it, PROFILE what it was made from. The page needs
-    nothing from elsewhere. Without --trace only the prediction is shown.
+    PLAN is JSON as `usbyte plan -o` writes it, PROFILE what it was made from; the options that both
+    commands have are to be the same. The page needs nothing from elsewhere. Without --trace only
+    the prediction is shown.
     """
     from usbyte import _core
     from usbyte.cli import page, trace
     from usbyte.cli.scene import Scene
     from usbyte.lab import profiles
 
+    check_writable(output, png)
     if png is not None:
         from usbyte.cli import figures  # says early what is missing
     if step is not None and trace_path is None:
         raise click.UsageError("--step chooses a step of --trace, which is missing")
-    made = _core.Plan.from_json(read_text(plan, "plan"))
-    job = profiles.matched(profiles.load_whole(profile), made)
-    net = network(network_path, ring)
+    made = read_json(plan, "plan", _core.Plan.from_json)
+    whole = profiles.scaled(profiles.load_whole(profile), scale_time, scale_bytes)
+    job = profiles.matched(whole, made)
+    net, costs = network(network_path, ring), read_costs(costs_path)
     measured = trace.read_trace(trace_path, made, step) if trace_path is not None else None
     shown = Scene(
         plan=made,
         profile=job,
         overlap=overlap,
         sharded=sharded,
-        prediction=_core.simulate(made, job, net, overlap, sharded),
+        prediction=_core.simulate(made, job, net, overlap, sharded, costs),
         bound_s=_core.bound_s(job, net, overlap, sharded),
         network=net,
         measured=trace.aligned(measured, made, job) if measured is not None else None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from usbyte import _core
@@ -66,6 +68,33 @@ class Scene:
     network: _core.NetworkModel
     measured: Measured | None
 
+    # The core converts all that it has whenever it is asked, so each is asked for once.
+
+    @cached_property
+    def ops(self) -> list[_core.Op]:
+        """The plan's, in its order."""
+        return self.plan.ops
+
+    @cached_property
+    def tensors(self) -> list[_core.TensorSpec]:
+        """The plan's."""
+        return self.plan.tensors
+
+    @cached_property
+    def spans(self) -> list[tuple[float, float]]:
+        """By op, launched and done as predicted."""
+        p = self.prediction
+        return list(zip(p.launched_s, p.done_s, strict=True))
+
+    @cached_property
+    def _by_need(self) -> tuple[list[float], list[int], list[float]]:
+        """When tensors are needed, ascending, and elements of all before each; need by tensor."""
+        need_s = self.profile.need_s
+        rows = sorted(zip(need_s, (t.numel for t in self.tensors), strict=True))
+        before = list(accumulate((numel for _, numel in rows), initial=0))
+        return [at_s for at_s, _ in rows], before, need_s
+
+    @cached_property
     def lanes(self) -> list[Lane]:
         """From top to bottom; what can be compared is side by side."""
         lanes = [Lane("compute", False, [self._compute()])]
@@ -76,18 +105,18 @@ class Scene:
                 lanes.append(Lane(name, True, _rows(measured[name])))
         return [lane for lane in lanes if lane.rows]
 
+    @property
     def end_s(self) -> float:
         """Where the time axis ends."""
-        ends = [bar.end_s for lane in self.lanes() for row in lane.rows for bar in row]
+        ends = [bar.end_s for lane in self.lanes for row in lane.rows for bar in row]
         return max([*ends, self.prediction.step_s]) * 1.01
 
     def colour(self, op: int) -> str:
         """By how early forward needs what is in the op: from red, at the input, to blue."""
-        what = self.plan.ops[op]
+        what = self.ops[op]
         if what.sparse:  # as if it were where the dense gradients are that forward needs next
-            needed = zip(self.plan.tensors, self.profile.need_s, strict=True)
-            need_s = self.profile.need_s[what.sparse.tensor]
-            begin = sum(tensor.numel for tensor, at_s in needed if at_s < need_s)
+            ascending, before, need_s = self._by_need
+            begin = before[bisect_left(ascending, need_s[what.sparse.tensor])]
         else:
             begin = min(begin for begin, _ in what.blocks)
         hue = (15 + 235 * begin / max(1, self.plan.numel)) / 360
@@ -95,22 +124,29 @@ class Scene:
 
     def op_tip(self, i: int) -> str:
         """Number, kind, bytes and tensors of an op."""
-        op = self.plan.ops[i]
-        names = [self.plan.tensors[t].name for t in self.plan.tensors_of(op)]
+        op = self.ops[i]
         fence = ", fence" if op.fence else ""
         return (
-            f"op {i}: {op.kind}, {self.plan.bytes(op):,} bytes, "
-            f"window {op.window_bytes:,} bytes{fence}\n{_listed(names)}"
+            f"op {i}: {self.op_kind(i)}, {self.plan.bytes(op):,} bytes, "
+            f"window {op.window_bytes:,} bytes{fence}\n{self.op_tensors(i)}"
         )
 
+    def op_kind(self, i: int) -> str:
+        """The collective, and what it travels by."""
+        op = self.ops[i]
+        return op.kind if op.codec == "none" else f"{op.kind} by {op.codec}"
+
+    def op_tensors(self, i: int) -> str:
+        """Names of the tensors in an op."""
+        return _listed([self.tensors[t].name for t in self.plan.tensors_of(self.ops[i])])
+
     def _predicted(self) -> dict[str, list[Bar]]:
-        tensors, p = self.plan.tensors, self.prediction
+        tensors, p = self.tensors, self.prediction
         waits = [
             Bar(a, b, "wait", f"{self.overlap} waits for {tensors[t].name}\n{_span(a, b)}")
             for t, (a, b) in p.gates
         ]
-        spans = zip(p.launched_s, p.done_s, strict=True)
-        flights = [self._flight(i, a, b) for i, (a, b) in enumerate(spans)]
+        flights = [self._flight(i, a, b) for i, (a, b) in enumerate(self.spans)]
         updates = [
             Bar(a, b, "update", f"update\n{_listed([tensors[t].name for t in ts])}\n{_span(a, b)}")
             for ts, (a, b) in p.updates
@@ -155,7 +191,7 @@ class Scene:
         for (ts, (_, end)), (after, (passed, _)) in pairwise(self.prediction.updates):
             start = asked.get(after[0], passed)
             if start > end:
-                name = self.plan.tensors[ts[0]].name
+                name = self.tensors[ts[0]].name
                 bars.append(Bar(end, start, "forward", f"next forward, after the gate of\n{name}"))
         return bars
 

@@ -19,6 +19,7 @@ from usbyte.cli.options import (
     Parsed,
     Scheme,
     all_schemes,
+    check_writable,
     listed,
     parse_scheme,
     parse_workers,
@@ -28,7 +29,8 @@ from usbyte.cli.options import (
 from usbyte.cli.tables import for_terminal
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
+    from rich.text import Text
 
     from usbyte import _core
 
@@ -127,9 +129,11 @@ def simulate(
     order of sending goes below, without codecs, and the best policy is marked.
     """
     from rich.console import Console
+    from rich.text import Text
 
     from usbyte.lab.profiles import load, scaled
 
+    check_writable(csv_path, plot)
     if plot is not None:
         from usbyte.cli import figures  # says early what is missing
     jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
@@ -142,7 +146,7 @@ def simulate(
     for job, source in jobs:
         model = job.model or Path(source).stem
         for rate in bandwidth:
-            with console.status(f"{model}, {units.format_rate(rate)}"):
+            with console.status(Text(f"{model}, {units.format_rate(rate)}")):
                 found = list(
                     _cases(job, model, schemes, workers, rate, latency, serial, codec, costs)
                 )
@@ -196,29 +200,29 @@ def _cases(
             )  # fmt: skip
 
 
-def _table(cases: Sequence[Case]) -> Table:
-    """A row for each number of workers, a column for each policy."""
+def _table(cases: Sequence[Case]) -> RenderableType:
+    """A row for each policy, a column for each number of workers."""
     first = cases[0]
     by = "" if first.codec == "none" else f" by {first.codec}"
     title = (
         f"{first.model}{by}, {units.format_rate(first.bandwidth_bytes_per_s)}, latency "
-        f"{units.format_seconds(first.latency_s)}: ms of a step, "
+        f"{units.format_seconds(first.latency_s)}: ms of a step by workers, "
         f"{first.compute_s * 1e3:.1f} without communication"
     )
-    rows = []
-    for workers in dict.fromkeys(case.workers for case in cases):
-        row = {case.scheme: case for case in cases if case.workers == workers}
-        best = min(case.step_s for case in row.values())
-        texts = [
-            f"[bold green]{case.step_s * 1e3:.1f}[/]"
-            if case.step_s == best
-            else f"{case.step_s * 1e3:.1f}"
-            for case in row.values()
-        ]
-        bound = min(case.bound_s for case in row.values())
-        rows.append([str(workers), f"{bound * 1e3:.1f}", *texts])
-    schemes = dict.fromkeys(case.scheme for case in cases)
-    return for_terminal(title, ["workers", "bound", *schemes], rows)
+    counts = list(dict.fromkeys(case.workers for case in cases))
+    bound = {n: min(case.bound_s for case in cases if case.workers == n) for n in counts}
+    best = {n: min(case.step_s for case in cases if case.workers == n) for n in counts}
+    rows: list[list[RenderableType]] = [["bound", *(f"{bound[n] * 1e3:.1f}" for n in counts)]]
+    for scheme in dict.fromkeys(case.scheme for case in cases):
+        row = {case.workers: case.step_s for case in cases if case.scheme == scheme}
+        rows.append([scheme, *(_cell(row[n], best[n]) for n in counts)])
+    return for_terminal(title, ["policy", *map(str, counts)], rows, ("policy",))
+
+
+def _cell(step_s: float, best_s: float) -> Text:
+    from rich.text import Text
+
+    return Text(f"{step_s * 1e3:.1f}", "bold green" if step_s == best_s else "")
 
 
 def _csv(cases: Sequence[Case]) -> str:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
 
 def for_terminal(
@@ -15,16 +14,18 @@ def for_terminal(
     columns: Sequence[str],
     rows: Iterable[Sequence[RenderableType]],
     left: Sequence[str] = (),
-) -> Table:
-    """A table of numbers; the columns in `left` are text."""
+) -> RenderableType:
+    """A table of numbers below its title; the columns in `left` are text."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title)
+    table = Table()
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    return table
+    return Group(Text(title, "italic"), table)  # brackets in names are no markup
 
 
 def in_markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from usbyte import _core
 from usbyte.errors import UsageError
+
+#: What the trace tells of a sparse op.
+_SUMS = (
+    "sum_rows", "density", "gamma", "skew", "push_imbalance", "pull_imbalance", "sent_bytes",
+    "received_bytes",
+)  # fmt: skip
 
 
 @dataclass
@@ -58,18 +65,24 @@ def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measure
     Raises:
         UsageError: The file is no such trace, or holds no such step.
     """
-    try:
-        events = [e for e in json.loads(path.read_text()) if e["ph"] == "X"]
-        by_step: dict[int, list[Any]] = {}
-        for event in events:
-            by_step.setdefault(int(event["args"]["step"]), []).append(event)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"cannot read the trace '{path}': {error}; give a file that USBYTE_TIMELINE has made"
-        ) from error
     ops = {plan.describe(i): i for i in range(len(plan.ops))}
-    found = {n: _step(n, step_events, ops) for n, step_events in by_step.items()}
-    whole = {n: m for n, m in found.items() if len(m.flights) == len(ops)}
+    found: dict[int, Measured] = {}
+    try:
+        events = json.loads(path.read_text("utf-8"), parse_constant=_refuse)
+        if not isinstance(events, list):
+            raise ValueError("it is no list of events")
+        for event in events:
+            if event["ph"] == "X":
+                number = int(event["args"]["step"])
+                _add(found.setdefault(number, Measured(number, None)), event, ops)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        text = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise UsageError(
+            f"cannot read the trace '{path}': {text}; give a file that USBYTE_TIMELINE has made"
+        ) from error
+    whole = {
+        n: m for n, m in found.items() if m.queued and len(m.queued) == len(m.flights) == len(ops)
+    }
     if step is not None and step not in whole:
         raise UsageError(
             f"step {step} of '{path}' does not follow this plan; those that do are "
@@ -89,27 +102,32 @@ def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measure
     return chosen
 
 
-def _step(number: int, events: Iterable[Any], ops: dict[str, int]) -> Measured:
-    found = Measured(number, None)
-    for event in events:
-        name, start = event["name"], event["ts"] * 1e-6
-        end = start + event["dur"] * 1e-6
-        if event["cat"] == "gate":
-            found.gates.append((name, start, end))
-        elif event["cat"] == "update":
-            found.updates.append((name, start, end))
-        elif name in ops and event["cat"] == "queue":
-            found.queued[ops[name]] = (start, end)
-        elif name in ops and event["cat"] == "communication":
-            found.flights[ops[name]] = (start, end)
-            if "sum_rows" in event["args"]:
-                found.sums[ops[name]] = event["args"]
-    return found
+def _add(found: Measured, event: Any, ops: dict[str, int]) -> None:
+    """Adds an event to its step."""
+    name, kind, start = str(event["name"]), event["cat"], float(event["ts"]) * 1e-6
+    end = start + float(event["dur"]) * 1e-6
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise ValueError(f"'{name}' has no finite times")
+    if kind == "gate":
+        found.gates.append((name, start, end))
+    elif kind == "update":
+        found.updates.append((name, start, end))
+    elif name in ops and kind == "queue":
+        found.queued[ops[name]] = (start, end)
+    elif name in ops and kind == "communication":
+        found.flights[ops[name]] = (start, end)
+        if "sum_rows" in event["args"]:
+            found.sums[ops[name]] = {name: float(event["args"][name]) for name in _SUMS}
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def aligned(measured: Measured, plan: _core.Plan, profile: _core.Profile) -> Measured:
     """On the prediction's clock: an op's gradients are first complete at the same moment."""
-    complete = [max(profile.ready_s[t] for t in plan.tensors_of(op)) for op in plan.ops]
+    ready_s = profile.ready_s
+    complete = [max(ready_s[t] for t in plan.tensors_of(op)) for op in plan.ops]
     first = min(a for a, _ in measured.queued.values())
     return measured.shifted(min(complete) - first)
 

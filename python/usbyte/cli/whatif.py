@@ -26,7 +26,7 @@ from usbyte.cli.options import (
 from usbyte.cli.tables import for_terminal
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from usbyte import _core
     from usbyte.whatif import Outcome, Point
@@ -97,6 +97,7 @@ def whatif(
     After Zhang et al., "Is Network the Bottleneck of Distributed Training?", 2020.
     """
     from rich.console import Console
+    from rich.text import Text
 
     from usbyte.lab.profiles import load, scaled
     from usbyte.whatif import advice, examine
@@ -112,7 +113,7 @@ def whatif(
         model = job.model or Path(source).stem
         points: list[Point] = []
         for network in networks:
-            with console.status(f"{model}: {len(points)} of {len(networks)} networks"):
+            with console.status(Text(f"{model}: {len(points)} of {len(networks)} networks")):
                 points.append(examine(job, network, target))
         found.append((model, points))
         console.print(_table(model, points))
@@ -151,7 +152,7 @@ def _networks(
     return [at_bandwidth(measured, rate) for rate in bandwidths] if bandwidths else [measured]
 
 
-def _table(model: str, points: Sequence[Point]) -> Table:
+def _table(model: str, points: Sequence[Point]) -> RenderableType:
     rows = [
         [
             str(point.ranks),

@@ -10,7 +10,7 @@ from typing import Any
 
 from usbyte import files
 from usbyte._core import Plan, Profile, TensorSpec
-from usbyte.errors import UsageError
+from usbyte.errors import Error, UsageError
 
 #: Names of the made-up profiles, as they may stand where a file is expected.
 MADE_UP = ("vgg16-half", "vgg16-even")
@@ -21,6 +21,8 @@ _FOLDER = Path(__file__).parent / "recorded"
 _USED = "usbyte.used"  # flags that travel with the gradients; whoever replays adds its own
 
 _DIGITS = 9  # of times in seconds
+_MOST_ELEMENTS = 1 << 56  # so that bytes of a job fit 64 bits
+_MOST_FACTOR = 1e9
 
 _WIDTHS = [32, 32, 64, 64, 128, 128, 128, 256, 256, 256, 256, 256, 256]
 _SIDES = [224, 224, 112, 112, 56, 56, 56, 28, 28, 28, 14, 14, 14]
@@ -99,8 +101,15 @@ def read_trace(text: str) -> Profile:
 
 
 def load(source: str) -> Profile:
-    """Reads a job to plan for: its dense gradients; see `load_whole`."""
-    return dense(load_whole(source))
+    """Reads a job to plan for: its dense gradients; see `load_whole`.
+
+    Raises:
+        UsageError: There are none.
+    """
+    job = dense(load_whole(source))
+    if not job.tensors:
+        raise UsageError(f"the profile '{source}' has no dense gradients, so there is no plan")
+    return job
 
 
 def load_whole(source: str) -> Profile:
@@ -110,8 +119,7 @@ def load_whole(source: str) -> Profile:
         source: A file, or one of `MADE_UP` and `RECORDED`.
 
     Raises:
-        UsageError: There is no such file, or it holds neither.
-        PlanError: The profile contradicts itself.
+        UsageError: There is no such file, or it holds neither, or contradicts itself.
     """
     if source in MADE_UP:
         return vgg16_half(even=source == "vgg16-even")
@@ -126,9 +134,11 @@ def load_whole(source: str) -> Profile:
     root: Any = None
     with suppress(ValueError, RecursionError):  # which Profile tells better
         root = json.loads(text)
-    if isinstance(root, dict) and "columns" in root:
-        return read_trace(text)
-    return Profile.from_json(text)
+    read = read_trace if isinstance(root, dict) and "columns" in root else Profile.from_json
+    try:
+        return read(text)
+    except Error as error:
+        raise UsageError(f"'{source}': {error}") from error
 
 
 def dumps(profile: Profile, recorded: Mapping[str, object]) -> str:
@@ -150,12 +160,27 @@ def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
     Args:
         profile: The job.
         time: Factor of every time, updates included.
-        size: Factor of every tensor's elements; each keeps at least one.
+        size: Factor of every tensor's elements; each keeps at least one. Matrices keep their rows,
+            and so do sparse gradients, whose rows get wider.
+
+    Raises:
+        UsageError: A factor is not above 0, or the job gets too large.
     """
-    if not (time > 0 and size > 0):
-        raise UsageError(f"cannot scale by time {time:g} and bytes {size:g}; both must be above 0")
+    if not (0 < time <= _MOST_FACTOR and 0 < size <= _MOST_FACTOR):
+        raise UsageError(
+            f"cannot scale by time {time:g} and bytes {size:g}; both must be above 0, and "
+            f"{_MOST_FACTOR:g} at most"
+        )
+    specs, offset, elements = [], 0, 0
+    for t in profile.tensors:
+        wide = max(1, round((t.width or t.numel // t.rows) * size))
+        elements += t.rows * wide
+        _check_size(elements)
+        numel, width = (0, wide) if t.sparse else (t.rows * wide, 0)
+        specs.append(TensorSpec(t.name, numel, t.dtype, offset, t.rows, width))
+        offset += numel
     return Profile(
-        line((t.name, max(1, round(t.numel * size)), t.dtype) for t in profile.tensors),
+        specs,
         [need * time for need in profile.need_s],
         [ready * time for ready in profile.ready_s],
         profile.step_s * time,
@@ -184,11 +209,12 @@ def without_flags(profile: Profile, model: str | None = None) -> Profile:
 def _only(
     profile: Profile, keeps: Callable[[TensorSpec], bool], model: str | None = None
 ) -> Profile:
-    keep = [i for i, t in enumerate(profile.tensors) if keeps(t)]
-    if len(keep) == len(profile.tensors) and model is None:
+    tensors = profile.tensors  # converted anew each time, as times are
+    keep = [i for i, t in enumerate(tensors) if keeps(t)]
+    if len(keep) == len(tensors) and model is None:
         return profile
     specs, offset = [], 0
-    for t in (profile.tensors[i] for i in keep):
+    for t in (tensors[i] for i in keep):
         specs.append(TensorSpec(t.name, t.numel, t.dtype, offset, t.rows, t.width))
         offset += t.numel
 
@@ -217,27 +243,28 @@ def matched(profile: Profile, plan: Plan) -> Profile:
         UsageError: The plan was made for other tensors.
     """
     job = _only(profile, lambda t: t.name != _USED)
-    index = {t.name: i for i, t in enumerate(job.tensors)}
+    tensors, need_s, ready_s = job.tensors, job.need_s, job.ready_s
+    index = {t.name: i for i, t in enumerate(tensors)}
     rows = []
     for spec in plan.tensors:
         i = index.pop(spec.name, None)
         if spec.name == _USED:
             rows.append((0.0, profile.backward_end_s))
-        elif i is not None and _size(job.tensors[i]) == _size(spec):
-            rows.append((job.need_s[i], job.ready_s[i]))
+        elif i is not None and _size(tensors[i]) == _size(spec):
+            rows.append((need_s[i], ready_s[i]))
         else:
             raise UsageError(
                 f"the plan's tensor '{spec.name}' of {_size(spec)} is not in the profile; "
                 "give the profile that the plan was made from"
             )
-    missed = [name for name, i in index.items() if not job.tensors[i].sparse]
+    missed = [name for name, i in index.items() if not tensors[i].sparse]
     if missed:
         raise UsageError(
             f"the profile's tensor '{missed[0]}' is not in the plan; give the profile that "
             "the plan was made from"
         )
-    need_s, ready_s = [row[0] for row in rows], [row[1] for row in rows]
-    return Profile(plan.tensors, need_s, ready_s, job.step_s, job.update_s, job.model)
+    needs, readies = [row[0] for row in rows], [row[1] for row in rows]
+    return Profile(plan.tensors, needs, readies, job.step_s, job.update_s, job.model)
 
 
 def _size(tensor: TensorSpec) -> str:
@@ -252,9 +279,15 @@ def line(
     """Tensors one after the other, from (name, elements, dtype); `rows` of matrices by name."""
     specs, offset = [], 0
     for name, numel, dtype in tensors:
-        specs.append(TensorSpec(name, numel, dtype, offset, (rows or {}).get(name, 1)))
         offset += numel
+        _check_size(offset)
+        specs.append(TensorSpec(name, numel, dtype, offset - numel, (rows or {}).get(name, 1)))
     return specs
+
+
+def _check_size(elements: int) -> None:
+    if elements > _MOST_ELEMENTS:
+        raise UsageError(f"gradients of more than {_MOST_ELEMENTS} elements cannot be planned")
 
 
 def _profile(model: str, rows: list[tuple[str, int, float, float]]) -> Profile:

@@ -16,6 +16,8 @@ from usbyte.run.attempts import Attempts, Pool
 from usbyte.run.job import Job, Ssh
 from usbyte.run.output import Output
 
+_LONGEST_S = 7 * 86400.0
+
 _EXAMPLES = """\b
 Examples:
   usbyterun -np 4 python train.py --lr 0.1
@@ -41,6 +43,12 @@ def _parse_nodes(_: click.Context, __: click.Parameter, text: str | None) -> ran
     if not counts or counts[0] < 1:
         raise click.BadParameter(f"{text!r} is not MIN:MAX with 1 <= MIN <= MAX")
     return counts
+
+
+def _parse_timeout(_: click.Context, __: click.Parameter, seconds: float) -> float:
+    if not 0 < seconds <= _LONGEST_S:
+        raise click.BadParameter(f"{seconds:g} is not above 0 and up to {_LONGEST_S:g} seconds")
+    return seconds
 
 
 def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) -> dict[str, str]:
@@ -143,15 +151,17 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
 )
 @click.option(
     "--start-timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=float,
     default=30.0,
+    callback=_parse_timeout,
     metavar="S",
     help="Seconds until all hosts must be ready.",
 )
 @click.option(
     "--timeline",
     metavar="FILE",
-    help="Have usbyte write a timeline; sets USBYTE_TIMELINE. %r in the name stands for the rank.",
+    help="Have usbyte write a timeline; sets USBYTE_TIMELINE. %r in the name stands for the rank; "
+    "without it only rank 0 records.",
 )
 @click.option(
     "--env",
@@ -199,6 +209,10 @@ def main(
     NCCL_*, GLOO_*, OMP_NUM_THREADS and PYTHONPATH.
     """
     processes.open_standard_descriptors()
+    if not command[0]:
+        raise click.UsageError(
+            "COMMAND is empty; name a program, as in: usbyterun -np 2 python a.py"
+        )
     pool = _pool(ranks, host_list, hostfile, nnodes)
     job = Job(
         command=list(command),

@@ -58,7 +58,7 @@ def parse_hostfile(path: Path) -> list[Host]:
         ValueError: The file cannot be read, names no host, or a line is in neither form.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()  # some editors write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the host file {path}: {error}") from error
     hosts = []

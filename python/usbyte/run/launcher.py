@@ -1,5 +1,6 @@
 """Runs a job: brings the agents together, passes on their output, ends them all."""
 
+import errno
 import json
 import selectors
 import shlex
@@ -81,7 +82,8 @@ class Launcher:
             processes.reap()
             self._selector.close()
         self._output.finish()
-        return self._verdict or Verdict(1, "no agent was started")
+        verdict = self._verdict or Verdict(1, "no agent was started")
+        return (verdict.code == 0 and self._lost_output()) or verdict
 
     def _start_agents(self) -> None:
         env = agent_env()
@@ -111,8 +113,8 @@ class Launcher:
             if link.gone and not link.ended:
                 self._conclude(1, _describe_loss(link), self._all_run, [link])
                 self._lose(link)
-        if self._output.stdout.broken:
-            self._conclude(128 + signal.SIGPIPE)
+        if lost := self._lost_output():
+            self._conclude(lost.code, lost.message)
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._on_deadline()
 
@@ -169,6 +171,14 @@ class Launcher:
                 self._verdict = replace(self._verdict, restartable=False, lost=frozenset())
                 self._tell_all("kill")
                 self._deadline = time.monotonic() + _HURRY_SECONDS
+
+    def _lost_output(self) -> Verdict | None:
+        error = self._output.stdout.error
+        if error is None:
+            return None
+        if error.errno == errno.EPIPE:
+            return Verdict(128 + signal.SIGPIPE)
+        return Verdict(1, f"cannot write to standard output: {error.strerror}")
 
     def _on_deadline(self) -> None:
         if self._verdict is None:
@@ -261,7 +271,7 @@ def _describe_delay(links: list[AgentLink], job: Job, master: tuple[str, int] | 
         late = [link for link in late if link.ready is None]
         problem = "did not answer"
         remedy = "check that ssh gets there without a password"
-        if all(link.greeted for link in late):
+        if all(link.greeted or link.placement.host.local for link in late):
             problem = "did not get ready (importing torch takes long?)"
             remedy = "check that host"
     names = ", ".join(link.name for link in late)

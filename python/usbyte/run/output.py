@@ -41,7 +41,8 @@ class Sink:
         wake: Readable when the launcher has something more urgent to do than to write.
 
     Attributes:
-        broken: The reader is gone.
+        error: Why nothing can be written any more: EPIPE where the reader is gone, or the disk is
+            full.
         stuck: Since `hurry`, nobody has read for a second; what came after that is lost.
     """
 
@@ -49,7 +50,8 @@ class Sink:
         self._fd = fd
         self._wake = wake
         self._patient = True
-        self.broken = self.stuck = False
+        self.error: OSError | None = None
+        self.stuck = False
 
     def hurry(self) -> None:
         """From now on, gives up if nobody reads for a second."""
@@ -61,16 +63,16 @@ class Sink:
         self.stuck = False
 
     def write(self, data: bytes) -> None:
-        """Writes everything, unless the reader is gone or `wake` ends the wait for it."""
+        """Writes everything, unless that fails or `wake` ends the wait for the reader."""
         view = memoryview(data)
-        while view and not self.broken and not self.stuck and self._wait():
+        while view and self.error is None and not self.stuck and self._wait():
             try:
                 # That many bytes do not block once a pipe is ready for any.
                 view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
             except BlockingIOError:
                 continue
-            except OSError:
-                self.broken = True
+            except OSError as error:
+                self.error = error
 
     def _wait(self) -> bool:
         poll = select.poll()
@@ -108,9 +110,15 @@ class Output:
                 self._files[kind, rank] = (folder / name).open("wb", buffering=0)
 
     def rank(self, kind: int, rank: int, data: bytes) -> None:
-        """Takes what a rank has printed; kind is STDOUT or STDERR."""
+        """Takes what a rank has printed; kind is STDOUT or STDERR.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
         if (kind, rank) in self._files:
-            self._files[kind, rank].write(data)
+            rest = memoryview(data)
+            while rest:  # a disk that gets full takes a part
+                rest = rest[self._files[kind, rank].write(rest) :]
         self._show(kind, rank, self._cutters.setdefault((kind, rank), LineCutter()).feed(data))
 
     def note(self, text: str) -> None:

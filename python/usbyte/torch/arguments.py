@@ -52,8 +52,8 @@ def check_combination(
 
 def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | None) -> None:
     """Whether there is such a policy, and it can do that."""
-    if isinstance(policy, str) and policy not in tuning.policies():
-        raise UsageError(f"unknown policy '{policy}'; known are {', '.join(tuning.policies())}")
+    if isinstance(policy, str):
+        tuning.check_policy(policy)
     if shard_optimizer and isinstance(policy, str) and policy not in tuning.SHARDING:
         raise UsageError(
             f"policy '{policy}' cannot serve shard_optimizer=True; take one of "

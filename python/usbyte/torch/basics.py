@@ -115,7 +115,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False, steps: str = "0:")
     """Records from each optimizer's next step on.
 
     Args:
-        file_path: File to write, a Chrome trace that Perfetto opens; %r stands for the rank.
+        file_path: File to write, a Chrome trace that Perfetto opens. %r in the name stands for the
+            rank; without it only rank 0 records, as with Horovod.
         mark_cycles: Horovod's; usbyte has no cycles to mark.
         steps: "A:B", half open, counted from the start of training.
     """

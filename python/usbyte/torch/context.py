@@ -111,12 +111,18 @@ class Context:
             self._faults = FaultBoard(
                 store, self.rank, self.size, self._describe, self._hold, self._on_fault
             )
-        if cluster.size != self.size:  # the default group was made without a launcher's variables
-            self.local_rank, self.local_size = self._count_local()
-        store.set(f"local/{self.rank}", json.dumps([self.local_rank, self.local_size]))
-        if env.timeline:
-            self.start_timeline(env.timeline, env.timeline_steps)
         self._excepthook: _Excepthook = sys.excepthook
+        try:
+            # Without a launcher's variables for the default group, it has not told.
+            if cluster.size != self.size:
+                self.local_rank, self.local_size = self._count_local()
+            store.set(f"local/{self.rank}", json.dumps([self.local_rank, self.local_size]))
+            if env.timeline:
+                self.start_timeline(env.timeline, env.timeline_steps)
+        except BaseException as error:
+            self._announce(error)
+            self.close()
+            raise
         sys.excepthook = self._on_exception
 
     def _count_local(self) -> tuple[int, int]:
@@ -292,7 +298,10 @@ class Context:
             optimizer.drain()
 
     def start_timeline(self, path: str, steps: str = "0:") -> None:
-        """Records all optimizers' steps "A:B" into `path`, in which %r stands for the rank."""
+        """Records all optimizers' steps "A:B" into `path`; see `basics.start_timeline`."""
+        if self.rank > 0 and "%r" not in path:  # two ranks must not write one file
+            log.info("rank %d: no timeline here, as '%s' has no %%r", self.rank, path)
+            return
         self._writer = _core.TimelineWriter(path.replace("%r", str(self.rank)), self.rank, steps)
         for optimizer in list(self._optimizers):
             optimizer.set_timeline(self._writer)
@@ -393,10 +402,15 @@ class Context:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # The others would wait for this rank until the stall limit.
-        if self._faults is not None and not issubclass(kind, FaultError | SystemExit):
-            self._faults.announce(f"rank {self.rank} ended with {kind.__name__}: {error}")
+        if not issubclass(kind, FaultError | SystemExit):
+            self._announce(error)
         self._excepthook(kind, error, trace)
+
+    def _announce(self, error: BaseException) -> None:
+        # The others would wait for this rank until the stall limit.
+        if self._faults is not None:
+            kind = type(error).__name__
+            self._faults.announce(f"rank {self.rank} ended with {kind}: {error}")
 
 
 _own_group: dist.ProcessGroup | None = None  # the default group, if made here

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from usbyte import _core
+from usbyte.errors import UsageError
 from usbyte.tuning.searches import Job, auto, bytescheduler, dear, mergecomp_online
 from usbyte.tuning.tuner import Candidate, Search, Tuner, check_installed
 
@@ -18,6 +19,7 @@ __all__ = [
     "Tuner",
     "auto",
     "check_installed",
+    "check_policy",
     "make_plan",
     "policies",
 ]
@@ -41,6 +43,12 @@ def policies() -> list[str]:
     return [*_core.policies(), *TUNED]
 
 
+def check_policy(policy: str) -> None:
+    """Raises UsageError, with all that there are, unless there is such a policy."""
+    if policy not in policies():
+        raise UsageError(f"unknown policy '{policy}'; known are {', '.join(policies())}")
+
+
 def make_plan(
     policy: str,
     profile: _core.Profile,
@@ -56,6 +64,7 @@ def make_plan(
     Raises:
         UsageError: The policy is unknown, or tuned and bayesian-optimization is not installed.
     """
+    check_policy(policy)
     if policy not in TUNED:
         return _core.make_plan(
             policy, profile, network, dict(options), overlap, sharded, codecs,
