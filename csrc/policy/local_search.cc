@@ -65,9 +65,13 @@ LocalSearch::Score LocalSearch::score(const Draft& draft) {
   return {lateness, simulator_->end_s()};
 }
 
-double LocalSearch::improve(Draft& draft) {
+void LocalSearch::start(const Draft& draft) {
   left_ = std::max(work_,
                    kLeastScores * (std::ssize(line_->tensors()) + std::ssize(draft.ops) + kFixed));
+}
+
+double LocalSearch::improve(Draft& draft) {
+  start(draft);
   best_ = score(draft);
   slack_s_ = kTolerance * best_.end_s;
   climb(draft);
@@ -92,8 +96,9 @@ double LocalSearch::improve(Draft& draft) {
 }
 
 void LocalSearch::simplify(Draft& draft, double worse_s) {
+  start(draft);
   const double limit_s = score(draft).lateness_s + worse_s;
-  for (size_t i = 0; i + 1 < draft.ops.size();) {
+  for (size_t i = 0; i + 1 < draft.ops.size() && left_ > 0;) {
     Draft changed = draft;
     const bool shot = one_shot(draft, i) || one_shot(draft, i + 1);
     if (join_next(changed, i) && shot == one_shot(changed, i) &&

@@ -11,9 +11,9 @@ namespace usbyte {
 /// Martin and Stuetzle, "Iterated Local Search", 2003. Deterministic.
 class LocalSearch {
  public:
-  /// `line` holds the tensors of the simulated job; `work` is the budget of each `improve`, in
-  /// tensors and ops simulated, and more for large jobs. No random changes are tried once the
-  /// lateness is `enough_s`.
+  /// `line` holds the tensors of the simulated job; `work` is the budget of each `improve` and each
+  /// `simplify`, in tensors and ops simulated, and more for large jobs. No random changes are tried
+  /// once the lateness is `enough_s`.
   LocalSearch(Simulator& simulator, const Plan& line, const DraftCosts& costs, int64_t work,
               double enough_s)
       : simulator_(&simulator), line_(&line), costs_(costs), work_(work), enough_s_(enough_s) {}
@@ -35,6 +35,7 @@ class LocalSearch {
     bool better_than(const Score& other, double slack_s) const;
   };
 
+  void start(const Draft& draft);
   Score score(const Draft& draft);
   void climb(Draft& draft);
   void kick(Draft& draft, std::mt19937& random) const;

@@ -108,6 +108,40 @@ TEST(Batching, EqualsBruteForce) {
   }
 }
 
+// By every first batch of every suffix, which takes n^2 of them.
+double one_by_one(const std::vector<double>& length, const std::vector<double>& due, double startup,
+                  double least) {
+  std::vector<double> best(length.size() + 1, kNever);
+  best.back() = -kNever;
+  for (size_t j = length.size(); j-- > 0;) {
+    double sum = startup;
+    for (size_t k = j + 1; k < best.size(); ++k) {
+      sum += length[k - 1];
+      const double busy = std::max(sum, least);
+      best[j] = std::min(best[j], std::max(best[k] + busy, busy - due[j]));
+    }
+  }
+  return best[0];
+}
+
+TEST(Batching, OfManyJobsIsTheBest) {
+  std::mt19937 rng(2);
+  for (int i = 0; i < 300; ++i) {
+    const auto n = static_cast<size_t>(uniform(rng, 1, 300));
+    std::vector<double> length(n), due(n);
+    const double scale = std::pow(10.0, real(rng, -3, 1));
+    for (double& x : length) x = uniform(rng, 0, 3) ? real(rng, 0, scale) : 0;
+    for (double& x : due) x = uniform(rng, 0, 9) ? real(rng, -5, 30) : kNever;
+    std::sort(due.begin(), due.end());
+    const double startup = uniform(rng, 0, 3) ? real(rng, 0, 3) : 0;
+    const double least = uniform(rng, 0, 1) ? startup + real(rng, 0, 4) : 0;
+    const double lateness = batch_exactly(length, due, startup, least).lateness_s;
+    const double expected = one_by_one(length, due, startup, least);
+    EXPECT_TRUE(lateness == expected || std::abs(lateness - expected) < 1e-9)
+        << lateness << " instead of " << expected;
+  }
+}
+
 TEST(Batching, NoJobsNoBatches) { EXPECT_TRUE(batch_exactly({}, {}, 1).begins.empty()); }
 
 TEST(Draft, WindowsAdmitSoManyOps) {

@@ -41,7 +41,7 @@ void expect_sound(const std::string& policy, const Profile& p, const NetworkMode
 
 TEST(PolicyProperties, PlansTileAndNeverBeatTheBound) {
   std::mt19937 rng(11);
-  for (int i = 0; i < cases(400); ++i) {
+  for (int i = 0; i < cases(200); ++i) {
     const double max_numel = std::pow(10.0, uniform_real(rng, 0, 9));
     const Profile p = random_job(rng, uniform(rng, 1, 60), max_numel);
     const NetworkModel network = random_network(rng);

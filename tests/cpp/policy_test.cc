@@ -50,7 +50,7 @@ TEST(Policies, ShardsNeedEverythingScatteredBeforeAGather) {
 
 TEST(Policies, EveryPolicyTilesEveryProfile) {  // Plan's constructor checks the tiling
   std::mt19937 rng(3);
-  for (int i = 0; i < cases(300); ++i) {
+  for (int i = 0; i < cases(120); ++i) {
     const Profile p = random_profile(rng);
     const NetworkModel network{4, {{static_cast<double>(uniform(rng, 0, 3)), 0.01}}};
     PolicyOptions options;
