@@ -58,7 +58,8 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 def test_hostfile_formats(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(
-        "\ufeffa slots=1\n# cluster\n\na slots=1\nb:3 # rack 2\nc\nd max-slots=8 slots=4\na slots=1\n"
+        "\ufeffa slots=1\n# cluster\n\na slots=1\n"
+        "b:3 # rack 2\nc\nd max-slots=8 slots=4\na slots=1\n"
     )
     parsed = hosts.parse_hostfile(file)
     assert [(host.name, host.slots) for host in parsed] == [("a", 3), ("b", 3), ("c", 1), ("d", 4)]

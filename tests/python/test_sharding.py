@@ -205,6 +205,10 @@ def misuse(rank, size):
     with pytest.raises(UsageError, match="no rank has whole gradients"):
         opt.synchronize()
     opt.step()
+    with pytest.raises(UsageError, match="again without backward"):
+        opt.step()
+    opt.zero_grad()
+    opt.step()  # which does nothing, as without shards
     model, opt = small(shard=True, policy=lambda p, n: _core.make_plan("ddp", p, n))
     with pytest.raises(UsageError, match="plans all_reduces"):
         run(model, opt, 4, rank)

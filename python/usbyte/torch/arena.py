@@ -37,9 +37,16 @@ def dtype_name(name: str, param: nn.Parameter) -> str:
     try:
         return _DTYPES[param.dtype]
     except KeyError:
+        remedy = ""
+        if param.is_complex():
+            remedy = (
+                ": keep it as nn.Parameter(torch.view_as_real(...)), and take "
+                "torch.view_as_complex of that in forward"
+            )
         raise UsageError(
             f"parameter '{name}' has dtype {param.dtype}; gradients can be "
             + ", ".join(_DTYPES.values())
+            + remedy
         ) from None
 
 

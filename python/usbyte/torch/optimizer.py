@@ -351,6 +351,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._set_to_none = set_to_none
         if self._shards is not None:
             self._zero_spent(self._shards.used)
+            self._shards.spent = False
         elif self._updates.count or self._changes.elsewhere:
             with self._changes.lock:  # updates in other threads need their gradients
                 reset = self._updates if self._updates.count else self._inner
@@ -747,6 +748,11 @@ class DistributedOptimizer(OptimizerWrapper):
                 "shard_optimizer=True does not work with GradScaler or step hooks; leave it out"
             )
         if not reducer.in_flight:
+            if shards.spent:
+                raise UsageError(
+                    "step() again without backward(): with shard_optimizer=True a step uses its "
+                    "gradients up; call optimizer.zero_grad() and backward() before the next one"
+                )
             return
         with self._changes.applying():
             shards.step()

@@ -531,9 +531,10 @@ class Reducer:
 
     def _begin(self) -> None:
         if self.in_flight:
+            other = "leave out shard_optimizer" if self._sharded else 'use overlap="backward"'
             raise UsageError(
                 "backward() ran again before step() while gradients were on their way. Accumulate "
-                'under optimizer.no_sync(), or use overlap="backward".'
+                f"under optimizer.no_sync(), or {other}."
             )
         stream = self.device.stream()
         self._engine.drain(stream)

@@ -87,6 +87,7 @@ class ShardedUpdates:
         pending: By parameter, whether its new values have not been taken yet.
         count: Of pending parameters.
         used: By parameter, whether any rank had a gradient in the last step.
+        spent: A step has used up gradients that nobody has reset since.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class ShardedUpdates:
         self.pending = [False] * len(params)
         self.count = 0
         self.used = [param.grad is not None for param in params]
+        self.spent = True
         names = {name: i for i, name in enumerate(reducer.names)}
         self._addresses = [param.data_ptr() for param in params]
         self._pieces = [
@@ -144,6 +146,7 @@ class ShardedUpdates:
             grad.copy_(view.detach())  # what is gathered; the arena's gradients are spent
         for param in self._params:
             param.grad = None
+        self.spent = True
         self._versions = [param._version for param in self._params]
         self.pending = [True] * len(self._params)
         self.count = len(self._params)
