@@ -207,6 +207,9 @@ def misuse(rank, size):
     opt.step()
     with pytest.raises(UsageError, match="again without backward"):
         opt.step()
+    opt.zero_grad(set_to_none=False)
+    with pytest.raises(UsageError, match="again without backward"):
+        opt.step()
     opt.zero_grad()
     opt.step()  # which does nothing, as without shards
     model, opt = small(shard=True, policy=lambda p, n: _core.make_plan("ddp", p, n))

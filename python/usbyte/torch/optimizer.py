@@ -76,8 +76,8 @@ class DistributedOptimizer(OptimizerWrapper):
         shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
             and the work, and parameters are gathered in the next forward pass, so that overlap is
             "forward". Needs an optimizer that treats every element by itself. `step()` uses
-            gradients up, as if `zero_grad()` followed it. `state_dict` and `load_state_dict` deal
-            in the whole state and are collective.
+            gradients up, as if `zero_grad()` followed it; a second one without backward is an
+            error. `state_dict` and `load_state_dict` deal in the whole state and are collective.
         fused_update: Updates of torch.optim.SGD, Adam and AdamW on a CUDA device run as one kernel
             launch for all parameters that are due, to the same results but for the rounding of the
             last bit. Step hooks are refused.
@@ -351,7 +351,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._set_to_none = set_to_none
         if self._shards is not None:
             self._zero_spent(self._shards.used)
-            self._shards.spent = False
+            self._shards.spent = not set_to_none  # zeros are gradients too
         elif self._updates.count or self._changes.elsewhere:
             with self._changes.lock:  # updates in other threads need their gradients
                 reset = self._updates if self._updates.count else self._inner
@@ -751,7 +751,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if shards.spent:
                 raise UsageError(
                     "step() again without backward(): with shard_optimizer=True a step uses its "
-                    "gradients up; call optimizer.zero_grad() and backward() before the next one"
+                    "gradients up; call backward() before the next one"
                 )
             return
         with self._changes.applying():

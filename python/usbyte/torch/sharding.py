@@ -87,7 +87,7 @@ class ShardedUpdates:
         pending: By parameter, whether its new values have not been taken yet.
         count: Of pending parameters.
         used: By parameter, whether any rank had a gradient in the last step.
-        spent: A step has used up gradients that nobody has reset since.
+        spent: A step has used up gradients that nobody has reset to None since.
     """
 
     def __init__(
