@@ -12,40 +12,51 @@ namespace {
 class RangeMin {
  public:
   explicit RangeMin(size_t size)
-      : rows_(std::bit_width(size), std::vector<double>(size)), size_(size) {}
+      : size_(size), rows_(static_cast<size_t>(std::bit_width(size))), least_(rows_ * size) {}
 
   void set(size_t place, double value) {
-    rows_[0][place] = value;
-    for (size_t p = 1; p < rows_.size() && place + (size_t{1} << p) <= size_; ++p) {
-      rows_[p][place] = std::min(rows_[p - 1][place], rows_[p - 1][place + (size_t{1} << (p - 1))]);
+    least_[place] = value;
+    for (size_t p = 1; p < rows_ && place + (size_t{1} << p) <= size_; ++p) {
+      const size_t half = size_t{1} << (p - 1);
+      least_[p * size_ + place] = std::min(of(p - 1, place), of(p - 1, place + half));
     }
   }
 
   // Of the places begin <= p < end; there is one.
   double least(size_t begin, size_t end) const {
     const auto p = static_cast<size_t>(std::bit_width(end - begin) - 1);
-    return std::min(rows_[p][begin], rows_[p][end - (size_t{1} << p)]);
+    return std::min(of(p, begin), of(p, end - (size_t{1} << p)));
   }
 
   // Behind the last place in begin <= p < end whose value `fits`, as do all smaller ones; `begin`
   // if there is none.
   template <class Fits>
   size_t last(size_t begin, size_t end, Fits fits) const {
-    for (size_t p = rows_.size(); p-- > 0;) {
+    for (size_t p = rows_; p-- > 0;) {
       const size_t count = size_t{1} << p;
-      if (end - begin >= count && !fits(rows_[p][end - count])) end -= count;
+      if (end - begin >= count && !fits(of(p, end - count))) end -= count;
     }
     return end;
   }
 
  private:
-  std::vector<std::vector<double>> rows_;
-  size_t size_;
+  double of(size_t row, size_t place) const { return least_[row * size_ + place]; }
+
+  size_t size_, rows_;
+  std::vector<double> least_;
 };
 
 // The first of begin <= k < end for which `is` does not hold, as for none behind it; else `end`.
+// Looks near `begin` first, where it mostly is.
 template <class Is>
 size_t first_not(size_t begin, size_t end, Is is) {
+  for (size_t stride = 1; begin + stride < end; stride *= 2) {
+    if (!is(begin + stride)) {
+      end = begin + stride;
+      break;
+    }
+    begin += stride;
+  }
   while (begin < end) {
     const size_t middle = begin + (end - begin) / 2;
     if (is(middle)) {

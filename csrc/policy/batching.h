@@ -16,7 +16,8 @@ struct Batching {
 /// available at time 0; `due_s` ascends and may be negative. The best of all cuts in this order; no
 /// other order is better unless a batch is shorter than `least_s`. The dynamic programme of Webster
 /// and Baker, "Scheduling Groups of Jobs on a Single Machine", Operations Research 1995, whose
-/// steps are binary searches here: O(n log n).
+/// steps are binary searches here: O(n log n), memory too. Of cuts that are as good but for
+/// rounding the one with the longest first batches.
 Batching batch_exactly(std::span<const double> length_s, std::span<const double> due_s,
                        double startup_s, double least_s = 0);
 

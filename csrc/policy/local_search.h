@@ -23,9 +23,9 @@ class LocalSearch {
   /// order; cut an op in two, also so that the first goes in one shot; shift the edge between two
   /// blocks of different ops on the line. Returns the predicted lateness, s.
   double improve(Draft& draft);
-  /// Goes once over the ops in launch order and joins neighbours where the predicted lateness does
-  /// not grow by more than `worse_s` in all: fewer ops, of which the model may know too little.
-  /// What goes in one shot stays apart from what does not.
+  /// Goes once over the ops in launch order, as far as the budget lasts, and joins neighbours where
+  /// the predicted lateness does not grow by more than `worse_s` in all: fewer ops, of which the
+  /// model may know too little. What goes in one shot stays apart from what does not.
   void simplify(Draft& draft, double worse_s);
 
  private:

@@ -1,6 +1,7 @@
 #include "usbyte/simulator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <queue>
@@ -211,7 +212,7 @@ double Simulator::bound_s() const {
                                ? profile_->ready_s[static_cast<size_t>(backward_order_[next])]
                                : kNever;
     if (ready.empty()) now = std::max(now, release);
-    if (release <= now) {
+    if (next < backward_order_.size() && release <= now) {
       const int t = backward_order_[next++];
       const TensorSpec& spec = profile_->tensors[static_cast<size_t>(t)];
       rest_s[static_cast<size_t>(t)] =
@@ -229,7 +230,12 @@ double Simulator::bound_s() const {
       now = release;
     }
   }
-  return iteration_s_ + delay;
+  return ending(iteration_s_ + delay);
+}
+
+double Simulator::ending(double bound_s) const {
+  if (std::isfinite(bound_s)) return bound_s;
+  throw UsageError("network: " + std::to_string(profile_->bytes()) + " bytes would never end");
 }
 
 // Scatters keep the channel busy from the first gradient on; gathers follow in due order.
@@ -256,7 +262,7 @@ double Simulator::sharded_bound_s() const {
     now += transfer_s(Collective::all_gather, t);
     delay = std::max(delay, now - due_s_[static_cast<size_t>(t)]);
   }
-  return iteration_s_ + delay;
+  return ending(iteration_s_ + delay);
 }
 
 }  // namespace usbyte

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 
 _NUMBER = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]{1,3})?)\s*([a-z/]*)\s*", re.IGNORECASE)
-_SIZE = re.compile(r"([0-9]{1,18})([kmg]?)(ib)?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,19})([kmg]?)(ib)?", re.IGNORECASE)
 _MOST_BYTES = (1 << 63) - 1
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SECONDS = {"": 0, "s": 0, "ms": -3, "us": -6, "ns": -9}  # powers of ten
@@ -29,8 +29,8 @@ def parse_bytes(text: str) -> int:
         value = int(match[1]) << (10 * _POWERS[match[2].lower()])
     if not 1 <= value <= _MOST_BYTES:
         raise ValueError(
-            f"{text!r} is no size; write a whole number of bytes >= 1, also with k, M or G "
-            "(powers of 1024), such as 8388608, 8M or 8MiB"
+            f"{text!r} is no size; write a whole number of bytes from 1 to {_MOST_BYTES}, also "
+            "with k, M or G (powers of 1024), such as 8388608, 8M or 8MiB"
         )
     return value
 

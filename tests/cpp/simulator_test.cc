@@ -234,5 +234,16 @@ TEST(Simulator, NoPlanGoesBelowTheBound) {
   }
 }
 
+TEST(Simulator, ABoundThatNeverEndsIsAnError) {
+  const NetworkModel network{4, {{0, 1e300}}};
+  Profile p = three_layers();
+  for (TensorSpec& t : p.tensors) t.numel = 1'000'000'000;
+  for (size_t i = 1; i < p.tensors.size(); ++i) p.tensors[i].offset = p.tensors[i - 1].end();
+  for (bool sharded : {false, true}) {
+    const Simulator simulator(p, network, Overlap::forward, sharded);
+    EXPECT_THROW(simulator.bound_s(), UsageError);
+  }
+}
+
 }  // namespace
 }  // namespace usbyte

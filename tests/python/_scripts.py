@@ -548,3 +548,29 @@ def compiles_a_function(wrap: Wrap, rank: int) -> Any:
         loss_of(x).backward()
         opt.step()
     return model
+
+
+def compiles_the_update(wrap: Wrap, rank: int) -> Any:
+    model = mlp()
+    net, opt = wrap(model, sgd(model))
+    update = torch.compile(lambda: opt.step(), backend="aot_eager")
+    for x in batches(rank):
+        opt.zero_grad()
+        net(x).pow(2).mean().backward()
+        update()
+    return model
+
+
+def compiles_the_step(wrap: Wrap, rank: int) -> Any:
+    model = mlp()
+    net, opt = wrap(model, sgd(model))
+
+    @torch.compile(backend="aot_eager")
+    def step(x: torch.Tensor) -> None:
+        opt.zero_grad()
+        net(x).pow(2).mean().backward()
+        opt.step()
+
+    for x in batches(rank):
+        step(x)
+    return model

@@ -59,6 +59,8 @@ EXPECTED = {
     "compiles_in_place": "",
     "compiles_whole": "",
     "compiles_a_function": UNSEEN,
+    "compiles_the_update": "",
+    "compiles_the_step": UNSEEN,
 }
 
 #: Where overlap="forward" is an error.

@@ -121,6 +121,15 @@ def starts_and_stops(rank, size, folder):
     step()
     ub.stop_timeline()
     step()
+    ub.start_timeline(str(Path(folder) / "other.%r.json"))
+    ub.start_timeline(str(Path(folder) / "last.json"))  # which ends the one before on all ranks
+    step()
+    ub.stop_timeline()
+    for name, wanted in (("other.%r", False), ("last", rank == 0)):
+        file = Path(folder) / f"{name}.json".replace("%r", str(rank))
+        if wanted or "%r" in name:
+            events = json.loads(file.read_text())
+            assert any(e["ph"] == "X" for e in events) == wanted, name
     written = Path(str(path).replace("%r", str(rank)))
     events = json.loads(written.read_text())
     assert {e["args"]["step"] for e in events if e["ph"] == "X"} == {6, 7}

@@ -178,8 +178,13 @@ def test_a_matrix_stays_one_when_it_is_scaled(tmp_path):
     matrices = profiles.line([("a", 4000, "float32"), ("b", 30, "float32")], {"a": 40, "b": 30})
     job = _core.Profile(matrices, [0.0, 1e-3], [5e-3, 4e-3])
     half = profiles.scaled(job, size=0.5)
-    assert [(t.numel, t.rows) for t in half.tensors] == [(2000, 40), (30, 30)]
+    assert [(t.numel, t.rows) for t in half.tensors] == [(2000, 40), (15, 1)]
     assert profiles.scaled(job).tensors == matrices
+    # Rows of three elements cannot lose half of one.
+    narrow = profiles.scaled(
+        _core.Profile(profiles.line([("a", 9000, "float32")], {"a": 3000}), [0.0], [1.0]), size=0.5
+    )
+    assert [(t.numel, t.rows) for t in narrow.tensors] == [(4500, 1)]
     path = tmp_path / "profile.json"
     path.write_text(job.to_json())
     done = invoke("plan", str(path), *RING, "--codec", "powersgd:2")

@@ -18,7 +18,7 @@ def test_bytes(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0", "-1", "8MB", "8iB", "1.5M", "M", "8 M", "8T", "1e3", "9" * 19, "9" * 5000,
+    ["", "0", "-1", "8MB", "8iB", "1.5M", "M", "8 M", "8T", "1e3", "9" * 19, "9" * 20, "9" * 5000,
      "9999999999G"],
 )  # fmt: skip
 def test_bad_bytes(text):

@@ -66,6 +66,7 @@ class Simulator {
   void play(const Plan& plan, StepRecord* record);
   const Topology& mesh() const;
   double sharded_bound_s() const;
+  double ending(double bound_s) const;
 
   const Profile* profile_;
   NetworkModel network_;

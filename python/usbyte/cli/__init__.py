@@ -39,9 +39,11 @@ class _Commands(click.Group):
                 raise
             raise click.ClickException(str(error)) from error
         except OSError as error:
-            if error.errno == errno.EPIPE:  # which click knows
+            if error.errno != errno.ENOSPC or error.filename is not None:
                 raise
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(
+                f"cannot write to standard output: {error.strerror}"
+            ) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

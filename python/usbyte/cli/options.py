@@ -238,8 +238,13 @@ def check_writable(*paths: Path | None) -> None:
     for path in paths:
         if path is None:
             continue
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise _unwritable(path, "not writable")
+        try:
+            writable = os.access(path if path.exists() else path.parent, os.W_OK)
+            folder = path.is_dir()
+        except OSError as error:
+            raise _unwritable(path, str(error.strerror)) from error
+        if folder or not writable:
+            raise _unwritable(path, "it is a folder" if folder else "not writable")
 
 
 def write_text(path: Path, text: str) -> None:

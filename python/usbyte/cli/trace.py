@@ -106,8 +106,8 @@ def _add(found: Measured, event: Any, ops: dict[str, int]) -> None:
     """Adds an event to its step."""
     name, kind, start = str(event["name"]), event["cat"], float(event["ts"]) * 1e-6
     end = start + float(event["dur"]) * 1e-6
-    if not (math.isfinite(start) and math.isfinite(end)):
-        raise ValueError(f"'{name}' has no finite times")
+    if not (math.isfinite(start) and start <= end < math.inf):
+        raise ValueError(f"'{name}' has no such times")
     if kind == "gate":
         found.gates.append((name, start, end))
     elif kind == "update":
@@ -117,7 +117,9 @@ def _add(found: Measured, event: Any, ops: dict[str, int]) -> None:
     elif name in ops and kind == "communication":
         found.flights[ops[name]] = (start, end)
         if "sum_rows" in event["args"]:
-            found.sums[ops[name]] = {name: float(event["args"][name]) for name in _SUMS}
+            found.sums[ops[name]] = sums = {what: float(event["args"][what]) for what in _SUMS}
+            if not all(map(math.isfinite, sums.values())):
+                raise ValueError(f"'{name}' has no such sums")
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -23,6 +23,7 @@ _USED = "usbyte.used"  # flags that travel with the gradients; whoever replays a
 _DIGITS = 9  # of times in seconds
 _MOST_ELEMENTS = 1 << 56  # so that bytes of a job fit 64 bits
 _MOST_FACTOR = 1e9
+_SHAPED = 0.01  # of a scaled matrix' elements, which may be other ones to keep its rows
 
 _WIDTHS = [32, 32, 64, 64, 128, 128, 128, 256, 256, 256, 256, 256, 256]
 _SIDES = [224, 224, 112, 112, 56, 56, 56, 28, 28, 28, 14, 14, 14]
@@ -160,8 +161,8 @@ def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
     Args:
         profile: The job.
         time: Factor of every time, updates included.
-        size: Factor of every tensor's elements; each keeps at least one. Matrices keep their rows,
-            and so do sparse gradients, whose rows get wider.
+        size: Factor of every tensor's elements; each keeps at least one. Matrices stay matrices
+            unless their rows are too short for that; sparse gradients keep their rows.
 
     Raises:
         UsageError: A factor is not above 0, or the job gets too large.
@@ -173,11 +174,16 @@ def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
         )
     specs, offset, elements = [], 0, 0
     for t in profile.tensors:
-        wide = max(1, round((t.width or t.numel // t.rows) * size))
-        elements += t.rows * wide
+        if t.sparse:
+            numel, rows, width = 0, t.rows, max(1, round(t.width * size))
+        else:
+            numel, rows, width = max(1, round(t.numel * size)), 1, 0
+            shaped = t.rows * round(t.numel / t.rows * size)
+            if abs(shaped - numel) <= _SHAPED * numel:
+                numel, rows = shaped, t.rows
+        elements += numel + rows * width
         _check_size(elements)
-        numel, width = (0, wide) if t.sparse else (t.rows * wide, 0)
-        specs.append(TensorSpec(t.name, numel, t.dtype, offset, t.rows, width))
+        specs.append(TensorSpec(t.name, numel, t.dtype, offset, rows, width))
         offset += numel
     return Profile(
         specs,

@@ -123,7 +123,7 @@ class Launcher:
             try:
                 self._output.rank(frame.kind, frame.rank, frame.payload)
             except OSError as error:
-                self._conclude(1, f"cannot write --output-filename: {error}")
+                self._conclude(1, f"cannot write a file of --output-filename: {error}")
             return
         event = json.loads(frame.payload)
         match event["event"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import json
 import logging
@@ -121,7 +122,8 @@ class Context:
                 self.start_timeline(env.timeline, env.timeline_steps)
         except BaseException as error:
             self._announce(error)
-            self.close()
+            with suppress(Error, RuntimeError):  # of what is broken already
+                self.close()
             raise
         sys.excepthook = self._on_exception
 
@@ -301,6 +303,7 @@ class Context:
         """Records all optimizers' steps "A:B" into `path`; see `basics.start_timeline`."""
         if self.rank > 0 and "%r" not in path:  # two ranks must not write one file
             log.info("rank %d: no timeline here, as '%s' has no %%r", self.rank, path)
+            self.stop_timeline()
             return
         self._writer = _core.TimelineWriter(path.replace("%r", str(self.rank)), self.rank, steps)
         for optimizer in list(self._optimizers):
@@ -341,6 +344,11 @@ class Context:
             self._faults.close()
         if errors:
             raise errors[0]
+
+    def orphan(self) -> list[Any]:
+        """In a process that was forked: everything that has threads, which are not here."""
+        optimizers = [each for o in list(self._optimizers) for each in o.orphan()]
+        return [self, *optimizers, *self._abandoned, *self.members.values()]
 
     def _in_order(self) -> list[DistributedOptimizer]:
         """Those that there are, in an order that is the same on all ranks."""
@@ -517,6 +525,26 @@ def shutdown() -> None:
     if _current is not None:
         context, _current = _current, None
         context.close()
+
+
+def _before_fork() -> None:
+    """Nothing is to be waited for in a process that has none of this one's threads."""
+    if _current is not None:
+        with suppress(Error):  # who reads parameters after a fault gets it
+            _current.drain()
+
+
+def _after_fork_in_child() -> None:
+    global _current, _own_group
+    if _current is not None:
+        context, _current = _current, None
+        sys.excepthook = context._excepthook
+        for each in [*context.orphan(), _own_group]:  # or its threads would be joined
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        _own_group = None
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 @atexit.register

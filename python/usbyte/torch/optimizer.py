@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -42,6 +42,13 @@ __all__ = [
 ]
 
 log = logging.getLogger("usbyte")
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _not_compiled(method: _F) -> _F:
+    """Runs as it is inside of what is compiled, as the methods of torch's optimizers do."""
+    return cast("_F", torch._disable_dynamo(method))
 
 
 class DistributedOptimizer(OptimizerWrapper):
@@ -282,6 +289,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     # Training.
 
+    @_not_compiled
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Applies the last gradients, or has the next forward pass apply them.
 
@@ -345,6 +353,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._apply(self._ungated)
         return None
 
+    @_not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them."""
         self._check_usable()
@@ -362,6 +371,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._reducer is not None:
             self._reducer.forget_results()
 
+    @_not_compiled
     def synchronize(self) -> None:
         """Waits until gradients are final and applies pending updates.
 
@@ -374,6 +384,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._reducer.send_kept()
         self.drain()
 
+    @_not_compiled
     def drain(self) -> None:
         """Makes final what is on its way, and sends nothing: for this rank alone to call."""
         self._drain()
@@ -446,6 +457,10 @@ class DistributedOptimizer(OptimizerWrapper):
     def closed(self) -> bool:
         """Nothing is sent any more."""
         return self._closed
+
+    def orphan(self) -> list[Any]:
+        """In a process that was forked, which reads the model: gives what is never to be ended."""
+        return [self] if self._reducer is None else [self, self._reducer.orphan()]
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`. Empty if nothing is sent."""

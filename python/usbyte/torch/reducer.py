@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,6 +40,16 @@ from usbyte.torch.staged import mesh_of
 # share of the time, down to the least.
 _CAREFUL_BYTES = 8 << 20
 _LEAST_CARE = 1 / 8
+
+
+class _Orphan:
+    """Stands for an engine in a process that was forked, which has none of its threads."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            "this process was forked from a rank and cannot train or wait for gradients: start it "
+            "with the method 'spawn', or fork it between optimizer.step() and the next backward()"
+        )
 
 
 class Reducer:
@@ -186,6 +196,11 @@ class Reducer:
             self._failure = message
             with suppress(UsageError):  # it has ended
                 self._engine.fail(message)
+
+    def orphan(self) -> Any:
+        """In a forked process: every use is an error from now on; returns what has threads."""
+        engine, self._engine = self._engine, cast("_core.Engine", _Orphan())
+        return engine
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records from the next step on; None stops."""
