@@ -114,7 +114,7 @@ class Context:
             )
         self._excepthook: _Excepthook = sys.excepthook
         try:
-            # Without a launcher's variables for the default group, it has not told.
+            # The default group was made without a launcher's variables, which tell of hosts.
             if cluster.size != self.size:
                 self.local_rank, self.local_size = self._count_local()
             store.set(f"local/{self.rank}", json.dumps([self.local_rank, self.local_size]))
