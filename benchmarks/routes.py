@@ -33,6 +33,7 @@ import usbyte.torch as ub
 from usbyte import _core, units
 from usbyte.cli.options import BYTES, Parsed
 from usbyte.lab.profiles import line
+from usbyte.torch import communicators
 from usbyte.torch.context import current
 from usbyte.torch.costs import fit
 from usbyte.torch.device import Device
@@ -104,7 +105,7 @@ def connect(topology: str, largest: int) -> tuple[MeshCommunicator, _core.Networ
         ClickException: There is one dimension only.
     """
     context = current()
-    mesh = context.new_communicator(Device(), topology)
+    mesh = communicators.connect(context, Device(), topology)
     if not isinstance(mesh, MeshCommunicator):
         raise click.ClickException("this network has one dimension only")
     rows = measure(context, mesh, largest)

@@ -1,13 +1,30 @@
 #include <algorithm>
+#include <string>
 
 #include "priority_trace.h"
+#include "usbyte/error.h"
 #include "usbyte/policy.h"
 
 namespace usbyte {
+namespace {
+
+// Far more than any network takes in a step, and as many as a plan can be made of in seconds.
+constexpr int64_t kMostParts = 1'000'000;
+
+}  // namespace
 
 Plan bytescheduler(const Profile& profile, const NetworkModel& network,
                    const PolicyOptions& options) {
   std::vector<Part> parts;
+  int64_t total = 0;
+  for (const TensorSpec& t : profile.tensors) {
+    total += t.numel / std::max<int64_t>(options.partition_bytes / itemsize(t.dtype), 1);
+  }
+  if (total > kMostParts) {
+    throw UsageError("bytescheduler: parts of " + std::to_string(options.partition_bytes) +
+                     " bytes would be " + std::to_string(total) + " and more, and " +
+                     std::to_string(kMostParts) + " is the most: take a larger partition");
+  }
   for (int i : forward_order(profile)) {
     const TensorSpec& t = profile.tensors[static_cast<size_t>(i)];
     const int64_t limit = std::max<int64_t>(options.partition_bytes / itemsize(t.dtype), 1);

@@ -188,6 +188,13 @@ TEST(ByteScheduler, NearestInputOvertakesWhatStillWaits) {
             (std::vector<Block>{{10, 20}, {20, 30}, {0, 10}, {30, 40}}));
 }
 
+TEST(ByteScheduler, MorePartsThanAnyNetworkTakesAreRefused) {
+  PolicyOptions options;
+  options.partition_bytes = 1;
+  const Profile p = profile_of({2'000'000});
+  EXPECT_THROW(make_plan("bytescheduler", p, {2, {{1, 1}}}, options), UsageError);
+}
+
 TEST(ByteScheduler, WithoutAProfileOfTimesItIsForwardOrder) {
   Profile p = profile_of({10, 10, 10});
   p.ready_s = {7, 7, 7};

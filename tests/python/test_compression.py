@@ -14,7 +14,8 @@ from _models import OPTIMIZERS, Awkward, difference, short_probes, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, PlanError, UsageError
-from usbyte.torch.compression import Codec, Memory, codecs_of
+from usbyte.torch.codec_memory import Memory
+from usbyte.torch.compression import Codec, codecs_of
 
 
 def test_names_are_those_of_the_core():
@@ -251,7 +252,7 @@ def feedback(rank, size, spec):
         if not seen or opt.plan.hash() != seen[-1]:
             seen.append(opt.plan.hash())
         if step in (5, 10) and rank == 0:
-            opt._reducer.ask_for_plan()
+            opt._stepper.reducer.ask_for_plan()
         if step == 14:  # what is remembered is saved, and outlives the engine
             saved = opt.state_dict()
             for part in opt._memory.parts.values():

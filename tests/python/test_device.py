@@ -186,7 +186,7 @@ def votes(rank, size):
 
     for _ in range(7):
         step()
-    reducer = optimizer._reducer
+    reducer = optimizer._stepper.reducer
     assert not reducer.learning
     if rank == 1:
         reducer._cycle._drift.wanted = True

@@ -22,8 +22,8 @@ from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.lab.profiles import line
 from usbyte.torch.arena import USED
+from usbyte.torch.codec_memory import Memory
 from usbyte.torch.coded_plans import CodedPlans
-from usbyte.torch.compression import Memory
 from usbyte.torch.lines import sizes_of
 from usbyte.torch.mesh import parse
 from usbyte.torch.reducer import Reducer

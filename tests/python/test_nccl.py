@@ -14,6 +14,8 @@ from _emulated import EmulatedDevice, emulate
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
+from usbyte.torch import communicators
+from usbyte.torch.communicators import connect
 from usbyte.torch.context import current
 from usbyte.torch.device import Device
 from usbyte.torch.mesh import MeshCommunicator
@@ -102,16 +104,16 @@ def test_settings_must_be_the_same_on_all_ranks(libraries):
 
 
 def makes(rank, size, library, other):
-    """What `new_communicator` gives, or raises, for a device."""
+    """What `connect` gives, or raises, for a device."""
     os.environ["USBYTE_NCCL_LIB"] = library
     ub.init()
     device = emulate()
-    staged = current().new_communicator(device)
+    staged = connect(current(), device)
     assert isinstance(staged, StagedCommunicator)
     staged.close()
     device.identity = lambda: str(rank)
     with pytest.raises(FaultError, match=r"while connecting 2 ranks|CUDA's driver"):
-        current().new_communicator(device)  # there is neither NCCL nor a GPU
+        connect(current(), device)  # there is neither NCCL nor a GPU
     nccl = _core.load_nccl(library)
     assert len(nccl.unique_id()) == 128
     with pytest.raises(UsageError, match="5 bytes"):
@@ -127,14 +129,14 @@ def test_communicators_are_made_as_was_agreed(libraries):
 def refuses_the_host(rank, size):
     ub.init()
     with pytest.raises(UsageError, match=r"model\.cuda\(\)"):
-        current().new_communicator(Device())
+        connect(current(), Device())
 
 
 def differs(rank, size):
     os.environ["USBYTE_CHUNK_BYTES"] = str((rank + 1) << 20)
     ub.init()
     with pytest.raises(MismatchError, match=r"USBYTE_CHUNK_BYTES \d+ on rank [01]"):
-        current().new_communicator(EmulatedDevice())
+        connect(current(), EmulatedDevice())
 
 
 def test_nccl_does_not_move_the_hosts_tensors():
@@ -167,9 +169,9 @@ def makes_lines(rank, size, library):
     device.identity = lambda: str(rank)
     context = current()
     nccl = SimpleNamespace(unique_id=lambda: os.urandom(128))
-    context._agree_on_nccl = lambda device, dimensions: nccl if dimensions else None
+    communicators.agree = lambda *args: nccl if args[-1] else None
     _core.NcclCommunicator = _core.StreamMeshCommunicator = Made
-    mesh = context.new_communicator(device, "3x1x2")
+    mesh = connect(context, device, "3x1x2")
     assert isinstance(mesh, MeshCommunicator)
     assert not mesh.is_measured
     topology, cuda, flat, lines, slots = mesh.core.args

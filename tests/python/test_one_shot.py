@@ -16,6 +16,7 @@ from usbyte import _core
 from usbyte.errors import EnvError, FaultError, MismatchError
 from usbyte.lab.profiles import line
 from usbyte.torch.collectives import abort
+from usbyte.torch.communicators import connect
 from usbyte.torch.context import current
 from usbyte.torch.device import Device
 from usbyte.torch.one_shot import OneShot, most_one_shot_bytes
@@ -56,7 +57,7 @@ class Job:
     """An engine that sends some blocks of a buffer of ones times rank + 1."""
 
     def __init__(self, rank, numels, ops):
-        self.communicator = current().new_communicator(Device())
+        self.communicator = connect(current(), Device())
         tensors = line((f"t{i}", numel, "float32") for i, numel in enumerate(numels))
         blocks = [(t.offset, t.end) for t in tensors]
         ops = [_core.Op(kind, [blocks[i] for i in which], 1 << 30) for kind, which in ops]
@@ -138,7 +139,7 @@ def different(rank, size):
     os.environ["USBYTE_ONE_SHOT_BYTES"] = str(100 + rank)
     ub.init()
     with pytest.raises(MismatchError, match=r"is \d+ on rank \d but \d+ on rank \d"):
-        current().new_communicator(Device())
+        connect(current(), Device())
     ub.shutdown()
 
 

@@ -148,7 +148,7 @@ def is_ahead(rank, size):
     train(model, optimizer, rank)
     begin(model, optimizer, rank, STEPS)
     if rank == 1:
-        while optimizer.status().get("step") and not optimizer._reducer.failed:
+        while optimizer.status().get("step") and not optimizer._stepper.transport.failed:
             time.sleep(0.05)
         answer = found(model, optimizer)
     else:
@@ -308,7 +308,7 @@ def faults_while_learning(rank, size):
     train(model, optimizer, rank, 2)
     begin(model, optimizer, rank, 2)
     if rank == 1:
-        while not optimizer._reducer.failed:
+        while not optimizer._stepper.transport.failed:
             time.sleep(0.05)
     else:
         optimizer.step()

@@ -57,7 +57,7 @@ def variants(rank, size):
 
     def replan(step, _model, opt):
         if step == 5 and rank == 1:  # the first step that learns anew leaves a layer out
-            opt._reducer._cycle._drift.wanted = True
+            opt._stepper.reducer._cycle._drift.wanted = True
 
     for options in [{}, {"set_to_none": False}]:
         expected = train("ddp", "adam", rank, size, steps=16, **options)
@@ -194,6 +194,142 @@ def clips(rank, size):
 
 def test_the_norm_is_clipped_over_all_shards():
     run_ranks(2, clips, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def drop_by_optimizer(model, opt):
+    opt.zero_grad()
+
+
+def drop_by_model(model, opt):
+    model.zero_grad()
+
+
+def drop_in_step(model, opt):
+    model.zero_grad()
+    opt.step()
+
+
+def drop_later(model, opt):
+    """What one rank does alone in between waits for no other."""
+    opt.param_groups[0]["lr"] *= 0.9
+    if torch.distributed.get_rank() == 0:
+        with torch.no_grad():
+            model(torch.ones(1, 30))
+    torch.distributed.barrier()
+    opt.state_dict()
+    model.zero_grad()
+
+
+def drops(rank, size):
+    ub.init()
+
+    def train(shard, drop):
+        """Every third batch is not good enough for a step."""
+        options = {"max_grad_norm": 1e9} if shard and drop is drop_later else {}
+        model, opt = small(shard, **options)
+        data = torch.Generator().manual_seed(rank)
+        for step in range(14):
+            model(torch.randn(4, 30, generator=data)).square().sum().backward()
+            if step == 9 and rank == 1 and shard:
+                opt._stepper.reducer._cycle._drift.wanted = True  # a plan ends with what is dropped
+            if step % 3 == 2:
+                drop(model, opt)
+            else:
+                opt.step()
+                opt.zero_grad()
+        return dict(model.state_dict()) | {"state": opt.state_dict()}
+
+    for drop in (drop_by_optimizer, drop_by_model, drop_in_step, drop_later):
+        same(train(True, drop), train(False, drop))
+
+
+def test_gradients_may_be_dropped():
+    run_ranks(2, drops, timeout=90, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def leaves_gradients(rank, size):
+    ub.init()
+
+    def train(shard):
+        """A game, in which the discriminator gets gradients that are not for it."""
+        torch.manual_seed(0)
+        nets = [nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))]
+        generates, judges = (
+            ub.DistributedOptimizer(
+                torch.optim.Adam(net.parameters(), lr=1e-2),
+                net.named_parameters(),
+                overlap="forward",
+                model=net,
+                shard_optimizer=shard,
+            )
+            for net in nets
+        )
+        generator, judge = nets
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(12):
+            noise, real = torch.randn(2, 5, 6, generator=data)
+            judge.zero_grad()
+            (judge(generator(noise).detach()).mean() - judge(real).mean()).backward()
+            judges.step()
+            generator.zero_grad()
+            (-judge(generator(noise)).mean()).backward()
+            generates.step()
+        return dict(generator.state_dict()) | {f"d.{k}": v for k, v in judge.state_dict().items()}
+
+    short_probes()
+    same(train(True), train(False))
+
+
+def test_gradients_that_are_for_another_model_are_dropped():
+    run_ranks(2, leaves_gradients, timeout=90, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def uses_what_is_gone(rank, size):
+    """Where gradients have been, parameters are on their way then."""
+    ub.init()
+    model, opt = small(shard=True)
+    run(model, opt, 4, rank)
+    for drops in (True, False):
+        opt.zero_grad()
+        model(torch.ones(1, 30)).sum().backward()
+        grads = [param.grad for param in model.parameters()]
+        if drops:
+            opt.zero_grad()
+        else:
+            opt.step()
+        for grad in grads:
+            with pytest.raises(UsageError, match="no rank has whole gradients"):
+                grad.norm()
+    opt.zero_grad()
+    model(torch.ones(1, 30)).sum().backward()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    assert opt.param_groups[0]["lr"] == 1e-2
+    with pytest.raises(UsageError, match="do not replace or remove"):
+        opt.step()
+
+
+def test_gradients_that_are_used_up_cannot_be_read():
+    run_ranks(2, uses_what_is_gone, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def drops_alone(rank, size):
+    ub.init()
+    model, opt = small(shard=True)
+    run(model, opt, 4, rank)
+    opt.zero_grad()
+    model(torch.ones(1, 30)).sum().backward()
+    if rank == 1:
+        with pytest.raises(Error, match=r"another rank has updated parameter .* reset here"):
+            opt.zero_grad()
+        with pytest.raises(Error, match="are not those of any step"):
+            opt.state_dict()
+    else:
+        opt.step()
+
+
+def test_a_rank_that_drops_gradients_alone_gets_an_error():
+    run_ranks(2, drops_alone, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
 def misuse(rank, size):

@@ -229,7 +229,7 @@ def has_other_rows(rank, size):
         optimizer.step()
         learning.append(optimizer.plan.policy == "learning")
         if step == 8 and rank == 1:
-            optimizer._reducer._cycle._density_drift._outdated = lambda counts: True
+            optimizer._stepper.reducer._cycle._density_drift._outdated = lambda counts: True
     optimizer.synchronize()
     got, expected = model.state_dict(), train_alone("sgd", size, steps=steps)
     optimizer.close()

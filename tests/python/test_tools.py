@@ -351,6 +351,14 @@ def test_a_plot(profile, tmp_path):
     done = invoke("simulate", str(profile), *options)
     assert done.exit_code == 0, done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+    named = tmp_path / "steps"
+    assert invoke("simulate", str(profile), *options[:-1], str(named)).exit_code == 0
+    assert named.read_bytes().startswith(b"\x89PNG")
+    refused = invoke("simulate", str(profile), *options[:-1], str(tmp_path / "steps.xyz"))
+    assert refused.exit_code == 1
+    assert "no pictures of this kind" in refused.output
+    assert "one of .eps, .html" in refused.output
+    assert "┃" not in refused.output  # nothing was computed
     refused = invoke("simulate", str(profile), *options[:-1], "/no/such/picture.png")
     assert refused.exit_code == 1
     assert "cannot write '/no/such/picture.png'" in refused.output

@@ -28,16 +28,30 @@ if TYPE_CHECKING:
 _COLOURS = {"forward": "#8fb8de", "backward": "#4f81b5", "wait": "#d64545", "update": "#3d9a68"}
 
 
+def check_format(path: Path) -> None:
+    """Says before long work that there are no such pictures."""
+    known = ["html", *Figure().canvas.get_supported_filetypes()]
+    if _format(path) not in known:
+        raise click.ClickException(
+            f"cannot write '{path}': there are no pictures of this kind; name a file that ends "
+            f"with one of {', '.join(f'.{kind}' for kind in sorted(known))}"
+        )
+
+
+def _format(path: Path) -> str:
+    return path.suffix[1:].lower() or "png"
+
+
 def save(figure: Figure, path: Path) -> None:
     """Writes the picture in the format that the name ends with; of .html, a page that holds it."""
     try:
-        if path.suffix == ".html":
+        if _format(path) == "html":
             drawn = io.StringIO()
             figure.savefig(drawn, format="svg")
             page = f'<!doctype html>\n<meta charset="utf-8">\n<title>{escape(path.stem)}</title>\n'
             path.write_text(page + drawn.getvalue()[drawn.getvalue().index("<svg") :], "utf-8")
         else:
-            figure.savefig(path, dpi=150)
+            figure.savefig(path, dpi=150, format=_format(path))
     except (OSError, ValueError) as error:
         raise click.ClickException(
             f"cannot write '{path}': {error}; name a file such as picture.png in a folder that is "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from usbyte import files, units
+from usbyte.run.hosts import MOST_RANKS
 
 if TYPE_CHECKING:
     from usbyte import _core
@@ -30,7 +31,6 @@ SERIAL_HELP = (
 
 
 _MAX_WORKERS = 4096
-_MAX_RANKS = 1 << 16
 
 
 class Parsed(click.ParamType):
@@ -160,10 +160,10 @@ def parse_ring(text: str) -> _core.NetworkModel:
     parts = text.split(",")
     serial = [part.strip() for part in parts[3:]] == ["serial"]
     ranks = int(parts[0]) if re.fullmatch(r"\s*[0-9]{1,9}\s*", parts[0]) else 0
-    if len(parts) != 3 + serial or not 1 <= ranks <= _MAX_RANKS:
+    if len(parts) != 3 + serial or not 1 <= ranks <= MOST_RANKS:
         raise ValueError(
             f"{text!r} is no ring; write RANKS,LATENCY,BANDWIDTH, as in 8,25us,10gbit, or the same "
-            f"with ,serial behind it; there are 1 to {_MAX_RANKS} ranks"
+            f"with ,serial behind it; there are 1 to {MOST_RANKS} ranks"
         )
     latency_s, rate = units.parse_seconds(parts[1]), units.parse_rate(parts[2])
     return _core.NetworkModel.ring(ranks, latency_s, rate, int(serial))

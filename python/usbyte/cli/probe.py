@@ -104,7 +104,9 @@ def probe(
     if cluster.rank == 0:
         check_writable(json_path, csv_path, plot)
         if plot is not None:
-            from usbyte.cli import figures  # says early what is missing
+            from usbyte.cli import figures
+
+            figures.check_format(plot)
     import torch
 
     import usbyte.torch as ub

@@ -70,7 +70,9 @@ def report(
 
     check_writable(output, png)
     if png is not None:
-        from usbyte.cli import figures  # says early what is missing
+        from usbyte.cli import figures
+
+        figures.check_format(png)
     if step is not None and trace_path is None:
         raise click.UsageError("--step chooses a step of --trace, which is missing")
     made = read_json(plan, "plan", _core.Plan.from_json)

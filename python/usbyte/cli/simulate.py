@@ -135,7 +135,9 @@ def simulate(
 
     check_writable(csv_path, plot)
     if plot is not None:
-        from usbyte.cli import figures  # says early what is missing
+        from usbyte.cli import figures
+
+        figures.check_format(plot)
     jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
     schemes = _all_sharded(policies) if sharded else policies or all_schemes()
     console = Console(highlight=False)

@@ -104,7 +104,9 @@ def whatif(
 
     check_writable(json_path, plot)
     if plot is not None:
-        from usbyte.cli import figures  # says early what is missing
+        from usbyte.cli import figures
+
+        figures.check_format(plot)
     jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
     networks = _networks(network_path, ranks, bandwidth, latency, serial)
     console = Console(highlight=False)

@@ -11,8 +11,7 @@ from torch import nn
 from usbyte import tuning
 from usbyte.errors import UsageError
 from usbyte.torch.ops import Average, ReduceOp, Sum
-from usbyte.torch.overlap import Overlap
-from usbyte.torch.planning import Policy
+from usbyte.torch.settings import Overlap, Policy
 from usbyte.torch.sharding import check_shardable
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from usbyte.errors import FaultError
+from usbyte.errors import Error, FaultError
 from usbyte.torch.salvage import Judgement, Left, Salvage
 
 _UPDATE_S = 5.0  # how long one may take to end after a fault
@@ -105,6 +105,14 @@ class Changes:
             raise
         finally:
             self._mid_step = False
+
+    def check_whole(self) -> None:
+        """Raises Error if a step has ended half-way."""
+        if self.torn:
+            raise Error(
+                f"a step of the wrapped optimizer ended half-way ({self.torn}), so that parameters "
+                "are not those of any step; restart the job from its last checkpoint"
+            )
 
     def count_step(self) -> None:
         """All updates of a step have been applied at once."""

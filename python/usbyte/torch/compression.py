@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,7 +13,6 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.arena import USED
 
 log = logging.getLogger("usbyte")
 
@@ -215,190 +212,6 @@ def check_relays(specs: Iterable[str]) -> None:
                 "receives a part of the gradients; there are fp16, bf16, fp8, int8, topk, randk, "
                 "dct, qsgd, terngrad, efsignsgd and onebit"
             )
-
-
-def remembers(op: _core.Op) -> bool:
-    """Whether ranks remember something of what they send by it."""
-    codec = _core.make_codec(op.codec)
-    return codec is not None and bool(codec.remembers)
-
-
-_HOST = torch.device("cpu")
-
-#: Where an optimizer's state_dict holds what codecs remember.
-MEMORY = "usbyte_memory"
-
-
-class Memory:
-    """What codecs remember of each parameter: rows of float32, as many as the codecs need.
-
-    Engines work on a buffer beside the arena and in its order. It outlives plans and engines, as
-    what it holds belongs to the parameters.
-
-    Attributes:
-        parts: By name, rows x elements; empty where no codec remembers anything.
-        kinds: By name, what the rows are; see `Codec.remembers`.
-    """
-
-    def __init__(self) -> None:
-        self.parts: dict[str, torch.Tensor] = {}
-        self.kinds: dict[str, str] = {}
-        self._buffer = torch.empty(0, 0)
-        # This rank and how many there are, while ranks remember shards only.
-        self._sender: tuple[int, int] | None = None
-
-    def lay_out(self, plan: _core.Plan, device: torch.device = _HOST) -> None:
-        """Goes over to another plan; its codecs go on with rows that mean the same to them.
-
-        Args:
-            plan: What engines are about to follow.
-            device: Where the arena is.
-        """
-        codecs = [_core.make_codec(op.codec) for op in plan.ops]
-        rows = max((codec.memories for codec in codecs if codec is not None), default=0)
-        rows = max([rows, *(len(part) for part in self.parts.values())])
-        if rows == 0:
-            return
-        # A device may not have room for both.
-        old, kinds = {name: part.cpu() for name, part in self.parts.items()}, self.kinds
-        self.parts, self._buffer = {}, torch.empty(0, 0)
-        self._buffer = torch.zeros(rows, plan.numel, dtype=torch.float32, device=device)
-        tensors = [t for t in plan.tensors if t.name != USED]
-        self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
-        self.kinds = dict(kinds)
-        for op, codec in zip(plan.ops, codecs, strict=True):
-            if codec is not None and codec.remembers:
-                for t in plan.tensors_of(op):
-                    self.kinds[plan.tensors[t].name] = codec.remembers
-        for name in self.parts.keys() & old.keys():
-            self._take(name, old[name], kinds.get(name, ""))
-        self._settle()
-
-    def told(self) -> str:
-        """What `spread` has to know of every rank, as JSON."""
-        return json.dumps({n: [len(part), self.kinds.get(n, "")] for n, part in self.parts.items()})
-
-    def spread(
-        self,
-        tensors: Sequence[_core.TensorSpec],
-        told: Sequence[str],
-        average: Callable[[torch.Tensor], None],
-    ) -> None:
-        """Gives all ranks the same of what they remember together, before another sends it.
-
-        Args:
-            tensors: The plan's, alike on all ranks; ranks may have memories of some of them only.
-            told: By rank, what `told` gave there.
-            average: Over all ranks, in place, of a tensor on the host; called once, or, if no rank
-                remembers anything, not at all.
-        """
-        everyone = [json.loads(text) for text in told]
-        rows = max((row[0] for each in everyone for row in each.values()), default=0)
-        if rows == 0:
-            return
-        kinds = {n: kind for each in reversed(everyone) for n, (_, kind) in each.items() if kind}
-        sizes = {t.name: t.numel for t in tensors if t.name != USED}
-        whole = torch.zeros(rows, sum(sizes.values()))
-        parts = dict(zip(sizes, whole.split(list(sizes.values()), dim=1), strict=True))
-        for name in parts.keys() & self.parts.keys():
-            parts[name][: len(self.parts[name])] = self.parts[name].cpu()
-        average(whole)
-        self.parts, self.kinds, self._sender = parts, kinds, None
-
-    def concentrate(self, plan: _core.Plan, topology: _core.Topology, rank: int) -> None:
-        """Leaves what was spread to the ranks that send it, of the shards that a plan adds up.
-
-        Where gradients are coded on their way to the shards too, all ranks send.
-        """
-        scatters = {
-            block: op for op in plan.ops if op.kind == "reduce_scatter" for block in op.blocks
-        }
-        for op in plan.ops:
-            if op.line < 0 or op.kind != "all_reduce" or not remembers(op):
-                continue
-            for block in op.blocks:
-                if remembers(scatters[block]):
-                    continue
-                inside = scatters[block].line
-                size = topology.dimensions[inside].size
-                begin, end = block
-                chunk = -(-(end - begin) // size)
-                own = min(begin + topology.coordinates(rank)[inside] * chunk, end)
-                last = min(own + chunk, end)
-                self._buffer[:, begin:own] = 0
-                self._buffer[:, own:last] *= size
-                self._buffer[:, last:end] = 0
-        self._sender = rank, math.prod(d.size for d in topology.dimensions)
-        self._settle()
-
-    @property
-    def address(self) -> int:
-        """For the engine; 0 if there is none."""
-        return self._buffer.data_ptr()
-
-    def state(self) -> dict[str, dict[str, Any]]:
-        """A copy by parameter on the host, for a checkpoint."""
-        whose = (
-            {} if self._sender is None else dict(zip(("rank", "size"), self._sender, strict=True))
-        )
-        return {
-            name: {"kind": self.kinds.get(name, ""), "rows": part.to("cpu", copy=True)} | whose
-            for name, part in self.parts.items()
-        }
-
-    def check(
-        self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor], ranks: int
-    ) -> None:
-        """Raises UsageError if the state is not of these parameters; those frozen do not count.
-
-        Or if each rank remembers a shard of what all do, and there were not so many ranks.
-        """
-        for name, part in state.items():
-            if part.get("size", ranks) != ranks:
-                raise UsageError(
-                    f"load_state_dict: what codecs remember was saved by {part['size']} ranks, "
-                    f"each with its shards, and there are {ranks} now: go on with as many, or "
-                    f"without it, after del state_dict['{MEMORY}']"
-                )
-            if name in params and part["rows"].shape[1:] != (params[name].numel(),):
-                raise UsageError(
-                    f"load_state_dict: what codecs remember of '{name}' is of another model; load "
-                    "it into the one it was saved from"
-                )
-
-    def load(self, state: Mapping[str, Any], rank: int) -> None:
-        """Takes over a checkpoint's, or forgets all; `check` has passed.
-
-        What another rank alone remembered, as it alone has sent it, is not taken over.
-        """
-        if any(part.get("rank", rank) != rank for part in state.values()):
-            log.warning(
-                "rank %d: what codecs remember is another rank's, and left out: save and load on "
-                "every rank to lose nothing",
-                rank,
-            )
-            state = {}
-        if not self.parts:  # no codec has remembered anything yet
-            self.parts = {name: part["rows"].clone().float() for name, part in state.items()}
-            self.kinds = {name: part["kind"] for name, part in state.items()}
-            return
-        for name, part in self.parts.items():
-            part.zero_()
-            if name in state:
-                self._take(name, state[name]["rows"], state[name]["kind"])
-        self._settle()
-
-    def _settle(self) -> None:
-        """Waits for what was written, as engines have streams of their own."""
-        if self._buffer.is_cuda:
-            torch.cuda.current_stream(self._buffer.device).synchronize()
-
-    def _take(self, name: str, rows: torch.Tensor, kind: str) -> None:
-        """Copies rows that mean the same."""
-        mine = self.kinds.get(name, kind).split(", ")
-        for i, what in enumerate(kind.split(", ")):
-            if i < len(mine) and mine[i] == what and i < min(len(rows), len(self.parts[name])):
-                self.parts[name][i] = rows[i]
 
 
 def _spec(codec: Codec | str) -> str:

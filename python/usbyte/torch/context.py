@@ -20,28 +20,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
 import torch.distributed as dist
 
 from usbyte import _core
 from usbyte.env import Cluster, detect
-from usbyte.errors import Error, FaultError, MismatchError, UsageError
+from usbyte.errors import Error, FaultError, UsageError
+from usbyte.torch import default_group
 from usbyte.torch.awaited import forget_dead
-from usbyte.torch.communicator import TorchCommunicator
-from usbyte.torch.device import CudaDevice, Device
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
-from usbyte.torch.lines import host_topology, line_groups, sizes_of
 from usbyte.torch.link import Link
-from usbyte.torch.membership import check_member
-from usbyte.torch.mesh import Given, MeshCommunicator, of_sizes, parse
-from usbyte.torch.nccl import NcclCommunicator, agree
-from usbyte.torch.one_shot import most_one_shot_bytes
 from usbyte.torch.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.progress import State
 from usbyte.torch.salvage import Left, judge
-from usbyte.torch.staged import StagedCommunicator
-from usbyte.torch.store import fresh_store, private_store
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
@@ -53,10 +44,6 @@ log = logging.getLogger("usbyte")
 # The backend's own timeout comes after the engine's stall limit, so that the error with names in it
 # comes first.
 _BACKEND_GRACE_S = 30.0
-
-
-#: `core` is for the engine; `allocate` makes an arena, `register` names the one in use.
-EngineCommunicator = TorchCommunicator | MeshCommunicator | StagedCommunicator | NcclCommunicator
 
 
 class _Excepthook(Protocol):
@@ -84,9 +71,7 @@ class Context:
     def __init__(self, cluster: Cluster, env: _core.Env) -> None:
         self.env = env
         self._timeout = timedelta(seconds=env.stall_limit_s + _BACKEND_GRACE_S)
-        if not dist.is_initialized():
-            check_member(cluster, env.job_token, self._timeout)
-            _init_default_group(cluster, env, self._timeout)
+        self.store = store = default_group.meet(cluster, env, self._timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = list(range(self.size))
         self.local_rank, self.local_size = cluster.local_rank, cluster.local_size
@@ -96,7 +81,6 @@ class Context:
         self.members: dict[tuple[int, ...], Context] = {}
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultBoard | None = None
-        self.store = store = _run_store(self.rank, self.size, cluster.kept_store)
         self.process_sets = ProcessSets(self, self._timeout)
         self.eager = EagerQueue(
             # The queue moves CPU tensors and closes the group after a fault, so nobody else has it.
@@ -108,12 +92,12 @@ class Context:
             stall_warning_s=env.stall_warning_s,
             on_fault=self.report_fault,
         )
-        if self.size > 1:
-            self._faults = FaultBoard(
-                store, self.rank, self.size, self._describe, self._hold, self._on_fault
-            )
         self._excepthook: _Excepthook = sys.excepthook
         try:
+            if self.size > 1:
+                self._faults = FaultBoard(
+                    store, self.rank, self.size, self._describe, self._hold, self._on_fault
+                )
             # The default group was made without a launcher's variables, which tell of hosts.
             if cluster.size != self.size:
                 self.local_rank, self.local_size = self._count_local()
@@ -137,92 +121,9 @@ class Context:
         texts = [self.store.get(f"local/{rank}") for rank in range(self.size)]
         return [tuple(json.loads(text)) for text in texts]
 
-    def new_communicator(self, device: Device, topology: Given | None = None) -> EngineCommunicator:
-        """A communicator between all ranks for gradients on `device`. Collective.
-
-        Args:
-            device: Where gradients are.
-            topology: Dimensions that all_reduces may be routed through; see `mesh.Given`.
-
-        Raises:
-            UsageError: The backend that was asked for cannot be used, or not with dimensions, or
-                there is no such mesh.
-            MismatchError: The ranks would communicate in different ways.
-        """
-        mesh = None if topology is None else self._mesh(topology)
-        backend = self.env.backend
-        self._check_backend(device)
-        if isinstance(device, CudaDevice):
-            nccl = None
-            if backend in ("", "nccl"):
-                nccl = self._agree_on_nccl(device, mesh is not None)
-            if nccl is not None:
-                return self._on_nccl(nccl, device, mesh)
-            return StagedCommunicator(device, self._on_host(mesh), self.env.chunk_bytes)
-        return self._on_host(mesh)
-
-    def _mesh(self, given: Given) -> _core.Topology:
-        parsed = parse(given, self.size)
-        if isinstance(parsed, str):
-            parsed = host_topology(self)
-        return parsed if isinstance(parsed, _core.Topology) else of_sizes(parsed)
-
-    def _on_nccl(
-        self, nccl: _core.Nccl, device: CudaDevice, mesh: _core.Topology | None
-    ) -> NcclCommunicator | MeshCommunicator:
-        flat = NcclCommunicator.of_all(self, nccl, device)
-        if mesh is None or not _has_dimensions(mesh):
-            return flat
-        lines = NcclCommunicator.along_lines(self, nccl, mesh, device)
-        return MeshCommunicator(
-            mesh, flat, lines, _has_speeds(mesh), slots=self.env.nccl_communicators
-        )
-
-    def _on_host(self, mesh: _core.Topology | None) -> TorchCommunicator | MeshCommunicator:
-        flat = self._host_communicator()
-        if mesh is None or not _has_dimensions(mesh):
-            return flat
-        groups = line_groups(self, mesh)
-        lines = [TorchCommunicator(group) if group is not None else None for group in groups]
-        return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh))
-
-    def _agree_on_nccl(self, device: CudaDevice, dimensions: bool) -> _core.Nccl | None:
-        return agree(self.eager, self.env, self.rank, device, self.env.backend, dimensions)
-
-    def _check_backend(self, device: Device) -> None:
-        mine = [device.torch_device.type, self.env.backend, self.env.chunk_bytes]
-        texts = self.eager.allgather_bytes("usbyte.backend", json.dumps(mine).encode())
-        for rank, text in enumerate(texts):
-            if (other := json.loads(text)) != mine:
-                raise MismatchError(
-                    f"parameters are on '{mine[0]}', USBYTE_BACKEND is '{mine[1]}' and "
-                    f"USBYTE_CHUNK_BYTES {mine[2]} on rank {self.rank}, but '{other[0]}', "
-                    f"'{other[1]}' and {other[2]} on rank {rank}. Give all ranks the same."
-                )
-        if self.env.backend == "nccl" and device.core is None:
-            raise UsageError(
-                "USBYTE_BACKEND=nccl moves CUDA tensors, and this model's parameters are on the "
-                "CPU: move the model with model.cuda() before it is wrapped, or unset it"
-            )
-
-    def _host_communicator(self) -> TorchCommunicator:
-        sent = self.env.one_shot_bytes
-        others = self.eager.allgather_bytes("usbyte.one_shot", str(sent).encode())
-        for rank, other in enumerate(others):
-            if int(other) != sent:
-                raise MismatchError(
-                    f"USBYTE_ONE_SHOT_BYTES is {sent} on rank {self.rank} but {int(other)} on rank "
-                    f"{rank}. Give all ranks the same environment."
-                )
-        # Of the backends that torch brings, Gloo alone sends messages with tags beside collectives.
-        gloo = self._host_backend() == "gloo"
-        most = most_one_shot_bytes(self.size, sent) if gloo else 0
-        group = self.new_group()
-        return TorchCommunicator(group, self.new_group() if most > 0 else None, most)
-
     def new_group(self) -> dist.ProcessGroup:
         """A process group over all ranks that nothing else uses. Collective."""
-        group = dist.new_group(backend=self._host_backend(), timeout=self._timeout)
+        group = dist.new_group(backend=self.host_backend, timeout=self._timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -236,11 +137,13 @@ class Context:
             backend: That of gradients on the CPU if left out.
         """
         group = dist.new_group(
-            list(ranks), backend=backend or self._host_backend(), timeout=self._timeout
+            list(ranks), backend=backend or self.host_backend, timeout=self._timeout
         )
         return group if isinstance(group, dist.ProcessGroup) else None
 
-    def _host_backend(self) -> str:
+    @property
+    def host_backend(self) -> str:
+        """Of torch.distributed, for tensors on the CPU."""
         return self.env.backend if self.env.backend not in ("", "nccl") else "gloo"
 
     def next_label(self) -> str:
@@ -421,55 +324,6 @@ class Context:
             self._faults.announce(f"rank {self.rank} ended with {kind}: {error}")
 
 
-_own_group: dist.ProcessGroup | None = None  # the default group, if made here
-
-
-def _has_dimensions(mesh: _core.Topology) -> bool:
-    return sum(size > 1 for size in sizes_of(mesh)) > 1
-
-
-def _has_speeds(mesh: _core.Topology) -> bool:
-    return mesh != of_sizes(sizes_of(mesh))
-
-
-def _init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> None:
-    global _own_group
-    backend = env.backend if env.backend not in ("", "nccl") else "gloo"
-    if env.backend in ("", "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
-        backend = "cpu:gloo,cuda:nccl"  # for the user's own tensors; NCCL starts when it is used
-    if cluster.size == 1:
-        where: dict[str, Any] = {"store": dist.HashStore()}
-    elif cluster.kept_store:
-        meeting = dist.rendezvous("env://", cluster.rank, cluster.size, timeout=timeout)
-        where = {"store": fresh_store(next(meeting)[0], cluster.rank, cluster.size)}
-    elif cluster.source == "torchrun":
-        where = {"init_method": "env://"}
-    else:
-        where = {"init_method": f"tcp://{cluster.master_addr}:{cluster.master_port}"}
-    dist.init_process_group(
-        backend, rank=cluster.rank, world_size=cluster.size, timeout=timeout, **where
-    )
-    _own_group = dist.group.WORLD
-
-
-def _owns_default_group() -> bool:
-    return _own_group is not None and _own_group is dist.group.WORLD
-
-
-_runs = 0  # init() calls of this process, equal on all ranks
-
-
-def _run_store(rank: int, size: int, kept: bool) -> dist.Store:
-    global _runs
-    _runs += 1
-    store = dist.distributed_c10d._get_default_store()
-    if size == 1:
-        return store
-    if kept and not _owns_default_group():  # or it is fresh already
-        store = fresh_store(store, rank, size)
-    return private_store(store, f"usbyte/{_runs}")
-
-
 _current: Context | None = None
 
 
@@ -535,13 +389,12 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _current, _own_group
+    global _current
     if _current is not None:
         context, _current = _current, None
         sys.excepthook = context._excepthook
-        for each in [*context.orphan(), _own_group]:  # or its threads would be joined
+        for each in [*context.orphan(), default_group.orphan()]:  # or threads would be joined
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-        _own_group = None
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
@@ -557,8 +410,7 @@ def _shutdown_at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    if dist.is_initialized() and _owns_default_group():
-        dist.destroy_process_group()
+    default_group.end()
 
 
 def is_initialized() -> bool:

@@ -247,10 +247,8 @@ class DasoOptimizer(DistributedOptimizer):
         if start is not None:
             self._begin(start)
 
-    def _step_now(self, closure: Callable[[], float] | None) -> float | None:
-        result = super()._step_now(closure)
+    def _on_updated(self) -> None:
         self._in_step_end = self._exchange is not None
-        return result
 
     def end_epoch(self, loss: float | torch.Tensor) -> float:
         """Ends an epoch: the next one may belong to another phase, or have other B and S.
@@ -302,7 +300,7 @@ class DasoOptimizer(DistributedOptimizer):
         different parameters and optimizer states in the cycling phase: to go on exactly, save and
         load on one rank of each node, or call `synchronize_nodes` first to go on from one.
         """
-        self._check_whole()
+        self._changes.check_whole()
         own: dict[str, Any] = {"schedule": self._schedule.state(), "in_flight": None}
         flight = self._in_flight
         if flight is not None and self._exchange is not None and self._vectors is not None:
@@ -368,7 +366,7 @@ class DasoOptimizer(DistributedOptimizer):
         super().hold(message)
         alone = self._exchange is not None and self._changes.salvage is None  # on its node
         if alone and not self._closed:
-            self._guard(message, None)
+            self._changes.fail(message, self._trained.params, lambda _: self._changes.forget())
 
     def fail(self, message: str) -> None:
         """See `DistributedOptimizer`."""
@@ -390,10 +388,8 @@ class DasoOptimizer(DistributedOptimizer):
         parameters: see `synchronize_nodes`.
         """
         try:
-            broken = self._reducer is not None and (
-                self._reducer.failed or self._reducer.in_backward
-            )
-            if self._exchange is not None and not self._exchange.failed and not broken:
+            works = self._live is None or self._live.works
+            if self._exchange is not None and not self._exchange.failed and works:
                 self._merge()
         finally:
             try:
@@ -404,14 +400,14 @@ class DasoOptimizer(DistributedOptimizer):
     # Inside.
 
     def _check_usable(self) -> None:
-        self._check_whole()
+        self._changes.check_whole()
         if self._closed:
             raise UsageError("this DasoOptimizer is closed; wrap the optimizer anew")
         super()._check_usable()
 
     def _lay_out(self) -> None:
         if self._exchange is not None:
-            self._vectors = ParameterVectors(self._params)
+            self._vectors = ParameterVectors(self._trained.params)
 
     @torch.no_grad()
     def _begin(self, start: Start) -> None:

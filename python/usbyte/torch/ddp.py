@@ -14,7 +14,8 @@ from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 from usbyte.lab.profiles import line
 from usbyte.torch.arena import rows_of
-from usbyte.torch.compression import Codec, Memory, Rules, codecs_of
+from usbyte.torch.codec_memory import Memory
+from usbyte.torch.compression import Codec, Rules, codecs_of
 from usbyte.torch.device import device_of
 from usbyte.torch.exchange import TorchExchange, host_group
 from usbyte.torch.sparse import Rows

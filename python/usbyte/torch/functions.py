@@ -11,7 +11,7 @@ import torch
 
 from usbyte.errors import UsageError
 from usbyte.torch import wire
-from usbyte.torch.compression import MEMORY
+from usbyte.torch.codec_memory import MEMORY
 from usbyte.torch.context import current
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.ops import broadcast_async_

@@ -34,7 +34,6 @@ class Gates:
         arrive: Called with the indices that a module's forward, or somebody else, needs now.
         enter: Called before an outermost module's forward, with whether it trains.
         device: Of the parameters.
-        model: Where the parameters live; found at the first forward pass if None.
 
     Attributes:
         needed: By parameter, when it was first used in the current iteration; None: not yet.
@@ -50,7 +49,6 @@ class Gates:
         arrive: Callable[[Sequence[int]], None],
         enter: Callable[[bool], None],
         device: Device,
-        model: nn.Module | None = None,
     ) -> None:
         self._params = params
         self._index = {p: i for i, p in enumerate(params)}
@@ -67,6 +65,13 @@ class Gates:
         self.iterations = 0
         self._fetch = weakly(self._read)
         self._finder: RemovableHandle | None = None
+
+    def install(self, model: nn.Module | None) -> None:
+        """Begins to ask for parameters.
+
+        Args:
+            model: Where the parameters live; found at the first forward pass if None.
+        """
         if model is None:
             self._finder = _Finder(self).handle
         else:

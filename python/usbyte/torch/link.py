@@ -10,7 +10,8 @@ from usbyte import _core
 from usbyte.errors import UsageError
 
 if TYPE_CHECKING:
-    from usbyte.torch.context import Context, EngineCommunicator
+    from usbyte.torch.communicators import EngineCommunicator
+    from usbyte.torch.context import Context
     from usbyte.torch.exchange import TorchExchange
 
 

@@ -104,7 +104,7 @@ class Members(Context):
         Raises:
             UsageError: The backend is not Gloo.
         """
-        if (backend or self._host_backend()) != "gloo":
+        if (backend or self.host_backend) != "gloo":
             raise UsageError(
                 f"USBYTE_BACKEND={self.env.backend} cannot make groups of some ranks: unset it, or "
                 "leave out process_set="

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import Error, UsageError
+from usbyte.errors import UsageError
 from usbyte.torch.arguments import check_combination, check_policy, names_of, positive
-from usbyte.torch.awaited import release, weakly
 from usbyte.torch.changes import Changes
-from usbyte.torch.compression import MEMORY, Memory, Rules, check_momentum, check_relays, choices_of
+from usbyte.torch.codec_memory import MEMORY, Memory, codes_shards
+from usbyte.torch.compression import Rules, check_momentum, check_relays, choices_of
 from usbyte.torch.context import Context, current
 from usbyte.torch.decision import Decision
-from usbyte.torch.device import Mark, device_of
+from usbyte.torch.device import device_of
 from usbyte.torch.fused import FusedUpdate
-from usbyte.torch.gates import Gates
 from usbyte.torch.members import members_of
-from usbyte.torch.mesh import Given, parse, told
+from usbyte.torch.mesh import Given, parse
 from usbyte.torch.ops import Average, ReduceOp
-from usbyte.torch.overlap import Overlap, Watch, agree
 from usbyte.torch.ownership import claim, keep
-from usbyte.torch.planning import Planner, Policy
+from usbyte.torch.planning import Planner
 from usbyte.torch.process_sets import Members as SomeRanks
 from usbyte.torch.process_sets import ranks_of
-from usbyte.torch.reducer import Reducer, codes_shards
 from usbyte.torch.salvage import Judgement, Left
-from usbyte.torch.sharding import ShardedUpdates, check_dense
+from usbyte.torch.settings import Overlap, Policy, Settings, Trained
+from usbyte.torch.sharding import check_dense
 from usbyte.torch.sparse import model_of, sparse_parameters
-from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks, is_known
+from usbyte.torch.stepper import Stepper
+from usbyte.torch.updates import is_known
 from usbyte.torch.wrapper import OptimizerWrapper
 
 __all__ = [
@@ -84,7 +82,8 @@ class DistributedOptimizer(OptimizerWrapper):
             and the work, and parameters are gathered in the next forward pass, so that overlap is
             "forward". Needs an optimizer that treats every element by itself. `step()` uses
             gradients up, as if `zero_grad()` followed it; a second one without backward is an
-            error. `state_dict` and `load_state_dict` deal in the whole state and are collective.
+            error, and gradients that are reset before it are dropped, on all ranks. `state_dict`
+            and `load_state_dict` deal in the whole state and are collective.
         fused_update: Updates of torch.optim.SGD, Adam and AdamW on a CUDA device run as one kernel
             launch for all parameters that are due, to the same results but for the rounding of the
             last bit. Step hooks are refused.
@@ -157,55 +156,50 @@ class DistributedOptimizer(OptimizerWrapper):
             backward_passes_per_step,
             gradient_predivide_factor,
         )
-        if shard_optimizer:
-            overlap = "forward"
-        self._passes_per_step = backward_passes_per_step
         whole = current() if ranks is None else ranks
+        env = whole.env
+        policy = policy or env.policy or "auto"
+        check_policy(policy, shard_optimizer, tune_steps)
         context = whole
         if process_set is not None:
             context = members_of(whole, ranks_of(process_set, whole.size))
         context.close_abandoned()
-        self._context = context
         if num_groups or groups is not None:
             log.warning("num_groups and groups have no effect: what travels together is planned")
-        self._compression: Rules | Sequence[Rules] = "none" if compression is None else compression
-        self._memory = Memory()
-        self._steps = 0  # completed before the reducer was made
-        self._sharded, self._max_grad_norm = shard_optimizer, max_grad_norm
-        self._fuses = fused_update
-        self._shards: ShardedUpdates | None = None
-        env = context.env
-        policy = policy or env.policy or "auto"
-        check_policy(policy, shard_optimizer, tune_steps)
-        self._inner = optimizer
-        self._overlap = overlap
-        self._model = model
-        self._op = op
-        self._scale = 1.0 / context.size if op == Average else 1.0
-        self._policy, self._tune_steps = policy, tune_steps
         if topology is None and context is current():
             topology = env.topology or ("hosts" if policy == "themis" else None)
-        self._topology = topology
-        self._options = {
-            "partition_bytes": positive("partition_bytes", partition_bytes, env.partition_bytes),
-            "credit_bytes": positive("credit_bytes", credit_bytes, env.credit_bytes),
-            "bucket_bytes": positive("bucket_bytes", bucket_bytes, env.bucket_bytes),
-        }
-        self._densifies = sparse_as_dense
+        self._settings = Settings(
+            overlap="forward" if shard_optimizer else overlap,
+            policy=policy,
+            op=op,
+            model=model,
+            compression="none" if compression is None else compression,
+            sharded=shard_optimizer,
+            fuses=fused_update,
+            max_grad_norm=max_grad_norm,
+            densifies=sparse_as_dense,
+            topology=topology,
+            options={
+                "partition_bytes": positive(
+                    "partition_bytes", partition_bytes, env.partition_bytes
+                ),
+                "credit_bytes": positive("credit_bytes", credit_bytes, env.credit_bytes),
+                "bucket_bytes": positive("bucket_bytes", bucket_bytes, env.bucket_bytes),
+            },
+            tune_steps=tune_steps,
+            passes_per_step=backward_passes_per_step,
+        )
+        self._context = context
+        self._inner = optimizer
         self._owner = model or model_of(named_parameters)
         self._given_names = names_of(named_parameters)
-        self.label = context.next_label()
-        self._reducer: Reducer | None = None
-        self._gates: Gates | None = None
-        self._planner: Planner | None = None
-        self._learned = False  # there is a plan, and a decision on overlap
+        self._memory = Memory()
         self._changes = Changes()
-        self._on_device = False  # what a fault has left is
-        self._set_to_none = True
-        self._shared = ""  # a parameter that another thread than the one that trains has used
-        self._told_of_threads = False
+        self._planner: Planner | None = None
+        self._stepper: Stepper | None = None  # may have ended, where something of it is wanted
         self._closed = False
-        self._build()
+        self.label = context.next_label()
+        self._build(steps_before=0)
         context.add(self)
 
     # What torch.optim.Optimizer promises, by delegation.
@@ -216,10 +210,10 @@ class DistributedOptimizer(OptimizerWrapper):
 
         GradScaler and others take them from here to change them, in ways that leave no trace.
         """
-        reducer: Reducer | None = getattr(self, "_reducer", None)
-        if reducer is not None and reducer.in_flight:
-            self._drain()
-        if reducer is not None and (self._updates.count or self._changes.elsewhere):
+        stepper = self._live
+        if stepper is not None and stepper.reducer.in_flight:
+            stepper.drain()
+        if stepper is not None and stepper.pending:
             with self._changes.lock:  # whoever applies updates narrows them meanwhile
                 return self._inner.param_groups
         return self._inner.param_groups
@@ -242,9 +236,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self._bring_up_to_date()
         memory = self._memory.state()
         extra = {MEMORY: memory} if memory else {}
-        if self._shards is None:
+        if self._stepper is None or self._stepper.shards is None:
             return self._inner.state_dict() | extra
-        sharded, self._inner.state = self._inner.state, self._shards.whole_state()  # type: ignore[assignment]
+        sharded = self._inner.state
+        self._inner.state = self._stepper.shards.whole_state()  # type: ignore[assignment]
         try:
             return self._inner.state_dict() | extra
         finally:
@@ -258,28 +253,35 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._drain()
         memory = state_dict.get(MEMORY, {})
-        params = dict(zip(self._names(), self._params, strict=True))
+        params = dict(zip(self._trained.names, self._trained.params, strict=True))
         self._memory.check(memory, params, self._context.size)
-        if memory and self._reducer is not None and codes_shards(self._reducer.plan):
+        if memory and self.plan is not None and codes_shards(self.plan):
             raise UsageError(
                 "load_state_dict: each rank compresses shards of its own by now, which need not be "
                 "those of the state; load it right after the optimizer is made"
             )
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != MEMORY})
         self._memory.load(memory, self._context.rank)
-        if self._shards is not None:
-            self._shards.recut()
+        if self._stepper is not None and self._stepper.shards is not None:
+            self._stepper.shards.recut()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds to the wrapped optimizer and plans anew. Collective."""
+        stepper = self._live
+        if stepper is not None:
+            stepper.check_whole_gradients()
         self._drain()
         self._inner.add_param_group(param_group)
-        self._end_sharding()
-        self._steps = self._reducer.steps if self._reducer is not None else 0
-        self._build()
+        if stepper is None:
+            self._build(steps_before=0)
+            return
+        stepper.end_sharding()
+        self._build(stepper.transport.steps)
+        if self._stepper is not None:
+            self._stepper.shared = stepper.shared
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer({self._inner!r}, overlap={self._overlap!r})"
+        return f"DistributedOptimizer({self._inner!r}, overlap={self._settings.overlap!r})"
 
     def __reduce__(self) -> Any:
         raise UsageError(
@@ -298,78 +300,26 @@ class DistributedOptimizer(OptimizerWrapper):
             FaultError: Communication failed, on any rank.
         """
         self._check_usable()
-        reducer = self._reducer
-        if reducer is not None:
-            self._check_threads(reducer)
-        if closure is not None and reducer is not None:
-            if calls_closure_first(self._inner) and not self._needs_whole_step():
-                with torch.enable_grad():
-                    loss = closure()
-                self._watch.finds_threads()  # what the closure has run in others is over
-                DistributedOptimizer.step(self)  # and not that of a subclass, which calls this one
-                return loss
-            if self._overlap == "forward":
-                raise UsageError(
-                    f"{type(self._inner).__name__} may call its closure several times, and needs "
-                    'the gradients at once: leave out overlap="forward"'
-                )
-        if reducer is not None and reducer.unsent and not reducer.in_flight and closure is None:
-            self._apply_all()
-            reducer.send_kept()
-        if self._shards is not None and reducer is not None:
-            self._sharded_step(self._shards, reducer)
-            return None
-        if (
-            reducer is None
-            or not reducer.in_flight
-            or reducer.plan_ends
-            or self._needs_whole_step()
-            or closure is not None
-            or not reducer.untouched()
-        ):
-            self._drain()
-            self._watch.step(closure is not None, self._needs_whole_step())
-            start: Mark = reducer.device.now() if reducer is not None else 0.0
-            if self._max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
-            with self._changes.updating():
-                result = self._step_now(closure)
-                self._changes.count_step()
-            if reducer is not None:
-                reducer.finish_step(start)
-                if reducer.learning:
-                    if self._learned:
-                        self._watch.begin()
-                    self._learned = False
-                elif not self._learned:
-                    self._finish_learning()
-            self._watch.step_ends()
-            return result
-        with self._changes.lock:
-            self._updates.defer()
-            self._changes.put_off()
-            reducer.in_flight = False
-            self._watch.step_ends()
-        self._apply(self._ungated)
-        return None
+        if self._stepper is not None:
+            return self._stepper.step(closure)
+        if self._settings.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._trained.params, self._settings.max_grad_norm)
+        with self._changes.updating():
+            result: float | None = self._changes.step(
+                self._updater.step, closure, is_known(self._inner)
+            )
+            self._on_updated()
+            self._changes.count_step()
+        return result
 
     @_not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them."""
         self._check_usable()
-        self._set_to_none = set_to_none
-        if self._shards is not None:
-            self._zero_spent(self._shards.used)
-            self._shards.spent = not set_to_none  # zeros are gradients too
-        elif self._updates.count or self._changes.elsewhere:
-            with self._changes.lock:  # updates in other threads need their gradients
-                reset = self._updates if self._updates.count else self._inner
-                reset.zero_grad(set_to_none)
+        if self._stepper is not None:
+            self._stepper.zero_grad(set_to_none)
         else:
-            self._drain()
             self._inner.zero_grad(set_to_none)
-        if self._reducer is not None:
-            self._reducer.forget_results()
 
     @_not_compiled
     def synchronize(self) -> None:
@@ -379,16 +329,17 @@ class DistributedOptimizer(OptimizerWrapper):
         reads their memory in other ways. With backward_passes_per_step above 1 it sends what has
         been accumulated until then, on all ranks.
         """
-        if self._reducer is not None and self._reducer.accumulates and not self._reducer.in_flight:
-            self._apply_all()
-            self._reducer.send_kept()
+        if (stepper := self._live) is not None:
+            stepper.check_whole_gradients()
+            stepper.send_kept()
         self.drain()
 
     @_not_compiled
     def drain(self) -> None:
         """Makes final what is on its way, and sends nothing: for this rank alone to call."""
-        self._drain()
-        self._watch.up_to_date()
+        if (stepper := self._live) is not None:
+            stepper.drain()
+            stepper.up_to_date()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -402,20 +353,22 @@ class DistributedOptimizer(OptimizerWrapper):
         So does `step()`, where none has followed.
         """
         self._check_usable()
-        if self._reducer is None:
+        if self._stepper is None:
             yield
             return
-        self._apply_all()
-        before = self._reducer.set_sync(False)
+        self._stepper.apply_all()
+        reducer = self._stepper.reducer
+        before = reducer.set_sync(False)
         try:
             yield
         finally:
-            self._reducer.set_sync(before)
+            reducer.set_sync(before)
 
     @property
     def plan(self) -> _core.Plan | None:
         """The plan in force; None with a single rank."""
-        return self._reducer.plan if self._reducer is not None else None
+        stepper = self._live
+        return stepper.transport.plan if stepper is not None else None
 
     @property
     def decision(self) -> Decision | None:
@@ -425,10 +378,10 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def settled(self) -> bool:
         """True while the plan is there to stay: nothing is being learned or tried."""
-        if self._reducer is None:
+        stepper, decision = self._live, self.decision
+        if stepper is None:
             return True
-        decision = self.decision
-        return not self._reducer.learning and decision is not None and not decision.trial_steps
+        return not stepper.reducer.learning and decision is not None and not decision.trial_steps
 
     # Used by `join`.
 
@@ -439,15 +392,15 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are sent, with their names."""
-        return list(zip(self._names(), self._params, strict=True))
+        return list(zip(self._trained.names, self._trained.params, strict=True))
 
     def stand_in(self) -> None:
         """Takes part in the other ranks' steps, without data, until all ranks do so. Collective."""
         self._check_usable()
-        while self._reducer is not None:
-            self._drain()
+        while (stepper := self._live) is not None:
+            stepper.drain()
             self.zero_grad()
-            if not self._reducer.send_none():
+            if not stepper.reducer.send_none():
                 break
             self.step()
 
@@ -460,38 +413,28 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def orphan(self) -> list[Any]:
         """In a process that was forked, which reads the model: gives what is never to be ended."""
-        return [self] if self._reducer is None else [self, self._reducer.orphan()]
+        stepper = self._live
+        return [self] if stepper is None else [self, stepper.transport.orphan()]
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`. Empty if nothing is sent."""
-        return self._reducer.status() if self._reducer is not None else {}
+        stepper = self._live
+        return stepper.transport.status() if stepper is not None else {}
 
     def hold(self, message: str) -> None:
         """After a fault: from now on who reads parameters waits, until `settle_fault`."""
-        if self._reducer is not None:
-            self._guard(message, self._reducer)
+        if (stepper := self._live) is not None:
+            self._changes.fail(message, self._trained.params, stepper.clean_up)
 
     def fail(self, message: str) -> None:
         """Every wait from now on raises FaultError with this message; to be called after `hold`."""
-        if self._reducer is not None:
-            self._reducer.fail(message)
+        if (stepper := self._live) is not None:
+            stepper.transport.fail(message)
 
     def left(self) -> Left | None:
         """What the fault has left here, after `hold`; None if there was nothing to hold."""
-        return self._changes.left(self._examine)
-
-    def _examine(self, is_quiet: bool) -> tuple[bool, bool]:
-        """Whether a step was applied in part, and whether its rest can be; see `Changes.left`."""
-        updates, reducer = self._shards or self._updates, self._reducer
-        # Of sharded parameters a shard each is a step ahead of the rest at once.
-        whole = updates.count in (0, 0 if self._shards else len(self._params))
-        completable, torn = False, self._on_device
-        with suppress(UsageError):  # the engine has ended meanwhile
-            if reducer is not None:
-                torn = reducer.is_torn()
-                alone = updates.count > 0 and is_quiet and self._shards is None
-                completable = alone and reducer.has_all()
-        return not whole or not is_quiet or torn, completable
+        stepper = self._stepper
+        return self._changes.left(stepper.examine if stepper is not None else _examine_alone)
 
     def settle_fault(self, verdict: str, judgement: Judgement) -> None:
         """Whether what is left is a state to go on from; see `Salvage.decide`."""
@@ -499,8 +442,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records from the next step on; None stops."""
-        if self._reducer is not None:
-            self._reducer.set_timeline(writer)
+        if (stepper := self._live) is not None:
+            stepper.transport.set_timeline(writer)
 
     def close(self, whole_state: bool = True) -> None:
         """Applies pending updates, unless communication has failed; then ends the engine.
@@ -511,150 +454,98 @@ class DistributedOptimizer(OptimizerWrapper):
             whole_state: With shard_optimizer, give the wrapped optimizer its whole state back;
                 `shutdown` does not.
         """
-        self._end_engine(whole_state)
+        self._end(whole_state)
 
     # Inside.
 
-    def _drain(self) -> None:
-        if self._reducer is None:
-            return
-        self._apply_all()
-        if self._reducer.in_flight:
-            if self._shards is not None:
-                raise UsageError(
-                    "with shard_optimizer=True no rank has whole gradients: call step() right "
-                    "after backward(), and clip with max_grad_norm="
-                )
-            with self._changes.lock:
-                if self._reducer.in_flight:
-                    self._reducer.settle()
-                else:  # another thread has put the updates off meanwhile
-                    self._apply_all()
-
-    def _end_engine(self, whole_state: bool = True) -> None:
+    def _end(self, whole_state: bool) -> None:
         self._closed = True
-        reducer, gates = self._reducer, self._gates
-        if reducer is None or gates is None:
-            return
-        try:
-            if not reducer.failed and not reducer.in_backward:
-                self._apply_all()
-                if reducer.in_flight and self._shards is None:
-                    reducer.settle()
-                if whole_state:
-                    self._end_sharding()
-        finally:
-            if self._changes.salvage is None:
-                self._give_up()
-            reducer.release_gradients()
-            gates.close()
-            reducer.close()
-            self._gates = self._reducer = None
-            keep(None, self._params)
+        if (stepper := self._live) is not None:
+            try:
+                stepper.end(whole_state)
+            finally:
+                keep(None, self._trained.params)
+            if stepper.shards is None and self._changes.salvage is None:
+                self._stepper = None  # with its memory
 
-    def _build(self) -> None:
-        self._end_engine()
-        self._shards = None
-        rows = [(p, g) for g, group in enumerate(self._inner.param_groups) for p in group["params"]]
-        self._frozen = [p for p, _ in rows if not p.requires_grad]
-        rows = [(p, g) for p, g in rows if p.requires_grad and p.numel()]
-        self._params = [p for p, _ in rows]
-        self._group_of = [g for _, g in rows]
-        self._ungated: list[int] = []
-        self._learned = False
-        self._in_step = False  # of the wrapped optimizer, which may run a closure
-        self._late: list[bool] = []  # updates that the forward pass did not ask for
-        names = self._names()
-        claim(self, self._params, names)
-        if not self._params:
+    @property
+    def _live(self) -> Stepper | None:
+        """What takes the steps, while gradients are sent."""
+        stepper = self._stepper
+        return None if stepper is None or stepper.ended else stepper
+
+    def _drain(self) -> None:
+        if (stepper := self._live) is not None:
+            stepper.drain()
+
+    def _on_updated(self) -> None:
+        """The wrapped optimizer has taken a step as a whole, and nobody has read parameters yet."""
+
+    def _bring_up_to_date(self) -> None:
+        if self._changes.salvage is not None:
+            self._changes.salvage.check()
+        else:
+            if self._context.size > 1:
+                self._changes.check_whole()
+            self._drain()
+
+    def _check_usable(self) -> None:
+        if self._context.size == 1:
+            return
+        if self._closed:
+            raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
+        if (stepper := self._live) is not None:
+            stepper.check()
+
+    def _build(self, steps_before: int) -> None:
+        """Everything that depends on which parameters there are. Collective."""
+        self._end(whole_state=True)
+        self._stepper = None
+        settings, context = self._settings, self._context
+        self._trained = trained = Trained.of(self._inner, self._given_names)
+        names, params = trained.names, trained.params
+        claim(self, params, names)
+        if not params:
             raise UsageError(
                 "the optimizer has no parameter with elements that requires a gradient"
             )
-        self._fused = FusedUpdate(self._inner, names, self._params) if self._fuses else None
-        count = range(len(self._params))
-        self._fetch_param = [weakly(self._on_param_read, i) for i in count]
-        self._fetch_gradient = [weakly(self._on_gradient_read, i) for i in count]
-        self._updates = DeferredUpdates(
-            self._inner, self._take_step, self._params, self._group_of, self._fetch_param
-        )
-        self._watch = Watch(self._inner, names, self._params)
-        if self._sharded:
-            check_dense(names, self._params)
+        self._updater = FusedUpdate(self._inner, names, params) if settings.fuses else self._inner
+        if settings.sharded:
+            check_dense(names, params)
         if any(getattr(p, "_usbyte_shard", False) for p in self._inner.state):
             raise UsageError(
                 "this optimizer holds shards of its state from before a shutdown: make it anew and "
                 "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
             )
-        codecs = choices_of(self._compression, names, self._params)
+        codecs = choices_of(settings.compression, names, params)
         if codecs.optional:
             self._check_chooses()
         check_momentum(codecs.specs, self._inner.param_groups)
-        if self._context.size == 1:
+        if context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
-        if self._sharded:
+        if settings.sharded:
             check_relays(codecs.specs)
-        device = device_of(names, self._params)
-        sparse = self._sparse_names(names)
+        device = device_of(names, params)
         self._planner = planner = Planner(
-            self._context,
-            self.label,
-            names,
-            self._params,
-            device,
-            self._policy,
-            self._overlap,
-            codecs,
-            sparse,
-            self._sharded,
-            self._options,
-            self._tune_steps,
-            self._steps,
-            alike={
-                "op": str(self._op),
-                "policy": self._policy if isinstance(self._policy, str) else "a function",
-                "max_grad_norm": self._max_grad_norm,
-                "backward_passes_per_step": self._passes_per_step,
-                "topology": told(self._topology, self._context.size),
-            },
+            context, self.label, settings, trained, device, codecs, self._sparse(), steps_before
         )
-        if self._topology is not None:
-            parse(self._topology, self._context.size)  # alike, so an error is on all ranks
-        self._gates = gates = Gates(self._params, self._on_use, self._on_root, device, self._model)
-        try:
-            self._reducer = Reducer(
-                self._context,
-                names,
-                self._params,
-                device,
-                planner,
-                gates,
-                self._scale,
-                self._densifies,
-                self._policy == "auto",
-                self._overlap == "auto",
-                self._sharded,
-                self._passes_per_step,
-                self._topology,
-                self._memory,
-                self._steps,
-                self._before_first_gradient,
-                self._on_gradient,
-                self._on_backward_end,
-                self._on_learned,
-            )
-        except BaseException:
-            gates.close()
-            raise
-        keep(self, self._params)
+        if settings.topology is not None:
+            parse(settings.topology, context.size)  # alike, so an error is on all ranks
+        self._stepper = Stepper(
+            context, self._inner, self._updater, settings, trained, device, planner,
+            self._changes, self._memory, steps_before, self._on_updated,
+        )  # fmt: skip
+        keep(self, params)
         self._closed = False
 
-    def _sparse_names(self, names: Sequence[str]) -> set[str]:
-        """Of parameters whose gradients travel as the rows that they have."""
-        known = set() if self._densifies else sparse_parameters(self._owner)
-        sparse = {n for n, p in zip(names, self._params, strict=True) if p in known}
-        if sparse and (self._sharded or self._fuses):
-            what = "shard_optimizer=True" if self._sharded else "fused_update=True"
+    def _sparse(self) -> set[str]:
+        """Names of parameters whose gradients travel as the rows that they have."""
+        settings = self._settings
+        known = set() if settings.densifies else sparse_parameters(self._owner)
+        sparse = {name for name, param in self.named() if param in known}
+        if sparse and (settings.sharded or settings.fuses):
+            what = "shard_optimizer=True" if settings.sharded else "fused_update=True"
             raise UsageError(
                 f"the gradient of '{min(sparse)}' is sparse, which does not go with {what}: pass "
                 "sparse_as_dense=True"
@@ -662,273 +553,15 @@ class DistributedOptimizer(OptimizerWrapper):
         return sparse
 
     def _check_chooses(self) -> None:
-        if self._policy not in _core.policies():
-            what = f"policy '{self._policy}'" if isinstance(self._policy, str) else "a function"
+        policy = self._settings.policy
+        if policy not in _core.policies():
+            what = f"policy '{policy}'" if isinstance(policy, str) else "a function"
             raise UsageError(
                 f"{what} cannot choose from several codecs: name one for compression=, or take "
                 'policy="auto"'
             )
 
-    def _names(self) -> list[str]:
-        if self._given_names is None:
-            return [f"group{g}.param{i}" for i, g in enumerate(self._group_of)]
-        missing = [p for p in self._params if p not in self._given_names]
-        if missing:
-            raise UsageError(
-                f"named_parameters lacks {len(missing)} of the optimizer's parameters, the first "
-                f"of shape {tuple(missing[0].shape)}; pass model.named_parameters()"
-            )
-        return [self._given_names[p] for p in self._params]
 
-    def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._reducer is not None:
-            self._reducer.applied = True
-        # Looked up each time, as schedulers replace it.
-        optimizer = self._fused if self._fused is not None else self._inner
-        return self._changes.step(optimizer.step, closure, is_known(self._inner))
-
-    def _bring_up_to_date(self) -> None:
-        if self._changes.salvage is not None:
-            self._changes.salvage.check()
-        else:
-            if self._context.size > 1:
-                self._check_whole()
-            self._drain()
-
-    def _guard(self, message: str, reducer: Reducer | None) -> None:
-        """After a fault: nobody reads parameters until it is decided what they are."""
-        self._on_device = reducer is not None and reducer.device.core is not None
-        self._changes.fail(message, self._params, partial(self._clean_up, reducer))
-
-    def _clean_up(self, reducer: Reducer | None, completes: bool) -> None:
-        """When somebody goes on from what is left."""
-        if completes and reducer is not None:
-            reducer.stop_waiting()
-            with self._changes.updating_after_fault():
-                self._updates.apply(range(len(self._params)), reducer)
-        self._give_up()
-
-    def _give_up(self) -> None:
-        """Forgets the updates that are pending, as those of a run that has failed."""
-        self._changes.forget()
-        self._updates.forget()
-
-    def _needs_whole_step(self) -> bool:
-        """True if step hooks or a GradScaler want to see this step as a whole."""
-        return getattr(self._inner, "found_inf", None) is not None or has_step_hooks(self._inner)
-
-    def _step_now(self, closure: Callable[[], float] | None) -> float | None:
-        args = () if closure is None else (closure,)
-        if self._overlap == "backward" or self._reducer is None:
-            return self._take_step(*args)
-        self._in_step = True
-        try:
-            if self._learned:
-                return self._take_step(*args)
-            with self._watch.groups(self._overlap == "forward"):
-                return self._take_step(*args)
-        finally:
-            self._in_step = False
-
-    def _check_whole(self) -> None:
-        if self._changes.torn:
-            raise Error(
-                f"a step of the wrapped optimizer ended half-way ({self._changes.torn}), so that "
-                "parameters are not those of any step; restart the job from its last checkpoint"
-            )
-
-    def _check_usable(self) -> None:
-        if self._context.size == 1:
-            return
-        if self._closed:
-            raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
-        if self._reducer is not None:
-            self._reducer.check()
-        self._check_whole()
-        if self._reducer is not None and self._reducer.in_backward:
-            raise Error(
-                "the last backward() did not end, so the other ranks wait for its gradients in "
-                "vain; restart the job from its last checkpoint"
-            )
-        for param in self._frozen:
-            if param.requires_grad:
-                raise UsageError(
-                    f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
-                    "wrapped and is not any more; wrap the optimizer anew after unfreezing"
-                )
-
-    def _sharded_step(self, shards: ShardedUpdates, reducer: Reducer) -> None:
-        if self._needs_whole_step():
-            raise UsageError(
-                "shard_optimizer=True does not work with GradScaler or step hooks; leave it out"
-            )
-        if not reducer.in_flight:
-            if shards.spent:
-                raise UsageError(
-                    "step() again without backward(): with shard_optimizer=True a step uses its "
-                    "gradients up; call backward() before the next one"
-                )
-            return
-        with self._changes.applying():
-            shards.step()
-        self._changes.put_off()
-        self._watch.step_ends()
-        self._apply(self._ungated)
-        if reducer.plan_ends:
-            self._apply_all()
-            self._end_sharding()
-            reducer.finish_step(reducer.device.now())
-            if reducer.learning:
-                self._learned = False
-                self._zero_spent(shards.used)
-            else:
-                self._begin_sharding(reducer).used = shards.used
-
-    def _begin_sharding(self, reducer: Reducer) -> ShardedUpdates:
-        self._shards = ShardedUpdates(
-            self._context,
-            self.label,
-            self._inner,
-            self._params,
-            self._group_of,
-            reducer,
-            self._max_grad_norm,
-            self._fetch_param,
-            self._take_step,
-        )
-        return self._shards
-
-    def _zero_spent(self, used: Sequence[bool]) -> None:
-        """Resets gradients that a sharded step has used up, as the user last did."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and may stay so
-            for param, was_used in zip(self._params, used, strict=True):
-                param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
-
-    def _end_sharding(self) -> None:
-        if self._shards is not None:
-            self._shards.uncut()
-            self._shards = None
-
-    def _on_learned(self) -> None:
-        """All ranks are about to plan: they agree on the overlap first."""
-        assert self._gates is not None
-        assert self._planner is not None
-        self._ungated = sorted(self._gates.finish_learning())
-        if self._overlap == "auto":
-            reason = self._watch.reason(self._gates, self._ungated, self._shared)
-            self._planner.settle_overlap(agree(self._context, self.label, reason))
-
-    def _finish_learning(self) -> None:
-        assert self._reducer is not None
-        assert self._planner is not None
-        if self._sharded:
-            self._begin_sharding(self._reducer)
-        elif self._planner.overlap == "forward":
-            log.info(
-                "%s: updates wait for the next forward pass, except %d whose use was not seen",
-                self.label,
-                len(self._ungated),
-            )
-        self._learned = True
-
-    @property
-    def _defers(self) -> bool:
-        """Updates wait for the next forward pass, under the plan in force."""
-        if not self._learned or self._overlap == "backward":
-            return False
-        decision = self.decision
-        return decision is not None and decision.overlap == "forward"
-
-    def _on_root(self, trains: bool) -> None:
-        # Evaluation may take other paths through the model than those that were learned, and a
-        # second forward pass before step() leads to a second backward pass.
-        assert self._reducer is not None
-        self._note_use(0)
-        if not trains or (self._reducer.in_flight and self._shards is None):
-            self._drain()
-
-    def _on_param_read(self, i: int, param: torch.Tensor) -> None:
-        self._on_use([i])
-        release(param)
-
-    def _on_use(self, indices: Sequence[int]) -> None:
-        self._note_use(indices[0])
-        self._apply(indices)
-
-    def _note_use(self, i: int) -> None:
-        pending = self._shards.count if self._shards is not None else self._updates.count
-        if pending or not self._learned:
-            self._watch.used(i)
-
-    def _check_threads(self, reducer: Reducer) -> None:
-        """Whether others than the calling thread, which trains, have used parameters."""
-        name = self._watch.finds_threads()
-        self._shared = self._shared or name
-        if not name or not self._defers:
-            return
-        if self._overlap == "auto":
-            reducer.ask_for_plan()
-        if not self._told_of_threads:
-            self._told_of_threads = True
-            log.warning(
-                "%s: another thread than the one that trains has used '%s' while updates wait for "
-                "the forward pass, so that either may see a parameter in the middle of its update: "
-                "call optimizer.drain() after step(), before others use parameters, and let them "
-                "be done before the next step()",
-                self.label,
-                name,
-            )
-
-    def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
-        reducer = self._reducer
-        if reducer is not None and reducer.in_flight:
-            self._drain()
-        elif self._updates.pending[i]:
-            self._apply([i])
-        elif not self._learned and not self._in_step:
-            self._watch.gradient_read(i)
-        release(grad)
-
-    def _before_first_gradient(self, i: int) -> None:
-        # Layers that the forward pass skipped have not asked for their updates. If one of them gets
-        # a gradient all the same, it was read past its gate.
-        if self._gates is not None:
-            self._gates.rest()
-        self._check_whole()
-        updates = self._shards or self._updates
-        self._late = list(updates.pending) if updates.count else []
-        self._on_gradient(i)
-        self._apply_all()
-        self._watch.up_to_date()
-
-    def _on_gradient(self, i: int) -> None:
-        if self._late and self._late[i]:
-            assert self._reducer is not None
-            raise Error(
-                f"parameter '{self._reducer.names[i]}' was used in the forward pass before its "
-                "update had been applied, in a way that the first steps did not show; use "
-                'overlap="backward", or call optimizer.synchronize() before the forward pass'
-            )
-
-    def _on_backward_end(self) -> None:
-        assert self._reducer is not None
-        self._late = []
-        defers = self._defers and not self._in_step
-        if not defers:
-            self._reducer.settle()
-            self._watch.backward()
-        if defers or not (self._learned or self._in_step or self._overlap == "backward"):
-            self._reducer.hold_gradients(self._fetch_gradient)
-
-    def _apply(self, indices: Sequence[int]) -> None:
-        if self._shards is not None:
-            with self._changes.applying():
-                self._shards.arrive(indices)
-                self._changes.count_applied(self._shards.count)
-        elif self._reducer is not None and (self._updates.count or self._changes.elsewhere):
-            with self._changes.applying():
-                self._updates.apply(indices, self._reducer)
-                self._changes.count_applied(self._updates.count)
-
-    def _apply_all(self) -> None:
-        self._apply(range(len(self._params)))
+def _examine_alone(is_quiet: bool) -> tuple[bool, bool]:
+    """See `Changes.left`; a step of a single rank is there as a whole or not."""
+    return not is_quiet, False

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import nn
@@ -16,8 +15,6 @@ from usbyte.errors import UsageError
 from usbyte.torch.context import Context
 from usbyte.torch.gates import Gates
 from usbyte.torch.updates import check_groups_unchanged, is_known
-
-Overlap = Literal["auto", "backward", "forward"]
 
 
 @dataclass

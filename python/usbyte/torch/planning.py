@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from usbyte import _core, tuning
 from usbyte.errors import UsageError
@@ -23,14 +22,13 @@ from usbyte.torch.costs import Measured, fit
 from usbyte.torch.decision import Decision
 from usbyte.torch.device import Device
 from usbyte.torch.learning import Times, combine, job_profile
+from usbyte.torch.mesh import told
 from usbyte.torch.ops import Average, Max, ReduceOp
+from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sparse import Counts, Way, choose_way, to_be_won_s, with_sparse
 from usbyte.units import format_cost
 
 log = logging.getLogger("usbyte")
-
-#: Profile x NetworkModel -> Plan
-Policy = Callable[[_core.Profile, _core.NetworkModel], _core.Plan]
 
 
 class Planner:
@@ -39,22 +37,16 @@ class Planner:
     Args:
         context: The ranks.
         label: Name of the optimizer, the same on all ranks.
-        names: Of the parameters.
-        params: The parameters.
+        settings: What was asked for; with overlap "auto" communication may hide behind backward,
+            until `settle_overlap`.
+        trained: The parameters.
         device: Which they are on.
-        policy: A policy's name, tuned ones included, or a callable Profile x NetworkModel -> Plan.
-        overlap: What communication may hide behind: "forward", "backward"; "auto": backward, until
-            `settle_overlap`.
-        codecs: What the parameters may travel by.
+        codecs: What they may travel by.
         sparse: Names of those whose gradients travel as the rows that they have.
-        sharded: Whether each rank updates its shard, and parameters are gathered.
-        options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
-        tune_steps: Steps of each trial; None for as many as the policy says, 0 for no trials.
         steps: Completed before; codecs are as in the step after them.
-        alike: What else all ranks must have alike, by the names that users know.
 
     Raises:
-        MismatchError: Ranks differ, in that or in what their first steps depend on.
+        MismatchError: Ranks were asked for other things, or have other parameters.
 
     Attributes:
         sparse: As given.
@@ -66,33 +58,32 @@ class Planner:
         self,
         context: Context,
         label: str,
-        names: Sequence[str],
-        params: Sequence[nn.Parameter],
+        settings: Settings,
+        trained: Trained,
         device: Device,
-        policy: str | Policy,
-        overlap: str,
         codecs: Choices,
         sparse: Collection[str],
-        sharded: bool,
-        options: Mapping[str, int],
-        tune_steps: int | None = None,
-        steps: int = 0,
-        alike: Mapping[str, object] | None = None,
+        steps: int,
     ) -> None:
         self._context, self.label = context, label
+        names, params, overlap = trained.names, trained.params, settings.overlap
         self._names, self._params, self.sparse = names, params, sparse
         self._ways: Mapping[str, Way] = {}  # of sparse gradients, once they are chosen
         self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
         self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
-        self._options, self._sharded = dict(options), sharded
+        self._options, self._sharded = dict(settings.options), settings.sharded
         self._chooses_overlap = overlap == "auto"
-        self._policy, self._tune_steps = policy, tune_steps
+        self._policy, self._tune_steps = settings.policy, settings.tune_steps
         lists = [dict(zip(names, specs, strict=True)) for specs in codecs.lists]
         self._codecs = {} if codecs.optional else lists[0]
         self._choices = lists if codecs.optional else []
         self._plans = CodedPlans(
-            label, options, "backward" if overlap == "auto" else overlap, sharded, device.core
+            label,
+            self._options,
+            "backward" if overlap == "auto" else overlap,
+            self._sharded,
+            device.core,
         )
         self._steps = steps
         self._base: _core.Plan | None = None  # the plan in force, by codecs as they end
@@ -100,13 +91,18 @@ class Planner:
         self._tuner: tuning.Tuner | None = None  # rank 0's, once plans are tried
         self.decision: Decision | None = None
         self.seed = zlib.crc32(label.encode())
-        settings = {
+        alike = {
             "overlap": overlap,
-            "shard_optimizer": sharded,
-            "bucket_bytes": self._options.get("bucket_bytes"),
+            "shard_optimizer": self._sharded,
+            "bucket_bytes": self._options["bucket_bytes"],
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
+            "op": str(settings.op),
+            "policy": self._policy if isinstance(self._policy, str) else "a function",
+            "max_grad_norm": settings.max_grad_norm,
+            "backward_passes_per_step": settings.passes_per_step,
+            "topology": told(settings.topology, context.size),
         }
-        check_alike(context, label, settings | dict(alike or {}), self._specs())
+        check_alike(context, label, alike, self._specs())
 
     @property
     def overlap(self) -> str:
@@ -334,10 +330,10 @@ class Planner:
         if not isinstance(plan, _core.Plan):
             raise UsageError(f"the policy gave a {type(plan).__name__} instead of a Plan")
 
-        def told(tensors: Sequence[_core.TensorSpec]) -> list[tuple[str, int, str]]:
+        def kinds(tensors: Sequence[_core.TensorSpec]) -> list[tuple[str, int, str]]:
             return [(t.name, t.numel, t.dtype) for t in tensors]
 
-        if told(plan.tensors) != told(profile.tensors):
+        if kinds(plan.tensors) != kinds(profile.tensors):
             raise UsageError(
                 "the policy's plan is not for the profile's tensors: names, sizes, dtypes and "
                 "order must be the same"

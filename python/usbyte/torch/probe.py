@@ -15,7 +15,8 @@ import torch
 from usbyte import _core
 from usbyte.lab.profiles import line
 from usbyte.torch.communicator import Staging
-from usbyte.torch.context import Context, EngineCommunicator, current
+from usbyte.torch.communicators import EngineCommunicator, connect
+from usbyte.torch.context import Context, current
 from usbyte.torch.costs import (
     BUSY,
     ONE_SHOT,
@@ -101,7 +102,7 @@ def measure_apart(
     repeats: int = _REPEATS,
 ) -> tuple[list[Measured], _core.Topology | None]:
     """Over a communicator of its own. Collective; see `measure` and `measure_dimensions`."""
-    communicator = context.new_communicator(device, topology)
+    communicator = connect(context, device, topology)
     try:
         rows = measure(context, communicator, largest_bytes, repeats=repeats)
         return rows, measure_dimensions(context, communicator, largest_bytes, repeats=repeats)

@@ -64,7 +64,8 @@ class Recorder:
         self._device = device_of(names, params)
         self._wanted = skip + steps
         self._learning = Learning(skip)
-        self._gates = Gates(params, lambda _: None, lambda _: None, self._device, model)
+        self._gates = Gates(params, lambda _: None, lambda _: None, self._device)
+        self._gates.install(model)
         self._begin_iteration()
         self._step_began: Mark = 0.0
         self._depth = 0  # of steps in steps: those of a subclass call its base class's

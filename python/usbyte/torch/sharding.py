@@ -25,6 +25,7 @@ from usbyte.torch.communicator import shards
 from usbyte.torch.context import Context
 from usbyte.torch.ops import Max, Sum, allgather, allreduce
 from usbyte.torch.reducer import Reducer
+from usbyte.torch.settings import Trained
 from usbyte.torch.shield import shielded
 
 # Their updates treat every element by itself, so that a shard's update is a part of the whole one.
@@ -76,9 +77,9 @@ class ShardedUpdates:
         context: The ranks.
         label: Name of the optimizer, the same on all ranks.
         optimizer: The wrapped optimizer; its state has been whole so far and is cut here.
-        params: Parameters, by index.
-        group_of: The optimizer's group of each parameter.
-        reducer: Has adopted a plan of reduce_scatters and all_gathers.
+        trained: Its parameters.
+        reducer: Has their gradients.
+        plan: In force, of reduce_scatters and all_gathers.
         max_grad_norm: Gradients are scaled so that their norm over all parameters is no larger.
         fetch: By parameter, what whoever reads it before it has arrived is to call first.
         step: Takes the optimizer's step.
@@ -95,16 +96,17 @@ class ShardedUpdates:
         context: Context,
         label: str,
         optimizer: torch.optim.Optimizer,
-        params: Sequence[nn.Parameter],
-        group_of: Sequence[int],
+        trained: Trained,
         reducer: Reducer,
+        plan: _core.Plan,
         max_grad_norm: float | None,
         fetch: Sequence[Fetch],
         step: Callable[[], Any],
     ) -> None:
         self._fetch, self._step = fetch, step
         self._context, self._label, self._optimizer = context, label, optimizer
-        self._params, self._group_of, self._reducer = params, group_of, reducer
+        self._params = params = trained.params
+        self._group_of, self._reducer = trained.group_of, reducer
         self._max_grad_norm = max_grad_norm
         self._versions: list[int] = []
         self.pending = [False] * len(params)
@@ -113,26 +115,18 @@ class ShardedUpdates:
         self.spent = True
         names = {name: i for i, name in enumerate(reducer.names)}
         self._addresses = [param.data_ptr() for param in params]
-        self._pieces = [
-            _pieces(reducer.plan, names, rank, context.size) for rank in range(context.size)
-        ]
+        self._pieces = [_pieces(plan, names, rank, context.size) for rank in range(context.size)]
         self._mine = self._pieces[context.rank]
         self._views = [nn.Parameter(_flat(params[p.param])[p.begin : p.end]) for p in self._mine]
         for view in self._views:
             view._usbyte_shard = True  # type: ignore[attr-defined]
-        self._grads = [_flat(reducer.gradient(p.param))[p.begin : p.end] for p in self._mine]
+        self._grads = [_flat(reducer.gathered(p.param))[p.begin : p.end] for p in self._mine]
         self._cut()
 
     def step(self) -> None:
         """Updates this rank's shards and lets them be gathered. Waits for backward's reductions."""
-        for name, param, address in zip(
-            self._reducer.names, self._params, self._addresses, strict=True
-        ):
-            if param.data_ptr() != address:
-                raise Error(
-                    f"parameter '{name}' was given other memory (param.data = ...), which sharded "
-                    "updates would not see; copy into it: param.data.copy_(...)"
-                )
+        self._check_addresses()
+        self._reducer.check_untouched()
         self._reducer.wait_reduced()
         self.used = used = self._reducer.used_anywhere()
         for view, grad, piece in zip(self._views, self._grads, self._mine, strict=True):
@@ -141,9 +135,8 @@ class ShardedUpdates:
             self._clip(self._max_grad_norm)
         with self._on_shards():
             self._step()
-        for view, grad in zip(self._views, self._grads, strict=True):
+        for view in self._views:
             view.grad = None
-            grad.copy_(view.detach())  # what is gathered; the arena's gradients are spent
         for param in self._params:
             param.grad = None
         self.spent = True
@@ -152,9 +145,44 @@ class ShardedUpdates:
         self.count = len(self._params)
         for param, fetch in zip(self._params, self._fetch, strict=True):
             hold(param, fetch)
+        self._send()
+
+    def drop(self) -> None:
+        """Ends a step of the engine without an update: no rank has a use for the gradients.
+
+        Raises:
+            Error: Another rank has used them.
+        """
+        self._check_addresses()
+        self._reducer.wait_reduced()
+        if self._max_grad_norm is not None:
+            self._clip(self._max_grad_norm)  # where ranks that take the step wait for this one
+        self._send()
+        for i, param in enumerate(self._params):
+            self._reducer.wait_gathered(i)
+            if not _same_bits(param, self._reducer.gathered(i)):
+                raise Error(
+                    f"another rank has updated parameter '{self._reducer.names[i]}' with gradients "
+                    "that were reset here before step(): let all ranks do alike"
+                )
+
+    def _send(self) -> None:
+        """Lets shards be gathered as they are now; the arena's gradients are spent."""
+        for view, grad in zip(self._views, self._grads, strict=True):
+            grad.copy_(view.detach())
         self._reducer.release_gathers()
 
-    def arrive(self, indices: Sequence[int]) -> None:
+    def _check_addresses(self) -> None:
+        for name, param, address in zip(
+            self._reducer.names, self._params, self._addresses, strict=True
+        ):
+            if param.data_ptr() != address:
+                raise Error(
+                    f"parameter '{name}' was given other memory (param.data = ...), which sharded "
+                    "updates would not see; copy into it: param.data.copy_(...)"
+                )
+
+    def apply(self, indices: Sequence[int]) -> None:
         """Takes the new values of these parameters, waiting for them."""
         if not self.count:
             return
@@ -175,7 +203,7 @@ class ShardedUpdates:
         if self.pending[i]:  # a signal handler may have taken it while this waited
             self.pending[i] = False
             self.count -= 1
-            self._params[i].copy_(self._reducer.gradient(i))
+            self._params[i].copy_(self._reducer.gathered(i))
 
     @torch.no_grad()
     def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
@@ -316,6 +344,10 @@ def _is_elementwise(value: Any, like: torch.Tensor) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(_flat(a).view(torch.uint8), _flat(b).view(torch.uint8))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from usbyte.errors import Error
 from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.reducer import Reducer
+from usbyte.torch.settings import Trained
 from usbyte.torch.shield import shielded
 
 
@@ -26,26 +27,30 @@ class DeferredUpdates:
     Args:
         optimizer: The wrapped optimizer.
         step: Takes its step.
-        params: Parameters, by index.
-        group_of: The optimizer's group of each parameter.
+        trained: Its parameters.
+        reducer: Has their gradients.
         fetch: By parameter, what whoever reads it is to call first.
+
+    Attributes:
+        pending: By parameter, whether its update has not been applied yet.
+        count: Of pending updates.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
-        params: Sequence[nn.Parameter],
-        group_of: Sequence[int],
+        trained: Trained,
+        reducer: Reducer,
         fetch: Sequence[Fetch],
     ) -> None:
-        self._optimizer, self._step = optimizer, step
-        self._params, self._group_of, self._fetch = params, group_of, fetch
+        self._optimizer, self._step, self._reducer = optimizer, step, reducer
+        self._params, self._group_of, self._fetch = trained.params, trained.group_of, fetch
         self._hyper: list[dict[str, Any]] = []
         self._versions: list[int] = []  # of the parameters, when their updates were put off
         self._zero_after: set[int] = set()  # whose gradients the user has zeroed meanwhile
-        self.pending = [False] * len(params)
-        self.count = 0  # of pending updates
+        self.pending = [False] * len(self._params)
+        self.count = 0
 
     def defer(self) -> None:
         """Puts off the update of every parameter."""
@@ -75,21 +80,22 @@ class DeferredUpdates:
                 elif param.grad is not None:
                     param.grad.zero_()
 
-    def apply(self, indices: Sequence[int], reducer: Reducer) -> None:
+    def apply(self, indices: Sequence[int]) -> None:
         """Applies the pending updates of these parameters, waiting for each gradient."""
         due = [i for i in indices if self.pending[i]] if self.count else []
         if due:
-            with shielded(reducer.device.torch_device.type):
-                self._apply(due, reducer)
+            with shielded(self._reducer.device.torch_device.type):
+                self._apply(due)
 
-    def _apply(self, due: Sequence[int], reducer: Reducer) -> None:
+    def _apply(self, due: Sequence[int]) -> None:
+        reducer = self._reducer
         arrived = [(i, reducer.wait(i)) for i in due]
         # A signal handler may have asked for the same updates while this waited.
         arrived = [(i, grad) for i, grad in arrived if self.pending[i]]
         due = [i for i, _ in arrived]
         for i in due:
             release(self._params[i])
-        self._check_unwritten(due, reducer)
+        self._check_unwritten(due)
         for i in due:
             self.pending[i] = False
         self.count -= len(due)
@@ -108,13 +114,13 @@ class DeferredUpdates:
                 self._params[i].grad = None if nobody else before
         reducer.record_update(due, start)
 
-    def _check_unwritten(self, due: Sequence[int], reducer: Reducer) -> None:
+    def _check_unwritten(self, due: Sequence[int]) -> None:
         for i in due:
             if self._params[i]._version != self._versions[i]:
                 raise Error(
-                    f"parameter '{reducer.names[i]}' was written to between step() and its update, "
-                    "which would have been lost or misplaced; call optimizer.synchronize() before "
-                    "you change parameters"
+                    f"parameter '{self._reducer.names[i]}' was written to between step() and its "
+                    "update, which would have been lost or misplaced; call optimizer.synchronize() "
+                    "before you change parameters"
                 )
 
     @contextmanager

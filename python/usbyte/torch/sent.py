@@ -1,0 +1,109 @@
+"""Gradients that have been sent, as parameters show them until they are sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from usbyte.errors import Error
+from usbyte.torch.awaited import Fetch, hold, release
+
+
+class SentGradients:
+    """Where each gradient is on its way, and whether anybody has touched it since it was sent.
+
+    Args:
+        names: Of the parameters.
+        params: Those.
+        sparse: By parameter, whether only rows of its gradient travel.
+
+    Attributes:
+        tensors: By parameter, its gradient in the arena; if sparse, the last one that was sent.
+        own: By parameter, whether this rank had a gradient for it in the last step.
+    """
+
+    def __init__(
+        self, names: Sequence[str], params: Sequence[nn.Parameter], sparse: Sequence[bool]
+    ) -> None:
+        self._names, self._params, self._sparse = names, params, sparse
+        self.tensors = [torch.empty(0)] * len(params)
+        self.own = [False] * len(params)
+        self._versions = [0] * len(params)
+        self._lent = False  # all parameters have gradients, until they are final
+
+    def move(self, views: Sequence[torch.Tensor | None]) -> None:
+        """The arena is another one; gradients that parameters have keep their values.
+
+        Args:
+            views: By parameter, of its gradient in the arena; None if sparse.
+        """
+        self.release()
+        old = self.tensors
+        self.tensors = [o if view is None else view for o, view in zip(old, views, strict=True)]
+        for i, (param, grad) in enumerate(zip(self._params, self.tensors, strict=True)):
+            if param.grad is old[i] and not self._sparse[i]:
+                param.grad = grad.copy_(old[i])
+            self.seal(i)
+
+    def begin(self) -> None:
+        """A step begins, for which nothing has been sent yet."""
+        self.release()
+        self._lent = False
+        self.own = [False] * len(self._params)
+
+    def seal(self, i: int) -> None:
+        """Parameter i's is sent: who changes it from now on is noticed."""
+        self._versions[i] = self.tensors[i]._version
+
+    def check(self, i: int) -> None:
+        """Raises Error if parameter i's was changed on its way."""
+        if self.tensors[i]._version != self._versions[i]:
+            raise Error(
+                f"the gradient of '{self._names[i]}' was modified after backward() while it was on "
+                'its way to the other ranks. Use overlap="backward", or call '
+                "optimizer.synchronize() before you touch gradients."
+            )
+
+    def hold(self, fetch: Sequence[Fetch], lend: bool) -> None:
+        """Who reads a gradient has it fetched first, until it was waited for or released.
+
+        Args:
+            fetch: By parameter, what to call.
+            lend: Parameters that have none show the other ranks', which may turn out to be none.
+        """
+        self._lent = lend
+        for i, (grad, each) in enumerate(zip(self.tensors, fetch, strict=True)):
+            hold(grad, each)
+            if lend and not self.own[i] and not self._sparse[i]:
+                self._params[i].grad = grad
+
+    def release(self) -> None:
+        """Who reads a gradient gets it as it is."""
+        for grad in self.tensors:
+            release(grad)
+
+    def is_gone(self, i: int) -> bool:
+        """Whether the user has reset what parameter i showed without a gradient of its own."""
+        return self._params[i].grad is None and self._lent and not self._sparse[i]
+
+    def untouched(self) -> bool:
+        """Whether parameters still have the gradients in flight, not others or none.
+
+        Raises:
+            Error: One of those was changed since backward.
+        """
+        same = True
+        with torch._C.DisableTorchFunctionSubclass():  # gradients are held
+            for i, param in enumerate(self._params):
+                if param.grad is not self.tensors[i]:
+                    same = same and not self.own[i] and param.grad is None
+                else:
+                    self.check(i)
+        return same
+
+    def dropped(self, but: int = -1) -> bool:
+        """Whether the user has reset all gradients since, parameter `but`'s aside."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters are held
+            return all(p.grad is None for i, p in enumerate(self._params) if i != but)

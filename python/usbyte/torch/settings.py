@@ -1,0 +1,104 @@
+"""What is asked of a DistributedOptimizer, and for which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.torch.compression import Rules
+from usbyte.torch.mesh import Given
+from usbyte.torch.ops import Average, ReduceOp
+
+Overlap = Literal["auto", "backward", "forward"]
+
+#: Profile x NetworkModel -> Plan
+Policy = Callable[[_core.Profile, _core.NetworkModel], _core.Plan]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of a `DistributedOptimizer`, whose docstring tells of each, with their defaults.
+
+    Attributes:
+        sharded: Its `shard_optimizer`; overlap is "forward" then.
+        fuses: Its `fused_update`.
+        densifies: Its `sparse_as_dense`.
+        options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
+        passes_per_step: Its `backward_passes_per_step`.
+    """
+
+    overlap: Overlap
+    policy: str | Policy
+    op: ReduceOp
+    model: nn.Module | None
+    compression: Rules | Sequence[Rules]
+    sharded: bool
+    fuses: bool
+    max_grad_norm: float | None
+    densifies: bool
+    topology: Given | None
+    options: Mapping[str, int]
+    tune_steps: int | None
+    passes_per_step: int
+
+    def scale(self, size: int) -> float:
+        """What gradients of `size` ranks are multiplied with before they are summed."""
+        return 1.0 / size if self.op == Average else 1.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Parameters of an optimizer that get gradients, in the order of its groups.
+
+    Attributes:
+        names: Unique.
+        params: Each with elements.
+        group_of: The optimizer's group of each.
+        frozen: Those that do not require a gradient.
+    """
+
+    names: Sequence[str]
+    params: Sequence[nn.Parameter]
+    group_of: Sequence[int]
+    frozen: Sequence[nn.Parameter]
+
+    @classmethod
+    def of(
+        cls, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str] | None
+    ) -> Trained:
+        """What `optimizer` trains.
+
+        Args:
+            optimizer: Any.
+            names: Of its parameters; None makes them up.
+
+        Raises:
+            UsageError: A parameter has no name.
+        """
+        rows = [(p, g) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        trained = [(p, g) for p, g in rows if p.requires_grad and p.numel()]
+        params = [p for p, _ in trained]
+        return cls(
+            _named(params, names)
+            if names is not None
+            else [f"group{g}.param{i}" for i, (_, g) in enumerate(trained)],
+            params,
+            [g for _, g in trained],
+            [p for p, _ in rows if not p.requires_grad],
+        )
+
+
+def _named(params: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> list[str]:
+    missing = [p for p in params if p not in names]
+    if missing:
+        raise UsageError(
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters, the first "
+            f"of shape {tuple(missing[0].shape)}; pass model.named_parameters()"
+        )
+    return [names[p] for p in params]

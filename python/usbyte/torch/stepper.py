@@ -1,0 +1,516 @@
+"""When the sums of gradients become updates: at once, layer by layer, or shard by shard."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from usbyte.errors import Error, UsageError
+from usbyte.torch.awaited import release, weakly
+from usbyte.torch.changes import Changes
+from usbyte.torch.codec_memory import Memory
+from usbyte.torch.context import Context
+from usbyte.torch.device import Device
+from usbyte.torch.fused import FusedUpdate
+from usbyte.torch.gates import Gates
+from usbyte.torch.overlap import Watch, agree
+from usbyte.torch.plan_cycle import PlanCycle
+from usbyte.torch.planning import Planner
+from usbyte.torch.reducer import Reducer, no_whole_gradients
+from usbyte.torch.settings import Settings, Trained
+from usbyte.torch.sharding import ShardedUpdates
+from usbyte.torch.transport import Transport
+from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks, is_known
+
+log = logging.getLogger("usbyte")
+
+
+class Stepper:
+    """Takes the steps of an optimizer whose gradients are summed over several ranks.
+
+    While the job is learned, and under a plan that overlaps backward only, a step waits for all
+    sums and is taken as a whole. Under one that overlaps the next forward pass too, gates and
+    readers of parameters have their updates applied. Closed by `end`.
+
+    Args:
+        context: The ranks.
+        optimizer: The wrapped one.
+        updater: Whose `step` updates parameters; the same, or what fuses its updates.
+        settings: What was asked for.
+        trained: Its parameters.
+        device: Where they are.
+        planner: Makes the plans.
+        changes: Counts steps, and stands before parameters after a fault.
+        memory: Of codecs.
+        steps_before: Completed before this was made.
+        on_updated: Called when the optimizer has taken a step as a whole, before anybody reads
+            parameters.
+
+    Attributes:
+        transport: Moves gradients.
+        reducer: Sends them, and gives their sums.
+        shared: A parameter that another thread than the one that trains has used; empty if none.
+        shards: Of parameters, each updated by the rank that owns it; None unless they are.
+        ended: After `end`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        optimizer: torch.optim.Optimizer,
+        updater: torch.optim.Optimizer | FusedUpdate,
+        settings: Settings,
+        trained: Trained,
+        device: Device,
+        planner: Planner,
+        changes: Changes,
+        memory: Memory,
+        steps_before: int,
+        on_updated: Callable[[], None],
+    ) -> None:
+        self._context, self._optimizer, self._updater = context, optimizer, updater
+        self._settings, self._trained, self._planner = settings, trained, planner
+        self._changes, self._on_updated = changes, on_updated
+        self._everything = range(len(trained.params))
+        self.shards: ShardedUpdates | None = None
+        self.ended = False
+        self._learned = False  # there is a plan, and a decision on overlap
+        self._in_step = False  # of the wrapped optimizer, which may run a closure
+        self._set_to_none = True  # when gradients were reset last
+        self._ungated: list[int] = []  # parameters whose use nobody would see
+        self._late: list[bool] = []  # updates that the forward pass did not ask for
+        self.shared = ""
+        self._told_of_threads = False
+        self._watch = Watch(optimizer, trained.names, trained.params)
+        self._fetch_param = [weakly(self._on_param_read, i) for i in self._everything]
+        self._fetch_gradient = [weakly(self._on_gradient_read, i) for i in self._everything]
+        self._gates = Gates(trained.params, self._on_use, self._on_root, device)
+        self.transport = Transport(
+            context, settings, trained, device, planner, memory, steps_before
+        )
+        cycle = PlanCycle(
+            planner,
+            self._gates,
+            device,
+            context.env.learning_steps,
+            adapt=settings.policy == "auto",
+            may_ask=settings.overlap == "auto",
+            on_learned=self._on_learned,
+        )
+        self.reducer = Reducer(settings, trained, planner, self.transport, cycle, self)
+        self._deferred = DeferredUpdates(
+            optimizer, self._take_step, trained, self.reducer, self._fetch_param
+        )
+        self._gates.install(settings.model)
+
+    @property
+    def pending(self) -> bool:
+        """Some parameters have not got their update yet, or another thread gives it to them."""
+        return self._updates.count > 0 or self._changes.elsewhere
+
+    @property
+    def works(self) -> bool:
+        """Neither communication nor a backward pass has failed."""
+        return not (self.transport.failed or self.reducer.in_backward)
+
+    def check(self) -> None:
+        """Raises an error unless training can go on."""
+        self.transport.check()
+        self._changes.check_whole()
+        if self.reducer.in_backward:
+            raise Error(
+                "the last backward() did not end, so the other ranks wait for its gradients in "
+                "vain; restart the job from its last checkpoint"
+            )
+        for param in self._trained.frozen:
+            if param.requires_grad:
+                raise UsageError(
+                    f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
+                    "wrapped and is not any more; wrap the optimizer anew after unfreezing"
+                )
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """See `DistributedOptimizer`; after `check`."""
+        self._check_threads()
+        if closure is not None:
+            if calls_closure_first(self._optimizer) and not self._needs_whole_step():
+                with torch.enable_grad():
+                    loss = closure()
+                self._watch.finds_threads()  # what the closure has run in others is over
+                self.check()
+                self.step()
+                return loss
+            if self._settings.overlap == "forward":
+                raise UsageError(
+                    f"{type(self._optimizer).__name__} may call its closure several times, and "
+                    'needs the gradients at once: leave out overlap="forward"'
+                )
+        reducer = self.reducer
+        if reducer.unsent and not reducer.in_flight and closure is None:
+            self.apply_all()
+            reducer.send_kept()
+        if self.shards is not None:
+            self._step_shards(self.shards)
+            return None
+        if (
+            not reducer.in_flight
+            or reducer.plan_ends
+            or self._needs_whole_step()
+            or closure is not None
+            or not reducer.untouched()
+        ):
+            return self._step_at_once(closure)
+        self._put_off()
+        return None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """See `DistributedOptimizer`."""
+        self._set_to_none = set_to_none
+        if self.shards is not None:
+            if self.reducer.in_flight:
+                self._drop(self.shards)
+            self._zero_spent(self.shards.used)
+            self.shards.spent = not set_to_none  # zeros are gradients too
+        elif self.pending:
+            with self._changes.lock:  # updates in other threads need their gradients
+                reset = self._deferred if self._deferred.count else self._optimizer
+                reset.zero_grad(set_to_none)
+        else:
+            self.drain()
+            self._optimizer.zero_grad(set_to_none)
+        self.reducer.forget_results()
+
+    def check_whole_gradients(self) -> None:
+        """Raises UsageError while gradients are on their way of which ranks get shards only."""
+        if self.shards is not None and self.reducer.in_flight:
+            raise no_whole_gradients(
+                "call step() right after backward(), and clip with max_grad_norm="
+            )
+
+    def send_kept(self) -> None:
+        """Sends what several backward passes have accumulated; see `Reducer.accumulates`."""
+        if self.reducer.accumulates and not self.reducer.in_flight:
+            self.apply_all()
+            self.reducer.send_kept()
+
+    def drain(self) -> None:
+        """Applies pending updates and makes gradients final, unless those are only for shards."""
+        self.apply_all()
+        if self.reducer.in_flight and self.shards is None:
+            with self._changes.lock:
+                if self.reducer.in_flight:
+                    self.reducer.settle()
+                else:  # another thread has put the updates off meanwhile
+                    self.apply_all()
+
+    def apply_all(self) -> None:
+        """Applies pending updates."""
+        self._apply(self._everything)
+
+    def up_to_date(self) -> None:
+        """The calling thread has made everything final."""
+        self._watch.up_to_date()
+
+    def end_sharding(self) -> None:
+        """Gives the optimizer its whole state back, if it is in shards. Collective."""
+        if self.shards is not None:
+            self.shards.uncut()
+            self.shards = None
+
+    def end(self, whole_state: bool) -> None:
+        """Applies pending updates, unless communication has failed; then ends the engine.
+
+        Args:
+            whole_state: Also gives the optimizer its whole state back.
+        """
+        reducer = self.reducer
+        try:
+            if self.works:
+                self.apply_all()
+                if reducer.in_flight and self.shards is None:
+                    reducer.settle()
+                if whole_state:
+                    self.end_sharding()
+        finally:
+            if self._changes.salvage is None:
+                self._give_up()
+            self._gates.close()
+            reducer.close()
+            self.transport.close()
+            self.ended = True
+            if self._changes.salvage is None:  # or pending updates might still be asked for
+                # They refer to this one too; their memory goes now, not when a collector comes.
+                del self._gates, self._deferred, self.reducer, self.transport
+
+    # After a fault.
+
+    def clean_up(self, completes: bool) -> None:
+        """Somebody goes on from the parameters as they are, with pending updates or without."""
+        if completes:
+            self.reducer.stop_waiting()
+            with self._changes.updating_after_fault():
+                self._deferred.apply(self._everything)
+        self._give_up()
+
+    def examine(self, is_quiet: bool) -> tuple[bool, bool]:
+        """Whether a step was applied in part, and whether its rest can be; see `Changes.left`."""
+        count, reducer = self._updates.count, self.reducer
+        # Of sharded parameters a shard each is a step ahead of the rest at once.
+        whole = count in (0, 0 if self.shards else len(self._everything))
+        completable, torn = False, reducer.device.core is not None
+        with suppress(UsageError):  # the engine has ended meanwhile
+            torn = reducer.is_torn()
+            alone = count > 0 and is_quiet and self.shards is None
+            completable = alone and reducer.has_all()
+        return not whole or not is_quiet or torn, completable
+
+    def _give_up(self) -> None:
+        """Forgets the updates that are pending, as those of a run that has failed."""
+        self._changes.forget()
+        self._deferred.forget()
+
+    # Steps.
+
+    @property
+    def _updates(self) -> DeferredUpdates | ShardedUpdates:
+        return self.shards or self._deferred
+
+    @property
+    def _defers(self) -> bool:
+        """Updates wait for the next forward pass, under the plan in force."""
+        if not self._learned or self._settings.overlap == "backward":
+            return False
+        decision = self._planner.decision
+        return decision is not None and decision.overlap == "forward"
+
+    def _needs_whole_step(self) -> bool:
+        """True if step hooks or a GradScaler want to see this step as a whole."""
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        return found_inf is not None or has_step_hooks(self._optimizer)
+
+    def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.reducer.applied = True
+        # Looked up each time, as schedulers replace it.
+        return self._changes.step(self._updater.step, closure, is_known(self._optimizer))
+
+    def _step_at_once(self, closure: Callable[[], float] | None) -> float | None:
+        reducer = self.reducer
+        self.drain()
+        self._watch.step(closure is not None, self._needs_whole_step())
+        start = reducer.device.now()
+        if self._settings.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._trained.params, self._settings.max_grad_norm)
+        with self._changes.updating():
+            result: float | None = self._step_watched(closure)
+            self._on_updated()
+            self._changes.count_step()
+        reducer.finish_step(start)
+        if reducer.learning:
+            if self._learned:
+                self._watch.begin()
+            self._learned = False
+        elif not self._learned:
+            self._finish_learning()
+        self._watch.step_ends()
+        return result
+
+    def _step_watched(self, closure: Callable[[], float] | None) -> Any:
+        if self._settings.overlap == "backward":
+            return self._take_step(closure)
+        self._in_step = True
+        try:
+            if self._learned:
+                return self._take_step(closure)
+            with self._watch.groups(self._settings.overlap == "forward"):
+                return self._take_step(closure)
+        finally:
+            self._in_step = False
+
+    def _put_off(self) -> None:
+        with self._changes.lock:
+            self._deferred.defer()
+            self._changes.put_off()
+            self.reducer.in_flight = False
+            self._watch.step_ends()
+        self._apply(self._ungated)
+
+    def _apply(self, indices: Sequence[int]) -> None:
+        if self.pending:
+            with self._changes.applying():
+                self._updates.apply(indices)
+                self._changes.count_applied(self._updates.count)
+
+    # With shards.
+
+    def _step_shards(self, shards: ShardedUpdates) -> None:
+        if self._needs_whole_step():
+            raise UsageError(
+                "shard_optimizer=True does not work with GradScaler or step hooks; leave it out"
+            )
+        if not self.reducer.in_flight:
+            if shards.spent:
+                raise UsageError(
+                    "step() again without backward(): with shard_optimizer=True a step uses its "
+                    "gradients up; call backward() before the next one"
+                )
+            return
+        if self.reducer.dropped():
+            self._drop(shards)
+            return
+        with self._changes.applying():
+            shards.step()
+            self._changes.put_off()
+        self._watch.step_ends()
+        self._apply(self._ungated)
+        reducer = self.reducer
+        if reducer.plan_ends:
+            self.apply_all()
+            self.end_sharding()
+            reducer.finish_step(reducer.device.now())
+            if reducer.learning:
+                self._learned = False
+                self._zero_spent(shards.used)
+            else:
+                self._begin_sharding().used = shards.used
+
+    def _drop(self, shards: ShardedUpdates) -> None:
+        """Gradients in flight are of no use any more, here and on all ranks."""
+        with self._changes.updating():
+            if not self.reducer.in_flight:  # another thread has done so
+                return
+            try:
+                shards.drop()
+            except Error as error:
+                self._changes.torn = str(error)
+                raise
+
+    def _begin_sharding(self) -> ShardedUpdates:
+        self.shards = ShardedUpdates(
+            self._context,
+            self._planner.label,
+            self._optimizer,
+            self._trained,
+            self.reducer,
+            self.transport.plan,
+            self._settings.max_grad_norm,
+            self._fetch_param,
+            self._take_step,
+        )
+        return self.shards
+
+    def _zero_spent(self, used: Sequence[bool]) -> None:
+        """Resets gradients that a sharded step has used up, as the user last did."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and may stay so
+            for param, was_used in zip(self._trained.params, used, strict=True):
+                param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
+
+    # Learning.
+
+    def _on_learned(self) -> None:
+        """All ranks are about to plan: they agree on the overlap first."""
+        self._ungated = sorted(self._gates.finish_learning())
+        if self._settings.overlap == "auto":
+            reason = self._watch.reason(self._gates, self._ungated, self.shared)
+            label = self._planner.label
+            self._planner.settle_overlap(agree(self._context, label, reason))
+
+    def _finish_learning(self) -> None:
+        if self._settings.sharded:
+            self._begin_sharding()
+        elif self._planner.overlap == "forward":
+            log.info(
+                "%s: updates wait for the next forward pass, except %d whose use was not seen",
+                self._planner.label,
+                len(self._ungated),
+            )
+        self._learned = True
+
+    # Who uses parameters and gradients.
+
+    def _on_root(self, trains: bool) -> None:
+        # Evaluation may take other paths through the model than those that were learned, and a
+        # second forward pass before step() leads to a second backward pass.
+        self._note_use(0)
+        if not trains or (self.reducer.in_flight and self.shards is None):
+            self.drain()
+
+    def _on_param_read(self, i: int, param: torch.Tensor) -> None:
+        self._on_use([i])
+        release(param)
+
+    def _on_use(self, indices: Sequence[int]) -> None:
+        self._note_use(indices[0])
+        self._apply(indices)
+
+    def _note_use(self, i: int) -> None:
+        if self._updates.count or not self._learned:
+            self._watch.used(i)
+
+    def _check_threads(self) -> None:
+        """Whether others than the calling thread, which trains, have used parameters."""
+        name = self._watch.finds_threads()
+        self.shared = self.shared or name
+        if not name or not self._defers:
+            return
+        if self._settings.overlap == "auto":
+            self.reducer.ask_for_plan()
+        if not self._told_of_threads:
+            self._told_of_threads = True
+            log.warning(
+                "%s: another thread than the one that trains has used '%s' while updates wait for "
+                "the forward pass, so that either may see a parameter in the middle of its update: "
+                "call optimizer.drain() after step(), before others use parameters, and let them "
+                "be done before the next step()",
+                self._planner.label,
+                name,
+            )
+
+    def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
+        if self.shards is not None:
+            raise no_whole_gradients("clip with max_grad_norm=, and use them up in step()")
+        if self.reducer.in_flight:
+            self.drain()
+        elif self._deferred.pending[i]:
+            self._apply([i])
+        elif not self._learned and not self._in_step:
+            self._watch.gradient_read(i)
+        release(grad)
+
+    # Backward passes; see `Listener`.
+
+    def before_first_gradient(self, i: int) -> None:
+        """Updates that nobody has asked for are applied now."""
+        # Layers that the forward pass skipped have not asked for their updates. If one of them gets
+        # a gradient all the same, it was read past its gate.
+        self._gates.rest()
+        self._changes.check_whole()
+        if self.shards is not None and self.reducer.in_flight and self.reducer.dropped(but=i):
+            self._drop(self.shards)
+        self._late = list(self._updates.pending) if self._updates.count else []
+        self.on_gradient(i)
+        self.apply_all()
+        self._watch.up_to_date()
+
+    def on_gradient(self, i: int) -> None:
+        """Checks that the forward pass has used the parameter as it was to be."""
+        if self._late and self._late[i]:
+            raise Error(
+                f"parameter '{self._trained.names[i]}' was used in the forward pass before its "
+                "update had been applied, in a way that the first steps did not show; use "
+                'overlap="backward", or call optimizer.synchronize() before the forward pass'
+            )
+
+    def on_backward_end(self) -> None:
+        """Waits for the sums, or has readers wait for them."""
+        self._late = []
+        defers = self._defers and not self._in_step
+        if not defers:
+            self.reducer.settle()
+            self._watch.backward()
+        if defers or not (self._learned or self._in_step or self._settings.overlap == "backward"):
+            self.reducer.hold_gradients(self._fetch_gradient)
