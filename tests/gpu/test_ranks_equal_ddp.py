@@ -86,9 +86,9 @@ def test_four_ranks_closely(compare):
 
 def routed(transport, rank, size, topology):
     os.environ["USBYTE_TOPOLOGY"] = topology
-    reducer = importlib.import_module("usbyte.torch.reducer").Reducer
-    adopt, plans = reducer._adopt, []
-    reducer._adopt = lambda self, plan: (plans.append(plan), adopt(self, plan))[1]
+    moves, plans = importlib.import_module("usbyte.torch.transport").Transport, []
+    adopt = moves.adopt
+    moves.adopt = lambda self, plan, learning: (plans.append(plan), adopt(self, plan, learning))[1]
     modes = [("backward", "themis"), ("forward", "themis")]
     equal(transport, rank, size, 1e-6, [("sgd", modes, FEW)])
     assert any(op.route is not None for plan in plans for op in plan.ops)

@@ -69,10 +69,11 @@ def short_probes() -> None:
     """For those who do not ask what plans cost."""
     probe = importlib.import_module("usbyte.torch.probe")
     probe._SPAN, probe._FEWEST_GROUPS, probe._SHOTS = 1, 2, 4
-    reducer = importlib.import_module("usbyte.torch.reducer")
-    reducer.LARGEST_BYTES = 1 << 14
-    reducer.measure = partial(probe.measure, repeats=1)
-    reducer.measure_dimensions = partial(probe.measure_dimensions, repeats=1)
+    transport = importlib.import_module("usbyte.torch.transport")
+    assert {"LARGEST_BYTES", "measure", "measure_dimensions"} <= vars(transport).keys()
+    transport.LARGEST_BYTES = 1 << 14
+    transport.measure = partial(probe.measure, repeats=1)
+    transport.measure_dimensions = partial(probe.measure_dimensions, repeats=1)
 
 
 def train(

@@ -26,7 +26,7 @@ from usbyte.torch.codec_memory import Memory
 from usbyte.torch.coded_plans import CodedPlans
 from usbyte.torch.lines import sizes_of
 from usbyte.torch.mesh import parse
-from usbyte.torch.reducer import Reducer
+from usbyte.torch.transport import Transport
 
 LEARN_FAST = {"USBYTE_LEARNING_STEPS": "2"}
 
@@ -149,23 +149,23 @@ def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
     if on_device:
         emulate()
     plans, masses, left, places = [], [], [], []
-    adopt = Reducer._adopt
+    adopt = Transport.adopt
 
-    def mass(reducer):
-        parts = reducer._memory.parts
+    def mass(transport):
+        parts = transport._memory.parts
         return {n: ub.allreduce(parts[n].double(), op=ub.Sum) for n in sorted(parts)}
 
-    def watched(reducer, plan):
-        before = mass(reducer)
-        adopt(reducer, plan)
-        after = mass(reducer)
+    def watched(transport, plan, learning):
+        before = mass(transport)
+        adopt(transport, plan, learning)
+        after = mass(transport)
         masses.append(max((after[n] - before[n]).abs().max().item() for n in before) if before
                       else 0.0)  # fmt: skip
         if any(op.kind == "reduce_scatter" and op.codec == "none" for op in plan.ops):
-            left.append(shares(reducer._memory._buffer, plan, rank))
-        places.append(reducer.device.core is not None)
+            left.append(shares(transport._memory._buffer, plan, rank))
+        places.append(transport.device.core is not None)
 
-    Reducer._adopt = watched
+    Transport.adopt = watched
     got = train(
         "forward", "sgd", rank, size, steps=12, topology=topology,
         policy=adapted if policy == "adapted" else policy,

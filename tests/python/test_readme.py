@@ -1,4 +1,4 @@
-"""README.md: its table of systems names what there is, and all that there is."""
+"""README.md's table of systems names what there is, and all of it; so do other pages with code."""
 
 from __future__ import annotations
 
@@ -127,3 +127,13 @@ def test_what_is_not_so_is_found():
     assert missing_figures("1.30x, 9.87x, 9.86x ([page](docs/reproduced.md)), 3.21x") == [
         "9.87 on docs/reproduced.md"
     ]
+
+
+def test_files_of_the_architecture_exist():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/.]+\.(?:py|h|cc)\b", text))
+    assert len(named) > 30
+    there = [p for part in ("csrc", "python", "tests") for p in (ROOT / part).rglob("*")]
+    assert [n for n in named if not any(str(p).endswith(f"/{n}") for p in there)] == []
+    folders = re.findall(r"(?:csrc|python/usbyte)/\w+", text)
+    assert [n for n in folders if not (ROOT / n).is_dir()] == []

@@ -12,7 +12,7 @@ import usbyte.torch as ub
 from _models import OPTIMIZERS, difference, short_probes, train
 from _ranks import run_ranks
 from usbyte import _core
-from usbyte.errors import Error, UsageError
+from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.planning import flags_apart
 
 ELEMENTWISE = {
@@ -320,7 +320,7 @@ def drops_alone(rank, size):
     opt.zero_grad()
     model(torch.ones(1, 30)).sum().backward()
     if rank == 1:
-        with pytest.raises(Error, match=r"another rank has updated parameter .* reset here"):
+        with pytest.raises(MismatchError, match=r"another rank has updated .* reset here"):
             opt.zero_grad()
         with pytest.raises(Error, match="are not those of any step"):
             opt.state_dict()

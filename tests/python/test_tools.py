@@ -357,7 +357,7 @@ def test_a_plot(profile, tmp_path):
     refused = invoke("simulate", str(profile), *options[:-1], str(tmp_path / "steps.xyz"))
     assert refused.exit_code == 1
     assert "no pictures of this kind" in refused.output
-    assert "one of .eps, .html" in refused.output
+    assert ".html" in refused.output
     assert "┃" not in refused.output  # nothing was computed
     refused = invoke("simulate", str(profile), *options[:-1], "/no/such/picture.png")
     assert refused.exit_code == 1

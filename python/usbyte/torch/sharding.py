@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import Error, UsageError
+from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.arena import USED, is_dense, laid_out_like
 from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.communicator import shards
@@ -151,7 +151,7 @@ class ShardedUpdates:
         """Ends a step of the engine without an update: no rank has a use for the gradients.
 
         Raises:
-            Error: Another rank has used them.
+            MismatchError: Another rank has used them.
         """
         self._check_addresses()
         self._reducer.wait_reduced()
@@ -161,7 +161,7 @@ class ShardedUpdates:
         for i, param in enumerate(self._params):
             self._reducer.wait_gathered(i)
             if not _same_bits(param, self._reducer.gathered(i)):
-                raise Error(
+                raise MismatchError(
                     f"another rank has updated parameter '{self._reducer.names[i]}' with gradients "
                     "that were reset here before step(): let all ranks do alike"
                 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from usbyte.errors import Error, UsageError
+from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.awaited import release, weakly
 from usbyte.torch.changes import Changes
 from usbyte.torch.codec_memory import Memory
@@ -385,7 +385,7 @@ class Stepper:
                 return
             try:
                 shards.drop()
-            except Error as error:
+            except MismatchError as error:
                 self._changes.torn = str(error)
                 raise
 
