@@ -284,6 +284,52 @@ def test_gradients_that_are_for_another_model_are_dropped():
     run_ranks(2, leaves_gradients, timeout=90, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
+def forgets_the_step(rank, size):
+    """Of a single parameter, whose hook is the first and the last at once."""
+    ub.init()
+    short_probes()
+    model = nn.Linear(30, 3, bias=False)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+    opt = ub.DistributedOptimizer(opt, model.named_parameters(), shard_optimizer=True)
+    run(model, opt, 4, rank)
+    opt.zero_grad()
+    model(torch.ones(1, 30)).sum().backward()
+    with pytest.raises(UsageError, match="ran again before step"):
+        model(torch.ones(1, 30)).sum().backward()
+
+
+def test_a_step_that_is_forgotten_is_no_drop():
+    run_ranks(2, forgets_the_step, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def drops_a_first_use(rank, size):
+    """A parameter that only a dropped batch has used keeps zeros, where gradients are zeroed."""
+    ub.init()
+
+    def train(shard):
+        short_probes()
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(30, 3), nn.Linear(30, 3)])
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        opt = ub.DistributedOptimizer(
+            opt, model.named_parameters(), overlap="forward", model=model, shard_optimizer=shard
+        )
+        x = torch.ones(4, 30) * (rank + 1)
+        for step in range(12):
+            late = model[1](x).sum() if step in (7, 10) else 0.0
+            (model[0](x).square().sum() + late).backward()
+            if step != 7:
+                opt.step()
+            opt.zero_grad(set_to_none=False)
+        return dict(model.state_dict())
+
+    same(train(True), train(False))
+
+
+def test_what_a_dropped_batch_has_used_counts_as_used():
+    run_ranks(2, drops_a_first_use, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def uses_what_is_gone(rank, size):
     """Where gradients have been, parameters are on their way then."""
     ub.init()

@@ -22,7 +22,7 @@ class Changes:
         lock: Held while updates are applied: whoever reads a parameter may ask for that. Steps
             are counted under it.
         salvage: What a fault has left; None without one.
-        torn: What a step of the wrapped optimizer has ended half-way with; empty if none has.
+        torn: What a step has ended half-way with, here or on other ranks; empty if none has.
     """
 
     def __init__(self) -> None:
@@ -110,8 +110,8 @@ class Changes:
         """Raises Error if a step has ended half-way."""
         if self.torn:
             raise Error(
-                f"a step of the wrapped optimizer ended half-way ({self.torn}), so that parameters "
-                "are not those of any step; restart the job from its last checkpoint"
+                f"a step ended half-way ({self.torn}), so that parameters are not those of any step; "
+                "restart the job from its last checkpoint"
             )
 
     def count_step(self) -> None:

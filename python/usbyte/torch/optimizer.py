@@ -82,8 +82,8 @@ class DistributedOptimizer(OptimizerWrapper):
             and the work, and parameters are gathered in the next forward pass, so that overlap is
             "forward". Needs an optimizer that treats every element by itself. `step()` uses
             gradients up, as if `zero_grad()` followed it; a second one without backward is an
-            error, and gradients that are reset before it are dropped, on all ranks. `state_dict`
-            and `load_state_dict` deal in the whole state and are collective.
+            error. Gradients that are reset to None before it are dropped, on all ranks.
+            `state_dict` and `load_state_dict` deal in the whole state and are collective.
         fused_update: Updates of torch.optim.SGD, Adam and AdamW on a CUDA device run as one kernel
             launch for all parameters that are due, to the same results but for the rounding of the
             last bit. Step hooks are refused.
@@ -300,8 +300,12 @@ class DistributedOptimizer(OptimizerWrapper):
             FaultError: Communication failed, on any rank.
         """
         self._check_usable()
-        if self._stepper is not None:
-            return self._stepper.step(closure)
+        if (stepper := self._stepper) is not None:
+            if closure is None or not stepper.evaluates_first:
+                return stepper.step(closure)
+            loss = stepper.evaluate(closure)
+            DistributedOptimizer.step(self)  # and not that of a subclass, which calls this one
+            return loss
         if self._settings.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._trained.params, self._settings.max_grad_norm)
         with self._changes.updating():
@@ -314,7 +318,11 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @_not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets gradients; those in flight keep their values for the update that awaits them."""
+        """Resets gradients; those in flight keep their values for the update that awaits them.
+
+        With shard_optimizer, those that no `step()` has used are dropped, for which it waits for
+        the other ranks, which are to do so too.
+        """
         self._check_usable()
         if self._stepper is not None:
             self._stepper.zero_grad(set_to_none)
@@ -328,6 +336,9 @@ class DistributedOptimizer(OptimizerWrapper):
         Whoever reads gradients or parameters in Python gets them so without it; it is for what
         reads their memory in other ways. With backward_passes_per_step above 1 it sends what has
         been accumulated until then, on all ranks.
+
+        Raises:
+            UsageError: Gradients of a sharded optimizer are on their way, which nobody has whole.
         """
         if (stepper := self._live) is not None:
             stepper.check_whole_gradients()

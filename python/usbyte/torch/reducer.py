@@ -182,9 +182,9 @@ class Reducer:
         """See `SentGradients`."""
         return self._sent.untouched()
 
-    def dropped(self, but: int = -1) -> bool:
+    def dropped(self, renewed: int = -1) -> bool:
         """See `SentGradients`."""
-        return self._sent.dropped(but)
+        return self._sent.dropped(renewed)
 
     def forget_results(self) -> None:
         """The user has reset the gradients."""
@@ -210,9 +210,13 @@ class Reducer:
         if not self._sent.untouched():
             raise no_whole_gradients("do not replace or remove any between backward() and step()")
 
-    def wait_reduced(self) -> None:
+    def await_reduced(self) -> None:
         """Waits until this rank's shards hold sums over all ranks."""
         self._transport.engine.wait_reduced(self.device.stream())
+
+    def wait_reduced(self) -> None:
+        """The same for whoever then ends the step, by `release_gathers`."""
+        self.await_reduced()
         self.in_flight = False
 
     def used_anywhere(self) -> list[bool]:

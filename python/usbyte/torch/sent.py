@@ -103,7 +103,14 @@ class SentGradients:
                     self.check(i)
         return same
 
-    def dropped(self, but: int = -1) -> bool:
-        """Whether the user has reset all gradients since, parameter `but`'s aside."""
+    def dropped(self, renewed: int = -1) -> bool:
+        """Whether the user has reset all gradients since.
+
+        Args:
+            renewed: The parameter that has got one again, which is another tensor then.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # parameters are held
-            return all(p.grad is None for i, p in enumerate(self._params) if i != but)
+            return all(
+                p.grad is None if i != renewed else p.grad is not grad
+                for i, (p, grad) in enumerate(zip(self._params, self.tensors, strict=True))
+            )

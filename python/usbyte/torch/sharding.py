@@ -155,6 +155,7 @@ class ShardedUpdates:
         """
         self._check_addresses()
         self._reducer.wait_reduced()
+        self.used = self._reducer.used_anywhere()
         if self._max_grad_norm is not None:
             self._clip(self._max_grad_norm)  # where ranks that take the step wait for this one
         self._send()

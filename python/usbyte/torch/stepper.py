@@ -134,22 +134,27 @@ class Stepper:
                     "wrapped and is not any more; wrap the optimizer anew after unfreezing"
                 )
 
+    @property
+    def evaluates_first(self) -> bool:
+        """`step(closure)` is the same as `evaluate(closure)` and then `step()`."""
+        return calls_closure_first(self._optimizer) and not self._needs_whole_step()
+
+    def evaluate(self, closure: Callable[[], float]) -> float:
+        """Runs the closure of a step."""
+        self._check_threads()
+        with torch.enable_grad():
+            loss = closure()
+        self._watch.finds_threads()  # what the closure has run in others is over
+        return loss
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """See `DistributedOptimizer`; after `check`."""
         self._check_threads()
-        if closure is not None:
-            if calls_closure_first(self._optimizer) and not self._needs_whole_step():
-                with torch.enable_grad():
-                    loss = closure()
-                self._watch.finds_threads()  # what the closure has run in others is over
-                self.check()
-                self.step()
-                return loss
-            if self._settings.overlap == "forward":
-                raise UsageError(
-                    f"{type(self._optimizer).__name__} may call its closure several times, and "
-                    'needs the gradients at once: leave out overlap="forward"'
-                )
+        if closure is not None and self._settings.overlap == "forward":
+            raise UsageError(
+                f"{type(self._optimizer).__name__} may call its closure several times, and needs "
+                'the gradients at once: leave out overlap="forward"'
+            )
         reducer = self.reducer
         if reducer.unsent and not reducer.in_flight and closure is None:
             self.apply_all()
@@ -199,9 +204,11 @@ class Stepper:
             self.reducer.send_kept()
 
     def drain(self) -> None:
-        """Applies pending updates and makes gradients final, unless those are only for shards."""
+        """Applies pending updates and makes gradients final, or, with shards, the sums of those."""
         self.apply_all()
-        if self.reducer.in_flight and self.shards is None:
+        if self.reducer.in_flight and self.shards is not None:
+            self.reducer.await_reduced()
+        elif self.reducer.in_flight:
             with self._changes.lock:
                 if self.reducer.in_flight:
                     self.reducer.settle()
@@ -386,6 +393,7 @@ class Stepper:
             try:
                 shards.drop()
             except MismatchError as error:
+                self.transport.check()  # after a fault a device may hold anything
                 self._changes.torn = str(error)
                 raise
 
@@ -489,7 +497,7 @@ class Stepper:
         # a gradient all the same, it was read past its gate.
         self._gates.rest()
         self._changes.check_whole()
-        if self.shards is not None and self.reducer.in_flight and self.reducer.dropped(but=i):
+        if self.shards is not None and self.reducer.in_flight and self.reducer.dropped(renewed=i):
             self._drop(self.shards)
         self._late = list(self._updates.pending) if self._updates.count else []
         self.on_gradient(i)
