@@ -110,8 +110,8 @@ class Changes:
         """Raises Error if a step has ended half-way."""
         if self.torn:
             raise Error(
-                f"a step ended half-way ({self.torn}), so that parameters are not those of any step; "
-                "restart the job from its last checkpoint"
+                f"a step ended half-way ({self.torn}), so that parameters are not those of any "
+                "step; restart the job from its last checkpoint"
             )
 
     def count_step(self) -> None:
