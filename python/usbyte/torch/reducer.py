@@ -210,14 +210,9 @@ class Reducer:
         if not self._sent.untouched():
             raise no_whole_gradients("do not replace or remove any between backward() and step()")
 
-    def await_reduced(self) -> None:
+    def wait_reduced(self) -> None:
         """Waits until this rank's shards hold sums over all ranks."""
         self._transport.engine.wait_reduced(self.device.stream())
-
-    def wait_reduced(self) -> None:
-        """The same for whoever then ends the step, by `release_gathers`."""
-        self.await_reduced()
-        self.in_flight = False
 
     def used_anywhere(self) -> list[bool]:
         """By parameter, whether any rank has a gradient for it; valid once reduced."""
@@ -235,9 +230,10 @@ class Reducer:
     def release_gathers(self) -> None:
         """The shards hold new values: lets the all_gathers go."""
         self._transport.engine.release_gathers(self.device.stream())
+        self.in_flight = False
 
     def wait_gathered(self, i: int) -> None:
-        """Waits until `gradient(i)` holds parameter i's new value."""
+        """Waits until `gathered(i)` holds parameter i's new value."""
         self._transport.engine.wait(self._transport.slot[i], self.device.stream())
 
     # After a fault.

@@ -207,7 +207,7 @@ class Stepper:
         """Applies pending updates and makes gradients final, or, with shards, the sums of those."""
         self.apply_all()
         if self.reducer.in_flight and self.shards is not None:
-            self.reducer.await_reduced()
+            self.reducer.wait_reduced()
         elif self.reducer.in_flight:
             with self._changes.lock:
                 if self.reducer.in_flight:
