@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from usbyte import _core
 from usbyte.errors import PlanError, UsageError
+from usbyte.torch.transport import arriving_together
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -122,6 +123,35 @@ def test_every_policy_makes_a_valid_plan(rows, policy, partition, credit):
     if policy == "bytescheduler":
         limit = max(partition // 4, 1)
         assert all(end - begin <= limit for _, [(begin, end)] in ops)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_what_arrives_together_is_what_no_other_operation_brings(data):
+    specs = data.draw(lines())
+    dtype_of = [spec.dtype for spec in specs for _ in range(spec.numel)]
+    ops: list[tuple[str, list[tuple[int, int]]]] = []
+    for kind, blocks in data.draw(tilings(specs)):
+        alike = ops and ops[-1][0] == kind == "all_reduce"
+        alike = alike and dtype_of[ops[-1][1][0][0]] == dtype_of[blocks[0][0]]
+        if alike and data.draw(st.booleans()):
+            ops[-1][1].extend(blocks)
+        else:
+            ops.append((kind, list(blocks)))
+    plan = _core.Plan("test", specs, [_core.Op(kind, blocks, 64) for kind, blocks in ops])
+    slot = data.draw(st.permutations(range(len(specs))))
+    bringing = [
+        {
+            k
+            for k, op in enumerate(plan.ops)
+            if any(begin < specs[t].end and specs[t].offset < end for begin, end in op.blocks)
+        }
+        for t in slot
+    ]
+    everything = range(len(slot))
+    assert arriving_together(plan, slot) == [
+        [j for j in everything if bringing[j] <= bringing[i]] for i in everything
+    ]
 
 
 def test_json_of_another_format_is_refused():

@@ -245,14 +245,18 @@ def test_more_of_what_would_be_silently_wrong_is_an_error():
     run_ranks(2, more_misuse, timeout=90)
 
 
-def interrupted(rank, size):
+def interrupted(rank, size, policy, resets_between):
     ub.init()
     # Only the second parameter with a gradient was read too early.
-    model, opt = _warmed()
-    opt.zero_grad()
+    model, opt = _warmed(policy=policy)
+    if not resets_between:
+        opt.zero_grad()
     stale = PastPython.apply(torch.ones(1, 8, requires_grad=True), *model[0].parameters())
+    loss = model[1](stale).sum()
+    if resets_between:
+        opt.zero_grad()
     with pytest.raises(Error, match=r"'0\.(weight|bias)' was used in the forward pass before"):
-        model[1](stale).sum().backward()
+        loss.backward()
     with pytest.raises(Error, match="did not end"):
         opt.step()
     end(opt)
@@ -288,8 +292,56 @@ def test_gradients_can_be_reset_in_either_way_again_and_again():
     run_ranks(2, zero_twice, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
-def test_an_interrupted_backward_is_final():
-    run_ranks(2, interrupted, timeout=60)
+@pytest.mark.parametrize(
+    ("policy", "resets_between"),
+    # With buckets the first parameter to be used brings the updates of all.
+    [("wfbp", False), ("ddp", False), ("ddp", True)],
+)
+def test_an_interrupted_backward_is_final(policy, resets_between):
+    run_ranks(2, interrupted, policy, resets_between, timeout=60)
+
+
+class Counting(torch.optim.SGD):
+    """Notes how many parameters each of its steps is for."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.updated = []
+
+    def step(self, closure=None):
+        self.updated.append(sum(len(group["params"]) for group in self.param_groups))
+        return super().step(closure)
+
+
+def together(rank, size):
+    ub.init()
+    short_probes()
+    for policy, expected in [("wfbp", [2, 2, 2]), ("ddp", [6])]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        inner = Counting(model.parameters())
+        opt = ub.DistributedOptimizer(
+            inner, model.named_parameters(), overlap="forward", policy=policy
+        )
+        for step in range(6):
+            inner.updated.clear()
+            loss = model(torch.full((2, 4), 1.0 + rank + step)).pow(2).mean()
+            if step > 3:
+                assert inner.updated == expected, (policy, step)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        # Who reads a parameter brings the others' updates as well, each of them once.
+        inner.updated.clear()
+        model[2].bias.norm()
+        assert inner.updated == [1 if policy == "wfbp" else 6]
+        opt.drain()
+        assert sum(inner.updated) == 6
+        opt.close()
+
+
+def test_updates_that_arrive_together_are_applied_by_one_step_of_the_optimizer():
+    run_ranks(2, together, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
 def loads(rank, size):

@@ -67,7 +67,8 @@ class Changes:
 
         That runs no closure, in which the calling thread might be wanted, so it can be waited for.
         """
-        return self._applier not in (None, threading.get_ident())
+        applier = self._applier
+        return applier is not None and applier != threading.get_ident()
 
     @contextmanager
     def updating_after_fault(self) -> Iterator[None]:

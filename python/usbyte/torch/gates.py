@@ -153,14 +153,8 @@ class Gates:
     def _at_gate(self, own: list[int], is_root: bool, module: nn.Module) -> None:
         if torch.compiler.is_compiling():
             return
-        trains = module.training and torch.is_grad_enabled()
         if is_root:
-            self._enter(trains)
-            if not trains:
-                self.rest()  # torch looks for overridden tensors before it takes its fast paths
-            elif self._learning and not self._begun:
-                self._begun = True
-                self._watch()
+            self._pass_root(module)
         if self._learning:
             if torch.is_grad_enabled():  # evaluation needs them too, but not as the next step does
                 self._use(own)
@@ -168,6 +162,15 @@ class Gates:
                 release(self._params[i])
         if own:
             self._arrive(own)
+
+    def _pass_root(self, module: nn.Module) -> None:
+        trains = module.training and torch.is_grad_enabled()
+        self._enter(trains)
+        if not trains:
+            self.rest()  # torch looks for overridden tensors before it takes its fast paths
+        elif self._learning and not self._begun:
+            self._begun = True
+            self._watch()
 
     def _use(self, indices: Sequence[int]) -> None:
         now = self._device.now()

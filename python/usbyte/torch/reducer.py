@@ -119,13 +119,21 @@ class Reducer:
     # Sums.
 
     def wait(self, i: int) -> torch.Tensor | None:
-        """The reduced gradient of parameter i, once it has arrived; None if no rank used it.
+        """The reduced gradient of parameter i, once it has arrived; see `sum`."""
+        self._wait_for(self._transport.slot[i])
+        return self.sum(i)
+
+    def arrives_with(self, i: int) -> list[int]:
+        """Parameters that this rank had gradients for, whose sums are there when that of i is."""
+        return [j for j in self._transport.together[i] if self._sent.own[j]]
+
+    def sum(self, i: int) -> torch.Tensor | None:
+        """The reduced gradient of parameter i, which has arrived; None if no rank used it.
 
         Raises:
             Error: Somebody wrote to it while it was in flight.
         """
         slot, grad = self._transport.slot[i], self._sent.tensors[i]
-        self._wait_for(slot)
         release(grad)
         self._sent.check(i)
         if i in self._transport.rows:

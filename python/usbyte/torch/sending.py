@@ -34,7 +34,9 @@ class HostSender:
     ) -> None:
         self._params, self._at_slot = params, at_slot
         self._slot = {i: k + 1 for k, i in enumerate(at_slot)}  # 0: the flags
-        self._arena, self._engine, self._scale = arena, engine, scale
+        self._arena, self._engine = arena, engine
+        # Of a number torch would make a tensor each time.
+        self._scale = torch.tensor(scale, dtype=torch.float64)
 
     def begin(self) -> None:
         """Opens a step."""

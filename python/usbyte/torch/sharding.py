@@ -20,13 +20,13 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.arena import USED, is_dense, laid_out_like
-from usbyte.torch.awaited import Fetch, hold, release
+from usbyte.torch.awaited import Fetch
 from usbyte.torch.communicator import shards
 from usbyte.torch.context import Context
 from usbyte.torch.ops import Max, Sum, allgather, allreduce
+from usbyte.torch.pending import PendingUpdates
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
-from usbyte.torch.shield import shielded
 
 # Their updates treat every element by itself, so that a shard's update is a part of the whole one.
 _ELEMENTWISE = (
@@ -70,7 +70,7 @@ class _Piece:
     end: int
 
 
-class ShardedUpdates:
+class ShardedUpdates(PendingUpdates):
     """Runs an optimizer on this rank's shards.
 
     Args:
@@ -85,8 +85,6 @@ class ShardedUpdates:
         step: Takes the optimizer's step.
 
     Attributes:
-        pending: By parameter, whether its new values have not been taken yet.
-        count: Of pending parameters.
         used: By parameter, whether any rank had a gradient in the last step.
         spent: A step has used up gradients that nobody has reset to None since.
     """
@@ -103,14 +101,10 @@ class ShardedUpdates:
         fetch: Sequence[Fetch],
         step: Callable[[], Any],
     ) -> None:
-        self._fetch, self._step = fetch, step
+        super().__init__(trained, reducer, fetch)
+        self._step, params = step, trained.params
         self._context, self._label, self._optimizer = context, label, optimizer
-        self._params = params = trained.params
-        self._group_of, self._reducer = trained.group_of, reducer
         self._max_grad_norm = max_grad_norm
-        self._versions: list[int] = []
-        self.pending = [False] * len(params)
-        self.count = 0
         self.used = [param.grad is not None for param in params]
         self.spent = True
         names = {name: i for i, name in enumerate(reducer.names)}
@@ -140,11 +134,7 @@ class ShardedUpdates:
         for param in self._params:
             param.grad = None
         self.spent = True
-        self._versions = [param._version for param in self._params]
-        self.pending = [True] * len(self._params)
-        self.count = len(self._params)
-        for param, fetch in zip(self._params, self._fetch, strict=True):
-            hold(param, fetch)
+        self.put_off()
         self._send()
 
     def drop(self) -> None:
@@ -183,28 +173,15 @@ class ShardedUpdates:
                     "updates would not see; copy into it: param.data.copy_(...)"
                 )
 
-    def apply(self, indices: Sequence[int]) -> None:
-        """Takes the new values of these parameters, waiting for them."""
-        if not self.count:
-            return
-        with shielded(self._reducer.device.torch_device.type), torch.no_grad():
-            for i in indices:
-                if self.pending[i]:
-                    self._take(i)
-
-    def _take(self, i: int) -> None:
-        self._reducer.wait_gathered(i)
-        release(self._params[i])
-        if self._params[i]._version != self._versions[i]:
-            raise Error(
-                f"parameter '{self._reducer.names[i]}' was written to between step() and the "
-                "arrival of its new values, which would have been lost; call "
-                "optimizer.synchronize() before you change parameters"
-            )
-        if self.pending[i]:  # a signal handler may have taken it while this waited
-            self.pending[i] = False
-            self.count -= 1
-            self._params[i].copy_(self._reducer.gathered(i))
+    @torch.no_grad()
+    def _apply(self, due: Sequence[int]) -> None:
+        for i in due:
+            self._reducer.wait_gathered(i)
+        taken = self._begin([*due, *self._arrived_with(due)])
+        if taken:
+            values = [self._reducer.gathered(i) for i in taken]
+            torch._foreach_copy_([self._params[i] for i in taken], values)
+        self._end(taken, due)
 
     @torch.no_grad()
     def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:

@@ -83,7 +83,7 @@ class Stepper:
         self._in_step = False  # of the wrapped optimizer, which may run a closure
         self._set_to_none = True  # when gradients were reset last
         self._ungated: list[int] = []  # parameters whose use nobody would see
-        self._late: list[bool] = []  # updates that the forward pass did not ask for
+        self._late: set[int] = set()  # parameters that the forward pass did not ask for
         self.shared = ""
         self._told_of_threads = False
         self._watch = Watch(optimizer, trained.names, trained.params)
@@ -181,9 +181,9 @@ class Stepper:
                 self._drop(self.shards)
             self._zero_spent(self.shards.used)
             self.shards.spent = not set_to_none  # zeros are gradients too
-        elif self.pending:
+        elif self.pending or self._deferred.unasked:
             with self._changes.lock:  # updates in other threads need their gradients
-                reset = self._deferred if self._deferred.count else self._optimizer
+                reset = self._deferred if self._deferred.unasked else self._optimizer
                 reset.zero_grad(set_to_none)
         else:
             self.drain()
@@ -351,6 +351,8 @@ class Stepper:
             with self._changes.applying():
                 self._updates.apply(indices)
                 self._changes.count_applied(self._updates.count)
+        elif self._updates.unasked:
+            self._updates.apply(indices)
 
     # With shards.
 
@@ -456,7 +458,7 @@ class Stepper:
         self._apply(indices)
 
     def _note_use(self, i: int) -> None:
-        if self._updates.count or not self._learned:
+        if self._updates.unasked or not self._learned:
             self._watch.used(i)
 
     def _check_threads(self) -> None:
@@ -499,14 +501,14 @@ class Stepper:
         self._changes.check_whole()
         if self.shards is not None and self.reducer.in_flight and self.reducer.dropped(renewed=i):
             self._drop(self.shards)
-        self._late = list(self._updates.pending) if self._updates.count else []
+        self._late = set(self._updates.unasked)
         self.on_gradient(i)
         self.apply_all()
         self._watch.up_to_date()
 
     def on_gradient(self, i: int) -> None:
         """Checks that the forward pass has used the parameter as it was to be."""
-        if self._late and self._late[i]:
+        if i in self._late:
             raise Error(
                 f"parameter '{self._trained.names[i]}' was used in the forward pass before its "
                 "update had been applied, in a way that the first steps did not show; use "
@@ -515,7 +517,7 @@ class Stepper:
 
     def on_backward_end(self) -> None:
         """Waits for the sums, or has readers wait for them."""
-        self._late = []
+        self._late = set()
         defers = self._defers and not self._in_step
         if not defers:
             self.reducer.settle()

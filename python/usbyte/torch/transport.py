@@ -66,6 +66,7 @@ class Transport:
         sender: Takes gradients into the arena.
         slot: By parameter, which tensor of the plan it is.
         at_slot: Parameters in the plan's order.
+        together: By parameter, those for whose sums it takes no operations but those for its own.
         rows: On their way, by parameter, of sparse gradients.
         writer: Of a timeline; None if none is recorded.
     """
@@ -228,6 +229,7 @@ class Transport:
         position = {t.name: k for k, t in enumerate(plan.tensors)}
         self.slot = [position[name] for name in self._names]
         self.at_slot = sorted(range(len(self.slot)), key=self.slot.__getitem__)
+        self.together = arriving_together(plan, self.slot)
         buffer = self._communicator.allocate(plan.arena_bytes)
         self.arena = Arena(plan, [self._params[i] for i in self.at_slot], buffer)
         self._memory.lay_out(plan, self.device.torch_device)
@@ -257,3 +259,29 @@ class Transport:
         self.sender = sender(
             self.device, self._params, self.at_slot, self.arena, self.engine, self._scale
         )
+
+
+def arriving_together(plan: _core.Plan, slot: Sequence[int]) -> list[list[int]]:
+    """By parameter, those whose sums are there when its own is, that is after the same operations.
+
+    Args:
+        plan: Which operations bring a sum.
+        slot: By parameter, which tensor of the plan it is.
+    """
+    bringing: list[set[int]] = [set() for _ in plan.tensors]
+    for k, op in enumerate(plan.ops):
+        for tensor in plan.tensors_of(op):
+            bringing[tensor].add(k)
+    ops_of = [frozenset(bringing[tensor]) for tensor in slot]
+    brought: dict[frozenset[int], list[int]] = {}
+    for i, ops in enumerate(ops_of):
+        brought.setdefault(ops, []).append(i)
+    touching: dict[int, list[frozenset[int]]] = {}
+    for ops in brought:
+        for k in ops:
+            touching.setdefault(k, []).append(ops)
+    together: dict[frozenset[int], list[int]] = {}
+    for ops in brought:
+        within = {part for k in ops for part in touching[k] if part <= ops}
+        together[ops] = sorted(i for part in within for i in brought[part])
+    return [together[ops] for ops in ops_of]

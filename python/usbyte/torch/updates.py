@@ -10,19 +10,17 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from usbyte.errors import Error
-from usbyte.torch.awaited import Fetch, hold, release
+from usbyte.torch.awaited import Fetch
+from usbyte.torch.pending import PendingUpdates
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
-from usbyte.torch.shield import shielded
 
 
-class DeferredUpdates:
+class DeferredUpdates(PendingUpdates):
     """Applies an optimizer's step to the parameters whose gradients have arrived.
 
     An update is the optimizer's own `step`, with its groups narrowed to those parameters and with
     the hyper-parameters as they were when `defer` was called, whatever a scheduler has done since.
-    Until then the parameter is held, so that who reads it gets it updated first.
 
     Args:
         optimizer: The wrapped optimizer.
@@ -30,10 +28,6 @@ class DeferredUpdates:
         trained: Its parameters.
         reducer: Has their gradients.
         fetch: By parameter, what whoever reads it is to call first.
-
-    Attributes:
-        pending: By parameter, whether its update has not been applied yet.
-        count: Of pending updates.
     """
 
     def __init__(
@@ -44,30 +38,16 @@ class DeferredUpdates:
         reducer: Reducer,
         fetch: Sequence[Fetch],
     ) -> None:
-        self._optimizer, self._step, self._reducer = optimizer, step, reducer
-        self._params, self._group_of, self._fetch = trained.params, trained.group_of, fetch
+        super().__init__(trained, reducer, fetch)
+        self._optimizer, self._step = optimizer, step
         self._hyper: list[dict[str, Any]] = []
-        self._versions: list[int] = []  # of the parameters, when their updates were put off
         self._zero_after: set[int] = set()  # whose gradients the user has zeroed meanwhile
-        self.pending = [False] * len(self._params)
-        self.count = 0
 
     def defer(self) -> None:
         """Puts off the update of every parameter."""
         self._hyper = [hyper_parameters(group) for group in self._optimizer.param_groups]
-        self._versions = [param._version for param in self._params]
         self._zero_after.clear()
-        self.pending = [True] * len(self._params)
-        self.count = len(self._params)
-        for param, fetch in zip(self._params, self._fetch, strict=True):
-            hold(param, fetch)
-
-    def forget(self) -> None:
-        """Drops the updates that are pending."""
-        self.pending = [False] * len(self._params)
-        self.count = 0
-        for param in self._params:
-            release(param)
+        self.put_off()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Resets the gradients that the user sees; pending updates still get theirs."""
@@ -80,48 +60,26 @@ class DeferredUpdates:
                 elif param.grad is not None:
                     param.grad.zero_()
 
-    def apply(self, indices: Sequence[int]) -> None:
-        """Applies the pending updates of these parameters, waiting for each gradient."""
-        due = [i for i in indices if self.pending[i]] if self.count else []
-        if due:
-            with shielded(self._reducer.device.torch_device.type):
-                self._apply(due)
-
     def _apply(self, due: Sequence[int]) -> None:
         reducer = self._reducer
-        arrived = [(i, reducer.wait(i)) for i in due]
-        # A signal handler may have asked for the same updates while this waited.
-        arrived = [(i, grad) for i, grad in arrived if self.pending[i]]
-        due = [i for i, _ in arrived]
-        for i in due:
-            release(self._params[i])
-        self._check_unwritten(due)
-        for i in due:
-            self.pending[i] = False
-        self.count -= len(due)
+        sums = {i: reducer.wait(i) for i in due}
+        sums |= {i: reducer.sum(i) for i in self._arrived_with(due)}
+        updated = self._begin(list(sums))
         start = reducer.begin_update()
-        kept = [self._params[i].grad for i in due]
+        kept = [self._params[i].grad for i in updated]
         try:
-            for i, grad in arrived:
-                self._params[i].grad = grad
-            with self._narrowed(due):
+            for i in updated:
+                self._params[i].grad = sums[i]
+            with self._narrowed(updated):
                 self._step()
         finally:
-            for (i, grad), before in zip(arrived, kept, strict=True):
+            for i, before in zip(updated, kept, strict=True):
                 if i in self._zero_after and before is not None:
                     before.zero_()
-                nobody = grad is None and before is reducer.gradient(i)
+                nobody = sums[i] is None and before is reducer.gradient(i)
                 self._params[i].grad = None if nobody else before
-        reducer.record_update(due, start)
-
-    def _check_unwritten(self, due: Sequence[int]) -> None:
-        for i in due:
-            if self._params[i]._version != self._versions[i]:
-                raise Error(
-                    f"parameter '{self._reducer.names[i]}' was written to between step() and its "
-                    "update, which would have been lost or misplaced; call optimizer.synchronize() "
-                    "before you change parameters"
-                )
+            self._end(updated, due)
+        reducer.record_update(updated, start)
 
     @contextmanager
     def _narrowed(self, due: Sequence[int]) -> Iterator[None]:
