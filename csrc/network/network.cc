@@ -227,7 +227,14 @@ NetworkModel NetworkModel::from_json(std::string_view json) {
 Fit fit_cost(std::span<const Sample> samples) {
   if (samples.empty()) throw UsageError("fit_cost: no samples");
   std::map<int64_t, std::vector<double>> by_size;
-  for (const Sample& s : samples) by_size[s.bytes].push_back(s.seconds);
+  for (const Sample& s : samples) {
+    if (s.bytes < 0 || !(s.seconds >= 0 && std::isfinite(s.seconds))) {
+      throw UsageError("fit_cost: a sample of " + std::to_string(s.bytes) + " bytes took " +
+                       std::to_string(s.seconds) + " s; neither can be negative, or not finite");
+    }
+    by_size[s.bytes].push_back(s.seconds);
+  }
+  if (by_size.rbegin()->first == 0) throw UsageError("fit_cost: all samples are of 0 bytes");
   std::vector<Sample> points;
   for (const auto& [bytes, seconds] : by_size) points.push_back({bytes, median(seconds)});
 

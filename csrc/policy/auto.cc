@@ -2,11 +2,13 @@
 #include <limits>
 #include <map>
 #include <queue>
+#include <string_view>
 
 #include "auto_coded.h"
 #include "auto_routed.h"
 #include "batching.h"
 #include "local_search.h"
+#include "priority_trace.h"
 #include "usbyte/policy.h"
 #include "usbyte/simulator.h"
 
@@ -204,12 +206,22 @@ const Candidate& choose(const std::vector<Candidate>& all, double limit_s, doubl
   return *chosen;
 }
 
+// Of so many parts, startups alone rule a plan out, and its simulation would take long.
+constexpr int64_t kMostParts = 100'000;
+
+bool too_many_parts(std::string_view name, const Profile& profile, const PolicyOptions& options) {
+  if (name == "p3") return p3_parts(profile) > kMostParts;
+  return name == "bytescheduler" &&
+         bytescheduler_parts(profile, options.partition_bytes) > kMostParts;
+}
+
 // What the other policies make of it, under sizes that their authors tune.
 std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
                          const PolicyOptions& given) {
   std::vector<Plan> out;
   for (const auto& [name, policy] : policies()) {
     if (name == "auto" || (given.sharded && name != "dear" && name != "dear_exact")) continue;
+    if (too_many_parts(name, profile, given)) continue;
     out.push_back(policy(profile, network, given));
   }
   for (int64_t mb : {1, 4, 16, 64, 256}) {
@@ -221,6 +233,7 @@ std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
       continue;
     }
     out.push_back(ddp(profile, network, options));
+    if (too_many_parts("bytescheduler", profile, options)) continue;
     out.push_back(bytescheduler(profile, network, options));
   }
   return out;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -10,6 +11,8 @@ namespace usbyte {
 namespace {
 
 constexpr size_t kStarts = 20;
+constexpr double kMany = 320;         // tensors; of more the search takes longer
+constexpr int64_t kLongestWork = 10;  // times as long
 
 std::vector<const Chain*> pointers(const std::vector<Chain>& chains) {
   std::vector<const Chain*> out;
@@ -38,10 +41,13 @@ std::vector<Chain> chains_of(const CompressionJob& job, const CompressionCluster
   return out;
 }
 
-// Choices to begin with, the shortest iteration first: all tensors that have an option take it, or
-// loads are balanced.
-std::vector<std::vector<int>> starts(const CompressionJob& job, const OptionTable& options,
-                                     const std::vector<int>& uncompressed, StrategySearch& search) {
+// Choices to begin with and their iterations, the shortest first: all tensors that have an option
+// take it, or loads are balanced. Rates them until `most_tasks` have been simulated in all.
+std::vector<std::pair<double, std::vector<int>>> starts(const CompressionJob& job,
+                                                        const OptionTable& options,
+                                                        const std::vector<int>& uncompressed,
+                                                        StrategySearch& search,
+                                                        int64_t most_tasks) {
   const std::vector<int>& found = search.choice();
   const double found_s = search.iteration_s();
   std::map<int, std::vector<int>> by_strategy;
@@ -54,6 +60,7 @@ std::vector<std::vector<int>> starts(const CompressionJob& job, const OptionTabl
   }
   std::vector<std::pair<double, std::vector<int>>> rated = {{found_s, found}};
   const auto rate = [&](std::vector<int> choice) {
+    if (search.tasks() >= most_tasks) return;
     const double time_s = search.iteration_s(choice);
     rated.emplace_back(time_s, std::move(choice));
   };
@@ -63,11 +70,9 @@ std::vector<std::vector<int>> starts(const CompressionJob& job, const OptionTabl
     rate(balanced_choice(job, options, found, found_s, exponent));
   }
   std::sort(rated.begin(), rated.end());
-  std::vector<std::vector<int>> out;
-  for (auto& [time_s, choice] : rated) out.push_back(std::move(choice));
-  out.erase(std::unique(out.begin(), out.end()), out.end());
-  if (out.size() > kStarts) out.resize(kStarts);
-  return out;
+  rated.erase(std::unique(rated.begin(), rated.end()), rated.end());
+  if (rated.size() > kStarts) rated.resize(kStarts);
+  return rated;
 }
 
 }  // namespace
@@ -126,29 +131,33 @@ StrategySelection select_strategies(const CompressionJob& job, const Compression
     uncompressed.push_back(options.of(static_cast<int>(t)).uncompressed);
   }
   StrategySelection out;
-  StrategySearch search(job, options, uncompressed, work);
+  const int64_t most = kLongestWork * work;
+  StrategySearch search(job, options, uncompressed, most);
   out.uncompressed_s = search.iteration_s();
   search.greedy();
   out.greedy_s = search.iteration_s();
   search.offload();
   out.offloaded_s = search.iteration_s();
-  out.iteration_s = out.offloaded_s;
-  std::vector<int> best = search.choice();
-  const std::vector<std::vector<int>> begins = starts(job, options, uncompressed, search);
-  int64_t left = work - search.tasks();
-  for (const std::vector<int>& start : begins) {
+  const auto begins = starts(job, options, uncompressed, search, 2 * most);
+  std::vector<int> best = begins.front().second;
+  out.iteration_s = begins.front().first;
+  out.simulated = search.tasks();
+  const double longer = std::pow(static_cast<double>(job.tensors.size()) / kMany, 2);
+  auto left = static_cast<int64_t>(static_cast<double>(work) *
+                                   std::clamp(longer, 1.0, static_cast<double>(kLongestWork)));
+  for (const auto& [_, start] : begins) {
     if (left <= 0) break;
     StrategySearch again(job, options, start, left);
     do {
       again.descend();
     } while (again.descend_pairs());
     left -= again.tasks();
+    out.simulated += again.tasks();
     if (again.iteration_s() < out.iteration_s) {
       out.iteration_s = again.iteration_s();
       best = again.choice();
     }
   }
-  out.simulated = work - left;
   for (size_t t = 0; t < best.size(); ++t) {
     const Chain& chain = options.of(static_cast<int>(t)).all[static_cast<size_t>(best[t])];
     out.strategies.push_back(allowed[static_cast<size_t>(chain.strategy)]);

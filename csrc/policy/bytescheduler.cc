@@ -8,27 +8,33 @@
 namespace usbyte {
 namespace {
 
-// Far more than any network takes in a step, and as many as a plan can be made of in seconds.
-constexpr int64_t kMostParts = 1'000'000;
+constexpr int64_t kMostParts = 1'000'000;  // as many as a plan can be made of in seconds
+
+int64_t parts_of(const TensorSpec& t, int64_t partition_bytes) {
+  const int64_t limit = std::max<int64_t>(partition_bytes / itemsize(t.dtype), 1);
+  return t.numel / limit + (t.numel % limit > 0);
+}
 
 }  // namespace
+
+int64_t bytescheduler_parts(const Profile& profile, int64_t partition_bytes) {
+  int64_t total = 0;
+  for (const TensorSpec& t : profile.tensors) total += parts_of(t, partition_bytes);
+  return total;
+}
 
 Plan bytescheduler(const Profile& profile, const NetworkModel& network,
                    const PolicyOptions& options) {
   std::vector<Part> parts;
-  int64_t total = 0;
-  for (const TensorSpec& t : profile.tensors) {
-    total += t.numel / std::max<int64_t>(options.partition_bytes / itemsize(t.dtype), 1);
-  }
-  if (total > kMostParts) {
+  if (const int64_t total = bytescheduler_parts(profile, options.partition_bytes);
+      total > kMostParts) {
     throw UsageError("bytescheduler: parts of " + std::to_string(options.partition_bytes) +
-                     " bytes would be " + std::to_string(total) + " and more, and " +
+                     " bytes would be " + std::to_string(total) + ", and " +
                      std::to_string(kMostParts) + " is the most: take a larger partition");
   }
   for (int i : forward_order(profile)) {
     const TensorSpec& t = profile.tensors[static_cast<size_t>(i)];
-    const int64_t limit = std::max<int64_t>(options.partition_bytes / itemsize(t.dtype), 1);
-    const int64_t count = (t.numel + limit - 1) / limit;
+    const int64_t count = parts_of(t, options.partition_bytes);
     for (int64_t k = 0; k < count; ++k) {
       const Block block{t.offset + t.numel * k / count, t.offset + t.numel * (k + 1) / count};
       parts.push_back(

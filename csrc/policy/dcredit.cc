@@ -1,11 +1,62 @@
 #include <algorithm>
+#include <iterator>
+#include <utility>
+#include <vector>
 
+#include "joined.h"
 #include "units.h"
 
 namespace usbyte {
+namespace {
 
-// The ops of a window share one startup, so that only the first is fenced, and each has room for
-// the whole window.
+int64_t bytes_of(const std::vector<Slice>& window) {
+  int64_t bytes = 0;
+  for (const Slice& s : window) bytes += s.bytes();
+  return bytes;
+}
+
+// Ops that are posted together share one startup, so that only the first is fenced, and each has
+// room for the whole window.
+std::vector<Op> posted_together(const UnitJob& job, const std::vector<Slice>& window) {
+  std::vector<Op> ops;
+  for (const Slice& s : window) {
+    ops.push_back(all_reduce(job, s, bytes_of(window), ops.empty()));
+  }
+  return ops;
+}
+
+// Where fewer run at once, what shares a startup is one op, for each type of element; empty if to
+// pack its blocks takes longer than to start up as often as there are slices.
+std::vector<Op> in_one_op(const UnitJob& job, const NetworkModel& network,
+                          const std::vector<Slice>& window) {
+  std::vector<std::pair<DType, Op>> by_dtype;
+  for (const Slice& s : window) {
+    const DType dtype = job.profile->tensors[static_cast<size_t>(s.tensor)].dtype;
+    Op op = all_reduce(job, s, bytes_of(window), by_dtype.empty());
+    const auto same =
+        std::ranges::find(by_dtype, dtype, [](const auto& part) { return part.first; });
+    if (same == by_dtype.end()) {
+      by_dtype.emplace_back(dtype, std::move(op));
+    } else {
+      same->second.blocks.push_back(op.blocks.front());
+    }
+  }
+  std::vector<Op> ops;
+  double packed_bytes = 0;
+  for (auto& [dtype, op] : by_dtype) {
+    op.blocks = joined(std::move(op.blocks));
+    for (const Block& b : op.blocks) {
+      if (op.blocks.size() > 1) packed_bytes += static_cast<double>(b.numel() * itemsize(dtype));
+    }
+    ops.push_back(std::move(op));
+  }
+  const auto saved = static_cast<double>(window.size() - ops.size());
+  if (packed_bytes * network.pack_s_per_byte > saved * job.cost.alpha_s) return {};
+  return ops;
+}
+
+}  // namespace
+
 Plan dcredit(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
   const UnitJob job(profile, network, options);
   std::vector<Op> ops;
@@ -14,10 +65,13 @@ Plan dcredit(const Profile& profile, const NetworkModel& network, const PolicyOp
   double channel_s = 0;
   const auto post = [&] {
     if (window.empty()) return;
-    int64_t bytes = 0;
-    for (const Slice& s : window) bytes += s.bytes();
-    for (const Slice& s : window) ops.push_back(all_reduce(job, s, bytes, &s == &window.front()));
-    channel_s += job.cost.time_s(bytes);
+    std::vector<Op> posted;
+    if (network.concurrent > 0 && std::ssize(window) > network.concurrent) {
+      posted = in_one_op(job, network, window);
+    }
+    if (posted.empty()) posted = posted_together(job, window);
+    std::ranges::move(posted, std::back_inserter(ops));
+    channel_s += job.cost.time_s(bytes_of(window));
     window.clear();
   };
   for (int next : job.backward) {

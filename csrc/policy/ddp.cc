@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <map>
 
 #include "usbyte/policy.h"
 
@@ -15,10 +16,12 @@ Plan ddp(const Profile& profile, const NetworkModel&, const PolicyOptions& optio
     double ready_s;
   };
   std::vector<Bucket> buckets;
+  std::map<DType, int> buckets_of;  // the first of each is small
   for (size_t i = profile.tensors.size(); i-- > 0;) {
     const TensorSpec& t = profile.tensors[i];
     const int64_t bytes = t.numel * itemsize(t.dtype);
-    const int64_t limit = buckets.size() <= 1 ? options.first_bucket_bytes : options.bucket_bytes;
+    int& of_dtype = buckets_of[t.dtype];
+    const int64_t limit = of_dtype <= 1 ? options.first_bucket_bytes : options.bucket_bytes;
     if (!buckets.empty() && buckets.back().bytes < limit &&
         profile.tensors[i + 1].dtype == t.dtype) {
       Bucket& open = buckets.back();
@@ -27,6 +30,7 @@ Plan ddp(const Profile& profile, const NetworkModel&, const PolicyOptions& optio
       open.ready_s = std::max(open.ready_s, profile.ready_s[i]);
     } else {
       buckets.push_back({{t.offset, t.end()}, bytes, profile.ready_s[i]});
+      ++of_dtype;
     }
   }
   std::stable_sort(buckets.begin(), buckets.end(),

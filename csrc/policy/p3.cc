@@ -1,12 +1,30 @@
 #include <algorithm>
+#include <string>
 
 #include "priority_trace.h"
+#include "usbyte/error.h"
 #include "usbyte/policy.h"
 
 namespace usbyte {
+namespace {
+
+constexpr int64_t kSlice = 40'000;  // parameters
+constexpr int64_t kMostSlices = 1'000'000;
+
+}  // namespace
+
+int64_t p3_parts(const Profile& profile) {
+  int64_t total = 0;
+  for (const TensorSpec& t : profile.tensors) total += (t.numel + kSlice - 1) / kSlice;
+  return total;
+}
 
 Plan p3(const Profile& profile, const NetworkModel& network, const PolicyOptions&) {
-  constexpr int64_t kSlice = 40'000;  // parameters
+  if (const int64_t total = p3_parts(profile); total > kMostSlices) {
+    throw UsageError("p3: slices of " + std::to_string(kSlice) + " parameters would be " +
+                     std::to_string(total) + ", and " + std::to_string(kMostSlices) +
+                     " is the most: take another policy for so many parameters");
+  }
   std::vector<Part> slices;
   for (int i : forward_order(profile)) {
     const TensorSpec& t = profile.tensors[static_cast<size_t>(i)];

@@ -81,6 +81,13 @@ Plan make_plan(std::string_view policy, const Profile& profile, const NetworkMod
     if (bytes <= 0) throw UsageError("policy options: sizes must be positive bytes");
   }
   profile.validate();
+  for (const TensorSpec& t : profile.tensors) {
+    if (t.sparse()) {
+      throw UsageError("make_plan: '" + t.name +
+                       "' is sparse, and policies plan dense tensors: plan without it, and add its "
+                       "sparse_all_reduce");
+    }
+  }
   if (policy == "bytecomp") check_whole(options);
   PolicyOptions given = options;
   const std::vector<std::string> codecs = checked_codecs(profile, options);

@@ -5,6 +5,7 @@
 
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
+#include "usbyte/profile.h"
 
 namespace usbyte {
 
@@ -20,5 +21,10 @@ struct Part {
 /// `fence` admit it.
 std::vector<Op> priority_trace(const std::vector<Part>& parts, const NetworkModel& network,
                                int64_t window_bytes, bool fence);
+
+/// How many parts `p3` and `bytescheduler` make of a job. More than a million, which they refuse,
+/// are far more than any network takes in a step.
+int64_t p3_parts(const Profile& profile);
+int64_t bytescheduler_parts(const Profile& profile, int64_t partition_bytes);
 
 }  // namespace usbyte

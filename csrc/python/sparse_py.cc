@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "usbyte/error.h"
 #include "usbyte/sparse_choice.h"
 
 namespace py = pybind11;
@@ -89,6 +90,8 @@ void register_sparse(py::module_& m) {
       "sparse_bytes",
       [](const std::string& scheme, int64_t rows, int64_t width, const std::string& dtype,
          std::vector<double> density, double skew) {
+        if (density.empty())
+          throw UsageError("sparse_bytes: density is empty; give that of 1 rank");
         const int ranks = static_cast<int>(density.size());
         const SparseShape shape{rows, width, dtype_from_name(dtype)};
         return sparse_scheme(scheme).bytes(ranks, shape, {std::move(density), skew});

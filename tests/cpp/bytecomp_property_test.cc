@@ -227,6 +227,29 @@ TEST(ByteCompProperties, SelectionIsNearTheBestOfAllChoices) {
   EXPECT_LT(sum / jobs, 1.002);
 }
 
+// However many tensors there are: the search ends before it has tried everything.
+TEST(ByteCompProperties, ManyTensorsAreNoWorseOffThanWithOneStrategyForAll) {
+  std::mt19937 rng(26);
+  for (size_t count : {200, 600}) {
+    const CompressionCluster cluster = random_cluster(rng);
+    CompressionJob job = random_gradients(rng, 8);
+    for (CompressionJob::Tensor& tensor : job.tensors) tensor.codec = kCodecs[0];
+    const double lasts_s = job.tensors.back().ready_s;
+    while (job.tensors.size() < count) {
+      CompressionJob::Tensor next = job.tensors[job.tensors.size() - 8];
+      next.ready_s += lasts_s;
+      job.tensors.push_back(next);
+    }
+    const std::vector<Strategy> tree = reduced_tree(rng, cluster);
+    const StrategySelection found = select_strategies(job, cluster, tree, 20'000);
+    for (const Strategy& strategy : tree) {
+      const std::vector<Strategy> same(job.tensors.size(), strategy);
+      EXPECT_LE(found.iteration_s, iteration_s(job, cluster, same) * (1 + 1e-9))
+          << strategy.describe();
+    }
+  }
+}
+
 TEST(ByteCompProperties, MoreWorkNeverMakesItWorseThanNoCompression) {
   std::mt19937 rng(24);
   for (int i = 0; i < cases(10); ++i) {

@@ -61,6 +61,14 @@ TEST(FitCost, OneSizeCountsAsBeta) {
   EXPECT_THROW(fit_cost(std::vector<Sample>{}), UsageError);
 }
 
+TEST(FitCost, WhatCannotHaveBeenMeasuredIsAnError) {
+  const double never = std::numeric_limits<double>::infinity();
+  for (Sample bad : {Sample{-5, 1}, {100, -1}, {100, never}, {100, std::nan("")}}) {
+    EXPECT_THROW(fit_cost(std::vector<Sample>{{1000, 1}, bad}), UsageError);
+  }
+  EXPECT_THROW(fit_cost(std::vector<Sample>{{0, 1}, {0, 2}}), UsageError);
+}
+
 TEST(NetworkModel, CostsComeFromTheCollectiveAndTheWindow) {
   const NetworkModel model{4, {{1, 10}, {2, 20}}, {{3, 30}}, {}};
   EXPECT_EQ(model.cost(Collective::all_reduce, 1), (AlphaBeta{1, 10}));

@@ -341,6 +341,26 @@ TEST(Auto, ReachesTheBoundWithoutStartups) {
   }
 }
 
+TEST(Auto, PlansJobsOfWhichOthersWouldMakeMillionsOfParts) {
+  std::mt19937 rng(7);
+  Profile p = layers(rng, 30);
+  int64_t offset = 0;
+  for (TensorSpec& t : p.tensors) {
+    t.numel = 10'000'000'000;
+    t.offset = offset;
+    offset += t.numel;
+  }
+  const NetworkModel network{4, {{1e-5, p.step_s / static_cast<double>(p.bytes())}}};
+  for (const char* name : {"p3", "bytescheduler"}) {
+    PolicyOptions options;
+    options.partition_bytes = 1 << 20;
+    EXPECT_THROW(make_plan(name, p, network, options), UsageError);
+  }
+  Simulator simulator(p, network, Overlap::forward);
+  EXPECT_LE(simulator.step_s(make_plan("auto", p, network)),
+            simulator.step_s(make_plan("mgwfbp", p, network)));
+}
+
 TEST(Auto, StaysWithDdpWhereNothingIsToBeWon) {
   std::mt19937 rng(6);
   for (int i = 0; i < 20; ++i) {

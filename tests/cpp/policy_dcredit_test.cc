@@ -82,6 +82,31 @@ TEST(DCredit, WindowsFillTheirIntervalsUpToAUnit) {
   EXPECT_GT(full, 500);
 }
 
+// Where ops start up in turn, a window that is to share a startup is one op.
+TEST(DCredit, WindowsShareAStartupOnSerialNetworksToo) {
+  std::mt19937 rng(52);
+  int joint = 0;
+  for (int i = 0; i < 300; ++i) {
+    const Profile p = random_chain(rng, uniform(rng, 1, 20), 1e6);
+    const AlphaBeta cost{uniform_real(rng, 0, 0.1), std::exp(uniform_real(rng, -20, -13))};
+    const PolicyOptions options = units(uniform(rng, 1, 1 << 16));
+    const NetworkModel free{4, {cost}};
+    NetworkModel serial = free;
+    serial.concurrent = 1;
+    const Plan apart = make_plan("dcredit", p, free, options);
+    const Plan plan = make_plan("dcredit", p, serial, options);
+    joint += plan.ops().size() < apart.ops().size();
+    const double step_s = Simulator(p, free, options.overlap).step_s(apart);
+    EXPECT_NEAR(Simulator(p, serial, options.overlap).step_s(plan), step_s, 1e-9 * step_s);
+    // Not where packing takes longer than all startups.
+    serial.pack_s_per_byte = 1;
+    for (const Op& op : make_plan("dcredit", p, serial, options).ops()) {
+      EXPECT_EQ(op.blocks.size(), 1u);
+    }
+  }
+  EXPECT_GT(joint, 100);
+}
+
 TEST(DCredit, WindowsByHand) {
   // Units of 1 s, startup 1 s. Until 6 all of d. From 6 to 6.5, less than a startup, one unit of c,
   // until 8. So nothing from 6.5 to 7; then what is left of each tensor.

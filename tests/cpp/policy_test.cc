@@ -77,6 +77,20 @@ TEST(Policies, UnknownNamesAndBadSizesAreErrors) {
   EXPECT_THROW(make_plan("wfbp", p, {}, sharded), UsageError);
 }
 
+TEST(Policies, SparseTensorsArePlannedByOthers) {
+  Profile p = profile_of({10, 40});
+  p.tensors[1].rows = 10;
+  p.tensors[1].width = 4;
+  for (const auto& [name, policy] : policies()) {
+    try {
+      make_plan(name, p, {});
+      ADD_FAILURE() << name;
+    } catch (const UsageError& e) {
+      EXPECT_NE(std::string(e.what()).find("'t1' is sparse"), std::string::npos) << e.what();
+    }
+  }
+}
+
 TEST(Policies, CodecsReachEveryPlan) {
   std::mt19937 rng(4);
   constexpr const char* kSpecs[] = {"none", "fp16", "topk:1e-2"};
@@ -153,6 +167,17 @@ TEST(Ddp, SmallFirstBucketThenFullOnesFromTheEndOfTheLine) {
       make_plan("ddp", profile_of({m, 2 * m, 3 * m, 3 * m, m / 2, m / 2}), {}, options);
   // A bucket closes when it has reached its size, so it may exceed it by less than its last tensor.
   EXPECT_EQ(blocks_of(plan), (std::vector<Block>{{9 * m, 10 * m}, {3 * m, 9 * m}, {0, 3 * m}}));
+}
+
+TEST(Ddp, TheFirstBucketOfEachTypeIsSmall) {
+  PolicyOptions options;
+  options.first_bucket_bytes = 40;
+  options.bucket_bytes = 120;
+  Profile p = profile_of({20, 20, 10, 10, 10, 10});
+  for (size_t i : {0, 1, 2}) p.tensors[i].dtype = DType::bfloat16;
+  // Of float32 one tensor and then three; of bfloat16 two and then one.
+  EXPECT_EQ(blocks_of(make_plan("ddp", p, {}, options)),
+            (std::vector<Block>{{70, 80}, {50, 70}, {20, 50}, {0, 20}}));
 }
 
 TEST(Ddp, BucketsAreLaunchedAsTheyFill) {

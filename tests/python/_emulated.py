@@ -30,6 +30,9 @@ class EmulatedDevice(CudaDevice):
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
 
+    def fence(self) -> None:
+        return None
+
     def fetch(self, tensor: torch.Tensor) -> Fetched:
         return Fetched(tensor.clone(), self.now())
 

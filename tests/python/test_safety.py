@@ -301,49 +301,6 @@ def test_an_interrupted_backward_is_final(policy, resets_between):
     run_ranks(2, interrupted, policy, resets_between, timeout=60)
 
 
-class Counting(torch.optim.SGD):
-    """Notes how many parameters each of its steps is for."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
-        self.updated = []
-
-    def step(self, closure=None):
-        self.updated.append(sum(len(group["params"]) for group in self.param_groups))
-        return super().step(closure)
-
-
-def together(rank, size):
-    ub.init()
-    short_probes()
-    for policy, expected in [("wfbp", [2, 2, 2]), ("ddp", [6])]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        inner = Counting(model.parameters())
-        opt = ub.DistributedOptimizer(
-            inner, model.named_parameters(), overlap="forward", policy=policy
-        )
-        for step in range(6):
-            inner.updated.clear()
-            loss = model(torch.full((2, 4), 1.0 + rank + step)).pow(2).mean()
-            if step > 3:
-                assert inner.updated == expected, (policy, step)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-        # Who reads a parameter brings the others' updates as well, each of them once.
-        inner.updated.clear()
-        model[2].bias.norm()
-        assert inner.updated == [1 if policy == "wfbp" else 6]
-        opt.drain()
-        assert sum(inner.updated) == 6
-        opt.close()
-
-
-def test_updates_that_arrive_together_are_applied_by_one_step_of_the_optimizer():
-    run_ranks(2, together, env={"USBYTE_LEARNING_STEPS": "2"})
-
-
 def loads(rank, size):
     ub.init()
     model, opt = _warmed()

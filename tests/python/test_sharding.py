@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -446,3 +447,31 @@ def test_flags_travel_apart():
         ("all_gather", [(3, 4)]),
         ("all_gather", [(4, 8)]),
     ]
+
+
+def reset_twice(rank, size):
+    """A gradient that was reset to None stays so, which weight decay tells from zeros."""
+    ub.init()
+    short_probes()
+    for ways in product((True, False), repeat=2):
+        results = []
+        for shard in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+            inner = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+            opt = ub.DistributedOptimizer(inner, model.named_parameters(), shard_optimizer=shard)
+            for step in range(8):
+                for to_none in ways:
+                    opt.zero_grad(set_to_none=to_none)
+                x = torch.full((2, 4), 1.0 + rank + step)
+                y = model[2](model[0](x)) if step in (4, 5, 7) else model(x)
+                y.pow(2).mean().backward()
+                opt.step()
+            opt.drain()
+            results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            opt.close()
+        assert torch.equal(*results), ways
+
+
+def test_gradients_can_be_reset_in_either_way_again():
+    run_ranks(2, reset_twice, env={"USBYTE_LEARNING_STEPS": "2"})

@@ -102,10 +102,14 @@ class Changes:
             return call(evaluate if evaluates_first else closure)
         except BaseException as error:
             if not (evaluating and calls == 1):
-                self.torn = f"{type(error).__name__}: {error}"
+                self.tear(error)
             raise
         finally:
             self._mid_step = False
+
+    def tear(self, error: BaseException) -> None:
+        """A step has ended half-way with this."""
+        self.torn = self.torn or f"{type(error).__name__}: {error}"
 
     def check_whole(self) -> None:
         """Raises Error if a step has ended half-way."""

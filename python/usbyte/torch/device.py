@@ -51,6 +51,10 @@ class Device:
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Work on the present stream uses the tensors, which may belong to another one and go."""
 
+    def fence(self) -> Fence | None:
+        """Stands behind the work that this thread has given to the device; None for the host."""
+        return None
+
     def fetch(self, tensor: torch.Tensor) -> Fetched:
         """What a tensor of one element holds behind the work given to the device so far."""
         return Fetched(tensor.clone(), None)
@@ -104,6 +108,10 @@ class CudaDevice(Device):
         for tensor in tensors:
             tensor.record_stream(stream)
 
+    def fence(self) -> Fence | None:
+        """See `Device`."""
+        return Fence(self.torch_device)
+
     def fetch(self, tensor: torch.Tensor) -> Fetched:
         """See `Device`."""
         value = torch.empty(1, dtype=tensor.dtype, pin_memory=True)
@@ -147,6 +155,22 @@ class DeviceMark:
     def passed(self) -> bool:
         """Whether `float` does not have to wait."""
         return self._clock.passed(self.moment)
+
+
+class Fence:
+    """What is on a CUDA device's current stream so far, for other streams to come behind."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        stream = torch.cuda.current_stream(device)
+        self._behind = {stream.cuda_stream}  # streams that are
+        self._event = stream.record_event()
+
+    def wait(self, stream: int) -> None:
+        """Later work on the calling thread's stream, which this is, comes behind it."""
+        if stream not in self._behind:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+            self._behind.add(stream)
 
 
 class Fetched:

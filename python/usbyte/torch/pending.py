@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from usbyte.errors import Error
 from usbyte.torch.awaited import Fetch, hold, release
+from usbyte.torch.device import Fence
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
 from usbyte.torch.shield import shielded
@@ -23,45 +26,59 @@ class PendingUpdates:
         fetch: By parameter, what whoever reads it is to call first.
 
     Attributes:
-        pending: By parameter, whether its update has not been applied yet.
-        count: Of pending updates.
-        unasked: Parameters that nobody has asked for yet, be their updates applied or not.
+        pending: Parameters whose updates have not been applied yet, nor begun.
+        unasked: Those that nobody has asked for yet, be their updates applied or not.
     """
 
     def __init__(self, trained: Trained, reducer: Reducer, fetch: Sequence[Fetch]) -> None:
         self._params, self._group_of = trained.params, trained.group_of
         self._reducer, self._fetch = reducer, fetch
         self._versions: list[int] = []  # when updates were put off
-        self.pending = [False] * len(self._params)
-        self.count = 0
+        self._behind: dict[int, Fence] = {}  # by parameter, the update, if that is on a device
+        self.pending: set[int] = set()
         self.unasked: set[int] = set()
+
+    @property
+    def count(self) -> int:
+        """Of pending updates."""
+        return len(self.pending)
+
+    @property
+    def is_done(self) -> bool:
+        """`apply` has nothing to do, whatever it is asked for."""
+        return not (self.unasked or self._behind)
 
     def put_off(self) -> None:
         """From now on the update of every parameter is pending."""
         self._versions = [param._version for param in self._params]
-        self.pending = [True] * len(self._params)
-        self.count = len(self._params)
-        self.unasked = set(range(len(self._params)))
+        self._behind = {}
+        self.pending = set(range(len(self._params)))
+        self.unasked = set(self.pending)
         for param, fetch in zip(self._params, self._fetch, strict=True):
             hold(param, fetch)
 
     def forget(self) -> None:
         """Drops the updates that are pending."""
-        self.pending = [False] * len(self._params)
-        self.count = 0
-        self.unasked = set()
+        self.pending, self.unasked = set(), set()
         for param in self._params:
             release(param)
 
     def apply(self, indices: Sequence[int]) -> None:
-        """Applies pending updates of these parameters, waiting for what they need."""
-        due = [i for i in indices if self.pending[i]] if self.count else []
+        """Applies pending updates of these parameters, waiting for what they need.
+
+        What the calling thread gives to the device from now on comes behind them.
+        """
+        due = [i for i in indices if i in self.pending] if self.pending else []
         if due:
             with shielded(self._reducer.device.torch_device.type):
                 self._apply(due)
         for i in self.unasked.intersection(indices):
             self.unasked.discard(i)
             release(self._params[i])
+        if self._behind:
+            stream = self._reducer.device.stream()
+            for fence in {self._behind[i] for i in indices if i in self._behind}:
+                fence.wait(stream)
 
     def _apply(self, due: Sequence[int]) -> None:
         """Applies the pending updates of these parameters and of those that arrive with them."""
@@ -69,30 +86,35 @@ class PendingUpdates:
 
     def _arrived_with(self, due: Sequence[int]) -> list[int]:
         """Others whose updates are pending and have what they need once those of `due` have."""
-        others = {j for i in due for j in self._reducer.arrives_with(i)}
-        return [j for j in sorted(others.difference(due)) if self.pending[j]]
+        if len(due) == len(self.pending):
+            return []
+        return sorted(self.pending.intersection(self._reducer.arrives_with(due)).difference(due))
 
     def _begin(self, due: Sequence[int]) -> list[int]:
         """Lets an update of these parameters begin, whose gradients are there.
 
+        A signal handler may ask for the same ones at any time: each update is one's who takes it.
+
         Returns:
-            Those of `due` whose updates are still pending, and count as applied from now on: a
-            signal handler may have asked for the same ones while this thread waited.
+            Those of `due` whose updates were still pending.
         """
-        due = [i for i in due if self.pending[i]]
+        taken = []
         for i in due:
+            if i in self.pending:
+                self.pending.discard(i)
+                taken.append(i)
+        with torch._C.DisableTorchFunctionSubclass():  # they are held
+            written = [i for i in taken if self._params[i]._version != self._versions[i]]
+        if written:
+            self.pending.update(taken)
+            raise Error(
+                f"parameter '{self._reducer.names[written[0]]}' was written to between step() and "
+                "its update, which would have been lost or misplaced; call "
+                "optimizer.synchronize() before you change parameters"
+            )
+        for i in taken:
             release(self._params[i])
-        for i in due:
-            if self._params[i]._version != self._versions[i]:
-                raise Error(
-                    f"parameter '{self._reducer.names[i]}' was written to between step() and its "
-                    "update, which would have been lost or misplaced; call optimizer.synchronize() "
-                    "before you change parameters"
-                )
-        for i in due:
-            self.pending[i] = False
-        self.count -= len(due)
-        return due
+        return taken
 
     def _end(self, updated: Sequence[int], asked: Sequence[int]) -> None:
         """These parameters have been updated, of which only some were asked for.
@@ -100,5 +122,13 @@ class PendingUpdates:
         Who uses one of the others is still to be seen: a use that is not may have come before the
         update, and is an error of the next backward pass.
         """
+        if (fence := self._reducer.device.fence()) is not None:
+            self._behind.update(dict.fromkeys(updated, fence))
         for i in self.unasked.intersection(updated).difference(asked):
+            hold(self._params[i], self._fetch[i])
+
+    def _put_back(self, taken: Sequence[int]) -> None:
+        """What was to be updated has not been touched, and still is to be."""
+        self.pending.update(taken)
+        for i in taken:
             hold(self._params[i], self._fetch[i])

@@ -123,9 +123,11 @@ class Reducer:
         self._wait_for(self._transport.slot[i])
         return self.sum(i)
 
-    def arrives_with(self, i: int) -> list[int]:
-        """Parameters that this rank had gradients for, whose sums are there when that of i is."""
-        return [j for j in self._transport.together[i] if self._sent.own[j]]
+    def arrives_with(self, indices: Sequence[int]) -> set[int]:
+        """Parameters that this rank had gradients for, whose sums are there when those of these."""
+        together = self._transport.together
+        lists = {id(alike): alike for alike in (together[i] for i in indices)}
+        return {j for alike in lists.values() for j in alike if self._sent.own[j]}
 
     def sum(self, i: int) -> torch.Tensor | None:
         """The reduced gradient of parameter i, which has arrived; None if no rank used it.

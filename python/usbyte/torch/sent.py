@@ -98,7 +98,7 @@ class SentGradients:
         with torch._C.DisableTorchFunctionSubclass():  # gradients are held
             for i, param in enumerate(self._params):
                 if param.grad is not self.tensors[i]:
-                    same = same and not self.own[i] and param.grad is None
+                    same = same and not self.own[i] and param.grad is None and not self.is_gone(i)
                 else:
                     self.check(i)
         return same

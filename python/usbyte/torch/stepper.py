@@ -104,7 +104,7 @@ class Stepper:
         )
         self.reducer = Reducer(settings, trained, planner, self.transport, cycle, self)
         self._deferred = DeferredUpdates(
-            optimizer, self._take_step, trained, self.reducer, self._fetch_param
+            optimizer, self._take_step, changes.tear, trained, self.reducer, self._fetch_param
         )
         self._gates.install(settings.model)
 
@@ -177,9 +177,15 @@ class Stepper:
         """See `DistributedOptimizer`."""
         self._set_to_none = set_to_none
         if self.shards is not None:
+            used = self.shards.used
             if self.reducer.in_flight:
                 self._drop(self.shards)
-            self._zero_spent(self.shards.used)
+                used = self.shards.used
+            else:
+                with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and may be
+                    has = [param.grad is not None for param in self._trained.params]
+                used = [h or (u and self.shards.spent) for h, u in zip(has, used, strict=True)]
+            self._zero_spent(used)
             self.shards.spent = not set_to_none  # zeros are gradients too
         elif self.pending or self._deferred.unasked:
             with self._changes.lock:  # updates in other threads need their gradients
@@ -351,7 +357,7 @@ class Stepper:
             with self._changes.applying():
                 self._updates.apply(indices)
                 self._changes.count_applied(self._updates.count)
-        elif self._updates.unasked:
+        elif not self._updates.is_done:
             self._updates.apply(indices)
 
     # With shards.
@@ -485,7 +491,7 @@ class Stepper:
             raise no_whole_gradients("clip with max_grad_norm=, and use them up in step()")
         if self.reducer.in_flight:
             self.drain()
-        elif self._deferred.pending[i]:
+        elif i in self._deferred.pending:
             self._apply([i])
         elif not self._learned and not self._in_step:
             self._watch.gradient_read(i)

@@ -276,12 +276,13 @@ def arriving_together(plan: _core.Plan, slot: Sequence[int]) -> list[list[int]]:
     brought: dict[frozenset[int], list[int]] = {}
     for i, ops in enumerate(ops_of):
         brought.setdefault(ops, []).append(i)
-    touching: dict[int, list[frozenset[int]]] = {}
+    touching: dict[int, set[frozenset[int]]] = {}
     for ops in brought:
         for k in ops:
-            touching.setdefault(k, []).append(ops)
+            touching.setdefault(k, set()).add(ops)
     together: dict[frozenset[int], list[int]] = {}
     for ops in brought:
-        within = {part for k in ops for part in touching[k] if part <= ops}
+        near = set().union(*(touching[k] for k in ops))
+        within = [part for part in near if part is ops or part <= ops]
         together[ops] = sorted(i for part in within for i in brought[part])
     return [together[ops] for ops in ops_of]

@@ -25,6 +25,7 @@ class DeferredUpdates(PendingUpdates):
     Args:
         optimizer: The wrapped optimizer.
         step: Takes its step.
+        tear: Called with the error that ends one half-way.
         trained: Its parameters.
         reducer: Has their gradients.
         fetch: By parameter, what whoever reads it is to call first.
@@ -34,14 +35,16 @@ class DeferredUpdates(PendingUpdates):
         self,
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
+        tear: Callable[[BaseException], None],
         trained: Trained,
         reducer: Reducer,
         fetch: Sequence[Fetch],
     ) -> None:
         super().__init__(trained, reducer, fetch)
-        self._optimizer, self._step = optimizer, step
+        self._optimizer, self._step, self._tear = optimizer, step, tear
         self._hyper: list[dict[str, Any]] = []
-        self._zero_after: set[int] = set()  # whose gradients the user has zeroed meanwhile
+        # Gradients that the user has zeroed meanwhile, by parameter.
+        self._zero_after: dict[int, torch.Tensor] = {}
 
     def defer(self) -> None:
         """Puts off the update of every parameter."""
@@ -55,9 +58,11 @@ class DeferredUpdates(PendingUpdates):
             for i, param in enumerate(self._params):
                 if set_to_none:
                     param.grad = None
-                elif self.pending[i]:
-                    self._zero_after.add(i)
-                elif param.grad is not None:
+                elif param.grad is None:
+                    continue
+                elif i in self.pending:
+                    self._zero_after[i] = param.grad
+                else:
                     param.grad.zero_()
 
     def _apply(self, due: Sequence[int]) -> None:
@@ -65,20 +70,29 @@ class DeferredUpdates(PendingUpdates):
         sums = {i: reducer.wait(i) for i in due}
         sums |= {i: reducer.sum(i) for i in self._arrived_with(due)}
         updated = self._begin(list(sums))
-        start = reducer.begin_update()
-        kept = [self._params[i].grad for i in updated]
+        kept: list[torch.Tensor | None] = []
+        begun = False
         try:
+            start = reducer.begin_update()
+            kept = [self._params[i].grad for i in updated]
             for i in updated:
                 self._params[i].grad = sums[i]
             with self._narrowed(updated):
+                begun = True
                 self._step()
+        except BaseException as error:
+            if begun:
+                self._tear(error)
+            else:
+                self._put_back(updated)
+            raise
         finally:
-            for i, before in zip(updated, kept, strict=True):
-                if i in self._zero_after and before is not None:
+            for i, before in zip(updated, kept, strict=False):  # an interrupt may leave none
+                if before is not None and before is self._zero_after.get(i):
                     before.zero_()
                 nobody = sums[i] is None and before is reducer.gradient(i)
                 self._params[i].grad = None if nobody else before
-            self._end(updated, due)
+        self._end(updated, due)
         reducer.record_update(updated, start)
 
     @contextmanager
