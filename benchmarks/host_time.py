@@ -37,7 +37,9 @@ def contender(name: str, layers: int, width: int, optimizer: str) -> Iterator[Ca
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     trained: Any = _OPTIMIZERS[optimizer](model.parameters())
-    options = {"shard_optimizer": True} if name == "sharded" else {"overlap": name}
+    options: dict[str, Any] = {"overlap": name, "policy": "ddp"}
+    if name == "sharded":
+        options = {"shard_optimizer": True, "policy": "dear"}
     x = torch.randn(_BATCH, width)
 
     def step() -> list[float]:
@@ -55,7 +57,7 @@ def contender(name: str, layers: int, width: int, optimizer: str) -> Iterator[Ca
         if name == "DDP":
             model = DistributedDataParallel(model)
         elif name != "alone":
-            trained = ub.DistributedOptimizer(trained, model=model, policy="ddp", **options)
+            trained = ub.DistributedOptimizer(trained, model=model, **options)
             stack.enter_context(closing(trained))
             while not trained.settled:
                 step()

@@ -243,6 +243,7 @@ TEST(ByteCompProperties, ManyTensorsAreNoWorseOffThanWithOneStrategyForAll) {
     const std::vector<Strategy> tree = reduced_tree(rng, cluster);
     const StrategySelection found = select_strategies(job, cluster, tree, 20'000);
     for (const Strategy& strategy : tree) {
+      if (!ChainMaker(cluster, job.tensors.front()).make(strategy)) continue;
       const std::vector<Strategy> same(job.tensors.size(), strategy);
       EXPECT_LE(found.iteration_s, iteration_s(job, cluster, same) * (1 + 1e-9))
           << strategy.describe();

@@ -7,6 +7,7 @@
 #include "policy/batching.h"
 #include "policy/local_search.h"
 #include "random_profile.h"
+#include "usbyte/error.h"
 #include "usbyte/policy.h"
 #include "usbyte/simulator.h"
 

@@ -381,7 +381,7 @@ class Reducer:
         self._sent.own[i] = self._holds_result[i] = True
         if self._sparse[i]:
             return self._send_rows(i, grad)
-        if grad.layout != torch.strided:
+        if grad.layout is not torch.strided:
             if not self._densifies:
                 raise UsageError(
                     f"the gradient of '{self.names[i]}' is sparse, which was not to be seen when "

@@ -34,6 +34,7 @@ class HostSender:
     ) -> None:
         self._params, self._at_slot = params, at_slot
         self._slot = {i: k + 1 for k, i in enumerate(at_slot)}  # 0: the flags
+        self._views = dict(zip(at_slot, arena.grads, strict=False))  # sparse ones have none
         self._arena, self._engine = arena, engine
         # Of a number torch would make a tensor each time.
         self._scale = torch.tensor(scale, dtype=torch.float64)
@@ -44,23 +45,20 @@ class HostSender:
 
     def send(self, i: int, grad: torch.Tensor) -> None:
         """Sends the gradient of parameter i, which the arena holds from then on, or already."""
-        view = self._view(i)
+        view = self._views[i]
         torch.mul(grad, self._scale, out=view)
         self._params[i].grad = view
         self._engine.ready(self._slot[i])
 
     def send_zeros(self, i: int) -> None:
         """Sends zeros for parameter i, which keeps the gradient that it has, or none."""
-        self._view(i).zero_()
+        self._views[i].zero_()
         self._engine.ready(self._slot[i])
 
     def send_flags(self, flags: Sequence[float]) -> None:
         """Sends this rank's flags."""
         self._arena.used.copy_(torch.tensor(flags))
         self._engine.ready(0)
-
-    def _view(self, i: int) -> torch.Tensor:
-        return self._arena.grads[self._slot[i] - 1]
 
 
 class DeviceSender(HostSender):
@@ -94,7 +92,7 @@ class DeviceSender(HostSender):
 
     def send(self, i: int, grad: torch.Tensor) -> None:
         """See `HostSender`; `param.grad` is the arena's once that holds it."""
-        view = self._view(i)
+        view = self._views[i]
         if grad is view:
             self._give(self._slot[i], None)
         elif laid_out_alike(grad, view):
@@ -107,7 +105,7 @@ class DeviceSender(HostSender):
 
     def send_zeros(self, i: int) -> None:
         """See `HostSender`."""
-        self._give(self._slot[i], torch.zeros_like(self._view(i)))
+        self._give(self._slot[i], torch.zeros_like(self._views[i]))
 
     def send_flags(self, flags: Sequence[float]) -> None:
         """See `HostSender`; they seldom change, and are on the device then."""

@@ -32,6 +32,7 @@ class SentGradients:
         self.own = [False] * len(params)
         self._versions = [0] * len(params)
         self._lent = False  # all parameters have gradients, until they are final
+        self._held = False  # some may be
 
     def move(self, views: Sequence[torch.Tensor | None]) -> None:
         """The arena is another one; gradients that parameters have keep their values.
@@ -73,7 +74,7 @@ class SentGradients:
             fetch: By parameter, what to call.
             lend: Parameters that have none show the other ranks', which may turn out to be none.
         """
-        self._lent = lend
+        self._lent, self._held = lend, True
         for i, (grad, each) in enumerate(zip(self.tensors, fetch, strict=True)):
             hold(grad, each)
             if lend and not self.own[i] and not self._sparse[i]:
@@ -81,8 +82,10 @@ class SentGradients:
 
     def release(self) -> None:
         """Who reads a gradient gets it as it is."""
-        for grad in self.tensors:
-            release(grad)
+        if self._held:
+            for grad in self.tensors:
+                release(grad)
+            self._held = False
 
     def is_gone(self, i: int) -> bool:
         """Whether the user has reset what parameter i showed without a gradient of its own."""
