@@ -178,9 +178,14 @@ class ShardedUpdates(PendingUpdates):
         for i in due:
             self._reducer.wait_gathered(i)
         taken = self._begin([*due, *self._arrived_with(due)])
-        if taken:
+        if not taken:
+            return
+        try:
             values = [self._reducer.gathered(i) for i in taken]
             torch._foreach_copy_([self._params[i] for i in taken], values)
+        except BaseException:
+            self._put_back(taken)
+            raise
         self._end(taken, due)
 
     @torch.no_grad()

@@ -491,7 +491,7 @@ class Stepper:
             raise no_whole_gradients("clip with max_grad_norm=, and use them up in step()")
         if self.reducer.in_flight:
             self.drain()
-        elif i in self._deferred.pending:
+        elif i in self._deferred.unasked:
             self._apply([i])
         elif not self._learned and not self._in_step:
             self._watch.gradient_read(i)

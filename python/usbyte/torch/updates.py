@@ -70,6 +70,8 @@ class DeferredUpdates(PendingUpdates):
         sums = {i: reducer.wait(i) for i in due}
         sums |= {i: reducer.sum(i) for i in self._arrived_with(due)}
         updated = self._begin(list(sums))
+        if not updated:
+            return
         kept: list[torch.Tensor | None] = []
         begun = False
         try:
