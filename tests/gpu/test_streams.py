@@ -124,3 +124,39 @@ def by_other_streams(transport, rank, size):
 @pytest.mark.cuda
 def test_steps_on_streams_of_the_user(transports):
     everywhere(for_ranks(transports, 2), 2, by_other_streams, timeout=90)
+
+
+def two_towers(transport, rank, size):
+    """The update of both comes on the stream of the first one to be used, and late."""
+    ub.init()
+    prepare()
+    results = []
+    for overlap in ("backward", "forward"):
+        torch.manual_seed(9)
+        model = torch.nn.ModuleList([torch.nn.Linear(96, 96), torch.nn.Linear(96, 96)]).cuda()
+        opt = ub.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+            overlap=overlap, policy="ddp",
+        )  # fmt: skip
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        for x in batches("cuda", rank):
+            opt.zero_grad()
+            side.wait_stream(main)
+            sleep("cuda", LATE_S)
+            y = model[0](x)
+            with torch.cuda.stream(side):
+                z = model[1](x)
+            main.wait_stream(side)
+            (y + z).square().mean().backward()
+            opt.step()
+        opt.synchronize()
+        torch.cuda.synchronize()
+        results.append({k: v.detach().clone() for k, v in model.state_dict().items()})
+        opt.close()
+    bad = wrong(results[1], results[0])
+    assert not bad, bad
+
+
+@pytest.mark.cuda
+def test_towers_on_two_streams(transports):
+    everywhere(for_ranks(transports, 2), 2, two_towers, timeout=90)

@@ -75,9 +75,9 @@ class PendingUpdates:
         for i in self.unasked.intersection(indices):
             self.unasked.discard(i)
             release(self._params[i])
-        if self._behind:
+        if behind := self._behind:
             stream = self._reducer.device.stream()
-            for fence in {self._behind[i] for i in indices if i in self._behind}:
+            for fence in {behind[i] for i in indices if i in behind}:
                 fence.wait(stream)
 
     def _apply(self, due: Sequence[int]) -> None:
