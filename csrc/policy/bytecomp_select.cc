@@ -42,7 +42,7 @@ std::vector<Chain> chains_of(const CompressionJob& job, const CompressionCluster
 }
 
 // Choices to begin with and their iterations, the shortest first: all tensors that have an option
-// take it, or loads are balanced. Rates them until `most_tasks` have been simulated in all.
+// take it, or loads are balanced, unless `most_tasks` have been simulated before.
 std::vector<std::pair<double, std::vector<int>>> starts(const CompressionJob& job,
                                                         const OptionTable& options,
                                                         const std::vector<int>& uncompressed,
@@ -60,12 +60,12 @@ std::vector<std::pair<double, std::vector<int>>> starts(const CompressionJob& jo
   }
   std::vector<std::pair<double, std::vector<int>>> rated = {{found_s, found}};
   const auto rate = [&](std::vector<int> choice) {
-    if (search.tasks() >= most_tasks) return;
     const double time_s = search.iteration_s(choice);
     rated.emplace_back(time_s, std::move(choice));
   };
   for (auto& [strategy, choice] : by_strategy) rate(std::move(choice));
   for (int exponent : {2, 8, 32}) {
+    if (search.tasks() >= most_tasks) break;
     rate(balanced_choice(job, options, uncompressed, found_s, exponent));
     rate(balanced_choice(job, options, found, found_s, exponent));
   }

@@ -15,7 +15,7 @@ constexpr int64_t kMostSlices = 1'000'000;
 
 int64_t p3_parts(const Profile& profile) {
   int64_t total = 0;
-  for (const TensorSpec& t : profile.tensors) total += (t.numel + kSlice - 1) / kSlice;
+  for (const TensorSpec& t : profile.tensors) total += t.numel / kSlice + (t.numel % kSlice > 0);
   return total;
 }
 

@@ -245,21 +245,45 @@ def test_more_of_what_would_be_silently_wrong_is_an_error():
     run_ranks(2, more_misuse, timeout=90)
 
 
+LATE = r"'0\.(weight|bias)' was used in the forward pass before"
+
+
+def stale_loss(model):
+    """Only the second parameter with a gradient was read too early."""
+    stale = PastPython.apply(torch.ones(1, 8, requires_grad=True), *model[0].parameters())
+    return model[1](stale).sum()
+
+
 def interrupted(rank, size, policy, resets_between):
     ub.init()
-    # Only the second parameter with a gradient was read too early.
     model, opt = _warmed(policy=policy)
     if not resets_between:
         opt.zero_grad()
-    stale = PastPython.apply(torch.ones(1, 8, requires_grad=True), *model[0].parameters())
-    loss = model[1](stale).sum()
+    loss = stale_loss(model)
     if resets_between:
         opt.zero_grad()
-    with pytest.raises(Error, match=r"'0\.(weight|bias)' was used in the forward pass before"):
+    with pytest.raises(Error, match=LATE):
         loss.backward()
     with pytest.raises(Error, match="did not end"):
         opt.step()
     end(opt)
+
+
+def accumulates_stale(rank, size):
+    ub.init()
+    model, opt = _warmed()
+    with opt.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        loss = stale_loss(model)
+        with pytest.raises(Error, match=LATE):
+            loss.backward()
+    end(opt)
+
+
+def test_micro_batches_do_not_use_parameters_before_their_updates():
+    run_ranks(2, accumulates_stale, timeout=60)
 
 
 def zero_twice(rank, size):

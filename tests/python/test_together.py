@@ -15,6 +15,7 @@ from _ranks import run_ranks
 from usbyte.errors import Error
 
 LEARNING = {"USBYTE_LEARNING_STEPS": "2"}
+PENDING = importlib.import_module("usbyte.torch.pending")
 
 
 def layers():
@@ -107,8 +108,7 @@ def interrupts(rank, size):
     """A handler of a signal reads a parameter while others are being updated."""
     ub.init()
     short_probes()
-    pending = importlib.import_module("usbyte.torch.pending")
-    release, results = pending.release, []
+    release, results = PENDING.release, []
     for where in (None, 0, 1, 4):
         model = layers()
         calls = -1
@@ -124,13 +124,13 @@ def interrupts(rank, size):
         def arm(model, opt, step, read=read):
             nonlocal calls
             calls = -1
-            pending.release = read
+            PENDING.release = read
 
         opt = trained(model, rank, 8, between=arm)
         opt.drain()
         assert opt._stepper._deferred.count == 0
         results.append(flat(model))
-        pending.release = release
+        PENDING.release = release
         opt.close()
     for a, b in pairwise(results):
         assert torch.equal(a, b)
@@ -140,35 +140,60 @@ def test_a_signal_handler_may_read_parameters_during_an_update():
     run_ranks(2, interrupts, env=LEARNING)
 
 
-def stopped(rank, size):
+def interrupt_once(owner, name, after=False):
+    """The next call of it is interrupted, before it or when it returns."""
+    call = getattr(owner, name)
+
+    def stop(*args, **options):
+        setattr(owner, name, call)
+        if after:
+            call(*args, **options)
+        raise KeyboardInterrupt
+
+    setattr(owner, name, stop)
+
+
+PLACES = {
+    "none": lambda opt: None,
+    "sums are there": lambda opt: interrupt_once(opt._stepper.reducer, "begin_update"),
+    "gradients are set": lambda opt: interrupt_once(opt._stepper._deferred, "_narrowed"),
+    "being released": lambda opt: interrupt_once(PENDING, "release"),
+    "released": lambda opt: interrupt_once(PENDING, "release", after=True),
+}
+SHARD_PLACES = {
+    "none": lambda opt: None,
+    "gathered": lambda opt: interrupt_once(opt._stepper.reducer, "gathered"),
+    "copied": lambda opt: interrupt_once(torch, "_foreach_copy_", after=True),
+    "being released": lambda opt: interrupt_once(PENDING, "release"),
+}
+
+
+def stopped(rank, size, shard):
     """An interrupt before the optimizer's step has begun loses nothing."""
     ub.init()
     short_probes()
-    results = []
-    for interrupt in (False, True):
-        model = layers()
-        opt = trained(model, rank, 6)
-        reducer = opt._stepper.reducer
-        begin = reducer.begin_update
-        if interrupt:
-
-            def stop(reducer=reducer, begin=begin):
-                reducer.begin_update = begin
-                raise KeyboardInterrupt
-
-            reducer.begin_update = stop
-            with pytest.raises(KeyboardInterrupt):
-                model(torch.ones(2, 4))
-        model(torch.ones(2, 4)).mean().backward()
-        opt.step()
-        opt.drain()
-        results.append(flat(model))
-        opt.close()
-    assert torch.equal(*results)
+    options = {"shard_optimizer": True, "policy": "dear"} if shard else {}
+    for to_none in (True, False):
+        results = []
+        for place, interrupt in (SHARD_PLACES if shard else PLACES).items():
+            model = layers()
+            opt = trained(model, rank, 6, **options)
+            opt.zero_grad(set_to_none=to_none)
+            interrupt(opt)
+            if place != "none":
+                with pytest.raises(KeyboardInterrupt):
+                    model(torch.ones(2, 4))
+            model(torch.ones(2, 4)).mean().backward()
+            opt.step()
+            opt.drain()
+            results.append(flat(model))
+            opt.close()
+            assert torch.equal(results[0], results[-1]), (place, to_none)
 
 
-def test_an_interrupt_before_an_update_loses_nothing():
-    run_ranks(2, stopped, env=LEARNING)
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_interrupt_before_an_update_loses_nothing(shard):
+    run_ranks(2, stopped, shard, env=LEARNING)
 
 
 class Fence:

@@ -167,8 +167,11 @@ class Fence:
         self._event = stream.record_event()
 
     def wait(self, stream: int) -> None:
-        """Later work on the calling thread's stream, which this is, comes behind it."""
-        if stream not in self._behind:
+        """Later work on the calling thread's stream, which this is, comes behind it.
+
+        A stream that is captured does so by itself: the device was idle when that began.
+        """
+        if stream not in self._behind and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self._device).wait_event(self._event)
             self._behind.add(stream)
 

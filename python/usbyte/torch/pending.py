@@ -66,7 +66,7 @@ class PendingUpdates:
     def apply(self, indices: Sequence[int]) -> None:
         """Applies pending updates of these parameters, waiting for what they need.
 
-        What the calling thread gives to the device from now on comes behind them.
+        What the calling thread gives to its current stream from now on comes behind them.
         """
         due = [i for i in indices if i in self.pending] if self.pending else []
         if due:
@@ -75,14 +75,18 @@ class PendingUpdates:
         for i in self.unasked.intersection(indices):
             self.unasked.discard(i)
             release(self._params[i])
-        if behind := self._behind:
-            stream = self._reducer.device.stream()
-            for fence in {behind[i] for i in indices if i in behind}:
-                fence.wait(stream)
+        self._come_behind(indices)
 
     def _apply(self, due: Sequence[int]) -> None:
         """Applies the pending updates of these parameters and of those that arrive with them."""
         raise NotImplementedError
+
+    def _come_behind(self, indices: Sequence[int]) -> None:
+        """Later work on the current stream comes behind updates on others."""
+        if behind := self._behind:  # another thread may put another in its place
+            stream = self._reducer.device.stream()
+            for fence in {behind[i] for i in indices if i in behind}:
+                fence.wait(stream)
 
     def _arrived_with(self, due: Sequence[int]) -> list[int]:
         """Others whose updates are pending and have what they need once those of `due` have."""
@@ -98,23 +102,33 @@ class PendingUpdates:
         Returns:
             Those of `due` whose updates were still pending.
         """
-        taken = []
-        for i in due:
-            if i in self.pending:
-                self.pending.discard(i)
-                taken.append(i)
-        with torch._C.DisableTorchFunctionSubclass():  # they are held
-            written = [i for i in taken if self._params[i]._version != self._versions[i]]
-        if written:
-            self.pending.update(taken)
-            raise Error(
-                f"parameter '{self._reducer.names[written[0]]}' was written to between step() and "
-                "its update, which would have been lost or misplaced; call "
-                "optimizer.synchronize() before you change parameters"
-            )
-        for i in taken:
-            release(self._params[i])
+        taken, due = [], [i for i in due if i in self.pending]
+        try:
+            for i in due:
+                if i in self.pending:
+                    self.pending.discard(i)
+                    taken.append(i)
+            if written := self._written(taken):
+                self.pending.update(taken)
+                raise Error(
+                    f"parameter '{self._reducer.names[written[0]]}' was written to between step() "
+                    "and its update, which would have been lost or misplaced; call "
+                    "optimizer.synchronize() before you change parameters"
+                )
+            for i in taken:
+                release(self._params[i])
+        except BaseException:
+            # An interrupt may have come before what was taken was noted as such. What somebody else
+            # has updated meanwhile is written to.
+            left = [i for i in due if i not in self.pending]
+            self._put_back(sorted(set(left).difference(self._written(left))))
+            raise
         return taken
+
+    def _written(self, indices: Sequence[int]) -> list[int]:
+        """Those of these parameters that were written to since their updates were put off."""
+        with torch._C.DisableTorchFunctionSubclass():  # they may be held
+            return [i for i in indices if self._params[i]._version != self._versions[i]]
 
     def _end(self, updated: Sequence[int], asked: Sequence[int]) -> None:
         """These parameters have been updated, of which only some were asked for.
@@ -128,7 +142,8 @@ class PendingUpdates:
             hold(self._params[i], self._fetch[i])
 
     def _put_back(self, taken: Sequence[int]) -> None:
-        """What was to be updated has not been touched, and still is to be."""
+        """What was to be updated still is to be."""
         self.pending.update(taken)
+        self.unasked.update(taken)
         for i in taken:
             hold(self._params[i], self._fetch[i])

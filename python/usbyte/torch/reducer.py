@@ -85,6 +85,7 @@ class Reducer:
         self._sync = self._has_data = True
         self._passes_per_step, self._passes = settings.passes_per_step, 0  # of backward, with sync
         self._in_pass = False  # one of those
+        self._task = -1  # autograd's, of the last pass that had begun
         self._used: list[bool] | None = None  # by any rank, by tensor of the plan, once it is known
         self._holds_result = [False] * len(self._params)  # param.grad is what the ranks agreed on
         self._waits_no_more = False  # after a fault
@@ -329,7 +330,10 @@ class Reducer:
     def take(self, i: int) -> None:
         """Inside `backward()`: the gradient of parameter i is there."""
         if not self._in_pass:
-            self._listener.before_first_gradient(i)
+            task = torch._C._current_graph_task_id()
+            if self._sync or task != self._task:
+                self._task = task
+                self._listener.before_first_gradient(i)
             if self._sync:
                 self._begin_pass()
         self._listener.on_gradient(i)

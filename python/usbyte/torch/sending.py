@@ -37,7 +37,7 @@ class HostSender:
         self._views = dict(zip(at_slot, arena.grads, strict=False))  # sparse ones have none
         self._arena, self._engine = arena, engine
         # Of a number torch would make a tensor each time.
-        self._scale = torch.tensor(scale, dtype=torch.float64)
+        self._scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
 
     def begin(self) -> None:
         """Opens a step."""

@@ -183,7 +183,9 @@ class ShardedUpdates(PendingUpdates):
         try:
             values = [self._reducer.gathered(i) for i in taken]
             torch._foreach_copy_([self._params[i] for i in taken], values)
-        except BaseException:
+        except BaseException:  # to take them once more changes nothing
+            for i in taken:
+                self._versions[i] = self._params[i]._version
             self._put_back(taken)
             raise
         self._end(taken, due)

@@ -182,7 +182,7 @@ class Stepper:
                 self._drop(self.shards)
                 used = self.shards.used
             else:
-                with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and may be
+                with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and stay so
                     has = [param.grad is not None for param in self._trained.params]
                 used = [h or (u and self.shards.spent) for h, u in zip(has, used, strict=True)]
             self._zero_spent(used)

@@ -262,7 +262,7 @@ class Transport:
 
 
 def arriving_together(plan: _core.Plan, slot: Sequence[int]) -> list[list[int]]:
-    """By parameter, those whose sums are there when its own is, that is after the same operations.
+    """By parameter, those for whose sums it takes no operations but those for its own.
 
     Args:
         plan: Which operations bring a sum.
@@ -283,6 +283,6 @@ def arriving_together(plan: _core.Plan, slot: Sequence[int]) -> list[list[int]]:
     together: dict[frozenset[int], list[int]] = {}
     for ops in brought:
         near = set().union(*(touching[k] for k in ops))
-        within = [part for part in near if part is ops or part <= ops]
+        within = [part for part in near if part <= ops]
         together[ops] = sorted(i for part in within for i in brought[part])
     return [together[ops] for ops in ops_of]

@@ -54,6 +54,7 @@ class DeferredUpdates(PendingUpdates):
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Resets the gradients that the user sees; pending updates still get theirs."""
+        self._come_behind(range(len(self._params)))
         with torch._C.DisableTorchFunctionSubclass():  # parameters are held
             for i, param in enumerate(self._params):
                 if set_to_none:
@@ -90,9 +91,9 @@ class DeferredUpdates(PendingUpdates):
             raise
         finally:
             for i, before in zip(updated, kept, strict=False):  # an interrupt may leave none
-                if before is not None and before is self._zero_after.get(i):
+                if begun and before is not None and before is self._zero_after.get(i):
                     before.zero_()
-                nobody = sums[i] is None and before is reducer.gradient(i)
+                nobody = begun and sums[i] is None and before is reducer.gradient(i)
                 self._params[i].grad = None if nobody else before
         self._end(updated, due)
         reducer.record_update(updated, start)
