@@ -135,3 +135,25 @@ def test_a_captured_step_works_or_is_refused(overlap, transports, record_propert
         for told in transport.run(2, captures, overlap, timeout=60):
             record_property(transport.name, told)
             assert told == "works" or "graph" in told.lower() or "captur" in told.lower(), told
+
+
+def captures_evaluation(transport, rank, size):
+    """Updates that came before are no part of what is captured."""
+    ub.init()
+    model, opt, x = settled("forward")
+    train(model, opt, x)
+    opt.drain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        expected = model(x).clone()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = model(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
+
+
+def test_evaluation_can_be_captured(transports):
+    for transport in for_ranks(transports, 2):
+        transport.run(2, captures_evaluation, timeout=60)
