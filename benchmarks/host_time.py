@@ -27,6 +27,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
 }
+_CONTENDERS = ("alone", "DDP", "backward", "forward", "sharded")
 _PHASES = ("zero_grad", "forward", "backward", "step", "whole")
 _BATCH = 4
 _TURN = 5  # steps
@@ -71,16 +72,15 @@ def contender(name: str, layers: int, width: int, optimizer: str) -> Iterator[Ca
 @click.option("--width", default=8, help="Of a layer, elements.")
 @click.option("--optimizer", type=click.Choice(sorted(_OPTIMIZERS)), default="sgd")
 @click.option("--steps", type=click.IntRange(2), default=200, help="Of each contender.")
-@click.option("--contenders", default="alone,DDP,backward,forward,sharded",
+@click.option("--contenders", default=",".join(_CONTENDERS),
               help="Without communication; PyTorch's DDP; the overlaps of usbyte; "
               "shard_optimizer=True.")  # fmt: skip
 def main(layers: int, width: int, optimizer: str, steps: int, contenders: str) -> None:
     """Measure host time; to be started on every rank of two at least."""
-    known = ("alone", "DDP", "backward", "forward", "sharded")
     names = [name.strip() for name in contenders.split(",")]
     for name in names:
-        if name not in known:
-            raise click.UsageError(f"no contender '{name}'; there are {', '.join(known)}")
+        if name not in _CONTENDERS:
+            raise click.UsageError(f"no contender '{name}'; there are {', '.join(_CONTENDERS)}")
     torch.set_num_threads(1)
     ub.init()
     if ub.size() == 1:

@@ -9,30 +9,23 @@
 namespace usbyte {
 namespace {
 
-int64_t bytes_of(const std::vector<Slice>& window) {
-  int64_t bytes = 0;
-  for (const Slice& s : window) bytes += s.bytes();
-  return bytes;
-}
-
 // Ops that are posted together share one startup, so that only the first is fenced, and each has
 // room for the whole window.
-std::vector<Op> posted_together(const UnitJob& job, const std::vector<Slice>& window) {
+std::vector<Op> posted_together(const UnitJob& job, const std::vector<Slice>& window,
+                                int64_t bytes) {
   std::vector<Op> ops;
-  for (const Slice& s : window) {
-    ops.push_back(all_reduce(job, s, bytes_of(window), ops.empty()));
-  }
+  for (const Slice& s : window) ops.push_back(all_reduce(job, s, bytes, ops.empty()));
   return ops;
 }
 
 // Where fewer run at once, what shares a startup is one op, for each type of element; empty if to
 // pack its blocks takes longer than to start up as often as there are slices.
 std::vector<Op> in_one_op(const UnitJob& job, const NetworkModel& network,
-                          const std::vector<Slice>& window) {
+                          const std::vector<Slice>& window, int64_t bytes) {
   std::vector<std::pair<DType, Op>> by_dtype;
   for (const Slice& s : window) {
     const DType dtype = job.profile->tensors[static_cast<size_t>(s.tensor)].dtype;
-    Op op = all_reduce(job, s, bytes_of(window), by_dtype.empty());
+    Op op = all_reduce(job, s, bytes, by_dtype.empty());
     const auto same =
         std::ranges::find(by_dtype, dtype, [](const auto& part) { return part.first; });
     if (same == by_dtype.end()) {
@@ -65,13 +58,15 @@ Plan dcredit(const Profile& profile, const NetworkModel& network, const PolicyOp
   double channel_s = 0;
   const auto post = [&] {
     if (window.empty()) return;
+    int64_t bytes = 0;
+    for (const Slice& s : window) bytes += s.bytes();
     std::vector<Op> posted;
     if (network.concurrent > 0 && std::ssize(window) > network.concurrent) {
-      posted = in_one_op(job, network, window);
+      posted = in_one_op(job, network, window, bytes);
     }
-    if (posted.empty()) posted = posted_together(job, window);
+    if (posted.empty()) posted = posted_together(job, window, bytes);
     std::ranges::move(posted, std::back_inserter(ops));
-    channel_s += job.cost.time_s(bytes_of(window));
+    channel_s += job.cost.time_s(bytes);
     window.clear();
   };
   for (int next : job.backward) {

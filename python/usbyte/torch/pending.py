@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from usbyte.torch.settings import Trained
 from usbyte.torch.shield import shielded
 
 
-class PendingUpdates:
+class PendingUpdates(ABC):
     """What a step has put off, for a subclass to apply.
 
     Whoever reads a parameter asks for its update first. What has arrived together is applied
@@ -77,9 +78,9 @@ class PendingUpdates:
             release(self._params[i])
         self._come_behind(indices)
 
+    @abstractmethod
     def _apply(self, due: Sequence[int]) -> None:
         """Applies the pending updates of these parameters and of those that arrive with them."""
-        raise NotImplementedError
 
     def _come_behind(self, indices: Sequence[int]) -> None:
         """Later work on the current stream comes behind updates on others."""
