@@ -87,6 +87,11 @@ LAUNCHER = [
         "test_run_local.py test_a_reader_that_stops_reading_ends_the_job",
     ),
     (
+        "who reads the output pauses, and a rank fails",
+        "ends all, and tells that output is lost; a job that has succeeded waits",
+        "test_run_local.py test_a_job_that_fails_does_not_wait_for_its_reader_and_says_so",
+    ),
+    (
         "a rank fails, with `--max-restarts`",
         "starts all ranks anew, so many times at most; then the rank's code",
         "test_elastic.py test_restarts_come_to_an_end",

@@ -1,5 +1,6 @@
 """usbyterun on this host, as a process with real ranks."""
 
+import fcntl
 import json
 import os
 import signal
@@ -229,6 +230,45 @@ def test_a_reader_that_pauses_does_not_keep_the_job_from_ending(start: Starter) 
     time.sleep(1)  # now every pipe on the way is full
     running.process.send_signal(signal.SIGINT)
     assert running.process.wait(60) == 130
+    running.finish()
+    assert running.err.splitlines() == [LOST, "usbyterun: ended by SIGINT"]
+
+
+LOST = "usbyterun: some of the ranks' last output is lost, as nobody read it"
+# What a rank leaves behind prints on once it has ended, more than the reader's pipe takes.
+LATE = "trap '' TERM; while kill -0 $$; do sleep 0.05; done 2>/dev/null; seq 10000 30000"
+
+
+def late_output(start: Starter, code: int) -> Running:
+    running = start("-np", "1", "bash", "-c", f"({LATE}) & exit {code}")
+    fcntl.fcntl(running.process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    running.expect("[0] 10000\n")
+    return running
+
+
+def test_a_job_that_succeeds_waits_for_its_reader(start: Starter) -> None:
+    running = late_output(start, 0)
+    time.sleep(16)  # longer than agents are waited for
+    assert running.finish() == 0, running.err
+    assert running.out.splitlines() == [f"[0] {n}" for n in range(10000, 30001)]
+    assert running.err == ""
+
+
+def test_a_signal_ends_the_wait_for_a_reader(start: Starter) -> None:
+    running = late_output(start, 0)
+    time.sleep(3)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 143
+    running.finish()
+    assert running.err.splitlines() == [LOST, "usbyterun: ended by SIGTERM"]
+
+
+def test_a_job_that_fails_does_not_wait_for_its_reader_and_says_so(start: Starter) -> None:
+    running = late_output(start, 3)
+    assert running.process.wait(60) == 3
+    running.finish()
+    failed = "usbyterun: rank 0 on host localhost exited with code 3"
+    assert running.err.splitlines() == [LOST, failed]
 
 
 def test_an_interface_that_does_not_exist(start: Starter) -> None:

@@ -115,6 +115,7 @@ class Attempts:
             else:
                 break
             self._output.calm()
+        self._output.tell_lost()
         if verdict.message is not None:
             after = f" (after {restarts} of {most} restarts)" if restarts else ""
             self._output.note(verdict.message + after)

@@ -118,13 +118,14 @@ class Pump:
         self._thread.start()
 
     def finish(self) -> None:
-        """Sends what is left in the pipes; the ranks have ended.
+        """Sends what is left in the pipes, however long that takes; the ranks have ended.
 
-        The pipes never come to an end of file: torch keeps their write ends open.
+        A launcher that does not want to wait ends this process. The pipes never come to an end of
+        file: torch keeps their write ends open.
         """
         if self._thread.ident is not None:
             os.write(self._stop_write, b"\0")
-            self._thread.join(_DRAIN_SECONDS)
+            self._thread.join()
 
     def _run(self) -> None:
         stopping = False

@@ -82,6 +82,7 @@ class Launcher:
             processes.reap()
             self._selector.close()
         self._output.finish()
+        self._on_signal()  # one that came while that waited for its reader
         verdict = self._verdict or Verdict(1, "no agent was started")
         return (verdict.code == 0 and self._lost_output()) or verdict
 
@@ -105,12 +106,17 @@ class Launcher:
     def _step(self) -> None:
         timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         ready = self._selector.select(timeout)
+        began = time.monotonic()
         for key, _ in ready:
             # What an earlier one did may have closed this one.
             if key.fd in self._selector.get_map():
                 key.data()
+        if self._deadline is not None and self._verdict is not None and self._verdict.code == 0:
+            # What the reader takes does not count: the agents wait with this process.
+            self._deadline += time.monotonic() - began
         for link in self._links:
-            if link.gone and not link.ended:
+            # One that ends before it could tell why is lost too.
+            if link.gone and not (link.ended and self._verdict):
                 self._conclude(1, _describe_loss(link), self._all_run, [link])
                 self._lose(link)
         if lost := self._lost_output():
@@ -165,10 +171,14 @@ class Launcher:
 
     def _on_signal(self) -> None:
         for number in self._wake.take():
+            ended = Verdict(128 + number, f"ended by {number.name}")
             if self._verdict is None:
-                self._conclude(128 + number, f"ended by {number.name}")
+                self._conclude(ended.code, ended.message)
             else:
-                self._verdict = replace(self._verdict, restartable=False, lost=frozenset())
+                # A job that has succeeded may still wait for who reads its output.
+                verdict = self._verdict if self._verdict.code else ended
+                self._verdict = replace(verdict, restartable=False, lost=frozenset())
+                self._output.hurry()
                 self._tell_all("kill")
                 self._deadline = time.monotonic() + _HURRY_SECONDS
 
@@ -187,7 +197,10 @@ class Launcher:
             return
         for link in self._links:
             if not link.gone:
-                self._output.note(f"host {link.name} did not confirm that its ranks have ended")
+                self._output.note(
+                    f"host {link.name} did not confirm that its ranks have ended, nor that all of "
+                    "their output is here"
+                )
                 self._lose(link)
                 link.kill()
 
@@ -211,7 +224,8 @@ class Launcher:
             return
         self._verdict = Verdict(code, message, restartable, frozenset(link.name for link in lost))
         self._deadline = time.monotonic() + _END_SECONDS
-        self._output.hurry()
+        if code:
+            self._output.hurry()
         for link in self._links:
             if link.greeted:
                 link.send("stop")

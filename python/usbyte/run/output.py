@@ -43,7 +43,8 @@ class Sink:
     Attributes:
         error: Why nothing can be written any more: EPIPE where the reader is gone, or the disk is
             full.
-        stuck: Since `hurry`, nobody has read for a second; what came after that is lost.
+        stuck: Since `hurry`, nobody has read for a second; what comes is dropped.
+        lost: Something was dropped.
     """
 
     def __init__(self, fd: int, wake: int) -> None:
@@ -51,7 +52,7 @@ class Sink:
         self._wake = wake
         self._patient = True
         self.error: OSError | None = None
-        self.stuck = False
+        self.stuck = self.lost = False
 
     def hurry(self) -> None:
         """From now on, gives up if nobody reads for a second."""
@@ -73,6 +74,7 @@ class Sink:
                 continue
             except OSError as error:
                 self.error = error
+        self.lost |= bool(view) and self.error is None
 
     def _wait(self) -> bool:
         poll = select.poll()
@@ -146,10 +148,15 @@ class Output:
 
     def calm(self) -> None:
         """Ends the hurry, and tells what it has cost."""
-        stuck = self.stdout.stuck or self.stderr.stuck
         self.stdout.calm()
         self.stderr.calm()
-        if stuck:
+        self.tell_lost()
+
+    def tell_lost(self) -> None:
+        """Tells that something was dropped, if it was, since the last time."""
+        lost = self.stdout.lost or self.stderr.lost
+        self.stdout.lost = self.stderr.lost = False
+        if lost:
             self.note("some of the ranks' last output is lost, as nobody read it")
 
     def _show(self, kind: int, rank: int, lines: list[bytes]) -> None:
