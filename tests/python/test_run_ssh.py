@@ -1,4 +1,4 @@
-"""usbyterun over ssh: a real sshd on the loopback addresses 127.0.0.2 and 127.0.0.3."""
+"""usbyterun over ssh: a real sshd on the loopback addresses 127.0.0.2, 127.0.0.3 and ::1."""
 
 import getpass
 import json
@@ -28,6 +28,7 @@ _SSHD_CONFIG = """
 Port {port}
 ListenAddress 127.0.0.2
 ListenAddress 127.0.0.3
+{ipv6}
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/user_key.pub
 PidFile none
@@ -63,7 +64,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
         subprocess.run(command, check=True)
     port = free_port()
-    (folder / "sshd_config").write_text(_SSHD_CONFIG.format(port=port, folder=folder))
+    ipv6 = "ListenAddress ::1" if has_ipv6() else ""
+    (folder / "sshd_config").write_text(_SSHD_CONFIG.format(port=port, folder=folder, ipv6=ipv6))
     (folder / "ssh_config").write_text(_SSH_CONFIG.format(folder=folder))
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd insists, as root
@@ -90,6 +92,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))
         return int(probe.getsockname()[1])
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def wait_until_it_listens(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -190,6 +201,19 @@ print(json.dumps({**found, "python": shutil.which("python"), "stdin": sys.stdin.
         "GLOO_SOCKET_IFNAME": "lo",
     }
     assert {name: answer["env"].get(name) for name in expected} == expected
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6 on the loopback interface")
+@pytest.mark.parametrize("hosts", ["localhost:1,[::1]:1", "[::1]:1,localhost:1"])
+def test_hosts_that_ssh_reaches_over_ipv6(start: Starter, server: Server, hosts: str) -> None:
+    (start.cwd / "train.py").write_text("""
+import os, torch, usbyte.torch as ub
+ub.init()
+print(os.environ["MASTER_ADDR"], ub.allreduce(torch.ones(1), op=ub.Sum).item())
+""")
+    running = start(*server.options, "-H", hosts, sys.executable, "train.py")
+    assert running.finish() == 0, running.err
+    assert sorted(running.out.splitlines()) == ["[0] ::1 2.0", "[1] ::1 2.0"]
 
 
 WAITING = "(setsid sleep 600 &); touch $RANK; echo up; while :; do sleep 600; done"

@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -37,10 +38,10 @@ def serve_store(timeout: float, address: str, token: str) -> TCPStore:
 
     Args:
         timeout: Of its operations, seconds.
-        address: The IPv4 address to listen at; empty for all of this host's.
+        address: The IPv4 address to listen at; empty for all of this host's, IPv6 too.
         token: The job's, by which ranks tell whether the store is theirs.
     """
-    with socket.create_server((address, 0), backlog=socket.SOMAXCONN) as listener:
+    with _listen(address) as listener:
         port = listener.getsockname()[1]
         store = TCPStore(
             address or "localhost",
@@ -53,6 +54,16 @@ def serve_store(timeout: float, address: str, token: str) -> TCPStore:
         )
     store.set(JOB_KEY, job_mark(token))
     return store
+
+
+def _listen(address: str) -> socket.socket:
+    if not address and socket.has_dualstack_ipv6():
+        # A kernel that knows IPv6 may still refuse it here.
+        with suppress(OSError):
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True
+            )
+    return socket.create_server((address, 0), backlog=socket.SOMAXCONN)
 
 
 def interface_address(interface: str) -> str:
