@@ -70,6 +70,17 @@ print(json.dumps({"env": dict(os.environ), "cwd": os.getcwd(), "stdin": sys.stdi
     assert running.err == ""
 
 
+def test_python_is_the_one_of_the_launcher(start: Starter) -> None:
+    own = Path(sys.executable)
+    (start.cwd / own.name).write_text("#!/bin/sh\necho another\n")
+    (start.cwd / own.name).chmod(0o755)
+    path = f"{start.cwd}{os.pathsep}{os.environ['PATH']}"
+    code = "import sys; print(sys.executable)"
+    running = start("-np", "2", own.name, "-S", "-c", code, PATH=path)
+    assert running.finish() == 0, running.err
+    assert sorted(running.out.splitlines()) == [f"[{rank}] {own}" for rank in range(2)]
+
+
 def test_arguments_arrive_as_they_are(start: Starter) -> None:
     arguments = ["", "a b", "-np", "--", "'\"`", "two\nlines", "$HOME $$ ${local_rank} $(id)", "*"]
     arguments += ["\\n", "é", os.fsdecode(b"\xff")]

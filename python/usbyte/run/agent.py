@@ -128,10 +128,10 @@ def _enter(spec: AgentSpec) -> None:
             "start usbyterun from a directory that all hosts have"
         ) from error
     os.environ["PWD"] = spec.cwd
-    if spec.remote:
-        # A login over ssh has not activated the virtual environment that this python is in.
-        own = os.path.dirname(sys.executable)
-        os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
+    # A login over ssh has not activated the virtual environment that this python is in, and who
+    # runs usbyterun by its path has not either.
+    own = os.path.dirname(sys.executable)
+    os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
     os.environ.update(spec.env)
     # With it, torch would take all hosts to have equally many ranks.
     os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
