@@ -70,6 +70,21 @@ print(json.dumps({"env": dict(os.environ), "cwd": os.getcwd(), "stdin": sys.stdi
     assert running.err == ""
 
 
+def test_options_of_horovodrun(start: Starter) -> None:
+    options = ["-np", "1", "--gloo", "--timeline-filename", "t.json", "--log-level", "INFO"]
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    running = start(*options, "--network-interfaces", "lo,lo", *PYTHON, code)
+    assert running.finish() == 0, running.err
+    env = printed(running)[0]
+    expected = {
+        "USBYTE_TIMELINE": "t.json",
+        "USBYTE_LOG_LEVEL": "info",
+        "GLOO_SOCKET_IFNAME": "lo,lo",
+        "NCCL_SOCKET_IFNAME": "lo,lo",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+
+
 def test_python_is_the_one_of_the_launcher(start: Starter) -> None:
     own = Path(sys.executable)
     (start.cwd / own.name).write_text("#!/bin/sh\necho another\n")

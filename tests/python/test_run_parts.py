@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -135,6 +136,7 @@ def test_frames_survive_being_cut_and_noise_before_them() -> None:
         (["-H", "a:1,b:1", "--nnodes", "few", "true"], "'few' is not MIN:MAX"),
         (["-H", "a:1,b:1", "-np", "2", "--nnodes", "1:2", "true"], "leave out -np"),
         (["-np", "1", "--max-restarts", "-1", "true"], "--max-restarts"),
+        (["-np", "1", "--log-level", "TRACE", "true"], "'debug', 'info', 'warning', 'error'"),
         (["-np", "1", "--no-such-option", "true"], "--no-such-option"),
     ],
 )
@@ -147,10 +149,22 @@ def test_wrong_options_are_explained(arguments: list[str], complaint: str) -> No
 def test_help_and_version() -> None:
     text = CliRunner().invoke(main, ["--help"]).output
     for option in main.params[:-1]:
-        assert option.opts[0] in text
+        assert option.hidden or option.opts[0] in text
     assert "[default: 30.0" in text
     assert "usbyterun -np 4 python train.py" in text
-    assert CliRunner().invoke(main, ["--version"]).output.startswith("usbyterun ")
+    for option in ("-v", "--version"):
+        assert CliRunner().invoke(main, [option]).output.startswith("usbyterun ")
+
+
+def test_the_options_of_horovodrun_that_are_documented_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    known = {name for option in main.params for name in option.opts}
+    ((options, usbyterun),) = re.findall(r"^\| (`-np.*`) \| (the same.*) \|$", page, re.MULTILINE)
+    assert {name for name in re.findall(r"--?[a-z][a-z-]*|-H", options)} <= known
+    others = page.partition(usbyterun)[2].partition("\n\n")[0]
+    for left, right in re.findall(r"^\| (.*) \| (.*) \|$", others, re.MULTILINE):
+        assert not known & set(re.findall(r"--[a-z-]+", left))
+        assert set(re.findall(r"--[a-z-]+", right)) <= known
 
 
 def agent_events(cwd: str, *commands: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from usbyte.run.job import Job, Ssh
 from usbyte.run.output import Output
 
 _LONGEST_S = 7 * 86400.0
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _EXAMPLES = """\b
 Examples:
@@ -122,6 +123,7 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
 )
 @click.option(
     "--network-interface",
+    "--network-interfaces",
     "interface",
     metavar="IF",
     help="Network interface that connects the hosts; sets GLOO_SOCKET_IFNAME and "
@@ -159,6 +161,8 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
 )
 @click.option(
     "--timeline",
+    "--timeline-filename",
+    "timeline",
     metavar="FILE",
     help="Have usbyte write a timeline; sets USBYTE_TIMELINE. %r in the name stands for the rank; "
     "without it only rank 0 records.",
@@ -170,8 +174,15 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
     metavar="NAME=VALUE",
     help="Set a variable for every rank. May be repeated.",
 )
+@click.option(
+    "--log-level",
+    type=click.Choice(_LOG_LEVELS, case_sensitive=False),
+    help="Least severity that usbyte logs; sets USBYTE_LOG_LEVEL.",
+)
+@click.option("--gloo", is_flag=True, hidden=True, expose_value=False)  # of horovodrun; always so
 @click.option("--verbose", is_flag=True, help="Show which ranks run where and the ssh commands.")
 @click.option(
+    "-v",
     "--version",
     is_flag=True,
     is_eager=True,
@@ -195,6 +206,7 @@ def main(
     start_timeout: float,
     timeline: str | None,
     env: dict[str, str],
+    log_level: str | None,
     verbose: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -213,10 +225,11 @@ def main(
         raise click.UsageError(
             "COMMAND is empty; name a program, as in: usbyterun -np 2 python a.py"
         )
+    knobs = {"USBYTE_TIMELINE": timeline, "USBYTE_LOG_LEVEL": log_level}
     pool = _pool(ranks, host_list, hostfile, nnodes)
     job = Job(
         command=list(command),
-        env={**({"USBYTE_TIMELINE": timeline} if timeline else {}), **env},
+        env={**{name: text for name, text in knobs.items() if text}, **env},
         cwd=_current_directory(),
         interface=interface,
         start_timeout=start_timeout,
