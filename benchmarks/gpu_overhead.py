@@ -15,12 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import usbyte
 import usbyte.torch as ub
@@ -32,15 +36,18 @@ _COLUMNS = {
     "bare one once more; medians over turns, all three in turns",
     "overhead": "wrapped over bare, minus 1",
     "noise": "bare once more over bare, minus 1: what a difference may be worth",
-    "two ranks": "host seconds of a whole step (zero_grad, forward, backward, step) while the GPU "
-    "sleeps, so that the host waits for nothing but itself; medians over steps",
+    "two ranks": "host seconds of a step and its phases while the GPU sleeps, so that the host "
+    "waits for nothing but itself, bare, with usbyte, and under DDP with as many buckets as usbyte "
+    "has blocks; medians over steps, all three in turns",
     "per block": "(with usbyte - bare) / blocks of the plan: hooks, gates and engine together, for "
     "each block that is sent",
-    "per gradient": "the same / number of gradients",
+    "per gradient": "the same / number of gradients, and (DDP - bare) / number of gradients",
+    "NCCL_COMM_BLOCKING": "as set for all of NCCL's communicators; empty: as who makes one asks",
 }
 _OVERHEAD_LIMIT = 0.01
 _BLOCK_LIMIT_S = 15e-6
 _ASLEEP_CYCLES = 100_000_000  # some 50 ms
+_PHASES = ("zero_grad", "forward", "backward", "step", "whole")
 _LAYERS, _WIDTH = 12, 64  # few enough launches and events for the queues of sleeping streams
 
 
@@ -84,53 +91,74 @@ def _turn(made: Training, steps: int) -> float:
 
 
 def host_times(device: str, policy: str, samples: int) -> dict[str, Any]:
-    """Host seconds of a step on this rank of several, bare and with usbyte."""
-    torch.manual_seed(0)
+    """Host seconds of a step on this rank of several: bare, with usbyte, and with DDP."""
+    kinds = ("bare", "usbyte", "DDP")
     steps = {}
-    for wrapped in (False, True):
-        layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
-        model = torch.nn.Sequential(*layers).to(device)
+    for kind in kinds:
+        torch.manual_seed(0)
+        layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
+        model: nn.Module = nn.Sequential(*layers).to(device)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
-        if wrapped:
-            optimizer = ub.DistributedOptimizer(
+        if kind == "DDP":  # a bucket for each gradient, or for all
+            model = DistributedDataParallel(model, bucket_cap_mb=25 if policy == "ddp" else 1e-6)
+        elif kind == "usbyte":
+            optimizer = wrapped = ub.DistributedOptimizer(
                 optimizer, model.named_parameters(), overlap="backward", policy=policy
             )
-        steps[wrapped] = _stepper(model, optimizer, torch.randn(16, _WIDTH, device=device))
-    while not optimizer.settled:
-        steps[True]()
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for sample in range(2 * samples + 4):
-        for wrapped in (sample % 2 == 0, sample % 2 == 1):
+        steps[kind] = _stepper(model, optimizer, torch.randn(16, _WIDTH, device=device))
+    while not wrapped.settled:
+        steps["usbyte"]()
+    times: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    for sample in range(samples + 2):
+        # Each kind comes equally often in each place.
+        for k in range(len(kinds)):
+            kind = kinds[(sample + k) % len(kinds)]
             if device == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()
             if device == "cuda":
+                torch.cuda.synchronize()
                 torch.cuda._sleep(_ASLEEP_CYCLES)
-            begin = time.perf_counter()
-            steps[wrapped]()
-            took = time.perf_counter() - begin
-            if sample >= 4:  # the first ones allocate
-                times[wrapped].append(took)
-    bare, mine = statistics.median(times[False]), statistics.median(times[True])
-    blocks = sum(len(op.blocks) for op in optimizer.plan.ops)
-    optimizer.close()
+            marks = steps[kind]()
+            if sample >= 2:  # the first ones allocate
+                spans = [end - begin for begin, end in pairwise(marks)]
+                times[kind].append([*spans, marks[-1] - marks[0]])
+    found = {
+        kind: dict(zip(_PHASES, map(statistics.median, zip(*each, strict=True)), strict=True))
+        for kind, each in times.items()
+    }
+    bare, mine, ddp = (found[kind]["whole"] for kind in kinds)
+    plan = wrapped.plan
+    assert plan is not None
+    blocks = sum(len(op.blocks) for op in plan.ops)
+    wrapped.close()
     return {
         "policy": policy,
         "gradients": 2 * _LAYERS,
         "blocks": blocks,
         "bare_s": bare,
         "with_usbyte_s": mine,
+        "with_ddp_s": ddp,
         "per_block_s": (mine - bare) / blocks,
         "per_gradient_s": (mine - bare) / (2 * _LAYERS),
-        "samples": len(times[True]),
+        "ddp_per_gradient_s": (ddp - bare) / (2 * _LAYERS),
+        "phases_s": found,
+        "samples": samples,
     }
 
 
-def _stepper(model: torch.nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
-    def step() -> None:
+def _stepper(model: nn.Module, optimizer: Any, x: torch.Tensor) -> Callable[[], list[float]]:
+    def step() -> list[float]:
+        marks = [time.perf_counter()]
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        marks.append(time.perf_counter())
+        loss = model(x).square().mean()
+        marks.append(time.perf_counter())
+        loss.backward()
+        marks.append(time.perf_counter())
         optimizer.step()
+        marks.append(time.perf_counter())
+        return marks
 
     return step
 
@@ -152,8 +180,8 @@ def _rank_of_two(device: str, results: Path) -> None:
     ub.shutdown()
 
 
-def _two_ranks(device: str, limit_s: float) -> tuple[list[dict[str, Any]], str]:
-    """Rows, or why there are none."""
+def _two_ranks(device: str, limit_s: float, blocking: str) -> tuple[list[dict[str, Any]], str]:
+    """Rows, or why there are none; with NCCL_COMM_BLOCKING as given, if it is."""
     backend = "nccl" if device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
@@ -167,6 +195,8 @@ def _two_ranks(device: str, limit_s: float) -> tuple[list[dict[str, Any]], str]:
             "NCCL_NET": "Socket",
             "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         }
+        if blocking:
+            env["NCCL_COMM_BLOCKING"] = blocking
         command = [sys.executable, "-m", "usbyte.run", "-np", "2", sys.executable, __file__]
         command += ["--device", device, "--rank-of-two", str(results)]
         with subprocess.Popen(command, env=env) as ranks:
@@ -179,7 +209,7 @@ def _two_ranks(device: str, limit_s: float) -> tuple[list[dict[str, Any]], str]:
         if code != 0:
             return [], f"two ranks over {backend} ended with exit code {code}; the log tells why"
         rows: list[dict[str, Any]] = json.loads(results.read_text())
-        return rows, ""
+        return [{"NCCL_COMM_BLOCKING": blocking, **row} for row in rows], ""
 
 
 @click.command(context_settings={"show_default": True})
@@ -187,7 +217,7 @@ def _two_ranks(device: str, limit_s: float) -> tuple[list[dict[str, Any]], str]:
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
 @click.option("--turns", default=6, help="Of each kind.")
 @click.option("--steps", default=6, help="Of a turn.")
-@click.option("--limit", default=60.0, help="Seconds for the two ranks.")
+@click.option("--limit", default=45.0, help="Seconds for each run of two ranks.")
 @click.option("--rank-of-two", type=click.Path(path_type=Path), hidden=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write JSON.")
 def main(
@@ -220,20 +250,37 @@ def main(
         ))  # fmt: skip
         _write(json_path, found)  # what there is, should time run out
     ub.shutdown()
-    rows, why = _two_ranks(device, limit)
-    found["two ranks"] = rows
-    if why:
-        found["skipped"]["host time of two ranks"] = why
-        click.echo(why)
-    for row in rows:
-        per_block = row["per_block_s"]
-        click.echo(f"{row['policy']}: {row['blocks']} blocks, {per_block * 1e6:.1f} us for each")
-        found["targets"].append(_target(
-            f"host time for each block, 2 ranks, {row['blocks']} blocks of {row['gradients']} "
-            "gradients", f"{per_block * 1e6:.1f} us", f"at most {_BLOCK_LIMIT_S * 1e6:.0f} us",
-            per_block <= _BLOCK_LIMIT_S,
-        ))  # fmt: skip
-    _write(json_path, found)
+    # usbyte's communicators do not block, for which NCCL starts threads: at what cost?
+    for blocking in ("", "1") if device == "cuda" else ("",):
+        rows, why = _two_ranks(device, limit, blocking)
+        found["two ranks"] += rows
+        if why:
+            how = f", NCCL_COMM_BLOCKING={blocking}" if blocking else ""
+            found["skipped"]["host time of two ranks" + how] = why
+            click.echo(why)
+        for row in rows:
+            _report(row)
+            if not blocking:
+                found["targets"].append(_host_target(row))
+        _write(json_path, found)
+
+
+def _report(row: dict[str, Any]) -> None:
+    how = " with NCCL_COMM_BLOCKING=1" if row["NCCL_COMM_BLOCKING"] else ""
+    click.echo(
+        f"{row['policy']}{how}: {row['blocks']} blocks, {row['per_block_s'] * 1e6:.1f} us for "
+        f"each; by gradient {row['per_gradient_s'] * 1e6:.1f} us, under DDP "
+        f"{row['ddp_per_gradient_s'] * 1e6:.1f}"
+    )
+
+
+def _host_target(row: dict[str, Any]) -> dict[str, Any]:
+    per_block = row["per_block_s"]
+    return _target(
+        f"host time for each block, 2 ranks, {row['blocks']} blocks of {row['gradients']} "
+        "gradients", f"{per_block * 1e6:.1f} us", f"at most {_BLOCK_LIMIT_S * 1e6:.0f} us",
+        per_block <= _BLOCK_LIMIT_S,
+    )  # fmt: skip
 
 
 def _write(path: Path | None, found: dict[str, Any]) -> None:

@@ -62,12 +62,13 @@ class LocalExchange final : public Exchange {
     for (const Leg& leg : legs) {
       if (!leg.receive.empty()) receive(lock, leg);
     }
-    m.changed.wait(lock, [&] {
-      return !m.fault.empty() || std::ranges::none_of(legs, [&](const Leg& leg) {
+    const auto all_taken = [&] {
+      return std::ranges::none_of(legs, [&](const Leg& leg) {
         return !leg.send.empty() && m.mail(rank_, leg.peer).waiting;
       });
-    });
-    m.check();
+    };
+    m.changed.wait(lock, [&] { return !m.fault.empty() || all_taken(); });
+    if (!all_taken()) m.check();  // who has taken the last of it may have left since
   }
 
   void abort() override {
@@ -80,7 +81,7 @@ class LocalExchange final : public Exchange {
     Meeting& m = *meeting_;
     Meeting::Mail& mail = m.mail(leg.peer, rank_);
     m.changed.wait(lock, [&] { return !m.fault.empty() || mail.waiting; });
-    m.check();
+    if (!mail.waiting) m.check();
     const std::span<const std::byte> message = mail.message;
     if (message.size() != leg.receive.size()) {
       m.end("rank " + std::to_string(leg.peer) + " sent " + std::to_string(message.size()) +

@@ -1,6 +1,7 @@
 #include "usbyte/device_clock.h"
 
 #include <limits>
+#include <thread>
 #include <utility>
 
 #include "usbyte/timeline.h"
@@ -44,14 +45,22 @@ double DeviceClock::between(const Moment& from, const Moment& to) {
 }
 
 void DeviceClock::anchor() {
-  // Streams share queues, so that an event may come behind kernels.
+  // Streams share queues, so that an event may come behind kernels, which may hang.
   constexpr double kExact = 200e-6;
+  const bool first = [this] {
+    std::lock_guard lock(mutex_);
+    return anchor_ == nullptr;
+  }();
   double narrowest = std::numeric_limits<double>::infinity();
   std::shared_ptr<const Moment::Anchor> best;
   for (int tries = 0; tries < 5 && narrowest > kExact; ++tries) {
     const PooledEvent event = events_.acquire(EventKind::timed);
     const double before = now_s();
     cuda_->record(event.get(), stream_.get());
+    while (!first && !cuda_->passed(event.get())) {
+      if (now_s() - before > kExact) return;
+      std::this_thread::yield();  // for less than a sleep takes
+    }
     cuda_->synchronize(event.get());
     const double after = now_s();
     if (after - before >= narrowest) continue;

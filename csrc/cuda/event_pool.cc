@@ -1,6 +1,10 @@
 #include "usbyte/event_pool.h"
 
+#include <chrono>
+#include <thread>
 #include <utility>
+
+#include "usbyte/timeline.h"
 
 namespace usbyte {
 
@@ -8,6 +12,15 @@ EventPool::Free::~Free() {
   for (const auto& list : events) {
     for (CudaEvent event : list) cuda->destroy(event);
   }
+}
+
+bool passes_within(Cuda& cuda, CudaEvent event, double seconds) {
+  const double deadline_s = now_s() + seconds;
+  while (!cuda.passed(event)) {
+    if (now_s() > deadline_s) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
 }
 
 EventPool::EventPool(std::shared_ptr<Cuda> cuda) : free_(std::make_shared<Free>(std::move(cuda))) {}

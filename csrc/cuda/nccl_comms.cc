@@ -125,16 +125,12 @@ std::string NcclComms::describe(size_t slot) const {
          std::to_string(comms_.size());
 }
 
-// Each on a thread of its own; waits for them, but not longer than the close timeout, since a call
-// into NCCL may not come back once another rank is gone.
-void NcclComms::run_bounded(std::vector<std::function<void()>> jobs) const {
-  struct Progress {    // outlives this call if a job does
-    std::mutex mutex;  // guards `left`
-    std::condition_variable done;
-    size_t left;
-  };
-  const auto progress = std::make_shared<Progress>();
+// Each on a thread of its own.
+std::shared_ptr<NcclComms::Progress> NcclComms::begin(
+    std::vector<std::function<void()>> jobs) const {
+  auto progress = std::make_shared<Progress>();
   progress->left = jobs.size();
+  progress->deadline_s = now_s() + options_.close_timeout_s;
   for (std::function<void()>& job : jobs) {
     std::thread([job = std::move(job), progress, nccl = nccl_, device = device_] {
       try {
@@ -146,32 +142,42 @@ void NcclComms::run_bounded(std::vector<std::function<void()>> jobs) const {
       progress->done.notify_all();
     }).detach();
   }
-  std::unique_lock lock(progress->mutex);
-  progress->done.wait_for(lock, std::chrono::duration<double>(options_.close_timeout_s),
-                          [&] { return progress->left == 0; });
+  return progress;
+}
+
+// A call into NCCL may not come back once another rank is gone.
+void NcclComms::await(Progress& progress) {
+  const std::chrono::duration<double> left(progress.deadline_s - now_s());
+  std::unique_lock lock(progress.mutex);
+  progress.done.wait_for(lock, left, [&] { return progress.left == 0; });
 }
 
 void NcclComms::abort() {
-  // All at once: an abort waits for what is on the communicator's stream, and that may wait for
-  // what hangs on another one.
-  std::vector<std::function<void()>> jobs;
+  std::shared_ptr<Progress> progress;
   {
     std::lock_guard lock(mutex_);
-    if (phase_ != Phase::open) return;
-    phase_ = Phase::aborted;
-    ended_.notify_all();
-    for (NcclComm* comm : comms_) {
-      if (comm) jobs.push_back([comm, nccl = nccl_] { nccl->comm_abort(comm); });
+    if (phase_ == Phase::closed) return;
+    if (phase_ == Phase::open) {
+      phase_ = Phase::aborted;
+      ended_.notify_all();
+      // All at once: an abort waits for what is on the communicator's stream, and that may wait for
+      // what hangs on another one.
+      std::vector<std::function<void()>> jobs;
+      for (NcclComm* comm : comms_) {
+        if (comm) jobs.push_back([comm, nccl = nccl_] { nccl->comm_abort(comm); });
+      }
+      aborting_ = begin(std::move(jobs));
     }
+    progress = aborting_;
   }
-  run_bounded(std::move(jobs));
+  await(*progress);
 }
 
 void NcclComms::close() {
   try {
     std::unique_lock lock(mutex_);
-    if (phase_ != Phase::open) return;
-    if (!find_failure().empty()) throw FaultError(failure_);
+    if (phase_ == Phase::closed) return;
+    if (!find_failure().empty()) throw FaultError(find_failure());
     const double deadline_s = now_s() + options_.close_timeout_s;
     nccl_->with_device(device_, [&] {
       for (NcclComm* comm : comms_) {
@@ -183,9 +189,9 @@ void NcclComms::close() {
   } catch (const Error&) {
     return abort();
   }
-  run_bounded({[comms = comms_, nccl = nccl_] {
+  await(*begin({[comms = comms_, nccl = nccl_] {
     for (NcclComm* comm : comms) nccl->comm_destroy(comm);
-  }});
+  }}));
 }
 
 }  // namespace usbyte

@@ -35,19 +35,27 @@ class NcclComms {
 
   /// Why no call can succeed any more; empty while that is not known.
   std::string failure();
-  /// Ends all communicators at once and waits for that, not longer than the close timeout.
+  /// Ends all communicators at once and waits for that, not longer than the close timeout; so does
+  /// every later call, as NCCL writes to requests until then.
   void abort();
   /// Waits until all is over on all ranks, or aborts.
   void close();
 
  private:
   enum class Phase { open, closed, aborted };
+  struct Progress {  // of jobs, which may outlive whoever waits for them
+    double deadline_s;
+    std::mutex mutex;  // guards `left`
+    std::condition_variable done;
+    size_t left;
+  };
 
   void make(size_t slot, const NcclId& id, double deadline_s);
   void await(std::unique_lock<std::mutex>& lock, size_t slot, double deadline_s);
   std::string find_failure();
   std::string describe(size_t slot) const;
-  void run_bounded(std::vector<std::function<void()>> jobs) const;
+  std::shared_ptr<Progress> begin(std::vector<std::function<void()>> jobs) const;
+  static void await(Progress& progress);
 
   const std::shared_ptr<NcclApi> nccl_;
   const int device_, rank_, size_;
@@ -57,7 +65,8 @@ class NcclComms {
   std::condition_variable ended_;
   Phase phase_ = Phase::open;
   std::string failure_;
-  std::vector<NcclComm*> comms_;  // by slot; never moves, since NCCL writes to it
+  std::shared_ptr<Progress> aborting_;  // once aborted
+  std::vector<NcclComm*> comms_;        // by slot; never moves, since NCCL writes to it
 };
 
 }  // namespace usbyte

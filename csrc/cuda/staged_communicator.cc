@@ -81,8 +81,10 @@ struct StagedCommunicator::State : std::enable_shared_from_this<State> {
   void leave_locked();
   void fail(const Chunk& chunk, std::exception_ptr error);
   std::vector<std::shared_ptr<Operation>> close(const std::string& why);
-  // No request's memory is touched any more; what was open completes with an error.
-  void end(const std::string& why);
+  // No request's memory is touched any more, as far as that can be waited for; what was open
+  // completes with an error. Returns whether the streams are empty.
+  bool end(const std::string& why);
+  bool settle();
 
   const std::shared_ptr<Cuda> cuda;
   Communicator& inner;  // for the thread alone, which is gone before it
@@ -263,22 +265,32 @@ void StagedCommunicator::State::fail(const Chunk& chunk, std::exception_ptr erro
   }
 }
 
-void StagedCommunicator::State::end(const std::string& why) {
+bool StagedCommunicator::State::end(const std::string& why) {
   const auto dropped = close(why);
   {
     std::unique_lock lock(mutex);
     idle.wait(lock, [&] { return busy == 0; });
   }
-  for (CudaStream stream : {out.get(), in.get()}) {
-    try {
-      cuda->synchronize(stream);
-    } catch (const FaultError&) {
-      // Then nothing runs on the device any more.
-    }
-  }
+  const bool settled = settle();
   for (const auto& operation : dropped) {
     std::exchange(operation->done, nullptr)(std::make_exception_ptr(FaultError(why)));
   }
+  return settled;
+}
+
+// What copies come behind may hang on the device, for ever.
+bool StagedCommunicator::State::settle() {
+  constexpr double kMost_s = 1;
+  try {
+    const PooledEvent event = events.acquire(EventKind::ordering);
+    for (CudaStream stream : {in.get(), out.get()}) {
+      cuda->record(event.get(), stream);
+      if (!passes_within(*cuda, event.get(), kMost_s)) return false;
+    }
+  } catch (const FaultError&) {
+    // Then nothing runs on the device any more.
+  }
+  return true;
 }
 
 StagedCommunicator::StagedCommunicator(std::shared_ptr<Cuda> cuda,
@@ -305,8 +317,16 @@ StagedCommunicator::~StagedCommunicator() {
     s.stopping = true;
     s.work.notify_one();
   }
-  s.end("the staged communicator was destroyed before this request was complete");
-  if (std::this_thread::get_id() == s.thread.get_id()) {
+  const bool settled =
+      s.end("the staged communicator was destroyed before this request was complete");
+  if (!settled) {
+    // Copies that have begun would go on, and the thread waits for one of them.
+    static auto& kept = *new std::vector<std::shared_ptr<State>>;
+    static std::mutex mutex;
+    std::lock_guard lock(mutex);
+    kept.push_back(state_);
+  }
+  if (!settled || std::this_thread::get_id() == s.thread.get_id()) {
     s.thread.detach();  // a completion destroys this; the thread shares the state and ends
   } else {
     s.thread.join();

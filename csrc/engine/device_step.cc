@@ -1,9 +1,11 @@
 #include "device_step.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "usbyte/error.h"
 #include "usbyte/lines.h"
+#include "usbyte/timeline.h"
 
 namespace usbyte {
 namespace {
@@ -73,6 +75,8 @@ DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda>
   for (size_t i = 0; i < plan.ops().size(); ++i) {
     const Op& op = plan.ops()[i];
     labels_.push_back(plan.describe(static_cast<int>(i)));
+    all_ops_.push_back(static_cast<int>(i));
+    if (op.kind != Collective::all_gather) reductions_.push_back(static_cast<int>(i));
     tensors_of_.push_back(plan.tensors_of(op));
     for (int t : tensors_of_.back()) {
       if (takes_gradients(op)) inputs_of_[static_cast<size_t>(t)].push_back(static_cast<int>(i));
@@ -92,24 +96,22 @@ DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda>
 }
 
 void DeviceStep::begin(CudaStream stream, bool timed) {
-  std::lock_guard lock(mutex_);
-  check_not_captured(stream);
-  for (size_t op = 0; op < record_.done.size(); ++op) {
-    if (record_.done[op]) wait_op(op, stream);
-  }
+  std::lock_guard packing(packing_);
+  wait_ops(all_ops_, stream);
   const size_t tensors = plan_.tensors().size(), ops = plan_.ops().size();
-  timed_ = timed;
   first_stream_ = stream;
   begun_ = {};
-  released_ = {};
   gradients_.assign(tensors, {});
   packed_on_.assign(ops, {});
-  for (auto& streams : waited_) streams.clear();
   missing_.clear();
   for (size_t op = 0; op < ops; ++op) {
     missing_.push_back(takes_gradients(plan_.ops()[op]) ? static_cast<int>(tensors_of_[op].size())
                                                         : 0);
   }
+  std::lock_guard lock(mutex_);
+  timed_ = timed;
+  released_ = {};
+  for (auto& streams : waited_) streams.clear();
   record_ = {};
   record_.ready.resize(tensors);
   record_.queued.resize(ops);
@@ -119,13 +121,17 @@ void DeviceStep::begin(CudaStream stream, bool timed) {
 
 std::vector<int> DeviceStep::gradient(int tensor, CudaStream stream, const void* source) {
   const auto t = static_cast<size_t>(tensor);
-  std::lock_guard lock(mutex_);
+  std::lock_guard packing(packing_);
   if (stream != first_stream_ && !begun_) {
     begun_ = events_.acquire(EventKind::ordering);
     cuda_->record(begun_.get(), first_stream_);
   }
   gradients_[t] = {source, stream};
-  if (timed_) record_.ready[t] = clock_.mark(stream);
+  if (timed()) {
+    Moment ready = clock_.mark(stream);
+    std::lock_guard lock(mutex_);
+    record_.ready[t] = std::move(ready);
+  }
   std::vector<int> packed;
   for (int op : inputs_of_[t]) {
     if (--missing_[static_cast<size_t>(op)] == 0) complete(op, stream, packed);
@@ -164,7 +170,14 @@ void DeviceStep::complete(int op, CudaStream stream, std::vector<int>& packed) {
     const DType dtype = plan_.dtype(plan_.ops()[i].blocks.front());
     cuda_->copy_segments(segments, dtype, dtype, scale_, stream);
   }
-  record_.queued[i] = clock_.mark(stream);
+  Moment queued = clock_.mark(stream);
+  std::lock_guard lock(mutex_);
+  record_.queued[i] = std::move(queued);
+}
+
+bool DeviceStep::timed() const {
+  std::lock_guard lock(mutex_);
+  return timed_;
 }
 
 void DeviceStep::follow(CudaStream stream, CudaStream other) {
@@ -174,9 +187,10 @@ void DeviceStep::follow(CudaStream stream, CudaStream other) {
 }
 
 void DeviceStep::release(CudaStream stream) {
+  PooledEvent released = events_.acquire(EventKind::ordering);
+  cuda_->record(released.get(), stream);
   std::lock_guard lock(mutex_);
-  released_ = events_.acquire(EventKind::ordering);
-  cuda_->record(released_.get(), stream);
+  released_ = std::move(released);
 }
 
 StreamOrder DeviceStep::order(int op) {
@@ -221,38 +235,42 @@ LaunchedOp DeviceStep::launched(int op, int64_t step) const {
 }
 
 Moment DeviceStep::gate(CudaStream stream) {
-  std::lock_guard lock(mutex_);
-  const bool timed = timed_ && !cuda_->capturing(stream);  // its events have no time
-  return timed ? clock_.mark(stream) : Moment();
+  if (!timed() || cuda_->capturing(stream)) return {};  // events of a capture have no time
+  return clock_.mark(stream);
 }
 
 void DeviceStep::wait(int tensor, CudaStream stream, const Moment& gate) {
-  std::lock_guard lock(mutex_);
-  const auto& ops = brought_by_[static_cast<size_t>(tensor)];
   const NamedRange shown(*cuda_, plan_.tensors()[static_cast<size_t>(tensor)].name);
-  for (int op : ops) wait_op(static_cast<size_t>(op), stream);
-  if (gate) record_.gates.push_back({tensor, {gate, clock_.mark(stream)}});
+  wait_ops(brought_by_[static_cast<size_t>(tensor)], stream);
+  if (!gate) return;
+  Moment through = clock_.mark(stream);
+  std::lock_guard lock(mutex_);
+  record_.gates.push_back({tensor, {gate, std::move(through)}});
 }
 
-void DeviceStep::wait_reduced(CudaStream stream) {
-  std::lock_guard lock(mutex_);
-  for (size_t op = 0; op < record_.done.size(); ++op) {
-    if (plan_.ops()[op].kind != Collective::all_gather) wait_op(op, stream);
+void DeviceStep::wait_reduced(CudaStream stream) { wait_ops(reductions_, stream); }
+
+void DeviceStep::wait_all(CudaStream stream) { wait_ops(all_ops_, stream); }
+
+void DeviceStep::wait_ops(std::span<const int> ops, CudaStream stream) {
+  std::vector<std::pair<size_t, Moment>> due;
+  {
+    std::lock_guard lock(mutex_);
+    for (int op : ops) {
+      const auto i = static_cast<size_t>(op);
+      const bool waited = std::ranges::find(waited_[i], stream) != waited_[i].end();
+      if (record_.done[i] && !waited) due.emplace_back(i, record_.done[i]);
+    }
   }
-}
-
-void DeviceStep::wait_all(CudaStream stream) {
-  std::lock_guard lock(mutex_);
-  for (size_t op = 0; op < record_.done.size(); ++op) wait_op(op, stream);
-}
-
-void DeviceStep::wait_op(size_t op, CudaStream stream) {
-  if (!record_.done[op]) return;
-  auto& streams = waited_[op];
-  if (std::ranges::find(streams, stream) != streams.end()) return;
+  if (due.empty()) return;
   check_not_captured(stream);
-  cuda_->wait(stream, record_.done[op].event());
-  streams.push_back(stream);
+  for (const auto& [op, done] : due) cuda_->wait(stream, done.event());
+  std::lock_guard lock(mutex_);
+  for (const auto& [op, done] : due) {
+    // Another step may have begun meanwhile.
+    const Moment& now = record_.done[op];
+    if (now && now.event() == done.event()) waited_[op].push_back(stream);
+  }
 }
 
 void DeviceStep::check_not_captured(CudaStream stream) {
@@ -263,15 +281,24 @@ void DeviceStep::check_not_captured(CudaStream stream) {
       "under optimizer.no_sync() and run the last backward of each step outside of the graph");
 }
 
+std::vector<Moment> DeviceStep::ends() const {
+  std::lock_guard lock(mutex_);
+  std::vector<Moment> out;
+  for (const auto* moments : {&record_.queued, &record_.done}) {
+    std::ranges::copy_if(*moments, std::back_inserter(out), [](const Moment& m) { return !!m; });
+  }
+  return out;
+}
+
 void DeviceStep::synchronize() {
-  std::vector<Moment> moments;
-  {
-    std::lock_guard lock(mutex_);
-    moments = record_.done;
-  }
-  for (const Moment& moment : moments) {
-    if (moment) cuda_->synchronize(moment.event());
-  }
+  for (const Moment& moment : ends()) cuda_->synchronize(moment.event());
+}
+
+bool DeviceStep::ends_within(double seconds) {
+  const double deadline_s = now_s() + seconds;
+  return std::ranges::all_of(ends(), [&](const Moment& moment) {
+    return passes_within(*cuda_, moment.event(), deadline_s - now_s());
+  });
 }
 
 void DeviceStep::updated(std::vector<int> tensors, Moment start, Moment end) {

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -41,9 +42,9 @@ struct LaunchedOp {
 /// The device's side of a step: gradients are packed into the arena, and events put streams and ops
 /// in order. Nothing blocks the host but what says so.
 ///
-/// The engine calls `order` on the thread that launches and everything else on its callers'. All
-/// fields are guarded by `mutex_`, which is held while CUDA is called, and under which nothing
-/// else is.
+/// The engine calls `order` on the thread that launches and everything else on its callers'. A call
+/// of CUDA may block once a device has much to do, for ever if that hangs; so `mutex_`, which
+/// `order` needs, is not held across one but to make events.
 class DeviceStep {
  public:
   /// `plan` outlives it. Gradients are multiplied with `scale`. With `hold_gathers`, all_gathers
@@ -51,8 +52,10 @@ class DeviceStep {
   DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda> cuda, double scale,
              bool hold_gathers);
 
+  /// Throws UsageError if the stream is being captured.
+  void check_not_captured(CudaStream stream);
   /// The next step: what comes later on `stream` may write to the arena. With `timed`, tensors,
-  /// gates and updates are in the record, too. Throws UsageError if the stream is being captured.
+  /// gates and updates are in the record, too.
   void begin(CudaStream stream, bool timed);
   /// The gradient of `tensor` is what `source` holds behind what is on `stream` now; it may be in
   /// the arena already, and is not there if `source` is null. The last gradient that an op waits
@@ -82,8 +85,10 @@ class DeviceStep {
   void wait(int tensor, CudaStream stream, const Moment& gate);
   void wait_reduced(CudaStream stream);
   void wait_all(CudaStream stream);
-  /// Blocks the host until all ops that were launched are over.
+  /// Blocks the host until all that was packed is, and all ops that were launched are over.
   void synchronize();
+  /// The same, for so many seconds at most. Returns whether it is.
+  bool ends_within(double seconds);
 
   /// Adds an update to the record.
   void updated(std::vector<int> tensors, Moment start, Moment end);
@@ -93,8 +98,9 @@ class DeviceStep {
  private:
   void complete(int op, CudaStream stream, std::vector<int>& packed);
   void follow(CudaStream stream, CudaStream other);
-  void wait_op(size_t op, CudaStream stream);
-  void check_not_captured(CudaStream stream);
+  void wait_ops(std::span<const int> ops, CudaStream stream);
+  bool timed() const;
+  std::vector<Moment> ends() const;
   bool coded(size_t op) const { return plan_.ops()[op].codec != "none"; }
 
   const Plan& plan_;
@@ -110,19 +116,22 @@ class DeviceStep {
 
   DeviceClock clock_;
   EventPool events_;
-  mutable std::mutex mutex_;
+  std::vector<int> all_ops_, reductions_;
 
   struct Gradient {
     const void* source = nullptr;
     CudaStream stream;
     int packed_for = -1;  // the op
   };
-  bool timed_ = false;
+  std::mutex packing_;  // taken before `mutex_`; guards:
   CudaStream first_stream_;
-  PooledEvent begun_;                            // behind the last step's ops, on first_stream_
-  std::vector<Gradient> gradients_;              // by tensor
-  std::vector<int> missing_;                     // by op: gradients
-  std::vector<CudaStream> packed_on_;            // by op
+  PooledEvent begun_;                  // behind the last step's ops, on first_stream_
+  std::vector<Gradient> gradients_;    // by tensor
+  std::vector<int> missing_;           // by op: gradients
+  std::vector<CudaStream> packed_on_;  // by op
+
+  mutable std::mutex mutex_;  // guards:
+  bool timed_ = false;
   std::vector<std::vector<CudaStream>> waited_;  // by op: streams that are behind it
   PooledEvent released_;
   struct Coded {

@@ -45,14 +45,14 @@ const Plan& Engine::plan() const { return state_->plan; }
 
 void Engine::begin_step(CudaStream stream) {
   State& s = *state_;
-  std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
   s.check();
   if (s.in_backward || !s.step.drained()) {
     throw UsageError("begin_step: step " + std::to_string(s.record.step) + " is not drained");
   }
+  if (s.device) s.device->check_not_captured(stream);
   s.post_record();
   if (!s.outbox.empty()) s.work.notify_one();
-  if (s.device) s.device->begin(stream, s.options.timed || s.writer);
   s.posted = false;
   s.in_backward = true;
   s.ready_count = 0;
@@ -68,6 +68,8 @@ void Engine::begin_step(CudaStream stream) {
   s.record.gates.clear();
   s.record.updates.clear();
   s.record.sparse.clear();
+  const bool timed = s.options.timed || s.writer;
+  if (s.device) s.on_device(lock, [&] { s.device->begin(stream, timed); });
 }
 
 std::vector<int> Engine::ready(int tensor, CudaStream stream, const void* gradient) {
@@ -76,8 +78,10 @@ std::vector<int> Engine::ready(int tensor, CudaStream stream, const void* gradie
   s.begin_ready(tensor, false);
   std::vector<int> packed;
   if (s.device) {
+    s.on_device(lock, [&] { packed = s.device->gradient(tensor, stream, gradient); });
+  } else if (gradient) {
     lock.unlock();
-    packed = s.device->gradient(tensor, stream, gradient);
+    s.take(tensor, gradient);
     lock.lock();
   }
   s.end_ready(tensor);
@@ -89,11 +93,7 @@ void Engine::ready_rows(int tensor, RowsView rows, CudaStream stream, const int6
   std::unique_lock lock(s.mutex);
   s.begin_ready(tensor, true);
   s.sparse->give(tensor, {rows, count});
-  if (s.device) {
-    lock.unlock();
-    s.device->gradient(tensor, stream, nullptr);
-    lock.lock();
-  }
+  if (s.device) s.on_device(lock, [&] { s.device->gradient(tensor, stream, nullptr); });
   s.end_ready(tensor);
 }
 
@@ -159,14 +159,14 @@ void Engine::wait_reduced(const std::function<void()>& poll, CudaStream stream) 
 
 void Engine::release_gathers(CudaStream stream) {
   State& s = *state_;
-  std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
   s.check();
   if (!s.options.hold_gathers) throw UsageError("release_gathers: this engine does not hold them");
   if (s.released || !s.step.reduced()) {
     throw UsageError("release_gathers: already released, or not everything is reduced");
   }
-  if (s.device) s.device->release(stream);
   s.released = true;
+  if (s.device) s.on_device(lock, [&] { s.device->release(stream); });
   s.queued(s.step.release_gathers().queued, now_s());
   s.work.notify_one();
 }

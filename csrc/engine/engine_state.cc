@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "scaled_copy.h"
 #include "usbyte/error.h"
 #include "usbyte/lines.h"
 
@@ -12,7 +13,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// Not later than in an hour, since a clock cannot tell how late "never" may be.
 Clock::time_point at(double seconds) {
+  seconds = std::min(seconds, now_s() + 3600);
   return Clock::time_point(
       std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
 }
@@ -29,8 +32,9 @@ void check_lines(const Plan& plan, const Communicator& communicator) {
 
 }  // namespace
 
-Engine::State::State(Plan p, std::byte* arena, Communicator& c, EngineOptions o)
+Engine::State::State(Plan p, std::byte* a, Communicator& c, EngineOptions o)
     : plan(std::move(p)),
+      arena(a),
       communicator(c),
       options(std::move(o)),
       device(options.device ? std::make_unique<DeviceStep>(plan, arena, options.device,
@@ -135,6 +139,12 @@ void Engine::State::end_ready(int tensor) {
   if (launchable() && !launching) work.notify_one();
 }
 
+void Engine::State::take(int tensor, const void* gradient) const {
+  const TensorSpec& spec = plan.tensors()[static_cast<size_t>(tensor)];
+  std::byte* const target = arena + plan.byte_offset(spec.offset);
+  scaled_copy(spec.dtype, gradient, target, spec.numel, options.scale);
+}
+
 void Engine::State::set_fault(std::string message) {
   if (!fault.empty()) return;
   fault = message.empty() ? "communication failed" : std::move(message);
@@ -167,8 +177,8 @@ std::string Engine::State::failed(int op, int64_t in_step, const std::string& wh
 
 void Engine::State::abort() {
   if (coding) coding->halt();
-  if (sparse) sparse->abort();
   communicator.abort();
+  if (sparse) sparse->abort();  // may need Python's lock, whose holder may wait for the device
 }
 
 void Engine::State::fail(int op, const std::string& why) {
@@ -412,12 +422,19 @@ void Engine::State::poll_device(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Nothing of this engine may be on the device's streams when it is gone.
+// Nothing of this engine may be on the device's streams when it is gone; after a fault as far as
+// that can be waited for.
 void Engine::State::end_device(std::unique_lock<std::mutex>& lock) {
+  constexpr double kMost_s = 1;
+  const bool failed = !fault.empty();
   lock.unlock();
   std::string problem;
   try {
-    device->synchronize();
+    if (failed) {
+      device->ends_within(kMost_s);
+    } else {
+      device->synchronize();
+    }
   } catch (const Error& e) {
     problem = e.what();
   }
@@ -453,7 +470,7 @@ void Engine::State::run(const std::shared_ptr<State>& self) {
       write_outbox(lock);
     } else if (stopping && !launching && (failed || !(in_flight || device_busy()))) {
       if (posted) {
-        if (device && !failed) end_device(lock);
+        if (device) end_device(lock);
         return;
       }
       post_record();

@@ -31,10 +31,11 @@ namespace usbyte {
 /// all that can be, also what others make launchable meanwhile. Completions hold the State alive,
 /// so one that comes after the Engine's end is harmless.
 struct Engine::State {
-  State(Plan p, std::byte* arena, Communicator& c, EngineOptions o);
+  State(Plan p, std::byte* a, Communicator& c, EngineOptions o);
 
   // Constant after construction.
   const Plan plan;
+  std::byte* const arena;
   Communicator& communicator;
   EngineOptions options;
   std::vector<Request> requests;             // by op
@@ -93,8 +94,13 @@ struct Engine::State {
   /// The gradient of `tensor` comes, and has come; throws UsageError if it must not.
   void begin_ready(int tensor, bool sparse);
   void end_ready(int tensor);
+  /// Calls `device`, without the lock, as that may block; what fails there ends the engine.
+  template <typename Call>
+  void on_device(std::unique_lock<std::mutex>& lock, Call call);
   void set_fault(std::string message);
   void post_record();
+  /// Without it: writes a gradient of the host to the arena, scaled.
+  void take(int tensor, const void* gradient) const;
   /// Without it: the device's times of the current step, for which the host waits.
   StepRecord device_times() const;
   /// Waits for `done`, polling; throws on a fault.
@@ -130,6 +136,20 @@ struct Engine::State {
   void warn_of_stall(std::string text) const;
   void warn(const std::string& text) const;
 };
+
+template <typename Call>
+void Engine::State::on_device(std::unique_lock<std::mutex>& lock, Call call) {
+  lock.unlock();
+  try {
+    call();
+  } catch (const std::exception& error) {
+    lock.lock();
+    if (fault.empty() && !raw_fault) raw_fault = error.what();
+    work.notify_one();
+    throw;
+  }
+  lock.lock();
+}
 
 template <typename Done>
 void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<void()>& poll,

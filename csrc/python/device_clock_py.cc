@@ -13,7 +13,7 @@ void register_device_clock(py::module_& m) {
       .def(py::init<std::shared_ptr<Cuda>>(), py::arg("cuda"), Unlocked())
       .def(
           "mark", [](DeviceClock& clock, uintptr_t stream) { return clock.mark({stream}); },
-          py::arg("stream"))
+          py::arg("stream"), Unlocked())
       .def("passed", &DeviceClock::passed, py::arg("moment"))
       .def("seconds", &DeviceClock::seconds, py::arg("moment"), Unlocked(),
            "Seconds on the steady clock; waits until the moment has passed.")

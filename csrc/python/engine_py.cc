@@ -26,6 +26,7 @@ class PyEngine {
   PyEngine(Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
            EngineOptions options)
       : communicator_(std::move(communicator)),
+        on_device_(options.device != nullptr),
         engine_(new Engine(std::move(plan), reinterpret_cast<std::byte*>(arena), *communicator_,
                            std::move(options)),
                 destroy) {}
@@ -37,8 +38,11 @@ class PyEngine {
   }
   void close() { engine_.reset(); }
 
+  bool on_device() const { return on_device_; }
+
  private:
   std::shared_ptr<Communicator> communicator_;
+  bool on_device_;
   std::shared_ptr<Engine> engine_;
 };
 
@@ -82,11 +86,13 @@ void register_engine(py::module_& m) {
       .def(
           "begin_step", [](const PyEngine& e, uintptr_t stream) { e.get()->begin_step({stream}); },
           py::arg("stream") = 0, Unlocked())
-      // Holds the GIL: the lock inside is held for well below a microsecond on the host; on a
-      // device for some launches, by threads that need no GIL.
+      // Calls of a device may block until others, who need the GIL, end what they wait for. On the
+      // host a lock is held for well below a microsecond, and small gradients are copied.
       .def(
           "ready",
           [](const PyEngine& e, int tensor, uintptr_t stream, uintptr_t gradient) {
+            std::optional<py::gil_scoped_release> free;
+            if (e.on_device()) free.emplace();
             return e.get()->ready(tensor, {stream}, reinterpret_cast<const void*>(gradient));
           },
           py::arg("tensor"), py::arg("stream") = 0, py::arg("gradient") = 0)
@@ -96,6 +102,8 @@ void register_engine(py::module_& m) {
              uintptr_t stream, uintptr_t count) {
             const RowsView rows{{reinterpret_cast<const int64_t*>(ids), static_cast<size_t>(most)},
                                 reinterpret_cast<const std::byte*>(values)};
+            std::optional<py::gil_scoped_release> free;
+            if (e.on_device()) free.emplace();
             e.get()->ready_rows(tensor, rows, {stream}, reinterpret_cast<const int64_t*>(count));
           },
           py::arg("tensor"), py::arg("ids"), py::arg("most"), py::arg("values"),
@@ -128,7 +136,7 @@ void register_engine(py::module_& m) {
           py::arg("stream") = 0, Unlocked())
       .def(
           "fail", [](const PyEngine& e, const std::string& message) { e.get()->fail(message); },
-          py::arg("message"))
+          py::arg("message"), Unlocked())
       .def("close", &PyEngine::close)
       .def_property_readonly("fault", [](const PyEngine& e) { return e.get()->fault(); })
       .def_property_readonly("steps", [](const PyEngine& e) { return e.get()->steps(); })

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <fstream>
+#include <latch>
 #include <nlohmann/json.hpp>
 
 #include "device_training.h"
@@ -54,6 +56,7 @@ class StreamCommunicator final : public Communicator {
     changed_.notify_all();
   }
   void launch(const Request& request, Completion done) override {
+    if (on_launch) on_launch(launched_);
     const CudaStream stream = streams_[launched_++ % streams_.size()];
     for (CudaEvent event : request.order->after) cuda_->wait(stream, event);
     cuda_->record(request.order->started, stream);
@@ -90,7 +93,8 @@ class StreamCommunicator final : public Communicator {
   double takes_s = 0;
   size_t late_every = 0;
   bool hangs = false;
-  size_t hang_after = SIZE_MAX;  // so many launches
+  size_t hang_after = SIZE_MAX;           // so many launches
+  std::function<void(size_t)> on_launch;  // after so many others
 
  private:
   const std::shared_ptr<EmulatedCuda> cuda_;
@@ -103,15 +107,38 @@ class StreamCommunicator final : public Communicator {
   bool aborted_ = false;
 };
 
+/// Calls `on_pack` before it packs gradients.
+struct PackingCuda : test::TracedCuda {
+  using TracedCuda::TracedCuda;
+  void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+                     CudaStream stream) override {
+    on_pack();
+    TracedCuda::copy_segments(segments, from, to, scale, stream);
+  }
+  std::function<void()> on_pack = [] {};
+};
+
+/// Streams that share one queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1.
+struct OneQueue : test::TracedCuda {
+  explicit OneQueue(std::shared_ptr<EmulatedCuda> cuda)
+      : TracedCuda(cuda), queue(cuda->create_stream(true)) {}
+  ~OneQueue() override { inner().destroy(queue); }
+  CudaStream create_stream(bool) override { return queue; }
+  void destroy(CudaStream) noexcept override {}
+  using TracedCuda::destroy;
+  const CudaStream queue;
+};
+
 /// A plan on a device, its gradients in place, one compute stream.
 struct DeviceRig {
-  explicit DeviceRig(Plan plan, EngineOptions options = {})
-      : cuda(make_emulated_cuda()),
+  explicit DeviceRig(Plan plan, EngineOptions options = {},
+                     std::shared_ptr<EmulatedCuda> emulated = make_emulated_cuda())
+      : cuda(std::move(emulated)),
         arena(cuda, plan.arena_bytes()),
         communicator(cuda),
         compute(cuda->create_stream(false)) {
     std::memset(arena.data(), 0, static_cast<size_t>(plan.arena_bytes()));
-    options.device = cuda;
+    if (!options.device) options.device = cuda;
     engine =
         std::make_unique<Engine>(std::move(plan), arena.data(), communicator, std::move(options));
   }
@@ -340,6 +367,72 @@ TEST(EngineOnDevice, DoesNotTakeLateGradientsForAStall) {
   rig.engine->drain({}, rig.compute);
   rig.cuda->synchronize(rig.compute);
   EXPECT_EQ(rig.engine->fault(), "");
+}
+
+// A device that has too much to do blocks who gives it more, for ever if it hangs.
+TEST(EngineOnDevice, NoticesAStallWhileALaunchBlocksTheHost) {
+  const auto cuda = make_emulated_cuda();
+  const auto full = std::make_shared<PackingCuda>(cuda);
+  EngineOptions options;
+  options.device = full;
+  options.stall_limit_s = 0.5;
+  options.scale = 2;  // or nothing is packed
+  DeviceRig rig(plan_of(3), options, cuda);
+  rig.communicator.hang_after = 2;  // the last op of the first step hangs
+  std::atomic<int> packed = 0;
+  full->on_pack = [&] {  // the last gradient of the second step
+    if (++packed < 6) return;
+    while (!rig.communicator.aborted()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  // The engine's thread is to need the order of the next op while the host is blocked.
+  rig.communicator.on_launch = [&](size_t before) {
+    while (before == 3 && packed < 6) std::this_thread::yield();
+  };
+  rig.backward();
+  rig.engine->drain({}, rig.compute);
+  try {
+    rig.backward();
+  } catch (const FaultError&) {  // if that comes before backward ends
+  }
+  const std::string fault = rig.await_fault();
+  EXPECT_NE(fault.find("of step 1 has not completed"), std::string::npos) << fault;
+}
+
+TEST(EngineOnDevice, ItsClockDoesNotWaitForADeviceThatIsBusy) {
+  const auto cuda = make_emulated_cuda();
+  const auto shared = std::make_shared<OneQueue>(cuda);
+  DeviceClock clock(shared);
+  const auto gate = std::make_shared<std::latch>(1);
+  cuda->enqueue(shared->queue, [gate] { gate->wait(); });
+  clock.anchor();
+  gate->count_down();
+}
+
+TEST(EngineOnDevice, FailsIfAGradientCannotBePacked) {
+  const auto cuda = make_emulated_cuda();
+  const auto device = std::make_shared<PackingCuda>(cuda);
+  device->on_pack = [] { throw FaultError("out of memory"); };
+  EngineOptions options;
+  options.device = device;
+  options.scale = 2;
+  DeviceRig rig(plan_of(2), options, cuda);
+  rig.engine->begin_step(rig.compute);
+  EXPECT_EQ(message_of<FaultError>([&] { rig.engine->ready(0, rig.compute); }), "out of memory");
+  EXPECT_EQ(rig.await_fault(), "out of memory");
+  EXPECT_EQ(message_of<FaultError>([&] { rig.engine->drain({}, rig.compute); }), "out of memory");
+}
+
+TEST(EngineOnDevice, EndsBehindWhatItHasPacked) {
+  EngineOptions options;
+  options.scale = 3;
+  DeviceRig rig(plan_of(2), options);
+  float* const gradient = reinterpret_cast<float*>(rig.arena.data()) + 4;
+  gradient[0] = 5;
+  rig.engine->begin_step(rig.compute);
+  rig.cuda->delay(rig.compute, 0.3);
+  rig.engine->ready(1, rig.compute);  // op 0, which comes first, is not ready
+  rig.engine.reset();
+  EXPECT_EQ(gradient[0], 15);
 }
 
 TEST(EngineOnDevice, ReportsWhatFailsBehindItsBack) {

@@ -4,15 +4,18 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "engine_rig.h"
 #include "usbyte/error.h"
+#include "usbyte/half.h"
 #include "usbyte/local_communicator.h"
 
 namespace usbyte {
@@ -52,6 +55,43 @@ TEST(EngineStep, RunsFromReadyToDrained) {
   ASSERT_EQ(rig->op_times().size(), 2U);
   for (auto [launched, done] : rig->op_times()) EXPECT_GE(done, launched);
   EXPECT_EQ(rig->fault(), "");
+}
+
+template <typename T>
+void expect_scaled_gradients(DType dtype, T (*make)(double)) {
+  constexpr double kScale = 1.0 / 3;
+  EngineOptions options;
+  options.scale = kScale;
+  const Plan plan("test", {{"a", 5, dtype, 0}, {"b", 3, dtype, 5}},
+                  {{Collective::all_reduce, {{0, 8}}, kUnlimited, false}});
+  Rig rig(plan, options);
+  T* const arena = reinterpret_cast<T*>(rig.arena.data());
+  const auto product = [&](double x) {
+    return std::is_same_v<T, double> ? make(x * kScale)
+                                     : make(static_cast<float>(x) * static_cast<float>(kScale));
+  };
+  std::vector<T> elsewhere;
+  for (int i = 0; i < 5; ++i) elsewhere.push_back(make(0.75 * i - 1));
+  for (int i = 5; i < 8; ++i) arena[i] = make(i);
+  rig->begin_step();
+  EXPECT_TRUE(rig->ready(0, {}, elsewhere.data()).empty());
+  rig->ready(1, {}, arena + 5);
+  rig->end_backward();
+  std::vector<T> expected;
+  for (int i = 0; i < 5; ++i) expected.push_back(product(0.75 * i - 1));
+  for (int i = 5; i < 8; ++i) expected.push_back(product(i));
+  EXPECT_EQ(std::memcmp(arena, expected.data(), expected.size() * sizeof(T)), 0) << name(dtype);
+  rig.complete(0);
+  rig->drain();
+}
+
+TEST(EngineStep, GradientsElsewhereAreTakenScaled) {
+  expect_scaled_gradients<float>(DType::float32, [](double x) { return static_cast<float>(x); });
+  expect_scaled_gradients<double>(DType::float64, [](double x) { return x; });
+  expect_scaled_gradients<Half>(DType::float16,
+                                [](double x) { return from_float<Half>(static_cast<float>(x)); });
+  expect_scaled_gradients<BFloat16>(
+      DType::bfloat16, [](double x) { return from_float<BFloat16>(static_cast<float>(x)); });
 }
 
 TEST(EngineStep, APlanWithoutTensorsIsDrainedAtOnce) {
@@ -236,6 +276,18 @@ TEST(EngineWait, IsWokenOnceTheNextOpIsLaunched) {
 }
 
 // Another thread would have to be woken, and wait for a core, or for Python's lock.
+TEST(EngineWait, GoesOnHoweverLongAStallMayTake) {
+  EngineOptions options;
+  options.stall_warning_s = options.stall_limit_s = 1e300;
+  Rig rig(plan_of(3), options);
+  for (int step = 0; step < 20; ++step) {
+    rig.backward();
+    for (int op = 0; op < 3; ++op) rig.complete(3 * step + op);
+    rig->drain();
+  }
+  EXPECT_EQ(rig->fault(), "");
+}
+
 TEST(EngineLaunch, IsUpToTheThreadThatReportsAnEnd) {
   Rig rig(plan_of(2, 1));
   int at_once = 0;

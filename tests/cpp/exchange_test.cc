@@ -123,6 +123,18 @@ TEST(Exchange, TheEndOfARankIsAFaultOnTheOthers) {
   }
 }
 
+TEST(Exchange, WhoHasAllMayLeave) {
+  for (int run = 0; run < 200; ++run) {
+    auto ranks = make_local_exchanges(2);
+    on_each_rank(2, [&](int r) {
+      auto& mine = ranks[static_cast<size_t>(r)];
+      const Outgoing outgoing{1 - r, text("hello")};
+      EXPECT_NO_THROW(swap(*mine, std::span(&outgoing, 1)));
+      mine.reset();
+    });
+  }
+}
+
 TEST(Exchange, NeedsARank) { EXPECT_THROW(make_local_exchanges(0), UsageError); }
 
 }  // namespace

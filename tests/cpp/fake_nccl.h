@@ -62,6 +62,7 @@ struct FakeNcclOptions {
   bool init_hangs = false;                          ///< nobody ever finds the others
   bool launch_hangs = false;                        ///< nothing ever gets onto a stream
   bool finalize_hangs = false;
+  double abort_s = 0;            ///< time that an abort takes
   bool windows = true;           ///< the machine has a use for them
   size_t refused_count = 0;      ///< an all_reduce of so many elements is an error, for the call
   int64_t hangs_from = 1 << 30;  ///< launch of each communicator, from which on none ends
@@ -197,6 +198,9 @@ class FakeNccl final : public NcclApi {
     changed_.notify_all();
     // As NCCL does: what is on its stream, or still held up there, has to end first.
     changed_.wait(lock, [comm] { return comm->on_device == 0; });
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::duration<double>(options_.abort_s));
+    lock.lock();
     end(*comm);
     return NcclResult::success;
   }

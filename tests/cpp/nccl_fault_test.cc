@@ -90,6 +90,17 @@ TEST(NcclFault, AbortEndsWhatHangsOnAllSlots) {
   EXPECT_EQ(rig.nccl().aborted(), 6);
 }
 
+// What a request's memory is used for after its completion must not be NCCL's any more.
+TEST(NcclFault, EveryAbortWaitsForTheFirst) {
+  NcclRig rig(1, 2, {.abort_s = 0.2});
+  const auto communicator = rig.make(0);
+  std::thread first([&] { communicator->abort(); });
+  while (rig.nccl().aborted() < 2) std::this_thread::yield();
+  communicator->abort();
+  EXPECT_EQ(rig.nccl().live(), 0);
+  first.join();
+}
+
 TEST(NcclFault, AbortReleasesWhoeverWaitsForNcclToLaunch) {
   NcclRig rig(1, 1, {.launch_hangs = true});
   const auto communicator = rig.make(0);

@@ -303,6 +303,23 @@ TEST_F(StagedFaultTest, DestructionInFlightCompletesWithAnErrorAndTouchesNothing
   EXPECT_EQ(cuda->live(), 1) << "buffers, events and streams are given back";
 }
 
+TEST_F(StagedFaultTest, AnAbortDoesNotWaitForGoodForADeviceThatHangs) {
+  const CudaStream held = cuda->create_stream(false);
+  const CudaEvent late = cuda->create_event(EventKind::ordering);
+  const auto gate = std::make_shared<std::latch>(1);
+  cuda->enqueue(held, [gate] { gate->wait(); });
+  cuda->record(late, held);
+  Request behind = request();
+  behind.order->after.push_back(late);
+  Pending pending(*staged, behind);
+  staged->abort();
+  EXPECT_NE(message_of<FaultError>([&] { pending.get(); }).find("aborted"), std::string::npos);
+  gate->count_down();
+  cuda->synchronize(held);
+  staged.reset();
+  EXPECT_EQ(network->launched(), 0);
+}
+
 TEST_F(StagedFaultTest, ACompletionMayDestroyTheCommunicator) {
   bool failed = true;
   staged->launch(request(), [&](std::exception_ptr error) {

@@ -109,7 +109,7 @@ def trained(
     """
     result = tmp_path / "result.json"
     command = [sys.executable, *LAUNCHERS[launcher], str(ROOT / "examples" / "digits.py")]
-    command += ["--epochs", "12", "--policy", "wfbp", *options, "--json", str(result)]
+    command += ["--epochs", "6", "--policy", "wfbp", *options, "--json", str(result)]
     process = subprocess.Popen(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
@@ -119,7 +119,7 @@ def trained(
     )
     guard = threading.Timer(4 * PATIENCE_SECONDS, process.kill)
     guard.start()
-    after = draw.randrange(first + 1, 8) if draw else None
+    after = draw.randrange(first + 1, 5) if draw else None
     text = ""
     for line in process.stdout:
         text += line

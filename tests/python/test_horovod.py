@@ -3,6 +3,7 @@
 import inspect
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -166,6 +167,18 @@ def _objects(rank):
         ub.allgather_object([odd if rank == 2 else 1])
     with pytest.raises(UsageError, match=r"broadcast_object on rank 0: object is a Tensor of"):
         ub.broadcast_object(odd)
+    with pytest.raises(UsageError, match=r"on rank 1: object\[0\] is an array of <U1"):
+        ub.allgather_object([np.array(["a"]) if rank == 1 else 1])
+    with pytest.raises(UsageError, match=r"on rank 2: object is a complex64"):
+        ub.broadcast_object(np.complex64(1j), np.int64(2))
+    arrays = [np.array(1.5 + rank), torch.arange(6.0).view(2, 3)[:1, 1], torch.ones(1).expand(4)]
+    with torch.device("meta"):
+        found = ub.broadcast_object(arrays, 1)
+    assert isinstance(found[0], np.ndarray)
+    assert (found[0].shape, found[0].item()) == ((), 2.5)
+    same(found[1], torch.tensor([1.0]))
+    same(found[2].contiguous(), torch.ones(4))
+    assert [each[0].item() for each in ub.allgather_object(arrays)] == [1.5, 2.5, 3.5]
     assert ub.broadcast_object([rank], root_rank=1, name="told") == [1]
     tensors = [torch.tensor([rank]), torch.tensor([10.0 * rank])]
     ub.broadcast_parameters(tensors, root_rank=2)

@@ -177,6 +177,30 @@ def test_the_end_waits_without_the_gil():
     completer.join(20)
 
 
+def test_a_fault_is_told_without_the_gil():
+    """Whoever is inside a communicator needs it, and the abort waits for them."""
+    inside = threading.Event()
+
+    def launch(*_):
+        inside.set()
+        time.sleep(0.2)  # lets go of the GIL
+
+    flat = _core.PythonCommunicator(0, 1, launch)
+    mine = _core.MeshCommunicator(topology(1), flat, [None])
+    plan = _core.Plan(
+        "test", [_core.TensorSpec("a", 4)], [_core.Op("all_reduce", [(0, 4)], 1 << 20)]
+    )
+    arena = array.array("f", [1.0] * (plan.arena_bytes // 4))
+    engine = _core.Engine(plan, arena.buffer_info()[0], mine)
+    engine.begin_step()
+    engine.ready(0)
+    assert inside.wait(20)
+    engine.fail("rank 1 is lost")
+    with pytest.raises(FaultError, match="rank 1 is lost"):
+        engine.drain()
+    engine.close()
+
+
 def test_abort_ends_who_waits():
     tickets = SimpleQueue()
     line = _core.PythonCommunicator(0, 2, lambda ticket, *_: tickets.put(ticket))

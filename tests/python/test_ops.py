@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -254,6 +255,45 @@ def _gradients(rank, size, device):
         gradient(lambda t: ops.allreduce(t, op=ops.Max, name="top"), ones)
 
 
+def _under_inference_mode(rank, size, device):
+    """Metrics of a validation; whose tensors only threads in that mode may write to."""
+    with torch.inference_mode():
+        mine = torch.full((3,), 2.0 * rank, device=device)
+        same(ops.allreduce(mine), torch.full((3,), size - 1.0))
+        same(ops.allreduce(mine.long(), prescale_factor=2.0), torch.full((3,), 2 * (size - 1)))
+        first, second = ops.grouped_allreduce([mine, mine + 1])
+        same(first, second - 1)
+        same(ops.reducescatter(torch.ones(size, 2, device=device)), torch.ones(1, 2))
+        assert ops.broadcast(mine, 1)[0] == 2
+        assert ops.allgather(mine).shape == (3 * size,)
+    ops.allreduce_(mine)
+    same(mine, torch.full((3,), size - 1.0))
+
+
+def _numbers_of_any_kind(rank, size, device):
+    mine = torch.full((2,), float(rank), device=device)
+    for root in (np.int64(1), torch.tensor(1), True):
+        same(ops.broadcast(mine, root), torch.ones(2))
+    for factor in (np.float32(0.5), torch.tensor(0.5), 0.5):
+        halves = torch.full((2,), (size - 1) / 4)
+        same(ops.allreduce(mine, prescale_factor=factor), halves)
+        same(ops.reducescatter(mine.repeat(size), postscale_factor=factor), halves)
+    rows, _ = ops.alltoall(torch.ones(size, device=device), np.ones(size, dtype=np.int32))
+    assert len(rows) == size
+    refused = [
+        ("a whole number, not 0.5", lambda: ops.broadcast(mine, 0.5)),
+        ("a number, not '2'", lambda: ops.allreduce(mine, prescale_factor="2")),
+        ("a string, not 5", lambda: ops.allreduce(mine, name=5)),
+        ("a whole number, not 1.7", lambda: ops.alltoall(mine, [1.7, *[0] * (size - 1)])),
+        ("one dimension", lambda: ops.alltoall(mine, torch.ones(1, size, dtype=torch.int64))),
+        ("share memory", lambda: ops.allreduce_(torch.ones(1, device=device).expand(3))),
+        ("share memory", lambda: ops.broadcast_(torch.ones(1, device=device).expand(3), 0)),
+    ]
+    for text, call in refused:
+        with pytest.raises(UsageError, match=text):
+            call()
+
+
 def _values(rank, size, device):
     with eager(rank, size):
         _all_reductions(rank, size, device)
@@ -263,6 +303,8 @@ def _values(rank, size, device):
         _sparse(rank, size, device)
         _exchanges(rank, size, device)
         _gradients(rank, size, device)
+        _under_inference_mode(rank, size, device)
+        _numbers_of_any_kind(rank, size, device)
         ops.barrier()
 
 

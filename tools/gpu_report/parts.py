@@ -106,7 +106,7 @@ def _overhead() -> Part:
         "overhead",
         "What usbyte costs where it cannot help",
         [sys.executable, "benchmarks/gpu_overhead.py", "--json", "{results}"],
-        110.0,
+        140.0,
         results=read_json,
     )
 

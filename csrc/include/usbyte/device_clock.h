@@ -45,8 +45,8 @@ class DeviceClock {
   /// Seconds from one moment to the other, exact also where both are long after their anchors;
   /// blocks the host until both have passed.
   double between(const Moment& from, const Moment& to);
-  /// Takes a new anchor for the moments to come, unless that took too long to be exact. Blocks the
-  /// host, most times for some microseconds.
+  /// Takes a new anchor for the moments to come, unless that takes too long to be exact. Blocks the
+  /// host for some microseconds, and for well below a millisecond where the device is busy.
   void anchor();
 
  private:

@@ -28,7 +28,7 @@ struct EngineOptions {
   std::shared_ptr<Cuda> device = nullptr;
   /// What sparse gradients travel over; ends with the engine.
   std::shared_ptr<Exchange> exchange = nullptr;
-  /// Multiplied with gradients on a device as they are packed, and with sums of sparse ones.
+  /// Multiplied with gradients as they are taken into the arena, and with sums of sparse ones.
   double scale = 1;
   /// What codecs remember: as many rows as the `memories` of any of the plan's, each of as many
   /// float32 as the arena has elements, where the arena is; outlives the engine. Zeros at first.
@@ -87,10 +87,10 @@ class Engine {
   /// is captured into a CUDA graph. On a device, what comes later on `stream` may write to the
   /// arena.
   void begin_step(CudaStream stream = {});
-  /// The gradient of `tensor` lies in the arena; on a device, at `gradient` (in the arena if null)
-  /// behind what is on `stream` now. Returns the tensors that have been packed, whose own memory
-  /// later work on `stream` may use again; none on the host. Throws UsageError if it was already
-  /// ready in this step.
+  /// The gradient of `tensor` is at `gradient`, on a device behind what is on `stream` now, or in
+  /// the arena if null, on the host scaled already. Returns the tensors of a device that have been
+  /// packed, whose own memory later work on `stream` may use again; on the host the arena has it
+  /// when this returns. Throws UsageError if it was already ready in this step.
   std::vector<int> ready(int tensor, CudaStream stream = {}, const void* gradient = nullptr);
   /// The gradient of a sparse tensor, whose memory must live until the tensor has arrived. On a
   /// device, memory of which it is: behind what is on `stream` now, the first `*count` of the rows
@@ -136,7 +136,8 @@ class Engine {
   /// When each tensor became ready in the current step, seconds on the steady clock; 0 where it has
   /// not. On a device those are its own times, for which the host waits, and with `timed` only.
   std::vector<double> ready_times() const;
-  /// When each op of the current step was launched and completed, likewise.
+  /// When each op of the current step was launched and completed, likewise; on a device to be asked
+  /// for when the step is drained.
   std::vector<std::pair<double, double>> op_times() const;
 
   /// Records from the next step on; nullptr stops and writes out what is complete.

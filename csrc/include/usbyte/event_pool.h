@@ -22,6 +22,10 @@ class PooledEvent {
   std::shared_ptr<const CudaEvent> event_;
 };
 
+/// Whether the event passes within so many seconds. CUDA's own wait for it cannot be given up, so
+/// it is looked at now and then.
+bool passes_within(Cuda& cuda, CudaEvent event, double seconds);
+
 /// Events that are made once and used again and again, as making one costs more than recording it.
 /// Thread-safe. Events may outlive the pool object.
 class EventPool {

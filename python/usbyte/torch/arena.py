@@ -57,8 +57,8 @@ def is_dense(param: torch.Tensor) -> bool:
 
 
 def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether tensors of one shape hold their elements, of one type, in the same order."""
-    if a.dtype != b.dtype:
+    """Whether the memory of tensors of one shape holds their elements alike and in one order."""
+    if a.dtype != b.dtype or a.is_neg() != b.is_neg():
         return False
     strides = a.stride(), b.stride()
     if strides[0] == strides[1]:

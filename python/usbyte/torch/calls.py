@@ -33,22 +33,23 @@ class Calls:
         """What the call returns; interruptible.
 
         Args:
-            call: What to do; may raise RuntimeError only.
+            call: What to do.
             seconds: For the call, and those that were asked for before it.
             patient: Wait that long even if one of those has taken too long already.
 
         Raises:
             NoAnswerError: The call did not end in time, or one before it does not.
-            RuntimeError: The call raised it, or `close` was called before.
+            RuntimeError: `close` was called before.
+            Exception: The call raised it.
         """
         result: list[Any] = []
-        error: list[RuntimeError] = []
+        error: list[Exception] = []
         ended = threading.Event()
 
         def carry_out() -> None:
             try:
                 result.append(call())
-            except RuntimeError as caught:
+            except Exception as caught:
                 error.append(caught)
             self._hangs = False
             ended.set()

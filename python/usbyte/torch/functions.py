@@ -99,7 +99,7 @@ def broadcast_object(
 
     Returns:
         The object; on the root rank the very one that was passed, on others of plain types: a dict
-        for an OrderedDict, Python's numbers for NumPy's.
+        for an OrderedDict, Python's numbers for NumPy's. Tensors of a GPU are on the current one.
 
     Raises:
         UsageError: The object holds something else.

@@ -8,6 +8,7 @@ staged through a copy.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,6 +28,14 @@ _TAG = 0  # of rings; the queue runs one operation at a time
 Factors = tuple[float, float]
 
 
+def index(what: str, number: Any) -> int:
+    """A whole number as Python's, of whatever kind it is; UsageError if it is none."""
+    try:
+        return int(operator.index(number))
+    except TypeError:
+        raise UsageError(f"{what} must be a whole number, not {number!r}") from None
+
+
 def allreduce(
     peers: Peers,
     name: str,
@@ -39,6 +48,8 @@ def allreduce(
     what = f"allreduce '{name}'"
     for tensor in tensors:
         check_reducible(what, tensor.dtype, op)
+        if in_place:
+            _check_writable(what, tensor)
     staged = [_staged(what, t, copy=not in_place) for t in tensors]
 
     def reduce(flat: torch.Tensor) -> None:
@@ -49,15 +60,18 @@ def allreduce(
         reduce_flat(flat, op, factors, peers.size, collective)
 
     def execute(_: Verdict) -> None:
-        for dtype in dict.fromkeys(t.dtype for t in staged):
-            alike = [t for t in staged if t.dtype == dtype]
-            if len(alike) == 1:
-                reduce(_flat(alike[0]))
-                continue
-            flat = torch.cat([_flat(t) for t in alike])
-            reduce(flat)
-            for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        # Made under inference mode, they can be written to under that alone, which is a thread's.
+        with torch.inference_mode(any(t.is_inference() for t in staged)):
+            for dtype in dict.fromkeys(t.dtype for t in staged):
+                reduce_alike([t for t in staged if t.dtype == dtype])
+
+    def reduce_alike(alike: list[torch.Tensor]) -> None:
+        if len(alike) == 1:
+            return reduce(_flat(alike[0]))
+        flat = torch.cat([_flat(t) for t in alike])
+        reduce(flat)
+        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
     def finish(_: None) -> list[torch.Tensor]:
         if not in_place:
@@ -159,7 +173,10 @@ def broadcast(
 ) -> Request:
     """Gives every rank the root's tensor."""
     what = f"broadcast '{name}'"
+    root = index(f"{what}: root rank", root)
     source = peers.position(what, root)
+    if in_place:
+        _check_writable(what, tensor)
     staged = _staged(what, tensor, copy=not in_place)
 
     def execute(_: Verdict) -> torch.Tensor:
@@ -167,7 +184,9 @@ def broadcast(
         return staged
 
     def finish(value: torch.Tensor) -> torch.Tensor:
-        return _delivered(value, tensor) if in_place else value.to(tensor.device)
+        if not in_place:
+            return value.to(tensor.device)
+        return tensor if peers.rank == source else _delivered(value, tensor)
 
     return Request(name, _describe(peers, "broadcast", [tensor], root=root), execute, finish)
 
@@ -286,6 +305,7 @@ def allgather_bytes(peers: Peers, name: str, payload: bytes) -> Request:
 
 def broadcast_bytes(peers: Peers, name: str, payload: bytes, root: int) -> Request:
     """Gives every rank the root's byte string; the payloads of the others are ignored."""
+    root = index(f"broadcast '{name}': root rank", root)
     source = peers.position(f"broadcast '{name}'", root)
     mine = _tensor_of(payload)
 
@@ -351,6 +371,16 @@ def _staged(what: str, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     return moved.clone() if copy and shared else moved
 
 
+def _check_writable(what: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        return  # `_staged` refuses it
+    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise UsageError(
+            f"{what} cannot write to a tensor whose elements share memory, as those of expand() "
+            "do: pass tensor.contiguous()"
+        )
+
+
 def _delivered(staged: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Writes a result into the tensor the user passed, where it is not already there."""
     if staged.data_ptr() != target.data_ptr() or staged.device != target.device:
@@ -375,7 +405,7 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 def _tensor_of(payload: bytes) -> torch.Tensor:
     if not payload:  # which frombuffer refuses
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
@@ -391,7 +421,9 @@ def _checked_splits(
                 f"{what}: {rows} rows do not split evenly over {size} ranks: pass splits"
             )
         return [rows // size] * size
-    counts = [int(n) for n in splits]
+    if isinstance(splits, torch.Tensor) and splits.dim() != 1:
+        raise UsageError(f"{what}: splits must have one dimension, not shape {tuple(splits.shape)}")
+    counts = [index(f"{what}: a split", n) for n in splits]
     if len(counts) != size or sum(counts) != rows or min(counts) < 0:
         raise UsageError(
             f"{what}: splits {counts} must be {size} numbers, one for each rank, that add up to "

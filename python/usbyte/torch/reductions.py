@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ def allreduce(
         postscale_factor: Multiplied after it.
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
     """
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("allreduce", name, process_set, tensor)
     return _reduced(queue, [tensor], average, name, compression, op, factors)[0]
 
@@ -85,7 +86,7 @@ def allreduce_async(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `allreduce`; `synchronize` returns the new tensor. Without autograd."""
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("allreduce", name, process_set, tensor)
     return _reduce_one(queue, tensor, average, name, op, factors, in_place=False)
 
@@ -116,7 +117,7 @@ def allreduce_async_(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `allreduce_`; `synchronize` returns the tensor."""
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("allreduce", name, process_set, tensor)
     return _reduce_one(queue, tensor, average, name, op, factors, in_place=True)
 
@@ -136,7 +137,7 @@ def grouped_allreduce(
     Arguments as for `allreduce`; shapes and dtypes may differ within the group, but not across
     ranks.
     """
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("grouped_allreduce", name, process_set, *tensors)
     return _reduced(queue, tensors, average, name, compression, op, factors)
 
@@ -151,7 +152,7 @@ def grouped_allreduce_async(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `grouped_allreduce`; `synchronize` returns the new tensors. Without autograd."""
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("grouped_allreduce", name, process_set, *tensors)
     return _reduce(queue, tensors, average, name, op, factors, in_place=False)
 
@@ -182,7 +183,7 @@ def grouped_allreduce_async_(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `grouped_allreduce_`; `synchronize` returns the list of tensors."""
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("grouped_allreduce", name, process_set, *tensors)
     return _reduce(queue, tensors, average, name, op, factors, in_place=True)
 
@@ -222,7 +223,7 @@ def reducescatter(
     The first `rows % size` ranks get one row more than the others, who may get none.
     Arguments as for `allreduce`.
     """
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("reducescatter", name, process_set, tensor)
     return _scattered(queue, [tensor], name, compression, op, factors)[0]
 
@@ -236,7 +237,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Starts `reducescatter`; `synchronize` returns this rank's share. Without autograd."""
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("reducescatter", name, process_set, tensor)
     request = operations.reducescatter(queue.peers, name, [tensor], _resolve(op), factors)
     return queue.submit(first_of(request))
@@ -252,7 +253,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduces and scatters several tensors as one operation, as `reducescatter` does each."""
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("grouped_reducescatter", name, process_set, *tensors)
     return _scattered(queue, tensors, name, compression, op, factors)
 
@@ -266,9 +267,17 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Starts `grouped_reducescatter`; `synchronize` returns the shares. Without autograd."""
-    factors = (prescale_factor, postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     queue, name = queue_of("grouped_reducescatter", name, process_set, *tensors)
     return queue.submit(operations.reducescatter(queue.peers, name, tensors, _resolve(op), factors))
+
+
+def _factors(before: Any, after: Any) -> Factors:
+    """As Python's numbers, whatever they are."""
+    for factor in (before, after):
+        if not hasattr(factor, "__float__"):
+            raise UsageError(f"a prescale or postscale factor must be a number, not {factor!r}")
+    return float(before), float(after)
 
 
 def _resolve(op: ReduceOp | None, average: bool | None = None) -> ReduceOp:

@@ -36,9 +36,12 @@ def queue_of(
         tensors: What the user has passed to it.
 
     Raises:
-        UsageError: There is no run, this rank does not take part, or something is no tensor.
+        UsageError: There is no run, this rank does not take part, something is no tensor, or the
+            name is none.
     """
     run = context.current()
+    if name is not None and not isinstance(name, str):
+        raise UsageError(f"{kind}: name must be a string, not {name!r}")
     what = f"{kind} '{name}'" if name else kind
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):

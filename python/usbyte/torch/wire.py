@@ -26,7 +26,10 @@ def encode(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def decode(structure: bytes) -> tuple[Any, list[torch.Tensor]]:
-    """Inverse of `encode`: the object, and its tensors, uninitialised, to be filled in place."""
+    """Inverse of `encode`: the object, and its tensors, uninitialised, to be filled in place.
+
+    Those of a GPU are on the current one.
+    """
     tensors: list[torch.Tensor] = []
     return _unpack(json.loads(structure), tensors), tensors
 
@@ -57,13 +60,15 @@ def from_bytes(payload: bytes) -> Any:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The values as 1-d uint8."""
-    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # Of one element strides may be odd all the same.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     if obj is None or isinstance(obj, bool | int | float | str):
         return obj
-    if isinstance(obj, np.generic):
+    if isinstance(obj, np.generic) and isinstance(obj.item(), bool | int | float | str):
         return obj.item()
     if isinstance(obj, list | tuple):
         kind = "list" if isinstance(obj, list) else "tuple"
@@ -75,7 +80,13 @@ def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
         ]
         return {"dict": rows}
     if isinstance(obj, np.ndarray):
-        tensors.append(torch.from_numpy(np.ascontiguousarray(obj)))
+        try:
+            tensors.append(torch.from_numpy(np.ascontiguousarray(obj).reshape(obj.shape)))
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"{where} is an array of {obj.dtype}, which cannot be sent; send one of numbers in "
+                "this machine's byte order, or a list"
+            ) from None
         return {"array": list(obj.shape), "dtype": _name(tensors[-1])}
     if isinstance(obj, torch.Tensor):
         plain = obj.layout == torch.strided and not obj.is_quantized and obj.device.type != "meta"
@@ -84,8 +95,8 @@ def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
                 f"{where} is a {type(obj).__name__} of layout {obj.layout} on {obj.device}, which "
                 "cannot be sent; send a dense tensor with data, as of to_dense() or to_local()"
             )
-        tensors.append(obj.detach())
-        return {"tensor": list(obj.shape), "dtype": _name(obj), "device": str(obj.device)}
+        tensors.append(obj.detach().contiguous())
+        return {"tensor": list(obj.shape), "dtype": _name(obj), "device": obj.device.type}
     raise UsageError(
         f"{where} is a {type(obj).__name__}, which cannot be sent; send numbers, strings, lists, "
         "tuples, dicts, tensors and arrays"
@@ -103,7 +114,7 @@ def _unpack(node: Any, tensors: list[torch.Tensor]) -> Any:
         return {_unpack(k, tensors): _unpack(v, tensors) for k, v in node["dict"]}
     dtype = getattr(torch, node["dtype"])
     if "array" in node:
-        tensors.append(torch.empty(node["array"], dtype=dtype))
+        tensors.append(torch.empty(node["array"], dtype=dtype, device="cpu"))
         return tensors[-1].numpy()
     tensors.append(torch.empty(node["tensor"], dtype=dtype, device=node["device"]))
     return tensors[-1]
