@@ -25,11 +25,11 @@ namespace usbyte {
 /// What the engine's methods, its thread and the communicator's completions share.
 ///
 /// Ownership: the caller's threads and communicator threads change the fields below only with
-/// `mutex` held, and never call out (communicator, callbacks, files) while holding it; `device`
-/// they may call, but not to pack. Only the engine's thread writes the timeline and calls back. Ops
-/// are launched by it and by completions, by one at a time: whoever has set `launching` launches
-/// all that can be, also what others make launchable meanwhile. Completions hold the State alive,
-/// so one that comes after the Engine's end is harmless.
+/// `mutex` held, and never call out (communicator, callbacks, files) while holding it; nor what of
+/// `device` gives a stream something to do, which may block. Only the engine's thread writes the
+/// timeline and calls back. Ops are launched by it and by completions, by one at a time: whoever
+/// has set `launching` launches all that can be, also what others make launchable meanwhile.
+/// Completions hold the State alive, so one that comes after the Engine's end is harmless.
 struct Engine::State {
   State(Plan p, std::byte* a, Communicator& c, EngineOptions o);
 

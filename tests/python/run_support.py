@@ -5,6 +5,7 @@ import importlib.util
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,16 @@ if importlib.util.find_spec("usbyte") is None:
 PATIENCE_SECONDS = 60
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEARED = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "USBYTE_TIMELINE")
+
+
+def has_ipv6() -> bool:
+    """Whether this host talks to itself over IPv6."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 class Running:

@@ -11,6 +11,7 @@ from torch import nn
 import usbyte.torch as ub
 from _models import short_probes
 from _ranks import run_ranks
+from run_support import has_ipv6
 from usbyte.errors import UsageError
 
 
@@ -54,3 +55,14 @@ def comes_back(rank, size):
 
 def test_init_after_shutdown_waits_for_ranks_that_are_late():
     run_ranks(2, comes_back, timeout=60)
+
+
+def meets(rank, size):
+    ub.init()
+    assert ub.allreduce(torch.tensor(rank), op=ub.Sum) == 1
+    ub.shutdown()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6 on the loopback interface")
+def test_ranks_meet_at_an_address_of_ipv6():
+    run_ranks(2, meets, env={"MASTER_ADDR": "::1"})

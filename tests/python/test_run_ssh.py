@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from run_support import PATIENCE_SECONDS, Running, Starter, starter
+from run_support import PATIENCE_SECONDS, Running, Starter, has_ipv6, starter
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 pytestmark = pytest.mark.skipif(
@@ -92,15 +92,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))
         return int(probe.getsockname()[1])
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
 
 
 def wait_until_it_listens(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -33,8 +33,9 @@ class StagedCommunicator final : public Communicator {
   /// Throws UsageError if an option is out of range, FaultError if the device refuses.
   StagedCommunicator(std::shared_ptr<Cuda> cuda, std::shared_ptr<Communicator> inner,
                      StagedOptions options = {});
-  /// Requests that are not complete complete with an error first. Waits for copies, but not for
-  /// `inner`, which may complete what it has at any time later.
+  /// Requests that are not complete complete with an error first. Waits for copies, for a second at
+  /// most as what they come behind may hang, but not for `inner`, which may complete what it has at
+  /// any time later.
   ~StagedCommunicator() override;
   StagedCommunicator(const StagedCommunicator&) = delete;
   StagedCommunicator& operator=(const StagedCommunicator&) = delete;
@@ -44,7 +45,8 @@ class StagedCommunicator final : public Communicator {
   /// That of `inner`, along whose lines requests may go, and through which they may be routed.
   const Topology* topology() const override;
   void launch(const Request& request, Completion done) override;
-  /// Requests that are not complete complete with an error; afterwards their memory is not touched.
+  /// Requests that are not complete complete with an error; afterwards their memory is not touched,
+  /// unless a copy of it hangs for longer than a second.
   void abort() override;
 
  private:

@@ -66,7 +66,10 @@ def _make(cluster: Cluster, env: _core.Env, timeout: timedelta) -> None:
     elif cluster.source == "torchrun":
         where = {"init_method": "env://"}
     else:
-        where = {"init_method": f"tcp://{cluster.master_addr}:{cluster.master_port}"}
+        address = cluster.master_addr
+        if ":" in address:  # IPv6
+            address = f"[{address}]"
+        where = {"init_method": f"tcp://{address}:{cluster.master_port}"}
     dist.init_process_group(
         backend, rank=cluster.rank, world_size=cluster.size, timeout=timeout, **where
     )
