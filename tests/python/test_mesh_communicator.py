@@ -179,10 +179,10 @@ def test_the_end_waits_without_the_gil():
 
 def test_a_fault_is_told_without_the_gil():
     """Whoever is inside a communicator needs it, and the abort waits for them."""
-    inside = threading.Event()
+    tickets = SimpleQueue()
 
-    def launch(*_):
-        inside.set()
+    def launch(ticket, *_):
+        tickets.put(ticket)
         time.sleep(0.2)  # lets go of the GIL
 
     flat = _core.PythonCommunicator(0, 1, launch)
@@ -194,8 +194,9 @@ def test_a_fault_is_told_without_the_gil():
     engine = _core.Engine(plan, arena.buffer_info()[0], mine)
     engine.begin_step()
     engine.ready(0)
-    assert inside.wait(20)
+    ticket = tickets.get(timeout=20)
     engine.fail("rank 1 is lost")
+    flat.complete(ticket, "aborted")
     with pytest.raises(FaultError, match="rank 1 is lost"):
         engine.drain()
     engine.close()
