@@ -128,7 +128,8 @@ TEST(Exchange, WhoHasAllMayLeave) {
     auto ranks = make_local_exchanges(2);
     on_each_rank(2, [&](int r) {
       auto& mine = ranks[static_cast<size_t>(r)];
-      const Outgoing outgoing{1 - r, text("hello")};
+      const std::string word = "hello";
+      const Outgoing outgoing{1 - r, text(word)};
       EXPECT_NO_THROW(swap(*mine, std::span(&outgoing, 1)));
       mine.reset();
     });
