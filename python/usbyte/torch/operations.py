@@ -180,7 +180,7 @@ def broadcast(
     staged = _staged(what, tensor, copy=not in_place)
 
     def execute(_: Verdict) -> torch.Tensor:
-        broadcast_flat(peers, _bytes(staged), source)
+        broadcast_flat(peers, bytes_of(staged), source)
         return staged
 
     def finish(value: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,7 @@ def alltoall(
         row = _row_bytes(tensor)
         if peers.size > 1:
             received = [n * row for n in verdict.sizes]
-            peers.all_to_all(_bytes(out), _bytes(staged), received, [n * row for n in sent])
+            peers.all_to_all(bytes_of(out), bytes_of(staged), received, [n * row for n in sent])
         else:
             out.copy_(staged)
         return out, torch.tensor(verdict.sizes, dtype=torch.int32)
@@ -320,7 +320,7 @@ def broadcast_bytes(peers: Peers, name: str, payload: bytes, root: int) -> Reque
 def _gathered(peers: Peers, mine: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Every rank's rows, of which there are rows[rank]."""
     out = mine.new_empty(sum(rows), *mine.shape[1:])
-    gather_bytes(peers, _bytes(mine), _bytes(out), _row_bytes(mine), rows)
+    gather_bytes(peers, bytes_of(mine), bytes_of(out), _row_bytes(mine), rows)
     return out
 
 
@@ -388,7 +388,7 @@ def _delivered(staged: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return target
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as 1-d uint8, which moves whatever the dtype."""
     return _flat(tensor).view(torch.uint8)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from usbyte.errors import UsageError
+from usbyte.torch.operations import bytes_of
 
 
 def encode(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -60,9 +61,7 @@ def from_bytes(payload: bytes) -> Any:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The values as 1-d uint8."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    # Of one element strides may be odd all the same.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    return bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
