@@ -25,6 +25,11 @@ Engine::~Engine() {
   }
   if (stuck) state_->abort();
   state_->thread.join();
+  {
+    std::unique_lock lock(state_->mutex);
+    state_->arrived.wait(lock, [this] { return state_->failers == 0; });
+    state_->ended = true;
+  }
   state_->sparse.reset();
   if (state_->coding) state_->coding->stop();
   const bool settled = state_->coding && state_->coding->settle();
@@ -181,19 +186,10 @@ void Engine::drain(const std::function<void()>& poll, CudaStream stream) {
   if (s.device) s.device->wait_all(stream);
 }
 
-void Engine::fail(const std::string& message) {
-  bool stuck;
-  {
-    std::unique_lock lock(state_->mutex);
-    state_->set_fault(message);
-    stuck = state_->launching;
-    if (stuck) {
-      state_->looked = true;
-      // Somebody may look just now; the caller may hold what a warning needs meanwhile.
-      state_->arrived.wait_for(lock, std::chrono::seconds(1), [this] { return !state_->writing; });
-    }
-  }
-  if (stuck) state_->abort();  // else the engine's thread does so
+void Engine::fail(const std::string& message) { state_->end_with(message); }
+
+std::function<void(const std::string&)> Engine::failer() const {
+  return [state = state_](const std::string& message) { state->end_with(message); };
 }
 
 std::string Engine::fault() const {

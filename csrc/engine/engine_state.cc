@@ -181,6 +181,22 @@ void Engine::State::abort() {
   if (sparse) sparse->abort();  // may need Python's lock, whose holder may wait for the device
 }
 
+void Engine::State::end_with(const std::string& message) {
+  std::unique_lock lock(mutex);
+  if (ended) return;
+  set_fault(message);
+  if (!launching) return;  // the engine's thread aborts
+  ++failers;
+  looked = true;
+  // Somebody may look just now; the caller may hold what a warning needs meanwhile.
+  arrived.wait_for(lock, std::chrono::seconds(1), [this] { return !writing; });
+  lock.unlock();
+  abort();
+  lock.lock();
+  --failers;
+  arrived.notify_all();
+}
+
 void Engine::State::fail(int op, const std::string& why) {
   if (fault.empty() && !raw_fault) raw_fault = failed(op, record.step, why);
   work.notify_one();

@@ -49,6 +49,8 @@ struct Engine::State {
   bool watching = false;            // the engine's thread sleeps no longer than until a stall
   bool running = false;
   bool stopping = false;
+  bool ended = false;                    // what is not this State's own may be gone
+  int failers = 0;                       // threads in end_with, for which the end waits
   std::string fault;                     // not empty: final
   std::optional<std::string> raw_fault;  // found here, not yet told to on_fault
 
@@ -109,6 +111,8 @@ struct Engine::State {
 
   /// Without it: ends what is in flight, for good.
   void abort();
+  /// Likewise, with a fault that others have found.
+  void end_with(const std::string& message);
   /// The engine's thread.
   void run(const std::shared_ptr<State>& self);
 

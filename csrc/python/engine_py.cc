@@ -135,8 +135,13 @@ void register_engine(py::module_& m) {
           [](const PyEngine& e, uintptr_t stream) { e.get()->drain(check_signals, {stream}); },
           py::arg("stream") = 0, Unlocked())
       .def(
-          "fail", [](const PyEngine& e, const std::string& message) { e.get()->fail(message); },
-          py::arg("message"), Unlocked())
+          "fail",
+          [](const PyEngine& e, const std::string& message) {
+            const auto fail = e.get()->failer();
+            py::gil_scoped_release free;
+            fail(message);
+          },
+          py::arg("message"))
       .def("close", &PyEngine::close)
       .def_property_readonly("fault", [](const PyEngine& e) { return e.get()->fault(); })
       .def_property_readonly("steps", [](const PyEngine& e) { return e.get()->steps(); })

@@ -188,6 +188,35 @@ TEST(EngineFault, FailWakesEveryWaiterAndTheFirstMessageStays) {
   expect_every_call_throws(*rig.engine, "rank 3: out of memory");
 }
 
+TEST(EngineFault, AFailerNeitherKeepsTheEngineNorNeedsIt) {
+  Rig rig(plan_of(1));
+  const auto fail = rig->failer();
+  fail("rank 3: out of memory");
+  expect_every_call_throws(*rig.engine, "rank 3: out of memory");
+  rig.engine.reset();
+  fail("too late to matter");
+}
+
+TEST(EngineFault, TheEnginesOwnThreadMayFailItWhileItEnds) {
+  std::atomic<bool> told = false, ending = false;
+  std::function<void(const std::string&)> fail;
+  EngineOptions options;
+  options.on_fault = [&](const std::string&) {
+    told = true;
+    while (!ending) std::this_thread::sleep_for(milliseconds(1));
+    std::this_thread::sleep_for(milliseconds(20));  // the end waits for this thread
+    fail("rank 2 is lost");
+    return "rank 2 is lost";
+  };
+  Rig rig(plan_of(1), options);
+  fail = rig->failer();
+  rig.backward();
+  rig.fail_op(0, "connection reset");
+  while (!told) std::this_thread::sleep_for(milliseconds(1));
+  ending = true;
+  rig.engine.reset();
+}
+
 TEST(EngineFault, RanksWithDifferentPlansAllFail) {
   auto ranks = make_local_communicators(3);
   on_each_rank(3, [&](int rank) {

@@ -177,13 +177,14 @@ def test_the_end_waits_without_the_gil():
     completer.join(20)
 
 
-def test_a_fault_is_told_without_the_gil():
-    """Whoever is inside a communicator needs it, and the abort waits for them."""
-    tickets = SimpleQueue()
+@pytest.fixture
+def launching():
+    """An engine whose launch is under way until the event is set."""
+    tickets, go_on = SimpleQueue(), threading.Event()
 
     def launch(ticket, *_):
         tickets.put(ticket)
-        time.sleep(0.2)  # lets go of the GIL
+        go_on.wait(20)
 
     flat = _core.PythonCommunicator(0, 1, launch)
     mine = _core.MeshCommunicator(topology(1), flat, [None])
@@ -195,11 +196,36 @@ def test_a_fault_is_told_without_the_gil():
     engine.begin_step()
     engine.ready(0)
     ticket = tickets.get(timeout=20)
-    engine.fail("rank 1 is lost")
+    yield engine, go_on
+    go_on.set()
     flat.complete(ticket, "aborted")
+    engine.close()
+
+
+def test_a_fault_is_told_without_the_gil(launching):
+    """Whoever is inside a communicator needs it, and the abort waits for them."""
+    engine, go_on = launching
+    threading.Timer(0.2, go_on.set).start()
+    engine.fail("rank 1 is lost")
     with pytest.raises(FaultError, match="rank 1 is lost"):
         engine.drain()
-    engine.close()
+
+
+def test_an_engine_is_closed_although_another_thread_fails_it(launching):
+    """Memory that it uses is freed next; and were that its own thread, it could not end itself."""
+    engine, go_on = launching
+    failer = threading.Thread(target=engine.fail, args=("rank 1 is lost",))
+    failer.start()
+    while not engine.fault:
+        time.sleep(0.001)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive()
+    go_on.set()
+    for thread in (failer, closer):
+        thread.join(20)
+    assert not closer.is_alive()
 
 
 def test_abort_ends_who_waits():

@@ -123,6 +123,9 @@ class Engine {
 
   /// Ends the engine with this message, as a fault that another rank has found.
   void fail(const std::string& message);
+  /// What does so without owning the engine, whose end waits for such calls; a later one does
+  /// nothing. For whoever that end waits for, as the engine's callbacks.
+  std::function<void(const std::string&)> failer() const;
   /// Empty while all is well.
   std::string fault() const;
 
