@@ -31,7 +31,7 @@ class PyEngine {
                            std::move(options)),
                 destroy) {}
 
-  /// Shared: a signal handler may close the engine while a call waits.
+  /// Shared: a signal handler may close the engine while a call waits. With the GIL, as `close`.
   std::shared_ptr<Engine> get() const {
     if (!engine_) throw UsageError("this engine is closed");
     return engine_;
@@ -46,10 +46,17 @@ class PyEngine {
   std::shared_ptr<Engine> engine_;
 };
 
+// Only the call is without the GIL: another thread may close the engine that is asked for.
+template <typename Call>
+auto unlocked(const PyEngine& e, Call call) {
+  const auto engine = e.get();
+  py::gil_scoped_release free;
+  return call(*engine);
+}
+
 }  // namespace
 
 void register_engine(py::module_& m) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<PyEngine>(m, "Engine", "Executes a plan in the background; see engine.h.")
       .def(
           py::init([](Plan plan, uintptr_t arena, std::shared_ptr<Communicator> communicator,
@@ -84,16 +91,20 @@ void register_engine(py::module_& m) {
           py::arg("on_stall") = nullptr, py::arg("on_fault") = nullptr)
       .def_property_readonly("plan", [](const PyEngine& e) { return e.get()->plan(); })
       .def(
-          "begin_step", [](const PyEngine& e, uintptr_t stream) { e.get()->begin_step({stream}); },
-          py::arg("stream") = 0, Unlocked())
+          "begin_step",
+          [](const PyEngine& e, uintptr_t stream) {
+            unlocked(e, [&](Engine& engine) { engine.begin_step({stream}); });
+          },
+          py::arg("stream") = 0)
       // Calls of a device may block until others, who need the GIL, end what they wait for. On the
       // host a lock is held for well below a microsecond, and small gradients are copied.
       .def(
           "ready",
           [](const PyEngine& e, int tensor, uintptr_t stream, uintptr_t gradient) {
+            const auto engine = e.get();
             std::optional<py::gil_scoped_release> free;
             if (e.on_device()) free.emplace();
-            return e.get()->ready(tensor, {stream}, reinterpret_cast<const void*>(gradient));
+            return engine->ready(tensor, {stream}, reinterpret_cast<const void*>(gradient));
           },
           py::arg("tensor"), py::arg("stream") = 0, py::arg("gradient") = 0)
       .def(
@@ -102,9 +113,10 @@ void register_engine(py::module_& m) {
              uintptr_t stream, uintptr_t count) {
             const RowsView rows{{reinterpret_cast<const int64_t*>(ids), static_cast<size_t>(most)},
                                 reinterpret_cast<const std::byte*>(values)};
+            const auto engine = e.get();
             std::optional<py::gil_scoped_release> free;
             if (e.on_device()) free.emplace();
-            e.get()->ready_rows(tensor, rows, {stream}, reinterpret_cast<const int64_t*>(count));
+            engine->ready_rows(tensor, rows, {stream}, reinterpret_cast<const int64_t*>(count));
           },
           py::arg("tensor"), py::arg("ids"), py::arg("most"), py::arg("values"),
           py::arg("stream") = 0, py::arg("count") = 0)
@@ -117,23 +129,27 @@ void register_engine(py::module_& m) {
       .def(
           "wait",
           [](const PyEngine& e, int tensor, uintptr_t stream) {
-            e.get()->wait(tensor, check_signals, {stream});
+            unlocked(e, [&](Engine& engine) { engine.wait(tensor, check_signals, {stream}); });
           },
-          py::arg("tensor"), py::arg("stream") = 0, Unlocked())
+          py::arg("tensor"), py::arg("stream") = 0)
       .def(
           "wait_reduced",
           [](const PyEngine& e, uintptr_t stream) {
-            e.get()->wait_reduced(check_signals, {stream});
+            unlocked(e, [&](Engine& engine) { engine.wait_reduced(check_signals, {stream}); });
           },
-          py::arg("stream") = 0, Unlocked())
+          py::arg("stream") = 0)
       .def(
           "release_gathers",
-          [](const PyEngine& e, uintptr_t stream) { e.get()->release_gathers({stream}); },
-          py::arg("stream") = 0, Unlocked())
+          [](const PyEngine& e, uintptr_t stream) {
+            unlocked(e, [&](Engine& engine) { engine.release_gathers({stream}); });
+          },
+          py::arg("stream") = 0)
       .def(
           "drain",
-          [](const PyEngine& e, uintptr_t stream) { e.get()->drain(check_signals, {stream}); },
-          py::arg("stream") = 0, Unlocked())
+          [](const PyEngine& e, uintptr_t stream) {
+            unlocked(e, [&](Engine& engine) { engine.drain(check_signals, {stream}); });
+          },
+          py::arg("stream") = 0)
       .def(
           "fail",
           [](const PyEngine& e, const std::string& message) {
@@ -146,17 +162,22 @@ void register_engine(py::module_& m) {
       .def_property_readonly("fault", [](const PyEngine& e) { return e.get()->fault(); })
       .def_property_readonly("steps", [](const PyEngine& e) { return e.get()->steps(); })
       .def("status", [](const PyEngine& e) { return e.get()->status(); })
+      .def("ready_times",
+           [](const PyEngine& e) {
+             return unlocked(e, [](Engine& engine) { return engine.ready_times(); });
+           })
       .def(
-          "ready_times", [](const PyEngine& e) { return e.get()->ready_times(); }, Unlocked())
-      .def(
-          "op_times", [](const PyEngine& e) { return e.get()->op_times(); }, Unlocked(),
+          "op_times",
+          [](const PyEngine& e) {
+            return unlocked(e, [](Engine& engine) { return engine.op_times(); });
+          },
           "(launched, completed) of every op of the current step; 0 where it has not.")
       .def(
           "set_timeline",
           [](const PyEngine& e, std::shared_ptr<TimelineWriter> writer) {
-            e.get()->set_timeline(std::move(writer));
+            unlocked(e, [&](Engine& engine) { engine.set_timeline(std::move(writer)); });
           },
-          py::arg("writer"), Unlocked())
+          py::arg("writer"))
       .def(
           "record_update",
           [](const PyEngine& e, const std::vector<int>& tensors, double start_s, double end_s) {

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import importlib
 import logging
 import socket
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -16,7 +20,8 @@ from torch import nn
 import usbyte.torch as ub
 from _models import difference, short_probes, train
 from _ranks import run_ranks
-from usbyte.errors import Error
+from usbyte import _core
+from usbyte.errors import Error, UsageError
 from usbyte.torch.fault import FaultBoard
 
 LEARNING = {"USBYTE_LEARNING_STEPS": "2"}
@@ -246,3 +251,37 @@ def half_way(rank, size):
 
 def test_nobody_goes_on_from_a_step_that_ended_half_way():
     run_ranks(2, half_way)
+
+
+def asked_while_it_closes(rank, size, method):
+    plan = _core.Plan(
+        "test", [_core.TensorSpec("a", 4)], [_core.Op("all_reduce", [(0, 4)], 1 << 20)]
+    )
+    arena = array.array("f", [1.0] * (plan.arena_bytes // 4))
+    (communicator,) = _core.make_local_communicators(1)
+    current, stop = [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            with suppress(IndexError, UsageError):  # there is none yet, or it is closed
+                call = getattr(current[-1], method)
+                while True:
+                    call(0) if method == "wait" else call()
+
+    sys.setswitchinterval(1e-5)
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        for i in range(1000):
+            current[:] = [_core.Engine(plan, arena.buffer_info()[0], communicator)]
+            for _ in range(i % 7):
+                time.sleep(0)  # lets go of the GIL
+            current[0].close()
+        stop.set()
+        for each in asking:
+            each.result(20)
+
+
+@pytest.mark.parametrize("method", ["wait", "op_times"])
+def test_an_engine_may_be_closed_while_others_ask_it(method):
+    """In a process of its own, as this once was a use of freed memory."""
+    run_ranks(1, asked_while_it_closes, method)
