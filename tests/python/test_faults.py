@@ -51,8 +51,11 @@ for step in range(1000000):
             time.sleep(1000)
         elif what == "raise":
             raise ZeroDivisionError("a bug in the user's code")
-    if what == "last" and step == 6:
-        break  # the update of step 5 is pending, and rank 1 is gone
+    if what == "leave" and (ub.rank(), step) == (1, 5):
+        time.sleep(1000)
+    if what in ("last", "leave") and step == 6:
+        print("leaves", flush=True)
+        break  # the update of step 5 is pending, and rank 1 is gone or elsewhere
     opt.zero_grad()
     model(inputs).sum().mul(1e-9).backward()
     opt.step()
@@ -195,6 +198,19 @@ def test_ctrl_c_interrupts_a_waiting_rank(tmp_path):
     for code, err in job.finish(30):
         assert code != 0
         assert "KeyboardInterrupt" in err or "FaultError" in err
+
+
+def test_ctrl_c_interrupts_a_rank_that_waits_at_exit(tmp_path):
+    job = Job(tmp_path, "leave", "forward", size=2)
+    leaving = job.ranks[0]
+    assert leaving.stdout is not None
+    while leaving.stdout.readline() != "leaves\n":
+        assert leaving.poll() is None
+    time.sleep(1)
+    leaving.send_signal(signal.SIGINT)
+    code, err = job.finish(15, ignore=(1,))[0]  # well before the stall limit
+    assert code == 1  # the last update is lost
+    assert "KeyboardInterrupt" in err
 
 
 @pytest.mark.parametrize("what", ["kill", "sleep", "raise"])

@@ -12,10 +12,11 @@ import socket
 import sys
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -224,29 +225,31 @@ class Context:
         """Applies pending updates and ends every thread; after a fault only the latter."""
         if sys.excepthook == self._on_exception:  # nobody has put another one on top
             sys.excepthook = self._excepthook
-        if self._faults is not None:
-            self._faults.leave()
-        errors = []
-        for optimizer in self._in_order():  # as communicators may end together only
+        errors: list[BaseException] = []
+        for end in self._ends():
             try:
-                optimizer.close(whole_state=False)
-            except Error as error:
+                end()
+            except BaseException as error:  # an interrupt too: what is left has threads
                 errors.append(error)
+        if errors:
+            raise next((e for e in errors if not isinstance(e, Exception)), errors[0])
+
+    def _ends(self) -> Iterator[Callable[[], None]]:
+        """What `close` consists of."""
+        if self._faults is not None:
+            yield self._faults.leave
+        for optimizer in self._in_order():  # as communicators may end together only
+            yield partial(optimizer.close, whole_state=False)
         for link in sorted(self._abandoned, key=lambda link: link.label):
             if self._faults is not None and (verdict := self._faults.verdict) is not None:
                 link.fail(verdict)  # which may have come when nobody knew of it
-            try:
-                link.close()
-            except Error as error:
-                errors.append(error)
+            yield link.close
         for context in self.members.values():
-            context.close()
-        self.process_sets.close()
-        self.eager.close()
+            yield context.close
+        yield self.process_sets.close
+        yield self.eager.close
         if self._faults is not None:
-            self._faults.close()
-        if errors:
-            raise errors[0]
+            yield self._faults.close
 
     def orphan(self) -> list[Any]:
         """In a process that was forked: everything that has threads, which are not here."""
@@ -404,7 +407,7 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 def _shutdown_at_exit() -> None:
     try:
         shutdown()
-    except Exception:
+    except BaseException:
         # The last updates are lost, and atexit has no other way to let the exit code say so.
         traceback.print_exc()
         sys.stdout.flush()

@@ -249,6 +249,10 @@ class Stepper:
                     reducer.settle()
                 if whole_state:
                     self.end_sharding()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt, which would else wait again below
+                self.transport.fail(f"this rank's end was interrupted by {type(error).__name__}")
+            raise
         finally:
             if self._changes.salvage is None:
                 self._give_up()
