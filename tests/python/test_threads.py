@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import product
@@ -22,6 +23,7 @@ from _models import difference, short_probes, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, UsageError
+from usbyte.torch.context import current
 from usbyte.torch.fault import FaultBoard
 
 LEARNING = {"USBYTE_LEARNING_STEPS": "2"}
@@ -285,3 +287,40 @@ def asked_while_it_closes(rank, size, method):
 def test_an_engine_may_be_closed_while_others_ask_it(method):
     """In a process of its own, as this once was a use of freed memory."""
     run_ranks(1, asked_while_it_closes, method)
+
+
+class Added:
+    """What a run asks of its optimizers here."""
+
+    label = "optimizer.1"
+
+    def set_timeline(self, _):
+        pass
+
+    def status(self):
+        return {}
+
+
+def test_optimizers_may_be_made_while_another_rank_asks_how_far_they_are(single, monkeypatch):
+    """The thread that answers would end, and this rank seem to be frozen."""
+    context, stop = current(), threading.Event()
+    monkeypatch.setattr(context, "_optimizers", weakref.WeakSet())
+
+    def answer():
+        while not stop.is_set():
+            context._describe()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answering = pool.submit(answer)
+            end = time.monotonic() + 3
+            while time.monotonic() < end and not answering.done():
+                made = [Added() for _ in range(4)]
+                for each in made:
+                    context.add(each)
+            stop.set()
+            answering.result(20)
+    finally:
+        sys.setswitchinterval(before)

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,7 @@ class Context:
         self.ranks = list(range(self.size))
         self.local_rank, self.local_size = cluster.local_rank, cluster.local_size
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+        self._adding = threading.RLock()  # a set must not grow while another thread goes through it
         self._abandoned: list[Link] = []
         self._labels = 0
         self.members: dict[tuple[int, ...], Context] = {}
@@ -154,7 +156,8 @@ class Context:
 
     def add(self, optimizer: DistributedOptimizer) -> None:
         """Lets the optimizer take part in timelines, faults and shutdown."""
-        self._optimizers.add(optimizer)
+        with self._adding:
+            self._optimizers.add(optimizer)
         optimizer.set_timeline(self._writer)
 
     def abandon(self, link: Link) -> None:
@@ -178,7 +181,7 @@ class Context:
 
     def sending(self) -> list[DistributedOptimizer]:
         """Optimizers whose gradients go to other ranks."""
-        return [o for o in self._optimizers if o.plan is not None]
+        return [o for o in self._living() if o.plan is not None]
 
     def warn(self, text: str) -> None:
         """Logs a warning of the engine."""
@@ -200,7 +203,7 @@ class Context:
 
     def drain(self) -> None:
         """Applies every pending update."""
-        for optimizer in list(self._optimizers):
+        for optimizer in self._living():
             optimizer.drain()
 
     def start_timeline(self, path: str, steps: str = "0:") -> None:
@@ -210,13 +213,13 @@ class Context:
             self.stop_timeline()
             return
         self._writer = _core.TimelineWriter(path.replace("%r", str(self.rank)), self.rank, steps)
-        for optimizer in list(self._optimizers):
+        for optimizer in self._living():
             optimizer.set_timeline(self._writer)
 
     def stop_timeline(self) -> None:
         """Writes out what is complete and stops recording."""
         self._writer = None
-        for optimizer in list(self._optimizers):
+        for optimizer in self._living():
             optimizer.set_timeline(None)
         for link in list(self._abandoned):
             link.stop_timeline()
@@ -253,12 +256,17 @@ class Context:
 
     def orphan(self) -> list[Any]:
         """In a process that was forked: everything that has threads, which are not here."""
+        # Without the lock, which a thread may have held that is not here.
         optimizers = [each for o in list(self._optimizers) for each in o.orphan()]
         return [self, *optimizers, *self._abandoned, *self.members.values()]
 
+    def _living(self) -> list[DistributedOptimizer]:
+        with self._adding:
+            return list(self._optimizers)
+
     def _in_order(self) -> list[DistributedOptimizer]:
         """Those that there are, in an order that is the same on all ranks."""
-        return sorted(self._optimizers, key=lambda optimizer: optimizer.label)
+        return sorted(self._living(), key=lambda optimizer: optimizer.label)
 
     def _describe(self) -> State:
         found: dict[str, dict[str, Any]] = {}
@@ -273,11 +281,11 @@ class Context:
 
     def _hold(self, verdict: str) -> None:
         """Nobody gets to know of a fault and then reads parameters as if there were none."""
-        for optimizer in list(self._optimizers):
+        for optimizer in self._living():
             optimizer.hold(verdict)
 
     def _on_fault(self, verdict: str) -> None:
-        optimizers = list(self._optimizers)
+        optimizers = self._living()
         found = None
         try:
             state = self._describe()
