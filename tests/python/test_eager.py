@@ -5,16 +5,19 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import usbyte.torch as ub
 from _eager import eager, leave_last, same
 from _ranks import run_ranks
 from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.torch import ops
 from usbyte.torch.compression import Compression
+from usbyte.torch.context import current
 
 # ---- order, names, mismatches ----------------------------------------------------------------
 
@@ -220,6 +223,25 @@ def _order_and_names(rank, size):
 
 def test_order_names_and_mismatches():
     run_ranks(3, _order_and_names, timeout=120)
+
+
+class _Signalled(Counter):
+    def __setitem__(self, kind, count):
+        super().__setitem__(kind, count)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _is_told_to_end(rank, size):
+    ub.init()
+    queue = current().eager
+    queue._unnamed = _Signalled()
+    signal.signal(signal.SIGTERM, lambda *_: ub.shutdown())
+    queue.auto_name("allreduce")
+    assert not ub.is_initialized()
+
+
+def test_a_signal_handler_may_shut_down_in_the_middle_of_a_call():
+    run_ranks(2, _is_told_to_end, timeout=30)
 
 
 # ---- stalls and faults -----------------------------------------------------------------------

@@ -66,7 +66,7 @@ class EagerQueue:
         self._limit_s = stall_limit_s if stall_limit_s > 0 else float("inf")
         self._warning_s = stall_warning_s if stall_warning_s > 0 else float("inf")
         self._on_fault = on_fault
-        self._lock = threading.Lock()  # guards everything below
+        self._lock = threading.RLock()  # guards what is below; signal handlers may use this
         self._unnamed: Counter[str] = Counter()  # operations so far, by kind
         self._joined = False
         self._pending: dict[str, Handle] = {}

@@ -71,7 +71,7 @@ class Negotiation:
         self._inbox = clone_store(self._store)
         self._inbox.set_timeout(_PATIENCE)
         self._calls = Calls("usbyte-ask")
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.RLock()  # guards the three below; for signal handlers, too
         self._place = 0
         self._woken = False
         self._joined: list[int] = []  # in the order in which they came

@@ -151,7 +151,7 @@ class ProcessSets:
     def __init__(self, context: Context, timeout: timedelta) -> None:
         self._context, self._timeout = context, timeout
         self._ids = itertools.count(1)  # equal on all ranks, who add sets in one order
-        self._lock = threading.Lock()  # guards everything below
+        self._lock = threading.RLock()  # guards what is below; signal handlers may use this
         self._sets: dict[int, ProcessSet] = {}
         self._queues: dict[str, EagerQueue] = {}
         self._failure: str | None = None
