@@ -262,11 +262,11 @@ def test_a_reader_that_pauses_does_not_keep_the_job_from_ending(start: Starter) 
 
 LOST = "usbyterun: some of the ranks' last output is lost, as nobody read it"
 # What a rank leaves behind prints on once it has ended, more than the reader's pipe takes.
-LATE = "trap '' TERM; while kill -0 $$; do sleep 0.05; done 2>/dev/null; seq 10000 30000"
+LATE = "while kill -0 $$; do sleep 0.05; done 2>/dev/null; seq 10000 30000"
 
 
 def late_output(start: Starter, code: int) -> Running:
-    running = start("-np", "1", "bash", "-c", f"({LATE}) & exit {code}")
+    running = start("-np", "1", "bash", "-c", f"trap '' TERM; ({LATE}) & exit {code}")
     fcntl.fcntl(running.process.stdout, fcntl.F_SETPIPE_SZ, 4096)
     running.expect("[0] 10000\n")
     return running
