@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 from itertools import product
 
 import pytest
@@ -230,6 +231,17 @@ def more_misuse(rank, size):
     with pytest.raises(Error, match=r"'0\.weight' was modified after backward"):
         model(x).sum().backward()
     end(opt)
+    # One that such a hook replaces, or resets as an update inside backward does.
+    for overlap in ("backward", "forward"):
+        for what, change in [("replaced", lambda p: p.grad * 2), ("reset", lambda p: None)]:
+            model, opt = _warmed(overlap)
+            model[0].weight.register_post_accumulate_grad_hook(
+                lambda p, change=change: setattr(p, "grad", change(p))
+            )
+            opt.zero_grad()
+            with pytest.raises(UsageError, match=rf"'0\.weight' was {what} inside backward"):
+                model(x).sum().backward()
+            end(opt)
     # And one that was reset by a hook that ran before.
     model = nn.Sequential(nn.Linear(x.shape[1], 4))
     model[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -243,6 +255,43 @@ def more_misuse(rank, size):
 
 def test_more_of_what_would_be_silently_wrong_is_an_error():
     run_ranks(2, more_misuse, timeout=90)
+
+
+def sets_by_hand(rank, size):
+    ub.init()
+    logged = _logged()
+    x = torch.ones(1, 4)
+    for overlap in ("backward", "forward"):
+        for steps in (0, 8):  # while learning, and after
+            model, opt = _warmed(overlap, steps)
+            opt.zero_grad()
+            opt.step()  # of nothing, which is nothing to tell of
+            model(x).sum().backward()
+            opt.step()
+            assert not logged
+            params = list(model.parameters())
+            for _ in range(2):
+                opt.zero_grad()
+                grads = torch.autograd.grad(model(x).sum(), params)
+                for p, grad in zip(params, grads, strict=True):
+                    p.grad = grad
+                opt.step()
+            assert len(logged) == 1, logged
+            assert "gradient of '0.weight' was set by hand" in logged.pop()
+            opt.close()
+
+
+def _logged():
+    """Warnings from now on."""
+    warnings = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("usbyte").addHandler(handler)
+    return warnings
+
+
+def test_gradients_that_nobody_sends_are_told_of():
+    run_ranks(2, sets_by_hand, timeout=90)
 
 
 LATE = r"'0\.(weight|bias)' was used in the forward pass before"

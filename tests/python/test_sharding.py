@@ -395,6 +395,10 @@ def misuse(rank, size):
         opt.step()
     opt.zero_grad()
     opt.step()  # which does nothing, as without shards
+    model[0].weight.grad = torch.ones(20, 30)
+    with pytest.raises(UsageError, match=r"gradient of '0\.weight' was set by hand"):
+        opt.step()
+    opt.zero_grad()
     model, opt = small(shard=True, policy=lambda p, n: _core.make_plan("ddp", p, n))
     with pytest.raises(UsageError, match="plans all_reduces"):
         run(model, opt, 4, rank)

@@ -272,6 +272,11 @@ class DistributedOptimizer(OptimizerWrapper):
             stepper.check_whole_gradients()
         self._drain()
         self._inner.add_param_group(param_group)
+        try:
+            Trained.of(self._inner, self._given_names)
+        except UsageError:
+            self._inner.param_groups.pop()
+            raise
         if stepper is None:
             self._build(steps_before=0)
             return

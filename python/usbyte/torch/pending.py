@@ -32,8 +32,7 @@ class PendingUpdates(ABC):
     """
 
     def __init__(self, trained: Trained, reducer: Reducer, fetch: Sequence[Fetch]) -> None:
-        self._params, self._group_of = trained.params, trained.group_of
-        self._reducer, self._fetch = reducer, fetch
+        self._params, self._reducer, self._fetch = trained.params, reducer, fetch
         self._versions: list[int] = []  # when updates were put off
         self._behind: dict[int, Fence] = {}  # by parameter, the update, if that is on a device
         self.pending: set[int] = set()

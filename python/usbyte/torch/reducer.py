@@ -87,7 +87,8 @@ class Reducer:
         self._in_pass = False  # one of those
         self._task = -1  # autograd's, of the last pass that had begun
         self._used: list[bool] | None = None  # by any rank, by tensor of the plan, once it is known
-        self._holds_result = [False] * len(self._params)  # param.grad is what the ranks agreed on
+        # By parameter, param.grad is what the ranks agreed on, or has been there before.
+        self._holds_result = [param.grad is not None for param in self._params]
         self._waits_no_more = False  # after a fault
         self._sent = SentGradients(self.names, self._params, self._sparse)
         self._sent.move(transport.views())
@@ -196,6 +197,14 @@ class Reducer:
     def dropped(self, renewed: int = -1) -> bool:
         """See `SentGradients`."""
         return self._sent.dropped(renewed)
+
+    def unsent_gradient(self) -> int:
+        """A parameter whose gradient nobody has sent since gradients were last reset, or -1."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
+            for i, (param, grad) in enumerate(zip(self._params, self._sent.tensors, strict=True)):
+                if param.grad is not None and param.grad is not grad and not self._holds_result[i]:
+                    return i
+        return -1
 
     def forget_results(self) -> None:
         """The user has reset the gradients."""
@@ -428,6 +437,7 @@ class Reducer:
         votes = [float(self._cycle.end_backward()), float(self._has_data)]
         self._transport.sender.send_flags([*map(float, used), *votes])
         self._transport.engine.end_backward()
+        self._sent.check_kept()
         self._passes = 0
         self.in_backward = False
         self.in_flight = True

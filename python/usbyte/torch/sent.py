@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from usbyte.errors import Error
+from usbyte.errors import Error, UsageError
 from usbyte.torch.awaited import Fetch, hold, release
 
 
@@ -105,6 +105,17 @@ class SentGradients:
                 else:
                     self.check(i)
         return same
+
+    def check_kept(self) -> None:
+        """Raises UsageError if parameters have others, or none, right after all were sent."""
+        for i, (param, grad) in enumerate(zip(self._params, self.tensors, strict=True)):
+            if param.grad is not grad and self.own[i]:
+                what = "reset" if param.grad is None else "replaced"
+                raise UsageError(
+                    f"the gradient of '{self._names[i]}' was {what} inside backward() after it was "
+                    "sent, by a hook of its parameter: register such hooks before the optimizer is "
+                    "wrapped, or leave gradients to it until step()"
+                )
 
     def dropped(self, renewed: int = -1) -> bool:
         """Whether the user has reset all gradients since.

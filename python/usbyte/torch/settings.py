@@ -59,13 +59,11 @@ class Trained:
     Attributes:
         names: Unique.
         params: Each with elements.
-        group_of: The optimizer's group of each.
         frozen: Those that do not require a gradient.
     """
 
     names: Sequence[str]
     params: Sequence[nn.Parameter]
-    group_of: Sequence[int]
     frozen: Sequence[nn.Parameter]
 
     @classmethod
@@ -89,7 +87,6 @@ class Trained:
             if names is not None
             else [f"group{g}.param{i}" for i, (_, g) in enumerate(trained)],
             params,
-            [g for _, g in trained],
             [p for p, _ in rows if not p.requires_grad],
         )
 

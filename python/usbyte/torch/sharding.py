@@ -24,6 +24,7 @@ from usbyte.torch.awaited import Fetch
 from usbyte.torch.communicator import shards
 from usbyte.torch.context import Context
 from usbyte.torch.ops import Max, Sum, allgather, allreduce
+from usbyte.torch.param_groups import Groups
 from usbyte.torch.pending import PendingUpdates
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
@@ -78,6 +79,7 @@ class ShardedUpdates(PendingUpdates):
         label: Name of the optimizer, the same on all ranks.
         optimizer: The wrapped optimizer; its state has been whole so far and is cut here.
         trained: Its parameters.
+        groups: Where they are in it.
         reducer: Has their gradients.
         plan: In force, of reduce_scatters and all_gathers.
         max_grad_norm: Gradients are scaled so that their norm over all parameters is no larger.
@@ -95,6 +97,7 @@ class ShardedUpdates(PendingUpdates):
         label: str,
         optimizer: torch.optim.Optimizer,
         trained: Trained,
+        groups: Groups,
         reducer: Reducer,
         plan: _core.Plan,
         max_grad_norm: float | None,
@@ -103,7 +106,8 @@ class ShardedUpdates(PendingUpdates):
     ) -> None:
         super().__init__(trained, reducer, fetch)
         self._step, params = step, trained.params
-        self._context, self._label, self._optimizer = context, label, optimizer
+        self._context, self._label = context, label
+        self._optimizer, self._groups = optimizer, groups
         self._max_grad_norm = max_grad_norm
         self.used = [param.grad is not None for param in params]
         self.spent = True
@@ -246,9 +250,7 @@ class ShardedUpdates(PendingUpdates):
             if kind == _ELEMENTS:
                 whole.setdefault(param, {})[key] = torch.zeros_like(param, requires_grad=False)
             elif kind == _SCALAR:
-                group = self._optimizer.param_groups[self._group_of[i]]
-                on_device = group.get("capturable") or group.get("fused")
-                device = param.device if on_device else None  # where torch wants its step counts
+                device = param.device if self._counts_on_device(i) else None
                 whole.setdefault(param, {})[key] = torch.tensor(
                     scalar, dtype=torch.float32, device=device
                 )
@@ -277,6 +279,12 @@ class ShardedUpdates(PendingUpdates):
                 target[piece.begin : piece.end] = everything[offset : offset + count]
                 offset += count
 
+    def _counts_on_device(self, i: int) -> bool:
+        """Where torch wants the step count of parameter i."""
+        g = self._groups.look_up()[i]
+        group = {} if g is None else self._optimizer.param_groups[g]
+        return bool(group.get("capturable") or group.get("fused"))
+
     def _clip(self, max_norm: float) -> None:
         """As torch.nn.utils.clip_grad_norm_ does, over the shards of all ranks."""
         mine = [view.grad for view in self._views if view.grad is not None]
@@ -295,10 +303,11 @@ class ShardedUpdates(PendingUpdates):
 
     @contextmanager
     def _on_shards(self) -> Iterator[None]:
-        groups = self._optimizer.param_groups
+        groups, group_of = self._optimizer.param_groups, self._groups.look_up()
         shards_of: list[list[nn.Parameter]] = [[] for _ in groups]
         for piece, view in zip(self._mine, self._views, strict=True):
-            shards_of[self._group_of[piece.param]].append(view)
+            if (g := group_of[piece.param]) is not None:
+                shards_of[g].append(view)
         # The user's groups keep the whole parameters; what a step reads is only borrowed.
         self._optimizer.param_groups = [
             {**group, "params": views}

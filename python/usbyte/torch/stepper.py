@@ -19,6 +19,7 @@ from usbyte.torch.device import Device
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
 from usbyte.torch.overlap import Watch, agree
+from usbyte.torch.param_groups import Groups
 from usbyte.torch.plan_cycle import PlanCycle
 from usbyte.torch.planning import Planner
 from usbyte.torch.reducer import Reducer, no_whole_gradients
@@ -76,6 +77,7 @@ class Stepper:
         self._context, self._optimizer, self._updater = context, optimizer, updater
         self._settings, self._trained, self._planner = settings, trained, planner
         self._changes, self._on_updated = changes, on_updated
+        self._groups = Groups(optimizer, trained)
         self._everything = range(len(trained.params))
         self.shards: ShardedUpdates | None = None
         self.ended = False
@@ -85,7 +87,7 @@ class Stepper:
         self._ungated: list[int] = []  # parameters whose use nobody would see
         self._late: set[int] = set()  # parameters that the forward pass did not ask for
         self.shared = ""
-        self._told_of_threads = False
+        self._told_of_threads = self._told_of_unsent = False
         self._watch = Watch(optimizer, trained.names, trained.params)
         self._fetch_param = [weakly(self._on_param_read, i) for i in self._everything]
         self._fetch_gradient = [weakly(self._on_gradient_read, i) for i in self._everything]
@@ -104,8 +106,9 @@ class Stepper:
         )
         self.reducer = Reducer(settings, trained, planner, self.transport, cycle, self)
         self._deferred = DeferredUpdates(
-            optimizer, self._take_step, changes.tear, trained, self.reducer, self._fetch_param
-        )
+            optimizer, self._take_step, changes.tear, trained, self._groups, self.reducer,
+            self._fetch_param,
+        )  # fmt: skip
         self._gates.install(settings.model)
 
     @property
@@ -150,6 +153,7 @@ class Stepper:
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """See `DistributedOptimizer`; after `check`."""
         self._check_threads()
+        self._groups.look_up()  # before anything is given to the optimizer
         if closure is not None and self._settings.overlap == "forward":
             raise UsageError(
                 f"{type(self._optimizer).__name__} may call its closure several times, and needs "
@@ -162,6 +166,8 @@ class Stepper:
         if self.shards is not None:
             self._step_shards(self.shards)
             return None
+        if closure is None and (reducer.learning or reducer.applied):  # looked for seldom
+            self._tell_of_unsent()
         if (
             not reducer.in_flight
             or reducer.plan_ends
@@ -364,6 +370,18 @@ class Stepper:
         elif not self._updates.is_done:
             self._updates.apply(indices)
 
+    def _tell_of_unsent(self) -> None:
+        """Warns once of gradients that no backward pass has given, which nobody sends."""
+        if self._told_of_unsent or (i := self.reducer.unsent_gradient()) < 0:
+            return
+        self._told_of_unsent = True
+        log.warning(
+            "%s: the gradient of '%s' was set by hand, and only those that backward() gives are "
+            "summed: ranks come apart unless all set the same, as with usbyte.torch.allreduce",
+            self._planner.label,
+            self._trained.names[i],
+        )
+
     # With shards.
 
     def _step_shards(self, shards: ShardedUpdates) -> None:
@@ -376,6 +394,11 @@ class Stepper:
                 raise UsageError(
                     "step() again without backward(): with shard_optimizer=True a step uses its "
                     "gradients up; call backward() before the next one"
+                )
+            if (i := self.reducer.unsent_gradient()) >= 0:
+                raise UsageError(
+                    f"the gradient of '{self._trained.names[i]}' was set by hand, and with "
+                    "shard_optimizer=True a step uses what backward() has sent: leave it out"
                 )
             return
         if self.reducer.dropped():
@@ -415,6 +438,7 @@ class Stepper:
             self._planner.label,
             self._optimizer,
             self._trained,
+            self._groups,
             self.reducer,
             self.transport.plan,
             self._settings.max_grad_norm,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from usbyte.torch.awaited import Fetch
+from usbyte.torch.param_groups import Groups
 from usbyte.torch.pending import PendingUpdates
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
@@ -20,13 +21,15 @@ class DeferredUpdates(PendingUpdates):
     """Applies an optimizer's step to the parameters whose gradients have arrived.
 
     An update is the optimizer's own `step`, with its groups narrowed to those parameters and with
-    the hyper-parameters as they were when `defer` was called, whatever a scheduler has done since.
+    groups and hyper-parameters as they were when `defer` was called, whatever a scheduler has done
+    since.
 
     Args:
         optimizer: The wrapped optimizer.
         step: Takes its step.
         tear: Called with the error that ends one half-way.
         trained: Its parameters.
+        groups: Where they are in it.
         reducer: Has their gradients.
         fetch: By parameter, what whoever reads it is to call first.
     """
@@ -37,17 +40,20 @@ class DeferredUpdates(PendingUpdates):
         step: Callable[[], Any],
         tear: Callable[[BaseException], None],
         trained: Trained,
+        groups: Groups,
         reducer: Reducer,
         fetch: Sequence[Fetch],
     ) -> None:
         super().__init__(trained, reducer, fetch)
         self._optimizer, self._step, self._tear = optimizer, step, tear
+        self._groups, self._group_of = groups, groups.look_up()
         self._hyper: list[dict[str, Any]] = []
         # Gradients that the user has zeroed meanwhile, by parameter.
         self._zero_after: dict[int, torch.Tensor] = {}
 
     def defer(self) -> None:
         """Puts off the update of every parameter."""
+        self._group_of = self._groups.look_up()
         self._hyper = [hyper_parameters(group) for group in self._optimizer.param_groups]
         self._zero_after.clear()
         self.put_off()
@@ -102,7 +108,8 @@ class DeferredUpdates(PendingUpdates):
     def _narrowed(self, due: Sequence[int]) -> Iterator[None]:
         groups: dict[int, list[nn.Parameter]] = {}
         for i in due:
-            groups.setdefault(self._group_of[i], []).append(self._params[i])
+            if (g := self._group_of[i]) is not None:
+                groups.setdefault(g, []).append(self._params[i])
         everything = self._optimizer.param_groups
         self._optimizer.param_groups = [
             {**self._hyper[g], "params": params} for g, params in groups.items()
