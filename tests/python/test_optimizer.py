@@ -188,6 +188,32 @@ def test_fused_optimizers_get_the_scale_of_a_grad_scaler():
     run_ranks(2, scaled, timeout=60)
 
 
+def hooked(rank, size):
+    ub.init()
+    short_probes()
+    for overlap in ("backward", "forward"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        opt = ub.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), overlap=overlap, tune_steps=0
+        )
+        has_hooks = []
+        for step in range(8):
+            if step == 4:
+                opt._stepper.reducer.ask_for_plan()
+            model(torch.ones(1, 4)).sum().backward()
+            opt.step()
+            has_hooks.append([bool(m._forward_pre_hooks) for m in model.modules()])
+        learned = [overlap == "forward"] * 3
+        # Asked for in step 4, agreed on in the next one, learned in two.
+        assert has_hooks == [[True] * 3, *[learned] * 4, *[[True] * 3] * 2, learned], has_hooks
+        opt.close()
+        assert not model._forward_pre_hooks
+
+
+def test_modules_have_hooks_only_while_they_learn_or_updates_wait():
+    run_ranks(2, hooked, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def two_optimizers(rank, size):
     ub.init()
     short_probes()

@@ -53,7 +53,8 @@ class Gates:
         self._params = params
         self._index = {p: i for i, p in enumerate(params)}
         self._arrive, self._enter, self._device = arrive, enter, device
-        self._handles: list[RemovableHandle] = []
+        self._hooks: list[tuple[nn.Module, _Hook]] = []
+        self._handles: list[RemovableHandle] = []  # of those, while they ask
         self._installed: set[nn.Module] = set()
         self.roots: list[nn.Module] = []
         self._unseen: set[int] = set()  # got gradients, but nobody was seen to use them
@@ -113,6 +114,15 @@ class Gates:
             self._finder = None
         return self._unseen | self._opaque
 
+    def ask(self, wanted: bool) -> None:
+        """Whether modules ask for their parameters from now on; else they run without hooks."""
+        if wanted and not self._handles:
+            self._handles = [m.register_forward_pre_hook(hook) for m, hook in self._hooks]
+        elif not wanted:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
     def rest(self) -> None:
         """Notes nothing more in this iteration: the optimizer is about to use all parameters."""
         for param in self._params if self._learning else ():
@@ -121,9 +131,9 @@ class Gates:
     def close(self) -> None:
         """Removes every hook."""
         self.rest()
-        for handle in [*self._handles, self._finder]:
-            if handle is not None:
-                handle.remove()
+        self.ask(False)
+        if self._finder is not None:
+            self._finder.remove()
 
     def find(self, module: nn.Module, args: Any) -> None:
         """Installs gates below a module that is about to run, if it has parameters of these."""
@@ -145,6 +155,7 @@ class Gates:
             own = [self._index[p] for p in params if p in self._index]
             if own or module is root:
                 hook = _Hook(self._at_gate, own, module is root)
+                self._hooks.append((module, hook))
                 self._handles.append(module.register_forward_pre_hook(hook))
                 here += [hook] * (module is root)
         self._installed.update(root.modules())

@@ -32,6 +32,7 @@ from usbyte.torch.settings import Overlap, Policy, Settings, Trained
 from usbyte.torch.sharding import check_dense
 from usbyte.torch.sparse import model_of, sparse_parameters
 from usbyte.torch.stepper import Stepper
+from usbyte.torch.transport import Transport
 from usbyte.torch.updates import is_known
 from usbyte.torch.wrapper import OptimizerWrapper
 
@@ -434,8 +435,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`. Empty if nothing is sent."""
-        stepper = self._live
-        return stepper.transport.status() if stepper is not None else {}
+        transport = self._transport
+        return transport.status() if transport is not None else {}
 
     def hold(self, message: str) -> None:
         """After a fault: from now on who reads parameters waits, until `settle_fault`."""
@@ -444,8 +445,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def fail(self, message: str) -> None:
         """Every wait from now on raises FaultError with this message; to be called after `hold`."""
-        if (stepper := self._live) is not None:
-            stepper.transport.fail(message)
+        if (transport := self._transport) is not None:
+            transport.fail(message)
 
     def left(self) -> Left | None:
         """What the fault has left here, after `hold`; None if there was nothing to hold."""
@@ -489,6 +490,11 @@ class DistributedOptimizer(OptimizerWrapper):
         """What takes the steps, while gradients are sent."""
         stepper = self._stepper
         return None if stepper is None or stepper.ended else stepper
+
+    @property
+    def _transport(self) -> Transport | None:
+        """What moves gradients; threads ask for it while the one that trains may end it."""
+        return getattr(self._live, "transport", None)
 
     def _drain(self) -> None:
         if (stepper := self._live) is not None:

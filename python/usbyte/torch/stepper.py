@@ -339,6 +339,7 @@ class Stepper:
             self._learned = False
         elif not self._learned:
             self._finish_learning()
+        self._gates.ask(reducer.learning or self._defers)
         self._watch.step_ends()
         return result
 
