@@ -188,6 +188,36 @@ def test_fused_optimizers_get_the_scale_of_a_grad_scaler():
     run_ranks(2, scaled, timeout=60)
 
 
+class Negated(torch.autograd.Function):
+    """Whose gradient of ones is there as a view that negates them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch._neg_view(torch.ones(3))
+
+
+def negated(rank, size):
+    ub.init()
+    for overlap in ("backward", "forward"):
+        param = nn.Parameter(torch.zeros(3))
+        opt = ub.DistributedOptimizer(torch.optim.SGD([param], lr=0.5), overlap=overlap)
+        for step in range(4):
+            opt.zero_grad()
+            Negated.apply(param).backward()
+            assert torch.equal(param.grad, torch.full((3,), -1.0))
+            opt.step()
+            assert torch.equal(param.detach(), torch.full((3,), 0.5 * (step + 1)))
+        opt.close()
+
+
+def test_gradients_that_are_negating_views_are_their_values():
+    run_ranks(2, negated, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def hooked(rank, size):
     ub.init()
     short_probes()

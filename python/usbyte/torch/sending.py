@@ -40,10 +40,12 @@ class HostSender:
         self._arena, self._engine = arena, engine
         # Of a number torch would make a tensor each time.
         self._scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
-        # What the core scales in less time than torch needs to begin.
-        self._small = [
-            p.dtype in (torch.float32, torch.float64) and p.numel() <= _SMALL_NUMEL for p in params
-        ]
+        # By parameter, the layout in which the core scales in less time than torch needs to begin.
+        self._small = {
+            i: (view.dtype, view.stride())
+            for i, view in self._views.items()
+            if view.dtype in (torch.float32, torch.float64) and view.numel() <= _SMALL_NUMEL
+        }
 
     def begin(self) -> None:
         """Opens a step."""
@@ -52,7 +54,8 @@ class HostSender:
     def send(self, i: int, grad: torch.Tensor) -> None:
         """Sends the gradient of parameter i, which the arena holds from then on, or already."""
         view = self._views[i]
-        if self._small[i] and laid_out_alike(grad, view):
+        small = self._small.get(i)
+        if small == (grad.dtype, grad.stride()) and not grad.is_neg():
             self._engine.ready(self._slot[i], 0, grad.data_ptr())
         else:
             torch.mul(grad, self._scale, out=view)
