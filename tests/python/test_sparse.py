@@ -325,6 +325,34 @@ def test_sparse_as_dense():
     run_ranks(2, densified, timeout=120)
 
 
+def remembers_the_others(rank, size):
+    """What codecs remember of the parameters that are not sparse goes through a checkpoint."""
+    short_probes()
+    ub.init()
+    saved = None
+    for _ in range(2):
+        model = Words(dtype=torch.float32)
+        optimizer = ub.DistributedOptimizer(
+            make_optimizer("sgd", model), model.named_parameters(), compression="topk:0.3"
+        )
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+            kept = optimizer.state_dict()["usbyte_memory"]["out.weight"]["rows"]
+            assert torch.equal(kept, saved["usbyte_memory"]["out.weight"]["rows"])
+        for words in batches(rank, 4):
+            optimizer.zero_grad()
+            model(words, True).backward()
+            optimizer.step()
+        saved = optimizer.state_dict()
+        assert saved["usbyte_memory"].keys() == {"out.weight", "out.bias"}
+        assert saved["usbyte_memory"]["out.weight"]["rows"].any()
+        optimizer.close()
+
+
+def test_checkpoints_with_sparse_and_compressed_gradients_load():
+    run_ranks(2, remembers_the_others, timeout=120, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def refuses(rank, size):
     ub.init()
     model = Words()

@@ -63,7 +63,7 @@ class Memory:
         old, kinds = {name: part.cpu() for name, part in self.parts.items()}, self.kinds
         self.parts, self._buffer = {}, torch.empty(0, 0)
         self._buffer = torch.zeros(rows, plan.numel, dtype=torch.float32, device=device)
-        tensors = [t for t in plan.tensors if t.name != USED]
+        tensors = [t for t in plan.tensors if t.name != USED and not t.sparse]
         self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
         self.kinds = dict(kinds)
         for op, codec in zip(plan.ops, codecs, strict=True):
