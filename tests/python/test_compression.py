@@ -275,6 +275,53 @@ def test_a_new_plan_loses_nothing_that_was_remembered(spec):
     run_ranks(2, feedback, spec, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
+def seldom_used(rank, size, spec, options):
+    ub.init()
+    short_probes()
+    often, seldom = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(20, 25))
+    named = {"often": often, "seldom": seldom}
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(named.values(), lr=1.0), named.items(), compression=spec, **options
+    )
+    produced = {name: torch.zeros(p.shape) for name, p in named.items()}
+    data = torch.Generator().manual_seed(rank)
+
+    def check():
+        opt.synchronize()
+        for name, param in named.items():
+            kept = opt.state_dict()["usbyte_memory"][name]["rows"][0].view_as(param)
+            left, total = ub.allreduce(kept, op=ub.Sum), ub.allreduce(produced[name])
+            assert torch.allclose(-param.detach() + left, total, atol=1e-4), (spec, options, name)
+            assert left.abs().max() > 1e-3
+
+    def steps(first, last):
+        for step in range(first, last):
+            opt.zero_grad()
+            # By all ranks, by nobody, by one rank, by nobody.
+            used = step % 4 == 0 or (step % 4 == 2 and rank == 0)
+            grads = {name: torch.randn(p.shape, generator=data) for name, p in named.items()}
+            names = [name for name in named if used or name == "often"]
+            sum((named[name] * grads[name]).sum() for name in names).backward()
+            for name in names:
+                produced[name] += grads[name]
+            opt.step()
+
+    steps(0, 12)
+    check()
+    steps(12, 14 + 2 * rank)
+    ub.join()  # whose last step is one of nobody
+    check()
+    opt.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"overlap": "backward"}, {"overlap": "forward"}, {"shard_optimizer": True}]
+)
+def test_a_sum_that_nobody_uses_takes_nothing_from_what_is_remembered(options):
+    for spec in ("topk:0.1", "int8" if "shard_optimizer" in options else "powersgd:2"):
+        run_ranks(2, seldom_used, spec, options, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def differs(rank, size):
     ub.init()
     model = nn.Linear(3, 2)

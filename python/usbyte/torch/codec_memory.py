@@ -46,6 +46,7 @@ class Memory:
         self._buffer = torch.empty(0, 0)
         # This rank and how many there are, while ranks remember shards only.
         self._sender: tuple[int, int] | None = None
+        self._before: dict[str, torch.Tensor] = {}  # the step, of what may turn out to be unused
 
     def lay_out(self, plan: _core.Plan, device: torch.device = _HOST) -> None:
         """Goes over to another plan; its codecs go on with rows that mean the same to them.
@@ -130,6 +131,21 @@ class Memory:
                 self._buffer[:, last:end] = 0
         self._sender = rank, math.prod(d.size for d in topology.dimensions)
         self._settle()
+
+    def note(self, name: str) -> None:
+        """This rank sends no gradient for a parameter, and perhaps nobody does in this step."""
+        if self.kinds.get(name):
+            self._before[name] = self.parts[name].clone()
+
+    def undo(self, name: str) -> None:
+        """Nobody has used a parameter that was noted: the step's sum goes nowhere."""
+        if (before := self._before.pop(name, None)) is not None:
+            self.parts[name].copy_(before)
+            self._settle()
+
+    def forget_notes(self) -> None:
+        """A step begins."""
+        self._before.clear()
 
     @property
     def address(self) -> int:

@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 from usbyte.errors import UsageError
 from usbyte.torch.awaited import Fetch, release
+from usbyte.torch.codec_memory import Memory
 from usbyte.torch.decision import Decision
 from usbyte.torch.device import Mark
 from usbyte.torch.learning import Times
@@ -55,6 +56,7 @@ class Reducer:
         planner: Makes the plans.
         transport: Moves the gradients.
         cycle: Says how long plans stay in force.
+        memory: Of codecs.
         listener: Told of backward passes.
 
     Attributes:
@@ -73,12 +75,13 @@ class Reducer:
         planner: Planner,
         transport: Transport,
         cycle: PlanCycle,
+        memory: Memory,
         listener: Listener,
     ) -> None:
         self.names, self.device = trained.names, transport.device
         self._params, self._sparse = trained.params, [n in planner.sparse for n in trained.names]
         self._planner, self._transport, self._cycle = planner, transport, cycle
-        self._listener = listener
+        self._memory, self._listener = memory, listener
         self._sharded, self._densifies = settings.sharded, settings.densifies
         self._sums = settings.op == Sum
         self.in_flight = self.in_backward = self.applied = self.unsent = False
@@ -145,6 +148,7 @@ class Reducer:
         if not self._sent.own[i]:
             self._wait_for(0)
             if not self._used_by_slot()[slot]:
+                self._memory.undo(self.names[i])
                 return None
         return grad
 
@@ -176,8 +180,10 @@ class Reducer:
         sent.release()
         for i, param in enumerate(self._params):
             sent.check(i)
-            if not (sent.own[i] or sent.is_gone(i)):
-                param.grad = self.wait(i)
+            if not sent.own[i]:
+                gone = sent.is_gone(i)
+                total = self.wait(i)
+                param.grad = None if gone else total
             elif self._sparse[i]:
                 self.wait(i)
         self.in_flight = False
@@ -238,8 +244,12 @@ class Reducer:
         """By parameter, whether any rank has a gradient for it; valid once reduced."""
         if all(self._sent.own):
             return list(self._sent.own)  # a device need not be waited for
-        used = self._used_by_slot()
-        return [used[slot] for slot in self._transport.slot]
+        by_slot = self._used_by_slot()
+        used = [by_slot[slot] for slot in self._transport.slot]
+        for name, was_used in zip(self.names, used, strict=True):
+            if not was_used:
+                self._memory.undo(name)
+        return used
 
     def _used_by_slot(self) -> list[bool]:
         """Looked at once in a step, as a device has to be waited for."""
@@ -374,6 +384,7 @@ class Reducer:
         self._transport.engine.drain(stream)
         self._cycle.begin_backward(self._transport.arena.votes[:1])
         self._sent.begin()
+        self._memory.forget_notes()
         self.unsent = self.applied = False
         self._transport.sender.begin()
         self._used = None
@@ -427,6 +438,7 @@ class Reducer:
             if param.grad is None and self._sparse[i]:
                 self._send_rows(i, empty_like(param))
             elif param.grad is None:
+                self._memory.note(self.names[i])
                 self._transport.sender.send_zeros(i)
                 self._sent.seal(i)
             else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP

@@ -104,7 +104,7 @@ class Stepper:
             may_ask=settings.overlap == "auto",
             on_learned=self._on_learned,
         )
-        self.reducer = Reducer(settings, trained, planner, self.transport, cycle, self)
+        self.reducer = Reducer(settings, trained, planner, self.transport, cycle, memory, self)
         self._deferred = DeferredUpdates(
             optimizer, self._take_step, changes.tear, trained, self._groups, self.reducer,
             self._fetch_param,
