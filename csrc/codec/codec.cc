@@ -124,6 +124,7 @@ void Codec::send(std::span<const float> gradient, Memory& memory, const Draw& dr
   std::vector<float> sent(kept.size());
   decode(message, draw, sent);
   codecs::forget(sent, kept);
+  if (!codecs::all_finite(sent)) codecs::forget_what_is_not_finite(kept);
 }
 
 std::shared_ptr<const Codec> make_codec(std::string_view spec) {

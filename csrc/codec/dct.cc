@@ -52,6 +52,7 @@ class Dct final : public Sparse {
     };
     pass(begin, size);
     pass(0, begin);
+    if (!all_finite(room.sent())) forget_what_is_not_finite(unsent);
     room.close();
     const bool far = above > 4 * room.size || 4 * above < room.size;
     memory.note = far ? 0 : std::bit_cast<uint64_t>(now);

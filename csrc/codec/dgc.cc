@@ -46,6 +46,10 @@ class Dgc final : public Sparse {
     for (int64_t i = 0; i < room.found; ++i) {
       velocity[room.indices[i]] = unsent[room.indices[i]] = 0;
     }
+    if (!all_finite(room.sent())) {
+      forget_what_is_not_finite({unsent, gradient.size()});
+      forget_what_is_not_finite({velocity, gradient.size()});
+    }
     room.close();
   }
 

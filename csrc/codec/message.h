@@ -65,6 +65,17 @@ inline void forget(std::span<const float> sent, std::span<float> kept) {
   }
 }
 
+/// Once some of it has been sent all ranks know, and the rest would only spoil more steps.
+inline void forget_what_is_not_finite(std::span<float> kept) {
+  for (float& x : kept) {
+    if (!std::isfinite(x)) x = 0;
+  }
+}
+
+inline bool all_finite(std::span<const float> values) {
+  return std::ranges::all_of(values, [](float x) { return std::isfinite(x); });
+}
+
 /// Signed numbers of `Bits`, the first in the lowest bits.
 template <int Bits>
 void pack(const int8_t* in, uint8_t* out, int64_t count) {

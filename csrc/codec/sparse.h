@@ -49,6 +49,7 @@ class Sparse : public Codec, public Picks {
       indices[found] = index;
       values[found++] = value;
     }
+    std::span<const float> sent() const { return {values, static_cast<size_t>(found)}; }
     /// What there is no element for.
     void close() {
       std::fill(indices + found, indices + size, kNone);

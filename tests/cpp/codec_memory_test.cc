@@ -98,6 +98,21 @@ TEST_P(Feedback, WhatIsNotFiniteIsSentOnceAndNotRemembered) {
   }
 }
 
+TEST_P(Feedback, AStepWithNothingFiniteSpoilsNoOther) {
+  for (float bad : {kNan, kInfinity, -kInfinity}) {
+    Random random(3);
+    Sender sender(GetParam(), 600);
+    int spoilt = 0;
+    for (int step = 0; step < 60; ++step) {
+      std::vector<float> gradient = normal(random, 600);
+      if (step == 20) std::ranges::fill(gradient, bad);
+      spoilt += !std::isfinite(norm(sender.send(gradient, step)));
+    }
+    EXPECT_EQ(spoilt, 1) << bad;
+    EXPECT_TRUE(std::isfinite(norm(sender.rows[0]) + norm(sender.rows[1]))) << bad;
+  }
+}
+
 TEST(FeedbackOff, ForgetsWhatItDoesNotSend) {
   Sender with("topk:0.25", 4), without("topk:0.25,feedback=off", 4);
   EXPECT_EQ(without.codec->memories(), 0);

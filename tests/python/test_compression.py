@@ -322,6 +322,36 @@ def test_a_sum_that_nobody_uses_takes_nothing_from_what_is_remembered(options):
         run_ranks(2, seldom_used, spec, options, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
+def overflows(rank, size, spec):
+    ub.init()
+    short_probes()
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30)
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=spec
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    data = torch.Generator().manual_seed(rank)
+    scales = []
+    for step in range(12):
+        opt.zero_grad()
+        x = torch.randn(8, 40, generator=data)
+        if step == 6 and rank == 0:
+            x = x * torch.inf
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(opt)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    opt.close()
+    return scales
+
+
+@pytest.mark.parametrize("spec", ["topk:0.02", "randk:0.1", "dct:0.02", "dgc:0.02"])
+def test_one_overflow_is_one_step_that_a_grad_scaler_leaves_out(spec):
+    for scales in run_ranks(2, overflows, spec, env={"USBYTE_LEARNING_STEPS": "2"}):
+        assert scales == [1024.0] * 6 + [512.0] * 6
+
+
 def differs(rank, size):
     ub.init()
     model = nn.Linear(3, 2)

@@ -89,7 +89,7 @@ class Codec {
                        std::span<float> values) const;
   /// Encodes a step's gradient together with what `memory` holds, and keeps there what training
   /// needs later. Error feedback, unless a codec says otherwise: of r += g what the message says is
-  /// taken away. What is not finite is kept until it has been sent, and not longer.
+  /// taken away. What is not finite is kept until some of it has been sent, and not longer.
   virtual void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int ranks,
                     std::byte* message) const;
 };
