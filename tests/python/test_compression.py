@@ -322,6 +322,38 @@ def test_a_sum_that_nobody_uses_takes_nothing_from_what_is_remembered(options):
         run_ranks(2, seldom_used, spec, options, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
+def unsent(rank, size, folder, loads):
+    """How large what all ranks have not sent is, together: before a checkpoint, and after."""
+    ub.init()
+    short_probes()
+    weight = nn.Parameter(torch.zeros(40, 30))
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("weight", weight)], compression="topk:0.02"
+    )
+    if loads:
+        opt.load_state_dict(torch.load(f"{folder}/0"))
+    for step in range(0 if loads else 10):
+        opt.zero_grad()
+        # Alike on all ranks, so that one rank's stands for everybody's.
+        gradient = torch.randn(40, 30, generator=torch.Generator().manual_seed(step))
+        (weight * gradient).sum().backward()
+        opt.step()
+    state = opt.state_dict()
+    if not loads and rank == 0:
+        torch.save(state, f"{folder}/0")
+    together = ub.allreduce(state["usbyte_memory"]["weight"]["rows"], op=ub.Sum)
+    opt.close()
+    return together.norm().item()
+
+
+def test_what_is_remembered_weighs_the_same_on_other_numbers_of_ranks(tmp_path):
+    before = run_ranks(2, unsent, str(tmp_path), False)[0]
+    assert before > 1
+    for ranks in (1, 2, 3, 4):
+        for after in run_ranks(ranks, unsent, str(tmp_path), True):
+            assert after == pytest.approx(before), ranks
+
+
 def overflows(rank, size, spec):
     ub.init()
     short_probes()

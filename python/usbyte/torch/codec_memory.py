@@ -35,12 +35,16 @@ class Memory:
     Engines work on a buffer beside the arena and in its order. It outlives plans and engines, as
     what it holds belongs to the parameters.
 
+    Args:
+        scale: Of the gradients that are compressed: 1 / ranks for averages.
+
     Attributes:
         parts: By name, rows x elements; empty where no codec remembers anything.
         kinds: By name, what the rows are; see `Codec.remembers`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
+        self._scale = scale
         self.parts: dict[str, torch.Tensor] = {}
         self.kinds: dict[str, str] = {}
         self._buffer = torch.empty(0, 0)
@@ -158,7 +162,12 @@ class Memory:
             {} if self._sender is None else dict(zip(("rank", "size"), self._sender, strict=True))
         )
         return {
-            name: {"kind": self.kinds.get(name, ""), "rows": part.to("cpu", copy=True)} | whose
+            name: {
+                "kind": self.kinds.get(name, ""),
+                "rows": part.to("cpu", copy=True),
+                "scale": self._scale,
+            }
+            | whose
             for name, part in self.parts.items()
         }
 
@@ -185,7 +194,8 @@ class Memory:
     def load(self, state: Mapping[str, Any], rank: int) -> None:
         """Takes over a checkpoint's, or forgets all; `check` has passed.
 
-        What another rank alone remembered, as it alone has sent it, is not taken over.
+        Of another number of ranks, each of these remembers as much more or less. What another rank
+        alone remembered, as it alone has sent it, is not taken over.
         """
         if any(part.get("rank", rank) != rank for part in state.values()):
             log.warning(
@@ -194,14 +204,16 @@ class Memory:
                 rank,
             )
             state = {}
+        factors = {n: self._scale / part.get("scale", self._scale) for n, part in state.items()}
+        loaded = {name: part["rows"].float() * factors[name] for name, part in state.items()}
         if not self.parts:  # no codec has remembered anything yet
-            self.parts = {name: part["rows"].clone().float() for name, part in state.items()}
+            self.parts = loaded
             self.kinds = {name: part["kind"] for name, part in state.items()}
             return
         for name, part in self.parts.items():
             part.zero_()
             if name in state:
-                self._take(name, state[name]["rows"], state[name]["kind"])
+                self._take(name, loaded[name], state[name]["kind"])
         self._settle()
 
     def _settle(self) -> None:

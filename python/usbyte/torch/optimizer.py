@@ -194,7 +194,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._inner = optimizer
         self._owner = model or model_of(named_parameters)
         self._given_names = names_of(named_parameters)
-        self._memory = Memory()
+        self._memory = Memory(self._settings.scale(context.size))
         self._changes = Changes()
         self._planner: Planner | None = None
         self._stepper: Stepper | None = None  # may have ended, where something of it is wanted
