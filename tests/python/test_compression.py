@@ -354,6 +354,37 @@ def test_what_is_remembered_weighs_the_same_on_other_numbers_of_ranks(tmp_path):
             assert after == pytest.approx(before), ranks
 
 
+def of_other_layout(rank, size):
+    """What is remembered of an element is that element's, wherever it lies."""
+    ub.init()
+    short_probes()
+    data = torch.Generator().manual_seed(rank)
+    saved, unsent = None, torch.zeros(6, 4, 3, 3)
+    last, usual = torch.channels_last, torch.contiguous_format
+    for layout in (last, usual, last, last):
+        weight = nn.Parameter(torch.zeros(6, 4, 3, 3).to(memory_format=layout))
+        opt = ub.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), [("weight", weight)], compression="topk:0.1"
+        )
+        if saved is not None:
+            opt.load_state_dict(saved)
+        for _ in range(4):
+            opt.zero_grad()
+            gradient = torch.randn(weight.shape, generator=data)
+            (weight * gradient).sum().backward()
+            opt.step()
+            unsent += ub.allreduce(gradient)
+        unsent += weight.detach()  # less what was sent
+        saved = opt.state_dict()
+        left = ub.allreduce(saved["usbyte_memory"]["weight"]["rows"][0], op=ub.Sum)
+        assert torch.allclose(left.view(unsent.shape), unsent, atol=1e-5)
+        opt.close()
+
+
+def test_what_is_remembered_goes_over_to_another_memory_format():
+    run_ranks(2, of_other_layout, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def overflows(rank, size, spec):
     ub.init()
     short_probes()

@@ -12,7 +12,7 @@ import torch
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.arena import USED
+from usbyte.torch.arena import USED, is_dense
 
 log = logging.getLogger("usbyte")
 
@@ -156,15 +156,19 @@ class Memory:
         """For the engine; 0 if there is none."""
         return self._buffer.data_ptr()
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """A copy by parameter on the host, for a checkpoint."""
+    def state(self, params: Mapping[str, torch.Tensor] | None = None) -> dict[str, dict[str, Any]]:
+        """A copy by parameter on the host, for a checkpoint.
+
+        Args:
+            params: By name; rows are in the order of their indices. Without, in that of memory.
+        """
         whose = (
             {} if self._sender is None else dict(zip(("rank", "size"), self._sender, strict=True))
         )
         return {
             name: {
                 "kind": self.kinds.get(name, ""),
-                "rows": part.to("cpu", copy=True),
+                "rows": _by_index(part.to("cpu", copy=True), (params or {}).get(name)),
                 "scale": self._scale,
             }
             | whose
@@ -191,11 +195,21 @@ class Memory:
                     "it into the one it was saved from"
                 )
 
-    def load(self, state: Mapping[str, Any], rank: int) -> None:
+    def load(
+        self,
+        state: Mapping[str, Any],
+        rank: int,
+        params: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Takes over a checkpoint's, or forgets all; `check` has passed.
 
         Of another number of ranks, each of these remembers as much more or less. What another rank
         alone remembered, as it alone has sent it, is not taken over.
+
+        Args:
+            state: What `state` gave for these `params`, or without.
+            rank: This one.
+            params: See `state`.
         """
         if any(part.get("rank", rank) != rank for part in state.values()):
             log.warning(
@@ -205,7 +219,10 @@ class Memory:
             )
             state = {}
         factors = {n: self._scale / part.get("scale", self._scale) for n, part in state.items()}
-        loaded = {name: part["rows"].float() * factors[name] for name, part in state.items()}
+        loaded = {
+            name: _by_place(part["rows"].float() * factors[name], (params or {}).get(name))
+            for name, part in state.items()
+        }
         if not self.parts:  # no codec has remembered anything yet
             self.parts = loaded
             self.kinds = {name: part["kind"] for name, part in state.items()}
@@ -227,6 +244,23 @@ class Memory:
         for i, what in enumerate(kind.split(", ")):
             if i < len(mine) and mine[i] == what and i < min(len(rows), len(self.parts[name])):
                 self.parts[name][i] = rows[i]
+
+
+def _by_index(rows: torch.Tensor, param: torch.Tensor | None) -> torch.Tensor:
+    """Rows in the order of a parameter's indices, which need not be that of its memory."""
+    if param is None or param.is_contiguous() or not is_dense(param):
+        return rows
+    return torch.stack([r.as_strided(param.shape, param.stride()).flatten() for r in rows])
+
+
+def _by_place(rows: torch.Tensor, param: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `_by_index`."""
+    if param is None or param.is_contiguous() or not is_dense(param):
+        return rows
+    placed = torch.empty_like(rows)
+    for row, place in zip(rows, placed, strict=True):
+        place.as_strided(param.shape, param.stride()).copy_(row.view(param.shape))
+    return placed
 
 
 def coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:

@@ -235,7 +235,7 @@ class DistributedOptimizer(OptimizerWrapper):
             FaultError: The run has failed, and what it has left is no state to go on from.
         """
         self._bring_up_to_date()
-        memory = self._memory.state()
+        memory = self._memory.state(dict(self.named()))
         extra = {MEMORY: memory} if memory else {}
         if self._stepper is None or self._stepper.shards is None:
             return self._inner.state_dict() | extra
@@ -254,7 +254,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._drain()
         memory = state_dict.get(MEMORY, {})
-        params = dict(zip(self._trained.names, self._trained.params, strict=True))
+        params = dict(self.named())
         self._memory.check(memory, params, self._context.size)
         if memory and self.plan is not None and codes_shards(self.plan):
             raise UsageError(
@@ -262,7 +262,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 "those of the state; load it right after the optimizer is made"
             )
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != MEMORY})
-        self._memory.load(memory, self._context.rank)
+        self._memory.load(memory, self._context.rank, params)
         if self._stepper is not None and self._stepper.shards is not None:
             self._stepper.shards.recut()
 
