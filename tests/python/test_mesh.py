@@ -234,6 +234,40 @@ def test_codecs_in_both_dimensions(tmp_path, on_device):
         assert lost < 1e-6
 
 
+def joins(rank, size, topology):
+    """Ranks that remember shards run out of data, and go on from what they remember."""
+    ub.init()
+    short_probes()
+    weight, produced = nn.Parameter(torch.zeros(40, 30)), torch.zeros(40, 30)
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("weight", weight)], overlap="forward",
+        topology=topology, policy=adapted, compression="topk:0.1",
+    )  # fmt: skip
+    data = torch.Generator().manual_seed(rank)
+    for last in (5 + rank, 2):
+        for _ in range(last):
+            optimizer.zero_grad()
+            gradient = torch.randn(weight.shape, generator=data)
+            (weight * gradient).sum().backward()
+            produced += gradient
+            optimizer.step()
+        ub.join()
+        unsent = optimizer.state_dict()["usbyte_memory"]["weight"]["rows"][0].view_as(weight)
+        left = ub.allreduce(unsent, op=ub.Sum)
+        assert torch.allclose(left - weight.detach(), ub.allreduce(produced), atol=1e-4)
+        assert left.abs().max() > 1e-2
+    coded = sorted({f"{op.kind} {op.line}" for op in optimizer.plan.ops if op.codec != "none"})
+    assert coded == ["all_reduce 1", "reduce_scatter 0"]
+    optimizer.close()
+
+
+def test_ranks_that_remember_shards_may_join(tmp_path):
+    dimensions = [_core.Dimension("inside", 2, 2e7), _core.Dimension("between", 2, 1e7)]
+    path = tmp_path / "mesh.json"
+    path.write_text(_core.Topology(dimensions).to_json())
+    run_ranks(4, joins, str(path), timeout=120, env=LEARN_FAST)
+
+
 def test_each_op_goes_the_way_that_is_predicted_to_be_the_fastest():
     tensors = line([("a", 4_000_000, "float32"), ("b", 30, "float32"), ("c", 3_000_000, "float32")])
     profile = _core.Profile(tensors, [0.0, 0.1, 0.2], [0.6, 0.5, 0.4])

@@ -195,6 +195,13 @@ class Memory:
                     "it into the one it was saved from"
                 )
 
+    def is_as(self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a state is of what is remembered now."""
+        now = self.state(params)
+        return state.keys() == now.keys() and all(
+            torch.equal(part["rows"], now[name]["rows"]) for name, part in state.items()
+        )
+
     def load(
         self,
         state: Mapping[str, Any],

@@ -256,7 +256,8 @@ class DistributedOptimizer(OptimizerWrapper):
         memory = state_dict.get(MEMORY, {})
         params = dict(self.named())
         self._memory.check(memory, params, self._context.size)
-        if memory and self.plan is not None and codes_shards(self.plan):
+        coded = memory and self.plan is not None and codes_shards(self.plan)
+        if coded and not self._memory.is_as(memory, params):
             raise UsageError(
                 "load_state_dict: each rank compresses shards of its own by now, which need not be "
                 "those of the state; load it right after the optimizer is made"
