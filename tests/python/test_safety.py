@@ -281,6 +281,70 @@ def sets_by_hand(rank, size):
             opt.close()
 
 
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def halved(model):
+    """As scripts of long ago do."""
+    for p in model.parameters():
+        p.grad.data = p.grad.data * 0.5
+
+
+def channels_last(model):
+    """With the gradients that the parameters have."""
+    model.to(memory_format=torch.channels_last)
+
+
+def there_and_back(model):
+    model.double().float()
+
+
+def moves_gradients(rank, size):
+    ub.init()
+    short_probes()
+
+    def trained(model, opt, change, by_hand=False):
+        data = torch.Generator().manual_seed(rank)
+        for step in range(10):
+            opt.zero_grad()
+            model(torch.randn(2, 2, 6, 6, generator=data)).square().mean().backward()
+            for p in model.parameters() if by_hand else ():
+                p.grad = ub.allreduce(p.grad)
+            if step in (1, 6):
+                change(model)
+            opt.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    for change in (halved, channels_last, there_and_back):
+        model = Conv()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        # DDP does not get over other strides.
+        want = trained(model, inner, change, by_hand=True)
+        for overlap in ("backward", "forward"):
+            model = Conv()
+            inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            opt = ub.DistributedOptimizer(inner, model.named_parameters(), overlap=overlap)
+            got = trained(model, opt, change)
+            assert all(torch.equal(got[name], want[name]) for name in want), (change, overlap)
+            opt.close()
+    model = Conv()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = ub.DistributedOptimizer(inner, model.named_parameters())
+    with pytest.raises(UsageError, match=r"of torch\.float64, and was of torch\.float32 when the"):
+        model.double()(torch.ones(2, 2, 6, 6).double()).sum().backward()
+
+
+def test_gradients_may_be_given_other_memory():
+    run_ranks(2, moves_gradients, timeout=90, env={"USBYTE_LEARNING_STEPS": "3"})
+
+
 def _logged():
     """Warnings from now on."""
     warnings = []

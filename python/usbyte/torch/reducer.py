@@ -413,6 +413,12 @@ class Reducer:
                     "sparse_as_dense=True"
                 )
             grad = grad.to_dense()
+        if grad.dtype != self._sent.tensors[i].dtype:
+            raise UsageError(
+                f"the gradient of '{self.names[i]}' is of {grad.dtype}, and was of "
+                f"{self._sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
+                "the model's dtype is changed"
+            )
         self._transport.sender.send(i, grad)
         self._sent.seal(i)
 

@@ -31,6 +31,8 @@ class SentGradients:
         self.tensors = [torch.empty(0)] * len(params)
         self.own = [False] * len(params)
         self._versions = [0] * len(params)
+        self._memory: list[torch.Tensor | None] = []  # by parameter, what `tensors` lies in
+        self._addresses = [0] * len(params)
         self._lent = False  # all parameters have gradients, until they are final
         self._held = False  # some may be
 
@@ -44,15 +46,30 @@ class SentGradients:
         old = self.tensors
         self.tensors = [o if view is None else view for o, view in zip(old, views, strict=True)]
         for i, (param, grad) in enumerate(zip(self._params, self.tensors, strict=True)):
-            if param.grad is old[i] and not self._sparse[i]:
+            if param.grad is old[i] and not self._sparse[i] and old[i].dtype == grad.dtype:
                 param.grad = grad.copy_(old[i])
             self.seal(i)
+        self._memory = [None if view is None else view.detach() for view in views]
+        self._addresses = [0 if view is None else view.data_ptr() for view in views]
 
     def begin(self) -> None:
         """A step begins, for which nothing has been sent yet."""
         self.release()
         self._lent = False
         self.own = [False] * len(self._params)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """What was given other memory, as by `param.grad.data = ...`, lies in the arena again.
+
+        So do modules that are moved, or made of another dtype, with the gradients that they have.
+        """
+        rows = zip(self._params, self.tensors, self._memory, self._addresses, strict=True)
+        for param, grad, memory, address in rows:
+            if memory is not None and grad.data_ptr() != address:
+                if param.grad is grad:
+                    param.grad = grad.detach()  # the user's own from now on
+                grad.data = memory
 
     def seal(self, i: int) -> None:
         """Parameter i's is sent: who changes it from now on is noticed."""
