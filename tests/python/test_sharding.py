@@ -103,6 +103,32 @@ def same(a, b):
             assert value == b[key], key
 
 
+def adds_a_layer(rank, size):
+    """Also once the state is in shards."""
+    ub.init()
+    short_probes()
+    states = []
+    for shard in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3))
+        opt = ub.DistributedOptimizer(
+            torch.optim.Adam(model[0].parameters(), lr=1e-2),
+            model.named_parameters(),
+            shard_optimizer=shard,
+        )
+        run(model, opt, 4, rank)
+        opt.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+        run(model, opt, 4, rank, seed=1)
+        states.append(({k: v.clone() for k, v in model.state_dict().items()}, opt.state_dict()))
+        opt.close()
+    same(states[0][0], states[1][0])
+    same(states[0][1]["state"], states[1][1]["state"])
+
+
+def test_parameters_can_be_added_to_what_is_in_shards():
+    run_ranks(2, adds_a_layer, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def reinits(rank, size):
     ub.init()
     model, opt = small(shard=True)

@@ -245,12 +245,13 @@ class ShardedUpdates(PendingUpdates):
                 scalars[piece.param] = float(value)
         kinds = allreduce(kinds, name=f"{name}.kinds", op=Max, process_set=among)
         scalars = allreduce(scalars, name=f"{name}.scalars", op=Max, process_set=among)
+        on_device = self._counted_on_device()
         for i, (kind, scalar) in enumerate(zip(kinds.tolist(), scalars.tolist(), strict=True)):
             param = self._params[i]
             if kind == _ELEMENTS:
                 whole.setdefault(param, {})[key] = torch.zeros_like(param, requires_grad=False)
             elif kind == _SCALAR:
-                device = param.device if self._counts_on_device(i) else None
+                device = param.device if id(param) in on_device else None
                 whole.setdefault(param, {})[key] = torch.tensor(
                     scalar, dtype=torch.float32, device=device
                 )
@@ -279,11 +280,10 @@ class ShardedUpdates(PendingUpdates):
                 target[piece.begin : piece.end] = everything[offset : offset + count]
                 offset += count
 
-    def _counts_on_device(self, i: int) -> bool:
-        """Where torch wants the step count of parameter i."""
-        g = self._groups.look_up()[i]
-        group = {} if g is None else self._optimizer.param_groups[g]
-        return bool(group.get("capturable") or group.get("fused"))
+    def _counted_on_device(self) -> set[int]:
+        """Ids of the parameters whose step counts torch wants where they are."""
+        groups = self._optimizer.param_groups  # which may have got parameters that are to be sent
+        return {id(p) for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
 
     def _clip(self, max_norm: float) -> None:
         """As torch.nn.utils.clip_grad_norm_ does, over the shards of all ranks."""
