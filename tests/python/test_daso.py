@@ -362,6 +362,37 @@ def refuses(rank, size):
             call()
 
 
+def trains_more(rank, size):
+    """Parameters that nodes of one rank would train, each for itself, without exchanging them."""
+    start(rank, 1)
+    model = Point()
+    opt = wrapped(model, exchange_every=1, exchange_wait=1)
+    train(opt, model, rank, range(2))
+    before = model.x.tolist()
+    with pytest.raises(UsageError, match=r"join\(\) needs a single DistributedOptimizer, of all"):
+        ub.join()
+    model.frozen.requires_grad_()
+    with pytest.raises(UsageError, match=r"shape \(3,\) was frozen when the optimizer was wrapped"):
+        train(opt, model, rank, [2])
+    model.frozen.requires_grad_(False)
+    opt.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
+    with pytest.raises(UsageError, match=r"shape \(2,\) that was put there by hand"):
+        train(opt, model, rank, [2])
+    assert model.x.tolist() == before
+    del opt.param_groups[0]["params"][-1]
+    train(opt, model, rank, [2])
+    opt.synchronize_nodes()
+    after = model.x.tolist()
+    opt.close()
+    ub.join()  # of no optimizer that sends
+    return after
+
+
+def test_nodes_of_one_rank_train_nothing_that_they_do_not_exchange():
+    after, other = run_ranks(2, trains_more, timeout=60)
+    assert after == other
+
+
 def test_what_cannot_be_is_an_error_on_every_rank():
     run_ranks(2, refuses)
 

@@ -180,8 +180,8 @@ class Context:
                 log.warning("%s: %s", label, error)
 
     def sending(self) -> list[DistributedOptimizer]:
-        """Optimizers whose gradients go to other ranks."""
-        return [o for o in self._living() if o.plan is not None]
+        """Optimizers whose gradients, or parameters, go to other ranks."""
+        return [o for o in self._living() if o.sends]
 
     def warn(self, text: str) -> None:
         """Logs a warning of the engine."""

@@ -21,6 +21,7 @@ from usbyte.torch.lines import host_topology, line_groups, sizes_of
 from usbyte.torch.members import members_of
 from usbyte.torch.node_exchange import Exchange, NodeExchange
 from usbyte.torch.optimizer import DistributedOptimizer
+from usbyte.torch.param_groups import Groups
 from usbyte.torch.parameter_vectors import ParameterVectors
 from usbyte.torch.salvage import Left
 
@@ -229,6 +230,9 @@ class DasoOptimizer(DistributedOptimizer):
                 "a GradScaler leaves out steps where gradients are infinite, and DASO's nodes have "
                 "different ones: use bfloat16, which needs none"
             )
+        if self._exchange is not None:  # a node of one rank has nobody else to look
+            self._trained.check_frozen()
+            self._groups.look_up()
         result = super().step(closure)
         self._batches += 1
         if self._exchange is None:
@@ -356,6 +360,11 @@ class DasoOptimizer(DistributedOptimizer):
 
     # Used by Context.
 
+    @property
+    def sends(self) -> bool:
+        """See `DistributedOptimizer`; a node of one rank sends parameters only."""
+        return super().sends or (self._exchange is not None and not self._closed)
+
     def status(self) -> dict[str, Any]:
         """See `DistributedOptimizer`; of a node of one rank how many steps it has begun."""
         own = {"step": self._batches + 1, "phase": "exchange", "awaited": []}
@@ -408,6 +417,7 @@ class DasoOptimizer(DistributedOptimizer):
     def _lay_out(self) -> None:
         if self._exchange is not None:
             self._vectors = ParameterVectors(self._trained.params)
+            self._groups = Groups(self._inner, self._trained)
 
     @torch.no_grad()
     def _begin(self, start: Start) -> None:

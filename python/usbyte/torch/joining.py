@@ -35,7 +35,7 @@ def join(device: int = -1) -> int:
 
     Raises:
         UsageError: There are several DistributedOptimizers, whose steps could follow each other in
-            any order, or one of some ranks.
+            any order, or one of some ranks, as a DasoOptimizer's inside each node.
     """
     context = current()
     gc.collect()  # what nobody refers to any more counts on no rank

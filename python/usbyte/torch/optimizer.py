@@ -429,6 +429,11 @@ class DistributedOptimizer(OptimizerWrapper):
         """Nothing is sent any more."""
         return self._closed
 
+    @property
+    def sends(self) -> bool:
+        """Other ranks wait for what this one sends."""
+        return self._live is not None
+
     def orphan(self) -> list[Any]:
         """In a process that was forked, which reads the model: gives what is never to be ended."""
         stepper = self._live

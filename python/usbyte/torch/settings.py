@@ -90,6 +90,15 @@ class Trained:
             [p for p, _ in rows if not p.requires_grad],
         )
 
+    def check_frozen(self) -> None:
+        """Raises UsageError if one that was frozen is to be trained now."""
+        for param in self.frozen:
+            if param.requires_grad:
+                raise UsageError(
+                    f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
+                    "wrapped and is not any more; wrap the optimizer anew after unfreezing"
+                )
+
 
 def _named(params: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> list[str]:
     missing = [p for p in params if p not in names]

@@ -130,12 +130,7 @@ class Stepper:
                 "the last backward() did not end, so the other ranks wait for its gradients in "
                 "vain; restart the job from its last checkpoint"
             )
-        for param in self._trained.frozen:
-            if param.requires_grad:
-                raise UsageError(
-                    f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
-                    "wrapped and is not any more; wrap the optimizer anew after unfreezing"
-                )
+        self._trained.check_frozen()
 
     @property
     def evaluates_first(self) -> bool:
