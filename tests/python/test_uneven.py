@@ -34,18 +34,23 @@ def uneven(rank, size, counts):
         model = _scripts.mlp()
         return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
+    def falling(opt):  # which ranks that have joined do not see fall
+        return torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.8)
+
     model, opt = make()
+    scheduler = falling(opt)
     net = nn.parallel.DistributedDataParallel(model)
     with Join([net]):
         for x in batches(rank, counts[rank]):
             opt.zero_grad()
             net(x).pow(2).mean().backward()
             opt.step()
+            scheduler.step()
     want = state(model)
     for options in ({"overlap": "backward"}, {"overlap": "forward"}, {"policy": "wfbp"}, SHARDED):
         model, opt = make()
         opt = ub.DistributedOptimizer(opt, model.named_parameters(), **options)
-        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=1.0)
+        scheduler = falling(opt)
         for k, x in enumerate(batches(rank, counts[rank])):
             opt.zero_grad()
             model(x).pow(2).mean().backward()

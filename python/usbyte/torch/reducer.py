@@ -66,6 +66,7 @@ class Reducer:
         in_backward: A backward pass that sends has begun and not ended.
         applied: Updates may have used sums of the last step; for the optimizer to set.
         unsent: This rank has accumulated gradients since it last sent any.
+        stands_in: This rank takes part in the last step that was sent without data of its own.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Reducer:
         self._sharded, self._densifies = settings.sharded, settings.densifies
         self._sums = settings.op == Sum
         self.in_flight = self.in_backward = self.applied = self.unsent = False
+        self.stands_in = False
         self._sync = self._has_data = True
         self._passes_per_step, self._passes = settings.passes_per_step, 0  # of backward, with sync
         self._in_pass = False  # one of those
@@ -257,6 +259,10 @@ class Reducer:
             self._used = [True, *map(bool, self._transport.arena.used.tolist())]
         return self._used
 
+    def ranks_with_data(self) -> int:
+        """How many send gradients of their own; valid once reduced. On a device, waits for it."""
+        return round(self._transport.arena.votes[1].item())
+
     def release_gathers(self) -> None:
         """The shards hold new values: lets the all_gathers go."""
         self._transport.engine.release_gathers(self.device.stream())
@@ -386,6 +392,7 @@ class Reducer:
         self._sent.begin()
         self._memory.forget_notes()
         self.unsent = self.applied = False
+        self.stands_in = not self._has_data
         self._transport.sender.begin()
         self._used = None
         self.in_backward = True

@@ -27,6 +27,7 @@ from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sharding import ShardedUpdates
 from usbyte.torch.transport import Transport
 from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks, is_known
+from usbyte.torch.wire import from_bytes, to_bytes
 
 log = logging.getLogger("usbyte")
 
@@ -319,6 +320,8 @@ class Stepper:
     def _step_at_once(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer
         self.drain()
+        if self._settings.sharded:
+            self._follow_options()
         self._watch.step(closure is not None, self._needs_whole_step())
         start = reducer.device.now()
         if self._settings.max_grad_norm is not None:
@@ -400,6 +403,8 @@ class Stepper:
         if self.reducer.dropped():
             self._drop(shards)
             return
+        self.reducer.wait_reduced()
+        self._follow_options()
         with self._changes.applying():
             shards.step()
             self._changes.put_off()
@@ -415,6 +420,25 @@ class Stepper:
                 self._zero_spent(shards.used)
             else:
                 self._begin_sharding().used = shards.used
+
+    def _follow_options(self) -> None:
+        """Ranks that have joined update shards as well: as those do that have data.
+
+        A device would have to be waited for in every step.
+        """
+        reducer = self.reducer
+        if reducer.device.core is not None:
+            return
+        if not 0 < reducer.ranks_with_data() < self._context.size:
+            return
+        groups = self._optimizer.param_groups
+        own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        texts = self._context.eager.allgather_bytes(
+            f"{self._planner.label}.options", b"" if reducer.stands_in else to_bytes(own)
+        )
+        if reducer.stands_in:
+            for group, options in zip(groups, from_bytes(next(filter(None, texts))), strict=True):
+                group.update(options)
 
     def _drop(self, shards: ShardedUpdates) -> None:
         """Gradients in flight are of no use any more, here and on all ranks."""
