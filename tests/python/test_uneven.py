@@ -138,6 +138,43 @@ def test_micro_batches_and_a_short_last_cycle_equal_ddp():
     run_ranks(2, micro_batches, timeout=90, env={"USBYTE_LEARNING_STEPS": "3"})
 
 
+def adds_between_micro_batches(rank, size):
+    """What was accumulated before parameters are added is sent by step() all the same."""
+    ub.init()
+    short_probes()
+    for options in ({"overlap": "backward"}, {"overlap": "forward"}, SHARDED):
+        torch.manual_seed(0)
+        model = _scripts.mlp()
+        inner = torch.optim.SGD(model[:4].parameters(), lr=0.1)
+        opt = ub.DistributedOptimizer(inner, model.named_parameters(), **options)
+        for k, x in enumerate(batches(rank, 6)):
+            opt.zero_grad()
+            if k == 4:
+                model[4].zero_grad()
+            with opt.no_sync():
+                model(x).pow(2).mean().backward()
+            if k == 4:
+                opt.add_param_group({"params": list(model[4].parameters())})
+            opt.step()
+        flat = nn.utils.parameters_to_vector(model.parameters())
+        assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min)), options
+        torch.manual_seed(0)
+        alone = _scripts.mlp()
+        for k in range(6):
+            alone.zero_grad()
+            for each in range(size):
+                (alone(batches(each, 6)[k]).pow(2).mean() / size).backward()
+            with torch.no_grad():
+                for p in alone.parameters() if k >= 4 else alone[:4].parameters():
+                    p -= 0.1 * p.grad
+        assert difference(state(model), state(alone)) <= 1e-5, options
+        opt.close()
+
+
+def test_parameters_may_be_added_between_micro_batches():
+    run_ranks(2, adds_between_micro_batches, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def refused(rank, size):
     ub.init()
     short_probes()

@@ -283,9 +283,11 @@ class DistributedOptimizer(OptimizerWrapper):
             self._build(steps_before=0)
             return
         stepper.end_sharding()
+        unsent = stepper.reducer.unsent
         self._build(stepper.transport.steps)
         if self._stepper is not None:
             self._stepper.shared = stepper.shared
+            self._stepper.reducer.unsent = unsent
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r}, overlap={self._settings.overlap!r})"
