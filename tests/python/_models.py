@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -138,3 +139,12 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Largest difference relative to the largest value of each tensor."""
     assert a.keys() == b.keys()
     return max(((a[k] - b[k]).abs().max() / b[k].abs().max()).item() for k in a)
+
+
+def warnings_from_now_on() -> list[str]:
+    """Those that usbyte logs in this process, as they come."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("usbyte").addHandler(handler)
+    return warnings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import logging
 from itertools import product
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import difference, short_probes
+from _models import difference, short_probes, warnings_from_now_on
 from _ranks import run_ranks
 from usbyte.errors import Error, MismatchError, UsageError
 
@@ -259,7 +258,7 @@ def test_more_of_what_would_be_silently_wrong_is_an_error():
 
 def sets_by_hand(rank, size):
     ub.init()
-    logged = _logged()
+    logged = warnings_from_now_on()
     x = torch.ones(1, 4)
     for overlap in ("backward", "forward"):
         for steps in (0, 8):  # while learning, and after
@@ -343,15 +342,6 @@ def moves_gradients(rank, size):
 
 def test_gradients_may_be_given_other_memory():
     run_ranks(2, moves_gradients, timeout=90, env={"USBYTE_LEARNING_STEPS": "3"})
-
-
-def _logged():
-    """Warnings from now on."""
-    warnings = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("usbyte").addHandler(handler)
-    return warnings
 
 
 def test_gradients_that_nobody_sends_are_told_of():

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import usbyte.torch as ub
-from _models import short_probes
+from _models import short_probes, warnings_from_now_on
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
@@ -351,6 +351,23 @@ def remembers_the_others(rank, size):
 
 def test_checkpoints_with_sparse_and_compressed_gradients_load():
     run_ranks(2, remembers_the_others, timeout=120, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def renormalizes(rank, size):
+    ub.init()
+    warnings = warnings_from_now_on()
+    for sparse in (False, True):
+        model = nn.Sequential(nn.Embedding(9, 3, sparse=sparse, max_norm=1.0), nn.Linear(3, 2))
+        opt = ub.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        assert len(warnings) == 1
+        assert "renormalises rows of '0.weight' (max_norm)" in warnings.pop()
+        opt.close()
+
+
+def test_rows_that_each_rank_renormalizes_are_told_of():
+    run_ranks(2, renormalizes)
 
 
 def refuses(rank, size):

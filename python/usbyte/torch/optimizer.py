@@ -30,7 +30,7 @@ from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.salvage import Judgement, Left
 from usbyte.torch.settings import Overlap, Policy, Settings, Trained
 from usbyte.torch.sharding import check_dense
-from usbyte.torch.sparse import model_of, sparse_parameters
+from usbyte.torch.sparse import model_of, renormalized_parameters, sparse_parameters
 from usbyte.torch.stepper import Stepper
 from usbyte.torch.transport import Transport
 from usbyte.torch.updates import is_known
@@ -554,6 +554,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
+        self._warn_of_renormalized()
         if settings.sharded:
             check_relays(codecs.specs)
         device = device_of(names, params)
@@ -581,6 +582,17 @@ class DistributedOptimizer(OptimizerWrapper):
                 "sparse_as_dense=True"
             )
         return sparse
+
+    def _warn_of_renormalized(self) -> None:
+        changed = renormalized_parameters(self._owner)
+        for name in (name for name, param in self.named() if param in changed):
+            log.warning(
+                "%s: the forward pass renormalises rows of '%s' (max_norm), on each rank those "
+                "that it uses, so that ranks come apart, as under DDP: leave max_norm out, or call "
+                "broadcast_parameters now and then",
+                self.label,
+                name,
+            )
 
     def _check_chooses(self) -> None:
         policy = self._settings.policy

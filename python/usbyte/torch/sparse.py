@@ -36,6 +36,16 @@ def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
     return found
 
 
+def renormalized_parameters(model: nn.Module | None) -> set[nn.Parameter]:
+    """Parameters of which the forward pass changes rows, as of `nn.Embedding(max_norm=1)`."""
+    return {
+        weight
+        for module in (model.modules() if model is not None else ())
+        if getattr(module, "max_norm", None) is not None
+        and (weight := module._parameters.get("weight")) is not None
+    }
+
+
 def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
     """The model whose `named_parameters()` this is, if nobody has begun to read it."""
     if not inspect.isgenerator(named_parameters):
