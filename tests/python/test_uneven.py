@@ -78,6 +78,29 @@ def test_ranks_that_run_out_of_data_join():
     run_ranks(3, uneven, [6, 0, 8], timeout=90, env=env)
 
 
+def steps_without_a_batch(rank, size):
+    """As some that are left out do; those who have joined do not see them."""
+    ub.init()
+    short_probes()
+    torch.manual_seed(0)
+    model = _scripts.mlp()
+    opt = ub.DistributedOptimizer(_scripts.sgd(model), model.named_parameters(), **SHARDED)
+    for x in batches(rank, 6 - 6 * rank):
+        opt.zero_grad()
+        model(x).pow(2).mean().backward()
+        opt.step()
+        opt.zero_grad()
+        opt.step()
+    assert ub.join() == 0
+    sums = torch.stack([p.double().sum() for p in model.state_dict().values()])
+    assert torch.equal(ub.allreduce(sums, op=ub.Max), ub.allreduce(sums, op=ub.Min))
+    opt.close()
+
+
+def test_who_has_data_may_step_without_a_batch():
+    run_ranks(2, steps_without_a_batch, timeout=60, env={"USBYTE_LEARNING_STEPS": "3"})
+
+
 def micro_batches(rank, size):
     ub.init()
     short_probes()

@@ -427,8 +427,8 @@ class Stepper:
         A device would have to be waited for in every step.
         """
         reducer = self.reducer
-        if reducer.device.core is not None:
-            return
+        if reducer.device.core is not None or reducer.applied:
+            return  # or, with nothing sent since the last step, those ranks take none
         if not 0 < reducer.ranks_with_data() < self._context.size:
             return
         groups = self._optimizer.param_groups
