@@ -11,7 +11,7 @@ import _scripts
 import usbyte.torch as ub
 from _models import difference, short_probes
 from _ranks import run_ranks
-from usbyte.errors import UsageError
+from usbyte.errors import FaultError, MismatchError, UsageError
 
 SHARDED = {"shard_optimizer": True, "policy": "dear"}
 
@@ -99,6 +99,44 @@ def steps_without_a_batch(rank, size):
 
 def test_who_has_data_may_step_without_a_batch():
     run_ranks(2, steps_without_a_batch, timeout=60, env={"USBYTE_LEARNING_STEPS": "3"})
+
+
+def leaves_a_batch_out(rank, size, reset):
+    """Those who have joined take its step all the same."""
+    ub.init()
+    short_probes()
+    torch.manual_seed(0)
+    model = _scripts.mlp()
+    opt = ub.DistributedOptimizer(_scripts.sgd(model), model.named_parameters(), **SHARDED)
+    x = batches(0, 1)[0]
+    for _ in range(5):
+        opt.zero_grad()
+        model(x).pow(2).mean().backward()
+        opt.step()
+    opt.zero_grad()
+    if rank == 1:
+        with pytest.raises(FaultError):  # rank 0 has ended
+            ub.join()
+        return None
+    learns = opt._stepper.shards is None
+    wrong, why = MismatchError, "another rank has updated"
+    if learns:
+        wrong, why = UsageError, r"no step\(\) has followed"
+
+    def leave_out():
+        (opt if reset == "optimizer" else model).zero_grad()
+        model(x).pow(2).mean().backward()
+
+    model(x).pow(2).mean().backward()
+    with pytest.raises(wrong, match=why):
+        leave_out()
+    return learns
+
+
+@pytest.mark.parametrize(("steps", "reset"), [(3, "optimizer"), (3, "model"), (20, "model")])
+def test_who_leaves_a_batch_out_while_others_have_joined_gets_an_error(steps, reset):
+    env = {"USBYTE_LEARNING_STEPS": str(steps), "USBYTE_STALL_LIMIT_S": "10"}
+    assert run_ranks(2, leaves_a_batch_out, reset, timeout=60, env=env)[0] == (steps == 20)
 
 
 def micro_batches(rank, size):

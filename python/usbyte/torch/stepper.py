@@ -195,6 +195,7 @@ class Stepper:
                 reset.zero_grad(set_to_none)
         else:
             self.drain()
+            self._check_followed()
             self._optimizer.zero_grad(set_to_none)
         self.reducer.forget_results()
 
@@ -426,12 +427,9 @@ class Stepper:
 
         A device would have to be waited for in every step.
         """
-        reducer = self.reducer
-        if reducer.device.core is not None or reducer.applied:
-            return  # or, with nothing sent since the last step, those ranks take none
-        if not 0 < reducer.ranks_with_data() < self._context.size:
+        if not self._others_step():
             return
-        groups = self._optimizer.param_groups
+        reducer, groups = self.reducer, self._optimizer.param_groups
         own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         texts = self._context.eager.allgather_bytes(
             f"{self._planner.label}.options", b"" if reducer.stands_in else to_bytes(own)
@@ -440,11 +438,28 @@ class Stepper:
             for group, options in zip(groups, from_bytes(next(filter(None, texts))), strict=True):
                 group.update(options)
 
+    def _others_step(self) -> bool:
+        """Ranks that have joined take a step with what was sent last, which is yet to come here."""
+        reducer = self.reducer
+        if reducer.device.core is not None or reducer.applied:
+            return False
+        return 0 < reducer.ranks_with_data() < self._context.size
+
+    def _check_followed(self) -> None:
+        """Raises UsageError if ranks that have joined wait for a step that this one leaves out."""
+        if self._settings.sharded and self.shards is None and self._others_step():
+            raise UsageError(
+                "gradients were sent and no step() has followed: with shard_optimizer=True none "
+                "can be left out while other ranks have joined"
+            )
+
     def _drop(self, shards: ShardedUpdates) -> None:
         """Gradients in flight are of no use any more, here and on all ranks."""
         with self._changes.updating():
             if not self.reducer.in_flight:  # another thread has done so
                 return
+            self.reducer.wait_reduced()
+            self._follow_options()  # where ranks that have joined wait for this one
             try:
                 shards.drop()
             except MismatchError as error:
@@ -553,6 +568,7 @@ class Stepper:
         # a gradient all the same, it was read past its gate.
         self._gates.rest()
         self._changes.check_whole()
+        self._check_followed()
         if self.shards is not None and self.reducer.in_flight and self.reducer.dropped(renewed=i):
             self._drop(self.shards)
         self._late = set(self._updates.unasked)
