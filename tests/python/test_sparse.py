@@ -353,9 +353,21 @@ def test_checkpoints_with_sparse_and_compressed_gradients_load():
     run_ranks(2, remembers_the_others, timeout=120, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
+class Constrained(nn.Linear):
+    """All of whose rows are renormalised, alike on all ranks."""
+
+    max_norm = 1.0
+
+
 def renormalizes(rank, size):
     ub.init()
     warnings = warnings_from_now_on()
+    model = Constrained(3, 2)
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    assert not warnings
+    opt.close()
     for sparse in (False, True):
         model = nn.Sequential(nn.Embedding(9, 3, sparse=sparse, max_norm=1.0), nn.Linear(3, 2))
         opt = ub.DistributedOptimizer(

@@ -37,11 +37,15 @@ def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
 
 
 def renormalized_parameters(model: nn.Module | None) -> set[nn.Parameter]:
-    """Parameters of which the forward pass changes rows, as of `nn.Embedding(max_norm=1)`."""
+    """Parameters of which the forward pass changes rows, as of `nn.Embedding(max_norm=1)`.
+
+    Other layers may have a `max_norm` that they apply to all rows, so alike on all ranks.
+    """
     return {
         weight
         for module in (model.modules() if model is not None else ())
-        if getattr(module, "max_norm", None) is not None
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.max_norm is not None
         and (weight := module._parameters.get("weight")) is not None
     }
 
