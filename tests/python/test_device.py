@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 import torch
+from torch import nn
 
 import usbyte.torch as ub
 from _coded import CODECS
@@ -13,7 +15,7 @@ from _emulated import EmulatedDevice, emulate
 from _models import OPTIMIZERS, difference, short_probes, train
 from _ranks import run_ranks
 from usbyte import _core
-from usbyte.errors import FaultError, UsageError
+from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.device import Device, device_of, passed
 
 
@@ -61,6 +63,28 @@ def equals_ddp_variants(rank, size):
 
 def test_zero_grad_accumulation_and_mixed_dtypes_equal_ddp():
     run_ranks(2, equals_ddp_variants, timeout=120)
+
+
+def replaces(rank, size):
+    """A gradient that a hook replaces or resets before the engine has packed it."""
+    ub.init()
+    emulate()
+    for what, change in [("replaced", lambda p: p.grad * 2), ("reset", lambda p: None)]:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        opt = ub.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        model[1].weight.register_post_accumulate_grad_hook(
+            lambda p, change=change: setattr(p, "grad", change(p))
+        )
+        with pytest.raises(UsageError, match=rf"'1\.weight' was {what} inside backward"):
+            model(torch.ones(1, 4)).sum().backward()
+        with contextlib.suppress(Error):  # of the step that did not end
+            opt.close()
+
+
+def test_gradients_that_hooks_replace_are_an_error():
+    run_ranks(2, replaces, timeout=60)
 
 
 def shards(rank, size):

@@ -95,6 +95,7 @@ class DeviceSender(HostSender):
         super().__init__(params, at_slot, arena, engine, 1.0)
         self._device = device
         self._sources: dict[int, torch.Tensor] = {}  # not packed yet, by slot
+        self._shown: dict[int, torch.Tensor | None] = {}  # by parameters until then, by slot
         self._flags: Sequence[float] = ()
         self._flags_there = torch.empty(0)
 
@@ -105,6 +106,7 @@ class DeviceSender(HostSender):
     def send(self, i: int, grad: torch.Tensor) -> None:
         """See `HostSender`; `param.grad` is the arena's once that holds it."""
         view = self._views[i]
+        self._shown[self._slot[i]] = self._params[i].grad
         if grad is view:
             self._give(self._slot[i], None)
         elif laid_out_alike(grad, view):
@@ -141,8 +143,9 @@ class DeviceSender(HostSender):
         used = [self._sources.pop(k) for k in packed if k in self._sources]
         self._device.keep(used)
         for k in packed:
-            param = self._params[self._at_slot[k - 1]] if k > 0 else None
-            if param is not None and param.grad is not None:
+            shown = self._shown.pop(k, None)
+            # A hook may have put another one there.
+            if shown is not None and (param := self._params[self._at_slot[k - 1]]).grad is shown:
                 param.grad = self._arena.grads[k - 1]
 
 
