@@ -381,8 +381,41 @@ def of_other_layout(rank, size):
         opt.close()
 
 
+def changes_layout(rank, size):
+    """Of a parameter that gets another layout while its optimizer lives."""
+    ub.init()
+    short_probes()
+    data = torch.Generator().manual_seed(rank)
+    conv, unsent = nn.Conv2d(4, 6, 3, bias=False), torch.zeros(6, 4, 3, 3)
+    nn.init.zeros_(conv.weight)
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(conv.parameters(), lr=1.0), conv.named_parameters(), compression="topk:0.1"
+    )
+
+    def steps(count):
+        for _ in range(count):
+            opt.zero_grad()
+            gradient = torch.randn(conv.weight.shape, generator=data)
+            (conv.weight * gradient).sum().backward()
+            opt.step()
+            unsent.add_(ub.allreduce(gradient))
+        kept = opt.state_dict()["usbyte_memory"]["weight"]["rows"][0]
+        left = ub.allreduce(kept, op=ub.Sum).view(unsent.shape)
+        assert torch.allclose(left, unsent + conv.weight.detach(), atol=1e-5)
+
+    steps(5)
+    for layout in (torch.channels_last, torch.contiguous_format):
+        conv.to(memory_format=layout)
+        steps(0)
+        steps(3)  # with the plan of before
+        opt._stepper.reducer.ask_for_plan()
+        steps(6)
+    opt.close()
+
+
 def test_what_is_remembered_goes_over_to_another_memory_format():
     run_ranks(2, of_other_layout, env={"USBYTE_LEARNING_STEPS": "2"})
+    run_ranks(2, changes_layout, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
 def overflows(rank, size, spec):

@@ -33,7 +33,7 @@ class Memory:
     """What codecs remember of each parameter: rows of float32, as many as the codecs need.
 
     Engines work on a buffer beside the arena and in its order. It outlives plans and engines, as
-    what it holds belongs to the parameters.
+    what it holds belongs to the parameters. Until it is laid out rows are in the order of indices.
 
     Args:
         scale: Of the gradients that are compressed: 1 / ranks for averages.
@@ -48,16 +48,23 @@ class Memory:
         self.parts: dict[str, torch.Tensor] = {}
         self.kinds: dict[str, str] = {}
         self._buffer = torch.empty(0, 0)
+        self._placed: dict[str, torch.Tensor] = {}  # by name, as elements lie if not by index
         # This rank and how many there are, while ranks remember shards only.
         self._sender: tuple[int, int] | None = None
         self._before: dict[str, torch.Tensor] = {}  # the step, of what may turn out to be unused
 
-    def lay_out(self, plan: _core.Plan, device: torch.device = _HOST) -> None:
+    def lay_out(
+        self,
+        plan: _core.Plan,
+        device: torch.device = _HOST,
+        params: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Goes over to another plan; its codecs go on with rows that mean the same to them.
 
         Args:
             plan: What engines are about to follow.
             device: Where the arena is.
+            params: By name, in the order of whose memory that has elements; else in no other.
         """
         codecs = [_core.make_codec(op.codec) for op in plan.ops]
         rows = max((codec.memories for codec in codecs if codec is not None), default=0)
@@ -65,11 +72,16 @@ class Memory:
         if rows == 0:
             return
         # A device may not have room for both.
-        old, kinds = {name: part.cpu() for name, part in self.parts.items()}, self.kinds
+        old, kinds = {name: self._rows(name).cpu() for name in self.parts}, self.kinds
         self.parts, self._buffer = {}, torch.empty(0, 0)
         self._buffer = torch.zeros(rows, plan.numel, dtype=torch.float32, device=device)
         tensors = [t for t in plan.tensors if t.name != USED and not t.sparse]
         self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
+        self._placed = {
+            name: torch.empty_strided(param.shape, param.stride(), device="meta")
+            for name, param in (params or {}).items()
+            if not param.is_contiguous() and is_dense(param)
+        }
         self.kinds = dict(kinds)
         for op, codec in zip(plan.ops, codecs, strict=True):
             if codec is not None and codec.remembers:
@@ -106,9 +118,9 @@ class Memory:
         whole = torch.zeros(rows, sum(sizes.values()))
         parts = dict(zip(sizes, whole.split(list(sizes.values()), dim=1), strict=True))
         for name in parts.keys() & self.parts.keys():
-            parts[name][: len(self.parts[name])] = self.parts[name].cpu()
+            parts[name][: len(self.parts[name])] = self._rows(name).cpu()
         average(whole)
-        self.parts, self.kinds, self._sender = parts, kinds, None
+        self.parts, self.kinds, self._placed, self._sender = parts, kinds, {}, None
 
     def concentrate(self, plan: _core.Plan, topology: _core.Topology, rank: int) -> None:
         """Leaves what was spread to the ranks that send it, of the shards that a plan adds up.
@@ -156,23 +168,19 @@ class Memory:
         """For the engine; 0 if there is none."""
         return self._buffer.data_ptr()
 
-    def state(self, params: Mapping[str, torch.Tensor] | None = None) -> dict[str, dict[str, Any]]:
-        """A copy by parameter on the host, for a checkpoint.
-
-        Args:
-            params: By name; rows are in the order of their indices. Without, in that of memory.
-        """
+    def state(self) -> dict[str, dict[str, Any]]:
+        """A copy by parameter on the host, by index, for a checkpoint."""
         whose = (
             {} if self._sender is None else dict(zip(("rank", "size"), self._sender, strict=True))
         )
         return {
             name: {
                 "kind": self.kinds.get(name, ""),
-                "rows": _by_index(part.to("cpu", copy=True), (params or {}).get(name)),
+                "rows": self._rows(name).to("cpu", copy=True),
                 "scale": self._scale,
             }
             | whose
-            for name, part in self.parts.items()
+            for name in self.parts
         }
 
     def check(
@@ -195,28 +203,18 @@ class Memory:
                     "it into the one it was saved from"
                 )
 
-    def is_as(self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> bool:
+    def is_as(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is of what is remembered now."""
-        now = self.state(params)
+        now = self.state()
         return state.keys() == now.keys() and all(
             torch.equal(part["rows"], now[name]["rows"]) for name, part in state.items()
         )
 
-    def load(
-        self,
-        state: Mapping[str, Any],
-        rank: int,
-        params: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
+    def load(self, state: Mapping[str, Any], rank: int) -> None:
         """Takes over a checkpoint's, or forgets all; `check` has passed.
 
         Of another number of ranks, each of these remembers as much more or less. What another rank
         alone remembered, as it alone has sent it, is not taken over.
-
-        Args:
-            state: What `state` gave for these `params`, or without.
-            rank: This one.
-            params: See `state`.
         """
         if any(part.get("rank", rank) != rank for part in state.values()):
             log.warning(
@@ -226,10 +224,7 @@ class Memory:
             )
             state = {}
         factors = {n: self._scale / part.get("scale", self._scale) for n, part in state.items()}
-        loaded = {
-            name: _by_place(part["rows"].float() * factors[name], (params or {}).get(name))
-            for name, part in state.items()
-        }
+        loaded = {name: part["rows"].float() * factors[name] for name, part in state.items()}
         if not self.parts:  # no codec has remembered anything yet
             self.parts = loaded
             self.kinds = {name: part["kind"] for name, part in state.items()}
@@ -245,29 +240,24 @@ class Memory:
         if self._buffer.is_cuda:
             torch.cuda.current_stream(self._buffer.device).synchronize()
 
+    def _rows(self, name: str) -> torch.Tensor:
+        """A parameter's, in the order of its indices."""
+        rows, placed = self.parts[name], self._placed.get(name)
+        if placed is None:
+            return rows
+        return torch.stack([r.as_strided(placed.shape, placed.stride()).flatten() for r in rows])
+
     def _take(self, name: str, rows: torch.Tensor, kind: str) -> None:
-        """Copies rows that mean the same."""
+        """Copies rows that mean the same, in the order of indices."""
+        placed = self._placed.get(name)
         mine = self.kinds.get(name, kind).split(", ")
         for i, what in enumerate(kind.split(", ")):
             if i < len(mine) and mine[i] == what and i < min(len(rows), len(self.parts[name])):
-                self.parts[name][i] = rows[i]
-
-
-def _by_index(rows: torch.Tensor, param: torch.Tensor | None) -> torch.Tensor:
-    """Rows in the order of a parameter's indices, which need not be that of its memory."""
-    if param is None or param.is_contiguous() or not is_dense(param):
-        return rows
-    return torch.stack([r.as_strided(param.shape, param.stride()).flatten() for r in rows])
-
-
-def _by_place(rows: torch.Tensor, param: torch.Tensor | None) -> torch.Tensor:
-    """The inverse of `_by_index`."""
-    if param is None or param.is_contiguous() or not is_dense(param):
-        return rows
-    placed = torch.empty_like(rows)
-    for row, place in zip(rows, placed, strict=True):
-        place.as_strided(param.shape, param.stride()).copy_(row.view(param.shape))
-    return placed
+                if placed is None:
+                    self.parts[name][i] = rows[i]
+                else:
+                    place = self.parts[name][i].as_strided(placed.shape, placed.stride())
+                    place.copy_(rows[i].view(placed.shape))
 
 
 def coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:

@@ -235,7 +235,7 @@ class DistributedOptimizer(OptimizerWrapper):
             FaultError: The run has failed, and what it has left is no state to go on from.
         """
         self._bring_up_to_date()
-        memory = self._memory.state(dict(self.named()))
+        memory = self._memory.state()
         extra = {MEMORY: memory} if memory else {}
         if self._stepper is None or self._stepper.shards is None:
             return self._inner.state_dict() | extra
@@ -254,16 +254,15 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._drain()
         memory = state_dict.get(MEMORY, {})
-        params = dict(self.named())
-        self._memory.check(memory, params, self._context.size)
+        self._memory.check(memory, dict(self.named()), self._context.size)
         coded = memory and self.plan is not None and codes_shards(self.plan)
-        if coded and not self._memory.is_as(memory, params):
+        if coded and not self._memory.is_as(memory):
             raise UsageError(
                 "load_state_dict: each rank compresses shards of its own by now, which need not be "
                 "those of the state; load it right after the optimizer is made"
             )
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != MEMORY})
-        self._memory.load(memory, self._context.rank, params)
+        self._memory.load(memory, self._context.rank)
         if self._stepper is not None and self._stepper.shards is not None:
             self._stepper.shards.recut()
 

@@ -232,7 +232,8 @@ class Transport:
         self.together = arriving_together(plan, self.slot)
         buffer = self._communicator.allocate(plan.arena_bytes)
         self.arena = Arena(plan, [self._params[i] for i in self.at_slot], buffer)
-        self._memory.lay_out(plan, self.device.torch_device)
+        params = dict(zip(self._names, self._params, strict=True))
+        self._memory.lay_out(plan, self.device.torch_device, params)
         self._communicator.register(self.arena.buffer)
 
     def _start(self, plan: _core.Plan, steps_before: int, learning: bool) -> None:
