@@ -265,6 +265,10 @@ def sets_by_hand(rank, size):
             model, opt = _warmed(overlap, steps)
             opt.zero_grad()
             opt.step()  # of nothing, which is nothing to tell of
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            opt.step()  # as torch.distributed.checkpoint does, to have state made
+            opt.zero_grad()
             model(x).sum().backward()
             opt.step()
             assert not logged

@@ -207,10 +207,16 @@ class Reducer:
         return self._sent.dropped(renewed)
 
     def unsent_gradient(self) -> int:
-        """A parameter whose gradient nobody has sent since gradients were last reset, or -1."""
+        """A parameter whose gradient nobody has sent since gradients were last reset, or -1.
+
+        Zeros do not count, with which torch.distributed.checkpoint has optimizers make their state.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
             for i, (param, grad) in enumerate(zip(self._params, self._sent.tensors, strict=True)):
-                if param.grad is not None and param.grad is not grad and not self._holds_result[i]:
+                own = param.grad
+                if own is None or own is grad or self._holds_result[i]:
+                    continue
+                if own.is_sparse or own.any():
                     return i
         return -1
 
