@@ -266,7 +266,8 @@ class Reducer:
         return self._used
 
     def ranks_with_data(self) -> int:
-        """How many send gradients of their own; valid once reduced. On a device, waits for it."""
+        """How many have sent gradients of their own. Waits for their sums, on a device too."""
+        self.wait_reduced()
         return round(self._transport.arena.votes[1].item())
 
     def release_gathers(self) -> None:

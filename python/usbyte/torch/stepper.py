@@ -321,8 +321,7 @@ class Stepper:
     def _step_at_once(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer
         self.drain()
-        if self._settings.sharded:
-            self._follow_options()
+        self._follow_options()
         self._watch.step(closure is not None, self._needs_whole_step())
         start = reducer.device.now()
         if self._settings.max_grad_norm is not None:
@@ -404,7 +403,6 @@ class Stepper:
         if self.reducer.dropped():
             self._drop(shards)
             return
-        self.reducer.wait_reduced()
         self._follow_options()
         with self._changes.applying():
             shards.step()
@@ -441,13 +439,13 @@ class Stepper:
     def _others_step(self) -> bool:
         """Ranks that have joined take a step with what was sent last, which is yet to come here."""
         reducer = self.reducer
-        if reducer.device.core is not None or reducer.applied:
+        if not self._settings.sharded or reducer.device.core is not None or reducer.applied:
             return False
         return 0 < reducer.ranks_with_data() < self._context.size
 
     def _check_followed(self) -> None:
         """Raises UsageError if ranks that have joined wait for a step that this one leaves out."""
-        if self._settings.sharded and self.shards is None and self._others_step():
+        if self.shards is None and self._others_step():
             raise UsageError(
                 "gradients were sent and no step() has followed: with shard_optimizer=True none "
                 "can be left out while other ranks have joined"
@@ -458,7 +456,6 @@ class Stepper:
         with self._changes.updating():
             if not self.reducer.in_flight:  # another thread has done so
                 return
-            self.reducer.wait_reduced()
             self._follow_options()  # where ranks that have joined wait for this one
             try:
                 shards.drop()
