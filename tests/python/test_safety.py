@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import usbyte.torch as ub
 from _models import difference, short_probes, warnings_from_now_on
@@ -374,6 +375,36 @@ def interrupted(rank, size, policy, resets_between):
     with pytest.raises(Error, match="did not end"):
         opt.step()
     end(opt)
+
+
+def repeats(model, x, reentrant):
+    for _ in range(2):
+        x = checkpoint(model[0], x, use_reentrant=reentrant)
+    return model[1](x).pow(2).mean()
+
+
+def repeats_checkpoints(rank, size):
+    ub.init()
+    x = torch.full((2, 4), 1.0 + rank, requires_grad=True)
+    weights = []
+    for reentrant in (False, True):
+        torch.manual_seed(0)
+        model, opt = _warmed(model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+        opt.zero_grad()
+        with opt.no_sync() if reentrant else contextlib.nullcontext():
+            repeats(model, x, reentrant).backward()
+        opt.step()
+        weights.append(model[0].weight.detach().clone())
+        if reentrant:
+            opt.zero_grad()
+            with pytest.raises(UsageError, match=r"second gradient of '0\..*use_reentrant=False"):
+                repeats(model, x, reentrant).backward()
+        end(opt)
+    assert torch.equal(*weights)
+
+
+def test_a_second_gradient_in_one_backward_pass_is_an_error():
+    run_ranks(2, repeats_checkpoints, timeout=60)
 
 
 def accumulates_stale(rank, size):

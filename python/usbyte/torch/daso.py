@@ -83,7 +83,9 @@ class DasoOptimizer(DistributedOptimizer):
     State of the optimizer (momenta) is each node's own and never averaged. Buffers (statistics of
     batch norm) are each rank's own, as with `DistributedOptimizer`: before a validation or a
     checkpoint `broadcast_parameters(model.state_dict())` after `synchronize_nodes()` makes them
-    alike. Parameters on a GPU travel between nodes by way of the host, which waits for the copies.
+    alike. Who loads a model while an exchange is in flight loads the optimizer's state with it, or
+    the parameters from before are merged into those that were loaded. Parameters on a GPU travel
+    between nodes by way of the host, which waits for the copies.
 
     Args:
         optimizer: The optimizer to wrap. Do not call it directly afterwards.

@@ -411,6 +411,12 @@ class Reducer:
                 f"the gradient of '{self.names[i]}' was reset by a hook of its parameter before it "
                 "was sent: leave gradients to the optimizer until step()"
             )
+        if self._sent.own[i]:
+            raise UsageError(
+                f"backward() has given a second gradient of '{self.names[i]}' after the first was "
+                "sent, as where checkpoint() runs a module twice: pass use_reentrant=False there, "
+                "or run backward() under optimizer.no_sync(), so that step() sends the sum"
+            )
         if grad is self._sent.tensors[i]:
             self._check_not_summed(i)
         self._send(i, grad)

@@ -18,6 +18,7 @@ from usbyte.torch.context import Context
 from usbyte.torch.device import Device
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
+from usbyte.torch.joined_options import JoinedOptions
 from usbyte.torch.overlap import Watch, agree
 from usbyte.torch.param_groups import Groups
 from usbyte.torch.plan_cycle import PlanCycle
@@ -27,7 +28,6 @@ from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sharding import ShardedUpdates
 from usbyte.torch.transport import Transport
 from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks, is_known
-from usbyte.torch.wire import from_bytes, to_bytes
 
 log = logging.getLogger("usbyte")
 
@@ -110,6 +110,9 @@ class Stepper:
             optimizer, self._take_step, changes.tear, trained, self._groups, self.reducer,
             self._fetch_param,
         )  # fmt: skip
+        self._joined = JoinedOptions(
+            context, planner.label, optimizer, self.reducer, settings.sharded
+        )
         self._gates.install(settings.model)
 
     @property
@@ -195,7 +198,7 @@ class Stepper:
                 reset.zero_grad(set_to_none)
         else:
             self.drain()
-            self._check_followed()
+            self._joined.check_step_taken()
             self._optimizer.zero_grad(set_to_none)
         self.reducer.forget_results()
 
@@ -265,7 +268,7 @@ class Stepper:
             self.ended = True
             if self._changes.salvage is None:  # or pending updates might still be asked for
                 # They refer to this one too; their memory goes now, not when a collector comes.
-                del self._gates, self._deferred, self.reducer, self.transport
+                del self._gates, self._deferred, self._joined, self.reducer, self.transport
 
     # After a fault.
 
@@ -321,7 +324,7 @@ class Stepper:
     def _step_at_once(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer
         self.drain()
-        self._follow_options()
+        self._joined.follow()
         self._watch.step(closure is not None, self._needs_whole_step())
         start = reducer.device.now()
         if self._settings.max_grad_norm is not None:
@@ -403,7 +406,7 @@ class Stepper:
         if self.reducer.dropped():
             self._drop(shards)
             return
-        self._follow_options()
+        self._joined.follow()
         with self._changes.applying():
             shards.step()
             self._changes.put_off()
@@ -420,43 +423,12 @@ class Stepper:
             else:
                 self._begin_sharding().used = shards.used
 
-    def _follow_options(self) -> None:
-        """Ranks that have joined update shards as well: as those do that have data.
-
-        A device would have to be waited for in every step.
-        """
-        if not self._others_step():
-            return
-        reducer, groups = self.reducer, self._optimizer.param_groups
-        own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        texts = self._context.eager.allgather_bytes(
-            f"{self._planner.label}.options", b"" if reducer.stands_in else to_bytes(own)
-        )
-        if reducer.stands_in:
-            for group, options in zip(groups, from_bytes(next(filter(None, texts))), strict=True):
-                group.update(options)
-
-    def _others_step(self) -> bool:
-        """Ranks that have joined take a step with what was sent last, which is yet to come here."""
-        reducer = self.reducer
-        if not self._settings.sharded or reducer.device.core is not None or reducer.applied:
-            return False
-        return 0 < reducer.ranks_with_data() < self._context.size
-
-    def _check_followed(self) -> None:
-        """Raises UsageError if ranks that have joined wait for a step that this one leaves out."""
-        if self.shards is None and self._others_step():
-            raise UsageError(
-                "gradients were sent and no step() has followed: with shard_optimizer=True none "
-                "can be left out while other ranks have joined"
-            )
-
     def _drop(self, shards: ShardedUpdates) -> None:
         """Gradients in flight are of no use any more, here and on all ranks."""
         with self._changes.updating():
             if not self.reducer.in_flight:  # another thread has done so
                 return
-            self._follow_options()  # where ranks that have joined wait for this one
+            self._joined.follow()  # where ranks that have joined wait for this one
             try:
                 shards.drop()
             except MismatchError as error:
@@ -565,8 +537,9 @@ class Stepper:
         # a gradient all the same, it was read past its gate.
         self._gates.rest()
         self._changes.check_whole()
-        self._check_followed()
-        if self.shards is not None and self.reducer.in_flight and self.reducer.dropped(renewed=i):
+        if self.shards is None:
+            self._joined.check_step_taken()
+        elif self.reducer.in_flight and self.reducer.dropped(renewed=i):
             self._drop(self.shards)
         self._late = set(self._updates.unasked)
         self.on_gradient(i)
