@@ -255,6 +255,23 @@ def _gradients(rank, size, device):
         gradient(lambda t: ops.allreduce(t, op=ops.Max, name="top"), ones)
 
 
+def _changed_after_forward(rank, size, device):
+    """Backward needs what an operation in place has overwritten: an error on every rank."""
+    for change in (
+        lambda t: ops.allreduce_(t, op=ops.Sum),
+        lambda t: ops.allreduce_(t),
+        lambda t: ops.grouped_allreduce_([t, t + 1], op=ops.Max),
+        lambda t: ops.broadcast_(t, size - 1),
+        lambda t: ops.broadcast_(t.detach(), 0),
+    ):
+        leaf = torch.ones(3, device=device, requires_grad=True)
+        factor = torch.full((3,), rank + 2.0, device=device)
+        product = (leaf * factor).sum()
+        change(factor)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
 def _under_inference_mode(rank, size, device):
     """Metrics of a validation; whose tensors only threads in that mode may write to."""
     with torch.inference_mode():
@@ -303,6 +320,7 @@ def _values(rank, size, device):
         _sparse(rank, size, device)
         _exchanges(rank, size, device)
         _gradients(rank, size, device)
+        _changed_after_forward(rank, size, device)
         _under_inference_mode(rank, size, device)
         _numbers_of_any_kind(rank, size, device)
         ops.barrier()

@@ -186,7 +186,8 @@ def broadcast(
     def finish(value: torch.Tensor) -> torch.Tensor:
         if not in_place:
             return value.to(tensor.device)
-        return tensor if peers.rank == source else _delivered(value, tensor)
+        # Where a backward needs the values from before, the root gets the others' error too.
+        return _changed(tensor) if peers.rank == source else _delivered(value, tensor)
 
     return Request(name, _describe(peers, "broadcast", [tensor], root=root), execute, finish)
 
@@ -385,6 +386,13 @@ def _delivered(staged: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Writes a result into the tensor the user passed, where it is not already there."""
     if staged.data_ptr() != target.data_ptr() or staged.device != target.device:
         target.detach().copy_(staged)
+    return _changed(target)
+
+
+def _changed(target: torch.Tensor) -> torch.Tensor:
+    """Lets autograd refuse a backward that needs the values from before; returns the tensor."""
+    if not target.is_inference():  # those have no version
+        torch.autograd.graph.increment_version(target)  # backends write past it
     return target
 
 
