@@ -237,6 +237,8 @@ def _gradients(rank, size, device):
     expected = (weights.cpu() / (rank + 1))[begin : begin + rank + 1] * (size + 1) / 2
     same(gradient(ops.allgather, rows, weights), expected)
     same(gradient(of_group(ops.grouped_allgather), rows, weights), expected * 3)
+    masks = [torch.ones(2, dtype=d, device=device) for d in (torch.bool, torch.int16)]
+    same(gradient(lambda t: ops.grouped_allgather([*masks, t])[2], rows, weights), expected)
 
     rows = torch.ones(size + 1, 2)
     weights = torch.full((2 if rank == 0 else 1, 2), float(rank + 1), device=device)

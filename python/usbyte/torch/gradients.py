@@ -48,7 +48,10 @@ class Allreduce(torch.autograd.Function):
 
 
 class Allgather(torch.autograd.Function):
-    """Gradient of each input: this rank's rows of the average of the output's gradients."""
+    """Gradient of each input: this rank's rows of the average of the output's gradients.
+
+    What has no gradients, such as a mask, may travel along, whether it can be averaged or not.
+    """
 
     @staticmethod
     def forward(
@@ -67,11 +70,10 @@ class Allgather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
         """Averages the gradients and cuts out this rank's rows."""
         queue, name = ctx.call
-        means = _averaged(queue, name, grads)
-        mine = [
-            mean.narrow(0, *own).reshape(shape)
-            for mean, own, shape in zip(means, ctx.own, ctx.shapes, strict=True)
-        ]
+        mine: list[Grad] = [None] * len(grads)
+        some = [i for i, g in enumerate(grads) if g.is_floating_point() or g.is_complex()]
+        for i, mean in zip(some, _averaged(queue, name, [grads[i] for i in some]), strict=True):
+            mine[i] = mean.narrow(0, *ctx.own[i]).reshape(ctx.shapes[i])
         return None, None, *mine
 
 
