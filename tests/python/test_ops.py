@@ -59,6 +59,15 @@ def _all_reductions(rank, size, device):
             same(mine, expected)
 
 
+def _nan_stays(rank, size, device):
+    for dtype, op, owner in itertools.product(FLOATS, (ops.Min, ops.Max), range(size)):
+        mine = torch.ones(size, 2, dtype=dtype, device=device)
+        if rank == owner:
+            mine[:, 0] = torch.nan
+        for reduced in (ops.allreduce(mine, op=op), ops.reducescatter(mine, op=op)):
+            assert reduced.isnan().tolist() == [[True, False]] * len(reduced), (dtype, op, owner)
+
+
 def _scaled_and_grouped(rank, size, device):
     mine = torch.full((4,), float(rank + 1), device=device)
     total = size * (size + 1) / 2
@@ -316,6 +325,7 @@ def _numbers_of_any_kind(rank, size, device):
 def _values(rank, size, device):
     with eager(rank, size):
         _all_reductions(rank, size, device)
+        _nan_stays(rank, size, device)
         _scaled_and_grouped(rank, size, device)
         _moves(rank, size, device)
         _grouped(rank, size, device)

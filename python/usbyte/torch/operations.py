@@ -54,7 +54,14 @@ def allreduce(
 
     def reduce(flat: torch.Tensor) -> None:
         def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
-            if peers.size > 1 and numbers.numel():
+            if peers.size == 1 or not numbers.numel():
+                return
+            if numbers.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX):
+                # Gloo's own keeps or loses a NaN, depending on which rank has it.
+                spans = shares(numbers.numel(), peers.size)
+                ring_reduce_scatter(numbers, spans, peers.group, kind, _TAG)
+                all_gather_ranges(numbers, spans, peers.group, _TAG)
+            else:
                 peers.all_reduce(numbers, kind)
 
         reduce_flat(flat, op, factors, peers.size, collective)

@@ -23,8 +23,8 @@ _REDUCIBLE = frozenset(
 class ReduceOp(enum.Enum):
     """How values of different ranks become one.
 
-    Averages of integers are truncated toward zero. Of bool, SUM and MAX are "any", MIN and PRODUCT
-    are "all".
+    Averages of integers are truncated toward zero. MIN and MAX are NaN where one rank's value is.
+    Of bool, SUM and MAX are "any", MIN and PRODUCT are "all".
     """
 
     AVERAGE = "average"
