@@ -169,6 +169,8 @@ def _objects(rank):
         ub.broadcast_object(odd)
     with pytest.raises(UsageError, match=r"on rank 1: object\[0\] is an array of <U1"):
         ub.allgather_object([np.array(["a"]) if rank == 1 else 1])
+    with pytest.raises(UsageError, match=r"on rank 0: object is a MaskedArray"):
+        ub.broadcast_object(np.ma.masked_array([1.0, 2.0], mask=[0, 1]))
     with pytest.raises(UsageError, match=r"on rank 2: object is a complex64"):
         ub.broadcast_object(np.complex64(1j), np.int64(2))
     arrays = [np.array(1.5 + rank), torch.arange(6.0).view(2, 3)[:1, 1], torch.ones(1).expand(4)]

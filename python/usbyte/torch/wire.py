@@ -78,7 +78,7 @@ def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
             for k, v in obj.items()
         ]
         return {"dict": rows}
-    if isinstance(obj, np.ndarray):
+    if isinstance(obj, np.ndarray) and not isinstance(obj, np.ma.MaskedArray):
         try:
             tensors.append(torch.from_numpy(np.ascontiguousarray(obj).reshape(obj.shape)))
         except (TypeError, ValueError):
