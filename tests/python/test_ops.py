@@ -308,6 +308,8 @@ def _numbers_of_any_kind(rank, size, device):
         same(ops.reducescatter(mine.repeat(size), postscale_factor=factor), halves)
     rows, _ = ops.alltoall(torch.ones(size, device=device), np.ones(size, dtype=np.int32))
     assert len(rows) == size
+    empty = torch.ones(2, 0, 1, 1, device=device).to(memory_format=torch.channels_last)
+    assert ops.allreduce_(empty) is empty  # its strides are those of elements that share memory
     refused = [
         ("a whole number, not 0.5", lambda: ops.broadcast(mine, 0.5)),
         ("a number, not '2'", lambda: ops.allreduce(mine, prescale_factor="2")),

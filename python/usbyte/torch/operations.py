@@ -382,7 +382,8 @@ def _staged(what: str, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
 def _check_writable(what: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
         return  # `_staged` refuses it
-    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+    shared = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if shared and tensor.numel():  # an empty one has such strides in channels_last, too
         raise UsageError(
             f"{what} cannot write to a tensor whose elements share memory, as those of expand() "
             "do: pass tensor.contiguous()"
