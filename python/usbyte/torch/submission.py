@@ -13,6 +13,8 @@ from usbyte.torch.eager import EagerQueue
 from usbyte.torch.handles import Request
 from usbyte.torch.process_sets import Members, global_process_set
 
+_NAME_BYTES = 4096  # torch's store drops who sends it a key of 8192
+
 
 class Compressor(Protocol):
     """Makes a tensor smaller for its journey; `Compression.none`, `.fp16` and `.bf16` do."""
@@ -40,8 +42,11 @@ def queue_of(
             name is none.
     """
     run = context.current()
-    if name is not None and not isinstance(name, str):
-        raise UsageError(f"{kind}: name must be a string, not {name!r}")
+    if name is not None and not _is_name(name):
+        raise UsageError(
+            f"{kind}: name must be a string, not {name!r:.80}, that takes {_NAME_BYTES} bytes of "
+            "UTF-8 at most"
+        )
     what = f"{kind} '{name}'" if name else kind
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -54,6 +59,13 @@ def queue_of(
     else:
         queue = run.process_sets.queue(what, process_set)
     return queue, name or queue.auto_name(kind)
+
+
+def _is_name(name: object) -> bool:
+    try:
+        return isinstance(name, str) and len(name.encode()) <= _NAME_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 def first_of(request: Request) -> Request:
