@@ -189,6 +189,14 @@ def _objects(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=rank + 1.0)
     ub.broadcast_optimizer_state(optimizer, 1, model)
     assert optimizer.param_groups[0]["lr"] == 2.0
+    model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+    optimizer = torch.optim.NAdam(model.parameters())
+    if rank == 1:
+        model(torch.ones(2, dtype=torch.bfloat16)).backward()
+        optimizer.step()
+    ub.broadcast_optimizer_state(optimizer, 1)
+    for each in ub.allgather_object([s["mu_product"] for s in optimizer.state.values()]):
+        same(each[0], torch.tensor(0.9 * (1 - 0.5 * 0.96**0.004)))  # not in the model's bfloat16
 
 
 def _script(rank, size):

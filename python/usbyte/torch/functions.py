@@ -80,6 +80,22 @@ def broadcast_optimizer_state(
     state = broadcast_object(state, root_rank, "optimizer_state", process_set)
     if context.rank != root_rank:
         optimizer.load_state_dict(state | own)
+        _restore_dtypes(optimizer, state)
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loading has cast state to its parameter's dtype, as NAdam's products; the root's was not."""
+    if not {"state", "param_groups"} <= state.keys():
+        return  # an optimizer with a format of its own, which only its own method knows
+    for group, sent in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        for param, number in zip(group["params"], sent["params"], strict=False):
+            held = optimizer.state.get(param, {})
+            for key, value in state["state"].get(number, {}).items():
+                cast = held.get(key)
+                if not isinstance(value, torch.Tensor) or not isinstance(cast, torch.Tensor):
+                    continue
+                if cast.dtype != value.dtype and cast.shape == value.shape:
+                    held[key] = value.to(cast.device)
 
 
 def broadcast_object(
