@@ -169,6 +169,9 @@ def _objects(rank):
         ub.broadcast_object(odd)
     with pytest.raises(UsageError, match=r"on rank 1: object\[0\] is an array of <U1"):
         ub.allgather_object([np.array(["a"]) if rank == 1 else 1])
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])  # has no shape to tell
+    with pytest.raises(UsageError, match=r"broadcast_object on rank 0: object is a Tensor of"):
+        ub.broadcast_object(nested if rank == 0 else None)
     with pytest.raises(UsageError, match=r"on rank 0: object is a MaskedArray"):
         ub.broadcast_object(np.ma.masked_array([1.0, 2.0], mask=[0, 1]))
     with pytest.raises(UsageError, match=r"on rank 2: object is a complex64"):

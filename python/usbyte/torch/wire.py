@@ -89,7 +89,7 @@ def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
         return {"array": list(obj.shape), "dtype": _name(tensors[-1])}
     if isinstance(obj, torch.Tensor):
         plain = obj.layout == torch.strided and not obj.is_quantized and obj.device.type != "meta"
-        if not plain or hasattr(obj, "to_local"):
+        if not plain or obj.is_nested or hasattr(obj, "to_local"):
             raise UsageError(
                 f"{where} is a {type(obj).__name__} of layout {obj.layout} on {obj.device}, which "
                 "cannot be sent; send a dense tensor with data, as of to_dense() or to_local()"
