@@ -215,11 +215,13 @@ int CompressionTimeline::after_last_bubble() const {
 std::vector<ScheduledStage> CompressionTimeline::starts() const {
   std::vector<ScheduledStage> out;
   for (const Queue& queue : queues_) {
+    double free_s = 0;  // rounded, a stage that takes next to nothing would begin after the next
     for (size_t i = 0; i < queue.tail; ++i) {
       const Entry& entry = queue.entries[i];
+      const double before_s = std::exchange(free_s, entry.end_s);
       if (entry.stage == kBackward) continue;
       const double seconds = chain(entry.tensor).seconds[static_cast<size_t>(entry.stage)];
-      out.push_back({entry.tensor, entry.stage, entry.end_s - seconds});
+      out.push_back({entry.tensor, entry.stage, std::max(entry.end_s - seconds, before_s)});
     }
   }
   return out;

@@ -303,5 +303,17 @@ TEST(ByteCompPolicy, TheSimulatorAgreesWithTheTimeline) {
   EXPECT_NEAR(simulator.step_s(plan), expected_s, 0.02 * expected_s);
 }
 
+TEST(ByteCompPolicy, AScatterThatTakesNoTimeComesBeforeItsGather) {
+  const Profile p = layers({10, 10, 10});
+  NetworkModel network{4, {{10, 0}}};
+  network.reduce_scatter = {{0, 0}};
+  for (double gather_s : {1e-12, 0.001, 0.01, 0.1, 0.7, 1.1}) {
+    network.all_gather = {{gather_s, 0}};
+    const Plan plan = make_plan("bytecomp", p, network);
+    ASSERT_EQ(plan.ops().size(), 6u) << gather_s;
+    EXPECT_EQ(plan.ops().front().kind, Collective::reduce_scatter) << gather_s;
+  }
+}
+
 }  // namespace
 }  // namespace usbyte
