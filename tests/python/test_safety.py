@@ -7,6 +7,7 @@ import copy
 import io
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -512,6 +513,18 @@ def test_parameters_that_differ_are_the_same_error_on_every_rank():
     run_ranks(2, differs, timeout=60)
 
 
+def numpy_sizes(_rank, _size):
+    ub.init()
+    sizes = {"bucket_bytes": np.int64(1024), "backward_passes_per_step": np.int32(1)}
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=1)
+    ub.DistributedOptimizer(inner, policy="ddp", **sizes).close()
+
+
+def test_whole_numbers_may_be_of_any_type():
+    run_ranks(2, numpy_sizes)
+
+
 def test_bad_arguments(single):
     model = nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters(), lr=1)
@@ -525,5 +538,10 @@ def test_bad_arguments(single):
         ub.DistributedOptimizer(opt, overlap="sideways")
     with pytest.raises(UsageError, match="bucket_bytes must be positive, not 0"):
         ub.DistributedOptimizer(opt, bucket_bytes=0)
+    for name in ("partition_bytes", "tune_steps", "backward_passes_per_step"):
+        with pytest.raises(UsageError, match=f"{name} must be a whole number, not 8000000.0"):
+            ub.DistributedOptimizer(opt, **{name: 8e6})
+    with pytest.raises(UsageError, match=r"policy must be the name of one, .*, not \['auto'\]"):
+        ub.DistributedOptimizer(opt, policy=["auto"])
     with pytest.raises(UsageError, match=r"unknown policy 'fast'.*bytescheduler"):
         ub.DistributedOptimizer(opt, policy="fast")

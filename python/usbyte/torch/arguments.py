@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import get_args
 
@@ -41,7 +42,7 @@ def check_combination(
         )
     if shard_optimizer and fused_update:
         raise UsageError("fused_update=True does not go with shard_optimizer=True")
-    if backward_passes_per_step < 1:
+    if integer("backward_passes_per_step", backward_passes_per_step) < 1:
         raise UsageError(
             f"backward_passes_per_step must be 1 at least, not {backward_passes_per_step}"
         )
@@ -53,6 +54,11 @@ def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | 
     """Whether there is such a policy, and it can do that."""
     if isinstance(policy, str):
         tuning.check_policy(policy)
+    elif not callable(policy):
+        raise UsageError(
+            "policy must be the name of one, or a function of a Profile and a NetworkModel that "
+            f"returns a Plan, not {policy!r}"
+        )
     if shard_optimizer and isinstance(policy, str) and policy not in tuning.SHARDING:
         raise UsageError(
             f"policy '{policy}' cannot serve shard_optimizer=True; take one of "
@@ -62,20 +68,31 @@ def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | 
         tuning.check_installed()
     if tune_steps is not None and policy not in tuning.TRIED:
         raise UsageError(f"tune_steps needs one of the policies {', '.join(tuning.TRIED)}")
-    if tune_steps is not None and tune_steps < 2 and (policy, tune_steps) != ("auto", 0):
-        raise UsageError(
-            f"tune_steps must be 2 at least to time a step, not {tune_steps}; 0 lets auto try "
-            "nothing"
-        )
+    if tune_steps is not None:
+        steps = integer("tune_steps", tune_steps)
+        if steps < 2 and (policy, steps) != ("auto", 0):
+            raise UsageError(
+                f"tune_steps must be 2 at least to time a step, not {steps}; 0 lets auto try "
+                "nothing"
+            )
+
+
+def integer(name: str, given: int) -> int:
+    """A whole number, as an int whatever type of integer it was."""
+    try:
+        return int(operator.index(given))
+    except TypeError:
+        raise UsageError(f"{name} must be a whole number, not {given!r}") from None
 
 
 def positive(name: str, given: int | None, default: int) -> int:
     """A number of bytes, or the default."""
     if given is None:
         return default
-    if given <= 0:
-        raise UsageError(f"{name} must be positive, not {given}")
-    return given
+    size = integer(name, given)
+    if size <= 0:
+        raise UsageError(f"{name} must be positive, not {size}")
+    return size
 
 
 def names_of(named: Iterable[tuple[str, nn.Parameter]] | None) -> dict[nn.Parameter, str] | None:

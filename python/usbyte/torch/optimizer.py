@@ -12,7 +12,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.arguments import check_combination, check_policy, names_of, positive
+from usbyte.torch.arguments import check_combination, check_policy, integer, names_of, positive
 from usbyte.torch.changes import Changes
 from usbyte.torch.codec_memory import MEMORY, Memory, codes_shards
 from usbyte.torch.compression import Rules, check_momentum, check_relays, choices_of
@@ -187,8 +187,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 "credit_bytes": positive("credit_bytes", credit_bytes, env.credit_bytes),
                 "bucket_bytes": positive("bucket_bytes", bucket_bytes, env.bucket_bytes),
             },
-            tune_steps=tune_steps,
-            passes_per_step=backward_passes_per_step,
+            tune_steps=None if tune_steps is None else integer("tune_steps", tune_steps),
+            passes_per_step=integer("backward_passes_per_step", backward_passes_per_step),
         )
         self._context = context
         self._inner = optimizer
