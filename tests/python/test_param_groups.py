@@ -132,3 +132,36 @@ def puts_new_ones(rank, size):
 
 def test_parameters_whose_gradients_nobody_sends_are_an_error():
     run_ranks(2, puts_new_ones, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def refuses_new_ones(rank, size):
+    ub.init()
+    short_probes()
+    other = nn.Parameter(torch.ones(3))
+    kept = ub.DistributedOptimizer(torch.optim.SGD([other], lr=0.1))
+    gaps = nn.Parameter(torch.ones(4, 4)[:, :2])
+    elsewhere = nn.Parameter(torch.ones(3, device="meta"))
+    refused = [
+        ({"overlap": "forward"}, other, "already wrapped by another"),
+        ({"overlap": "backward"}, elsewhere, "on meta"),
+        ({"shard_optimizer": True}, gaps, "cannot be cut into shards"),
+    ]
+    for options, new, why in refused:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        opt = ub.DistributedOptimizer(torch.optim.Adam(model.parameters()), **options)
+        for k in range(6):
+            opt.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            opt.step()
+            if k == 3:
+                with pytest.raises(UsageError, match=why):
+                    opt.add_param_group({"params": [new]})
+                assert len(opt.param_groups) == 1
+        assert all(state["step"] == 6 for state in opt.state_dict()["state"].values())
+        opt.close()
+    kept.close()
+
+
+def test_training_goes_on_after_a_group_that_is_refused():
+    run_ranks(2, refuses_new_ones, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})

@@ -15,7 +15,7 @@ from usbyte.errors import UsageError
 from usbyte.torch.arguments import check_combination, check_policy, integer, names_of, positive
 from usbyte.torch.changes import Changes
 from usbyte.torch.codec_memory import MEMORY, Memory, codes_shards
-from usbyte.torch.compression import Rules, check_momentum, check_relays, choices_of
+from usbyte.torch.compression import Choices, Rules, check_momentum, check_relays, choices_of
 from usbyte.torch.context import Context, current
 from usbyte.torch.decision import Decision
 from usbyte.torch.device import device_of
@@ -274,7 +274,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._drain()
         self._inner.add_param_group(param_group)
         try:
-            Trained.of(self._inner, self._given_names)
+            self._check(Trained.of(self._inner, self._given_names))
         except UsageError:
             self._inner.param_groups.pop()
             raise
@@ -528,38 +528,27 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _build(self, steps_before: int) -> None:
         """Everything that depends on which parameters there are. Collective."""
-        self._end(whole_state=True)
-        self._stepper = None
         settings, context = self._settings, self._context
-        self._trained = trained = Trained.of(self._inner, self._given_names)
+        trained = Trained.of(self._inner, self._given_names)
+        codecs = self._check(trained)
         names, params = trained.names, trained.params
-        claim(self, params, names)
-        if not params:
-            raise UsageError(
-                "the optimizer has no parameter with elements that requires a gradient"
-            )
+        self._end(whole_state=True)
+        self._stepper, self._trained = None, trained
         self._updater = FusedUpdate(self._inner, names, params) if settings.fuses else self._inner
-        if settings.sharded:
-            check_dense(names, params)
         if any(getattr(p, "_usbyte_shard", False) for p in self._inner.state):
             raise UsageError(
                 "this optimizer holds shards of its state from before a shutdown: make it anew and "
                 "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
             )
-        codecs = choices_of(settings.compression, names, params)
-        if codecs.optional:
-            self._check_chooses()
-        check_momentum(codecs.specs, self._inner.param_groups)
         if context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
         self._warn_of_renormalized()
-        if settings.sharded:
-            check_relays(codecs.specs)
         device = device_of(names, params)
         self._planner = planner = Planner(
-            context, self.label, settings, trained, device, codecs, self._sparse(), steps_before
-        )
+            context, self.label, settings, trained, device, codecs, self._sparse(trained),
+            steps_before,
+        )  # fmt: skip
         if settings.topology is not None:
             parse(settings.topology, context.size)  # alike, so an error is on all ranks
         self._stepper = Stepper(
@@ -569,11 +558,39 @@ class DistributedOptimizer(OptimizerWrapper):
         keep(self, params)
         self._closed = False
 
-    def _sparse(self) -> set[str]:
+    def _check(self, trained: Trained) -> Choices:
+        """Claims parameters, and gives the codecs that there are for them.
+
+        Raises:
+            UsageError: Some of them are not served; nothing has changed.
+        """
+        settings, names, params = self._settings, trained.names, trained.params
+        if not params:
+            raise UsageError(
+                "the optimizer has no parameter with elements that requires a gradient"
+            )
+        if settings.fuses:
+            FusedUpdate(self._inner, names, params)
+        if settings.sharded:
+            check_dense(names, params)
+        codecs = choices_of(settings.compression, names, params)
+        if codecs.optional:
+            self._check_chooses()
+        check_momentum(codecs.specs, self._inner.param_groups)
+        if self._context.size > 1:
+            if settings.sharded:
+                check_relays(codecs.specs)
+            device_of(names, params)
+            self._sparse(trained)
+        claim(self, params, names)
+        return codecs
+
+    def _sparse(self, trained: Trained) -> set[str]:
         """Names of parameters whose gradients travel as the rows that they have."""
         settings = self._settings
         known = set() if settings.densifies else sparse_parameters(self._owner)
-        sparse = {name for name, param in self.named() if param in known}
+        named = zip(trained.names, trained.params, strict=True)
+        sparse = {name for name, param in named if param in known}
         if sparse and (settings.sharded or settings.fuses):
             what = "shard_optimizer=True" if settings.sharded else "fused_update=True"
             raise UsageError(
