@@ -19,7 +19,7 @@ from usbyte.torch.communicators import connect
 from usbyte.torch.context import current
 from usbyte.torch.device import Device
 from usbyte.torch.mesh import MeshCommunicator
-from usbyte.torch.nccl import _Offer, _problem, agree, wheels
+from usbyte.torch.nccl import NcclCommunicator, _Offer, _problem, agree, wheels
 from usbyte.torch.staged import StagedCommunicator
 
 SOURCE = Path(__file__).parents[1] / "cpp" / "fake_libnccl.c"
@@ -159,6 +159,13 @@ class Made:
 
     def close(self):
         self.args = None
+
+
+def test_what_waits_for_other_ranks_does_so_up_to_the_stall_limit(monkeypatch):
+    monkeypatch.setattr(_core, "NcclCommunicator", Made)
+    env = SimpleNamespace(stall_limit_s=7.0, nccl_max_ctas=0, nccl_register=0)
+    options = NcclCommunicator(env, None, 0, 2, [], EmulatedDevice()).core.options
+    assert options["init_timeout_s"] == options["launch_timeout_s"] == 7.0
 
 
 def makes_lines(rank, size, library):

@@ -212,6 +212,7 @@ class NcclCommunicator:
             size,
             ids,
             init_timeout_s=env.stall_limit_s,
+            launch_timeout_s=env.stall_limit_s,
             max_ctas=env.nccl_max_ctas,
         )
 
