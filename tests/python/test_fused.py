@@ -164,9 +164,14 @@ def test_refuses_gaps_and_hooks():
     p = nn.Parameter(torch.ones(4, 4)[:, :2])
     with pytest.raises(UsageError, match=r"without gaps, and 'p'"):
         FusedUpdate(SGD([p], lr=0.1), ["p"], [p])
-    q = nn.Parameter(torch.ones(2))
+    q = nn.Parameter(torch.ones(4, 2))
     optimizer = SGD([q], lr=0.1)
     fused = FusedUpdate(optimizer, ["q"], [q])
+    around = torch.ones(4, 4)
+    q.data, q.grad = around[:, :2], torch.ones(4, 2)
+    with pytest.raises(UsageError, match=r"without gaps, and 'q'"):
+        fused.step()
+    assert torch.equal(around, torch.ones(4, 4))
     optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(UsageError, match="step hooks"):
         fused.step()

@@ -50,12 +50,7 @@ class FusedUpdate:
             raise UsageError(f"fused_update=True serves torch.optim.{known}, not {kind.__name__}")
         if device.core is None:
             raise UsageError("fused_update=True serves parameters on CUDA devices: leave it out")
-        for name, param in zip(names, params, strict=True):
-            if not is_dense(param):
-                raise UsageError(
-                    f"fused_update=True needs parameters without gaps, and '{name}' has strides "
-                    f"{param.stride()}"
-                )
+        self._names = dict(zip(params, names, strict=True))
         self._optimizer, self._device, self._core = optimizer, device, device.core
         self._update = self._update_sgd if kind is torch.optim.SGD else self._update_adam
         self._decoupled = kind is torch.optim.AdamW
@@ -69,10 +64,7 @@ class FusedUpdate:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if has_step_hooks(self._optimizer):
-            raise UsageError("fused_update=True does not call step hooks: leave one of them out")
-        for group in self._optimizer.param_groups:
-            self._check(group)  # all of them before the first is updated
+        self.check()
         for group in self._optimizer.param_groups:
             by_dtype: dict[str, list[nn.Parameter]] = defaultdict(list)
             for param in group["params"]:
@@ -82,12 +74,27 @@ class FusedUpdate:
                 self._update(group, dtype, params)
         return loss
 
+    def check(self) -> None:
+        """Raises UsageError, before anything is updated, if `step` would not be the optimizer's."""
+        if has_step_hooks(self._optimizer):
+            raise UsageError("fused_update=True does not call step hooks: leave one of them out")
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
+            for group in self._optimizer.param_groups:
+                self._check(group)
+
     def _check(self, group: dict[str, Any]) -> None:
         for option in _REFUSED:
             if group.get(option):
                 raise UsageError(f"fused_update=True does not go with {option}=True: leave it out")
         if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
             raise UsageError("fused_update=True needs a learning rate on the host: lr=float(...)")
+        for param in group["params"]:
+            name = self._names.get(param)
+            if name is not None and not (param.is_contiguous() or is_dense(param)):
+                raise UsageError(
+                    f"fused_update=True needs parameters without gaps, and '{name}' has strides "
+                    f"{param.stride()}"
+                )
 
     def _update_sgd(self, group: dict[str, Any], dtype: str, params: list[nn.Parameter]) -> None:
         momentum = float(group["momentum"])
