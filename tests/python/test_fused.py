@@ -11,7 +11,7 @@ from torch import nn
 
 import usbyte.torch as ub
 from _emulated import EmulatedDevice, emulate
-from _models import difference, train
+from _models import difference, short_probes, train
 from _ranks import run_ranks
 from usbyte.errors import UsageError
 from usbyte.torch.fused import FusedUpdate
@@ -189,3 +189,35 @@ def trains(rank, size):
 
 def test_trains_under_the_wrapper():
     run_ranks(2, trains, timeout=120)
+
+
+def refuses_steps(rank, size):
+    ub.init()
+    emulate()
+    short_probes()
+    for overlap in ("backward", "forward"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        opt = ub.DistributedOptimizer(
+            ADAM(model.parameters()), model.named_parameters(), overlap=overlap, fused_update=True
+        )
+        weight = model[0].weight
+        for k in range(6):
+            opt.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            if k == 4:
+                opt.param_groups[0]["amsgrad"] = True
+                with pytest.raises(UsageError, match="amsgrad=True"):
+                    opt.step()
+                opt.param_groups[0]["amsgrad"] = False
+                dense, weight.data = weight.data, torch.ones(8, 8)[:, :4]
+                with pytest.raises(UsageError, match=r"without gaps, and '0\.weight'"):
+                    opt.step()
+                weight.data = dense
+            opt.step()
+        assert all(state["step"] == 6 for state in opt.state_dict()["state"].values())
+        opt.close()
+
+
+def test_a_step_that_is_refused_changes_nothing():
+    run_ranks(2, refuses_steps, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})

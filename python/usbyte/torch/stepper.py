@@ -153,6 +153,8 @@ class Stepper:
         """See `DistributedOptimizer`; after `check`."""
         self._check_threads()
         self._groups.look_up()  # before anything is given to the optimizer
+        if isinstance(self._updater, FusedUpdate):
+            self._updater.check()
         if closure is not None and self._settings.overlap == "forward":
             raise UsageError(
                 f"{type(self._optimizer).__name__} may call its closure several times, and needs "
