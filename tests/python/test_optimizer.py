@@ -329,3 +329,28 @@ def test_one_process_is_the_bare_optimizer(single):
 
 def test_policies_are_what_the_core_has():
     assert {"bytescheduler", "ddp", "wfbp"} <= set(_core.policies())
+
+
+def hooks_come_late(rank, size, when):
+    """How many parameters a hook sees in each step, that comes between a step and its updates."""
+    ub.init()
+    short_probes()
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), overlap="forward", policy="wfbp"
+    )
+    seen = []
+    for k in range(6):
+        opt.zero_grad()
+        model(torch.ones(1, 16)).square().mean().backward()
+        opt.step()
+        if k == 4:
+            register = getattr(opt, f"register_step_{when}_hook")
+            register(lambda opt, *_: seen.append(len(opt.param_groups[0]["params"])))
+    return seen
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_step_hooks_see_whole_steps_from_the_next_one_on(when):
+    told = run_ranks(2, hooks_come_late, when, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+    assert told == [[8], [8]]

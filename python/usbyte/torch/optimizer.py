@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import UsageError
@@ -287,6 +288,18 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._stepper is not None:
             self._stepper.shared = stepper.shared
             self._stepper.reducer.unsent = unsent
+
+    # Updates that wait are of steps that were taken without the hook.
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Torch's, from the next step on."""
+        self.drain()
+        return super().register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Torch's, from the next step on."""
+        self.drain()
+        return super().register_step_post_hook(hook)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r}, overlap={self._settings.overlap!r})"
