@@ -169,7 +169,7 @@ def test_the_options_of_horovodrun_that_are_documented_exist() -> None:
 
 def agent_events(cwd: str, *commands: dict[str, Any]) -> list[dict[str, Any]]:
     """What the second agent of a job says until something goes wrong."""
-    spec = wire.AgentSpec("node7", False, 1, 2, 1, ["true"], {}, cwd, None, "run", 30.0)
+    spec = wire.AgentSpec("node7", False, 1, 2, 1, 3, ["true"], {}, cwd, None, "run", 30.0)
     command = [sys.executable, "-m", "usbyte.run.agent"]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     guard = threading.Timer(PATIENCE_SECONDS, agent.kill)

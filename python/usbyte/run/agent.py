@@ -14,6 +14,7 @@ import sys
 import threading
 from typing import NoReturn
 
+from usbyte.open_files import allow_open_files
 from usbyte.run import processes
 from usbyte.run.channel import Channel, Pump
 from usbyte.run.wire import AgentSpec
@@ -51,6 +52,7 @@ class Agent:
     def _start(self) -> None:
         spec = self._spec
         _enter(spec)
+        allow_open_files(spec.size)  # the store's connections to all ranks, for one
         # The environment is complete only now, and torch takes a second or two.
         from usbyte.run import elastic
 

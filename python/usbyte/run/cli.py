@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from usbyte.open_files import allow_open_files
 from usbyte.run import hosts, processes
 from usbyte.run.attempts import Attempts, Pool
 from usbyte.run.job import Job, Ssh
@@ -237,6 +238,8 @@ def main(
         remote_python=remote_python,
         max_restarts=max_restarts,
     )
+    if warning := allow_open_files(pool.size):
+        click.echo(f"usbyterun: {warning}", err=True)
     processes.adopt_orphans()
     wake = processes.SignalWake(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:

@@ -103,6 +103,7 @@ class Job:
             node=node,
             nodes=len(self.placements),
             ranks=placement.count,
+            size=self.size,
             command=self.command,
             env={**env, "PYTHONUNBUFFERED": "1", **self.env, "USBYTE_JOB_TOKEN": self.token},
             cwd=self.cwd,

@@ -99,6 +99,7 @@ class AgentSpec:
         node: Its number among the agents, from 0.
         nodes: Agents in the job.
         ranks: Ranks that it starts.
+        size: Ranks of the job.
         command: What each of them runs.
         env: Variables set on top of the agent's environment.
         cwd: Directory that the ranks start in.
@@ -114,6 +115,7 @@ class AgentSpec:
     node: int
     nodes: int
     ranks: int
+    size: int
     command: list[str]
     env: dict[str, str]
     cwd: str

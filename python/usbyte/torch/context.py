@@ -27,6 +27,7 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.env import Cluster, detect
 from usbyte.errors import Error, FaultError, UsageError
+from usbyte.open_files import allow_open_files
 from usbyte.torch import default_group
 from usbyte.torch.awaited import forget_dead
 from usbyte.torch.eager import EagerQueue
@@ -73,6 +74,8 @@ class Context:
     def __init__(self, cluster: Cluster, env: _core.Env) -> None:
         self.env = env
         self._timeout = timedelta(seconds=env.stall_limit_s + _BACKEND_GRACE_S)
+        if warning := allow_open_files(cluster.size):
+            log.warning("rank %d: %s", cluster.rank, warning)
         self.store = store = default_group.meet(cluster, env, self._timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = list(range(self.size))

@@ -150,13 +150,18 @@ class FaultBoard:
             if not survivors:  # nobody has told which they are
                 return {}
             deadline = time.monotonic() + _LEFT_S
-            found = {}
-            for rank in survivors:
-                text = self._poll(f"left/{rank}", deadline - time.monotonic())
-                if text is not None:  # else it has ended since
-                    found[rank] = json.loads(text)
-            # Who has seen more or fewer of them must not come to another result.
-            told = self._store.compare_set("lefts", "", json.dumps(found))
+            if self._rank != survivors[0]:  # if all asked for all, the store would take too long
+                with suppress(RuntimeError):
+                    self._store.wait(["lefts"], timedelta(seconds=_LEFT_S + _GRACE_S / 3))
+            if not self._store.check(["lefts"]):
+                found = {}
+                for rank in survivors:
+                    text = self._poll(f"left/{rank}", deadline - time.monotonic())
+                    if text is not None:  # else it has ended since
+                        found[rank] = json.loads(text)
+                # Who has seen more or fewer of them must not come to another result.
+                self._store.compare_set("lefts", "", json.dumps(found))
+            told = self._store.get("lefts")
             return {int(rank): left for rank, left in json.loads(told).items()}
 
         survivors = self._survivors or []

@@ -1,0 +1,48 @@
+"""Jobs whose ranks have more connections than a shell allows at first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+TRAINS = """
+import torch
+import usbyte.torch as ub
+
+ub.init()
+print("sum", ub.allreduce(torch.ones(1), op=ub.Sum).item())
+"""
+LIMITED = """
+import resource
+from usbyte.open_files import allow_open_files
+
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+print(repr(allow_open_files({ranks})), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def limited(soft: int, hard: int, ranks: int) -> list[str]:
+    """What is printed where limits are so."""
+    code = LIMITED.format(soft=soft, hard=hard, ranks=ranks)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.rsplit(maxsplit=2)
+
+
+def test_a_low_soft_limit_does_not_keep_ranks_from_meeting() -> None:
+    job = [sys.executable, "-m", "usbyte.run", "-np", "4", sys.executable, "-c", TRAINS]
+    shell = ["bash", "-c", 'ulimit -Sn 32 && exec "$@"', "bash", *job]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 4.0") == 4
+
+
+def test_no_more_is_asked_for_than_the_job_may_need() -> None:
+    assert limited(64, 8192, 4) == ["''", "1152", "8192"]
+    assert limited(4096, 8192, 4) == ["''", "4096", "8192"]
+
+
+def test_a_hard_limit_that_is_too_low_is_told() -> None:
+    text, *limits = limited(64, 2048, 1000)
+    assert limits == ["2048", "2048"]
+    assert "may open 2048 files and connections here, and in a job of 1000 ranks" in text
+    assert "ulimit -Hn" in text
