@@ -254,14 +254,15 @@ def main(
 def _pool(
     ranks: int | None, host_list: str | None, hostfile: Path | None, nnodes: range | None
 ) -> Pool:
-    if host_list and hostfile:
+    # An empty -H is a variable that is not set, and no wish for this host.
+    if host_list is not None and hostfile:
         raise click.UsageError("-H and --hostfile exclude each other; give one of them")
     if nnodes and ranks:
         raise click.UsageError(
             "with --nnodes there is a rank on each slot of the hosts that are there; leave out -np"
         )
     try:
-        if host_list:
+        if host_list is not None:
             given = hosts.parse_hosts(host_list)
         elif hostfile:
             given = hosts.parse_hostfile(hostfile)
