@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from run_support import PATIENCE_SECONDS
+from usbyte import files
 from usbyte.run import hosts, wire
 from usbyte.run.cli import main
 from usbyte.run.output import LineCutter
@@ -81,6 +82,14 @@ def test_bad_hostfiles_are_refused(tmp_path: Path, text: str, complaint: str) ->
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ValueError, match=complaint):
         hosts.parse_hostfile(tmp_path / "hosts")
+
+
+def test_a_file_that_is_no_hostfile_does_not_fill_memory(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    with file.open("wb") as large:
+        large.truncate(files.MOST_BYTES + 1)
+    with pytest.raises(ValueError, match=r"host file .*checkpoint.pt: .*File too large"):
+        hosts.parse_hostfile(file)
 
 
 def test_slots_are_filled_in_order() -> None:

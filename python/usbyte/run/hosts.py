@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from usbyte import files
+
 #: Ranks of a job; more is a slip of the keyboard.
 MOST_RANKS = 1 << 16
 
@@ -58,11 +60,11 @@ def parse_hostfile(path: Path) -> list[Host]:
         ValueError: The file cannot be read, names no host, or a line is in neither form.
     """
     try:
-        lines = path.read_text("utf-8-sig").splitlines()  # some editors write a byte order mark
+        text = files.read_text(path).removeprefix("\ufeff")  # some editors write one
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the host file {path}: {error}") from error
     hosts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if words:
             hosts.append(_parse_line(words, f"{path}, line {number}"))
