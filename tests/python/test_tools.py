@@ -207,16 +207,28 @@ def test_the_table_of_a_long_plan_is_cut(tmp_path):
     assert "layer600" not in done.output
 
 
-def test_a_full_disk_is_told_in_one_line():
-    code = "from usbyte.cli import main; main()"
-    with Path("/dev/full").open("w") as full:
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("usbyte.cli", ["plan", "vgg16-half", *RING]),
+        ("usbyte.cli", ["--help"]),
+        ("usbyte.cli", ["--version"]),
+        ("usbyte.run", ["--help"]),
+        ("usbyte.run", ["--version"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "mode", "why"),
+    [("/dev/full", "w", "No space left on device"), ("/dev/null", "r", "Bad file descriptor")],
+)
+def test_a_standard_output_that_cannot_be_written_is_told(module, arguments, path, mode, why):
+    with Path(path).open(mode) as out:
         done = subprocess.run(
-            [sys.executable, "-c", code, "plan", "vgg16-half", *RING],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+            [sys.executable, "-c", f"from {module} import main; main()", *arguments],
+            stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
         )  # fmt: skip
     assert done.returncode == 1
-    assert "No space left on device" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr == f"Error: cannot write to standard output: {why}\n"
 
 
 def test_a_named_profile_on_a_faster_machine():

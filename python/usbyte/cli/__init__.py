@@ -4,18 +4,18 @@ Importing this needs neither the extension nor torch, so that `usbyte doctor` ca
 wrong with them. Each command is imported when it is asked for.
 """
 
-import errno
 import importlib
 from typing import Any
 
 import click
 
 import usbyte
+from usbyte.commands import Telling
 
 _COMMANDS = ("doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "lab")
 
 
-class _Commands(click.Group):
+class _Commands(Telling, click.Group):
     """Commands that are each a module of this package and the object of its name in it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -38,12 +38,6 @@ class _Commands(click.Group):
             if not isinstance(error, Error):
                 raise
             raise click.ClickException(str(error)) from error
-        except OSError as error:
-            if error.errno != errno.ENOSPC or error.filename is not None:
-                raise
-            raise click.ClickException(
-                f"cannot write to standard output: {error.strerror}"
-            ) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import click
 
+from usbyte.commands import Telling
 from usbyte.open_files import allow_open_files
+from usbyte.run import hosts, processes
 from usbyte.run import hosts, processes
 from usbyte.run.attempts import Attempts, Pool
 from usbyte.run.job import Job, Ssh
@@ -64,6 +66,7 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
 
 
 @click.command(
+    cls=Telling,
     context_settings={
         "allow_interspersed_args": False,
         "help_option_names": ["-h", "--help"],
