@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
@@ -203,12 +204,18 @@ def load_checkpoint(
     first start and for every one after a fault.
 
     Raises:
-        ValueError: The checkpoint was made with other settings.
+        ValueError: The file is no whole checkpoint, or it was made with other settings.
     """
     if not path.exists():
         return 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    saved = state["settings"]
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        saved = state["settings"]
+    except (EOFError, KeyError, OSError, RuntimeError, TypeError, UnpicklingError) as error:
+        raise ValueError(
+            f"{path} is no checkpoint of this script, or was cut short; name another with "
+            "--checkpoint, or remove it to begin anew"
+        ) from error
     changed = [
         f"{name} was {saved.get(name)!r} and is {settings.get(name)!r}"
         for name in sorted(saved.keys() | settings.keys())

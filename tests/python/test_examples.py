@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+common = importlib.import_module("_common")
 FEW_WORDS = ["--batch-size", "512", "--width", "16", "--text-bytes", "1000000"]
 NODE = ["env", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1"]  # each worker alone on its host
 SMALL_GPT = ["--layers", "2", "--width", "64", "--context", "64", "--text-bytes", "100000"]
@@ -40,6 +44,18 @@ def test_digits_reaches_97_percent_with_two_workers(tmp_path):
     result = start(tmp_path, "usbyterun", 2, "digits.py", "--overlap", "forward")
     assert result["world_size"] == 2
     assert result["history"][-1]["test_accuracy"] >= 0.97
+
+
+def test_a_checkpoint_that_was_cut_short_is_named(tmp_path):
+    options = ["--steps", "1", "--warmup", "0", "--overlap", "backward"]
+    file = tmp_path / "run.pt"
+    start(tmp_path, "plain", 1, "digits.py", *options, "--checkpoint", str(file))
+    whole = file.read_bytes()
+    torch.save([1], file)
+    for data in (b"", whole[:1], whole[:5000], whole[:-1], file.read_bytes()):
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=f"{file} is no checkpoint of this script, or was cut"):
+            common.load_checkpoint(file, None, None, {})
 
 
 @pytest.mark.parametrize(
