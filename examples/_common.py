@@ -34,9 +34,9 @@ def parser(description: str, *, epochs: int, batch_size: int, lr: float) -> argp
     add("--overlap", choices=["auto", "forward", "backward"], default="auto", help="usbyte only")
     add("--policy", help="usbyte only: bytescheduler, ddp, wfbp, ...; None: the library's choice")
     add("--daso", action="store_true", help="nodes exchange parameters late: other results")
-    add("--epochs", type=int, default=epochs, help="passes over the data; sets the LR schedule")
-    add("--steps", type=int, help="stop once this many steps are done; the schedule stays")
-    add("--batch-size", type=int, default=batch_size, help="samples per step, over all workers")
+    add("--epochs", type=_count, default=epochs, help="passes over the data; sets the LR schedule")
+    add("--steps", type=_count, help="stop once this many steps are done; the schedule stays")
+    add("--batch-size", type=_count, default=batch_size, help="samples per step, of all workers")
     add("--lr", type=float, default=lr, help="peak learning rate")
     add("--seed", type=int, default=0, help="of the first weights and of the sample order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -50,6 +50,12 @@ def parser(description: str, *, epochs: int, batch_size: int, lr: float) -> argp
         help="steps that are made and undone before training, at least",
     )
     return result
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
 
 
 def library(args: argparse.Namespace) -> ModuleType:

@@ -58,6 +58,14 @@ def test_a_checkpoint_that_was_cut_short_is_named(tmp_path):
             common.load_checkpoint(file, None, None, {})
 
 
+@pytest.mark.parametrize("option", ["--steps", "--epochs", "--batch-size"])
+@pytest.mark.parametrize("text", ["0", "-1", "few"])
+def test_counts_of_nothing_are_refused(option, text, capsys):
+    with pytest.raises(SystemExit):
+        common.parser("", epochs=1, batch_size=1, lr=1.0).parse_args([option, text])
+    assert f"{option}: {text!r} is no whole number of 1 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("script", "options"),
     [
