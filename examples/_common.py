@@ -76,6 +76,8 @@ def set_up(args: argparse.Namespace, ub: ModuleType) -> torch.device:
     enough = torch.cuda.device_count() >= ub.local_size()
     if args.device == "cpu" or (args.device == "auto" and not enough):
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here; leave it out to train on the CPU")
     index = ub.local_rank() % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +65,13 @@ def test_counts_of_nothing_are_refused(option, text, capsys):
     with pytest.raises(SystemExit):
         common.parser("", epochs=1, batch_size=1, lr=1.0).parse_args([option, text])
     assert f"{option}: {text!r} is no whole number of 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told():
+    args = common.parser("", epochs=1, batch_size=1, lr=1.0).parse_args(["--device", "cuda"])
+    with pytest.raises(ValueError, match="--device cuda: torch sees no GPU here"):
+        common.set_up(args, SimpleNamespace(local_size=lambda: 1, local_rank=lambda: 0))
 
 
 @pytest.mark.parametrize(
