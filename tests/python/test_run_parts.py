@@ -139,6 +139,8 @@ def test_frames_survive_being_cut_and_noise_before_them() -> None:
         (["-H", "", "--hostfile", "f", "true"], "exclude each other"),
         (["--hostfile", "no-such-file", "true"], "no-such-file"),
         (["-np", "1", "--env", "NAME", "true"], "'NAME' is not of the form NAME=VALUE"),
+        (["-np", "1", "--env", "RANK=7", "true"], "RANK is set by usbyterun for each rank"),
+        (["-np", "1", "--env", "MASTER_PORT=1", "true"], "MASTER_PORT is set by usbyterun"),
         (["-np", "1", "--ssh-options", "'", "true"], "--ssh-options"),
         (["-np", "1", "-p", "0", "true"], "-p"),
         (["-H", "a:1,b:1", "--nnodes", "3:4", "true"], "--nnodes wants 3 hosts or more, and 2 are"),

@@ -14,12 +14,15 @@ import click
 from usbyte.commands import Telling
 from usbyte.open_files import allow_open_files
 from usbyte.run import hosts, processes
-from usbyte.run import hosts, processes
 from usbyte.run.attempts import Attempts, Pool
 from usbyte.run.job import Job, Ssh
 from usbyte.run.output import Output
 
 _LONGEST_S = 7 * 86400.0
+# What ranks are told of their place, whatever the environment says.
+_PLACES = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|USBYTE_JOB_TOKEN)"
+)
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _EXAMPLES = """\b
@@ -61,6 +64,8 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
         name, equals, value = item.partition("=")
         if not name or not equals:
             raise click.BadParameter(f"{item!r} is not of the form NAME=VALUE")
+        if _PLACES.fullmatch(name):
+            raise click.BadParameter(f"{name} is set by usbyterun for each rank; leave it out")
         env[name] = value
     return env
 
