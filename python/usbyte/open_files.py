@@ -11,17 +11,20 @@ def allow_open_files(ranks: int) -> str:
     """Raises the soft limit, as `ulimit -Sn`, to what a job of so many ranks may need.
 
     Returns:
-        A warning if the hard limit does not allow that; else nothing.
+        A warning if the limit stays too low; else nothing.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OWN + _PER_RANK * ranks
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return ""
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError):  # as where fs.nr_open has been set below the hard limit
+        most = soft
     if most >= _PER_RANK * ranks:
         return ""
     return (
         f"a process may open {most} files and connections here, and in a job of {ranks} ranks it "
-        f"may need {wanted}: raise the hard limit, as with ulimit -Hn"
+        f"may need {wanted}: raise the limit before it starts, as with ulimit -n"
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
+
+from usbyte.open_files import allow_open_files
 
 TRAINS = """
 import torch
@@ -45,4 +48,14 @@ def test_a_hard_limit_that_is_too_low_is_told() -> None:
     text, *limits = limited(64, 2048, 1000)
     assert limits == ["2048", "2048"]
     assert "may open 2048 files and connections here, and in a job of 1000 ranks" in text
-    assert "ulimit -Hn" in text
+    assert "as with ulimit -n" in text
+
+
+def test_a_system_that_refuses_to_raise_the_limit_does_not_end_the_job(monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 8192))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert allow_open_files(2) == ""
+    assert "may open 64 files and connections here" in allow_open_files(4)
