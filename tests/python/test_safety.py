@@ -373,6 +373,8 @@ def interrupted(rank, size, policy, resets_between):
         opt.zero_grad()
     with pytest.raises(Error, match=LATE):
         loss.backward()
+    with pytest.raises(UsageError, match=r"earlier backward\(\) has failed, restart"):
+        model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(Error, match="did not end"):
         opt.step()
     end(opt)

@@ -415,7 +415,8 @@ class Reducer:
             raise UsageError(
                 f"backward() has given a second gradient of '{self.names[i]}' after the first was "
                 "sent, as where checkpoint() runs a module twice: pass use_reentrant=False there, "
-                "or run backward() under optimizer.no_sync(), so that step() sends the sum"
+                "or run backward() under optimizer.no_sync(), so that step() sends the sum. If an "
+                "earlier backward() has failed, restart the job from its last checkpoint"
             )
         if grad is self._sent.tensors[i]:
             self._check_not_summed(i)
