@@ -141,9 +141,11 @@ def refuses_new_ones(rank, size):
     kept = ub.DistributedOptimizer(torch.optim.SGD([other], lr=0.1))
     gaps = nn.Parameter(torch.ones(4, 4)[:, :2])
     elsewhere = nn.Parameter(torch.ones(3, device="meta"))
+    imaginary = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     refused = [
         ({"overlap": "forward"}, other, "already wrapped by another"),
         ({"overlap": "backward"}, elsewhere, "on meta"),
+        ({"overlap": "forward"}, imaginary, "has dtype torch.complex64"),
         ({"shard_optimizer": True}, gaps, "cannot be cut into shards"),
     ]
     for options, new, why in refused:

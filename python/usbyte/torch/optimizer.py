@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import UsageError
+from usbyte.torch.arena import dtype_name
 from usbyte.torch.arguments import check_combination, check_policy, integer, names_of, positive
 from usbyte.torch.changes import Changes
 from usbyte.torch.codec_memory import MEMORY, Memory, codes_shards
@@ -594,6 +595,8 @@ class DistributedOptimizer(OptimizerWrapper):
             if settings.sharded:
                 check_relays(codecs.specs)
             device_of(names, params)
+            for name, param in zip(names, params, strict=True):
+                dtype_name(name, param)
             self._sparse(trained)
         claim(self, params, names)
         return codecs
