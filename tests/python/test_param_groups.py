@@ -9,7 +9,7 @@ from torch import nn
 import usbyte.torch as ub
 from _models import difference, short_probes
 from _ranks import run_ranks
-from usbyte.errors import UsageError
+from usbyte.errors import MismatchError, UsageError
 
 OVERLAPS = {
     "backward": {"overlap": "backward"},
@@ -142,7 +142,10 @@ def refuses_new_ones(rank, size):
     gaps = nn.Parameter(torch.ones(4, 4)[:, :2])
     elsewhere = nn.Parameter(torch.ones(3, device="meta"))
     imaginary = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    own = nn.Parameter(torch.ones(2 + rank))
     refused = [
+        ({"overlap": "forward"}, own, "Build the same model"),
+        ({"shard_optimizer": True}, own, "Build the same model"),
         ({"overlap": "forward"}, other, "already wrapped by another"),
         ({"overlap": "backward"}, elsewhere, "on meta"),
         ({"overlap": "forward"}, imaginary, "has dtype torch.complex64"),
@@ -157,7 +160,7 @@ def refuses_new_ones(rank, size):
             model(torch.ones(1, 4)).sum().backward()
             opt.step()
             if k == 3:
-                with pytest.raises(UsageError, match=why):
+                with pytest.raises(MismatchError if new is own else UsageError, match=why):
                     opt.add_param_group({"params": [new]})
                 assert len(opt.param_groups) == 1
         assert all(state["step"] == 6 for state in opt.state_dict()["state"].values())

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
-from usbyte.errors import UsageError
+from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.arena import dtype_name
 from usbyte.torch.arguments import check_combination, check_policy, integer, names_of, positive
 from usbyte.torch.changes import Changes
@@ -269,7 +269,12 @@ class DistributedOptimizer(OptimizerWrapper):
             self._stepper.shards.recut()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds to the wrapped optimizer and plans anew. Collective."""
+        """Adds to the wrapped optimizer and plans anew. Collective.
+
+        Raises:
+            UsageError: The group cannot be served; it is not added.
+            MismatchError: Ranks have different groups, which none of them adds.
+        """
         stepper = self._live
         if stepper is not None:
             stepper.check_whole_gradients()
@@ -284,11 +289,17 @@ class DistributedOptimizer(OptimizerWrapper):
             self._build(steps_before=0)
             return
         stepper.end_sharding()
-        unsent = stepper.reducer.unsent
-        self._build(stepper.transport.steps)
-        if self._stepper is not None:
-            self._stepper.shared = stepper.shared
-            self._stepper.reducer.unsent = unsent
+        unsent, steps = stepper.reducer.unsent, stepper.transport.steps
+        try:
+            self._build(steps)
+        except MismatchError:  # on all ranks
+            self._inner.param_groups.pop()
+            self._build(steps)
+            raise
+        finally:
+            if self._stepper is not None:
+                self._stepper.shared = stepper.shared
+                self._stepper.reducer.unsent = unsent
 
     # Updates that wait are of steps that were taken without the hook.
 
