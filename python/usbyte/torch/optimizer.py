@@ -13,15 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.arena import dtype_name
 from usbyte.torch.arguments import check_combination, check_policy, integer, names_of, positive
 from usbyte.torch.changes import Changes
 from usbyte.torch.codec_memory import MEMORY, Memory, codes_shards
-from usbyte.torch.compression import Choices, Rules, check_momentum, check_relays, choices_of
+from usbyte.torch.compression import Rules
 from usbyte.torch.context import Context, current
 from usbyte.torch.decision import Decision
 from usbyte.torch.device import device_of
-from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.members import members_of
 from usbyte.torch.mesh import Given, parse
 from usbyte.torch.ops import Average, ReduceOp
@@ -30,9 +28,9 @@ from usbyte.torch.planning import Planner
 from usbyte.torch.process_sets import Members as SomeRanks
 from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.salvage import Judgement, Left
+from usbyte.torch.serving import Served, serve, warn_of_renormalized
 from usbyte.torch.settings import Overlap, Policy, Settings, Trained
-from usbyte.torch.sharding import check_dense
-from usbyte.torch.sparse import model_of, renormalized_parameters, sparse_parameters
+from usbyte.torch.sparse import model_of
 from usbyte.torch.stepper import Stepper
 from usbyte.torch.transport import Transport
 from usbyte.torch.updates import is_known
@@ -281,7 +279,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._drain()
         self._inner.add_param_group(param_group)
         try:
-            self._check(Trained.of(self._inner, self._given_names))
+            self._serve(Trained.of(self._inner, self._given_names))
         except UsageError:
             self._inner.param_groups.pop()
             raise
@@ -555,11 +553,9 @@ class DistributedOptimizer(OptimizerWrapper):
         """Everything that depends on which parameters there are. Collective."""
         settings, context = self._settings, self._context
         trained = Trained.of(self._inner, self._given_names)
-        codecs = self._check(trained)
-        names, params = trained.names, trained.params
+        served = self._serve(trained)
         self._end(whole_state=True)
-        self._stepper, self._trained = None, trained
-        self._updater = FusedUpdate(self._inner, names, params) if settings.fuses else self._inner
+        self._stepper, self._trained, self._updater = None, trained, served.updater
         if any(getattr(p, "_usbyte_shard", False) for p in self._inner.state):
             raise UsageError(
                 "this optimizer holds shards of its state from before a shutdown: make it anew and "
@@ -568,10 +564,10 @@ class DistributedOptimizer(OptimizerWrapper):
         if context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
-        self._warn_of_renormalized()
-        device = device_of(names, params)
+        warn_of_renormalized(self.label, trained, self._owner)
+        device = device_of(trained.names, trained.params)
         self._planner = planner = Planner(
-            context, self.label, settings, trained, device, codecs, self._sparse(trained),
+            context, self.label, settings, trained, device, served.codecs, served.sparse,
             steps_before,
         )  # fmt: skip
         if settings.topology is not None:
@@ -580,71 +576,19 @@ class DistributedOptimizer(OptimizerWrapper):
             context, self._inner, self._updater, settings, trained, device, planner,
             self._changes, self._memory, steps_before, self._on_updated,
         )  # fmt: skip
-        keep(self, params)
+        keep(self, trained.params)
         self._closed = False
 
-    def _check(self, trained: Trained) -> Choices:
-        """Claims parameters, and gives the codecs that there are for them.
+    def _serve(self, trained: Trained) -> Served:
+        """Claims parameters.
 
         Raises:
             UsageError: Some of them are not served; nothing has changed.
         """
-        settings, names, params = self._settings, trained.names, trained.params
-        if not params:
-            raise UsageError(
-                "the optimizer has no parameter with elements that requires a gradient"
-            )
-        if settings.fuses:
-            FusedUpdate(self._inner, names, params)
-        if settings.sharded:
-            check_dense(names, params)
-        codecs = choices_of(settings.compression, names, params)
-        if codecs.optional:
-            self._check_chooses()
-        check_momentum(codecs.specs, self._inner.param_groups)
-        if self._context.size > 1:
-            if settings.sharded:
-                check_relays(codecs.specs)
-            device_of(names, params)
-            for name, param in zip(names, params, strict=True):
-                dtype_name(name, param)
-            self._sparse(trained)
-        claim(self, params, names)
-        return codecs
-
-    def _sparse(self, trained: Trained) -> set[str]:
-        """Names of parameters whose gradients travel as the rows that they have."""
-        settings = self._settings
-        known = set() if settings.densifies else sparse_parameters(self._owner)
-        named = zip(trained.names, trained.params, strict=True)
-        sparse = {name for name, param in named if param in known}
-        if sparse and (settings.sharded or settings.fuses):
-            what = "shard_optimizer=True" if settings.sharded else "fused_update=True"
-            raise UsageError(
-                f"the gradient of '{min(sparse)}' is sparse, which does not go with {what}: pass "
-                "sparse_as_dense=True"
-            )
-        return sparse
-
-    def _warn_of_renormalized(self) -> None:
-        changed = renormalized_parameters(self._owner)
-        for name in (name for name, param in self.named() if param in changed):
-            log.warning(
-                "%s: the forward pass renormalises rows of '%s' (max_norm), on each rank those "
-                "that it uses, so that ranks come apart, as under DDP: leave max_norm out, or call "
-                "broadcast_parameters now and then",
-                self.label,
-                name,
-            )
-
-    def _check_chooses(self) -> None:
-        policy = self._settings.policy
-        if policy not in _core.policies():
-            what = f"policy '{policy}'" if isinstance(policy, str) else "a function"
-            raise UsageError(
-                f"{what} cannot choose from several codecs: name one for compression=, or take "
-                'policy="auto"'
-            )
+        settings, size = self._settings, self._context.size
+        served = serve(self._inner, trained, settings, size, self._owner)
+        claim(self, trained.params, trained.names)
+        return served
 
 
 def _examine_alone(is_quiet: bool) -> tuple[bool, bool]:
