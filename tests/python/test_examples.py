@@ -67,8 +67,8 @@ def test_counts_of_nothing_are_refused(option, text, capsys):
     assert f"{option}: {text!r} is no whole number of 1 or more" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_told():
+def test_a_gpu_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = common.parser("", epochs=1, batch_size=1, lr=1.0).parse_args(["--device", "cuda"])
     with pytest.raises(ValueError, match="--device cuda: torch sees no GPU here"):
         common.set_up(args, SimpleNamespace(local_size=lambda: 1, local_rank=lambda: 0))
