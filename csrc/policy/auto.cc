@@ -7,6 +7,7 @@
 #include "auto_coded.h"
 #include "auto_routed.h"
 #include "batching.h"
+#include "coarse.h"
 #include "local_search.h"
 #include "priority_trace.h"
 #include "usbyte/policy.h"
@@ -21,6 +22,8 @@ constexpr double kAlmost = 0.005;     // of the iteration
 constexpr double kSimpler = 0.002;    // of the iteration: what fewer ops may cost
 constexpr double kCredited = 0.5;     // of the overlap of startups, while searching
 constexpr int64_t kWork = 500'000;    // of one local search: some 100 ms
+constexpr size_t kManyTensors = 250;  // of which most are too small to search with each
+constexpr int64_t kParts = 400;       // of a job with as many; 0.25 % of its bytes and time each
 
 // How a draft is made.
 struct Pace {
@@ -249,8 +252,10 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
       options.sharded ? dear(profile, network, options) : ddp(profile, network, options);
   if (profile.tensors.empty()) return fallback;
   const NetworkModel assumed = cautious(network);
-  Simulator searched(profile, assumed, options.overlap, options.sharded);
-  const DraftCosts costs(assumed, simulator.due_s());
+  const Profile job = profile.tensors.size() > kManyTensors ? coarse(profile, kParts) : profile;
+  Simulator searched(job, assumed, options.overlap, options.sharded);
+  const Plan line = wfbp(job, network, options);
+  const DraftCosts costs(assumed, searched.due_s());
 
   std::vector<Candidate> all;
   const auto consider = [&](Plan plan) {
@@ -265,22 +270,22 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   }
 
   std::vector<std::pair<double, Draft>> drafts;
-  Drafting drafting(profile, fallback, simulator.due_s());
+  Drafting drafting(job, line, searched.due_s());
   for (const Pace& pace : paces(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
     Draft draft = drafting.draft(pace);
-    Plan plan = build(draft, fallback, costs);
+    const Plan plan = build(draft, line, costs);
     drafts.emplace_back(searched.lateness_s(plan), std::move(draft));
-    consider(std::move(plan));
+    consider(fallback.with("auto", plan.ops()));
   }
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
-  LocalSearch search(searched, fallback, costs, kWork, searched.bound_s() - searched.iteration_s());
+  LocalSearch search(searched, line, costs, kWork, searched.bound_s() - searched.iteration_s());
   std::map<std::pair<int, bool>, int> improved;  // neither of which the search changes
   for (auto& [lateness, draft] : drafts) {
     if (improved[{draft.in_flight, draft.split}]++ >= kImproved) continue;
     search.improve(draft);
     search.simplify(draft, kSimpler * profile.iteration_s());
-    consider(build(draft, fallback, costs));
+    consider(fallback.with("auto", build(draft, line, costs).ops()));
   }
   // What is hidden for others may have less time to spare here, but must not come late.
   const Candidate& best = choose(all, std::max(others_s, 0.0), kAlmost * profile.iteration_s());

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "policy/batching.h"
+#include "policy/coarse.h"
 #include "policy/local_search.h"
 #include "random_profile.h"
 #include "usbyte/error.h"
@@ -360,6 +361,64 @@ TEST(Auto, PlansJobsOfWhichOthersWouldMakeMillionsOfParts) {
   Simulator simulator(p, network, Overlap::forward);
   EXPECT_LE(simulator.step_s(make_plan("auto", p, network)),
             simulator.step_s(make_plan("mgwfbp", p, network)));
+}
+
+// Blocks for a coarse job are blocks for the job, and nothing comes later there.
+TEST(Coarse, PlansForItAreNoLaterForTheJobItself) {
+  std::mt19937 rng(8);
+  int fewer = 0;
+  for (int i = 0; i < cases(40); ++i) {
+    Profile p = layers(rng, static_cast<int>(uniform(rng, 1, 200)));
+    p.update_s = 0;
+    p.step_s = p.backward_end_s();
+    const auto halves = static_cast<size_t>(uniform(rng, 0, 200));
+    for (size_t t = halves; t < p.tensors.size(); ++t) p.tensors[t].dtype = DType::float16;
+    const Profile job = coarse(p, uniform(rng, 1, 100));
+    EXPECT_EQ(job.bytes(), p.bytes());
+    fewer += job.tensors.size() < p.tensors.size();
+    const NetworkModel network = network_for(rng, p, real(rng, 0.1, 3), real(rng, 0, 0.02));
+    for (const Overlap overlap : {Overlap::backward, Overlap::forward}) {
+      PolicyOptions options;
+      options.overlap = overlap;
+      Simulator of_job(job, network, overlap), of_all(p, network, overlap);
+      for (const char* name : {"dcredit", "ddp", "dear_exact", "wfbp"}) {
+        const Plan plan = make_plan(name, job, network, options);
+        const Plan same = make_plan("ddp", p, network, options).with(name, plan.ops());
+        EXPECT_LE(of_all.step_s(same), of_job.step_s(plan) + 1e-9) << name;
+      }
+    }
+  }
+  EXPECT_GT(fewer, 0);
+}
+
+TEST(Coarse, JoinsWhatIsSmallAndNear) {
+  Profile p;
+  p.tensors = {{"a", 2, DType::float32, 0},  {"b", 3, DType::float32, 2},
+               {"c", 2, DType::float32, 5},  {"used later", 1, DType::float32, 7},
+               {"d", 1, DType::float32, 8},  {"e", 2, DType::float16, 9},
+               {"f", 2, DType::float16, 11}, {"ready early", 2, DType::float16, 13}};
+  p.need_s = {0, 0.1, 0.2, 0.9, 0.8, 0.8, 0.9, 0.9};
+  p.ready_s = {2, 1.8, 1.7, 1.6, 1.7, 1.6, 1.5, 1};
+  p.step_s = 2;
+  const Profile job = coarse(p, 4);  // 12 bytes and 0.5 s at most
+  std::vector<int64_t> numels;
+  for (const TensorSpec& t : job.tensors) numels.push_back(t.numel);
+  EXPECT_EQ(numels, (std::vector<int64_t>{2, 3, 2, 2, 4, 2}));
+  EXPECT_EQ(job.need_s, (std::vector<double>{0, 0.1, 0.2, 0.8, 0.8, 0.9}));
+  EXPECT_EQ(job.ready_s, (std::vector<double>{2, 1.8, 1.7, 1.7, 1.6, 1}));
+  EXPECT_EQ(job.tensors[3].name, "used later");
+  EXPECT_EQ(coarse(p, 1000).tensors, p.tensors);
+}
+
+TEST(Auto, IsNoWorseThanOthersWithThousandsOfTensors) {
+  std::mt19937 rng(9);
+  const Profile p = layers(rng, 1500);
+  const NetworkModel network = network_for(rng, p, 1, 2e-5 * p.step_s);
+  Simulator simulator(p, network, Overlap::forward);
+  const double ours = simulator.step_s(make_plan("auto", p, network));
+  for (const char* name : {"bytescheduler", "dcredit", "ddp", "dear_exact", "mgwfbp", "usbyte"}) {
+    EXPECT_LE(ours, simulator.step_s(make_plan(name, p, network))) << name;
+  }
 }
 
 TEST(Auto, StaysWithDdpWhereNothingIsToBeWon) {
