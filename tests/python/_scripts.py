@@ -550,6 +550,27 @@ def compiles_a_function(wrap: Wrap, rank: int) -> Any:
     return model
 
 
+def compiles_around(wrap: Wrap, rank: int) -> Any:
+    """What reads a parameter runs uncompiled, and what it calls may be compiled again."""
+    model = mlp()
+    net, opt = wrap(model, sgd(model))
+
+    @torch.compiler.disable(recursive=False)
+    def penalty() -> torch.Tensor:
+        return model[0].weight.square().sum()
+
+    @torch.compile(backend="aot_eager")
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        return penalty() * x.pow(2).mean()
+
+    for x in batches(rank):
+        opt.zero_grad()
+        loss = weighted(x) + net(x).pow(2).mean()
+        loss.backward()
+        opt.step()
+    return model
+
+
 def compiles_the_update(wrap: Wrap, rank: int) -> Any:
     model = mlp()
     net, opt = wrap(model, sgd(model))

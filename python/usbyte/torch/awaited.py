@@ -137,6 +137,7 @@ def _class_for(base: type) -> type:
     return kind
 
 
+@torch._disable_dynamo  # who traces a tensor that is held has it released under its hands
 def _fetch(tensor: Any, writes: bool = False) -> None:
     held = _fetches.get(id(tensor))
     if held is not None:
