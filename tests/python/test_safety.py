@@ -530,6 +530,8 @@ def test_whole_numbers_may_be_of_any_type():
 def test_bad_arguments(single):
     model = nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters(), lr=1)
+    with pytest.raises(UsageError, match="op must be Average or Sum, not 'Average'"):
+        ub.DistributedOptimizer(opt, op="Average")
     with pytest.raises(UsageError, match="named_parameters lacks 1"):
         ub.DistributedOptimizer(opt, [("weight", model.weight)])
     with pytest.raises(UsageError, match="two parameters named 'w'"):

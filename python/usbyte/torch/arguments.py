@@ -32,7 +32,7 @@ def check_combination(
     if overlap not in get_args(Overlap):
         raise UsageError(f'overlap must be "auto", "backward" or "forward", not {overlap!r}')
     if op not in (Average, Sum):
-        raise UsageError(f"op must be Average or Sum, not {op}")
+        raise UsageError(f"op must be Average or Sum, not {op!r}")
     if shard_optimizer:
         check_shardable(optimizer, overlap)
     elif max_grad_norm is not None:
