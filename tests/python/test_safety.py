@@ -532,6 +532,8 @@ def test_bad_arguments(single):
     opt = torch.optim.SGD(model.parameters(), lr=1)
     with pytest.raises(UsageError, match="op must be Average or Sum, not 'Average'"):
         ub.DistributedOptimizer(opt, op="Average")
+    with pytest.raises(UsageError, match="gradient_predivide_factor must be positive, not 0"):
+        ub.DistributedOptimizer(opt, model=model, gradient_predivide_factor=0)
     with pytest.raises(UsageError, match="named_parameters lacks 1"):
         ub.DistributedOptimizer(opt, [("weight", model.weight)])
     with pytest.raises(UsageError, match="two parameters named 'w'"):

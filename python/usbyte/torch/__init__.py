@@ -27,8 +27,8 @@ _NOT_HERE = {
     "Adasum": "usbyte has no Adasum: use op=Average, and scale the learning rate by size()",
     "SyncBatchNorm": "use torch.nn.SyncBatchNorm, as torch.nn.SyncBatchNorm.convert_sync_batchnorm("
     "model); init() has made the process group that it works on",
-    "elastic": "usbyte.torch has no elastic mode: save checkpoints, and let `torchrun "
-    "--max-restarts` start the ranks again",
+    "elastic": "usbyte.torch has no elastic mode: save checkpoints, and let `usbyterun "
+    "--max-restarts N --nnodes MIN:MAX` or torchrun's options of these names start ranks again",
 }
 
 

@@ -46,6 +46,10 @@ def check_combination(
         raise UsageError(
             f"backward_passes_per_step must be 1 at least, not {backward_passes_per_step}"
         )
+    if not gradient_predivide_factor > 0:
+        raise UsageError(
+            f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}"
+        )
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor needs op=Average")
 
