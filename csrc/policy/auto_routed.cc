@@ -20,10 +20,9 @@ Plan automatic_routed(const Profile& profile, const NetworkModel& network,
   if (options.sharded) return best;  // its scatters and gathers have no routes
   Simulator simulator(profile, network, options.overlap, false, options.codec_costs);
   double best_s = (1 - kWorthwhile) * simulator.step_s(best);
-  std::vector<Plan> routed;
-  for (const NetworkModel& assumed : {flat, routed_network(network)}) {
-    routed.push_back(with_routes(automatic(profile, assumed, options), network));
-  }
+  std::vector<Plan> routed = {
+      with_routes(best, network),
+      with_routes(automatic(profile, routed_network(network), options), network)};
   if (options.codec_of.empty()) routed.push_back(themis(profile, network, options));
   for (Plan& plan : routed) {
     const double step_s = simulator.step_s(plan);
