@@ -137,8 +137,9 @@ std::vector<Strategy> decision_tree(const CompressionCluster& cluster);
 /// F(S): seconds of an iteration in which each tensor takes its strategy. The compute stream, the
 /// CPU threads and the two links each serve one task after the other, in order of arrival and, at
 /// one time, of backward. A codec on the GPU delays what backward does next. Decoding n messages
-/// takes n times as long as one. Throws UsageError on a strategy that the cluster or the tensor's
-/// codec does not admit.
+/// takes n times as long as one; encoding for an all_to_all counts as one message, as in the paper,
+/// where the engine encodes each shard. Throws UsageError on a strategy that the cluster or the
+/// tensor's codec does not admit.
 double iteration_s(const CompressionJob& job, const CompressionCluster& cluster,
                    std::span<const Strategy> strategies);
 
