@@ -162,7 +162,14 @@ def _objects(rank):
     assert ub.allgather_object(None) == [None] * 3
     with pytest.raises(UsageError, match="allgather_object on rank 1: object is a set"):
         ub.allgather_object({1} if rank == 1 else 1)
-    odd = torch.eye(2).to_sparse()
+    rows = torch.sparse_coo_tensor([[2, 0, 2]], torch.ones(3, 2) * (1 + rank), (4, 2))
+    with torch.device("meta"):
+        found = [*ub.allgather_object([rows, rows.coalesce()])[1], ub.broadcast_object(rows, 1)]
+    assert [each.is_coalesced() for each in found] == [False, True, False]
+    assert [each._nnz() for each in found] == [3, 2, 3]
+    for each in found:
+        same(each.to_dense(), torch.tensor([[2.0, 2.0], [0, 0], [4, 4], [0, 0]]))
+    odd = torch.eye(2).to_sparse_csr()
     with pytest.raises(UsageError, match=r"allgather_object on rank 2: object\[0\] is a Tensor of"):
         ub.allgather_object([odd if rank == 2 else 1])
     with pytest.raises(UsageError, match=r"broadcast_object on rank 0: object is a Tensor of"):

@@ -353,6 +353,52 @@ def test_checkpoints_with_sparse_and_compressed_gradients_load():
     run_ranks(2, remembers_the_others, timeout=120, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
+def shares_its_state(rank, size):
+    """Momenta of sparse gradients are sparse; a rank that resumes or has joined gets them, too."""
+    short_probes()
+    ub.init()
+
+    def wrapped():
+        model = Words()
+        optimizer = make_optimizer("sgd", model)
+        return model, ub.DistributedOptimizer(optimizer, model.named_parameters())
+
+    def steps(count):
+        for words in batches(rank, count):
+            optimizer.zero_grad()
+            model(words, True).backward()
+            optimizer.step()
+
+    def check():
+        optimizer.synchronize()
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+        assert sum(m.is_sparse for m in momenta) >= 3
+        for tensor in [*momenta, *model.parameters()]:
+            rows = tensor.detach().to_dense()
+            assert torch.equal(rows, ub.broadcast(rows, 0))
+
+    model, optimizer = wrapped()
+    steps(3 + rank)
+    ub.join()
+    check()
+    parameters, state = model.state_dict(), optimizer.state_dict()
+    optimizer.close()
+    model, optimizer = wrapped()
+    if rank == 0:
+        model.load_state_dict(parameters)
+        optimizer.load_state_dict(state)
+    ub.broadcast_parameters(model.state_dict(), root_rank=0)
+    ub.broadcast_optimizer_state(optimizer, root_rank=0)
+    check()
+    steps(4)
+    check()
+    optimizer.close()
+
+
+def test_sparse_momenta_are_shared():
+    run_ranks(2, shares_its_state, timeout=120, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 class Constrained(nn.Linear):
     """All of whose rows are renormalised, alike on all ranks."""
 

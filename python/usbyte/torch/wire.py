@@ -87,6 +87,13 @@ def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
                 "this machine's byte order, or a list"
             ) from None
         return {"array": list(obj.shape), "dtype": _name(tensors[-1])}
+    if isinstance(obj, torch.Tensor) and obj.layout == torch.sparse_coo:
+        parts = [obj.detach()._indices(), obj.detach()._values()]
+        return {
+            "sparse": list(obj.shape),
+            "parts": [_pack(part, where, tensors) for part in parts],
+            "coalesced": obj.is_coalesced(),
+        }
     if isinstance(obj, torch.Tensor):
         plain = obj.layout == torch.strided and not obj.is_quantized and obj.device.type != "meta"
         if not plain or obj.is_nested or hasattr(obj, "to_local"):
@@ -111,6 +118,12 @@ def _unpack(node: Any, tensors: list[torch.Tensor]) -> Any:
         return tuple(_unpack(v, tensors) for v in node["tuple"])
     if "dict" in node:
         return {_unpack(k, tensors): _unpack(v, tensors) for k, v in node["dict"]}
+    if "sparse" in node:
+        indices, values = (_unpack(part, tensors) for part in node["parts"])
+        return torch.sparse_coo_tensor(  # of this very memory, which is filled later
+            indices, values, node["sparse"],
+            is_coalesced=node["coalesced"], check_invariants=False, device=values.device,
+        )  # fmt: skip
     dtype = getattr(torch, node["dtype"])
     if "array" in node:
         tensors.append(torch.empty(node["array"], dtype=dtype, device="cpu"))
