@@ -70,11 +70,10 @@ SparseSum recursive_doubling(Exchange& exchange, const SparseShape& shape, Spars
 double doubling_bytes(int ranks, const SparseDensity& density,
                       const std::function<double(double)>& bytes) {
   const int core = static_cast<int>(std::bit_floor(static_cast<unsigned>(ranks)));
-  const bool folds =
-      core < ranks;  // rank 0 stands for two from the beginning, and sends the result
-  double out = folds ? bytes(density.of(ranks)) : 0;
+  const int beyond = ranks - core;  // the first ranks stand for two, and send them the result
+  double out = beyond > 0 ? bytes(density.of(ranks)) : 0;
   for (int group = 1; group < core; group *= 2) {
-    out += bytes(density.of(folds ? std::min(2 * group, ranks) : group));
+    out += bytes(density.of(group + std::min(group, beyond)));
   }
   return out;
 }
