@@ -176,6 +176,10 @@ def _objects(rank):
         ub.broadcast_object(odd)
     with pytest.raises(UsageError, match=r"on rank 1: object\[0\] is an array of <U1"):
         ub.allgather_object([np.array(["a"]) if rank == 1 else 1])
+    eye = torch.eye(2).to_sparse()
+    masked = torch.masked.masked_tensor(eye, eye.bool())
+    with pytest.raises(UsageError, match=r"broadcast_object on rank 0: object is a MaskedTensor"):
+        ub.broadcast_object(masked if rank == 0 else None)
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])  # has no shape to tell
     with pytest.raises(UsageError, match=r"broadcast_object on rank 0: object is a Tensor of"):
         ub.broadcast_object(nested if rank == 0 else None)

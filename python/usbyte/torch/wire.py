@@ -87,7 +87,7 @@ def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
                 "this machine's byte order, or a list"
             ) from None
         return {"array": list(obj.shape), "dtype": _name(tensors[-1])}
-    if isinstance(obj, torch.Tensor) and obj.layout == torch.sparse_coo:
+    if isinstance(obj, torch.Tensor) and obj.layout == torch.sparse_coo and _is_basic(obj):
         parts = [obj.detach()._indices(), obj.detach()._values()]
         return {
             "sparse": list(obj.shape),
@@ -130,6 +130,11 @@ def _unpack(node: Any, tensors: list[torch.Tensor]) -> Any:
         return tensors[-1].numpy()
     tensors.append(torch.empty(node["tensor"], dtype=dtype, device=node["device"]))
     return tensors[-1]
+
+
+def _is_basic(tensor: torch.Tensor) -> bool:
+    """False for a masked tensor and the like, whose class decides what its values are."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _name(tensor: torch.Tensor) -> str:
