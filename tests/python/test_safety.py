@@ -532,8 +532,9 @@ def test_bad_arguments(single):
     opt = torch.optim.SGD(model.parameters(), lr=1)
     with pytest.raises(UsageError, match="op must be Average or Sum, not 'Average'"):
         ub.DistributedOptimizer(opt, op="Average")
-    with pytest.raises(UsageError, match="gradient_predivide_factor must be positive, not 0"):
-        ub.DistributedOptimizer(opt, model=model, gradient_predivide_factor=0)
+    for factor in [0, float("nan"), float("inf"), None, "2", torch.ones(2)]:
+        with pytest.raises(UsageError, match="gradient_predivide_factor must be a positive number"):
+            ub.DistributedOptimizer(opt, model=model, gradient_predivide_factor=factor)
     with pytest.raises(UsageError, match="named_parameters lacks 1"):
         ub.DistributedOptimizer(opt, [("weight", model.weight)])
     with pytest.raises(UsageError, match="two parameters named 'w'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import get_args
@@ -46,9 +47,10 @@ def check_combination(
         raise UsageError(
             f"backward_passes_per_step must be 1 at least, not {backward_passes_per_step}"
         )
-    if not gradient_predivide_factor > 0:
+    if not _is_positive(gradient_predivide_factor):
         raise UsageError(
-            f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}"
+            "gradient_predivide_factor must be a positive number, not "
+            f"{gradient_predivide_factor!r}; 1.0 is the default"
         )
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor needs op=Average")
@@ -79,6 +81,14 @@ def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | 
                 f"tune_steps must be 2 at least to time a step, not {steps}; 0 lets auto try "
                 "nothing"
             )
+
+
+def _is_positive(given: float) -> bool:
+    """Whether it is a finite number above 0, of whatever type."""
+    try:
+        return not isinstance(given, str) and 0 < float(given) < math.inf
+    except (TypeError, ValueError, RuntimeError):  # the last one: a tensor of several
+        return False
 
 
 def integer(name: str, given: int) -> int:
