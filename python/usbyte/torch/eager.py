@@ -71,6 +71,7 @@ class EagerQueue:
         self._joined = False
         self._pending: dict[str, Handle] = {}
         self._failure: str | None = None
+        self._store_lost: RuntimeError | None = None  # while nothing was in flight
         self._closed = False
         self._running: Request | None = None
         self._progressed = time.monotonic()  # when an operation last began or ended, or steps
@@ -101,6 +102,8 @@ class EagerQueue:
                 or the queue is closed.
             FaultError: The run has failed.
         """
+        if self._store_lost is not None and not self._closed:
+            self._fault(_unsubmitted(str(request), self._store_lost))
         first_check = time.monotonic() + min(self._warning_s, self._limit_s)
         handle = Handle(request, first_check, self._check_stall)
         with self._lock:
@@ -233,8 +236,7 @@ class EagerQueue:
         try:
             call(self._negotiation)
         except RuntimeError as error:
-            text = f"{what} could not be submitted, the job's store is lost: {error}"
-            raise FaultError(self._fault(text)) from error
+            raise FaultError(self._fault(_unsubmitted(what, error))) from error
 
     def _run(self, negotiation: Negotiation) -> None:
         def in_flight() -> list[str]:
@@ -250,7 +252,7 @@ class EagerQueue:
                     negotiation.advance()
         except RuntimeError as error:
             self._lose_store(error)
-        if self._failure is not None:
+        if self._failure is not None or self._store_lost is not None:
             self.peers.abort()  # or other ranks go on waiting in the backend
 
     def _execute(self, verdict: Verdict) -> None:
@@ -287,10 +289,10 @@ class EagerQueue:
     def _lose_store(self, error: RuntimeError) -> None:
         text = f"rank {self.peers.name} lost the job's store: {error}"
         with self._lock:
-            idle = not self._pending
+            if idle := not self._pending:
+                self._store_lost = error
         if idle:  # as in an orderly end, when the rank that serves the store leaves first
             log.info(text)
-            self.fail(text)
         else:
             self._fault(text)
 
@@ -350,3 +352,7 @@ class EagerQueue:
             f"{blocker}: see the network and the logs of the other ranks",
             since,
         )
+
+
+def _unsubmitted(what: str, error: RuntimeError) -> str:
+    return f"{what} could not be submitted, the job's store is lost: {error}"
