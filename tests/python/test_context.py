@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ import usbyte.torch as ub
 from _models import short_probes
 from _ranks import run_ranks
 from run_support import has_ipv6
+from usbyte._core import Env
+from usbyte.env import detect
 from usbyte.errors import UsageError
+from usbyte.torch import default_group
 
 
 def exits(rank, size, path):
@@ -55,6 +60,18 @@ def comes_back(rank, size):
 
 def test_init_after_shutdown_waits_for_ranks_that_are_late():
     run_ranks(2, comes_back, timeout=60)
+
+
+def waits_in_vain(_rank, _size, rank):
+    cluster = replace(detect(), rank=rank, size=2)
+    said = f"rank {rank} of 2 has not met the others at 127.0.0.1, port {cluster.master_port}: "
+    with pytest.raises(UsageError, match=said + ".*See that all ranks are started with the same"):
+        default_group.meet(cluster, Env.read(), timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_nobody_meets_are_told_where_they_have_waited(rank):
+    run_ranks(1, waits_in_vain, rank)
 
 
 def meets(rank, size):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from usbyte import _core
 from usbyte.env import Cluster
+from usbyte.errors import UsageError
 from usbyte.torch.membership import check_member
 from usbyte.torch.store import fresh_store, private_store
 
@@ -22,11 +23,25 @@ def meet(cluster: Cluster, env: _core.Env, timeout: timedelta) -> dist.Store:
 
     Returns:
         A store that the ranks of this run alone share.
+
+    Raises:
+        UsageError: The other ranks are not there within `timeout`, or are those of another job.
     """
     global _runs
     if not dist.is_initialized():
-        check_member(cluster, env.job_token, timeout)
-        _make(cluster, env, timeout)
+        try:
+            check_member(cluster, env.job_token, timeout)
+            _make(cluster, env, timeout)
+        except UsageError:
+            raise
+        except RuntimeError as error:
+            raise UsageError(
+                f"rank {cluster.rank} of {cluster.size} has not met the others at "
+                f"{cluster.master_addr}, port {cluster.master_port}: "
+                f"{str(error).rstrip('.')}. See that all ranks are started with the same "
+                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, that rank 0 is alive, and that its host "
+                "can be reached there"
+            ) from error
     _runs += 1
     store = dist.distributed_c10d._get_default_store()
     if dist.get_world_size() == 1:
