@@ -225,10 +225,12 @@ TEST(EngineFault, RanksWithDifferentPlansAllFail) {
     std::vector<Op> ops = {{Collective::all_reduce, {{0, 8}}, kUnlimited, false}};
     if (rank == 1) ops = {{Collective::all_reduce, {{0, 4}, {4, 8}}, kUnlimited, false}};
     Engine engine(Plan("test", tensors, ops), arena.data(), *ranks[static_cast<size_t>(rank)]);
-    engine.begin_step();
-    engine.ready(0);
-    engine.end_backward();
-    const std::string message = message_of<FaultError>([&] { engine.drain(); });
+    const std::string message = message_of<FaultError>([&] {
+      engine.begin_step();
+      engine.ready(0);
+      engine.end_backward();
+      engine.drain();
+    });
     EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
     EXPECT_NE(message.find("counts [4, 4] against [8]"), std::string::npos) << message;
     EXPECT_NE(message.find("w)"), std::string::npos) << message;
@@ -242,9 +244,11 @@ TEST(EngineFault, ALostRankFailsTheOthers) {
     const Plan plan = plan_of(4);
     std::vector<std::byte> arena(static_cast<size_t>(plan.arena_bytes()));
     Engine engine(plan, arena.data(), *ranks[static_cast<size_t>(rank)]);
-    engine.begin_step();
-    for (int t = 3; t >= 0; --t) engine.ready(t);
-    const std::string message = message_of<FaultError>([&] { engine.wait(3); });
+    const std::string message = message_of<FaultError>([&] {
+      engine.begin_step();
+      for (int t = 3; t >= 0; --t) engine.ready(t);
+      engine.wait(3);
+    });
     EXPECT_NE(message.find("rank 2"), std::string::npos) << message;
   });
 }

@@ -167,8 +167,10 @@ TEST(EnginePicks, ARankThatIsLostIsAFaultThatNamesTheOp) {
     options.exchange = std::move(exchanges[r]);
     Engine engine(plan, reinterpret_cast<std::byte*>(arena.data()), *communicators[r], options);
     if (rank == 1) return engine.fail("gone");  // and its exchange with it
-    step(engine);
-    const std::string error = message_of<FaultError>([&] { engine.wait(0); });
+    const std::string error = message_of<FaultError>([&] {
+      step(engine);
+      engine.wait(0);
+    });
     EXPECT_NE(error.find("by topk:0.25, zen: a) of step 1 failed"), std::string::npos) << error;
   });
 }
