@@ -135,6 +135,7 @@ def test_frames_survive_being_cut_and_noise_before_them() -> None:
         (["-np", "2"], "COMMAND"),
         (["-np", "3", "-H", "a:1,b:1", "true"], "lower -np or give the hosts more slots"),
         (["-np", "2", "-H", "", "true"], "-H: '' is no host"),
+        (["-np", "2", "-H", "::1:2", "true"], "write '[address]:slots'"),
         (["-H", "a:1", "--hostfile", "f", "true"], "exclude each other"),
         (["-H", "", "--hostfile", "f", "true"], "exclude each other"),
         (["--hostfile", "no-such-file", "true"], "no-such-file"),

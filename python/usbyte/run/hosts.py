@@ -116,7 +116,8 @@ def _parse_item(text: str, where: str) -> Host:
     match = _ITEM.fullmatch(text)
     # A leading dash would be read as an option by ssh.
     if match is None or text.startswith("-"):
-        raise ValueError(f"{where}: {text!r} is no host; write 'host' or 'host:slots'")
+        form = "'[address]:slots'" if text.count(":") > 1 else "'host' or 'host:slots'"
+        raise ValueError(f"{where}: {text!r} is no host; write {form}")
     name = match[1].strip("[]")
     return Host(name, _slots(match[2] or "1", where), _is_local(name))
 
