@@ -496,6 +496,23 @@ def traces(wrap: Wrap, rank: int) -> Any:
     return model, [t.detach() for t in found]
 
 
+def scripts_a_block(wrap: Wrap, rank: int) -> Any:
+    """One whose parameters Python reads too, and which is also called by itself."""
+    block = torch.jit.script(mlp(6, 8, 4))
+    model = nn.Sequential(nn.Linear(6, 6), block)
+    net, opt = wrap(model, sgd(model))
+    found = []
+    with torch.jit.optimized_execution(False):  # which rounds as it likes
+        for x in batches(rank):
+            opt.zero_grad()
+            penalty = sum(p.square().sum() for p in model.parameters())
+            (net(x).pow(2).mean() + 1e-2 * penalty).backward()
+            opt.step()
+            with torch.no_grad():
+                found.append(block(x))
+    return model, found
+
+
 def accumulates(wrap: Wrap, rank: int) -> Any:
     """Two micro-batches a step; the last cycle is short."""
     model = mlp()

@@ -54,6 +54,7 @@ EXPECTED = {
     "scales_by_hooks": "",
     "transforms": "",
     "traces": "",
+    "scripts_a_block": UNSEEN,
     "accumulates": "",
     "compiles_blocks": "",
     "compiles_in_place": "",

@@ -2,8 +2,9 @@
 
 The modules that own the parameters are found at the first forward pass (or in `model`, if the user
 passes it). Each gets a forward pre-hook, so that all of its parameters are asked for at once; what
-is read in any other way asks for itself (`awaited.py`). Compiled and scripted modules run without
-the hooks of what is inside, so they are asked for as a whole.
+is read in any other way asks for itself (`awaited.py`). Compiled and traced modules run without the
+hooks of what is inside, so they are asked for as a whole. Scripted ones take no hooks at all:
+their updates do not wait.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Gates:
         self._installed: set[nn.Module] = set()
         self.roots: list[nn.Module] = []
         self._unseen: set[int] = set()  # got gradients, but nobody was seen to use them
-        self._opaque: set[int] = set()  # of these, what compiled code reads without being seen
+        self._opaque: set[int] = set()  # what compiled or scripted code reads unseen
         self._learning, self._watching = True, False
         self._begun = False  # the forward pass of this iteration
         self.needed: list[Mark | None] = [None] * len(params)
@@ -147,6 +148,7 @@ class Gates:
     def _install(self, root: nn.Module) -> list[Callable[..., None]]:
         """Puts gates below a root; returns the hooks of the root itself."""
         self.roots.append(root)
+        self._opaque.update(self._index[p] for p in _scripted(root) if p in self._index)
         here: list[Callable[..., None]] = []
         for module, params in _gated(root):
             if module in self._installed:
@@ -251,8 +253,8 @@ def _no_gate() -> Callable[..., None]:
 
 def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """Modules whose hooks run, with the parameters that each is to be asked for."""
-    if _is_compiled_in_place(root):
-        return  # the hooks of the root itself are traced
+    if _is_compiled_in_place(root) or isinstance(root, torch.jit.RecursiveScriptModule):
+        return  # the hooks of the root itself are traced, or refused
     own = list(root.parameters(recurse=False))
     if hasattr(root, "_orig_mod") or isinstance(root, torch.jit.ScriptModule):
         yield root, list(root.parameters())
@@ -266,6 +268,13 @@ def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     yield root, own
     for child in inside:
         yield from _gated(child)
+
+
+def _scripted(root: nn.Module) -> Iterator[nn.Parameter]:
+    """What scripted code reads, whether or not Python reads it too."""
+    for module in root.modules():
+        if isinstance(module, torch.jit.RecursiveScriptModule):
+            yield from module.parameters(recurse=False)
 
 
 def _is_compiled_in_place(module: nn.Module) -> bool:

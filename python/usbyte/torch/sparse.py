@@ -29,8 +29,7 @@ def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
     """Parameters that layers such as `nn.Embedding(sparse=True)` give sparse gradients."""
     found = set()
     for module in model.modules() if model is not None else ():
-        # Not the attribute, which may be computed: a parametrized one would be, with its effects.
-        weight = module._parameters.get("weight")
+        weight = _weight(module)
         if weight is not None and getattr(module, "sparse", False) is True:
             found.add(weight)
     return found
@@ -46,8 +45,13 @@ def renormalized_parameters(model: nn.Module | None) -> set[nn.Parameter]:
         for module in (model.modules() if model is not None else ())
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         and module.max_norm is not None
-        and (weight := module._parameters.get("weight")) is not None
+        and (weight := _weight(module)) is not None
     }
+
+
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    """Not the attribute, which may be computed: a parametrized one would be, with its effects."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False)).get("weight")
 
 
 def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
