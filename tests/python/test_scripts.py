@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import pickle
 import re
 
 import pytest
@@ -193,6 +195,18 @@ def refused(rank, size):
     with pytest.raises(UsageError, match="was frozen when the optimizer was wrapped"):
         opt.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    opt.close()
+    # TorchScript would compile the hooks too, of the model and of its copies.
+    model = _scripts.mlp()
+    opt = ub.DistributedOptimizer(_scripts.sgd(model), model.named_parameters())
+    model(x).sum().backward()
+    opt.step()
+    for hooked in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(AttributeError, match=r"script a model made anew that has loaded"):
+            torch.jit.script(hooked)
+    fresh = _scripts.mlp()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(torch.jit.script(fresh)(x), model(x))
     opt.close()
     # An optimizer that nobody knows is left alone, unless the user knows it.
     for overlap, decided in [("auto", "backward"), ("forward", "forward")]:

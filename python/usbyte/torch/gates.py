@@ -225,7 +225,19 @@ class _Finder:
             self.handle.remove()
 
 
-class _Hook:
+class _Unscripted:
+    """What torch.jit.script asks for its name, so as to compile it."""
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "torch.jit.script cannot compile the hooks by which modules wait for their parameters: "
+            "script a model made anew that has loaded this one's state_dict(), or use "
+            "torch.jit.trace"
+        )
+
+
+class _Hook(_Unscripted):
     """A hook that copies of its module do without."""
 
     def __init__(
@@ -243,8 +255,17 @@ class _Hook:
         return _no_gate, ()
 
 
-def no_gate(*_args: Any) -> None:
+class _NoGate(_Unscripted):
     """What stands for a gate in copies and pickles of a model."""
+
+    def __call__(self, *_args: Any) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        return _no_gate, ()
+
+
+no_gate = _NoGate()
 
 
 def _no_gate() -> Callable[..., None]:
