@@ -15,7 +15,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, PlanError, UsageError
 from usbyte.torch.codec_memory import Memory
-from usbyte.torch.compression import Codec, codecs_of
+from usbyte.torch.compression import Codec, choices_of, codecs_of
 
 
 def test_names_are_those_of_the_core():
@@ -48,6 +48,9 @@ def test_rules_say_which_parameters():
         codecs_of({"2.*": "fp16"}, names, params)
     with pytest.raises(UsageError, match="'zip' is unknown; there are none, fp16"):
         codecs_of("zip", names, params)
+    for rules in (nn.Identity, 5, {"0.*": 5}, ["fp16", 5]):
+        with pytest.raises(UsageError, match=r"is no codec: take one of usbyte"):
+            choices_of(rules, names, params)
     with pytest.raises(UsageError, match="above 0"):
         ub.Compression.topk(0)
 

@@ -156,7 +156,7 @@ def choices_of(
     """
     if rules == "auto":
         rules = AUTO
-    if isinstance(rules, (Codec, str, Mapping)):
+    if isinstance(rules, str) or not isinstance(rules, Sequence):
         return Choices([codecs_of(rules, names, params)])
     if not rules:
         raise UsageError('compression: there is nothing to choose from; name codecs, or "auto"')
@@ -215,4 +215,9 @@ def check_relays(specs: Iterable[str]) -> None:
 
 
 def _spec(codec: Codec | str) -> str:
+    if not isinstance(codec, (Codec, str)):
+        raise UsageError(
+            f"compression {codec!r} is no codec: take one of usbyte.torch.Compression, or its "
+            "spec; compressors of one's own are for allreduce() and the like"
+        )
     return codec.spec if isinstance(codec, Codec) else Codec(codec).spec
