@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "push_pull.h"
 #include "schemes.h"
@@ -26,15 +27,17 @@ SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine, con
   return out;
 }
 
-/// As of a parameter server; of blocks, each of which is there if any of its elements is.
+/// As of a parameter server; of blocks, each of which is there if any row in it is.
 double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) {
   const SparseShape blocks = blocks_of(shape);
-  const double n = ranks, per_block = std::max(1.0, double(kBlock) / double(shape.width));
+  const double n = ranks, width = static_cast<double>(shape.width);
+  // On average, those that reach into it from its neighbours included.
+  const double per_block = 1 + static_cast<double>(kBlock - std::gcd(kBlock, shape.width)) / width;
   const auto full = [&](double d) { return 1 - std::pow(1 - d, per_block); };
   const double row = static_cast<double>(blocks.row_bytes()) + key_bytes(blocks);
-  const double fullest = std::min(1.0, full(density.of(1)) * density.skew) +
-                         std::min(1.0, full(density.of(ranks)) * density.skew);
-  return (n - 1) / n * fullest * static_cast<double>(blocks.rows) * row;
+  const FullestRange fullest(ranks, density);
+  return (n - 1) / n * (full(fullest.of_one) + full(fullest.of_sum)) *
+         static_cast<double>(blocks.rows) * row;
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -11,6 +13,18 @@ namespace usbyte::sparse {
 
 /// Lengths and messages, to the servers and from them.
 inline int push_pull_transfers(int) { return 4; }
+
+/// Shares of the rows of the fullest of equal ranges that are not zero: of one rank's gradient, and
+/// of the sum. That is less skewed, as the fuller a range is, the more rows ranks have in common:
+/// as many as if they were drawn independently, or more, but for what all ranges have on average.
+struct FullestRange {
+  FullestRange(int ranks, const SparseDensity& density)
+      : of_one(std::min(1.0, density.of(1) * density.skew)),
+        of_sum(std::max(density.of(ranks), std::min(density.of(ranks) * density.skew,
+                                                    1 - std::pow(1 - of_one, ranks)))) {}
+
+  double of_one, of_sum;
+};
 
 /// The rows as messages to their servers.
 template <typename Servers>

@@ -11,12 +11,13 @@ SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine, con
   return push_pull(exchange, shape, std::move(mine), Ranges(shape.rows, exchange.size()), false);
 }
 
-/// 2 (n - 1) / n (d + d_n) s_n M b for single elements of 4 bytes: the fullest range's rank.
+/// 2 (n - 1) / n (d + d_n) s_n M b for single elements of 4 bytes: the fullest range's rank. As
+/// published, but that the sum is not as skewed as a rank's rows.
 double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) {
   const double n = ranks;
   const double row = static_cast<double>(shape.row_bytes()) + key_bytes(shape);
-  return (n - 1) / n * (density.of(1) + density.of(ranks)) * density.skew *
-         static_cast<double>(shape.rows) * row;
+  const FullestRange fullest(ranks, density);
+  return (n - 1) / n * (fullest.of_one + fullest.of_sum) * static_cast<double>(shape.rows) * row;
 }
 
 }  // namespace

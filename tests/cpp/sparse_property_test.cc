@@ -113,7 +113,7 @@ TEST_P(EverySparseScheme, IsTheSameToTheBitOnAllRanks) {
 
 TEST_P(EverySparseScheme, SendsWhatItsFormulaSays) {
   for (int ranks : {2, 3, 4, 8, 9}) {
-    for (int64_t width : {1, 64}) {
+    for (int64_t width : {1, 64, 300}) {
       for (int64_t one_in : {3, 50}) {
         SCOPED_TRACE(std::to_string(ranks) + " ranks, 1 in " + std::to_string(one_in));
         Random random(static_cast<uint64_t>(ranks));

@@ -180,5 +180,33 @@ TEST(Zen, SendsWhatItsFormulaSays) {
   }
 }
 
+TEST(EqualRanges, SendAboutWhatTheirFormulasSayUnderSkew) {
+  constexpr int kRanks = 16;
+  const SparseShape shape{20'000, 64, DType::float32};
+  for (int64_t count : {200, 1'000, 4'000}) {
+    SCOPED_TRACE(count);
+    Random random(3);
+    std::vector<Rows> rows(kRanks);
+    for (Rows& r : rows) {
+      r.ids = zipf(random, shape.rows, count);
+      r.values.assign(r.ids.size() * static_cast<size_t>(shape.width), 1);
+    }
+    SparseDensity density = test::density_of(shape, rows);
+    density.skew = test::all_reduce(sparse_scheme("zen"), shape, rows)[0].traffic.skew;
+    EXPECT_GT(density.skew, 3);
+    for (const char* name : {"sparse_ps", "omnireduce"}) {
+      const SparseScheme& scheme = sparse_scheme(name);
+      double busiest = 0;
+      for (const SparseSum& sum : test::all_reduce(scheme, shape, rows)) {
+        const SparseTraffic& t = sum.traffic;
+        busiest = std::max({busiest, double(t.sent_bytes), double(t.received_bytes)});
+      }
+      const double want = scheme.bytes(kRanks, shape, density);
+      EXPECT_GT(want, 0.9 * busiest) << name;
+      EXPECT_LT(want, 1.6 * busiest) << name;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace usbyte
