@@ -182,7 +182,9 @@ constexpr int64_t kStrategyWork = 3'000'000;
 ///    resources about equally; the most promising first.
 ///
 /// Where a tensor has many options, those that take no less of any resource than another are not
-/// tried.
+/// tried, though one in more parts may let others in between: some small jobs come out better with
+/// a few options alone.
+///
 /// The descent ends when `work` tasks have been simulated, of more than 320 tensors n^2 / 320^2
 /// times as many, but no more than ten times; 1 and 2 end by themselves, or after ten times `work`.
 /// What comes out is the best that was seen, choices to begin with included.
