@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from run_support import PATIENCE_SECONDS, Running, Starter, has_ipv6, starter
+from run_support import PATIENCE_SECONDS, Running, Starter, has_ipv6, parents, starter
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 pytestmark = pytest.mark.skipif(
@@ -260,6 +261,22 @@ def test_nothing_outlives_a_remote_agent_that_is_killed(start: Starter, server: 
     os.kill(int(running.out.split()[2]), signal.SIGKILL)
     assert running.finish() == 1
     assert "usbyterun: lost host 127.0.0.2" in running.err
+
+
+def test_nothing_outlives_a_remote_agent_that_is_killed_amid_signals(
+    start: Starter, server: Server
+) -> None:
+    script = f"echo parent $PPID; {WAITING}"
+    running = start(*server.options, "-H", "127.0.0.2:1", "bash", "-c", script)
+    running.expect("[0] up")
+    agent = int(running.out.split()[2])
+    guardian = parents()[agent]
+    os.kill(agent, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(guardian, signal.SIGHUP)
+    assert running.finish() == 1
+    assert running.err == "usbyterun: lost host 127.0.0.2\n"
 
 
 def test_a_host_that_refuses(start: Starter, server: Server) -> None:

@@ -100,8 +100,13 @@ def guard() -> None:
         die_with(guardian)
         return
     adopt_orphans()
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):  # it has ended, and what it left must still be ended
+            os.kill(child, number)
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: os.kill(child, number))
+        signal.signal(number, pass_on)
     while os.wait()[0] != child:
         pass
     end_descendants(0)
