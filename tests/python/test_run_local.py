@@ -218,6 +218,16 @@ def test_a_signal_before_anything_runs(start: Starter) -> None:
     assert running.finish() == 143
 
 
+def test_a_signal_while_the_hosts_are_read(start: Starter) -> None:
+    os.mkfifo(start.cwd / "hosts")
+    running = start("--hostfile", "hosts", "sleep", "600")
+    # Opens once the launcher reads, which then waits for what is never written.
+    with (start.cwd / "hosts").open("w"):
+        running.process.send_signal(signal.SIGINT)
+        assert running.finish() == -signal.SIGINT
+    assert running.err == ""
+
+
 def test_nothing_outlives_a_launcher_that_is_killed(start: Starter) -> None:
     running = start("-np", "2", "bash", "-c", f"trap '' TERM HUP; {WAITING}")
     running.expect("[0] up", "[1] up")
