@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from itertools import pairwise
 
@@ -102,6 +103,35 @@ def written(rank, size):
 
 def test_a_parameter_that_was_written_to_stops_the_others_too():
     run_ranks(2, written, env=LEARNING)
+
+
+def shares_a_version(rank, size):
+    """Parameters made of views of one tensor: a write to one counts as a write to all."""
+    ub.init()
+    short_probes()
+    for options in ({"policy": "wfbp"}, {"shard_optimizer": True, "policy": "dear"}):
+        model = layers()
+        both = torch.stack([model[0].weight.detach(), model[2].weight.detach()])
+        model[0].weight, model[2].weight = map(nn.Parameter, both)
+        plain = copy.deepcopy(model)
+        versions = [p._version for p in model.parameters()]
+        opt = trained(model, rank, 0, **options)
+        assert [p._version for p in model.parameters()] == versions
+        opt.close()
+        opt = trained(model, rank, 8, **options)
+        opt.close()
+        inner = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        for step in range(8):
+            inner.zero_grad()
+            for each in range(size):
+                loss = plain(torch.full((2, 4), 1.0 + each + step)).pow(2).mean()
+                (loss / size).backward()
+            inner.step()
+        assert torch.allclose(flat(model), flat(plain), rtol=1e-5), options
+
+
+def test_parameters_that_are_views_of_one_tensor_are_updated_together():
+    run_ranks(2, shares_a_version, env=LEARNING)
 
 
 def interrupts(rank, size):

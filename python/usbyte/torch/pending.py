@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -34,6 +35,8 @@ class PendingUpdates(ABC):
     def __init__(self, trained: Trained, reducer: Reducer, fetch: Sequence[Fetch]) -> None:
         self._params, self._reducer, self._fetch = trained.params, reducer, fetch
         self._versions: list[int] = []  # when updates were put off
+        # By parameter, all that torch takes for written to when one of them is.
+        self._alike = {i: alike for alike in _one_version(self._params) for i in alike}
         self._behind: dict[int, Fence] = {}  # by parameter, the update, if that is on a device
         self.pending: set[int] = set()
         self.unasked: set[int] = set()
@@ -88,11 +91,19 @@ class PendingUpdates(ABC):
             for fence in {behind[i] for i in indices if i in behind}:
                 fence.wait(stream)
 
+    def _with_alike(self, due: Sequence[int]) -> list[int]:
+        """Adds pending ones that share a version, of which autograd allows no later update."""
+        if not self._alike:
+            return list(due)
+        wanted = {j for i in due for j in self._alike.get(i, (i,))}
+        return sorted(self.pending & wanted)
+
     def _arrived_with(self, due: Sequence[int]) -> list[int]:
         """Others whose updates are pending and have what they need once those of `due` have."""
         if len(due) == len(self.pending):
             return []
-        return sorted(self.pending.intersection(self._reducer.arrives_with(due)).difference(due))
+        found = self.pending.intersection(self._reducer.arrives_with(due)).difference(due)
+        return sorted(found.difference(self._alike))
 
     def _begin(self, due: Sequence[int]) -> list[int]:
         """Lets an update of these parameters begin, whose gradients are there.
@@ -147,3 +158,21 @@ class PendingUpdates(ABC):
         self.unasked.update(taken)
         for i in taken:
             hold(self._params[i], self._fetch[i])
+
+
+def _one_version(params: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Which parameters share a version counter, as those made of views of one tensor do."""
+    found: list[list[int]] = []
+    with torch._C.DisableTorchFunctionSubclass(), ExitStack() as stack:  # they may be held
+        for param in params:
+            stack.enter_context(torch.autograd._unsafe_preserve_version_counter(param))
+        before = [param._version for param in params]
+        for param in params:
+            torch.autograd.graph.increment_version(param)
+        left = [i for i, param in enumerate(params) if param._version > before[i] + 1]
+        while left:
+            before = [param._version for param in params]
+            torch.autograd.graph.increment_version(params[left[0]])
+            found.append([i for i in left if params[i]._version != before[i]])
+            left = [i for i in left if params[i]._version == before[i]]
+    return found

@@ -179,9 +179,10 @@ class ShardedUpdates(PendingUpdates):
 
     @torch.no_grad()
     def _apply(self, due: Sequence[int]) -> None:
-        for i in due:
+        wanted = self._with_alike(due)
+        for i in wanted:
             self._reducer.wait_gathered(i)
-        taken = self._begin([*due, *self._arrived_with(due)])
+        taken = self._begin([*wanted, *self._arrived_with(wanted)])
         if not taken:
             return
         try:

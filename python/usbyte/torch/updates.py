@@ -74,8 +74,9 @@ class DeferredUpdates(PendingUpdates):
 
     def _apply(self, due: Sequence[int]) -> None:
         reducer = self._reducer
-        sums = {i: reducer.wait(i) for i in due}
-        sums |= {i: reducer.sum(i) for i in self._arrived_with(due)}
+        wanted = self._with_alike(due)
+        sums = {i: reducer.wait(i) for i in wanted}
+        sums |= {i: reducer.sum(i) for i in self._arrived_with(wanted)}
         updated = self._begin(list(sums))
         if not updated:
             return
