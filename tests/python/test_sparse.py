@@ -18,7 +18,15 @@ from _models import short_probes, warnings_from_now_on
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.sparse import Counts, DensityDrift, RowCounts, choose_way, to_be_won_s
+from usbyte.torch.sparse import (
+    Counts,
+    DensityDrift,
+    RowCounts,
+    choose_way,
+    renormalized_parameters,
+    sparse_parameters,
+    to_be_won_s,
+)
 
 ROWS, WIDTH = 300, 5
 
@@ -426,6 +434,18 @@ def renormalizes(rank, size):
 
 def test_rows_that_each_rank_renormalizes_are_told_of():
     run_ranks(2, renormalizes)
+
+
+class Older(nn.Embedding):
+    """Names its parameters by the signature of before torch 2.0, as DDP takes them."""
+
+    def named_parameters(self, prefix="", recurse=True):
+        yield from super().named_parameters(prefix, recurse)
+
+
+def test_sparse_weights_are_found_where_naming_is_overridden():
+    model = nn.Sequential(Older(9, 3, sparse=True, max_norm=1.0), nn.Linear(3, 2))
+    assert sparse_parameters(model) == renormalized_parameters(model) == {model[0].weight}
 
 
 def refuses(rank, size):

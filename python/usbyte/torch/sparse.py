@@ -51,7 +51,9 @@ def renormalized_parameters(model: nn.Module | None) -> set[nn.Parameter]:
 
 def _weight(module: nn.Module) -> nn.Parameter | None:
     """Not the attribute, which may be computed: a parametrized one would be, with its effects."""
-    return dict(module.named_parameters(recurse=False, remove_duplicate=False)).get("weight")
+    # By torch's own method: overrides may take fewer arguments.
+    own = nn.Module.named_parameters(module, recurse=False, remove_duplicate=False)
+    return dict(own).get("weight")
 
 
 def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
