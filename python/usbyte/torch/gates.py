@@ -226,7 +226,7 @@ class _Finder:
 
 
 class _Unscripted:
-    """What torch.jit.script asks for its name, so as to compile it."""
+    """A hook that is no gate in pickles, and that torch.jit.script asks for its name to compile."""
 
     @property
     def __name__(self) -> str:
@@ -235,6 +235,9 @@ class _Unscripted:
             "script a model made anew that has loaded this one's state_dict(), or use "
             "torch.jit.trace"
         )
+
+    def __reduce__(self) -> Any:
+        return _no_gate, ()
 
 
 class _Hook(_Unscripted):
@@ -251,18 +254,12 @@ class _Hook(_Unscripted):
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_gate
 
-    def __reduce__(self) -> Any:
-        return _no_gate, ()
-
 
 class _NoGate(_Unscripted):
     """What stands for a gate in copies and pickles of a model."""
 
     def __call__(self, *_args: Any) -> None:
         pass
-
-    def __reduce__(self) -> Any:
-        return _no_gate, ()
 
 
 no_gate = _NoGate()
