@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import short_probes
 from usbyte import _core
 from usbyte.errors import FaultError
 
@@ -29,7 +28,6 @@ LIMIT_S = 4.0  # the stall limit here
 
 
 def prepared(kind: str = "backward", **options: Any) -> tuple[nn.Module, ub.DistributedOptimizer]:
-    short_probes()
     ub.init()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)).double()
@@ -240,7 +238,6 @@ def raises_in_backward(rank: int, size: int) -> Any:
 def wraps(rank: int, size: int, what: str) -> Any:
     """An optimizer that is not like the others'."""
     odd = rank == CULPRIT
-    short_probes()
     ub.init()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1 + (odd and what == "shape"))).double()
@@ -298,7 +295,6 @@ def plans_for_another_model(rank: int, size: int) -> Any:
 
 def reads_a_corrupt_topology(rank: int, size: int, folder: str) -> Any:
     path = Path(folder, "topology.json")
-    short_probes()
     ub.init()
     if rank == 0:
         path.write_text('{"format": "usbyte-topology-1", "dimensions": [1e999, ' + "[" * 5000)
@@ -311,7 +307,6 @@ def reads_a_corrupt_topology(rank: int, size: int, folder: str) -> Any:
 
 def loads_another_sizes_memory(rank: int, size: int) -> Any:
     """Of codecs, saved by a job of more parameters."""
-    short_probes()
     ub.init()
 
     def make(width: int) -> tuple[nn.Module, ub.DistributedOptimizer]:

@@ -67,7 +67,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def short_probes() -> None:
-    """For those who do not ask what plans cost."""
+    """Has little of the network measured, as in all ranks that tests run: they ask for no costs."""
     probe = importlib.import_module("usbyte.torch.probe")
     probe._SPAN, probe._FEWEST_GROUPS, probe._SHOTS = 1, 2, 4
     transport = importlib.import_module("usbyte.torch.transport")
@@ -95,7 +95,6 @@ def train(
 
     Every mode sees the same data and starts from the same parameters.
     """
-    short_probes()
     torch.manual_seed(3)
     model = Awkward(mixed)
     if double:

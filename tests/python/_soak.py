@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import usbyte.torch as ub
-from _models import Awkward, groups, short_probes
+from _models import Awkward, groups
 from usbyte import _core
 
 SEGMENT = 60  # steps from one plan to the next
@@ -82,7 +82,6 @@ def soak(rank: int, size: int, steps: int, seed: int, reference: bool) -> dict[s
         reference: Train with DDP, on the same data and with the same checkpoints. Longer trainings
             amplify rounding, so that they do not end alike.
     """
-    short_probes()
     ub.init()
     torch.manual_seed(seed)
     shared, own = np.random.default_rng(seed), np.random.default_rng([seed, rank])

@@ -1,8 +1,7 @@
 """Processes that begin with torch and usbyte imported, as copies of one that has done so.
 
 Importing takes a core for three seconds, more than most tests do. Strings hash by chance in each
-interpreter, so that what depends on that differs between ranks; each rank has a template of its own
-to keep it so.
+interpreter, so that what depends on that differs between ranks; three templates keep it so.
 
 Run as a script, this file is such a template.
 """
@@ -38,12 +37,12 @@ class Process:
         """Has `_ranks.main(call)` called.
 
         Args:
-            rank: Whose template.
+            rank: Of the job; those three apart share a template.
             call: Whatever JSON can carry.
             env: The whole environment.
             output: File for what it prints.
         """
-        self._template, _ = _template(rank)
+        self._template, _ = _template(rank % 3)
         self.returncode: int | None = None
         stdin, self._stdin = os.pipe()  # closes when this process ends, however it ends
         request = {"call": call, "env": dict(env), "path": sys.path, "cwd": os.getcwd()}
@@ -79,7 +78,7 @@ class Process:
 
 
 @functools.cache
-def _template(_rank: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _template(_number: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         process = subprocess.Popen(
@@ -133,12 +132,15 @@ def _become(request: Mapping[str, Any], stdin: int, output: int) -> None:
 
 
 def _main() -> None:
-    # The second one is what optimizers import when the first of them is made.
-    for name in ("torch", "torch._dynamo", "usbyte.torch"):
+    # The second one is what optimizers import when the first of them is made, the last one what
+    # files of tests do.
+    for name in ("torch", "torch._dynamo", "usbyte.torch", "pytest"):
         importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "threads are not copied"
+    from _models import short_probes
     from _ranks import main
 
+    short_probes()
+    assert len(os.listdir("/proc/self/task")) == 1, "threads are not copied"
     gc.freeze()  # or each copy, as it ends, goes through all that was imported, for half a second
     start: Callable[[Any], None] = main
     start(_serve(socket.socket(fileno=int(sys.argv[1]))))

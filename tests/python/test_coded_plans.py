@@ -10,7 +10,6 @@ from torch import nn
 
 import usbyte.torch as ub
 from _emulated import emulate
-from _models import short_probes
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
@@ -20,7 +19,6 @@ from usbyte.torch.compression import Choices, choices_of
 
 def chooses(rank, size):
     ub.init()
-    short_probes()
     told = []
     logger = logging.getLogger("usbyte")
     logger.setLevel(logging.INFO)
@@ -55,7 +53,6 @@ def chooses(rank, size):
 
 def tried(rank, size, tune_steps):
     ub.init()
-    short_probes()
     planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e5)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -94,7 +91,6 @@ def test_without_trials_the_prediction_decides():
 
 def leaves_alone(rank, size):
     ub.init()
-    short_probes()
     planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 0.0, 1e13)
     model = nn.Linear(64, 64)
     opt = ub.DistributedOptimizer(
@@ -116,7 +112,6 @@ def test_what_a_policy_leaves_alone_stays_so():
 def on_a_device(rank, size):
     device = emulate()
     ub.init()
-    short_probes()
     planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e5)
     measure, measured = _core.measure_codec, []
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import OPTIMIZERS, Awkward, groups, short_probes
+from _models import OPTIMIZERS, Awkward, groups
 from _ranks import run_ranks
 from usbyte.errors import FaultError, UsageError
 from usbyte.torch.awaited import forget_dead
@@ -70,7 +70,6 @@ WAYS = {
 
 def goes(rank, size, way: str):
     ub.init()
-    short_probes()
     found, counts = [], []
     for _ in range(3):
         model, optimizer = trained(rank, **WAYS[way])
@@ -92,7 +91,6 @@ def test_models_and_optimizers_that_nobody_refers_to_go(way):
 def sweeps(rank, size):
     """As in a notebook: names are used again, and nobody thinks of the collector."""
     ub.init()
-    short_probes()
     there, counts = [], []
     for _ in range(4):
         model, optimizer = trained(rank, steps=3)
@@ -113,7 +111,6 @@ def test_a_sweep_has_no_more_than_two_at_once():
 def keeps(rank, size):
     """What of a model is still referred to has all that an optimizer that is kept would give it."""
     ub.init()
-    short_probes()
     want = values(trained(rank, overlap="forward")[0])
 
     model, optimizer = trained(rank, overlap="forward")
@@ -155,7 +152,6 @@ class Bare(nn.Module):
 def steps_inside(rank, size):
     """The wrapper is dropped, and the wrapped optimizer goes on."""
     ub.init()
-    short_probes()
     found = []
     for kind in ("plain", "in place", "bare"):
         torch.manual_seed(0)
@@ -182,7 +178,6 @@ def test_who_goes_on_with_the_wrapped_optimizer_gets_averages():
 def compiles(rank, size):
     """A whole graph, with and without an optimizer that is gone."""
     ub.init()
-    short_probes()
     for _ in range(2):
         model = nn.Linear(4, 4)
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -205,7 +200,6 @@ def test_compiled_models_have_no_breaks():
 def goes_on_one(rank, size):
     """Rank 0 keeps its optimizer: rank 1's engine stays with it until rank 0 drops it, too."""
     ub.init()
-    short_probes()
     model, optimizer = trained(rank, steps=3)
     kept = [model, optimizer] if rank == 0 else []
     del model, optimizer
@@ -224,7 +218,6 @@ def test_nothing_is_closed_before_all_ranks_have_dropped_it():
 
 def drops_it_too_early(rank, size):
     ub.init()
-    short_probes()
     model, optimizer = trained(rank, steps=3, overlap="forward", policy="wfbp")
     if rank == 0:
         del model, optimizer
@@ -243,7 +236,6 @@ def test_a_rank_that_has_dropped_it_too_early_is_named():
 def fails_in_backward(rank, size):
     """As in a notebook: an error, elsewhere on each rank, a repair, and the cell is run again."""
     ub.init()
-    short_probes()
     model, optimizer = trained(rank, bucket_bytes=4096)
     at = model.head.weight if rank == 0 else model.norm.weight
     hook = at.register_hook(lambda grad: 1 / 0)
@@ -269,7 +261,6 @@ def test_an_error_in_backward_keeps_nothing():
 
 def copies(rank, size):
     ub.init()
-    short_probes()
     model, optimizer = trained(rank)
     shallow, deep = copy.copy(model.norm.weight), copy.deepcopy(model.norm.weight)
     file = io.BytesIO()
@@ -292,7 +283,6 @@ def test_copies_of_parameters_are_nobodys():
 def swaps(rank, size):
     """Torch would take the hook away from the parameter."""
     ub.init()
-    short_probes()
     model = trained(rank)[0]
     torch.__future__.set_swap_module_params_on_conversion(True)
     with pytest.raises(RuntimeError, match="swap"):

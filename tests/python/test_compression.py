@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import usbyte.torch as ub
 from _coded import CODECS, cast_hook
-from _models import OPTIMIZERS, Awkward, difference, short_probes, train
+from _models import OPTIMIZERS, Awkward, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, PlanError, UsageError
@@ -142,7 +142,6 @@ def test_matrices_go_as_a_whole():
 
 def casts(rank, size):
     ub.init()
-    short_probes()
 
     def trained(mode, hook=None, codec=None):
         torch.manual_seed(3)
@@ -182,7 +181,6 @@ def test_casts_equal_ddps_hooks():
 
 def every_codec(rank, size):
     ub.init()
-    short_probes()
     for i, codec in enumerate(CODECS):
         mode = ("backward", "forward")[i % 2]
         kind = "adam" if codec.spec.startswith(("dgc", "signum")) else "sgd"
@@ -198,7 +196,6 @@ def test_ranks_stay_equal_under_every_codec():
 
 def shards(rank, size):
     ub.init()
-    short_probes()
     options = {"steps": 10, "shard_optimizer": True}
     want = train("forward", "sgd", rank, size, **options)
     for codec in ("fp16", "int8"):
@@ -224,7 +221,6 @@ def blocks_of(tensors, width, kind):
 
 def feedback(rank, size, spec):
     ub.init()
-    short_probes()
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(40, 40))
     other = nn.Parameter(torch.zeros(30, 30))
@@ -280,7 +276,6 @@ def test_a_new_plan_loses_nothing_that_was_remembered(spec):
 
 def seldom_used(rank, size, spec, options):
     ub.init()
-    short_probes()
     often, seldom = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(20, 25))
     named = {"often": often, "seldom": seldom}
     opt = ub.DistributedOptimizer(
@@ -328,7 +323,6 @@ def test_a_sum_that_nobody_uses_takes_nothing_from_what_is_remembered(options):
 def unsent(rank, size, folder, loads):
     """How large what all ranks have not sent is, together: before a checkpoint, and after."""
     ub.init()
-    short_probes()
     weight = nn.Parameter(torch.zeros(40, 30))
     opt = ub.DistributedOptimizer(
         torch.optim.SGD([weight], lr=1.0), [("weight", weight)], compression="topk:0.02"
@@ -360,7 +354,6 @@ def test_what_is_remembered_weighs_the_same_on_other_numbers_of_ranks(tmp_path):
 def of_other_layout(rank, size):
     """What is remembered of an element is that element's, wherever it lies."""
     ub.init()
-    short_probes()
     data = torch.Generator().manual_seed(rank)
     saved, unsent = None, torch.zeros(6, 4, 3, 3)
     last, usual = torch.channels_last, torch.contiguous_format
@@ -387,7 +380,6 @@ def of_other_layout(rank, size):
 def changes_layout(rank, size):
     """Of a parameter that gets another layout while its optimizer lives."""
     ub.init()
-    short_probes()
     data = torch.Generator().manual_seed(rank)
     conv, unsent = nn.Conv2d(4, 6, 3, bias=False), torch.zeros(6, 4, 3, 3)
     nn.init.zeros_(conv.weight)
@@ -423,7 +415,6 @@ def test_what_is_remembered_goes_over_to_another_memory_format():
 
 def overflows(rank, size, spec):
     ub.init()
-    short_probes()
     torch.manual_seed(0)
     model = nn.Linear(40, 30)
     opt = ub.DistributedOptimizer(

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import short_probes
 from _ranks import run_ranks
 from run_support import has_ipv6
 from usbyte._core import Env
@@ -21,7 +20,6 @@ from usbyte.torch import default_group
 
 
 def exits(rank, size, path):
-    short_probes()
     ub.init()
     torch.manual_seed(0)
     model = nn.Linear(4, 4)

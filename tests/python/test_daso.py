@@ -16,7 +16,7 @@ from torch import nn
 
 import usbyte.torch as ub
 from _hosts import on_hosts
-from _models import Awkward, difference, short_probes
+from _models import Awkward, difference
 from _ranks import run_ranks
 from usbyte.errors import Error, FaultError, MismatchError, UsageError
 from usbyte.torch.daso_schedule import DasoSchedule
@@ -61,7 +61,6 @@ def train(opt, model, rank, steps):
 def start(rank, slots):
     on_hosts(rank, slots)
     ub.init()
-    short_probes()
 
 
 def reference(nodes, slots, steps, every, wait):

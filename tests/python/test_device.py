@@ -12,7 +12,7 @@ from torch import nn
 import usbyte.torch as ub
 from _coded import CODECS
 from _emulated import EmulatedDevice, emulate
-from _models import OPTIMIZERS, difference, short_probes, train
+from _models import OPTIMIZERS, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
@@ -121,7 +121,6 @@ def test_compressed_gradients_are_the_hosts():
 
 
 def layers(rank):
-    short_probes()
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
     optimizer = ub.DistributedOptimizer(
@@ -196,7 +195,6 @@ def test_one_ranks_vote_for_a_new_plan_reaches_all_in_the_same_step():
 def votes(rank, size):
     ub.init()
     emulate()
-    short_probes()
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = ub.DistributedOptimizer(

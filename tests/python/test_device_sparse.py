@@ -11,7 +11,6 @@ from torch import nn
 import test_sparse
 import usbyte.torch as ub
 from _emulated import EmulatedDevice, emulate
-from _models import short_probes
 from _ranks import run_ranks
 from test_sparse import Words, batches, difference, is_seldom, make_optimizer, train
 from usbyte.errors import UsageError
@@ -21,7 +20,6 @@ MODES = ("backward", "forward")
 
 
 def equals_the_host(rank, size, kinds, variants):
-    short_probes()
     ub.init()
     cases = [(mode, kind, v) for kind in kinds for v in variants for mode in MODES]
     expected = [train(mode, kind, rank, **variant)[0] for mode, kind, variant in cases]
@@ -66,7 +64,6 @@ def train_bare(rank, mode, dtype):
 
 
 def has_empty_batches(rank, size):
-    short_probes()
     ub.init()
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     cases = [(mode, dtype) for dtype in dtypes for mode in MODES]
@@ -92,7 +89,6 @@ def test_what_holds_on_the_host(name):
 
 
 def timelines(rank, size, folder):
-    short_probes()
     ub.init()
     emulate()
     model = Words()
@@ -124,7 +120,6 @@ def test_is_learned_and_in_the_timeline(tmp_path):
 
 
 def dies(rank, size):
-    short_probes()
     ub.init()
     emulate()
     model = Words()

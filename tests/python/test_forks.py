@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import usbyte.torch as ub
-from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import UsageError
 
@@ -76,7 +75,6 @@ def code_of_child(work):
 
 def reads_and_ends(rank, size, options):
     ub.init()
-    short_probes()
     model, opt = make(options)
     for i in range(10):
         step(model, opt, rank)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import _scripts
 import usbyte.torch as ub
-from _models import difference, short_probes
+from _models import difference
 from _ranks import run_ranks
 
 EPOCHS = 2
@@ -42,7 +42,6 @@ def plain_ddp(rank, size):
 
 def lightning_optimizer(rank, size):
     ub.init()
-    short_probes()
     warnings.simplefilter("ignore")
     import lightning
 
@@ -140,7 +139,6 @@ def accelerates(rank, size):
     assert 0 < difference(states[1], want) < 0.01
     # The optimizer in place of DDP: the model is not prepared.
     ub.init()
-    short_probes()
     net = model()
     opt = accelerator.prepare_optimizer(
         ub.DistributedOptimizer(_scripts.sgd(net), net.named_parameters(), policy="wfbp")

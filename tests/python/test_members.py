@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import usbyte.torch as ub
-from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.torch.context import current
@@ -59,7 +58,6 @@ def same(a, b):
 
 def inside_a_mesh(rank, size):
     """Ranks 0, 2 and ranks 1, 3 are data parallel, each pair with a model of its own."""
-    short_probes()
     ub.init()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     here = mesh["model"].get_local_rank()
@@ -103,7 +101,6 @@ def test_data_parallel_inside_a_mesh_as_with_ddp():
 
 
 def of_three(rank, size):
-    short_probes()
     ub.init()
     pair = ub.add_process_set([0, 2])
     if rank == 1:
@@ -148,7 +145,6 @@ def test_sparse_gradients_and_codecs_among_some_ranks():
 
 
 def loses_a_member(rank, size):
-    short_probes()
     ub.init()
     model = Half(0)
     if rank == 0:

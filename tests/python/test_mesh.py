@@ -16,7 +16,7 @@ from torch import nn
 import usbyte.torch as ub
 from _emulated import emulate
 from _hosts import on_hosts
-from _models import difference, short_probes, train
+from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
@@ -76,7 +76,6 @@ def learned(rank, size, policy, topology):
     """What the ranks find out about their mesh, and how many ops of the plan are routed."""
     on_hosts(rank, 2)
     ub.init()
-    short_probes()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     optimizer = ub.DistributedOptimizer(
@@ -237,7 +236,6 @@ def test_codecs_in_both_dimensions(tmp_path, on_device):
 def joins(rank, size, topology):
     """Ranks that remember shards run out of data, and go on from what they remember."""
     ub.init()
-    short_probes()
     weight, produced = nn.Parameter(torch.zeros(40, 30)), torch.zeros(40, 30)
     optimizer = ub.DistributedOptimizer(
         torch.optim.SGD([weight], lr=1.0), [("weight", weight)], overlap="forward",
@@ -417,7 +415,6 @@ def test_meshes_that_are_none_are_refused_on_every_rank(case, told):
 def foreign(rank, size, topology):
     """A plan whose routes are of another mesh."""
     ub.init()
-    short_probes()
     line = _core.Topology([_core.Dimension("all", size, 1e9)])
 
     def policy(profile, network):
@@ -449,7 +446,6 @@ def test_plans_for_another_mesh_are_refused_on_every_rank(topology, told):
 
 def dying(rank, size):
     ub.init()
-    short_probes()
     model = nn.Linear(512, 512)
     optimizer = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), policy=scattered,

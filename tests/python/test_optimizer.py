@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import OPTIMIZERS, Awkward, difference, short_probes, train
+from _models import OPTIMIZERS, Awkward, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
@@ -130,7 +130,6 @@ class Prototypes(nn.Module):
 
 def micro_batches(rank, size):
     ub.init()
-    short_probes()
     results = []
     for mode in ("ddp", "backward", "forward"):
         torch.manual_seed(0)
@@ -166,7 +165,6 @@ def test_micro_batches_that_use_different_layers_equal_ddp():
 
 def scaled(rank, size):
     ub.init()
-    short_probes()
     for overlap in ("backward", "forward"):
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
@@ -220,7 +218,6 @@ def test_gradients_that_are_negating_views_are_their_values():
 
 def hooked(rank, size):
     ub.init()
-    short_probes()
     for overlap in ("backward", "forward"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         opt = ub.DistributedOptimizer(
@@ -246,7 +243,6 @@ def test_modules_have_hooks_only_while_they_learn_or_updates_wait():
 
 def two_optimizers(rank, size):
     ub.init()
-    short_probes()
     torch.manual_seed(1)
     results = []
     for overlap in ("backward", "forward"):
@@ -334,7 +330,6 @@ def test_policies_are_what_the_core_has():
 def hooks_come_late(rank, size, when):
     """How many parameters a hook sees in each step, that comes between a step and its updates."""
     ub.init()
-    short_probes()
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     opt = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), overlap="forward", policy="wfbp"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import difference, short_probes
+from _models import difference
 from _ranks import run_ranks
 from usbyte.errors import MismatchError, UsageError
 
@@ -72,7 +72,6 @@ CHANGES = {
 
 def changes(rank, size):
     ub.init()
-    short_probes()
     for name, (change, groups) in CHANGES.items():
         plain, _ = trained(change, groups, lambda inner, model: inner)
         expected = plain.state_dict()
@@ -92,7 +91,6 @@ def test_parameters_have_the_options_of_the_group_that_they_are_in():
 
 def puts_new_ones(rank, size):
     ub.init()
-    short_probes()
     for options in OVERLAPS.values():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -136,7 +134,6 @@ def test_parameters_whose_gradients_nobody_sends_are_an_error():
 
 def refuses_new_ones(rank, size):
     ub.init()
-    short_probes()
     other = nn.Parameter(torch.ones(3))
     kept = ub.DistributedOptimizer(torch.optim.SGD([other], lr=0.1))
     gaps = nn.Parameter(torch.ones(4, 4)[:, :2])

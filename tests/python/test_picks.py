@@ -10,7 +10,6 @@ from torch import nn
 
 import usbyte.torch as ub
 from _emulated import emulate
-from _models import short_probes
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.torch import planning
@@ -66,7 +65,6 @@ def trained(rank, spec, scheme, overlap, steps=10):
 
 def equal(rank, size, spec):
     ub.init()
-    short_probes()
     planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1.0, 1e9)
     for overlap in ("backward", "forward"):
         want, want_left, _ = trained(rank, spec, "", overlap)
@@ -96,7 +94,6 @@ def test_on_a_device_too():
 
 def chooses(rank, size, factor):
     ub.init()
-    short_probes()
     told = []
     logger = logging.getLogger("usbyte")
     logger.setLevel(logging.INFO)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import difference, short_probes, train
+from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
@@ -22,7 +22,6 @@ from usbyte.torch.learning import NEVER, Iteration, Learning
 
 def every_policy(rank, size, optimizers, tolerance, double):
     ub.init()
-    short_probes()
     for optimizer in optimizers:
         expected = train("ddp", optimizer, rank, size, steps=12, double=double)
         for policy in _core.policies():

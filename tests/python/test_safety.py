@@ -14,13 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import usbyte.torch as ub
-from _models import difference, short_probes, warnings_from_now_on
+from _models import difference, warnings_from_now_on
 from _ranks import run_ranks
 from usbyte.errors import Error, MismatchError, UsageError
 
 
 def _warmed(overlap="forward", steps=8, model=None, **options):
-    short_probes()
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     opt = ub.DistributedOptimizer(
@@ -313,7 +312,6 @@ def there_and_back(model):
 
 def moves_gradients(rank, size):
     ub.init()
-    short_probes()
 
     def trained(model, opt, change, by_hand=False):
         data = torch.Generator().manual_seed(rank)
@@ -430,7 +428,6 @@ def test_micro_batches_do_not_use_parameters_before_their_updates():
 def zero_twice(rank, size):
     """Resetting gradients in either way, twice, before updates have been applied."""
     ub.init()
-    short_probes()
     results = {}
     ways = [*product((True, False), repeat=2), *product((True, False), repeat=1)]
     for overlap, way in product(("backward", "forward"), ways):

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import FaultError
 from usbyte.torch.awaited import hold, release
@@ -26,7 +25,6 @@ LIMITS = {"USBYTE_STALL_WARNING_S": "1", "USBYTE_STALL_LIMIT_S": "4"}
 
 
 def prepared(rank, overlap, **options):
-    short_probes()
     ub.init()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)).double()
@@ -170,7 +168,6 @@ def test_ranks_that_are_ahead_cannot_save():
 
 def dies_between_evaluations(rank, size):
     """Of a closure, when LBFGS has moved parameters to try others."""
-    short_probes()
     ub.init()
     torch.manual_seed(1)
     model = nn.Linear(6, 3)

@@ -14,7 +14,6 @@ from torch import nn
 
 import _scripts
 import usbyte.torch as ub
-from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import Error, UsageError
 
@@ -128,7 +127,6 @@ def train(name, overlap, rank):
 
 def equal_ddp(rank, size, names):
     ub.init()
-    short_probes()
     log, reasons = logging.getLogger("usbyte"), Reasons()
     log.setLevel(logging.INFO)
     log.addHandler(reasons)
@@ -177,7 +175,6 @@ def test_scripts_equal_ddp_bit_for_bit(names):
 
 def refused(rank, size):
     ub.init()
-    short_probes()
     x = torch.ones(1, 6)
     # Parameters on several devices.
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, device="meta"))

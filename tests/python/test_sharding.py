@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import OPTIMIZERS, difference, short_probes, train
+from _models import OPTIMIZERS, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
@@ -73,7 +73,6 @@ def test_variants_and_a_new_plan_equal_ddp():
 
 
 def small(shard, **options):
-    short_probes()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3))
     opt = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -106,7 +105,6 @@ def same(a, b):
 def adds_a_layer(rank, size):
     """Also once the state is in shards."""
     ub.init()
-    short_probes()
     states = []
     for shard in (False, True):
         torch.manual_seed(0)
@@ -303,7 +301,6 @@ def leaves_gradients(rank, size):
             generates.step()
         return dict(generator.state_dict()) | {f"d.{k}": v for k, v in judge.state_dict().items()}
 
-    short_probes()
     same(train(True), train(False))
 
 
@@ -314,7 +311,6 @@ def test_gradients_that_are_for_another_model_are_dropped():
 def forgets_the_step(rank, size):
     """Of a single parameter, whose hook is the first and the last at once."""
     ub.init()
-    short_probes()
     model = nn.Linear(30, 3, bias=False)
     opt = torch.optim.SGD(model.parameters(), lr=1e-2)
     opt = ub.DistributedOptimizer(opt, model.named_parameters(), shard_optimizer=True)
@@ -334,7 +330,6 @@ def drops_a_first_use(rank, size):
     ub.init()
 
     def train(shard):
-        short_probes()
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(30, 3), nn.Linear(30, 3)])
         opt = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -482,7 +477,6 @@ def test_flags_travel_apart():
 def reset_twice(rank, size):
     """A gradient that was reset to None stays so, which weight decay tells from zeros."""
     ub.init()
-    short_probes()
     for ways in product((True, False), repeat=2):
         results = []
         for shard in (False, True):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import usbyte.torch as ub
-from _models import short_probes, warnings_from_now_on
+from _models import warnings_from_now_on
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
@@ -115,7 +115,6 @@ def difference(a, b):
 
 
 def equals_one_process(rank, size, kinds, variants):
-    short_probes()
     ub.init()
     for kind in kinds:
         for variant in variants:
@@ -140,7 +139,6 @@ class Twins(nn.Module):
 
 def changes_sparse_gradients(rank, size):
     """Both are read in one operation between backward() and step(), and changed where they are."""
-    short_probes()
     ub.init()
 
     def run(overlap):
@@ -173,7 +171,6 @@ def test_sparse_gradients_read_together_and_changed_are_sums():
 
 def reuses_its_batch(rank, size):
     """A buffer for batches that is filled anew as soon as step() has returned."""
-    short_probes()
     ub.init()
     model, batch = Words(), torch.empty(16, 4, dtype=torch.int64)
     optimizer = ub.DistributedOptimizer(
@@ -196,7 +193,6 @@ def test_batches_may_be_overwritten_after_a_step():
 
 def keeps_sparse_gradients(rank, size):
     """With sparse_as_dense=True a layer may be used in an earlier micro-batch alone."""
-    short_probes()
     ub.init()
     torch.manual_seed(0)
     first, second = nn.Embedding(9, 3, sparse=True), nn.Embedding(9, 3, sparse=True)
@@ -222,7 +218,6 @@ def test_sparse_gradients_of_earlier_micro_batches_become_dense():
 
 def has_other_rows(rank, size):
     """One rank alone finds another scheme faster; all learn anew, which changes no number."""
-    short_probes()
     importlib.import_module("usbyte.torch.sparse")._WINDOW = 2
     ub.init()
     steps = 30
@@ -321,7 +316,6 @@ def test_as_a_hook_of_ddp():
 
 
 def densified(rank, size):
-    short_probes()
     ub.init()
     expected = train_alone("sgd", size)
     got, ops = train("backward", "sgd", rank, sparse_as_dense=True)
@@ -335,7 +329,6 @@ def test_sparse_as_dense():
 
 def remembers_the_others(rank, size):
     """What codecs remember of the parameters that are not sparse goes through a checkpoint."""
-    short_probes()
     ub.init()
     saved = None
     for _ in range(2):
@@ -363,7 +356,6 @@ def test_checkpoints_with_sparse_and_compressed_gradients_load():
 
 def shares_its_state(rank, size):
     """Momenta of sparse gradients are sparse; a rank that resumes or has joined gets them, too."""
-    short_probes()
     ub.init()
 
     def wrapped():

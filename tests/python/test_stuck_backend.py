@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import usbyte.torch as ub
-from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import FaultError
 from usbyte.torch.communicator import TorchCommunicator
@@ -33,7 +32,6 @@ def overlooked(kind, name):
 
 
 def gradients(rank, size):
-    short_probes()
     ub.init()
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

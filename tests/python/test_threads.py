@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import difference, short_probes, train
+from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, UsageError
@@ -58,7 +58,6 @@ def schedule(model, opt):
 def waits(rank, size):
     """Whoever gets in the way of another thread's update waits until that is over."""
     ub.init()
-    short_probes()
     # Without a bias the update is the last one, too.
     for act, bias in product((forward, zero, schedule), (False, True)):
         results = []

@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import FaultError, UsageError
 
 
 def trace(rank, size, steps, kill_at):
     ub.init()
-    short_probes()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     opt = ub.DistributedOptimizer(

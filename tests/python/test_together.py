@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import usbyte.torch as ub
-from _models import short_probes
 from _ranks import run_ranks
 from usbyte.errors import Error
 
@@ -57,7 +56,6 @@ class Counting(torch.optim.SGD):
 
 def counted(rank, size):
     ub.init()
-    short_probes()
     for policy, expected in [("wfbp", [2, 2, 2]), ("ddp", [6])]:
         model = layers()
         inner = Counting(model.parameters())
@@ -88,7 +86,6 @@ def test_updates_that_arrive_together_are_applied_by_one_step_of_the_optimizer()
 def written(rank, size):
     """Of an operation with a parameter that was written to nobody reads any that is not updated."""
     ub.init()
-    short_probes()
     for options in ({}, {"shard_optimizer": True, "policy": "dear"}):
         model = layers()
         view = model[1].bias.detach()
@@ -108,7 +105,6 @@ def test_a_parameter_that_was_written_to_stops_the_others_too():
 def shares_a_version(rank, size):
     """Parameters made of views of one tensor: a write to one counts as a write to all."""
     ub.init()
-    short_probes()
     for options in ({"policy": "wfbp"}, {"shard_optimizer": True, "policy": "dear"}):
         model = layers()
         both = torch.stack([model[0].weight.detach(), model[2].weight.detach()])
@@ -137,7 +133,6 @@ def test_parameters_that_are_views_of_one_tensor_are_updated_together():
 def interrupts(rank, size):
     """A handler of a signal reads a parameter while others are being updated."""
     ub.init()
-    short_probes()
     release, results = PENDING.release, []
     for where in (None, 0, 1, 4):
         model = layers()
@@ -201,7 +196,6 @@ SHARD_PLACES = {
 def stopped(rank, size, shard):
     """An interrupt before the optimizer's step has begun loses nothing."""
     ub.init()
-    short_probes()
     options = {"shard_optimizer": True, "policy": "dear"} if shard else {}
     for to_none in (True, False):
         results = []
@@ -239,7 +233,6 @@ class Fence:
 def two_streams(rank, size):
     """Who uses a parameter on another stream than that of its update waits for that."""
     ub.init()
-    short_probes()
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     opt = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
@@ -277,7 +270,6 @@ def test_a_parameter_that_another_stream_has_updated_is_waited_for():
 def removed(rank, size):
     """A gradient that only the other rank had is removed on both: it counts nowhere."""
     ub.init()
-    short_probes()
     results = []
     for overlap in ("backward", "forward"):
         model = layers()
@@ -304,7 +296,6 @@ def test_a_gradient_that_another_rank_had_can_be_removed():
 def own_gradient(rank, size):
     """Gradients that are put in the place of those that are to be zeroed are not."""
     ub.init()
-    short_probes()
     for overlap in ("backward", "forward"):
         model = layers()
         opt = trained(model, rank, 6, overlap=overlap)

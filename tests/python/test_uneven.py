@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import Join
 
 import _scripts
 import usbyte.torch as ub
-from _models import difference, short_probes
+from _models import difference
 from _ranks import run_ranks
 from usbyte.errors import FaultError, MismatchError, UsageError
 
@@ -27,7 +27,6 @@ def state(model):
 
 def uneven(rank, size, counts):
     ub.init()
-    short_probes()
 
     def make():
         torch.manual_seed(0)
@@ -81,7 +80,6 @@ def test_ranks_that_run_out_of_data_join():
 def steps_without_a_batch(rank, size):
     """As some that are left out do; those who have joined do not see them."""
     ub.init()
-    short_probes()
     torch.manual_seed(0)
     model = _scripts.mlp()
     opt = ub.DistributedOptimizer(_scripts.sgd(model), model.named_parameters(), **SHARDED)
@@ -104,7 +102,6 @@ def test_who_has_data_may_step_without_a_batch():
 def leaves_a_batch_out(rank, size, reset):
     """Those who have joined take its step all the same."""
     ub.init()
-    short_probes()
     torch.manual_seed(0)
     model = _scripts.mlp()
     opt = ub.DistributedOptimizer(_scripts.sgd(model), model.named_parameters(), **SHARDED)
@@ -141,7 +138,6 @@ def test_who_leaves_a_batch_out_while_others_have_joined_gets_an_error(steps, re
 
 def micro_batches(rank, size):
     ub.init()
-    short_probes()
     count = 11  # of micro-batches, two to a step: the last step has one
 
     def make():
@@ -202,7 +198,6 @@ def test_micro_batches_and_a_short_last_cycle_equal_ddp():
 def adds_between_micro_batches(rank, size):
     """What was accumulated before parameters are added is sent by step() all the same."""
     ub.init()
-    short_probes()
     for options in ({"overlap": "backward"}, {"overlap": "forward"}, SHARDED):
         torch.manual_seed(0)
         model = _scripts.mlp()
@@ -238,7 +233,6 @@ def test_parameters_may_be_added_between_micro_batches():
 
 def refused(rank, size):
     ub.init()
-    short_probes()
     assert ub.join() in range(size)  # of no optimizer
     models = [_scripts.mlp(), _scripts.mlp()]
     made = [ub.DistributedOptimizer(_scripts.sgd(m), m.named_parameters()) for m in models]
