@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -221,7 +222,9 @@ def phases(rank, size):
     assert opt.phase == "cycling"
     epoch()
     assert opt._in_flight is not None
-    opt.end_epoch(torch.tensor(2.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.end_epoch(torch.tensor(2.0, requires_grad=True))
     assert opt.phase == "cool-down"
     assert opt._in_flight is None  # used at once
     epoch(1)

@@ -271,7 +271,7 @@ class DasoOptimizer(DistributedOptimizer):
             Error: The loss of a rank is not finite; raised on every rank.
         """
         self._check_usable()
-        own = repr(float(loss)).encode()
+        own = repr(float(loss.detach() if isinstance(loss, torch.Tensor) else loss)).encode()
         texts = self._whole.eager.allgather_bytes("usbyte.daso.loss", own)
         losses = [float(text) for text in texts]
         for rank, value in enumerate(losses):
