@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,7 @@ def hooked(rank, size):
             opt.step()
         return {k: v.clone() for k, v in model.state_dict().items()}
 
+    warnings.simplefilter("error", FutureWarning)
     want = trained(lambda model: cast_hook(torch.bfloat16))
     assert difference(trained(lambda model: ub.ddp_comm_hook("bf16")), want) == 0
     for codec in CODECS:

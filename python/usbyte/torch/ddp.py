@@ -24,6 +24,9 @@ __all__ = ["ddp_comm_hook"]
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
+# Another name of the same since torch 2.13, where the old one warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def ddp_comm_hook(
     compression: Rules,
@@ -210,7 +213,7 @@ class _Bucket:
         else:
             chunk = message.numel() // self._size
             own = message[self._rank * chunk : (self._rank + 1) * chunk].clone()
-            work = dist.all_gather_into_tensor(message, own, group=self._group, async_op=True)
+            work = _all_gather(message, own, group=self._group, async_op=True)
         return work
 
 
