@@ -91,7 +91,7 @@ class Trained:
         spread = statistics.stdev(base.scores) if len(base.scores) > 1 else math.nan
         tried = [f"{times} times" for times in job.times_as_long if times > 1]
         longer = (
-            f"; what is not, of codecs with feedback, is trained anew for {', then '.join(tried)} "
+            f"; what is not, `feedback=off` aside, is trained anew for {', then '.join(tried)} "
             "as many steps, and its last try is in the table"
             if tried
             else ""
