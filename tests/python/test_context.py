@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -81,3 +84,30 @@ def meets(rank, size):
 @pytest.mark.skipif(not has_ipv6(), reason="needs IPv6 on the loopback interface")
 def test_ranks_meet_at_an_address_of_ipv6():
     run_ranks(2, meets, env={"MASTER_ADDR": "::1"})
+
+
+def tells(_rank, _size, level):
+    log, sys.stderr, own = logging.getLogger("usbyte"), io.StringIO(), io.StringIO()
+    if level:
+        log.setLevel(level)
+    for text in ("first", "second"):
+        ub.init()
+        log.info(text)
+        log.warning(text)
+        ub.shutdown()
+    logging.basicConfig(stream=own, format="%(message)s")
+    log.info("own")
+    return [sys.stderr.getvalue().split(), own.getvalue().split()]
+
+
+@pytest.mark.parametrize(
+    ("env", "level", "told"),
+    [
+        ({}, None, [["first", "second"], []]),
+        ({}, "INFO", [["first", "second"], ["own"]]),
+        ({"USBYTE_LOG_LEVEL": "info"}, None, [["first", "first", "second", "second"], ["own"]]),
+        ({"USBYTE_LOG_LEVEL": "error"}, "INFO", [[], []]),
+    ],
+)
+def test_the_log_tells_what_the_environment_or_else_the_script_wants(env, level, told):
+    assert run_ranks(1, tells, level, env=env) == [told]

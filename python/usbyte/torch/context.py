@@ -36,6 +36,7 @@ from usbyte.torch.link import Link
 from usbyte.torch.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.progress import State
 from usbyte.torch.salvage import Left, judge
+from usbyte.torch.told import set_level
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
@@ -373,7 +374,7 @@ def init(
             raise UsageError("usbyte is initialised already: use add_process_set for each set")
         return
     env = _core.Env.read()
-    log.setLevel(env.log_level.upper())
+    set_level(env)
     _current = Context(detect(), env)
     try:
         if added:
