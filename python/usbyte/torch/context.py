@@ -33,10 +33,10 @@ from usbyte.torch.awaited import forget_dead
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
 from usbyte.torch.link import Link
+from usbyte.torch.log_level import set_level
 from usbyte.torch.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.progress import State
 from usbyte.torch.salvage import Left, judge
-from usbyte.torch.told import set_level
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
