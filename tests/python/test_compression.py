@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -51,6 +52,11 @@ def test_rules_say_which_parameters():
     for rules in (nn.Identity, 5, {"0.*": 5}, ["fp16", 5]):
         with pytest.raises(UsageError, match=r"is no codec: take one of usbyte"):
             choices_of(rules, names, params)
+    several = ["fp16", "int8"]
+    for rules in (iter(several), set(several), b"fp16", np.array(several), dict(fp16=1).keys()):
+        with pytest.raises(UsageError, match="give a list of codecs, the least lossy first"):
+            choices_of(rules, names, params)
+    assert choices_of(tuple(several), names, params) == choices_of(several, names, params)
     with pytest.raises(UsageError, match="above 0"):
         ub.Compression.topk(0)
 

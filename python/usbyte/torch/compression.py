@@ -152,12 +152,17 @@ def choices_of(
         params: The parameters.
 
     Raises:
-        UsageError: As `codecs_of`; or the sequence is empty.
+        UsageError: As `codecs_of`; or the sequence is none, or empty.
     """
-    if rules == "auto":
+    if isinstance(rules, str) and rules == "auto":
         rules = AUTO
-    if isinstance(rules, str) or not isinstance(rules, Sequence):
+    if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
         return Choices([codecs_of(rules, names, params)])
+    if isinstance(rules, (bytes, bytearray)) or not isinstance(rules, Sequence):
+        raise UsageError(
+            f"compression: a {type(rules).__name__} is nothing to choose from; give a list of "
+            "codecs, the least lossy first"
+        )
     if not rules:
         raise UsageError('compression: there is nothing to choose from; name codecs, or "auto"')
     return Choices([codecs_of(rule, names, params) for rule in rules], optional=True)
