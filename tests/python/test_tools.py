@@ -166,6 +166,44 @@ def test_what_is_wrong_in_a_file_is_told_with_its_name(name, tmp_path):
     assert f"Error: '{path}': " in done.output
 
 
+@pytest.mark.parametrize(
+    ("command", "read"),
+    [
+        ("whatif {} --json {}", "job"),
+        ("whatif job --network {} --plot {}", "network.svg"),
+        ("plan {} --ring 4,1ms,1gbit -o {}", "job"),
+        ("simulate {} --csv {}", "job"),
+        ("simulate job --codec-costs {} --csv {}", "costs"),
+        ("report {} job --ring 4,1ms,1gbit -o {}", "plan"),
+        ("profile -o {} {}", "train.py"),
+    ],
+)
+def test_what_is_read_is_not_overwritten(command, read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, link = Path(read), Path("link" + Path(read).suffix)
+    path.write_text("as it was")
+    link.symlink_to(path)
+    for first, second in ((path, path), (path, link), (path.absolute(), path)):
+        done = invoke(*command.format(first, second).split())
+        assert done.exit_code == 2, done.output
+        assert "is read here, and would be overwritten" in " ".join(done.output.split())
+        assert path.read_text() == "as it was"
+
+
+@pytest.mark.parametrize("field", ["ready_s", "need_s", "step_s", "update_s"])
+def test_a_profile_of_absurd_times(field, tmp_path):
+    root = json.loads(profiles.vgg16_half().to_json())
+    if field in root:
+        root[field] = 1e308
+    else:
+        root["tensors"][1][field] = 1e308
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(root))
+    done = invoke("plan", str(path), *RING)
+    assert done.exit_code == 1
+    assert "a time of 1e+308 s is no job's" in " ".join(done.output.split())
+
+
 def test_a_profile_without_gradients(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(_core.Profile([], [], []).to_json())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -233,18 +233,22 @@ def read_text(path: Path, what: str) -> str:
         raise click.ClickException(f"cannot read the {what} '{path}': {error}") from error
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Says before long work that a file could not be written after it."""
+def check_writable(*paths: Path | None, inputs: Iterable[Path | str | None] = ()) -> None:
+    """Says before long work that a file could not be written after it, or is what is read."""
+    read = [source for source in inputs if source is not None and os.path.isfile(source)]
     for path in paths:
         if path is None:
             continue
         try:
             writable = os.access(path if path.exists() else path.parent, os.W_OK)
             folder = path.is_dir()
+            replaced = path.is_file() and any(path.samefile(source) for source in read)
         except OSError as error:
             raise _unwritable(path, str(error.strerror)) from error
         if folder or not writable:
             raise _unwritable(path, "it is a folder" if folder else "not writable")
+        if replaced:
+            raise click.UsageError(f"'{path}' is read here, and would be overwritten; write to another")
 
 
 def write_text(path: Path, text: str) -> None:

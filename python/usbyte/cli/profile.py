@@ -75,7 +75,7 @@ def profile(
         )
     cluster = detect()
     if cluster.rank == 0:
-        check_writable(output)
+        check_writable(output, inputs=[] if module else [script])
     from usbyte.torch.context import is_initialized
     from usbyte.torch.profiling import to_json
     from usbyte.torch.watching import Enough, Watch

@@ -68,7 +68,7 @@ def report(
     from usbyte.cli.scene import Scene
     from usbyte.lab import profiles
 
-    check_writable(output, png)
+    check_writable(output, png, inputs=[plan, profile, network_path, costs_path, trace_path])
     if png is not None:
         from usbyte.cli import figures
 

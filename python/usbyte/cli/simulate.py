@@ -133,7 +133,7 @@ def simulate(
 
     from usbyte.lab.profiles import load, scaled
 
-    check_writable(csv_path, plot)
+    check_writable(csv_path, plot, inputs=[*profiles, costs_path])
     if plot is not None:
         from usbyte.cli import figures
 

@@ -102,7 +102,7 @@ def whatif(
     from usbyte.lab.profiles import load, scaled
     from usbyte.whatif import advice, examine
 
-    check_writable(json_path, plot)
+    check_writable(json_path, plot, inputs=[*profiles, network_path])
     if plot is not None:
         from usbyte.cli import figures
 

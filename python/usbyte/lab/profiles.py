@@ -23,6 +23,7 @@ _USED = "usbyte.used"  # flags that travel with the gradients; whoever replays a
 _DIGITS = 9  # of times in seconds
 _MOST_ELEMENTS = 1 << 56  # so that bytes of a job fit 64 bits
 _MOST_FACTOR = 1e9
+_MOST_SECONDS = 1e9  # thirty years; sums and products of more are soon no numbers
 _SHAPED = 0.01  # of a scaled matrix' elements, which may be other ones to keep its rows
 
 _WIDTHS = [32, 32, 64, 64, 128, 128, 128, 256, 256, 256, 256, 256, 256]
@@ -137,9 +138,16 @@ def load_whole(source: str) -> Profile:
         root = json.loads(text)
     read = read_trace if isinstance(root, dict) and "columns" in root else Profile.from_json
     try:
-        return read(text)
+        job = read(text)
     except Error as error:
         raise UsageError(f"'{source}': {error}") from error
+    longest_s = max([job.step_s, job.update_s, *job.need_s, *job.ready_s])
+    if longest_s > _MOST_SECONDS:
+        raise UsageError(
+            f"'{source}': a time of {longest_s:g} s is no job's; times are in seconds, and "
+            f"{_MOST_SECONDS:g} s at most"
+        )
+    return job
 
 
 def dumps(profile: Profile, recorded: Mapping[str, object]) -> str:
