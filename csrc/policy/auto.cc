@@ -273,9 +273,13 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   Drafting drafting(job, line, searched.due_s());
   for (const Pace& pace : paces(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
     Draft draft = drafting.draft(pace);
-    const Plan plan = build(draft, line, costs);
-    drafts.emplace_back(searched.lateness_s(plan), std::move(draft));
-    consider(fallback.with("auto", plan.ops()));
+    const bool several = draft.split && draft.in_flight > 1;
+    for (bool alike : several ? std::vector{false, true} : std::vector{false}) {
+      draft.alike = alike;
+      const Plan plan = build(draft, line, costs);
+      drafts.emplace_back(searched.lateness_s(plan), draft);
+      consider(fallback.with("auto", plan.ops()));
+    }
   }
   std::stable_sort(drafts.begin(), drafts.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });

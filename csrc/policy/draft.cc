@@ -2,14 +2,34 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "batching.h"
 
 namespace usbyte {
 namespace {
 
+double due_of(const Op& op, const Plan& line, const DraftCosts& costs) {
+  double due = std::numeric_limits<double>::infinity();
+  for (int t : line.tensors_of(op)) due = std::min(due, (*costs.due_s)[static_cast<size_t>(t)]);
+  return due;
+}
+
+std::vector<std::vector<Block>> alike(const Draft& draft, const Plan& line,
+                                      const DraftCosts& costs) {
+  std::vector<std::pair<double, size_t>> order;
+  for (size_t i = 0; i < draft.ops.size(); ++i) {
+    order.emplace_back(due_of({Collective::all_gather, draft.ops[i]}, line, costs), i);
+  }
+  std::sort(order.begin(), order.end());
+  std::vector<std::vector<Block>> out;
+  for (const auto& [due, i] : order) out.push_back(draft.ops[i]);
+  return out;
+}
+
 std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
                                         const DraftCosts& costs) {
+  if (draft.alike) return alike(draft, line, costs);
   struct Job {
     Block block;
     DType dtype;
@@ -19,10 +39,9 @@ std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
   for (const auto& blocks : draft.ops) {
     for (Block b : blocks) {
       const Op op{Collective::all_gather, {b}};
-      double due = std::numeric_limits<double>::infinity();
-      for (int t : line.tensors_of(op)) due = std::min(due, (*costs.due_s)[static_cast<size_t>(t)]);
       jobs.push_back({b, line.dtype(b),
-                      costs.gather.beta_s_per_byte * static_cast<double>(line.bytes(op)), due});
+                      costs.gather.beta_s_per_byte * static_cast<double>(line.bytes(op)),
+                      due_of(op, line, costs)});
     }
   }
   std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {

@@ -332,6 +332,24 @@ TEST(Auto, IsNeverWorseThanAnyOtherPolicy) {
   }
 }
 
+TEST(Auto, GathersForShardsAsManyAtATimeAsPay) {
+  Profile p;
+  std::vector<Op> each;
+  for (int i = 0; i < 3; ++i) {
+    p.tensors.push_back({"t" + std::to_string(i), 8, DType::float32, 8 * i});
+    p.need_s.push_back(2 * i);
+    p.ready_s.push_back(20 - 2 * i);
+  }
+  for (int i : {2, 1, 0}) each.push_back({Collective::reduce_scatter, {{8 * i, 8 * i + 8}}, 999});
+  for (int i : {0, 1, 2}) each.push_back({Collective::all_gather, {{8 * i, 8 * i + 8}}, 999});
+  const NetworkModel network{2, {{8, 0.25}, {8, 0.125}}, {}, {}, 2};
+  PolicyOptions options;
+  options.sharded = true;
+  Simulator simulator(p, network, Overlap::forward, true);
+  const double apart_s = simulator.step_s(Plan("each", p.tensors, each));
+  EXPECT_LT(simulator.step_s(automatic(p, network, options)), apart_s);
+}
+
 TEST(Auto, ReachesTheBoundWithoutStartups) {
   std::mt19937 rng(4);
   for (int i = 0; i < cases(60); ++i) {
