@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import os
+import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import click.testing
 import pytest
 
 import usbyte
-from usbyte import _core
+from usbyte import _core, files
 from usbyte.cli import main
 from usbyte.lab import profiles
 
@@ -267,6 +269,45 @@ def test_a_standard_output_that_cannot_be_written_is_told(module, arguments, pat
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == f"Error: cannot write to standard output: {why}\n"
+
+
+@contextmanager
+def full_disk():
+    """No file may become longer than some bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_what_was_there_before_stays_where_the_disk_is_full(profile, tmp_path):
+    output = tmp_path / "plan.json"
+    output.write_text("of before")
+    with full_disk():
+        done = invoke("plan", str(profile), *RING, "--policy", "ddp", "-o", str(output))
+    assert done.exit_code == 1
+    assert f"cannot write '{output}': File too large" in done.output
+    assert output.read_text() == "of before"
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "profile.json"}
+
+
+def test_what_is_replaced_keeps_its_place(tmp_path):
+    real, linked = tmp_path / "real.json", tmp_path / "linked.json"
+    real.write_text("of before")
+    real.chmod(0o640)
+    linked.symlink_to(real)
+    files.write_bytes(linked, b"new")
+    assert linked.is_symlink()
+    assert real.read_text() == "new"
+    assert real.stat().st_mode & 0o777 == 0o640
+    reader, writer = os.pipe()
+    files.write_bytes(Path(f"/dev/fd/{writer}"), b"piped")
+    assert os.read(reader, 10) == b"piped"
+    os.close(reader)
+    os.close(writer)
+    assert {path.name for path in tmp_path.iterdir()} == {"real.json", "linked.json"}
 
 
 def test_a_named_profile_on_a_faster_machine():

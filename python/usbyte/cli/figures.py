@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte import units
+from usbyte import files, units
 
 try:
     from matplotlib.figure import Figure
@@ -44,14 +44,16 @@ def _format(path: Path) -> str:
 
 def save(figure: Figure, path: Path) -> None:
     """Writes the picture in the format that the name ends with; of .html, a page that holds it."""
+    drawn = io.BytesIO()
     try:
         if _format(path) == "html":
-            drawn = io.StringIO()
             figure.savefig(drawn, format="svg")
             page = f'<!doctype html>\n<meta charset="utf-8">\n<title>{escape(path.stem)}</title>\n'
-            path.write_text(page + drawn.getvalue()[drawn.getvalue().index("<svg") :], "utf-8")
+            picture = page.encode() + drawn.getvalue()[drawn.getvalue().index(b"<svg") :]
         else:
-            figure.savefig(path, dpi=150, format=_format(path))
+            figure.savefig(drawn, dpi=150, format=_format(path))
+            picture = drawn.getvalue()
+        files.write_bytes(path, picture)
     except (OSError, ValueError) as error:
         raise click.ClickException(
             f"cannot write '{path}': {error}; name a file such as picture.png in a folder that is "

@@ -253,9 +253,8 @@ def check_writable(*paths: Path | None, inputs: Iterable[Path | str | None] = ()
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file as `read_text` reads it, or ends with a message."""
-    data = text.encode()  # before the file is emptied
     try:
-        path.write_bytes(data)
+        files.write_bytes(path, text.encode())
     except OSError as error:
         raise _unwritable(path, str(error.strerror)) from error
 

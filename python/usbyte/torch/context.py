@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch.distributed as dist
 
-from usbyte import _core
+from usbyte import _core, files
 from usbyte.env import Cluster, detect
 from usbyte.errors import Error, FaultError, UsageError
 from usbyte.open_files import allow_open_files
@@ -321,7 +321,8 @@ class Context:
             return
         path = self.env.flight.replace("%r", str(self.rank))
         try:
-            Path(path).write_text(json.dumps({"rank": self.rank, "verdict": verdict, **state}))
+            text = json.dumps({"rank": self.rank, "verdict": verdict, **state})
+            files.write_bytes(Path(path), text.encode())
         except OSError as error:
             log.warning("rank %d: the last operations could not be written: %s", self.rank, error)
 

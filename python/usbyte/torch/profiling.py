@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from usbyte import _core
+from usbyte import _core, files
 from usbyte.env import detect
 from usbyte.errors import UsageError
 from usbyte.lab.profiles import dumps, without_flags
@@ -144,7 +144,7 @@ class Recording:
         if self._path is None or rank() != 0:
             return
         try:
-            Path(self._path).write_text(to_json(result))
+            files.write_bytes(Path(self._path), to_json(result).encode())
         except OSError as error:
             raise UsageError(f"cannot write '{self._path}': {error.strerror}") from error
 
