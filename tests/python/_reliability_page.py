@@ -26,6 +26,9 @@ surviving rank has completed, and can be read and saved. Elsewhere, whoever read
 parameters gets the error that is told: they have a part of an update, or one that other ranks do
 not have, until a checkpoint is loaded into them.
 
+Codecs may have sent a part of what they remembered in a step that was not completed. It is left out
+of `optimizer.state_dict()` then, and a warning tells so.
+
 Of a model that is cut over several process sets (`process_set=`) each set is judged by itself, and
 one may be left a step ahead of another. On GPUs, updates run behind operations that need not have
 ended: where the device was not seen to be through with them, the parameters are dirty.

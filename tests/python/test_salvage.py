@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -18,6 +19,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import FaultError
 from usbyte.torch.awaited import hold, release
+from usbyte.torch.codec_memory import MEMORY
 from usbyte.torch.salvage import Judgement, Left, Salvage, judge, torn
 
 STEPS = 9  # before the fault; more than are learned
@@ -104,6 +106,37 @@ def test_survivors_of_a_step_that_did_not_complete_can_save_the_one_before(overl
     answers = run_ranks(3, dies_in_backward, overlap, {}, env=LIMITS, dies=[1])
     expected = run_ranks(3, after, STEPS, overlap, {})
     assert answers == [expected[0], None, expected[2]]
+
+
+def remembered(rank, size, overlap, kills):
+    """Whether what codecs remember can be saved, where rank 1 is lost in backward or before it."""
+    model, optimizer = prepared(rank, overlap, compression=ub.Compression.topk(0.5))
+    train(model, optimizer, rank)
+    optimizer.synchronize()
+    before = optimizer.state_dict()[MEMORY]
+    ub.barrier()
+    if rank == 1 and kills:
+        model[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    elif rank == 1:
+        sys.excepthook(KeyError, KeyError("x"), None)
+    with pytest.raises(FaultError):
+        if kills:
+            train(model, optimizer, rank, STEPS + 2, STEPS)
+        ub.barrier()
+    after = optimizer.state_dict().get(MEMORY)
+    if after is not None:
+        assert all(torch.equal(after[name]["rows"], before[name]["rows"]) for name in before)
+    ub.shutdown()
+    return after is not None
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_what_codecs_had_sent_of_a_step_that_did_not_complete_is_not_saved(overlap):
+    assert run_ranks(2, remembered, overlap, True, env=LIMITS, dies=[1]) == [False, None]
+
+
+def test_what_codecs_remember_is_saved_where_no_step_had_begun():
+    assert run_ranks(2, remembered, "backward", False, env=LIMITS) == [True, True]
 
 
 def applies_a_part(rank, size):

@@ -41,7 +41,10 @@ class Memory:
     Attributes:
         parts: By name, rows x elements; empty where no codec remembers anything.
         kinds: By name, what the rows are; see `Codec.remembers`.
+        torn: Codecs have sent a part of a step whose sums no parameter gets.
     """
+
+    torn = False
 
     def __init__(self, scale: float = 1.0) -> None:
         self._scale = scale
@@ -169,7 +172,13 @@ class Memory:
         return self._buffer.data_ptr()
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """A copy by parameter on the host, by index, for a checkpoint."""
+        """A copy by parameter on the host, by index, for a checkpoint; nothing of what is torn."""
+        if self.torn and self.parts:
+            log.warning(
+                "what codecs remember is left out of the optimizer's state: when the run failed, "
+                "they had sent a part of it in a step that no parameter gets"
+            )
+            return {}
         whose = (
             {} if self._sender is None else dict(zip(("rank", "size"), self._sender, strict=True))
         )
@@ -223,6 +232,7 @@ class Memory:
                 rank,
             )
             state = {}
+        self.torn = False
         factors = {n: self._scale / part.get("scale", self._scale) for n, part in state.items()}
         loaded = {name: part["rows"].float() * factors[name] for name, part in state.items()}
         if not self.parts:  # no codec has remembered anything yet

@@ -229,7 +229,9 @@ class DistributedOptimizer(OptimizerWrapper):
         """The wrapped optimizer's, up to date. Collective if it is sharded.
 
         With compression it also holds what this rank's codecs remember, as `MEMORY`, which the
-        wrapped optimizer does not mind: to lose nothing of it, save and load on every rank.
+        wrapped optimizer does not mind: to lose nothing of it, save and load on every rank. After a
+        fault it is left out, with a warning, where they have sent a part of it in a step that is
+        not in the parameters.
 
         Raises:
             FaultError: The run has failed, and what it has left is no state to go on from.

@@ -13,7 +13,7 @@ from torch import nn
 from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.awaited import release, weakly
 from usbyte.torch.changes import Changes
-from usbyte.torch.codec_memory import Memory
+from usbyte.torch.codec_memory import Memory, remembers
 from usbyte.torch.context import Context
 from usbyte.torch.device import Device
 from usbyte.torch.fused import FusedUpdate
@@ -77,7 +77,7 @@ class Stepper:
     ) -> None:
         self._context, self._optimizer, self._updater = context, optimizer, updater
         self._settings, self._trained, self._planner = settings, trained, planner
-        self._changes, self._on_updated = changes, on_updated
+        self._changes, self._memory, self._on_updated = changes, memory, on_updated
         self._groups = Groups(optimizer, trained)
         self._everything = range(len(trained.params))
         self.shards: ShardedUpdates | None = None
@@ -280,6 +280,8 @@ class Stepper:
             self.reducer.stop_waiting()
             with self._changes.updating_after_fault():
                 self._deferred.apply(self._everything)
+        elif not self.reducer.applied and any(map(remembers, self.transport.plan.ops)):
+            self._memory.torn = True
         self._give_up()
 
     def examine(self, is_quiet: bool) -> tuple[bool, bool]:
