@@ -139,6 +139,29 @@ def test_what_codecs_remember_is_saved_where_no_step_had_begun():
     assert run_ranks(2, remembered, "backward", False, env=LIMITS) == [True, True]
 
 
+def cannot_start_a_thread(rank, size):
+    """Rank 1, in init()."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    if rank == 1:
+        threading.Thread.start = refuse
+        with pytest.raises(RuntimeError, match="start new thread"):
+            ub.init()
+        os._exit(0)
+    ub.init()
+    with pytest.raises(FaultError) as raised:
+        ub.allreduce(torch.ones(1), name="loss")
+    ub.shutdown()
+    return str(raised.value)
+
+
+def test_a_rank_whose_init_has_failed_is_named():
+    told = run_ranks(2, cannot_start_a_thread, env={"USBYTE_STALL_LIMIT_S": "1"}, dies=[1])[0]
+    assert told.startswith("rank 1 (unknown to the others) is gone or frozen: it does not answer")
+
+
 def applies_a_part(rank, size):
     model, optimizer = prepared(rank, "forward")
     train(model, optimizer, rank)

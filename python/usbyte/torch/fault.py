@@ -243,7 +243,9 @@ class FaultBoard:
         return verdict, sorted(states)
 
     def _who(self, rank: int) -> str:
-        return self._store.get(f"who/{rank}").decode()
+        key = f"who/{rank}"
+        # One whose init() has failed never tells, and the store waits for what nobody tells.
+        return self._store.get(key).decode() if self._store.check([key]) else "unknown to the others"
 
     def _poll(self, key: str, seconds: float) -> str | None:
         deadline = time.monotonic() + seconds
