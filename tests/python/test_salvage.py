@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from _ranks import run_ranks
 from usbyte.errors import FaultError
 from usbyte.torch.awaited import hold, release
 from usbyte.torch.codec_memory import MEMORY
+from usbyte.torch.context import current
 from usbyte.torch.salvage import Judgement, Left, Salvage, judge, torn
 
 STEPS = 9  # before the fault; more than are learned
@@ -160,6 +162,27 @@ def cannot_start_a_thread(rank, size):
 def test_a_rank_whose_init_has_failed_is_named():
     told = run_ranks(2, cannot_start_a_thread, env={"USBYTE_STALL_LIMIT_S": "1"}, dies=[1])[0]
     assert told.startswith("rank 1 (unknown to the others) is gone or frozen: it does not answer")
+
+
+def cannot_make_a_group(rank, size):
+    """Rank 1, as where no more threads can be started."""
+
+    def refuse(*args, **options):
+        raise RuntimeError("Resource temporarily unavailable")
+
+    ub.init()
+    current()._timeout = timedelta(seconds=1)
+    if rank == 1:
+        torch.distributed.new_group = refuse
+    with pytest.raises(FaultError) as raised:
+        prepared(rank, "backward")
+    ub.shutdown()
+    return str(raised.value)
+
+
+def test_a_group_that_a_rank_cannot_make_is_told_on_all():
+    for told in run_ranks(2, cannot_make_a_group):
+        assert "noticed: a process group could not be made: " in told
 
 
 def applies_a_part(rank, size):

@@ -30,6 +30,7 @@ from usbyte.errors import Error, FaultError, UsageError
 from usbyte.open_files import allow_open_files
 from usbyte.torch import default_group
 from usbyte.torch.awaited import forget_dead
+from usbyte.torch.communicator import brief
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
 from usbyte.torch.link import Link
@@ -130,7 +131,7 @@ class Context:
 
     def new_group(self) -> dist.ProcessGroup:
         """A process group over all ranks that nothing else uses. Collective."""
-        group = dist.new_group(backend=self.host_backend, timeout=self._timeout)
+        group = self._make_group(None, self.host_backend)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -143,10 +144,15 @@ class Context:
             ranks: Of the run.
             backend: That of gradients on the CPU if left out.
         """
-        group = dist.new_group(
-            list(ranks), backend=backend or self.host_backend, timeout=self._timeout
-        )
+        group = self._make_group(list(ranks), backend or self.host_backend)
         return group if isinstance(group, dist.ProcessGroup) else None
+
+    def _make_group(self, ranks: list[int] | None, backend: str) -> object:
+        try:
+            return dist.new_group(ranks, backend=backend, timeout=self._timeout)
+        except RuntimeError as error:  # which may be that of another rank, and names none
+            noticed = f"a process group could not be made: {brief(error)}"
+            raise FaultError(self.report_fault(noticed)) from error
 
     @property
     def host_backend(self) -> str:
