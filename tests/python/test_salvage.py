@@ -161,7 +161,7 @@ def cannot_start_a_thread(rank, size):
 
 def test_a_rank_whose_init_has_failed_is_named():
     told = run_ranks(2, cannot_start_a_thread, env={"USBYTE_STALL_LIMIT_S": "1"}, dies=[1])[0]
-    assert told.startswith("rank 1 (unknown to the others) is gone or frozen: it does not answer")
+    assert told.startswith("rank 1 (not known) is gone or frozen: it does not answer")
 
 
 def cannot_make_a_group(rank, size):
