@@ -15,8 +15,8 @@ double due_of(const Op& op, const Plan& line, const DraftCosts& costs) {
   return due;
 }
 
-std::vector<std::vector<Block>> alike(const Draft& draft, const Plan& line,
-                                      const DraftCosts& costs) {
+std::vector<std::vector<Block>> as_scattered(const Draft& draft, const Plan& line,
+                                             const DraftCosts& costs) {
   std::vector<std::pair<double, size_t>> order;
   for (size_t i = 0; i < draft.ops.size(); ++i) {
     order.emplace_back(due_of({Collective::all_gather, draft.ops[i]}, line, costs), i);
@@ -29,7 +29,7 @@ std::vector<std::vector<Block>> alike(const Draft& draft, const Plan& line,
 
 std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
                                         const DraftCosts& costs) {
-  if (draft.alike) return alike(draft, line, costs);
+  if (draft.alike) return as_scattered(draft, line, costs);
   struct Job {
     Block block;
     DType dtype;

@@ -6,8 +6,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-#: Of a disk, a quota, a limit.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# A disk, a quota, a limit.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 #: As much as the parsers take; see csrc/plan/json.h.
 MOST_BYTES = 64 << 20
@@ -35,14 +35,14 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    if not path.exists() or path.is_file():
+    if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):
         try:
             _replace(Path(os.path.realpath(path)), data)
             return
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in _FULL:
                 raise
-    # A pipe or a device; or a file that can be written where no other can be put in its place.
+    # A pipe, a device, what may not be written; or a file that no other can be put in the place of.
     path.write_bytes(data)
 
 
