@@ -274,8 +274,8 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   for (const Pace& pace : paces(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
     Draft draft = drafting.draft(pace);
     const bool several = draft.split && draft.in_flight > 1;
-    for (bool alike : several ? std::vector{false, true} : std::vector{false}) {
-      draft.alike = alike;
+    for (bool as_scattered : several ? std::vector{false, true} : std::vector{false}) {
+      draft.gathers_as_scattered = as_scattered;
       const Plan plan = build(draft, line, costs);
       drafts.emplace_back(searched.lateness_s(plan), draft);
       consider(fallback.with("auto", plan.ops()));

@@ -29,7 +29,7 @@ std::vector<std::vector<Block>> as_scattered(const Draft& draft, const Plan& lin
 
 std::vector<std::vector<Block>> gathers(const Draft& draft, const Plan& line,
                                         const DraftCosts& costs) {
-  if (draft.alike) return as_scattered(draft, line, costs);
+  if (draft.gathers_as_scattered) return as_scattered(draft, line, costs);
   struct Job {
     Block block;
     DType dtype;

@@ -13,8 +13,7 @@ struct Draft {
   int in_flight = 1;                    ///< ops at a time
   /// False: all_reduces. True: reduce_scatters, and then all_gathers of the same blocks.
   bool split = false;
-  /// Of a split draft: what was scattered together is gathered together.
-  bool alike = false;
+  bool gathers_as_scattered = false;  ///< of a split draft
 };
 
 /// What shapes a plan beyond its draft: the costs of the network, and when each tensor is due, s.
@@ -30,7 +29,7 @@ struct DraftCosts {
 /// The plan that a draft means, for the tensors of `line`. With k in flight, the window of each op
 /// is the bytes of the k - 1 ops before it and its own; those that go in one shot are not counted
 /// among the k, and there is room for them besides. The gathers of a split draft come by due date,
-/// in the batches that `batch_exactly` finds for one at a time, unless they are `alike`.
+/// in the batches that `batch_exactly` finds for one at a time, or those of its scatters.
 Plan build(const Draft& draft, const Plan& line, const DraftCosts& costs);
 
 /// Adds `block` to `blocks`, which are ascending and apart, joining neighbours of one dtype.

@@ -3,6 +3,7 @@
 import errno
 import os
 import secrets
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,29 +33,35 @@ def read_text(path: Path) -> str:
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a file as a whole: where there is no room for it, what was there before stays.
 
+    What has another name besides, as links and descriptors have, is written in place, and so is
+    what cannot be replaced.
+
     Raises:
         OSError: It cannot be written.
     """
-    if not path.exists() or (path.is_file() and os.access(path, os.W_OK)):
+    old: os.stat_result | None = None
+    with suppress(FileNotFoundError):
+        old = path.lstat()
+    alone = old is None or (stat.S_ISREG(old.st_mode) and old.st_nlink == 1)
+    if alone and (old is None or os.access(path, os.W_OK)):
         try:
-            _replace(Path(os.path.realpath(path)), data)
+            _replace(path, data, old)
             return
         except OSError as error:
             if error.errno in _FULL:
                 raise
-    # A pipe, a device, what may not be written; or a file that no other can be put in the place of.
     path.write_bytes(data)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, data: bytes, old: os.stat_result | None) -> None:
     part = path.with_name(f".usbyte-{secrets.token_hex(8)}.part")
+    mode = 0o666 if old is None else 0o600  # nobody else's for a moment either
     try:
-        with part.open("xb") as file:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
-        with suppress(FileNotFoundError):
-            old = path.stat()
-            os.chown(part, old.st_uid, old.st_gid)
-            part.chmod(old.st_mode & 0o7777)
+            if old is not None:
+                os.chown(file.fileno(), old.st_uid, old.st_gid)
+                os.chmod(file.fileno(), stat.S_IMODE(old.st_mode))
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -219,13 +219,15 @@ def main(call: list[Any]) -> None:
         # Peers would otherwise wait in torch's exit handlers, and so would this rank for them.
         os._exit(1)
     Path(answer).write_text(json.dumps(result))
-    if rank > 0 or zlib.crc32(function.encode()) % 8 > 0:
+    chosen = zlib.crc32(function.encode()) % 8 == 0 or not Path(file).name.startswith("test_")
+    if rank > 0 or not chosen:
         _end_without_clearing_up()
 
 
 def _end_without_clearing_up() -> None:
     # All that was imported is taken apart otherwise, which copies most of the template's memory, a
-    # third of a second. Of one function in eight a rank does so, as users' processes do.
+    # third of a second. After faults and soaks, and of one other function in eight, a rank does so,
+    # as users' processes do.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

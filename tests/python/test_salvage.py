@@ -110,10 +110,20 @@ def test_survivors_of_a_step_that_did_not_complete_can_save_the_one_before(overl
     assert answers == [expected[0], None, expected[2]]
 
 
-def remembered(rank, size, overlap, kills):
+def goes_on(model, optimizer, rank, steps):
+    train(model, optimizer, rank, STEPS + steps, STEPS)
+    ub.barrier()
+
+
+def remembered(rank, size, overlap, kills, hooked):
     """Whether what codecs remember can be saved, where rank 1 is lost in backward or before it."""
     model, optimizer = prepared(rank, overlap, compression=ub.Compression.topk(0.5))
-    train(model, optimizer, rank)
+    train(model, optimizer, rank, STEPS - 1)
+    if hooked:  # so that its closure runs inside of the wrapped optimizer
+        optimizer.register_step_post_hook(lambda *_: None)
+        optimizer.step(lambda: begin(model, optimizer, rank, STEPS - 1))
+    else:
+        train(model, optimizer, rank, STEPS, STEPS - 1)
     optimizer.synchronize()
     before = optimizer.state_dict()[MEMORY]
     ub.barrier()
@@ -121,10 +131,9 @@ def remembered(rank, size, overlap, kills):
         model[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     elif rank == 1:
         sys.excepthook(KeyError, KeyError("x"), None)
+    steps = 2 if kills else 0
     with pytest.raises(FaultError):
-        if kills:
-            train(model, optimizer, rank, STEPS + 2, STEPS)
-        ub.barrier()
+        goes_on(model, optimizer, rank, steps)
     after = optimizer.state_dict().get(MEMORY)
     if after is not None:
         assert all(torch.equal(after[name]["rows"], before[name]["rows"]) for name in before)
@@ -134,11 +143,12 @@ def remembered(rank, size, overlap, kills):
 
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_what_codecs_had_sent_of_a_step_that_did_not_complete_is_not_saved(overlap):
-    assert run_ranks(2, remembered, overlap, True, env=LIMITS, dies=[1]) == [False, None]
+    assert run_ranks(2, remembered, overlap, True, False, env=LIMITS, dies=[1]) == [False, None]
 
 
-def test_what_codecs_remember_is_saved_where_no_step_had_begun():
-    assert run_ranks(2, remembered, "backward", False, env=LIMITS) == [True, True]
+@pytest.mark.parametrize(("overlap", "hooked"), [("backward", True), ("forward", False)])
+def test_what_codecs_remember_is_saved_where_no_step_had_begun(overlap, hooked):
+    assert run_ranks(2, remembered, overlap, False, hooked, env=LIMITS) == [True, True]
 
 
 def cannot_start_a_thread(rank, size):
@@ -161,7 +171,7 @@ def cannot_start_a_thread(rank, size):
 
 def test_a_rank_whose_init_has_failed_is_named():
     told = run_ranks(2, cannot_start_a_thread, env={"USBYTE_STALL_LIMIT_S": "1"}, dies=[1])[0]
-    assert told.startswith("rank 1 (not known) is gone or frozen: it does not answer")
+    assert told.startswith("rank 1 (host and pid not known) is gone or frozen: it does not answer")
 
 
 def cannot_make_a_group(rank, size):
@@ -182,7 +192,7 @@ def cannot_make_a_group(rank, size):
 
 def test_a_group_that_a_rank_cannot_make_is_told_on_all():
     for told in run_ranks(2, cannot_make_a_group):
-        assert "noticed: a process group could not be made: " in told
+        assert "rank 1 noticed: a process group could not be made: " in told
 
 
 def applies_a_part(rank, size):

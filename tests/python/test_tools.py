@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -192,13 +193,23 @@ def test_what_is_read_is_not_overwritten(command, read, tmp_path, monkeypatch):
         assert path.read_text() == "as it was"
 
 
-@pytest.mark.parametrize("field", ["ready_s", "need_s", "step_s", "update_s"])
+def test_a_file_of_a_named_profiles_name_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        done = invoke("plan", "vgg16-half", *RING, "--policy", "ddp", "-o", "vgg16-half")
+        assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    "field", ["ready_s", "need_s", "step_s", "update_s", "need_spread_s", "ready_spread_s"]
+)
 def test_a_profile_of_absurd_times(field, tmp_path):
     root = json.loads(profiles.vgg16_half().to_json())
     if field in root:
         root[field] = 1e308
     else:
-        root["tensors"][1][field] = 1e308
+        for row in root["tensors"]:
+            row[field] = 1e308
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(root))
     done = invoke("plan", str(path), *RING)
@@ -302,11 +313,18 @@ def test_what_is_replaced_keeps_its_place(tmp_path):
     assert linked.is_symlink()
     assert real.read_text() == "new"
     assert real.stat().st_mode & 0o777 == 0o640
+    linked.unlink()
+    linked.hardlink_to(real)
+    files.write_bytes(linked, b"newer")
+    assert real.read_text() == "newer"
     reader, writer = os.pipe()
     files.write_bytes(Path(f"/dev/fd/{writer}"), b"piped")
     assert os.read(reader, 10) == b"piped"
     os.close(reader)
     os.close(writer)
+    with tempfile.TemporaryFile(dir=tmp_path) as file:  # which has no name
+        files.write_bytes(Path(f"/dev/fd/{file.fileno()}"), b"read")
+        assert file.read() == b"read"
     assert {path.name for path in tmp_path.iterdir()} == {"real.json", "linked.json"}
 
 

@@ -248,7 +248,9 @@ def check_writable(*paths: Path | None, inputs: Iterable[Path | str | None] = ()
         if folder or not writable:
             raise _unwritable(path, "it is a folder" if folder else "not writable")
         if replaced:
-            raise click.UsageError(f"'{path}' is read here, and would be overwritten; write to another")
+            raise click.UsageError(
+                f"'{path}' is read here, and would be overwritten; write to another"
+            )
 
 
 def write_text(path: Path, text: str) -> None:

@@ -67,7 +67,7 @@ def plan(
     from usbyte import _core, tuning
     from usbyte.lab import profiles
 
-    check_writable(output, inputs=[profile, network_path, costs_path])
+    check_writable(output, inputs=[profiles.file_of(profile), network_path, costs_path])
     job = profiles.scaled(profiles.load(profile), scale_time, scale_bytes)
     net = network(network_path, ring)
     sizes = {"partition_bytes": partition, "credit_bytes": credit, "bucket_bytes": bucket}

@@ -68,7 +68,8 @@ def report(
     from usbyte.cli.scene import Scene
     from usbyte.lab import profiles
 
-    check_writable(output, png, inputs=[plan, profile, network_path, costs_path, trace_path])
+    inputs = [plan, profiles.file_of(profile), network_path, costs_path, trace_path]
+    check_writable(output, png, inputs=inputs)
     if png is not None:
         from usbyte.cli import figures
 

@@ -131,9 +131,9 @@ def simulate(
     from rich.console import Console
     from rich.text import Text
 
-    from usbyte.lab.profiles import load, scaled
+    from usbyte.lab.profiles import file_of, load, scaled
 
-    check_writable(csv_path, plot, inputs=[*profiles, costs_path])
+    check_writable(csv_path, plot, inputs=[*map(file_of, profiles), costs_path])
     if plot is not None:
         from usbyte.cli import figures
 

@@ -99,10 +99,10 @@ def whatif(
     from rich.console import Console
     from rich.text import Text
 
-    from usbyte.lab.profiles import load, scaled
+    from usbyte.lab.profiles import file_of, load, scaled
     from usbyte.whatif import advice, examine
 
-    check_writable(json_path, plot, inputs=[*profiles, network_path])
+    check_writable(json_path, plot, inputs=[*map(file_of, profiles), network_path])
     if plot is not None:
         from usbyte.cli import figures
 

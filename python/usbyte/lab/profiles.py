@@ -114,6 +114,13 @@ def load(source: str) -> Profile:
     return job
 
 
+def file_of(source: str) -> Path | None:
+    """Where `load_whole` reads a profile; None if it is made up."""
+    if source in MADE_UP:
+        return None
+    return _FOLDER / f"{source}.json" if source in RECORDED else Path(source)
+
+
 def load_whole(source: str) -> Profile:
     """Reads a profile of usbyte's own or a published trace, or gives one that usbyte comes with.
 
@@ -123,9 +130,9 @@ def load_whole(source: str) -> Profile:
     Raises:
         UsageError: There is no such file, or it holds neither, or contradicts itself.
     """
-    if source in MADE_UP:
+    path = file_of(source)
+    if path is None:
         return vgg16_half(even=source == "vgg16-even")
-    path = _FOLDER / f"{source}.json" if source in RECORDED else Path(source)
     try:
         text = files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -141,7 +148,8 @@ def load_whole(source: str) -> Profile:
         job = read(text)
     except Error as error:
         raise UsageError(f"'{source}': {error}") from error
-    longest_s = max([job.step_s, job.update_s, *job.need_s, *job.ready_s])
+    spreads_s = [*job.need_spread_s, *job.ready_spread_s]
+    longest_s = max([job.step_s, job.update_s, *job.need_s, *job.ready_s, *spreads_s])
     if longest_s > _MOST_SECONDS:
         raise UsageError(
             f"'{source}': a time of {longest_s:g} s is no job's; times are in seconds, and "

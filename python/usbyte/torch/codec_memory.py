@@ -41,10 +41,9 @@ class Memory:
     Attributes:
         parts: By name, rows x elements; empty where no codec remembers anything.
         kinds: By name, what the rows are; see `Codec.remembers`.
-        torn: Codecs have sent a part of a step whose sums no parameter gets.
+        ahead: A part of it may have been sent in a step whose sums no parameter has; for who takes
+            the steps to reset.
     """
-
-    torn = False
 
     def __init__(self, scale: float = 1.0) -> None:
         self._scale = scale
@@ -55,6 +54,7 @@ class Memory:
         # This rank and how many there are, while ranks remember shards only.
         self._sender: tuple[int, int] | None = None
         self._before: dict[str, torch.Tensor] = {}  # the step, of what may turn out to be unused
+        self.ahead = self._torn = False
 
     def lay_out(
         self,
@@ -162,9 +162,14 @@ class Memory:
             self.parts[name].copy_(before)
             self._settle()
 
-    def forget_notes(self) -> None:
-        """A step begins."""
+    def begin_step(self) -> None:
+        """Forgets what was noted of the last one."""
         self._before.clear()
+        self.ahead = True
+
+    def tear(self) -> None:
+        """The run has failed: what it is ahead of parameters stays so."""
+        self._torn = self.ahead
 
     @property
     def address(self) -> int:
@@ -173,12 +178,15 @@ class Memory:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """A copy by parameter on the host, by index, for a checkpoint; nothing of what is torn."""
-        if self.torn and self.parts:
+        if self._torn and self.parts:
             log.warning(
                 "what codecs remember is left out of the optimizer's state: when the run failed, "
                 "they had sent a part of it in a step that no parameter gets"
             )
             return {}
+        return self._copy()
+
+    def _copy(self) -> dict[str, dict[str, Any]]:
         whose = (
             {} if self._sender is None else dict(zip(("rank", "size"), self._sender, strict=True))
         )
@@ -214,7 +222,7 @@ class Memory:
 
     def is_as(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is of what is remembered now."""
-        now = self.state()
+        now = self._copy()
         return state.keys() == now.keys() and all(
             torch.equal(part["rows"], now[name]["rows"]) for name, part in state.items()
         )
@@ -232,7 +240,7 @@ class Memory:
                 rank,
             )
             state = {}
-        self.torn = False
+        self.ahead = self._torn = False
         factors = {n: self._scale / part.get("scale", self._scale) for n, part in state.items()}
         loaded = {name: part["rows"].float() * factors[name] for name, part in state.items()}
         if not self.parts:  # no codec has remembered anything yet

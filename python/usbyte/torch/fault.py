@@ -245,7 +245,9 @@ class FaultBoard:
     def _who(self, rank: int) -> str:
         key = f"who/{rank}"
         # One whose init() has failed never tells, and the store waits for what nobody tells.
-        return self._store.get(key).decode() if self._store.check([key]) else "not known"
+        if not self._store.check([key]):
+            return "host and pid not known"
+        return self._store.get(key).decode()
 
     def _poll(self, key: str, seconds: float) -> str | None:
         deadline = time.monotonic() + seconds

@@ -13,8 +13,10 @@ class _LastResort(logging.Handler):
     """Writes to stderr while the script has set up no logging, as Python itself does warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        others = [h for h in (*log.handlers, *logging.getLogger().handlers) if h is not self]
-        if not others and logging.lastResort is not None:
+        theirs = [h for h in log.handlers if h is not self]
+        if log.propagate:
+            theirs += logging.getLogger().handlers
+        if not theirs and logging.lastResort is not None:
             logging.lastResort.handle(record)
 
 

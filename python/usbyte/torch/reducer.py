@@ -397,7 +397,7 @@ class Reducer:
         self._transport.engine.drain(stream)
         self._cycle.begin_backward(self._transport.arena.votes[:1])
         self._sent.begin()
-        self._memory.forget_notes()
+        self._memory.begin_step()
         self.unsent = self.applied = False
         self.stands_in = not self._has_data
         self._transport.sender.begin()

@@ -280,8 +280,8 @@ class Stepper:
             self.reducer.stop_waiting()
             with self._changes.updating_after_fault():
                 self._deferred.apply(self._everything)
-        elif not self.reducer.applied and any(map(remembers, self.transport.plan.ops)):
-            self._memory.torn = True
+        elif any(map(remembers, self.transport.plan.ops)):
+            self._memory.tear()
         self._give_up()
 
     def examine(self, is_quiet: bool) -> tuple[bool, bool]:
@@ -323,7 +323,9 @@ class Stepper:
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
         self.reducer.applied = True
         # Looked up each time, as schedulers replace it.
-        return self._changes.step(self._updater.step, closure, is_known(self._optimizer))
+        result = self._changes.step(self._updater.step, closure, is_known(self._optimizer))
+        self._memory.ahead = False
+        return result
 
     def _step_at_once(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer
