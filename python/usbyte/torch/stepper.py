@@ -13,7 +13,7 @@ from torch import nn
 from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.awaited import release, weakly
 from usbyte.torch.changes import Changes
-from usbyte.torch.codec_memory import Memory, remembers
+from usbyte.torch.codec_memory import Memory
 from usbyte.torch.context import Context
 from usbyte.torch.device import Device
 from usbyte.torch.fused import FusedUpdate
@@ -280,7 +280,7 @@ class Stepper:
             self.reducer.stop_waiting()
             with self._changes.updating_after_fault():
                 self._deferred.apply(self._everything)
-        elif any(map(remembers, self.transport.plan.ops)):
+        else:
             self._memory.tear()
         self._give_up()
 
