@@ -307,7 +307,7 @@ def test_eight_hosts_add_up_on_routes_through_three_dimensions(lab):
     lab.down()
     assert command("up", "--topology", "2x2x2:200mbit,200mbit,200mbit").returncode == 0
     routes = [sys.executable, str(BENCHMARKS / "routes.py")]
-    quick = ["--sizes", "256K", "--rounds", "1", "--largest", "256K"]
+    quick = ["--sizes", "256K,1M", "--rounds", "1", "--largest", "256K"]
     done = command("run", "--", *routes, *quick, "--topology", "2x2x2")
     lab.down()
     assert done.returncode == 0, done.stdout + done.stderr

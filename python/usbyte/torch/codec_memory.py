@@ -54,7 +54,7 @@ class Memory:
         # This rank and how many there are, while ranks remember shards only.
         self._sender: tuple[int, int] | None = None
         self._before: dict[str, torch.Tensor] = {}  # the step, of what may turn out to be unused
-        self._changes = False  # in steps, under the plan in force
+        self._coded = False  # codecs of the plan in force remember something
         self.ahead = self._torn = False
 
     def lay_out(
@@ -71,7 +71,7 @@ class Memory:
             params: By name, in the order of whose memory that has elements; else in no other.
         """
         codecs = [_core.make_codec(op.codec) for op in plan.ops]
-        self._changes = any(codec is not None and codec.remembers for codec in codecs)
+        self._coded = any(codec is not None and codec.remembers for codec in codecs)
         rows = max((codec.memories for codec in codecs if codec is not None), default=0)
         rows = max([rows, *(len(part) for part in self.parts.values())])
         if rows == 0:
@@ -171,7 +171,7 @@ class Memory:
 
     def tear(self) -> None:
         """The run has failed: what it is ahead of parameters stays so."""
-        self._torn = self.ahead and self._changes
+        self._torn = self.ahead and self._coded
 
     @property
     def address(self) -> int:
