@@ -94,11 +94,15 @@ coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, 
 
 # Undefined behaviour traps here, which compiles much faster than messages do, and leaves out vptr;
 # `make asan` has both.
-sanitize: ## run the C++ tests of threads under both
+sanitize: ## run the C++ tests of threads under both, in two halves at once
 	@export ASAN_OPTIONS=handle_sigill=1:$$ASAN_OPTIONS; aslr=; if setarch -R true 2>/dev/null; then aslr='setarch -R'; fi; status=0; \
 	for kind in asan tsan; do \
-	  $$aslr $(MAKE) cpp PRESET=threaded-$$kind && \
-	  $$aslr build/threaded-$$kind/tests/cpp/usbyte_tests --gtest_brief=1 || status=1; \
+	  $$aslr $(MAKE) cpp PRESET=threaded-$$kind || { status=1; continue; }; halves=(); \
+	  for half in 0 1; do \
+	    GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$$half \
+	      $$aslr build/threaded-$$kind/tests/cpp/usbyte_tests --gtest_brief=1 & halves+=($$!); \
+	  done; \
+	  for half in $${halves[@]}; do wait $$half || status=1; done; \
 	done; exit $$status
 
 PRESET ?= release

@@ -51,6 +51,16 @@ def test_a_hard_limit_that_is_too_low_is_told() -> None:
     assert "as with ulimit -n" in text
 
 
+def test_a_launcher_that_cannot_start_ranks_does_not_ask_whether_python_is_installed() -> None:
+    shell = ["bash", "-c", 'ulimit -n 10 && exec "$@"', "bash", sys.executable, "-m", "usbyte.run"]
+    done = subprocess.run(
+        [*shell, "-np", "2", "true"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "raise the limit before it starts, as with ulimit -n" in done.stderr
+    assert f"cannot run {sys.executable}: Too many open files\n" in done.stderr
+
+
 def test_a_system_that_refuses_to_raise_the_limit_does_not_end_the_job(monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("not allowed to raise maximum limit")

@@ -99,7 +99,8 @@ class Launcher:
                     placement, command, env, spec, self._selector, self._on_frame, self._on_text
                 )
             except OSError as error:
-                self._conclude(1, f"cannot run {command[0]}: {error.strerror}; is it installed?")
+                remedy = "; is it installed?" if isinstance(error, FileNotFoundError) else ""
+                self._conclude(1, f"cannot run {command[0]}: {error.strerror}{remedy}")
                 return
             self._links.append(link)
 
