@@ -277,8 +277,7 @@ void DeviceStep::check_not_captured(CudaStream stream) {
   if (!cuda_->capturing(stream)) return;
   throw UsageError(
       "a training step is being captured into a CUDA graph, which would not replay the "
-      "communication of a DistributedOptimizer: do not capture, or capture only micro-batches "
-      "under optimizer.no_sync() and run the last backward of each step outside of the graph");
+      "communication of a DistributedOptimizer: leave backward() and step() out of the capture");
 }
 
 std::vector<Moment> DeviceStep::ends() const {

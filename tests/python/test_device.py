@@ -221,6 +221,31 @@ def votes(rank, size):
     return steps
 
 
+def captures(rank, size):
+    """A forward pass is captured while the job is learned; later on, a backward pass."""
+    ub.init()
+    device = emulate()
+    model, optimizer, step = layers(rank)
+    seen = model[0]
+    device.cuda.set_capturing(0, True)
+    seen(torch.zeros(1, 64))
+    device.cuda.set_capturing(0, False)
+    while optimizer.decision is None:
+        step()
+    names = [n for n, _ in model.named_parameters()]
+    assert [names[i] for i in optimizer._stepper._ungated] == ["0.weight", "0.bias"]
+    optimizer.synchronize()
+    loss = model(torch.zeros(1, 64)).sum()
+    device.cuda.set_capturing(0, True)
+    with optimizer.no_sync(), pytest.raises(UsageError, match="captured into a CUDA graph"):
+        loss.backward()
+    device.cuda.set_capturing(0, False)
+
+
+def test_what_is_captured_is_known_to_be_replayed_unseen():
+    run_ranks(2, captures, timeout=60)
+
+
 def dies(rank, size):
     ub.init()
     emulate()

@@ -41,8 +41,12 @@ class Device:
         """The stream that work of this thread goes to."""
         return 0
 
+    def capturing(self) -> bool:
+        """Whether this thread's work goes into a CUDA graph, to run when that is replayed."""
+        return False
+
     def now(self) -> Mark:
-        """When the work that was given to the device so far is over."""
+        """When the work that was given to the device so far is over; has no time in a graph."""
         return _core.now_s()
 
     def anchor(self) -> None:
@@ -88,6 +92,11 @@ class CudaDevice(Device):
     def stream(self) -> int:
         """See `Device`."""
         return _raw_stream(self.torch_device.index)
+
+    def capturing(self) -> bool:
+        """See `Device`."""
+        assert self.core is not None
+        return self.core.capturing(self.stream())
 
     def now(self) -> Mark:
         """See `Device`."""

@@ -59,7 +59,7 @@ class Gates:
         self._installed: set[nn.Module] = set()
         self.roots: list[nn.Module] = []
         self._unseen: set[int] = set()  # got gradients, but nobody was seen to use them
-        self._opaque: set[int] = set()  # what compiled or scripted code reads unseen
+        self._opaque: set[int] = set()  # what compiled or scripted code or graphs read unseen
         self._learning, self._watching = True, False
         self._begun = False  # the forward pass of this iteration
         self.needed: list[Mark | None] = [None] * len(params)
@@ -186,6 +186,9 @@ class Gates:
             self._watch()
 
     def _use(self, indices: Sequence[int]) -> None:
+        if self._device.capturing():  # replays are not seen
+            self._opaque.update(indices)
+            return
         now = self._device.now()
         for i in indices:
             if self.needed[i] is None:

@@ -161,6 +161,12 @@ class Recorder:
                 )
 
     def _on_gradient(self, param: nn.Parameter) -> None:
+        if self._device.capturing():
+            self._refuse(
+                "the job captures backward() into a CUDA graph, whose replays cannot be seen: "
+                "profile it without"
+            )
+            return
         i = self._index[param]
         self._ready[i] = self._device.now()
         self._gradients += 1

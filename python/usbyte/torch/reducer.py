@@ -365,6 +365,7 @@ class Reducer:
             task = torch._C._current_graph_task_id()
             if self._sync or task != self._task:
                 self._task = task
+                self._check_not_captured()
                 self._listener.before_first_gradient(i)
             if self._sync:
                 self._begin_pass()
@@ -373,6 +374,14 @@ class Reducer:
             self._collect(i)
         else:
             self.unsent = True
+
+    def _check_not_captured(self) -> None:
+        # Replays would neither be sent nor reach `param.grad`, which is the arena's from then on.
+        if self.device.capturing():
+            raise UsageError(
+                "a backward pass is being captured into a CUDA graph, and what a replay adds to "
+                "gradients would be lost: leave backward() out of the capture"
+            )
 
     def _begin_pass(self) -> None:
         if self._passes + 1 == self._passes_per_step:
