@@ -12,7 +12,7 @@ import torch.distributed as dist
 import usbyte.torch as ub
 from _training import Deep, prepare, sleep
 from _transport import for_ranks
-from usbyte.errors import Error
+from usbyte.errors import Error, UsageError
 
 pytestmark = pytest.mark.cuda
 
@@ -135,6 +135,26 @@ def test_a_captured_step_works_or_is_refused(overlap, transports, record_propert
         for told in transport.run(2, captures, overlap, timeout=60):
             record_property(transport.name, told)
             assert told == "works" or "graph" in told.lower() or "captur" in told.lower(), told
+
+
+def captures_backward(transport, rank, size):
+    """What the captured backward pass of a micro-batch ends with."""
+    ub.init()
+    model, opt, x = settled("backward")
+    told = ""
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        try:
+            with opt.no_sync():
+                model(x).square().mean().backward()
+        except UsageError as raised:
+            told = str(raised)
+    return told
+
+
+def test_a_captured_micro_batch_is_refused(transports):
+    for transport in for_ranks(transports, 2):
+        for told in transport.run(2, captures_backward, timeout=60):
+            assert "replay" in told, told
 
 
 def captures_evaluation(transport, rank, size):
