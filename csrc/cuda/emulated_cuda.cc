@@ -25,7 +25,8 @@ using emulated::Stream;
 
 struct Event {
   const bool timed;
-  std::atomic<Mark*> last = nullptr;  // the last record; null: none yet
+  std::atomic<Mark*> last = nullptr;   // the last record; null: none yet
+  std::atomic<bool> captured = false;  // that was in a capture
 };
 
 class Emulation final : public EmulatedCuda {
@@ -71,8 +72,7 @@ class Emulation final : public EmulatedCuda {
   bool capturing(CudaStream stream) override {
     check();
     if (stream.handle != 0) find(stream, "capturing");
-    std::shared_lock lock(tables_);
-    return capturing_.contains(stream);
+    return is_captured(stream);
   }
 
   CudaEvent create_event(EventKind kind) override {
@@ -95,6 +95,7 @@ class Emulation final : public EmulatedCuda {
     } else {
       find(stream, "record").push([&mark] { mark.pass(); });
     }
+    e.captured.store(is_captured(stream), std::memory_order_relaxed);
     e.last.store(&mark, std::memory_order_release);
   }
   void wait(CudaStream stream, CudaEvent event) override {
@@ -107,12 +108,12 @@ class Emulation final : public EmulatedCuda {
   }
   bool passed(CudaEvent event) override {
     check();
-    const Mark* mark = find(event, "passed").last.load(std::memory_order_acquire);
+    const Mark* mark = find_timely(event, "passed").last.load(std::memory_order_acquire);
     return !mark || mark->passed.is_set();
   }
   void synchronize(CudaEvent event) override {
     check();
-    const Mark* mark = find(event, "synchronize").last.load(std::memory_order_acquire);
+    const Mark* mark = find_timely(event, "synchronize").last.load(std::memory_order_acquire);
     if (mark) await(*mark);
   }
   double elapsed_s(CudaEvent from, CudaEvent to) override {
@@ -249,6 +250,18 @@ class Emulation final : public EmulatedCuda {
     return *found->second;
   }
 
+  // For the host, to which an event in a graph never passes.
+  Event& find_timely(CudaEvent event, const char* call) {
+    Event& e = find(event, call);
+    if (!e.captured.load(std::memory_order_relaxed)) return e;
+    throw FaultError(std::string("emulated CUDA: ") + call +
+                     ": the event was last recorded in a capture");
+  }
+  bool is_captured(CudaStream stream) const {
+    std::shared_lock lock(tables_);
+    return capturing_.contains(stream);
+  }
+
   Mark& make_mark() {
     std::lock_guard lock(marks_mutex_);
     return marks_.emplace_back();
@@ -263,7 +276,7 @@ class Emulation final : public EmulatedCuda {
   }
 
   double time_s(CudaEvent event) {
-    const Event& e = find(event, "elapsed_s");
+    const Event& e = find_timely(event, "elapsed_s");
     if (!e.timed) throw FaultError("emulated CUDA: elapsed_s: an event was made without timing");
     const Mark* mark = e.last.load(std::memory_order_acquire);
     if (!mark || !mark->passed.is_set()) {

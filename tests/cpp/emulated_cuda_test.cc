@@ -215,6 +215,19 @@ TEST_F(EmulatedCudaTest, CapturingIsWhatTheTestSays) {
   EXPECT_FALSE(cuda->capturing(first));
 }
 
+TEST_F(EmulatedCudaTest, EventsOfACaptureCannotBeAskedFor) {
+  cuda->set_capturing(first, true);
+  cuda->record(event, first);
+  cuda->set_capturing(first, false);
+  EXPECT_NE(message_of<FaultError>([&] { cuda->passed(event); }).find("capture"),
+            std::string::npos);
+  EXPECT_NE(message_of<FaultError>([&] { cuda->synchronize(event); }).find("capture"),
+            std::string::npos);
+  cuda->record(event, first);
+  cuda->synchronize(event);
+  EXPECT_TRUE(cuda->passed(event));
+}
+
 TEST_F(EmulatedCudaTest, LiveCountsWhatWasNotGivenBack) {
   EXPECT_EQ(cuda->live(), 3);
   void* device = cuda->allocate(1);

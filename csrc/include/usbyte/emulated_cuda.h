@@ -30,7 +30,8 @@ class EmulatedCuda : public Cuda {
   virtual void enqueue(CudaStream stream, std::function<void()> work) = 0;
   /// Puts a kernel on the stream that takes that many seconds, more than any random delay.
   virtual void delay(CudaStream stream, double seconds) = 0;
-  /// Lets `capturing(stream)` answer so from now on.
+  /// Lets `capturing(stream)` answer so from now on. What is given to the stream runs all the same,
+  /// but the host cannot ask for events that are recorded meanwhile.
   virtual void set_capturing(CudaStream stream, bool capturing) = 0;
   /// How often the host has waited for work that was not over: synchronize, of any kind.
   virtual int64_t host_waits() const = 0;
