@@ -199,6 +199,30 @@ def test_checkpoints_are_whole_and_fit_another_number_of_ranks(tmp_path):
     run_ranks(3, resumes, str(tmp_path), timeout=90, env=env)
 
 
+def keeps_dtypes(rank, size):
+    ub.init()
+    torch.set_default_dtype(torch.float64)
+    states = []
+    for shard in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 3)
+        opt = ub.DistributedOptimizer(
+            torch.optim.NAdam(model.parameters()), model.named_parameters(), shard_optimizer=shard
+        )
+        run(model, opt, 4, rank)
+        opt.load_state_dict(opt.state_dict())
+        run(model, opt, 2, rank, seed=1)
+        states.append(opt.state_dict()["state"])
+        opt.close()
+    for i, state in states[0].items():
+        for key, value in state.items():
+            torch.testing.assert_close(states[1][i][key], value, rtol=1e-12, atol=1e-14)
+
+
+def test_scalars_of_the_state_keep_their_dtypes():
+    run_ranks(2, keeps_dtypes, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def clips(rank, size):
     ub.init()
     weights = []

@@ -242,7 +242,7 @@ class ShardedUpdates(PendingUpdates):
         scalars = torch.full((len(self._params),), -math.inf, dtype=torch.float64)
         for piece, view, value in zip(self._mine, self._views, values, strict=True):
             kinds[piece.param] = _kind(value, view)
-            if kinds[piece.param] == _SCALAR:
+            if kinds[piece.param] >= _SCALAR:
                 scalars[piece.param] = float(value)
         kinds = allreduce(kinds, name=f"{name}.kinds", op=Max, process_set=among)
         scalars = allreduce(scalars, name=f"{name}.scalars", op=Max, process_set=among)
@@ -251,10 +251,10 @@ class ShardedUpdates(PendingUpdates):
             param = self._params[i]
             if kind == _ELEMENTS:
                 whole.setdefault(param, {})[key] = torch.zeros_like(param, requires_grad=False)
-            elif kind == _SCALAR:
+            elif kind >= _SCALAR:
                 device = param.device if id(param) in on_device else None
                 whole.setdefault(param, {})[key] = torch.tensor(
-                    scalar, dtype=torch.float32, device=device
+                    scalar, dtype=_SCALAR_DTYPES[kind - _SCALAR], device=device
                 )
             elif kind == _NOTHING:
                 whole.setdefault(param, {})[key] = None
@@ -322,7 +322,8 @@ class ShardedUpdates(PendingUpdates):
 
 
 _ABSENT = object()
-_MISSING, _NOTHING, _SCALAR, _ELEMENTS = range(4)
+_MISSING, _NOTHING, _ELEMENTS, _SCALAR = range(4)  # the last one plus the place of its dtype
+_SCALAR_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _kind(value: Any, view: torch.Tensor) -> int:
@@ -330,7 +331,10 @@ def _kind(value: Any, view: torch.Tensor) -> int:
         return _MISSING
     if value is None:
         return _NOTHING
-    return _ELEMENTS if _is_elementwise(value, view) else _SCALAR
+    if _is_elementwise(value, view):
+        return _ELEMENTS
+    dtype = getattr(value, "dtype", None)
+    return _SCALAR + (_SCALAR_DTYPES.index(dtype) if dtype in _SCALAR_DTYPES else 0)
 
 
 def _is_elementwise(value: Any, like: torch.Tensor) -> bool:
