@@ -216,6 +216,46 @@ def test_gradients_that_are_negating_views_are_their_values():
     run_ranks(2, negated, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
+class Mixed(nn.Module):
+    """Two layers of another dtype than the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.narrow = nn.ModuleList(nn.Linear(6, 6, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x, used):
+        x = self.first(x)
+        for layer in self.narrow[:used]:
+            x = x + layer(x.bfloat16()).float()
+        return self.last(x)
+
+
+def mixes(rank, size):
+    ub.init()
+    states = []
+    for overlap in ("backward", "forward"):
+        torch.manual_seed(0)
+        model = Mixed()
+        opt = ub.DistributedOptimizer(
+            torch.optim.Adafactor(model.parameters()), overlap=overlap, policy="wfbp"
+        )
+        data = torch.Generator().manual_seed(rank)
+        for step in range(6):
+            opt.zero_grad()
+            used = 1 if (step, rank) == (5, 1) else 2
+            model(torch.randn(4, 6, generator=data), used).square().mean().backward()
+            opt.step()
+        states.append({k: v.clone() for k, v in model.state_dict().items()})
+        opt.close()
+    assert difference(*states) == 0
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch has none before 2.5")
+def test_optimizers_that_look_across_dtypes_take_whole_steps():
+    run_ranks(2, mixes, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
 def hooked(rank, size):
     ub.init()
     for overlap in ("backward", "forward"):

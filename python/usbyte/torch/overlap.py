@@ -101,7 +101,7 @@ class Watch:
 
         Args:
             closure: With one.
-            whole: Step hooks or a GradScaler want all parameters updated at once.
+            whole: Step hooks, a GradScaler or the optimizer want all parameters updated at once.
         """
         seen = self._seen
         seen.steps += 1
@@ -151,7 +151,10 @@ class Watch:
         if seen.changed:
             yield f"{kind.__name__}.step() changes its group's '{seen.changed}'"
         if seen.wholes:
-            yield "step hooks, or a GradScaler, want to see each step as a whole"
+            yield (
+                "step hooks, a GradScaler, or Adafactor for parameters of several dtypes, want to "
+                "see each step as a whole"
+            )
         if seen.repeated:
             yield "several backward passes before one step() were sent"
         if seen.with_reads and 2 * seen.with_reads >= seen.steps:

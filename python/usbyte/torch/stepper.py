@@ -27,7 +27,13 @@ from usbyte.torch.reducer import Reducer, no_whole_gradients
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sharding import ShardedUpdates
 from usbyte.torch.transport import Transport
-from usbyte.torch.updates import DeferredUpdates, calls_closure_first, has_step_hooks, is_known
+from usbyte.torch.updates import (
+    DeferredUpdates,
+    calls_closure_first,
+    has_step_hooks,
+    is_known,
+    mixes_dtypes,
+)
 
 log = logging.getLogger("usbyte")
 
@@ -316,9 +322,13 @@ class Stepper:
         return decision is not None and decision.overlap == "forward"
 
     def _needs_whole_step(self) -> bool:
-        """True if step hooks or a GradScaler want to see this step as a whole."""
+        """True if step hooks, a GradScaler or the optimizer want to see this step as a whole."""
         found_inf = getattr(self._optimizer, "found_inf", None)
-        return found_inf is not None or has_step_hooks(self._optimizer)
+        return (
+            found_inf is not None
+            or has_step_hooks(self._optimizer)
+            or mixes_dtypes(self._optimizer)
+        )
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
         self.reducer.applied = True

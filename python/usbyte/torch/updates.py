@@ -141,6 +141,17 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def mixes_dtypes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the first parameter of a group, by its dtype, decides how others are updated.
+
+    So it does in torch's Adafactor, unless that is told its first epsilon.
+    """
+    return isinstance(optimizer, getattr(torch.optim, "Adafactor", ())) and any(
+        group["eps"][0] is None and len({param.dtype for param in group["params"]}) > 1
+        for group in optimizer.param_groups
+    )
+
+
 @contextmanager
 def check_groups_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[str]]:
     """Gives a list, which after the step inside names what it has changed in its groups.
