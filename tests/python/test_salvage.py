@@ -19,6 +19,7 @@ from torch import nn
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import FaultError
+from usbyte.torch import context
 from usbyte.torch.awaited import hold, release
 from usbyte.torch.codec_memory import MEMORY
 from usbyte.torch.context import current
@@ -172,6 +173,28 @@ def cannot_start_a_thread(rank, size):
 def test_a_rank_whose_init_has_failed_is_named():
     told = run_ranks(2, cannot_start_a_thread, env={"USBYTE_STALL_LIMIT_S": "1"}, dies=[1])[0]
     assert told.startswith("rank 1 (host and pid not known) is gone or frozen: it does not answer")
+
+
+def ends_while_others_begin(rank, size):
+    """Rank 0, which serves the store, in init(); all have met."""
+
+    def late(store, *args):
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.5)
+        store.set_timeout(timedelta(seconds=0.5))  # to connect again
+        return board(store, *args)
+
+    board, context.FaultBoard = context.FaultBoard, late
+    with pytest.raises(FaultError) as raised:
+        ub.init()
+    assert not ub.is_initialized()
+    return str(raised.value)
+
+
+def test_a_rank_that_ends_in_init_is_a_fault_of_those_that_have_met_it():
+    told = run_ranks(2, ends_while_others_begin, dies=[0])[1]
+    assert told.startswith(r"init() on rank 1 of 2 has failed: ")
 
 
 def cannot_make_a_group(rank, size):

@@ -368,6 +368,7 @@ def init(
         EnvError: A variable has an unusable value; the message names it.
         UsageError: An argument cannot be used on some rank; nothing is initialised then.
         MismatchError: The ranks name different process sets; nothing is initialised then.
+        FaultError: A rank has ended meanwhile, or connections or threads cannot be made.
     """
     global _current
     if comm is not None:
@@ -382,7 +383,16 @@ def init(
         return
     env = _core.Env.read()
     set_level(env)
-    _current = Context(detect(), env)
+    cluster = detect()
+    try:
+        _current = Context(cluster, env)
+    except Error:
+        raise
+    except RuntimeError as error:  # torch's, which names no rank
+        raise FaultError(
+            f"init() on rank {cluster.rank} of {cluster.size} has failed: {brief(error)}. Where "
+            "that is about the network, another rank has ended meanwhile: see what each has said"
+        ) from error
     try:
         if added:
             _current.process_sets.add(*added)
