@@ -295,6 +295,15 @@ def test_numbers_that_make_no_schedule(options, said):
         schedule(**options)
 
 
+def test_numbers_may_be_of_any_type(single):
+    numbers = {"total_epochs": np.int64(9), "exchange_every": np.int32(4), "patience": np.int8(1)}
+    wrapped(Point(), **numbers, stability=np.float32(0.5), topology=np.array([1, 1])).close()
+    with pytest.raises(UsageError, match=r"exchange_every must be a whole number, not 8\.0"):
+        wrapped(Point(), exchange_every=8.0)
+    with pytest.raises(UsageError, match="topology must be sizes such as"):
+        wrapped(Point(), topology="1x1")
+
+
 def resumes(rank, size):
     start(rank, 2)
     model = Point()

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -482,6 +483,10 @@ def test_what_a_topology_may_be_given_as(tmp_path):
     path.write_text(json.dumps({"format": "else"}))
     with pytest.raises(UsageError, match=r"t\.json"):
         parse(str(path), 6)
+    assert parse(np.array([2, 3]), 6) == [2, 3]
+    for wrong in (6, [2.0, 3], ["2", "3"]):
+        with pytest.raises(UsageError, match="topology must be sizes such as"):
+            parse(wrong, 6)
     for wrong in ("2x2", [], [6, 0]):
         with pytest.raises(UsageError, match="not one of this job's 6 ranks"):
             parse(wrong, 6)

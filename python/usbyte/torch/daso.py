@@ -15,6 +15,7 @@ from torch import nn
 from usbyte import _core, tuning
 from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.alike import difference_of
+from usbyte.torch.arguments import integer
 from usbyte.torch.context import Context, current
 from usbyte.torch.daso_schedule import DasoSchedule, Phase, Start
 from usbyte.torch.lines import host_topology, line_groups, sizes_of
@@ -132,19 +133,23 @@ class DasoOptimizer(DistributedOptimizer):
         context = current()
         policy = policy or context.env.policy or "auto"
         named = None if named_parameters is None else list(named_parameters)
-        arguments = {
-            "every": exchange_every,
-            "wait": max(1, exchange_every // 4) if exchange_wait is None else exchange_wait,
-            "total_epochs": total_epochs,
-            "warmup_epochs": warmup_epochs,
-            "cooldown_epochs": cooldown_epochs,
-            "stability": stability,
-            "patience": patience,
-        }
-        sizes = None if topology is None else sizes_of(topology)
+        arguments: dict[str, Any] = {}
+        sizes: list[int] | None = None
         problem = ""
         try:
-            schedule = DasoSchedule(**arguments)  # type: ignore[arg-type]
+            every = integer("exchange_every", exchange_every)
+            wait = max(1, every // 4) if exchange_wait is None else exchange_wait
+            arguments = {
+                "every": every,
+                "wait": integer("exchange_wait", wait),
+                "total_epochs": integer("total_epochs", total_epochs),
+                "warmup_epochs": integer("warmup_epochs", warmup_epochs),
+                "cooldown_epochs": integer("cooldown_epochs", cooldown_epochs),
+                "stability": float(stability),
+                "patience": integer("patience", patience),
+            }
+            sizes = None if topology is None else sizes_of(topology)
+            schedule = DasoSchedule(**arguments)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
             if policy in tuning.TRIED and policy != "auto":

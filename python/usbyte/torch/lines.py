@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -94,10 +95,17 @@ def line_groups(
 
 
 def sizes_of(topology: _core.Topology | Sequence[int]) -> list[int]:
-    """The sizes of a mesh's dimensions, the innermost first."""
+    """The sizes of a mesh's dimensions, the innermost first.
+
+    Raises:
+        UsageError: They are no whole numbers.
+    """
     if isinstance(topology, _core.Topology):
         return [dimension.size for dimension in topology.dimensions]
-    return list(topology)
+    try:
+        return [int(operator.index(size)) for size in topology]
+    except TypeError:
+        raise UsageError(f"topology must be sizes such as [2, 4], not {topology!r}") from None
 
 
 def _shape(sizes: Sequence[int]) -> str:
