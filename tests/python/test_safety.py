@@ -498,6 +498,7 @@ def settings_differ(rank, size):
         ({"op": ub.Sum if rank else ub.Average}, "op is Average on rank 0 but Sum on rank 1"),
         ({"bucket_bytes": 1 << (20 + rank)}, "bucket_bytes is 1048576 on rank 0 but 2097152 on"),
         ({"overlap": "forward" if rank else "backward"}, "overlap is backward on rank 0 but forw"),
+        ({"shard_optimizer": rank == 0}, "shard_optimizer is True on rank 0 but False on rank 1"),
     ]:
         model = nn.Linear(4, 4)
         with pytest.raises(MismatchError, match=text):
@@ -518,9 +519,11 @@ def numpy_sizes(_rank, _size):
     model = nn.Linear(2, 2)
     inner = torch.optim.SGD(model.parameters(), lr=1)
     ub.DistributedOptimizer(inner, policy="ddp", **sizes).close()
+    clips = {"shard_optimizer": True, "max_grad_norm": np.float32(1)}
+    ub.DistributedOptimizer(inner, policy="dear", **clips).close()
 
 
-def test_whole_numbers_may_be_of_any_type():
+def test_numbers_may_be_of_any_type():
     run_ranks(2, numpy_sizes)
 
 
@@ -532,6 +535,9 @@ def test_bad_arguments(single):
     for factor in [0, float("nan"), float("inf"), None, "2", torch.ones(2)]:
         with pytest.raises(UsageError, match="gradient_predivide_factor must be a positive number"):
             ub.DistributedOptimizer(opt, model=model, gradient_predivide_factor=factor)
+    for norm in [0, -1.0, float("nan"), "1"]:
+        with pytest.raises(UsageError, match="max_grad_norm must be a positive number"):
+            ub.DistributedOptimizer(opt, shard_optimizer=True, max_grad_norm=norm)
     with pytest.raises(UsageError, match="named_parameters lacks 1"):
         ub.DistributedOptimizer(opt, [("weight", model.weight)])
     with pytest.raises(UsageError, match="two parameters named 'w'"):

@@ -41,6 +41,8 @@ def check_combination(
             "max_grad_norm needs shard_optimizer=True; otherwise call "
             "torch.nn.utils.clip_grad_norm_ between backward() and step()"
         )
+    if max_grad_norm is not None and not (_is_positive(max_grad_norm) or max_grad_norm == math.inf):
+        raise UsageError(f"max_grad_norm must be a positive number, not {max_grad_norm!r}")
     if shard_optimizer and fused_update:
         raise UsageError("fused_update=True does not go with shard_optimizer=True")
     if integer("backward_passes_per_step", backward_passes_per_step) < 1:

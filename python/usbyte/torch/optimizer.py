@@ -177,7 +177,7 @@ class DistributedOptimizer(OptimizerWrapper):
             compression="none" if compression is None else compression,
             sharded=shard_optimizer,
             fuses=fused_update,
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
             densifies=sparse_as_dense,
             topology=topology,
             options={

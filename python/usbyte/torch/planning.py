@@ -92,8 +92,8 @@ class Planner:
         self.decision: Decision | None = None
         self.seed = zlib.crc32(label.encode())
         alike = {
+            "shard_optimizer": self._sharded,  # which "overlap" follows from
             "overlap": overlap,
-            "shard_optimizer": self._sharded,
             "bucket_bytes": self._options["bucket_bytes"],
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
             "op": str(settings.op),
