@@ -51,8 +51,8 @@ def test_calls_wait_for_those_before_them_only_if_they_are_patient():
         calls.make(lambda: 4, 30)
 
 
-def state(step, phase="flight", completed=0, awaited=(), last=(), eager=()):
-    status = {"step": step, "phase": phase, "launched": 3, "completed": completed, "ops": 5}
+def state(step, phase="flight", completed=0, awaited=(), last=(), eager=(), launched=3):
+    status = {"step": step, "phase": phase, "launched": launched, "completed": completed, "ops": 5}
     status |= {"awaited": awaited, "last": last}
     return {"optimizers": {"optimizer.1": status}, "eager": list(eager)}
 
@@ -64,6 +64,8 @@ def test_ranks_that_are_behind_are_named():
         "rank 2 is still in backward of step 7, without the gradients of a, b",
     ]
     assert behind({0: state(7), 1: state(7)}) == []
+    late = {0: state(7, completed=2, launched=3), 1: state(7, completed=2, launched=2)}
+    assert behind(late) == ["rank 1 has not come to step() of step 7"]
     apart = {
         0: state(7),
         1: {"optimizers": {"optimizer.1 of ranks.1.2": {"step": 3, "phase": "idle"}}, "eager": []},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import time
 from itertools import product
 
 import pytest
@@ -243,6 +245,28 @@ def clips(rank, size):
 
 def test_the_norm_is_clipped_over_all_shards():
     run_ranks(2, clips, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def updates_late(rank, size):
+    ub.init()
+    model, opt = small(True, policy="dear")
+    run(model, opt, 8, rank)
+    opt.drain()
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("usbyte").addHandler(handler)
+    if rank == 1:
+        opt.step, step = lambda: (time.sleep(1), step()), opt.step
+    run(model, opt, 1, rank)
+    opt.drain()
+    ub.shutdown()
+    return lines
+
+
+def test_a_rank_that_comes_late_to_its_update_is_named():
+    told = run_ranks(2, updates_late, env={"USBYTE_STALL_WARNING_S": "0.5"})[0]
+    assert any(line.endswith("rank 1 has not come to step() of step 9") for line in told), told
 
 
 def drop_by_optimizer(model, opt):

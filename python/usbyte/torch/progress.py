@@ -25,7 +25,9 @@ def behind(states: Mapping[int, State]) -> list[str]:
     for label in sorted({label for state in states.values() for label in state["optimizers"]}):
         at = {r: found for r, s in states.items() if (found := s["optimizers"].get(label))}
         latest = max((s["step"] for s in at.values()), default=0)
-        left = any(s["step"] == latest and s["phase"] != "backward" for s in at.values())
+        first = [s for s in at.values() if s["step"] == latest]
+        left = any(s["phase"] != "backward" for s in first)
+        launched = max((s.get("launched", 0) for s in first), default=0)
         for rank, s in sorted(at.items()):
             if s["step"] < latest:
                 told.append(f"rank {rank} has not begun backward of step {latest}")
@@ -35,6 +37,9 @@ def behind(states: Mapping[int, State]) -> list[str]:
                     f"rank {rank} is still in backward of step {latest}, without the gradients of "
                     f"{names}"
                 )
+            elif s["phase"] == "flight" and s["launched"] == s["completed"] < launched:
+                # What follows are gathers of shards, which its update is to let go.
+                told.append(f"rank {rank} has not come to step() of step {latest}")
     return told
 
 
