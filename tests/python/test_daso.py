@@ -477,7 +477,7 @@ def faults(rank, size, slots, how):
     [
         (2, "kill", "rank 1 .* is gone or frozen"),
         (1, "kill", "rank 1 .* is gone or frozen"),
-        (1, "sleep", "exchange 4 of parameters between nodes has been waited for"),
+        (1, "sleep", "rank 1 has not begun exchange 4 of .* exchange 4 of .* has been waited for"),
     ],
 )
 def test_a_lost_rank_is_a_fault_on_every_rank(slots, how, said):

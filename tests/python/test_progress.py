@@ -66,6 +66,11 @@ def test_ranks_that_are_behind_are_named():
     assert behind({0: state(7), 1: state(7)}) == []
     late = {0: state(7, completed=2, launched=3), 1: state(7, completed=2, launched=2)}
     assert behind(late) == ["rank 1 has not come to step() of step 7"]
+    node = {0: state(4, "exchange"), 1: state(4, "exchange"), 2: state(3, "exchange")}
+    assert behind(node) == ["rank 2 has not begun exchange 4 of parameters"]
+    node[1]["optimizers"]["node"] = state(7)["optimizers"]["optimizer.1"]
+    node[2]["optimizers"]["node"] = state(6, "idle")["optimizers"]["optimizer.1"]
+    assert behind(node) == ["rank 2 has not begun backward of step 7"]
     apart = {
         0: state(7),
         1: {"optimizers": {"optimizer.1 of ranks.1.2": {"step": 3, "phase": "idle"}}, "eager": []},

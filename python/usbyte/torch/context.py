@@ -283,7 +283,7 @@ class Context:
         for optimizer in self._in_order():
             found[optimizer.label] = {}
             with suppress(UsageError):  # of one that is being closed
-                found[optimizer.label] = optimizer.status()
+                found |= optimizer.states()
         for link in list(self._abandoned):
             with suppress(UsageError):
                 found[link.label] = link.status()

@@ -171,7 +171,6 @@ class DasoOptimizer(DistributedOptimizer):
         self._schedule = schedule
         self._in_flight: _InFlight | None = None
         self._vectors: ParameterVectors | None = None
-        self._batches = 0  # for messages
         self._in_step_end = False  # the node's own update is done, and the step is not
         self._merging = False  # other nodes' parameters are about to be used
         self._has_settled = False
@@ -241,7 +240,6 @@ class DasoOptimizer(DistributedOptimizer):
             self._trained.check_frozen()
             self._groups.look_up()
         result = super().step(closure)
-        self._batches += 1
         if self._exchange is None:
             return result
         self._exchange_nodes()
@@ -372,10 +370,13 @@ class DasoOptimizer(DistributedOptimizer):
         """See `DistributedOptimizer`; a node of one rank sends parameters only."""
         return super().sends or (self._exchange is not None and not self._closed)
 
-    def status(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`; of a node of one rank how many steps it has begun."""
-        own = {"step": self._batches + 1, "phase": "exchange", "awaited": []}
-        return super().status() or (own if self._exchange is not None else {})
+    def states(self) -> dict[str, dict[str, Any]]:
+        """See `DistributedOptimizer`; with the last exchange between nodes that has begun."""
+        states = super().states()
+        if self._exchange is not None:
+            last = self._schedule.exchanges - 1
+            states[self._exchange.label] = {"step": last, "phase": "exchange"}
+        return states
 
     def hold(self, message: str) -> None:
         """See `DistributedOptimizer`."""

@@ -52,6 +52,7 @@ class NodeExchange:
         local_rank: This rank's local index.
 
     Attributes:
+        label: As given.
         owner: What lives until `close`.
     """
 
@@ -65,7 +66,7 @@ class NodeExchange:
         nodes: dist.ProcessGroup,
         local_rank: int,
     ) -> None:
-        self._context, self._label = context, label
+        self._context, self.label = context, label
         self._node, self._nodes, self._local_rank = node, nodes, local_rank
         self.size = dist.get_world_size(nodes)
         self._slots = dist.get_world_size(node) if node is not None else 1
@@ -179,4 +180,4 @@ class NodeExchange:
                 abort(group)
 
     def _describe(self, exchange: Exchange) -> str:
-        return f"{self._label}: exchange {exchange.number} of parameters between nodes"
+        return f"{self.label}: exchange {exchange.number} of parameters between nodes"

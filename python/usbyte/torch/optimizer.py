@@ -470,6 +470,10 @@ class DistributedOptimizer(OptimizerWrapper):
         transport = self._transport
         return transport.status() if transport is not None else {}
 
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Of all that it waits for other ranks in, by label."""
+        return {self.label: self.status()}
+
     def hold(self, message: str) -> None:
         """After a fault: from now on who reads parameters waits, until `settle_fault`."""
         if (stepper := self._live) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from usbyte.torch.matching import name_ranks
 
 #: Of one rank: "optimizers", by label what `Engine.status` tells or {}, and "eager", what is in
-#: flight beside the plan.
+#: flight beside the plan. In the phase "exchange" a step is one of parameters between nodes.
 State = Mapping[str, Any]
 
 _TOLD_RANKS = 16
@@ -21,7 +21,7 @@ def behind(states: Mapping[int, State]) -> list[str]:
     Args:
         states: By rank.
     """
-    told = []
+    told, late = [], []
     for label in sorted({label for state in states.values() for label in state["optimizers"]}):
         at = {r: found for r, s in states.items() if (found := s["optimizers"].get(label))}
         latest = max((s["step"] for s in at.values()), default=0)
@@ -29,7 +29,9 @@ def behind(states: Mapping[int, State]) -> list[str]:
         left = any(s["phase"] != "backward" for s in first)
         launched = max((s.get("launched", 0) for s in first), default=0)
         for rank, s in sorted(at.items()):
-            if s["step"] < latest:
+            if s["step"] < latest and s["phase"] == "exchange":
+                late.append(f"rank {rank} has not begun exchange {latest} of parameters")
+            elif s["step"] < latest:
                 told.append(f"rank {rank} has not begun backward of step {latest}")
             elif left and s["phase"] == "backward":
                 names = ", ".join(s["awaited"])
@@ -40,7 +42,8 @@ def behind(states: Mapping[int, State]) -> list[str]:
             elif s["phase"] == "flight" and s["launched"] == s["completed"] < launched:
                 # What follows are gathers of shards, which its update is to let go.
                 told.append(f"rank {rank} has not come to step() of step {latest}")
-    return told
+    # Whoever waits for a rank of its own node comes late to exchanges, too.
+    return told or late
 
 
 def last_operations(states: Mapping[int, State], silent: Sequence[int]) -> str:
