@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -184,6 +186,42 @@ def scaled(rank, size):
 
 def test_fused_optimizers_get_the_scale_of_a_grad_scaler():
     run_ranks(2, scaled, timeout=60)
+
+
+def overflows_unsent(rank, size, kept, unscale, fused):
+    """Rank 1's own gradients are infinite in a step, which is sent when it ends or before."""
+    ub.init()
+    ends = []
+    for keep in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        passes = 2 if keep and kept == "passes" else 1
+        opt = ub.DistributedOptimizer(
+            inner, model.named_parameters(), backward_passes_per_step=passes
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(9):
+            opt.zero_grad()
+            x = torch.full((2, 4), math.inf if (rank, step) == (1, 3) else float(step + rank))
+            with opt.no_sync() if keep and kept == "no_sync" else contextlib.nullcontext():
+                scaler.scale(model(x).sum()).backward()
+            if unscale:
+                scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(opt)
+            scaler.update()
+        assert scaler.get_scale() == 32.0
+        ends.append({k: v.clone() for k, v in model.state_dict().items()})
+        opt.close()
+    assert difference(*ends) == 0
+
+
+@pytest.mark.parametrize(
+    ("kept", "unscale", "fused"), [("no_sync", True, False), ("passes", False, True)]
+)
+def test_a_scaler_looks_at_averages_where_nothing_was_sent_before(kept, unscale, fused):
+    run_ranks(2, overflows_unsent, kept, unscale, fused, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
 class Negated(torch.autograd.Function):

@@ -375,8 +375,16 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         if (stepper := self._live) is not None:
             stepper.check_whole_gradients()
-            stepper.send_kept()
+            if stepper.reducer.accumulates:
+                stepper.send_kept()
         self.drain()
+
+    @_not_compiled
+    def send_kept(self) -> None:
+        """Sends what this rank has accumulated and not sent, as `step()` would. Collective."""
+        self._check_usable()
+        if self._stepper is not None:
+            self._stepper.send_kept()
 
     @_not_compiled
     def drain(self) -> None:

@@ -166,10 +166,9 @@ class Stepper:
                 f"{type(self._optimizer).__name__} may call its closure several times, and needs "
                 'the gradients at once: leave out overlap="forward"'
             )
+        if closure is None:
+            self.send_kept()
         reducer = self.reducer
-        if reducer.unsent and not reducer.in_flight and closure is None:
-            self.apply_all()
-            reducer.send_kept()
         if self.shards is not None:
             self._step_shards(self.shards)
             return None
@@ -218,8 +217,8 @@ class Stepper:
             )
 
     def send_kept(self) -> None:
-        """Sends what several backward passes have accumulated; see `Reducer.accumulates`."""
-        if self.reducer.accumulates and not self.reducer.in_flight:
+        """Sends what backward passes have accumulated on this rank."""
+        if self.reducer.unsent and not self.reducer.in_flight:
             self.apply_all()
             self.reducer.send_kept()
 
