@@ -97,7 +97,8 @@ coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, 
 sanitize: ## run the C++ tests of threads under both, in two halves at once
 	@export ASAN_OPTIONS=handle_sigill=1:$$ASAN_OPTIONS; aslr=; if setarch -R true 2>/dev/null; then aslr='setarch -R'; fi; status=0; \
 	for kind in asan tsan; do \
-	  $$aslr $(MAKE) cpp PRESET=threaded-$$kind || { status=1; continue; }; halves=(); \
+	  $$aslr $(MAKE) cpp PRESET=threaded-$$kind || { status=1; continue; }; \
+	  halves=(); trap 'kill $${halves[@]} 2>/dev/null' EXIT; \
 	  for half in 0 1; do \
 	    GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$$half \
 	      $$aslr build/threaded-$$kind/tests/cpp/usbyte_tests --gtest_brief=1 & halves+=($$!); \

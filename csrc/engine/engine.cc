@@ -220,6 +220,7 @@ std::string Engine::status() const {
                                 {"completed", s.step.completed()},
                                 {"ops", s.plan.ops().size()},
                                 {"awaited", std::move(awaited)},
+                                {"held", s.options.hold_gathers && s.step.reduced() && !s.released},
                                 {"open_step", s.open_step},
                                 {"last", s.flights.to_json(s.plan, now_s())}}
       .dump();

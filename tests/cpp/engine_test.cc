@@ -136,6 +136,7 @@ TEST(EngineStep, StatusTellsOtherRanksWhereThisOneIs) {
                          {"completed", 0},
                          {"ops", 6},
                          {"awaited", {"b", "c", "d", "e"}},
+                         {"held", false},
                          {"open_step", 0}}));
   for (int t = 1; t < 6; ++t) rig->ready(t);
   rig->end_backward();

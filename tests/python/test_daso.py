@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import os
 import re
 import signal
@@ -453,6 +454,10 @@ def faults(rank, size, slots, how):
     start(rank, slots)
     model = Point()
     opt = wrapped(model, exchange_every=2, exchange_wait=1)
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("usbyte").addHandler(handler)
     began = time.monotonic()
     try:
         for step in range(1000):
@@ -466,9 +471,9 @@ def faults(rank, size, slots, how):
         seconds = time.monotonic() - began
         try:
             model.x.sum()
-            return [str(error), seconds, ""]
+            return [str(error), seconds, "", lines]
         except FaultError as dirty:
-            return [str(error), seconds, str(dirty)]
+            return [str(error), seconds, str(dirty), lines]
     return None
 
 
@@ -488,7 +493,10 @@ def test_a_lost_rank_is_a_fault_on_every_rank(slots, how, said):
     results = run_ranks(size, faults, slots, how, env=env, dies=[1], timeout=60)
     texts = [r[0] for r in results if r is not None]
     assert len(texts) == len(results) - 1
-    for text, seconds, left in (r for r in results if r is not None):
+    warned = [line for r in results if r is not None for line in r[3]]
+    if how == "sleep":  # by the one that asks first
+        assert any("lost: rank 1 has not begun exchange 4" in line for line in warned), warned
+    for text, seconds, left, _ in (r for r in results if r is not None):
         assert re.search(said, text), text
         assert seconds < limit_s + 20
         if slots == 1:  # the step's own update is done, but other nodes' parameters are missing

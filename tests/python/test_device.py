@@ -17,6 +17,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.device import Device, device_of, passed
+from usbyte.torch.recording import Recorder
 
 
 def equals_ddp(rank, size, optimizers, tolerance, double):
@@ -244,6 +245,28 @@ def captures(rank, size):
 
 def test_what_is_captured_is_known_to_be_replayed_unseen():
     run_ranks(2, captures, timeout=60)
+
+
+def records_a_capture(rank, size):
+    device = emulate()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = Recorder(list(model.parameters()), 0, 2)
+    optimizer.register_step_pre_hook(recorder.before_step)
+    device.cuda.set_capturing(0, True)
+    with pytest.raises(UsageError, match=r"captures backward\(\)"):
+        model(torch.ones(1, 2)).sum().backward()
+    device.cuda.set_capturing(0, False)
+    model(torch.ones(1, 2)).sum().backward()
+    device.cuda.set_capturing(0, True)
+    with pytest.raises(UsageError, match=r"captures step\(\)"):
+        optimizer.step()
+    device.cuda.set_capturing(0, False)
+    recorder.close()
+
+
+def test_a_job_that_is_captured_cannot_be_recorded():
+    run_ranks(1, records_a_capture)
 
 
 def dies(rank, size):

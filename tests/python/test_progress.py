@@ -51,9 +51,9 @@ def test_calls_wait_for_those_before_them_only_if_they_are_patient():
         calls.make(lambda: 4, 30)
 
 
-def state(step, phase="flight", completed=0, awaited=(), last=(), eager=(), launched=3):
+def state(step, phase="flight", completed=0, awaited=(), last=(), eager=(), launched=3, held=False):
     status = {"step": step, "phase": phase, "launched": launched, "completed": completed, "ops": 5}
-    status |= {"awaited": awaited, "last": last}
+    status |= {"awaited": awaited, "last": last, "held": held}
     return {"optimizers": {"optimizer.1": status}, "eager": list(eager)}
 
 
@@ -64,8 +64,10 @@ def test_ranks_that_are_behind_are_named():
         "rank 2 is still in backward of step 7, without the gradients of a, b",
     ]
     assert behind({0: state(7), 1: state(7)}) == []
-    late = {0: state(7, completed=2, launched=3), 1: state(7, completed=2, launched=2)}
-    assert behind(late) == ["rank 1 has not come to step() of step 7"]
+    late = {0: state(7, completed=2, launched=3), 1: state(7, completed=2, launched=2, held=True)}
+    assert behind(late) == ["rank 1 has not updated its shards in step 7"]
+    encodes = {0: state(7, completed=2, launched=3), 1: state(7, completed=2, launched=2)}
+    assert behind(encodes) == []
     node = {0: state(4, "exchange"), 1: state(4, "exchange"), 2: state(3, "exchange")}
     assert behind(node) == ["rank 2 has not begun exchange 4 of parameters"]
     node[1]["optimizers"]["node"] = state(7)["optimizers"]["optimizer.1"]

@@ -535,7 +535,7 @@ def test_bad_arguments(single):
     for factor in [0, float("nan"), float("inf"), None, "2", torch.ones(2)]:
         with pytest.raises(UsageError, match="gradient_predivide_factor must be a positive number"):
             ub.DistributedOptimizer(opt, model=model, gradient_predivide_factor=factor)
-    for norm in [0, -1.0, float("nan"), "1"]:
+    for norm in [0, -1.0, float("nan"), "1", torch.ones(2), np.ones(2), 10**400]:
         with pytest.raises(UsageError, match="max_grad_norm must be a positive number"):
             ub.DistributedOptimizer(opt, shard_optimizer=True, max_grad_norm=norm)
     with pytest.raises(UsageError, match="named_parameters lacks 1"):

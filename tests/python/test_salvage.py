@@ -194,7 +194,7 @@ def ends_while_others_begin(rank, size):
 
 def test_a_rank_that_ends_in_init_is_a_fault_of_those_that_have_met_it():
     told = run_ranks(2, ends_while_others_begin, dies=[0])[1]
-    assert told.startswith(r"init() on rank 1 of 2 has failed: ")
+    assert told.startswith("init() on rank 1 of 2 has failed: ")
 
 
 def cannot_make_a_group(rank, size):

@@ -41,7 +41,7 @@ def check_combination(
             "max_grad_norm needs shard_optimizer=True; otherwise call "
             "torch.nn.utils.clip_grad_norm_ between backward() and step()"
         )
-    if max_grad_norm is not None and not (_is_positive(max_grad_norm) or max_grad_norm == math.inf):
+    if max_grad_norm is not None and not _is_positive(max_grad_norm, or_infinite=True):
         raise UsageError(f"max_grad_norm must be a positive number, not {max_grad_norm!r}")
     if shard_optimizer and fused_update:
         raise UsageError("fused_update=True does not go with shard_optimizer=True")
@@ -85,12 +85,13 @@ def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | 
             )
 
 
-def _is_positive(given: float) -> bool:
-    """Whether it is a finite number above 0, of whatever type."""
+def _is_positive(given: float, or_infinite: bool = False) -> bool:
+    """Whether it is a number above 0, of whatever type."""
     try:
-        return not isinstance(given, str) and 0 < float(given) < math.inf
-    except (TypeError, ValueError, RuntimeError):  # the last one: a tensor of several
+        number = 0.0 if isinstance(given, str) else float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of tensors: a RuntimeError
         return False
+    return number > 0 and (or_infinite or number < math.inf)
 
 
 def integer(name: str, given: int) -> int:

@@ -368,7 +368,7 @@ def init(
         EnvError: A variable has an unusable value; the message names it.
         UsageError: An argument cannot be used on some rank; nothing is initialised then.
         MismatchError: The ranks name different process sets; nothing is initialised then.
-        FaultError: A rank has ended meanwhile, or connections or threads cannot be made.
+        FaultError: A rank has ended meanwhile, or this one can make no connections or threads.
     """
     global _current
     if comm is not None:
@@ -386,12 +386,16 @@ def init(
     cluster = detect()
     try:
         _current = Context(cluster, env)
-    except Error:
+    except (Error, NotImplementedError, RecursionError):
         raise
     except RuntimeError as error:  # torch's, which names no rank
+        rank, size = cluster.rank, cluster.size
+        if dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
         raise FaultError(
-            f"init() on rank {cluster.rank} of {cluster.size} has failed: {brief(error)}. Where "
-            "that is about the network, another rank has ended meanwhile: see what each has said"
+            f"init() on rank {rank} of {size} has failed: {brief(error)}. Where that is about the "
+            "network, another rank may have ended meanwhile, or the interface of this one, as in "
+            "GLOO_SOCKET_IFNAME, is another: see what each rank has said"
         ) from error
     try:
         if added:

@@ -145,7 +145,7 @@ class DasoOptimizer(DistributedOptimizer):
                 "total_epochs": integer("total_epochs", total_epochs),
                 "warmup_epochs": integer("warmup_epochs", warmup_epochs),
                 "cooldown_epochs": integer("cooldown_epochs", cooldown_epochs),
-                "stability": float(stability),
+                "stability": _number("stability", stability),
                 "patience": integer("patience", patience),
             }
             sizes = None if topology is None else sizes_of(topology)
@@ -480,6 +480,13 @@ def _specs(
         for i, p in enumerate(group["params"])
         if p.requires_grad
     ]
+
+
+def _number(name: str, given: float) -> float:
+    try:
+        return float(given + 0)  # texts are none
+    except (TypeError, ValueError):
+        raise UsageError(f"{name} must be a number, not {given!r}") from None
 
 
 def _check_alike(

@@ -118,7 +118,9 @@ class NodeExchange:
                 self._fail_all(f"{text} (the stall limit is {env.stall_limit_s:g} s)")
             elif 0 < env.stall_warning_s <= waited_s / (warned + 1):
                 warned += 1
-                self._context.warn(f"{text}; a rank may be slow, stuck or lost")
+                topic = f"{self.label}/{exchange.number}"
+                text += "; a rank may be slow, stuck or lost"
+                self._context.warn(self._context.inquire(topic, text))
         if self._failure is not None:
             raise FaultError(self._failure)
 

@@ -39,9 +39,8 @@ def behind(states: Mapping[int, State]) -> list[str]:
                     f"rank {rank} is still in backward of step {latest}, without the gradients of "
                     f"{names}"
                 )
-            elif s["phase"] == "flight" and s["launched"] == s["completed"] < launched:
-                # What follows are gathers of shards, which its update is to let go.
-                told.append(f"rank {rank} has not come to step() of step {latest}")
+            elif s.get("held") and s["launched"] < launched:
+                told.append(f"rank {rank} has not updated its shards in step {latest}")
     # Whoever waits for a rank of its own node comes late to exchanges, too.
     return told or late
 
@@ -71,7 +70,7 @@ def _progress(state: State) -> tuple[tuple[int, int], ...]:
 def _rank(rank: int, state: State) -> list[str]:
     lines = []
     for label, status in state["optimizers"].items():
-        if not status:
+        if not status or status["phase"] == "exchange":
             continue
         which = f", {label}" if len(state["optimizers"]) > 1 else ""
         done = f", {status['completed']} of {status['ops']} done" if "ops" in status else ""

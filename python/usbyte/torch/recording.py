@@ -94,6 +94,8 @@ class Recorder:
     def before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """A pre-hook of optimizers."""
         if self._depth == 0:
+            if self._captures("step()"):
+                return
             self._gates.rest()
             self._step_began = self._device.now()
         self._depth += 1
@@ -160,12 +162,17 @@ class Recorder:
                     "compute: profile it as a single process, or under ub.DistributedOptimizer"
                 )
 
+    def _captures(self, what: str) -> bool:
+        if not self._device.capturing():
+            return False
+        self._refuse(
+            f"the job captures {what} into a CUDA graph, whose replays cannot be seen: profile it "
+            "without"
+        )
+        return True
+
     def _on_gradient(self, param: nn.Parameter) -> None:
-        if self._device.capturing():
-            self._refuse(
-                "the job captures backward() into a CUDA graph, whose replays cannot be seen: "
-                "profile it without"
-            )
+        if self._captures("backward()"):
             return
         i = self._index[param]
         self._ready[i] = self._device.now()

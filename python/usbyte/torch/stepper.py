@@ -145,7 +145,7 @@ class Stepper:
     @property
     def evaluates_first(self) -> bool:
         """`step(closure)` is the same as `evaluate(closure)` and then `step()`."""
-        return calls_closure_first(self._optimizer) and not self._needs_whole_step()
+        return calls_closure_first(self._optimizer) and not self._is_watched()
 
     def evaluate(self, closure: Callable[[], float]) -> float:
         """Runs the closure of a step."""
@@ -322,12 +322,11 @@ class Stepper:
 
     def _needs_whole_step(self) -> bool:
         """True if step hooks, a GradScaler or the optimizer want to see this step as a whole."""
+        return self._is_watched() or mixes_dtypes(self._optimizer)
+
+    def _is_watched(self) -> bool:
         found_inf = getattr(self._optimizer, "found_inf", None)
-        return (
-            found_inf is not None
-            or has_step_hooks(self._optimizer)
-            or mixes_dtypes(self._optimizer)
-        )
+        return found_inf is not None or has_step_hooks(self._optimizer)
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
         self.reducer.applied = True

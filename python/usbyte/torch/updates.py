@@ -147,7 +147,7 @@ def mixes_dtypes(optimizer: torch.optim.Optimizer) -> bool:
     So it does in torch's Adafactor, unless that is told its first epsilon.
     """
     return isinstance(optimizer, getattr(torch.optim, "Adafactor", ())) and any(
-        group["eps"][0] is None and len({param.dtype for param in group["params"]}) > 1
+        group["eps"][0] is None and len({p.dtype for p in group["params"] if p.requires_grad}) > 1
         for group in optimizer.param_groups
     )
 
