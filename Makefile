@@ -104,7 +104,7 @@ sanitize: ## run the C++ tests of threads under both, in two halves at once
 	  for half in 0 1; do \
 	    GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$$half $$tests='-NcclLibrary.*' & halves+=($$!); \
 	  done; \
-	  for half in $${halves[@]}; do wait $$half || status=1; done; \
+	  for half in $${halves[@]}; do wait $$half || status=1; done; halves=(); \
 	done; exit $$status
 
 PRESET ?= release

@@ -159,6 +159,25 @@ TEST(EngineStep, StatusTellsOtherRanksWhereThisOneIs) {
   EXPECT_EQ(status().at("last").back().at("step"), 4);
 }
 
+TEST(EngineStep, StatusTellsWhetherGathersAreHeld) {
+  EngineOptions options;
+  options.hold_gathers = true;
+  Rig rig(plan_of(1).with("test", {{Collective::reduce_scatter, {{0, 4}}, kUnlimited, false},
+                                   {Collective::all_gather, {{0, 4}}, kUnlimited, false}}),
+          options);
+  const auto held = [&] { return json::parse(rig->status()).at("held").get<bool>(); };
+  EXPECT_FALSE(held());
+  rig.backward();
+  EXPECT_FALSE(held());
+  rig.complete(0);
+  rig->wait_reduced();
+  EXPECT_TRUE(held());
+  rig->release_gathers();
+  EXPECT_FALSE(held());
+  rig.complete(1);
+  rig->drain();
+}
+
 TEST(EngineUse, WrongCallsAreUsageErrorsThatNameTheTensor) {
   Rig rig(plan_of(3));
   EXPECT_THROW(rig->ready(0), UsageError) << "before begin_step";

@@ -189,23 +189,25 @@ def test_fused_optimizers_get_the_scale_of_a_grad_scaler():
 
 
 def overflows_unsent(rank, size, kept, unscale, fused):
-    """Rank 1's own gradients are infinite in a step, which is sent when it ends or before."""
+    """Rank 1's own gradients are infinite in a step, sent by its last pass or at its end."""
     ub.init()
     ends = []
     for keep in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-        passes = 2 if keep and kept == "passes" else 1
+        passes = (1 if kept == "no_sync" else 3) if keep else 2
         opt = ub.DistributedOptimizer(
             inner, model.named_parameters(), backward_passes_per_step=passes
         )
+        accumulates = opt.no_sync if passes == 1 else contextlib.nullcontext
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         for step in range(9):
             opt.zero_grad()
             x = torch.full((2, 4), math.inf if (rank, step) == (1, 3) else float(step + rank))
-            with opt.no_sync() if keep and kept == "no_sync" else contextlib.nullcontext():
-                scaler.scale(model(x).sum()).backward()
+            with accumulates():
+                for part in x:
+                    scaler.scale(model(part).sum()).backward()
             if unscale:
                 scaler.unscale_(opt)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -213,6 +215,10 @@ def overflows_unsent(rank, size, kept, unscale, fused):
             scaler.update()
         assert scaler.get_scale() == 32.0
         ends.append({k: v.clone() for k, v in model.state_dict().items()})
+        with opt.no_sync():
+            model(x).sum().backward()
+        torch.amp.GradScaler("cpu", enabled=False).unscale_(opt)  # looks at nothing
+        assert opt._stepper.reducer.unsent
         opt.close()
     assert difference(*ends) == 0
 

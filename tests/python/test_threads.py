@@ -296,7 +296,7 @@ class Added:
     def set_timeline(self, _):
         pass
 
-    def status(self):
+    def states(self):
         return {}
 
 

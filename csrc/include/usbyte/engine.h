@@ -132,8 +132,8 @@ class Engine {
   /// Steps begun so far.
   int64_t steps() const;
   /// For other ranks, as JSON: step, phase ("idle", "backward", "flight"), ops launched and
-  /// completed, up to four tensors whose gradients are awaited, held, if nothing but
-  /// `release_gathers` is waited for, open_step, of the oldest op that a
+  /// completed, up to four tensors whose gradients are awaited, held, if this
+  /// host waits for nothing but `release_gathers`, open_step, of the oldest op that a
   /// device was not seen to be through with (before a fault) or 0, and the last ops: of each the
   /// step, what it is, launched_s ago, and took_s, null while in flight.
   std::string status() const;

@@ -8,8 +8,8 @@ it as `hvd`; docs/migrating.md tells what differs.
 # ruff: noqa: F403
 import typing as _typing
 
-import usbyte.torch.scaling  # noqa: F401
 from usbyte.errors import UsageError as _UsageError
+from usbyte.torch import scaling as _scaling  # noqa: F401
 from usbyte.torch.basics import *
 from usbyte.torch.compression import Compression as Compression
 from usbyte.torch.context import *

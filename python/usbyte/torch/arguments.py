@@ -88,7 +88,7 @@ def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | 
 def _is_positive(given: float, or_infinite: bool = False) -> bool:
     """Whether it is a number above 0, of whatever type."""
     try:
-        number = 0.0 if isinstance(given, str) else float(given)
+        number = 0.0 if isinstance(given, str | bytes) else float(given)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of tensors: a RuntimeError
         return False
     return number > 0 and (or_infinite or number < math.inf)

@@ -394,8 +394,8 @@ def init(
             rank, size = dist.get_rank(), dist.get_world_size()
         raise FaultError(
             f"init() on rank {rank} of {size} has failed: {brief(error)}. Where that is about the "
-            "network, another rank may have ended meanwhile, or the interface of this one, as in "
-            "GLOO_SOCKET_IFNAME, is another: see what each rank has said"
+            "network, another rank may have ended meanwhile (see what each has said), or this one "
+            "uses a wrong interface (GLOO_SOCKET_IFNAME)"
         ) from error
     try:
         if added:

@@ -485,7 +485,7 @@ def _specs(
 def _number(name: str, given: float) -> float:
     try:
         return float(given + 0)  # texts are none
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(f"{name} must be a number, not {given!r}") from None
 
 

@@ -73,6 +73,7 @@ class NodeExchange:
         self._lock = threading.Lock()  # guards the two below
         self._current: Exchange | None = None
         self._failure: str | None = None
+        self._started = 0  # exchanges, whose numbers a loaded state may repeat
         self._closed = False
         self._tasks: SimpleQueue[Exchange | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="usbyte-nodes", daemon=True)
@@ -100,6 +101,7 @@ class NodeExchange:
                 raise FaultError(self._failure)
             assert self._current is None
             self._current = exchange
+        self._started += 1
         self._tasks.put(exchange)
         return exchange
 
@@ -118,7 +120,7 @@ class NodeExchange:
                 self._fail_all(f"{text} (the stall limit is {env.stall_limit_s:g} s)")
             elif 0 < env.stall_warning_s <= waited_s / (warned + 1):
                 warned += 1
-                topic = f"{self.label}/{exchange.number}"
+                topic = f"{self.label}/{self._started}"
                 text += "; a rank may be slow, stuck or lost"
                 self._context.warn(self._context.inquire(topic, text))
         if self._failure is not None:

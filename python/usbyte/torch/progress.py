@@ -70,7 +70,11 @@ def _progress(state: State) -> tuple[tuple[int, int], ...]:
 def _rank(rank: int, state: State) -> list[str]:
     lines = []
     for label, status in state["optimizers"].items():
-        if not status or status["phase"] == "exchange":
+        if not status:
+            continue
+        if status["phase"] == "exchange":
+            if status["step"] >= 0:
+                lines.append(f"rank {rank}: exchange {status['step']} of parameters begun")
             continue
         which = f", {label}" if len(state["optimizers"]) > 1 else ""
         done = f", {status['completed']} of {status['ops']} done" if "ops" in status else ""

@@ -20,9 +20,13 @@ def _after_sending(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def after_sending(
-        scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+        scaler: torch.amp.GradScaler,
+        /,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        if isinstance(optimizer, DistributedOptimizer):
+        if isinstance(optimizer, DistributedOptimizer) and scaler.is_enabled():
             optimizer.send_kept()
         return method(scaler, optimizer, *args, **kwargs)
 
