@@ -99,7 +99,8 @@ def test_lines_are_measured():
     assert len({text for text, _ in found}) == 1
     dimensions = _core.Topology.from_json(found[0][0]).dimensions
     assert [(d.name, d.size) for d in dimensions] == [("inside", 2), ("between", 2)]
-    assert all(1e6 < d.bytes_per_s < 1e12 and d.latency_s >= 0 for d in dimensions)
+    # What was not measured is less than a byte per second, and what takes no time is above 1e12.
+    assert all(1 < d.bytes_per_s < 1e12 and d.latency_s >= 0 for d in dimensions), found[0][0]
 
 
 def test_themis_takes_hosts_for_dimensions_and_environment_or_file_otherwise(tmp_path):
