@@ -21,7 +21,7 @@ namespace {
 struct Slot {
   CudaStream stream;
   CudaEvent started;                // its last launch may start
-  CudaEvent done;                   // its last launch is over
+  CudaEvent done;                   // what is on the stream is over; recorded for who waits
   void* token;                      // what a barrier reduces
   std::vector<void*> staging = {};  // what all_to_alls set aside; launches may still use all
   size_t staging_bytes = 0;         // of the last, the largest
@@ -113,6 +113,7 @@ void NcclCommunicator::State::close() {
 
 // Whether all that was launched is over by then; false after a failure.
 bool NcclCommunicator::State::over(double deadline_s) {
+  for (const Slot& slot : slots) cuda->record(slot.done, slot.stream);
   for (const Slot& slot : slots) {
     while (!cuda->passed(slot.done)) {
       if (now_s() > deadline_s || !comms.failure().empty()) return false;
@@ -132,7 +133,9 @@ CudaStream NcclCommunicator::State::enqueue(const Request& request) {
     for (CudaEvent event : request.order->after) cuda->wait(slot.stream, event);
   }
   for (int before : placement.after) {
-    cuda->wait(slot.stream, slots[static_cast<size_t>(before)].done);
+    const Slot& other = slots[static_cast<size_t>(before)];
+    cuda->record(other.done, other.stream);  // nothing has been launched there since
+    cuda->wait(slot.stream, other.done);
   }
   // Ops start in launch order on every rank: else two that cannot run side by side could each hold
   // the device of one rank and wait for the other rank.
@@ -141,7 +144,6 @@ CudaStream NcclCommunicator::State::enqueue(const Request& request) {
   cuda->record(slot.started, slot.stream);
   last = &slot;
   carry_out(index, request);
-  cuda->record(slot.done, slot.stream);
   if (request.order) cuda->record(request.order->done, slot.stream);
   return slot.stream;
 }
