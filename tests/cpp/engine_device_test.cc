@@ -319,7 +319,7 @@ TEST(EngineOnDevice, RefusesToBeCaptured) {
 TEST(EngineOnDevice, NamesTheOpThatTheDeviceIsStuckIn) {
   EngineOptions options;
   options.stall_warning_s = 0.2;
-  options.stall_limit_s = 0.6;
+  options.stall_limit_s = 4;  // a thread that sleeps past it does not warn
   std::mutex mutex;
   std::vector<std::string> warnings;
   options.on_warning = [&](const std::string& text) {
@@ -465,7 +465,7 @@ TEST(EngineOnDevice, TellsWhichOpsHadEndedBeforeTheFault) {
     rig.engine->drain({}, rig.compute);  // all have been launched
   }
   // Whoever has launched the last op must be done with that, or nobody looks at the device again.
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  std::this_thread::sleep_for(std::chrono::seconds(1));
   rig.engine->fail("rank 3 ended");
   while (!rig.communicator.aborted()) std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::milliseconds(50));

@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <utility>
 
 #include "engine_rig.h"
 #include "usbyte/error.h"
@@ -20,6 +23,16 @@ using test::message_of;
 using test::on_each_rank;
 using test::plan_of;
 using test::Rig;
+
+/// What a call says has ended it; "" if nothing has.
+std::string fault_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const FaultError& fault) {
+    return fault.what();
+  }
+  return "";
+}
 
 TEST(EngineFault, AFailedOpEndsEveryCallWithWhatOnFaultSays) {
   std::string told;
@@ -70,7 +83,7 @@ TEST(EngineFault, AnEmptyAnswerOfOnFaultIsAFaultAllTheSame) {
   rig.fail_op(0, "connection reset");
   const double start = now_s();
   const auto give_up = [&] {
-    if (now_s() - start > 2) throw std::runtime_error("still waiting");
+    if (now_s() - start > 20) throw std::runtime_error("still waiting");
   };
   EXPECT_THROW(rig->drain(give_up), FaultError);
 }
@@ -91,14 +104,14 @@ TEST(EngineFault, AStalledOpWarnsOnceThenFails) {
   std::vector<std::string> warnings;
   EngineOptions options;
   options.stall_warning_s = 0.05;
-  options.stall_limit_s = 1;
+  options.stall_limit_s = 4;  // a thread that sleeps past it does not warn
   options.on_warning = [&](const std::string& line) { warnings.push_back(line); };
   options.on_stall = [](const std::string& line) { return line + ": rank 1 sleeps"; };
   Rig rig(plan_of(2), options);
   const double start = now_s();
   rig.backward();
   const std::string message = message_of<FaultError>([&] { rig->drain(); });
-  EXPECT_GE(now_s() - start, 1);
+  EXPECT_GE(now_s() - start, 4);
   EXPECT_NE(message.find("op 0"), std::string::npos) << message;
   EXPECT_NE(message.find("stall"), std::string::npos) << message;
   ASSERT_EQ(warnings.size(), 1U);
@@ -106,65 +119,98 @@ TEST(EngineFault, AStalledOpWarnsOnceThenFails) {
   EXPECT_TRUE(warnings[0].ends_with(": rank 1 sleeps")) << warnings[0];
 }
 
-// The second one is launched by the thread that reports the first one's end.
+// The second one is launched by the thread that reports the first one's end. Who slept until the
+// first one's limit would not be back here.
 TEST(EngineFault, AfterAStallThatPassedTheNextOneWarnsInTime) {
-  std::mutex mutex;  // guards warned_s
-  std::vector<double> warned_s;
-  const auto warnings = [&] {
-    std::lock_guard lock(mutex);
-    return warned_s;
-  };
+  std::atomic<int> warnings = 0;
   EngineOptions options;
   options.stall_warning_s = 0.05;
-  options.stall_limit_s = 3;
-  options.on_warning = [&](const std::string&) {
-    std::lock_guard lock(mutex);
-    warned_s.push_back(now_s());
-  };
+  options.stall_limit_s = 3600;
+  options.on_warning = [&](const std::string&) { ++warnings; };
   Rig rig(plan_of(2, 1), options);
+  const auto await_warning = [&](int count) {
+    for (int i = 0; i < 60'000 && warnings < count; ++i) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    EXPECT_EQ(warnings, count);
+  };
   rig.backward();
-  while (warnings().empty()) std::this_thread::sleep_for(milliseconds(1));
+  await_warning(1);
   std::this_thread::sleep_for(milliseconds(5));  // it goes to sleep again
-  const double start = now_s();
   rig.complete(0);
-  EXPECT_THROW(rig->drain(), FaultError);
-  ASSERT_EQ(warnings().size(), 2U);
-  EXPECT_LT(warnings()[1] - start, 1.5);
+  await_warning(2);
+  rig.complete(1);
+  EXPECT_NO_THROW(rig->drain());
+}
+
+/// Does it anew as often as the machine takes `limit_s` for what takes a moment: an engine may call
+/// that a stall.
+void undisturbed(double limit_s, const std::function<double()>& longest_s) {
+  for (int tries = 0; tries < 20; ++tries) {
+    if (longest_s() < limit_s) return;
+  }
+  FAIL() << "this machine stands still all the time";
 }
 
 TEST(EngineFault, TheOpThatStalledIsNamedWhateverTheOrderOfTheOthers) {
   EngineOptions options;
   options.stall_limit_s = 0.5;
-  Rig rig(plan_of(4), options);
-  rig.backward();
-  for (int op : {1, 0, 3}) rig.complete(op);
-  const std::string message = message_of<FaultError>([&] { rig->drain(); });
-  EXPECT_NE(message.find("op 2"), std::string::npos) << message;
+  undisturbed(options.stall_limit_s, [&] {
+    Rig rig(plan_of(4), options);
+    const double start = now_s();
+    rig.backward();
+    for (int op : {1, 0, 3}) rig.complete(op);
+    const double took_s = now_s() - start;
+    const std::string message = message_of<FaultError>([&] { rig->drain(); });
+    if (took_s < options.stall_limit_s) {
+      EXPECT_NE(message.find("op 2"), std::string::npos) << message;
+    }
+    return took_s;
+  });
 }
 
 // Many ops in flight share the network: as long as one after the other completes, nothing stalls.
 TEST(EngineFault, SteadyProgressIsNoStall) {
   EngineOptions options;
   options.stall_limit_s = 1;
-  Rig rig(plan_of(8), options);
-  rig.backward();
-  for (int op = 0; op < 8; ++op) {
-    std::this_thread::sleep_for(milliseconds(200));
-    rig.complete(op);
-  }
-  EXPECT_NO_THROW(rig->drain());
+  undisturbed(options.stall_limit_s, [&] {
+    Rig rig(plan_of(8), options);
+    double last = now_s(), longest_s = 0;
+    rig.backward();
+    for (int op = 0; op < 8; ++op) {
+      std::this_thread::sleep_for(milliseconds(200));
+      const double before = now_s();
+      rig.complete(op);
+      longest_s = std::max(longest_s, now_s() - std::exchange(last, before));
+    }
+    const std::string message = fault_of([&] { rig->drain(); });
+    if (longest_s < options.stall_limit_s) {
+      EXPECT_EQ(message, "");
+    }
+    return longest_s;
+  });
 }
 
 TEST(EngineFault, WaitingForGradientsIsNoStall) {
   EngineOptions options;
   options.stall_limit_s = 0.5;
-  Rig rig(plan_of(1), options);
-  rig->begin_step();
-  std::this_thread::sleep_for(milliseconds(800));
-  rig->ready(0);
-  rig->end_backward();
-  rig.complete(0);
-  EXPECT_NO_THROW(rig->drain());
+  undisturbed(options.stall_limit_s, [&] {
+    Rig rig(plan_of(1), options);
+    rig->begin_step();
+    std::this_thread::sleep_for(milliseconds(800));
+    const double start = now_s();
+    const std::string message = fault_of([&] {
+      rig->ready(0);
+      rig->end_backward();
+      rig.complete(0);
+      rig->drain();
+    });
+    const double took_s = now_s() - start;
+    if (took_s < options.stall_limit_s) {
+      EXPECT_EQ(message, "");
+    }
+    return took_s;
+  });
 }
 
 TEST(EngineFault, FailWakesEveryWaiterAndTheFirstMessageStays) {

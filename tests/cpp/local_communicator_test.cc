@@ -175,7 +175,7 @@ TEST(LocalCommunicator, CompletionsMayLaunchTheNextCall) {
 
 TEST(LocalCommunicatorCost, StartupsOverlapAndCallsCompleteInOrder) {
   constexpr double kAlpha = 0.1;
-  constexpr int kCalls = 10;
+  constexpr int kCalls = 200;
   Communicators ranks = make_local_communicators(2, {kAlpha, 0});
   const double start = now_s();
   on_each_rank(2, [&](int rank) {

@@ -21,6 +21,7 @@ from _faults import CULPRIT, LIMIT_S, RANKS, STEPS
 from _ranks import run_ranks
 
 LIMITS = {"USBYTE_STALL_WARNING_S": "1", "USBYTE_STALL_LIMIT_S": f"{LIMIT_S:g}"}
+PATIENT = {"USBYTE_STALL_WARNING_S": "30", "USBYTE_STALL_LIMIT_S": "60"}  # where nothing stalls
 AT_ONCE, SOON, STALL = "at once", "10 s", "stall limit + 10 s"
 BOUNDS_S = {AT_ONCE: 5.0, SOON: 10.0, STALL: LIMIT_S + 10}  # at once: no wait of usbyte's
 
@@ -56,7 +57,8 @@ class Case:
 
     def run(self, folder: Path) -> list[dict[str, Any] | None]:
         """What was observed on each rank; None of those that are gone."""
-        env = {**LIMITS, **{name: text.format(folder=folder) for name, text in self.env.items()}}
+        env = {name: text.format(folder=folder) for name, text in self.env.items()}
+        env = (PATIENT if self.bound == AT_ONCE else LIMITS) | env
         args = [text.format(folder=folder) if isinstance(text, str) else text for text in self.args]
         return run_ranks(RANKS, self.work, *args, env=env, dies=self.gone, timeout=90)
 
@@ -101,6 +103,8 @@ GONE = rf"FaultError: rank {CULPRIT} \(host \S+, pid \d+\) is gone or frozen: it
 BEHIND = rf"FaultError: rank {CULPRIT} has not begun backward of step {STEPS + 1}"
 UNREACHED = "FaultError: rank 0 or the launcher, which holds the store of this job, has ended or"
 UNKNOWN = "how far the other ranks have come cannot be found out"
+# On a busy machine any rank may have waited for another, and have said so.
+NOTHING = "^nothing$|^logged: .*(a rank may be slow, stuck or lost|has waited)"
 
 CASES = [
     Case(
@@ -159,7 +163,7 @@ CASES = [
         faults.leaves,
         STALL,
         rf"FaultError: rank {CULPRIT} \(.*\) has shut down, the others go on",
-        "nothing",
+        NOTHING,
         f"step {STEPS}",
         f"step {STEPS}",
     ),
@@ -219,10 +223,11 @@ CASES = [
         faults.sleeps,
         STALL,
         "logged: .*a rank may be slow, stuck or lost",
-        "nothing",
+        NOTHING,
         f"step {STEPS + 3}",
         f"step {STEPS + 3}",
         args=(2.0,),
+        env={"USBYTE_STALL_LIMIT_S": "20"},
     ),
     Case(
         "a rank sleeps between backward() and step(), the others have applied it",
@@ -326,7 +331,7 @@ CASES = [
         "logged: .*timeline stopped",
         f"step {STEPS + 3}",
         f"step {STEPS + 3}",
-        env={"USBYTE_TIMELINE": "{folder}/timeline-%r.json"},
+        env={"USBYTE_TIMELINE": "{folder}/timeline-%r.json", "USBYTE_STALL_WARNING_S": "60"},
     ),
     Case(
         "a policy returns a plan for another model",

@@ -122,11 +122,14 @@ def killed_after_a_part(rank: int, size: int) -> Any:
     """When the last layer's gradients have left it; the others read that layer's parameters."""
     model, optimizer = prepared("forward")
     train(model, optimizer, 0, STEPS)
+    store = torch.distributed.distributed_c10d._get_default_store()
     if rank == CULPRIT:
-        model[0].weight.register_hook(lambda grad: (time.sleep(1), kill()))
-        model[0].bias.register_hook(lambda grad: (time.sleep(1), kill()))
+        others = [f"tests/read/{other}" for other in range(size) if other != CULPRIT]
+        model[0].weight.register_hook(lambda grad: (store.wait(others), kill()))
+        model[0].bias.register_hook(lambda grad: (store.wait(others), kill()))
     train(model, optimizer, STEPS, STEPS + 1)
     assert model[1].weight.isfinite().all()
+    store.set(f"tests/read/{rank}", "")
     return observed(model, optimizer, goes_on(model, optimizer))
 
 

@@ -264,19 +264,19 @@ def _stalls(rank, size):
         noticed.append(text)
         return f"agreed: {text}"
 
-    with eager(rank, size, limit_s=4.0, warning_s=0.5, on_fault=on_fault):
+    with eager(rank, size, limit_s=8.0, warning_s=0.5, on_fault=on_fault):
         if rank == 2:
             dist.distributed_c10d._get_default_store().wait(["stalled/0", "stalled/1"])
             leave_last(rank, [1, 2], "end")
             return
         interrupt = threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT))
+        began = time.monotonic()
         handle = ops.allreduce_async(torch.ones(1), name="lonely")
         other = ops.allgather_async(torch.ones(1), name="also lonely")
         interrupt.start()
-        began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             ops.synchronize(handle)
-        assert time.monotonic() - began < 3.5
+        assert not noticed
         if rank == 0:
             with pytest.raises(FaultError) as fault:
                 ops.synchronize(handle)
@@ -285,7 +285,7 @@ def _stalls(rank, size):
                 time.sleep(0.05)
             with pytest.raises(FaultError) as fault:
                 ops.synchronize(handle)
-        assert 3.9 < time.monotonic() - began < 20
+        assert 7.9 < time.monotonic() - began < 40
         for text in [str(fault.value), log.texts[0]]:
             assert "allreduce 'lonely' has waited" in text, (text, log.texts)
             assert "for rank 2, which did not submit it" in text

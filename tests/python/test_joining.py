@@ -92,7 +92,7 @@ def patient(rank, size):
     ub.init()
     if rank == 0:
         for k in range(16):
-            time.sleep(0.25)
+            time.sleep(0.4)
             if k < 8:
                 with pytest.raises(MismatchError, match="called join"):
                     ub.barrier()
@@ -102,7 +102,7 @@ def patient(rank, size):
 
 
 def test_a_rank_that_has_joined_may_wait_beyond_the_stall_limit():
-    run_ranks(2, patient, timeout=60, env={"USBYTE_STALL_LIMIT_S": "2"})
+    run_ranks(2, patient, timeout=60, env={"USBYTE_STALL_LIMIT_S": "5"})
 
 
 def stale(rank, size):
@@ -160,7 +160,7 @@ def patient_with_steps(rank, size):
     )
     early = ub.allreduce_async(torch.ones(1), name="x", op=ub.Sum) if rank == 1 else None
     for _ in range(4 if rank == 0 else 0):
-        time.sleep(0.8)  # of computing; the four steps take longer than the stall limit
+        time.sleep(1.5)  # of computing; the four steps take longer than the stall limit
         optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -170,7 +170,7 @@ def patient_with_steps(rank, size):
 
 
 def test_what_was_submitted_before_join_may_wait_for_steps_beyond_the_stall_limit():
-    limits = {"USBYTE_STALL_LIMIT_S": "2", "USBYTE_STALL_WARNING_S": "1"}
+    limits = {"USBYTE_STALL_LIMIT_S": "5", "USBYTE_STALL_WARNING_S": "1"}
     run_ranks(2, patient_with_steps, timeout=60, env=limits)
 
 
@@ -204,7 +204,10 @@ def clean(rank, size):
         ub.join()
     ub.barrier()
     if rank == 0:
-        time.sleep(0.5)  # whoever is through with an operation deletes its keys; others wait below
+        # Whoever is through with an operation deletes its keys; others wait below.
+        deadline = time.monotonic() + 20
+        while store.num_keys() > before + 2 * size and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert store.num_keys() <= before + 2 * size
     ub.barrier()
 

@@ -169,11 +169,16 @@ def test_the_end_waits_without_the_gil():
     ticket = tickets.get(timeout=20)
     engine.fail("this rank is lost")
     engine.close()
-    completer = threading.Timer(0.1, flat.complete, (ticket, "aborted"))
+    completed = []
+
+    def complete():
+        completed.append(ticket)
+        flat.complete(ticket, "aborted")
+
+    completer = threading.Timer(0.1, complete)
     completer.start()
-    begin = time.monotonic()
     del engine, mine, line
-    assert time.monotonic() - begin > 0.05
+    assert completed
     completer.join(20)
 
 

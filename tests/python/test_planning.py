@@ -202,7 +202,7 @@ def calls_a_closure(rank, size):
 
 
 def test_a_closure_is_no_part_of_the_update():
-    for update_s in run_ranks(2, calls_a_closure, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"}):
+    for update_s in run_ranks(2, calls_a_closure, timeout=60, env={"USBYTE_LEARNING_STEPS": "6"}):
         assert 0 < update_s < 0.3
 
 

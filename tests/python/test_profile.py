@@ -133,8 +133,8 @@ def test_a_closure_and_an_evaluation_between():
         loss.backward()
         return loss
 
-    with ub.profile(model, optimizer, steps=2, skip=1) as recording:
-        for _ in range(3):
+    with ub.profile(model, optimizer, steps=5, skip=1) as recording:
+        for _ in range(6):
             optimizer.step(closure)
             with torch.no_grad():
                 model.eval()(torch.ones(2, 8))

@@ -181,7 +181,9 @@ def ends_while_others_begin(rank, size):
     def late(store, *args):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.5)
+        with contextlib.suppress(RuntimeError):
+            while not store.check(["until its server is gone"]):
+                time.sleep(0.05)
         store.set_timeout(timedelta(seconds=0.5))  # to connect again
         return board(store, *args)
 
@@ -204,7 +206,7 @@ def cannot_make_a_group(rank, size):
         raise RuntimeError("Resource temporarily unavailable")
 
     ub.init()
-    current()._timeout = timedelta(seconds=1)
+    current()._timeout = timedelta(seconds=5)  # rank 1 is to notice first
     if rank == 1:
         torch.distributed.new_group = refuse
     with pytest.raises(FaultError) as raised:
@@ -223,11 +225,11 @@ def applies_a_part(rank, size):
     train(model, optimizer, rank)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     begin_at = STEPS
+    store = torch.distributed.distributed_c10d._get_default_store()
     if rank == 1:  # after the gradients of the last layer have left it
-        sent = threading.Event()
 
         def die(grad):
-            sent.wait(1)
+            store.wait(["tests/read/0", "tests/read/2"])
             os.kill(os.getpid(), signal.SIGKILL)
 
         model[0].bias.register_hook(die)
@@ -235,6 +237,7 @@ def applies_a_part(rank, size):
     begin(model, optimizer, rank, begin_at)
     optimizer.step()
     assert not torch.equal(model[1].weight, kept["1.weight"])  # it has arrived, and is applied
+    store.set(f"tests/read/{rank}", "")
     with pytest.raises(FaultError):
         begin(model, optimizer, rank, begin_at + 1)
     answer = found(model, optimizer)
