@@ -30,6 +30,7 @@ from _template import Process
 
 # Once a rank has failed the others may wait for it; this is how long they get to fail too.
 _GRACE_S = 5.0
+_SLOWNESS = 3.0  # of a loaded machine: timeouts guard against hangs, and measure nothing
 _TAIL_CHARS = 12000  # of a rank's output, in a failure's text
 
 
@@ -50,7 +51,7 @@ def run_ranks(
         n: Number of ranks.
         target: A function at the top level of a file, or "module:function".
         args: Whatever JSON can carry; so must the results be.
-        timeout: Seconds for all ranks together.
+        timeout: Seconds for all ranks together; thrice as long is waited.
         env: More environment variables.
         dies: Ranks that may die or freeze without a result; theirs is None.
 
@@ -141,7 +142,7 @@ def _wait(ranks: list[_Rank], timeout: float, dies: Collection[int]) -> None:
     poller = select.poll()
     for pidfd in running:
         poller.register(pidfd, select.POLLIN)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + _SLOWNESS * timeout
     while any(rank.rank not in dies for rank in running.values()):
         ended = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
         if not ended:
