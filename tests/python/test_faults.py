@@ -12,10 +12,13 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+
+from _ranks import run_ranks
 
 _SCRIPT = """
 import os, signal, sys, time
@@ -225,3 +228,34 @@ def test_under_the_launcher_nothing_is_left(tmp_path, what):
     assert "rank 1" in run.stdout + run.stderr
     left = [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]
     assert not left
+
+
+def survives(rank: int, size: int, faults: int) -> list[int]:
+    """How many threads the process has after each fault and shutdown."""
+    import torch
+
+    import usbyte.torch as ub
+    from usbyte.errors import FaultError
+
+    counts = []
+    for _ in range(faults):
+        ub.init()
+        torch.manual_seed(1)
+        model = torch.nn.Linear(6, 3)
+        optimizer = ub.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        loss = model(torch.ones(2, 6)).sum()
+        waits = partial(ub.allreduce, torch.ones(3), name="odd") if rank == 1 else loss.backward
+        with pytest.raises(FaultError):
+            waits()
+        ub.shutdown()
+        counts.append(psutil.Process().num_threads())
+    return counts
+
+
+def test_faults_that_are_survived_leave_no_threads():
+    for counts in run_ranks(2, survives, 4, env={"USBYTE_STALL_LIMIT_S": "2"}):
+        assert counts[-1] < counts[0] + len(counts), counts

@@ -118,6 +118,8 @@ class TorchCommunicator:
             return  # they may still be inside the groups, which stay; see `abort`
         for group in groups:
             end(group)
+        # After a fault this may be kept for long, with the parameters that nobody may read.
+        del groups, self._group, self._one_shot
 
     def __del__(self) -> None:
         self.close()
