@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from usbyte.errors import MismatchError
 from usbyte.torch.context import Context
+from usbyte.torch.ops import Max
+
+log = logging.getLogger("usbyte")
 
 # Of a parameter, behind its name.
-_ALIKE = ("shape", "strides", "dtype", "compression", "gradients")
+_ALIKE = ("shape", "strides", "dtype", "compression", "gradients", "group")
 
 
 def check_alike(
@@ -45,12 +52,95 @@ def check_alike(
     raise MismatchError(f"{label}: {difference}. Build the same model on all ranks.")
 
 
+def check_options(
+    context: Context, label: str, optimizer: torch.optim.Optimizer, scale: float
+) -> None:
+    """Compares hyper-parameters on all ranks, which take their steps by them. Collective.
+
+    Args:
+        context: The ranks.
+        label: Of the optimizer.
+        optimizer: The wrapped one.
+        scale: That its losses are multiplied with, by a GradScaler.
+
+    Raises:
+        MismatchError: Ranks differ; it is the same on every rank.
+    """
+    options = {
+        f"{option} of parameter group {g}": _plain(group.get(option))
+        for g, group in enumerate(optimizer.param_groups)
+        for option in optimizer.defaults
+    }
+    check_alike(context, label, options | {"the scale of GradScaler": scale}, [])
+
+
+def check_params(
+    context: Context, label: str, names: Sequence[str], params: Sequence[torch.Tensor]
+) -> None:
+    """Warns on rank 0 if ranks have other parameters than by rounding. Collective.
+
+    Args:
+        context: The ranks.
+        label: Of their optimizer.
+        names: Of the parameters.
+        params: None of which waits for an update.
+    """
+    with torch.no_grad():
+        rows = [[p.sum(dtype=torch.float64), p.norm(dtype=torch.float64)] for p in params]
+        mine = torch.stack([number for row in rows for number in row]).cpu().nan_to_num()
+    spread = torch.stack([mine, -mine])
+    context.eager.allreduce(f"{label}.spread", spread, Max)
+    largest, least = spread[0].view(-1, 2), -spread[1].view(-1, 2)
+    apart = ((largest - least) > _ROUNDING * largest[:, 1:]).any(1)
+    if not apart.any():
+        return
+    first = int(apart.nonzero()[0])
+    own = mine.view(-1, 2)[first].tolist()
+    texts = context.eager.allgather_bytes(f"{label}.apart", json.dumps(own).encode())
+    told = [json.loads(text) for text in texts]
+    if context.rank > 0:
+        return
+    rank = max(
+        range(len(told)), key=lambda r: max(abs(x - y) for x, y in zip(told[r], own, strict=True))
+    )
+    log.warning(
+        "%s: the ranks train different models: '%s' has norm %.6g and sum %.6g on rank 0 but %.6g "
+        "and %.6g on rank %d, and so %d of %d parameters differ. Call "
+        "broadcast_parameters(model.state_dict()) before training, and change gradients and "
+        "parameters alike on all ranks",
+        label,
+        names[first],
+        own[1],
+        own[0],
+        told[rank][1],
+        told[rank][0],
+        rank,
+        int(apart.sum()),
+        len(names),
+    )
+
+
+#: Share of a parameter's norm that its sum may differ by: hosts of several kinds round differently.
+_ROUNDING = 1e-3
+
+
+def _plain(value: Any) -> object:
+    """A number, a flag, a word or a list of these; None of what is none."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() < 2 else None
+    if isinstance(value, list | tuple):
+        plain = [_plain(each) for each in value]
+        return None if None in plain else plain
+    return value if isinstance(value, bool | int | float | str) else None
+
+
 def difference_of(specs: Sequence[Sequence[list[object]]]) -> str:
     """In which parameter ranks differ first, in words.
 
     Args:
         specs: By rank, for each parameter its name, shape, strides, dtype, compression in words,
-            and whether its gradients are "sparse" or "dense"; or the first of these.
+            whether its gradients are "sparse" or "dense", and the optimizer's group that it is in;
+            or the first of these.
     """
     first = specs[0]
     for rank, spec in enumerate(specs):

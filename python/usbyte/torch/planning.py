@@ -40,6 +40,7 @@ class Planner:
         settings: What was asked for; with overlap "auto" communication may hide behind backward,
             until `settle_overlap`.
         trained: The parameters.
+        optimizer: Name of the wrapped one's class.
         device: Which they are on.
         codecs: What they may travel by.
         sparse: Names of those whose gradients travel as the rows that they have.
@@ -60,6 +61,7 @@ class Planner:
         label: str,
         settings: Settings,
         trained: Trained,
+        optimizer: str,
         device: Device,
         codecs: Choices,
         sparse: Collection[str],
@@ -68,6 +70,7 @@ class Planner:
         self._context, self.label = context, label
         names, params, overlap = trained.names, trained.params, settings.overlap
         self._names, self._params, self.sparse = names, params, sparse
+        self._groups = trained.groups
         self._ways: Mapping[str, Way] = {}  # of sparse gradients, once they are chosen
         self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
         self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
@@ -96,6 +99,7 @@ class Planner:
             "overlap": overlap,
             "bucket_bytes": self._options["bucket_bytes"],
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
+            "optimizer": optimizer,
             "op": str(settings.op),
             "policy": self._policy if isinstance(self._policy, str) else "a function",
             "max_grad_norm": settings.max_grad_norm,
@@ -451,8 +455,11 @@ class Planner:
                 dtype,
                 self._told(name),
                 "sparse" if name in self.sparse else "dense",
+                group,
             ]
-            for name, p, dtype in zip(self._names, self._params, self._dtypes, strict=True)
+            for name, p, dtype, group in zip(
+                self._names, self._params, self._dtypes, self._groups, strict=True
+            )
         ]
 
 

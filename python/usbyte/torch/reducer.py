@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -14,7 +15,7 @@ from usbyte.errors import UsageError
 from usbyte.torch.awaited import Fetch, release
 from usbyte.torch.codec_memory import Memory
 from usbyte.torch.decision import Decision
-from usbyte.torch.device import Mark
+from usbyte.torch.device import Fetched, Mark
 from usbyte.torch.learning import Times
 from usbyte.torch.ops import Sum
 from usbyte.torch.plan_cycle import PlanCycle
@@ -28,6 +29,15 @@ from usbyte.torch.transport import Transport
 
 class Listener(Protocol):
     """Who turns sums into updates; called by the thread that trains."""
+
+    def before_sending(self, stepped: bool, out: int, of: int) -> None:
+        """Ranks have told what they did with the sums before the last ones.
+
+        Args:
+            stepped: This rank has updated parameters with them.
+            out: How many have not, of those that had sent data.
+            of: How many had.
+        """
 
     def before_first_gradient(self, i: int) -> None:
         """Inside `backward()`, before the first gradient of a pass is taken: parameter i's."""
@@ -88,6 +98,10 @@ class Reducer:
         self.in_flight = self.in_backward = self.applied = self.unsent = False
         self.stands_in = False
         self._sync = self._has_data = True
+        self._left_out = False  # by this rank: updates with the sums of the step before the last
+        self._votes: deque[tuple[bool, Fetched, Fetched]] = deque()  # see `_hear`
+        self._with_data = 0  # ranks, in the step before the one that was heard of last
+        self._told = False  # the arena has votes of a step
         self._passes_per_step, self._passes = settings.passes_per_step, 0  # of backward, with sync
         self._in_pass = False  # one of those
         self._task = -1  # autograd's, of the last pass that had begun
@@ -312,6 +326,8 @@ class Reducer:
         if plan is not None:
             transport.adopt(plan, self.learning)
             self._sent.move(transport.views())
+            self._votes.clear()
+            self._with_data, self._told = 0, False
 
     def _decide(self, times: Times, rows: Mapping[str, Counts]) -> Decision:
         """Plans with the other ranks, from what they have learned and a probe of the network."""
@@ -404,14 +420,28 @@ class Reducer:
             )
         stream = self.device.stream()
         self._transport.engine.drain(stream)
+        self._hear()
         self._cycle.begin_backward(self._transport.arena.votes[:1])
         self._sent.begin()
         self._memory.begin_step()
+        in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
+        self._left_out = not (self.applied or self.stands_in or in_shards)
         self.unsent = self.applied = False
         self.stands_in = not self._has_data
         self._transport.sender.begin()
         self._used = None
         self.in_backward = True
+
+    def _hear(self) -> None:
+        """Tells the listener what the ranks have said with the last step about the one before."""
+        votes, device = self._transport.arena.votes, self.device
+        if not self._told:
+            return
+        self._votes.append((not self._left_out, device.fetch(votes[1:2]), device.fetch(votes[2:])))
+        if len(self._votes) > device.lag:
+            stepped, with_data, left_out = self._votes.popleft()
+            of, self._with_data = self._with_data, round(with_data.get())
+            self._listener.before_sending(stepped, round(left_out.get()), of)
 
     def _collect(self, i: int) -> None:
         grad = self._params[i].grad
@@ -482,9 +512,10 @@ class Reducer:
                     self._check_not_summed(i)
                 self._send(i, param.grad)
         used = [self._sent.own[i] for i in self._transport.at_slot]
-        votes = [float(self._cycle.end_backward()), float(self._has_data)]
-        self._transport.sender.send_flags([*map(float, used), *votes])
+        votes = self._cycle.end_backward(), self._has_data, self._left_out
+        self._transport.sender.send_flags([*map(float, used), *map(float, votes)])
         self._transport.engine.end_backward()
+        self._told = True
         self._sent.check_kept()
         self._passes = 0
         self.in_backward = False

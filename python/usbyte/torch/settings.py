@@ -59,11 +59,13 @@ class Trained:
     Attributes:
         names: Unique.
         params: Each with elements.
+        groups: By parameter, which of the optimizer's groups it is in.
         frozen: Those that do not require a gradient.
     """
 
     names: Sequence[str]
     params: Sequence[nn.Parameter]
+    groups: Sequence[int]
     frozen: Sequence[nn.Parameter]
 
     @classmethod
@@ -87,6 +89,7 @@ class Trained:
             if names is not None
             else [f"group{g}.param{i}" for i, (_, g) in enumerate(trained)],
             params,
+            [g for _, g in trained],
             [p for p, _ in rows if not p.requires_grad],
         )
 

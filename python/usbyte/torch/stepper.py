@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from usbyte.errors import Error, MismatchError, UsageError
+from usbyte.torch.alike import check_options, check_params
 from usbyte.torch.awaited import release, weakly
 from usbyte.torch.changes import Changes
 from usbyte.torch.codec_memory import Memory
@@ -19,6 +20,7 @@ from usbyte.torch.device import Device
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
 from usbyte.torch.joined_options import JoinedOptions
+from usbyte.torch.matching import name_ranks
 from usbyte.torch.overlap import Watch, agree
 from usbyte.torch.param_groups import Groups
 from usbyte.torch.plan_cycle import PlanCycle
@@ -62,6 +64,7 @@ class Stepper:
     Attributes:
         transport: Moves gradients.
         reducer: Sends them, and gives their sums.
+        scale: That a GradScaler multiplies losses with; looked up while learning only.
         shared: A parameter that another thread than the one that trains has used; empty if none.
         shards: Of parameters, each updated by the rank that owns it; None unless they are.
         ended: After `end`.
@@ -93,6 +96,7 @@ class Stepper:
         self._set_to_none = True  # when gradients were reset last
         self._ungated: list[int] = []  # parameters whose use nobody would see
         self._late: set[int] = set()  # parameters that the forward pass did not ask for
+        self.scale = 1.0
         self.shared = ""
         self._told_of_threads = self._told_of_unsent = False
         self._watch = Watch(optimizer, trained.names, trained.params)
@@ -474,11 +478,15 @@ class Stepper:
     # Learning.
 
     def _on_learned(self) -> None:
-        """All ranks are about to plan: they agree on the overlap first."""
+        """All ranks are about to plan: they see that they train alike, and agree on the overlap."""
+        label = self._planner.label
+        # Ranks that have joined get parameters and options from those that have not.
+        if self.reducer.ranks_with_data() == self._context.size:
+            check_options(self._context, label, self._optimizer, self.scale)
+            check_params(self._context, label, self._trained.names, self._trained.params)
         self._ungated = sorted(self._gates.finish_learning())
         if self._settings.overlap == "auto":
             reason = self._watch.reason(self._gates, self._ungated, self.shared)
-            label = self._planner.label
             self._planner.settle_overlap(agree(self._context, label, reason))
 
     def _finish_learning(self) -> None:
@@ -544,6 +552,25 @@ class Stepper:
         release(grad)
 
     # Backward passes; see `Listener`.
+
+    def before_sending(self, stepped: bool, out: int, of: int) -> None:
+        """Ranks whose updates differ have parameters that do.
+
+        Raises:
+            MismatchError: Some ranks have left out an update that others have made; on all ranks.
+        """
+        if not 0 < out < of:
+            return
+        label = self._planner.label
+        did = self._context.eager.allgather_bytes(f"{label}.stepped", b"1" if stepped else b"0")
+        ranks = [rank for rank, answer in enumerate(did) if answer == b"0"]
+        self._changes.torn = (
+            f"{label}: {name_ranks(ranks)} called no step() between two backward passes that sent "
+            "gradients, and the other ranks did, so that their parameters differ: see that all "
+            "ranks take and leave out the same steps (with a GradScaler or batches that are left "
+            "out, all decide alike) and restart the job from its last checkpoint"
+        )
+        raise MismatchError(self._changes.torn)
 
     def before_first_gradient(self, i: int) -> None:
         """Updates that nobody has asked for are applied now."""

@@ -1,0 +1,159 @@
+"""Ranks that train otherwise than the others: told of, or an error, on every rank."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import usbyte.torch as ub
+from _models import short_probes, warnings_from_now_on
+from _ranks import run_ranks
+from usbyte.errors import MismatchError
+
+LEARNING = 3
+ENV = {"USBYTE_LEARNING_STEPS": str(LEARNING)}
+
+
+def model_of(seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def told_by(act: Any) -> str:
+    try:
+        act()
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def wraps(rank: int, size: int, what: str) -> str:
+    ub.init()
+    model = model_of()
+    groups: Any = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+    kind: Any = torch.optim.SGD
+    if rank == 1 and what == "class":
+        kind = torch.optim.Adam
+    if rank == 1 and what == "groups":
+        groups = list(model.parameters())
+    return told_by(lambda: ub.DistributedOptimizer(kind(groups, lr=0.1), model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("class", "optimizer is SGD on rank 0 but Adam on rank 1"),
+        ("groups", r"parameter '2\.weight' has group 1 on rank 0 but 0 on rank 1"),
+    ],
+)
+def test_another_optimizer_is_an_error(what: str, told: str) -> None:
+    results = run_ranks(2, wraps, what)
+    assert results[0] == results[1]
+    assert re.search(told, results[0])
+
+
+def steps_by_other_options(rank: int, size: int, what: str) -> list[str]:
+    ub.init()
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=0.2 if what == "lr" and rank == 1 else 0.1)
+    kind = {"sharded": {"shard_optimizer": True}}.get(what, {"overlap": "forward"})
+    optimizer = ub.DistributedOptimizer(inner, model.named_parameters(), **kind)
+    if what == "sharded" and rank == 1:
+        inner.param_groups[0]["momentum"] = 0.5
+    scale = {"scale": 8.0 * (1 + rank), "one scaler": 8.0}.get(what, 1.0)
+    enabled = what == "scale" or (what == "one scaler" and rank == 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=enabled)
+    told = []
+    for _ in range(LEARNING + 2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        told.append(told_by(lambda: (scaler.step(optimizer), scaler.update())))
+        if told[-1]:
+            break
+    return told
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("lr", "lr of parameter group 0 is 0.1 on rank 0 but 0.2 on rank 1"),
+        ("sharded", "momentum of parameter group 0 is 0 on rank 0 but 0.5 on rank 1"),
+        ("scale", "the scale of GradScaler is 8.0 on rank 0 but 16.0 on rank 1"),
+        ("one scaler", "the scale of GradScaler is 1.0 on rank 0 but 8.0 on rank 1"),
+    ],
+)
+def test_other_options_are_an_error_once_ranks_have_learned(what: str, told: str) -> None:
+    results = run_ranks(2, steps_by_other_options, what, env=ENV)
+    assert results[0] == results[1]
+    assert len(results[0]) == LEARNING
+    assert not any(results[0][:-1])
+    assert told in results[0][-1]
+
+
+def trains_another_model(rank: int, size: int, how: str) -> list[str]:
+    ub.init()
+    short_probes()
+    warnings = warnings_from_now_on()
+    model = model_of(seed=rank if how == "not broadcast" else 1)
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap="backward"
+    )
+    for _ in range(LEARNING + 1):
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        if how == "clipped" and rank == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return warnings
+
+
+@pytest.mark.parametrize("how", ["not broadcast", "clipped", "alike"])
+def test_other_models_are_warned_of(how: str) -> None:
+    first, second = run_ranks(2, trains_another_model, how, env=ENV)
+    assert not second
+    assert len(first) == (how != "alike")
+    assert all("the ranks train different models: '0.weight'" in text for text in first)
+
+
+def leaves_steps_out(rank: int, size: int, overlap: str, who: int) -> list[str]:
+    """In some steps, after backward(): rank `who`, or all ranks if it is negative."""
+    ub.init()
+    short_probes()
+    model = model_of()
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        overlap=overlap,
+        policy="wfbp",
+    )
+    out, told = LEARNING + 2, []
+    for k in range(LEARNING + 5):
+
+        def step(k: int = k) -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 6) + rank).sum().backward()
+            if k != out or who not in (rank, -1):
+                optimizer.step()
+
+        told.append(told_by(step))
+        if told[-1]:
+            return told
+    return told
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_step_that_one_rank_leaves_out_is_an_error_on_all(overlap: str) -> None:
+    results = run_ranks(2, leaves_steps_out, overlap, 1, env=ENV)
+    assert results[0] == results[1]
+    assert "rank 1 called no step()" in results[0][-1]
+    assert len(results[0]) == LEARNING + 5
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_step_that_all_ranks_leave_out_is_none(overlap: str) -> None:
+    results = run_ranks(2, leaves_steps_out, overlap, -1, env=ENV)
+    assert not any(map(any, results))
