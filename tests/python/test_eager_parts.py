@@ -128,9 +128,11 @@ def test_a_start_into_which_a_rank_comes_twice_is_refused_by_all(server):
 
 def test_a_start_without_all_ranks_ends(server):
     server.set_timeout(timedelta(seconds=0.3))
-    with pytest.raises(UsageError, match=r"rank 0 has waited .* in vain: 1 of 2 ranks are there"):
+    with pytest.raises(
+        UsageError, match=r"rank 0 has waited .* in vain: 1 of 2 ranks are there.*WORLD_SIZE=2"
+    ):
         store.fresh_store(server, 0, 2)
-    with pytest.raises(UsageError, match="rank 1 has waited for the other ranks in vain"):
+    with pytest.raises(UsageError, match=r"rank 1 has waited .* in vain: .* RANK of its own"):
         store.fresh_store(server, 1, 2)
 
 

@@ -194,6 +194,9 @@ class FaultBoard:
             self._calls.make(part, others_s + _GRACE_S)
             self._thread.join(timeout=5)
         self._calls.close()
+        if not self._thread.is_alive():
+            # Connections: after a fault this may be kept for long, with the parameters.
+            del self._store, self._answers, self._mailbox
 
     def _ask(self, here: str) -> tuple[str, list[int] | None]:
         if self._store.add("fault", 1) == 1:

@@ -82,7 +82,10 @@ def fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
         if fresh.get("outcome") != b"complete":
             raise RuntimeError("one of them has been started anew; start all of them")
     except RuntimeError as error:
-        raise UsageError(f"rank {rank} has waited for the other ranks in vain: {error}") from error
+        raise UsageError(
+            f"rank {rank} has waited for the other ranks in vain: {error}. See that all of them "
+            f"are alive and have been started with WORLD_SIZE={size}, each with a RANK of its own"
+        ) from error
     return fresh
 
 
