@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -52,28 +51,6 @@ def check_alike(
     raise MismatchError(f"{label}: {difference}. Build the same model on all ranks.")
 
 
-def check_options(
-    context: Context, label: str, optimizer: torch.optim.Optimizer, scale: float
-) -> None:
-    """Compares hyper-parameters on all ranks, which take their steps by them. Collective.
-
-    Args:
-        context: The ranks.
-        label: Of the optimizer.
-        optimizer: The wrapped one.
-        scale: That its losses are multiplied with, by a GradScaler.
-
-    Raises:
-        MismatchError: Ranks differ; it is the same on every rank.
-    """
-    options = {
-        f"{option} of parameter group {g}": _plain(group.get(option))
-        for g, group in enumerate(optimizer.param_groups)
-        for option in optimizer.defaults
-    }
-    check_alike(context, label, options | {"the scale of GradScaler": scale}, [])
-
-
 def check_params(
     context: Context, label: str, names: Sequence[str], params: Sequence[torch.Tensor]
 ) -> None:
@@ -85,7 +62,7 @@ def check_params(
         names: Of the parameters.
         params: None of which waits for an update.
     """
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         rows = [[p.sum(dtype=torch.float64), p.norm(dtype=torch.float64)] for p in params]
         mine = torch.stack([number for row in rows for number in row]).cpu().nan_to_num()
     spread = torch.stack([mine, -mine])
@@ -122,16 +99,6 @@ def check_params(
 
 #: Share of a parameter's norm that its sum may differ by: hosts of several kinds round differently.
 _ROUNDING = 1e-3
-
-
-def _plain(value: Any) -> object:
-    """A number, a flag, a word or a list of these; None of what is none."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.numel() < 2 else None
-    if isinstance(value, list | tuple):
-        plain = [_plain(each) for each in value]
-        return None if None in plain else plain
-    return value if isinstance(value, bool | int | float | str) else None
 
 
 def difference_of(specs: Sequence[Sequence[list[object]]]) -> str:

@@ -435,11 +435,6 @@ class DistributedOptimizer(OptimizerWrapper):
             return True
         return not stepper.reducer.learning and decision is not None and not decision.trial_steps
 
-    def scaled_by(self, scaler: torch.amp.GradScaler) -> None:
-        """A GradScaler is about to look at the gradients."""
-        if (stepper := self._live) is not None and stepper.reducer.learning:
-            stepper.scale = scaler.get_scale()
-
     # Used by `join`.
 
     @property
@@ -586,8 +581,8 @@ class DistributedOptimizer(OptimizerWrapper):
         warn_of_renormalized(self.label, trained, self._owner)
         device = device_of(trained.names, trained.params)
         self._planner = planner = Planner(
-            context, self.label, settings, trained, type(self._inner).__name__, device,
-            served.codecs, served.sparse, steps_before,
+            context, self.label, settings, trained, device, served.codecs, served.sparse,
+            steps_before,
         )  # fmt: skip
         if settings.topology is not None:
             parse(settings.topology, context.size)  # alike, so an error is on all ranks

@@ -40,7 +40,6 @@ class Planner:
         settings: What was asked for; with overlap "auto" communication may hide behind backward,
             until `settle_overlap`.
         trained: The parameters.
-        optimizer: Name of the wrapped one's class.
         device: Which they are on.
         codecs: What they may travel by.
         sparse: Names of those whose gradients travel as the rows that they have.
@@ -61,7 +60,6 @@ class Planner:
         label: str,
         settings: Settings,
         trained: Trained,
-        optimizer: str,
         device: Device,
         codecs: Choices,
         sparse: Collection[str],
@@ -99,7 +97,6 @@ class Planner:
             "overlap": overlap,
             "bucket_bytes": self._options["bucket_bytes"],
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
-            "optimizer": optimizer,
             "op": str(settings.op),
             "policy": self._policy if isinstance(self._policy, str) else "a function",
             "max_grad_norm": settings.max_grad_norm,

@@ -28,7 +28,6 @@ def _after_sending(method: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if isinstance(optimizer, DistributedOptimizer) and scaler.is_enabled():
             optimizer.send_kept()
-            optimizer.scaled_by(scaler)
         return method(scaler, optimizer, *args, **kwargs)
 
     return after_sending

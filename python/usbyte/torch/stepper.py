@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from usbyte.errors import Error, MismatchError, UsageError
-from usbyte.torch.alike import check_options, check_params
+from usbyte.torch.alike import check_params
 from usbyte.torch.awaited import release, weakly
 from usbyte.torch.changes import Changes
 from usbyte.torch.codec_memory import Memory
@@ -64,7 +64,6 @@ class Stepper:
     Attributes:
         transport: Moves gradients.
         reducer: Sends them, and gives their sums.
-        scale: That a GradScaler multiplies losses with; looked up while learning only.
         shared: A parameter that another thread than the one that trains has used; empty if none.
         shards: Of parameters, each updated by the rank that owns it; None unless they are.
         ended: After `end`.
@@ -96,7 +95,6 @@ class Stepper:
         self._set_to_none = True  # when gradients were reset last
         self._ungated: list[int] = []  # parameters whose use nobody would see
         self._late: set[int] = set()  # parameters that the forward pass did not ask for
-        self.scale = 1.0
         self.shared = ""
         self._told_of_threads = self._told_of_unsent = False
         self._watch = Watch(optimizer, trained.names, trained.params)
@@ -480,9 +478,8 @@ class Stepper:
     def _on_learned(self) -> None:
         """All ranks are about to plan: they see that they train alike, and agree on the overlap."""
         label = self._planner.label
-        # Ranks that have joined get parameters and options from those that have not.
+        # Ranks that have joined get parameters from those that have not.
         if self.reducer.ranks_with_data() == self._context.size:
-            check_options(self._context, label, self._optimizer, self.scale)
             check_params(self._context, label, self._trained.names, self._trained.params)
         self._ungated = sorted(self._gates.finish_learning())
         if self._settings.overlap == "auto":
