@@ -140,8 +140,7 @@ TEST(MeshSimulator, CostDoesNotDependOnRanks) {
   ASSERT_EQ(huge.ranks(), 100'000);
   const auto begin = std::chrono::steady_clock::now();
   const MeshChoice choice = chosen_routes(huge, kWhole, 1e9, 64);
-  // Where it did, it would take minutes.
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(1));
   EXPECT_GE(choice.seconds, choice.ideal_s);
 }
 

@@ -35,7 +35,7 @@ def written(request):
         for case in CASES
     ],
 )
-def test_fault(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_fault(case: Case, tmp_path: Path) -> None:
     if isinstance(case, LabCase) and (reason := netns.unusable()):
         pytest.skip(reason)
     steps = steps_of(kind_of(case))
@@ -52,9 +52,7 @@ def test_fault(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> No
         here = rank == CULPRIT
         assert matches((case.culprit if here else case.told) or "", told[rank]), told
         assert matches(f"{case.culprit_state if here else case.state}", left[rank]), left
-    # The bounds are those of a machine that runs all of them; what is written there keeps them.
-    late_s = 0.0 if request.config.getoption("--reliability") else 20.0
-    assert seconds <= BOUNDS_S[case.bound] + late_s
+    assert seconds <= BOUNDS_S[case.bound]
     rows[case.what] = Row(case, told, left, seconds)
 
 
