@@ -50,6 +50,18 @@ def fit(net: nn.Module, opt: Any, inputs: Iterable[torch.Tensor]) -> None:
         opt.step()
 
 
+class Branched(nn.Module):
+    """Uses one of its layers only when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sometimes, self.last = mlp(6, 8), mlp(8, 8), mlp(8, 4)
+
+    def forward(self, x: torch.Tensor, use_sometimes: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.sometimes(x) if use_sometimes else x)
+
+
 def plain(wrap: Wrap, rank: int) -> Any:
     model = mlp()
     net, opt = wrap(model, sgd(model))
@@ -563,6 +575,23 @@ def compiles_a_function(wrap: Wrap, rank: int) -> Any:
     for x in batches(rank):
         opt.zero_grad()
         loss_of(x).backward()
+        opt.step()
+    return model
+
+
+def compiles_anew(wrap: Wrap, rank: int) -> Any:
+    """One rank alone comes upon a layer that is yet to be compiled, and whose update waits."""
+    model = Branched().double()
+    # Torch computes its factors in other precisions while something is compiled.
+    net, opt = wrap(model, torch.optim.NAdam(model.parameters(), lr=0.1))
+
+    @torch.compile(backend="eager")
+    def output_of(x: torch.Tensor, use_sometimes: bool) -> torch.Tensor:
+        return net(x, use_sometimes)
+
+    for step, x in enumerate(batches(rank, dtype=torch.float64)):
+        opt.zero_grad()
+        output_of(x, rank == 0 or step >= 6).pow(2).mean().backward()
         opt.step()
     return model
 

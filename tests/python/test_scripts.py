@@ -61,6 +61,7 @@ EXPECTED = {
     "compiles_in_place": "",
     "compiles_whole": "",
     "compiles_a_function": UNSEEN,
+    "compiles_anew": UNSEEN,
     "compiles_around": "",
     "compiles_the_update": "",
     "compiles_the_step": UNSEEN,

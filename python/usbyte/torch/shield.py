@@ -16,6 +16,7 @@ def shielded(device: str) -> Iterator[None]:
 
     Neither modes (inference, autocast, fake tensors, counters of operations) nor transforms of
     functions (`torch.func`) nor tracing (`torch.jit.trace`, `make_fx`) see it; gradients may be on.
+    Nor is it compiled with `torch.compile`, where torch's optimizers round in other ways.
 
     Args:
         device: Type of the device that it works on.
@@ -32,4 +33,7 @@ def shielded(device: str) -> Iterator[None]:
             set_tracing = torch._C._set_tracing_state  # type: ignore[attr-defined]
             set_tracing(None)
             stack.callback(set_tracing, tracing)
+        if torch.compiler._is_compiling_flag:
+            stack.callback(setattr, torch.compiler, "_is_compiling_flag", True)
+            torch.compiler._is_compiling_flag = False
         yield
