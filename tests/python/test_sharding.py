@@ -547,3 +547,21 @@ def reset_twice(rank, size):
 
 def test_gradients_can_be_reset_in_either_way_again():
     run_ranks(2, reset_twice, env={"USBYTE_LEARNING_STEPS": "2"})
+
+
+def leaves_out_resets(rank, size):
+    """A step uses its gradients up, before there are shards too."""
+    ub.init()
+    expected, opt = small(shard=True)
+    run(expected, opt, 8, rank)
+    opt.close()
+    model, opt = small(shard=True)
+    opt.zero_grad = lambda: None
+    run(model, opt, 8, rank)
+    assert all(param.grad is None for param in model.parameters())
+    same(model.state_dict(), expected.state_dict())
+    opt.close()
+
+
+def test_steps_use_gradients_up_while_a_plan_is_learned_too():
+    run_ranks(2, leaves_out_resets, timeout=60, env={"USBYTE_LEARNING_STEPS": "4"})

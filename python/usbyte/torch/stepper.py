@@ -95,6 +95,7 @@ class Stepper:
         self._set_to_none = True  # when gradients were reset last
         self._ungated: list[int] = []  # parameters whose use nobody would see
         self._late: set[int] = set()  # parameters that the forward pass did not ask for
+        self._used_up: list[bool] = []  # as `ShardedUpdates.used`, while a plan is learned
         self.shared = ""
         self._told_of_threads = self._told_of_unsent = False
         self._watch = Watch(optimizer, trained.names, trained.params)
@@ -209,6 +210,10 @@ class Stepper:
             self.drain()
             self._joined.check_step_taken()
             self._optimizer.zero_grad(set_to_none)
+            if self._used_up and not set_to_none:  # zeros are gradients too
+                rows = zip(self._used_up, self._trained.params, strict=True)
+                self._zero_spent([u or param.grad is not None for u, param in rows])
+            self._used_up = []
         self.reducer.forget_results()
 
     def check_whole_gradients(self) -> None:
@@ -356,6 +361,8 @@ class Stepper:
             self._learned = False
         elif not self._learned:
             self._finish_learning()
+        if self._settings.sharded:
+            self._use_up()
         self._gates.ask(reducer.learning or self._defers)
         self._watch.step_ends()
         return result
@@ -435,7 +442,7 @@ class Stepper:
             reducer.finish_step(reducer.device.now())
             if reducer.learning:
                 self._learned = False
-                self._zero_spent(shards.used)
+                self._used_up = list(shards.used)
             else:
                 self._begin_sharding().used = shards.used
 
@@ -466,6 +473,13 @@ class Stepper:
             self._take_step,
         )
         return self.shards
+
+    def _use_up(self) -> None:
+        """A step that was taken as a whole resets gradients as one on shards does."""
+        params = self._trained.params
+        self._used_up = [param.grad is not None for param in params] if not self.shards else []
+        for param in params:
+            param.grad = None
 
     def _zero_spent(self, used: Sequence[bool]) -> None:
         """Resets gradients that a sharded step has used up, as the user last did."""
