@@ -231,6 +231,47 @@ def test_parameters_may_be_added_between_micro_batches():
     run_ranks(2, adds_between_micro_batches, timeout=60, env={"USBYTE_LEARNING_STEPS": "2"})
 
 
+def steps_apart(rank, size, how, options):
+    """Ranks that have joined take a step with whatever is sent, the others do not."""
+    ub.init()
+    torch.manual_seed(0)
+    model = _scripts.mlp()
+    opt = ub.DistributedOptimizer(_scripts.sgd(model), model.named_parameters(), **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=how == "overflows")
+    for k, x in enumerate(batches(rank, 2 if rank else 14)):
+        opt.zero_grad()
+        loss = model(x).pow(2).mean()
+        apart = k in (3, 5, 6, 9)
+        scaler.scale(loss * torch.inf if apart and how == "overflows" else loss).backward()
+        if apart and how == "runs backward again":
+            model(x).pow(2).mean().backward()
+        if not (apart and how == "leaves a batch out"):
+            scaler.step(opt)
+            scaler.update()
+    assert ub.join() == 0
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    assert flat.isfinite().all()
+    assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min))
+    for x in batches(rank, 12):  # what is learned and tried goes on
+        opt.zero_grad()
+        model(x).pow(2).mean().backward()
+        opt.step()
+    assert opt.decision is not None
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min))
+    opt.close()
+
+
+@pytest.mark.parametrize("how", ["overflows", "leaves a batch out", "runs backward again"])
+def test_who_has_data_may_send_without_a_step_while_others_have_joined(how):
+    env = {"USBYTE_LEARNING_STEPS": "4", "USBYTE_STALL_LIMIT_S": "10"}
+    options = {"overlap": "backward", "policy": "wfbp"}
+    run_ranks(2, steps_apart, how, options, timeout=60, env=env)
+    env["USBYTE_LEARNING_STEPS"] = "1"  # one joins while plans are tried
+    options = {"overlap": "backward", "policy": "tune:bytescheduler", "tune_steps": 2}
+    run_ranks(2, steps_apart, how, options, timeout=60, env=env)
+
+
 def refused(rank, size):
     ub.init()
     assert ub.join() in range(size)  # of no optimizer

@@ -125,6 +125,20 @@ class PlanCycle:
             wanted = self._density_drift.wants_plan(self._counts) or self._drift.wanted or wanted
         return wanted
 
+    def counts(self, steps: int) -> bool:
+        """The step that is completed is learned from, or ends a plan; see `plan_ends`."""
+        return (self._learning is not None and self._fresh) or self.plan_ends(steps)
+
+    def leave_out(self, used: Sequence[bool]) -> None:
+        """A step is completed that not all ranks count: nothing is learned from it, no plan ends.
+
+        Args:
+            used: By parameter, whether it got a gradient.
+        """
+        self._fresh = False
+        if self._learning is not None:
+            self._gates.begin_iteration(used)
+
     def end_step(
         self,
         steps: int,

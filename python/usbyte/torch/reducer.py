@@ -125,7 +125,7 @@ class Reducer:
     @property
     def plan_ends(self) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken."""
-        return self._cycle.plan_ends(self._transport.steps)
+        return self._cycle.plan_ends(self._transport.steps) and not self._some_joined()
 
     def ask_for_plan(self) -> None:
         """This rank votes for a new plan; see `PlanCycle`."""
@@ -320,6 +320,9 @@ class Reducer:
             began: When the optimizer's step began; a closure may have run backward in it.
         """
         transport = self._transport
+        if self._cycle.counts(transport.steps) and self._some_joined():
+            self._cycle.leave_out(self._sent.own)
+            return
         plan = self._cycle.end_step(
             transport.steps, transport.plan, began, self._sent.own, transport.ready_s, self._decide
         )
@@ -328,6 +331,13 @@ class Reducer:
             self._sent.move(transport.views())
             self._votes.clear()
             self._with_data, self._told = 0, False
+
+    def _some_joined(self) -> bool:
+        """Ranks have sent nothing, which do not see whether the others take a step with it.
+
+        Those may leave it out, as a GradScaler does, or run backward again before it.
+        """
+        return self.ranks_with_data() < self._transport.size
 
     def _decide(self, times: Times, rows: Mapping[str, Counts]) -> Decision:
         """Plans with the other ranks, from what they have learned and a probe of the network."""

@@ -103,6 +103,11 @@ class Transport:
         self._start(plan, steps_before, learning=True)
 
     @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._context.size
+
+    @property
     def plan(self) -> _core.Plan:
         """The plan in force."""
         return self.engine.plan
