@@ -337,7 +337,9 @@ class Reducer:
 
         Those may leave it out, as a GradScaler does, or run backward again before it.
         """
-        return self.ranks_with_data() < self._transport.size
+        self._wait_for(0)
+        with_data = self.device.fetch(self._transport.arena.votes[1:])
+        return self._transport.voters(with_data.get()) < self._transport.size
 
     def _decide(self, times: Times, rows: Mapping[str, Counts]) -> Decision:
         """Plans with the other ranks, from what they have learned and a probe of the network."""

@@ -107,6 +107,10 @@ class Transport:
         """Number of ranks."""
         return self._context.size
 
+    def voters(self, votes: float) -> int:
+        """Of how many ranks the votes are; where the engine packs them, it has scaled them."""
+        return round(votes / self._scale if self.device.core is not None else votes)
+
     @property
     def plan(self) -> _core.Plan:
         """The plan in force."""
