@@ -63,6 +63,9 @@ def train(args: argparse.Namespace, ub: ModuleType, device: torch.device, job: J
 
     network = DistributedDataParallel(model) if args.ddp else model
     optimizer = wrap(args, ub, job.optimizer, model, losses=total // args.log_every)
+    ub.broadcast_parameters(model.state_dict(), root_rank=0)
+    ub.broadcast_optimizer_state(optimizer, root_rank=0)
+    step = ub.broadcast_object(step, root_rank=0)
     index = next(batches.epoch(0))
 
     def warm_up() -> None:
@@ -71,9 +74,6 @@ def train(args: argparse.Namespace, ub: ModuleType, device: torch.device, job: J
         optimizer.step()
 
     rehearse(model, optimizer, warm_up, args.warmup)
-    ub.broadcast_parameters(model.state_dict(), root_rank=0)
-    ub.broadcast_optimizer_state(optimizer, root_rank=0)
-    step = ub.broadcast_object(step, root_rank=0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(total), step - 1)
 
     clock = StepClock(device)

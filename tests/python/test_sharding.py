@@ -563,5 +563,6 @@ def leaves_out_resets(rank, size):
     opt.close()
 
 
-def test_steps_use_gradients_up_while_a_plan_is_learned_too():
-    run_ranks(2, leaves_out_resets, timeout=60, env={"USBYTE_LEARNING_STEPS": "4"})
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_use_gradients_up_while_a_plan_is_learned_too(ranks):
+    run_ranks(ranks, leaves_out_resets, timeout=60, env={"USBYTE_LEARNING_STEPS": "4"})

@@ -15,6 +15,8 @@ from usbyte.torch.ops import Max
 
 log = logging.getLogger("usbyte")
 
+# Share of a parameter's norm that its sum may differ by: hosts of several kinds round differently.
+_ROUNDING = 1e-3
 # Of a parameter, behind its name.
 _ALIKE = ("shape", "strides", "dtype", "compression", "gradients", "group")
 
@@ -63,8 +65,7 @@ def check_params(
         params: None of which waits for an update.
     """
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        rows = [[p.sum(dtype=torch.float64), p.norm(dtype=torch.float64)] for p in params]
-        mine = torch.stack([number for row in rows for number in row]).cpu().nan_to_num()
+        mine = torch.stack([_print_of(param) for param in params]).flatten().cpu().nan_to_num()
     spread = torch.stack([mine, -mine])
     context.eager.allreduce(f"{label}.spread", spread, Max)
     largest, least = spread[0].view(-1, 2), -spread[1].view(-1, 2)
@@ -97,8 +98,11 @@ def check_params(
     )
 
 
-#: Share of a parameter's norm that its sum may differ by: hosts of several kinds round differently.
-_ROUNDING = 1e-3
+def _print_of(param: torch.Tensor) -> torch.Tensor:
+    """Sum and norm; norms alone are nearly the same for all large layers that are drawn alike."""
+    dtype = torch.promote_types(param.dtype, torch.float32)  # a wider one takes a copy
+    norm = torch.linalg.vector_norm(param, dtype=dtype)
+    return torch.stack([param.sum(dtype=dtype), norm]).double()
 
 
 def difference_of(specs: Sequence[Sequence[list[object]]]) -> str:

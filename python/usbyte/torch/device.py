@@ -60,7 +60,7 @@ class Device:
         return None
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:
-        """What a tensor of one element holds behind the work given to the device so far."""
+        """What a 1-d tensor of few elements holds behind the work given to the device so far."""
         return Fetched(tensor.clone(), None)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -123,9 +123,9 @@ class CudaDevice(Device):
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:
         """See `Device`."""
-        value = torch.empty(1, dtype=tensor.dtype, pin_memory=True)
-        value.copy_(tensor, non_blocking=True)
-        return Fetched(value, self.now())
+        values = torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=True)
+        values.copy_(tensor, non_blocking=True)
+        return Fetched(values, self.now())
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Device`; torch keeps the page-locked memory until it has been copied."""
@@ -186,21 +186,21 @@ class Fence:
 
 
 class Fetched:
-    """A value on its way to the host.
+    """Values on their way to the host.
 
     Args:
-        value: Where it will be.
-        arrives: When; None if it is there.
+        values: Where they will be, 1-d.
+        arrive: When; None if they are there.
     """
 
-    def __init__(self, value: torch.Tensor, arrives: Mark | None) -> None:
-        self._value, self._arrives = value, arrives
+    def __init__(self, values: torch.Tensor, arrive: Mark | None) -> None:
+        self._values, self._arrive = values, arrive
 
-    def get(self) -> float:
-        """The value; waits for it."""
-        if self._arrives is not None:
-            float(self._arrives)
-        return float(self._value)
+    def get(self) -> list[float]:
+        """The values; waits for them."""
+        if self._arrive is not None:
+            float(self._arrive)
+        return list(map(float, self._values.tolist()))
 
 
 class _HasDevice(Protocol):

@@ -347,6 +347,9 @@ class DistributedOptimizer(OptimizerWrapper):
             )
             self._on_updated()
             self._changes.count_step()
+        if self._settings.sharded:  # which uses gradients up, on several ranks
+            for param in self._trained.params:
+                param.grad = None
         return result
 
     @_not_compiled

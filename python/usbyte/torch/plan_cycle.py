@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-
-import torch
 
 from usbyte import _core
 from usbyte.torch.decision import Decision
-from usbyte.torch.device import Device, Fetched, Mark
+from usbyte.torch.device import Device, Mark
 from usbyte.torch.drift import Drift
 from usbyte.torch.gates import Gates
 from usbyte.torch.learning import Iteration, Learning, Times
@@ -64,7 +61,6 @@ class PlanCycle:
         self._stopwatch: Stopwatch | None = None  # while a plan is on trial
         self._first_s: float | None = None  # a step of the first plan on trial
         self._first_kind: tuple[str, frozenset[str]] | None = None  # of that plan
-        self._votes: deque[Fetched] = deque()  # for a new plan, of steps before
         self._asked = False  # for a new plan, by this rank
         self._agreed = False  # on a new plan, by all
 
@@ -99,18 +95,10 @@ class PlanCycle:
         """This rank votes for a new plan from now on, until there is one; needs `may_ask`."""
         self._asked = True
 
-    def begin_backward(self, votes: torch.Tensor) -> None:
-        """A backward pass that sends begins.
-
-        Args:
-            votes: For a new plan, summed over ranks: one element, of the last step that was sent.
-                It counts `Device.lag` steps later, on all ranks alike.
-        """
-        if not self._votes_count or self._learning is not None:
-            return
-        self._votes.append(self._device.fetch(votes))
-        if len(self._votes) > self._device.lag:
-            self._agreed = bool(self._votes.popleft().get())
+    def hear(self, wanted: bool) -> None:
+        """On all ranks alike, some rank has voted for a new plan in a step, or none has."""
+        if self._votes_count and self._learning is None:
+            self._agreed = self._agreed or wanted
 
     def end_backward(self) -> bool:
         """A backward pass that sends ends, which counts; returns whether to vote for a new plan."""
@@ -167,8 +155,6 @@ class PlanCycle:
             following = self._planner.recoded(steps)
             if self._drift is not None and self._learning is None:
                 self._drift.reset()
-        if following is not None:
-            self._votes.clear()
         return following
 
     def _next_plan(

@@ -30,13 +30,11 @@ from usbyte.torch.transport import Transport
 class Listener(Protocol):
     """Who turns sums into updates; called by the thread that trains."""
 
-    def before_sending(self, stepped: bool, out: int, of: int) -> None:
-        """Ranks have told what they did with the sums before the last ones.
+    def on_steps_apart(self, stepped: bool) -> None:
+        """On all ranks: of those with data, some have left out a step that others have taken.
 
         Args:
-            stepped: This rank has updated parameters with them.
-            out: How many have not, of those that had sent data.
-            of: How many had.
+            stepped: This rank has taken it, or had no data.
         """
 
     def before_first_gradient(self, i: int) -> None:
@@ -98,10 +96,10 @@ class Reducer:
         self.in_flight = self.in_backward = self.applied = self.unsent = False
         self.stands_in = False
         self._sync = self._has_data = True
-        self._left_out = False  # by this rank: updates with the sums of the step before the last
-        self._votes: deque[tuple[bool, Fetched, Fetched]] = deque()  # see `_hear`
-        self._with_data = 0  # ranks, in the step before the one that was heard of last
-        self._told = False  # the arena has votes of a step
+        self._left_out = False  # by this rank: the update with the sums before the last
+        self._votes: deque[tuple[bool, Fetched]] = deque()  # by step; see `_hear`
+        self._voted = False  # the arena has those of a step that are not there
+        self._with_data = 0  # ranks, in the step that was heard of last
         self._passes_per_step, self._passes = settings.passes_per_step, 0  # of backward, with sync
         self._in_pass = False  # one of those
         self._task = -1  # autograd's, of the last pass that had begun
@@ -282,7 +280,7 @@ class Reducer:
     def ranks_with_data(self) -> int:
         """How many have sent gradients of their own. Waits for their sums, on a device too."""
         self.wait_reduced()
-        return round(self._transport.arena.votes[1].item())
+        return self._transport.voters(self._transport.arena.votes[1].item())
 
     def release_gathers(self) -> None:
         """The shards hold new values: lets the all_gathers go."""
@@ -320,17 +318,17 @@ class Reducer:
             began: When the optimizer's step began; a closure may have run backward in it.
         """
         transport = self._transport
-        if self._cycle.counts(transport.steps) and self._some_joined():
-            self._cycle.leave_out(self._sent.own)
-            return
+        if self._cycle.counts(transport.steps):
+            if self._some_joined():
+                self._cycle.leave_out(self._sent.own)
+                return
+            self._hear(0)  # the arena may go
         plan = self._cycle.end_step(
             transport.steps, transport.plan, began, self._sent.own, transport.ready_s, self._decide
         )
         if plan is not None:
             transport.adopt(plan, self.learning)
             self._sent.move(transport.views())
-            self._votes.clear()
-            self._with_data, self._told = 0, False
 
     def _some_joined(self) -> bool:
         """Ranks have sent nothing, which do not see whether the others take a step with it.
@@ -338,8 +336,8 @@ class Reducer:
         Those may leave it out, as a GradScaler does, or run backward again before it.
         """
         self._wait_for(0)
-        with_data = self.device.fetch(self._transport.arena.votes[1:])
-        return self._transport.voters(with_data.get()) < self._transport.size
+        [with_data] = self.device.fetch(self._transport.arena.votes[1:2]).get()
+        return self._transport.voters(with_data) < self._transport.size
 
     def _decide(self, times: Times, rows: Mapping[str, Counts]) -> Decision:
         """Plans with the other ranks, from what they have learned and a probe of the network."""
@@ -432,8 +430,7 @@ class Reducer:
             )
         stream = self.device.stream()
         self._transport.engine.drain(stream)
-        self._hear()
-        self._cycle.begin_backward(self._transport.arena.votes[:1])
+        self._hear(self.device.lag)
         self._sent.begin()
         self._memory.begin_step()
         in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
@@ -444,16 +441,19 @@ class Reducer:
         self._used = None
         self.in_backward = True
 
-    def _hear(self) -> None:
-        """Tells the listener what the ranks have said with the last step about the one before."""
-        votes, device = self._transport.arena.votes, self.device
-        if not self._told:
-            return
-        self._votes.append((not self._left_out, device.fetch(votes[1:2]), device.fetch(votes[2:])))
-        if len(self._votes) > device.lag:
-            stepped, with_data, left_out = self._votes.popleft()
-            of, self._with_data = self._with_data, round(with_data.get())
-            self._listener.before_sending(stepped, round(left_out.get()), of)
+    def _hear(self, lag: int) -> None:
+        """Looks at the votes of all steps but the last `lag`, which may have yet to arrive."""
+        if self._voted:
+            votes = self.device.fetch(self._transport.arena.votes)
+            self._votes.append((not self._left_out, votes))
+            self._voted = False
+        while len(self._votes) > lag:
+            stepped, votes = self._votes.popleft()
+            wanted, with_data, left_out = map(self._transport.voters, votes.get())
+            self._cycle.hear(wanted > 0)
+            before, self._with_data = self._with_data, with_data
+            if 0 < left_out < before:
+                self._listener.on_steps_apart(stepped)
 
     def _collect(self, i: int) -> None:
         grad = self._params[i].grad
@@ -527,7 +527,7 @@ class Reducer:
         votes = self._cycle.end_backward(), self._has_data, self._left_out
         self._transport.sender.send_flags([*map(float, used), *map(float, votes)])
         self._transport.engine.end_backward()
-        self._told = True
+        self._voted = True
         self._sent.check_kept()
         self._passes = 0
         self.in_backward = False

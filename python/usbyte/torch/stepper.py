@@ -492,9 +492,7 @@ class Stepper:
     def _on_learned(self) -> None:
         """All ranks are about to plan: they see that they train alike, and agree on the overlap."""
         label = self._planner.label
-        # Ranks that have joined get parameters from those that have not.
-        if self.reducer.ranks_with_data() == self._context.size:
-            check_params(self._context, label, self._trained.names, self._trained.params)
+        check_params(self._context, label, self._trained.names, self._trained.params)
         self._ungated = sorted(self._gates.finish_learning())
         if self._settings.overlap == "auto":
             reason = self._watch.reason(self._gates, self._ungated, self.shared)
@@ -564,14 +562,12 @@ class Stepper:
 
     # Backward passes; see `Listener`.
 
-    def before_sending(self, stepped: bool, out: int, of: int) -> None:
+    def on_steps_apart(self, stepped: bool) -> None:
         """Ranks whose updates differ have parameters that do.
 
         Raises:
-            MismatchError: Some ranks have left out an update that others have made; on all ranks.
+            MismatchError: Always, on all ranks.
         """
-        if not 0 < out < of:
-            return
         label = self._planner.label
         did = self._context.eager.allgather_bytes(f"{label}.stepped", b"1" if stepped else b"0")
         ranks = [rank for rank, answer in enumerate(did) if answer == b"0"]
