@@ -19,7 +19,7 @@ from run_support import has_ipv6
 from usbyte._core import Env
 from usbyte.env import detect
 from usbyte.errors import UsageError
-from usbyte.torch import default_group
+from usbyte.torch import context, default_group
 
 
 def exits(rank, size, path):
@@ -39,6 +39,17 @@ def exits(rank, size, path):
 
 def test_shutdown_applies_the_last_update(tmp_path):
     run_ranks(2, exits, str(tmp_path), timeout=60)
+
+
+def closes_again(rank, size):
+    ub.init()
+    run = context.current()
+    ub.shutdown()
+    run.close()
+
+
+def test_what_was_shut_down_may_be_closed():
+    run_ranks(2, closes_again)
 
 
 def test_calls_before_init_say_so():

@@ -566,3 +566,27 @@ def leaves_out_resets(rank, size):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_use_gradients_up_while_a_plan_is_learned_too(ranks):
     run_ranks(ranks, leaves_out_resets, timeout=60, env={"USBYTE_LEARNING_STEPS": "4"})
+
+
+def trains_in_parts(rank, size, shard):
+    """A layer that is left out of a step moves on by its momentum, as its gradient is zero."""
+    ub.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    if shard:
+        opt = ub.DistributedOptimizer(opt, model.named_parameters(), shard_optimizer=True)
+    for k in range(8):
+        opt.zero_grad(set_to_none=False)
+        used = model if k % 2 == 0 else model[0]
+        used(torch.ones(2, 3)).sum().backward()
+        opt.step()
+    return [param.tolist() for param in model.parameters()]
+
+
+def test_gradients_that_were_used_up_can_be_zeros():
+    expected = run_ranks(1, trains_in_parts, False)[0]
+    for ranks in (1, 2):
+        for found in run_ranks(ranks, trains_in_parts, True, env={"USBYTE_LEARNING_STEPS": "3"}):
+            for mine, its in zip(found, expected, strict=True):
+                torch.testing.assert_close(torch.tensor(mine), torch.tensor(its))

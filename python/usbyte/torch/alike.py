@@ -82,17 +82,18 @@ def check_params(
         range(len(told)), key=lambda r: max(abs(x - y) for x, y in zip(told[r], own, strict=True))
     )
     log.warning(
-        "%s: the ranks train different models: '%s' has norm %.6g and sum %.6g on rank 0 but %.6g "
-        "and %.6g on rank %d, and so %d of %d parameters differ. Call "
+        "%s: the ranks train different models: '%s' has norm %.6g and sum %.6g on rank %d but "
+        "%.6g and %.6g on rank %d, and so %d of %d parameters differ. Call "
         "broadcast_parameters(model.state_dict()) before training, and change gradients and "
         "parameters alike on all ranks",
         label,
         names[first],
         own[1],
         own[0],
+        context.ranks[0],
         told[rank][1],
         told[rank][0],
-        rank,
+        context.ranks[rank],
         int(apart.sum()),
         len(names),
     )

@@ -11,12 +11,13 @@ from usbyte._core import Plan, TensorSpec
 from usbyte.errors import UsageError
 
 #: First tensor of the arena: a flag for each parameter, set by the ranks that used it in this step,
-#: and votes: one of the ranks that want a new plan, one of those that have data, which `join` asks,
-#: and one of those that had some in the step before and left its update out.
+#: and votes of ranks that want a new plan, that have data, that have none as they have joined, that
+#: have updated parameters with the sums before, and that have left that out. They are flags too: of
+#: numbers as coarse as gradients may be, scaled ones even, the sum would not be how many there are.
 #: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
 #: that a bucket can take both.
 USED = "usbyte.used"
-VOTES = 3
+VOTES = 5
 
 _DTYPES = {
     torch.float32: "float32",
@@ -97,8 +98,7 @@ class Arena:
         buffer: 1-d uint8.
         flags: 1-d, all of `USED`.
         used: 1-d, of those the flags, one for each parameter, in the plan's order, and the votes.
-        votes: 1-d, the latter alone: for a new plan, of ranks that have data, and of ranks that had
-            some in the step before and left its update out.
+        votes: 1-d, the latter alone.
         grads: For each dense parameter its gradient's view, of its shape and strides. Each
             view has a version counter of its own, so that a write to one gradient can be told from
             a write to another.

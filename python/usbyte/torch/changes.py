@@ -109,14 +109,14 @@ class Changes:
 
     def tear(self, error: BaseException) -> None:
         """A step has ended half-way with this."""
-        self.torn = self.torn or f"{type(error).__name__}: {error}"
+        self.torn = self.torn or f"a step ended half-way ({type(error).__name__}: {error})"
 
     def check_whole(self) -> None:
         """Raises Error if a step has ended half-way."""
         if self.torn:
             raise Error(
-                f"a step ended half-way ({self.torn}), so that parameters are not those of any "
-                "step; restart the job from its last checkpoint"
+                f"{self.torn}, so that parameters are not those of any step; restart the job from "
+                "its last checkpoint"
             )
 
     def count_step(self) -> None:

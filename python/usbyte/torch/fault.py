@@ -178,6 +178,8 @@ class FaultBoard:
 
     def close(self) -> None:
         """Says goodbye to the other ranks and ends the thread."""
+        if self._closing:
+            return
         self._closing = True
 
         def part() -> None:

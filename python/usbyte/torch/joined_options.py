@@ -60,4 +60,4 @@ class JoinedOptions:
         reducer = self._reducer
         if not self._sharded or reducer.device.core is not None or reducer.applied:
             return False
-        return 0 < reducer.ranks_with_data() < self._context.size
+        return reducer.some_joined()

@@ -198,6 +198,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._changes = Changes()
         self._planner: Planner | None = None
         self._stepper: Stepper | None = None  # may have ended, where something of it is wanted
+        self._used_up: list[nn.Parameter] = []  # by a step of one rank, as sharded ones do
         self._closed = False
         self.label = context.next_label()
         self._build(steps_before=0)
@@ -347,8 +348,9 @@ class DistributedOptimizer(OptimizerWrapper):
             )
             self._on_updated()
             self._changes.count_step()
-        if self._settings.sharded:  # which uses gradients up, on several ranks
-            for param in self._trained.params:
+        if self._settings.sharded:
+            self._used_up = [param for param in self._trained.params if param.grad is not None]
+            for param in self._used_up:
                 param.grad = None
         return result
 
@@ -363,6 +365,10 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._stepper is not None:
             self._stepper.zero_grad(set_to_none)
         else:
+            if not set_to_none:  # zeros are gradients too
+                for param in self._used_up:
+                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            self._used_up = []
             self._inner.zero_grad(set_to_none)
 
     @_not_compiled

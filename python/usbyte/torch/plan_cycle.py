@@ -117,6 +117,11 @@ class PlanCycle:
         """The step that is completed is learned from, or ends a plan; see `plan_ends`."""
         return (self._learning is not None and self._fresh) or self.plan_ends(steps)
 
+    def is_due(self, steps: int) -> bool:
+        """To complete the step is to plan, with all ranks, or to go over to another plan."""
+        learned = self._learning is not None and len(self._learning) + 1 >= self._learning_steps
+        return (learned and self._fresh) or self.plan_ends(steps)
+
     def leave_out(self, used: Sequence[bool]) -> None:
         """A step is completed that not all ranks count: nothing is learned from it, no plan ends.
 

@@ -26,16 +26,15 @@ from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sparse import Counts, Rows, empty_like, sparse_tensor
 from usbyte.torch.transport import Transport
 
+# What a rank has done with sums.
+_TAKEN, _LEFT_OUT, _SILENT = b"taken", b"left out", b""
+
 
 class Listener(Protocol):
     """Who turns sums into updates; called by the thread that trains."""
 
-    def on_steps_apart(self, stepped: bool) -> None:
-        """On all ranks: of those with data, some have left out a step that others have taken.
-
-        Args:
-            stepped: This rank has taken it, or had no data.
-        """
+    def on_steps_apart(self, ranks: Sequence[int]) -> None:
+        """On all ranks: these have left out a step that others have taken."""
 
     def before_first_gradient(self, i: int) -> None:
         """Inside `backward()`, before the first gradient of a pass is taken: parameter i's."""
@@ -96,10 +95,10 @@ class Reducer:
         self.in_flight = self.in_backward = self.applied = self.unsent = False
         self.stands_in = False
         self._sync = self._has_data = True
-        self._left_out = False  # by this rank: the update with the sums before the last
-        self._votes: deque[tuple[bool, Fetched]] = deque()  # by step; see `_hear`
+        self._vote = _SILENT  # on the sums before the last ones
+        self._votes: deque[tuple[bytes, Fetched]] = deque()  # by step; see `_hear`
         self._voted = False  # the arena has those of a step that are not there
-        self._with_data = 0  # ranks, in the step that was heard of last
+        self._completed = True  # what was sent last, by a step
         self._passes_per_step, self._passes = settings.passes_per_step, 0  # of backward, with sync
         self._in_pass = False  # one of those
         self._task = -1  # autograd's, of the last pass that had begun
@@ -123,7 +122,7 @@ class Reducer:
     @property
     def plan_ends(self) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken."""
-        return self._cycle.plan_ends(self._transport.steps) and not self._some_joined()
+        return self._cycle.plan_ends(self._transport.steps) and not self._any_joined()
 
     def ask_for_plan(self) -> None:
         """This rank votes for a new plan; see `PlanCycle`."""
@@ -277,10 +276,10 @@ class Reducer:
             self._used = [True, *map(bool, self._transport.arena.used.tolist())]
         return self._used
 
-    def ranks_with_data(self) -> int:
-        """How many have sent gradients of their own. Waits for their sums, on a device too."""
+    def some_joined(self) -> bool:
+        """Of the ranks, some have sent gradients and some have joined; waits, on a device too."""
         self.wait_reduced()
-        return self._transport.voters(self._transport.arena.votes[1].item())
+        return all(self._transport.arena.votes[1:3].tolist())
 
     def release_gathers(self) -> None:
         """The shards hold new values: lets the all_gathers go."""
@@ -318,10 +317,12 @@ class Reducer:
             began: When the optimizer's step began; a closure may have run backward in it.
         """
         transport = self._transport
+        self._completed = True
         if self._cycle.counts(transport.steps):
-            if self._some_joined():
-                self._cycle.leave_out(self._sent.own)
-                return
+            if self._any_joined():
+                return self._cycle.leave_out(self._sent.own)
+            if self._cycle.is_due(transport.steps) and not self._all_take_it(_TAKEN):
+                return self._cycle.leave_out(self._sent.own)
             self._hear(0)  # the arena may go
         plan = self._cycle.end_step(
             transport.steps, transport.plan, began, self._sent.own, transport.ready_s, self._decide
@@ -330,14 +331,24 @@ class Reducer:
             transport.adopt(plan, self.learning)
             self._sent.move(transport.views())
 
-    def _some_joined(self) -> bool:
+    def _any_joined(self) -> bool:
         """Ranks have sent nothing, which do not see whether the others take a step with it.
 
         Those may leave it out, as a GradScaler does, or run backward again before it.
         """
         self._wait_for(0)
-        [with_data] = self.device.fetch(self._transport.arena.votes[1:2]).get()
-        return self._transport.voters(with_data) < self._transport.size
+        return any(self.device.fetch(self._transport.arena.votes[2:3]).get())
+
+    def _all_take_it(self, vote: bytes) -> bool:
+        """Whether all ranks take a step. Collective.
+
+        Raises:
+            MismatchError: Some have left out what others have taken.
+        """
+        votes = self._transport.ask("stepped", vote)
+        if _TAKEN in votes and _LEFT_OUT in votes:
+            self._listener.on_steps_apart([r for r, vote in enumerate(votes) if vote == _LEFT_OUT])
+        return set(votes) == {_TAKEN}
 
     def _decide(self, times: Times, rows: Mapping[str, Counts]) -> Decision:
         """Plans with the other ranks, from what they have learned and a probe of the network."""
@@ -430,11 +441,17 @@ class Reducer:
             )
         stream = self.device.stream()
         self._transport.engine.drain(stream)
-        self._hear(self.device.lag)
+        in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
+        # Who joins is given the parameters of the others.
+        silent = self.stands_in or in_shards or not self._has_data
+        vote = _SILENT if silent else _TAKEN if self.applied else _LEFT_OUT
+        due = not self._completed and self._cycle.is_due(self._transport.steps)
+        if due and not self._any_joined():
+            self._all_take_it(vote)  # those that complete it ask, too
+        self._hear(0 if self.learning else self.device.lag)
+        self._vote = vote
         self._sent.begin()
         self._memory.begin_step()
-        in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
-        self._left_out = not (self.applied or self.stands_in or in_shards)
         self.unsent = self.applied = False
         self.stands_in = not self._has_data
         self._transport.sender.begin()
@@ -444,16 +461,14 @@ class Reducer:
     def _hear(self, lag: int) -> None:
         """Looks at the votes of all steps but the last `lag`, which may have yet to arrive."""
         if self._voted:
-            votes = self.device.fetch(self._transport.arena.votes)
-            self._votes.append((not self._left_out, votes))
+            self._votes.append((self._vote, self.device.fetch(self._transport.arena.votes)))
             self._voted = False
         while len(self._votes) > lag:
-            stepped, votes = self._votes.popleft()
-            wanted, with_data, left_out = map(self._transport.voters, votes.get())
-            self._cycle.hear(wanted > 0)
-            before, self._with_data = self._with_data, with_data
-            if 0 < left_out < before:
-                self._listener.on_steps_apart(stepped)
+            own, votes = self._votes.popleft()
+            wanted, _, _, taken, left_out = map(bool, votes.get())
+            self._cycle.hear(wanted)
+            if taken and left_out:
+                self._all_take_it(own)  # they do not
 
     def _collect(self, i: int) -> None:
         grad = self._params[i].grad
@@ -524,10 +539,11 @@ class Reducer:
                     self._check_not_summed(i)
                 self._send(i, param.grad)
         used = [self._sent.own[i] for i in self._transport.at_slot]
-        votes = self._cycle.end_backward(), self._has_data, self._left_out
+        wanted, has_data = self._cycle.end_backward(), self._has_data
+        votes = wanted, has_data, not has_data, self._vote == _TAKEN, self._vote == _LEFT_OUT
         self._transport.sender.send_flags([*map(float, used), *map(float, votes)])
         self._transport.engine.end_backward()
-        self._voted = True
+        self._voted, self._completed = True, False
         self._sent.check_kept()
         self._passes = 0
         self.in_backward = False

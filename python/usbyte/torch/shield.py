@@ -33,7 +33,7 @@ def shielded(device: str) -> Iterator[None]:
             set_tracing = torch._C._set_tracing_state  # type: ignore[attr-defined]
             set_tracing(None)
             stack.callback(set_tracing, tracing)
-        if torch.compiler._is_compiling_flag:
+        if getattr(torch.compiler, "_is_compiling_flag", False):
             stack.callback(setattr, torch.compiler, "_is_compiling_flag", True)
             torch.compiler._is_compiling_flag = False
         yield

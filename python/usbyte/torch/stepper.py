@@ -336,9 +336,10 @@ class Stepper:
         return found_inf is not None or has_step_hooks(self._optimizer)
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        self.reducer.applied = True
+        self.reducer.applied = self.reducer.applied or closure is None
         # Looked up each time, as schedulers replace it.
         result = self._changes.step(self._updater.step, closure, is_known(self._optimizer))
+        self.reducer.applied = True  # also what the closure has brought
         self._memory.ahead = False
         return result
 
@@ -456,7 +457,7 @@ class Stepper:
                 shards.drop()
             except MismatchError as error:
                 self.transport.check()  # after a fault a device may hold anything
-                self._changes.torn = str(error)
+                self._changes.tear(error)
                 raise
 
     def _begin_sharding(self) -> ShardedUpdates:
@@ -562,22 +563,22 @@ class Stepper:
 
     # Backward passes; see `Listener`.
 
-    def on_steps_apart(self, stepped: bool) -> None:
+    def on_steps_apart(self, ranks: Sequence[int]) -> None:
         """Ranks whose updates differ have parameters that do.
 
         Raises:
-            MismatchError: Always, on all ranks.
+            MismatchError: Always.
         """
-        label = self._planner.label
-        did = self._context.eager.allgather_bytes(f"{label}.stepped", b"1" if stepped else b"0")
-        ranks = [rank for rank, answer in enumerate(did) if answer == b"0"]
+        named = name_ranks([self._context.ranks[rank] for rank in ranks])
         self._changes.torn = (
-            f"{label}: {name_ranks(ranks)} called no step() between two backward passes that sent "
-            "gradients, and the other ranks did, so that their parameters differ: see that all "
-            "ranks take and leave out the same steps (with a GradScaler or batches that are left "
-            "out, all decide alike) and restart the job from its last checkpoint"
+            f"{self._planner.label}: {named} called no step() between two backward passes that "
+            "sent gradients, and other ranks did"
         )
-        raise MismatchError(self._changes.torn)
+        raise MismatchError(
+            f"{self._changes.torn}, so that their parameters differ: see that all ranks take and "
+            "leave out the same steps (with a GradScaler or batches that are left out, all decide "
+            "alike) and restart the job from its last checkpoint"
+        )
 
     def before_first_gradient(self, i: int) -> None:
         """Updates that nobody has asked for are applied now."""

@@ -24,7 +24,9 @@ class Stopwatch:
         self._ends: list[Mark] = []
 
     def step(self, now: Mark) -> None:
-        """A backward pass has ended."""
+        """A backward pass has ended; once all are through, the first is forgotten for it."""
+        if self.done:
+            del self._ends[0]
         self._ends.append(now)
 
     @property

@@ -102,14 +102,9 @@ class Transport:
         self._lay_out(plan)
         self._start(plan, steps_before, learning=True)
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._context.size
-
-    def voters(self, votes: float) -> int:
-        """Of how many ranks the votes are; where the engine packs them, it has scaled them."""
-        return round(votes / self._scale if self.device.core is not None else votes)
+    def ask(self, name: str, answer: bytes) -> list[bytes]:
+        """What the ranks answer, by rank. Collective."""
+        return self._context.eager.allgather_bytes(f"{self._planner.label}.{name}", answer)
 
     @property
     def plan(self) -> _core.Plan:
