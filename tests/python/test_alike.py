@@ -214,10 +214,69 @@ def joins_without_a_step(rank: int, size: int, out: int) -> list[float]:
             break
         optimizer.step()
     ub.join()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(2, 6) / 10).sum().backward()
+        optimizer.step()
+    assert optimizer.decision is not None
     return [param.sum().item() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("out", [1, LEARNING - 1, LEARNING + 2])
+@pytest.mark.parametrize("out", [0, 1, LEARNING - 1, LEARNING + 2])
 def test_who_joins_may_leave_the_last_step_out(out: int) -> None:
     first, second = run_ranks(2, joins_without_a_step, out, env=ENV)
     assert first == second
+
+
+def saves_first(rank: int, size: int) -> str:
+    """Rank 0 alone takes a step before there is anything, as DCP does to save a state."""
+    ub.init()
+    short_probes()
+    model = model_of()
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    if rank == 0:
+        optimizer.step()
+
+    def steps() -> None:
+        for _ in range(LEARNING + 3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+        optimizer.step()  # once more
+
+    return told_by(steps)
+
+
+def test_a_step_before_all_others_is_none() -> None:
+    assert run_ranks(2, saves_first, env=ENV) == ["", ""]
+
+
+def leaves_two_out(rank: int, size: int, where: str, both: int) -> str:
+    """Rank 1 leaves out the last but one step that is learned from; `both` do so with a later."""
+    ub.init()
+    short_probes()
+    if where == "device":
+        emulate()
+    model = model_of()
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+
+    def steps() -> None:
+        for k in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).sum().backward()
+            if k != both and (rank == 0 or k != LEARNING - 2):
+                optimizer.step()
+
+    return told_by(steps)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("both", [LEARNING - 1, -1])
+def test_a_step_left_out_while_a_plan_is_learned_is_told_of(where: str, both: int) -> None:
+    told = run_ranks(2, leaves_two_out, where, both, env=ENV)
+    assert told[0] == told[1]
+    assert "rank 1 called no step()" in told[0]

@@ -109,15 +109,13 @@ class Changes:
 
     def tear(self, error: BaseException) -> None:
         """A step has ended half-way with this."""
-        self.torn = self.torn or f"a step ended half-way ({type(error).__name__}: {error})"
+        cause = f"a step ended half-way ({type(error).__name__}: {error})"
+        self.torn = self.torn or f"{cause}, so that parameters are not those of any step"
 
     def check_whole(self) -> None:
         """Raises Error if a step has ended half-way."""
         if self.torn:
-            raise Error(
-                f"{self.torn}, so that parameters are not those of any step; restart the job from "
-                "its last checkpoint"
-            )
+            raise Error(f"{self.torn}; restart the job from its last checkpoint")
 
     def count_step(self) -> None:
         """All updates of a step have been applied at once."""

@@ -95,9 +95,16 @@ class PlanCycle:
         """This rank votes for a new plan from now on, until there is one; needs `may_ask`."""
         self._asked = True
 
-    def hear(self, wanted: bool) -> None:
-        """On all ranks alike, some rank has voted for a new plan in a step, or none has."""
-        if self._votes_count and self._learning is None:
+    def hear(self, wanted: bool, joined: bool) -> None:
+        """What ranks have voted for in a step, on all ranks alike.
+
+        Args:
+            wanted: Some, for a new plan.
+            joined: Some had joined, and may have left out a step before that others learned from.
+        """
+        if self._learning is not None:
+            self._learning = Learning() if joined else self._learning
+        elif self._votes_count:
             self._agreed = self._agreed or wanted
 
     def end_backward(self) -> bool:

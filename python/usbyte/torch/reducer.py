@@ -99,6 +99,7 @@ class Reducer:
         self._votes: deque[tuple[bytes, Fetched]] = deque()  # by step; see `_hear`
         self._voted = False  # the arena has those of a step that are not there
         self._completed = True  # what was sent last, by a step
+        self._has_sums = False  # something has been sent
         self._passes_per_step, self._passes = settings.passes_per_step, 0  # of backward, with sync
         self._in_pass = False  # one of those
         self._task = -1  # autograd's, of the last pass that had begun
@@ -317,13 +318,16 @@ class Reducer:
             began: When the optimizer's step began; a closure may have run backward in it.
         """
         transport = self._transport
+        if self._completed:
+            return  # a step with the same sums once more
         self._completed = True
         if self._cycle.counts(transport.steps):
             if self._any_joined():
                 return self._cycle.leave_out(self._sent.own)
-            if self._cycle.is_due(transport.steps) and not self._all_take_it(_TAKEN):
+            due = self._cycle.is_due(transport.steps)
+            self._hear(0)  # of earlier steps first; and the arena may go
+            if due and not self._all_take_it(_TAKEN):
                 return self._cycle.leave_out(self._sent.own)
-            self._hear(0)  # the arena may go
         plan = self._cycle.end_step(
             transport.steps, transport.plan, began, self._sent.own, transport.ready_s, self._decide
         )
@@ -443,12 +447,13 @@ class Reducer:
         self._transport.engine.drain(stream)
         in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
         # Who joins is given the parameters of the others.
-        silent = self.stands_in or in_shards or not self._has_data
+        silent = self.stands_in or in_shards or not (self._has_data and self._has_sums)
         vote = _SILENT if silent else _TAKEN if self.applied else _LEFT_OUT
         due = not self._completed and self._cycle.is_due(self._transport.steps)
-        if due and not self._any_joined():
+        due = due and not self._any_joined()
+        self._hear(0 if due or self.learning else self.device.lag)
+        if due:
             self._all_take_it(vote)  # those that complete it ask, too
-        self._hear(0 if self.learning else self.device.lag)
         self._vote = vote
         self._sent.begin()
         self._memory.begin_step()
@@ -465,8 +470,8 @@ class Reducer:
             self._voted = False
         while len(self._votes) > lag:
             own, votes = self._votes.popleft()
-            wanted, _, _, taken, left_out = map(bool, votes.get())
-            self._cycle.hear(wanted)
+            wanted, _, joined, taken, left_out = map(bool, votes.get())
+            self._cycle.hear(wanted, joined)
             if taken and left_out:
                 self._all_take_it(own)  # they do not
 
@@ -543,7 +548,8 @@ class Reducer:
         votes = wanted, has_data, not has_data, self._vote == _TAKEN, self._vote == _LEFT_OUT
         self._transport.sender.send_flags([*map(float, used), *map(float, votes)])
         self._transport.engine.end_backward()
-        self._voted, self._completed = True, False
+        self._voted = self._has_sums = True
+        self._completed = False
         self._sent.check_kept()
         self._passes = 0
         self.in_backward = False

@@ -572,12 +572,12 @@ class Stepper:
         named = name_ranks([self._context.ranks[rank] for rank in ranks])
         self._changes.torn = (
             f"{self._planner.label}: {named} called no step() between two backward passes that "
-            "sent gradients, and other ranks did"
+            "sent gradients, and other ranks did, so that their parameters differ"
         )
         raise MismatchError(
-            f"{self._changes.torn}, so that their parameters differ: see that all ranks take and "
-            "leave out the same steps (with a GradScaler or batches that are left out, all decide "
-            "alike) and restart the job from its last checkpoint"
+            f"{self._changes.torn}: see that all ranks take and leave out the same steps (with a "
+            "GradScaler or batches that are left out, all decide alike) and restart the job from "
+            "its last checkpoint"
         )
 
     def before_first_gradient(self, i: int) -> None:
