@@ -24,6 +24,20 @@ def model_of(seed: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+def wrapped(seed: int = 1, **options: Any) -> tuple[nn.Sequential, ub.DistributedOptimizer]:
+    short_probes()
+    model = model_of(seed)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, ub.DistributedOptimizer(inner, model.named_parameters(), **options)
+
+
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, more: float = 0) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(torch.ones(2, 6) + more).sum()
+    loss.backward()
+    return loss
+
+
 def told_by(act: Any) -> str:
     try:
         act()
@@ -48,15 +62,10 @@ def test_other_parameter_groups_are_an_error() -> None:
 
 def trains_another_model(rank: int, size: int, how: str) -> list[str]:
     ub.init()
-    short_probes()
     warnings = warnings_from_now_on()
-    model = model_of(seed=rank if how == "not broadcast" else 1)
-    optimizer = ub.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), overlap="backward"
-    )
+    model, optimizer = wrapped(rank if how == "not broadcast" else 1, overlap="backward")
     for _ in range(LEARNING + 1):
-        optimizer.zero_grad()
-        model(torch.ones(2, 6)).sum().backward()
+        backward(model, optimizer)
         if how == "clipped" and rank == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -81,23 +90,15 @@ def leaves_steps_out(
     """
     overlap, where, policy = way
     ub.init()
-    short_probes()
     if where == "device":
         emulate()
-    model = model_of()
-    optimizer = ub.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model.named_parameters(),
-        overlap=overlap,
-        policy=policy,
-        tune_steps=None if policy == "wfbp" else 2,
-    )
+    tune_steps = None if policy == "wfbp" else 2
+    model, optimizer = wrapped(overlap=overlap, policy=policy, tune_steps=tune_steps)
     plans = []
     for k in range(STEPS):
 
         def step(k: int = k) -> None:
-            optimizer.zero_grad()
-            model(torch.ones(2, 6) + rank).sum().backward()
+            backward(model, optimizer, rank)
             if k not in outs or who not in (rank, -1):
                 optimizer.step()
 
@@ -145,16 +146,11 @@ def in_a_set(rank: int, size: int) -> str:
     ub.add_process_set(members)
     if rank == 0:
         return ""
-    short_probes()
-    model = model_of()
-    optimizer = ub.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=members
-    )
+    model, optimizer = wrapped(process_set=members)
 
     def steps() -> None:
         for k in range(STEPS):
-            optimizer.zero_grad()
-            model(torch.ones(2, 6)).sum().backward()
+            backward(model, optimizer)
             if rank == 1 or k != 1:
                 optimizer.step()
 
@@ -168,26 +164,16 @@ def test_ranks_of_a_set_bear_their_names_in_the_job() -> None:
 def watches(rank: int, size: int, closures: int) -> str:
     """Rank 0 alone has a hook on its steps, which take a closure at first."""
     ub.init()
-    short_probes()
-    model = model_of()
-    optimizer = ub.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
+    model, optimizer = wrapped()
     if rank == 0:
         handle = optimizer.register_step_post_hook(lambda *_: None)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 6)).sum()
-        loss.backward()
-        return loss
 
     def steps() -> None:
         for k in range(STEPS):
             if k < closures:
-                optimizer.step(closure)
+                optimizer.step(lambda: backward(model, optimizer))
             else:
-                closure()
+                backward(model, optimizer)
                 optimizer.step()
             if k == 6 and rank == 0:
                 handle.remove()
@@ -202,21 +188,15 @@ def test_steps_that_one_rank_watches_are_steps(closures: int) -> None:
 
 def joins_without_a_step(rank: int, size: int, out: int) -> list[float]:
     ub.init()
-    short_probes()
-    model = model_of()
-    optimizer = ub.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
-    )
+    model, optimizer = wrapped()
     for k in range(STEPS):
-        optimizer.zero_grad()
-        model(torch.ones(2, 6) / 10).sum().backward()
+        backward(model, optimizer)
         if rank == 1 and k == out:
             break
         optimizer.step()
     ub.join()
     for _ in range(STEPS):
-        optimizer.zero_grad()
-        model(torch.ones(2, 6) / 10).sum().backward()
+        backward(model, optimizer)
         optimizer.step()
     assert optimizer.decision is not None
     return [param.sum().item() for param in model.parameters()]
@@ -231,18 +211,13 @@ def test_who_joins_may_leave_the_last_step_out(out: int) -> None:
 def saves_first(rank: int, size: int) -> str:
     """Rank 0 alone takes a step before there is anything, as DCP does to save a state."""
     ub.init()
-    short_probes()
-    model = model_of()
-    optimizer = ub.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
+    model, optimizer = wrapped()
     if rank == 0:
         optimizer.step()
 
     def steps() -> None:
         for _ in range(LEARNING + 3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 6)).sum().backward()
+            backward(model, optimizer)
             optimizer.step()
         optimizer.step()  # once more
 
@@ -256,18 +231,13 @@ def test_a_step_before_all_others_is_none() -> None:
 def leaves_two_out(rank: int, size: int, where: str, both: int) -> str:
     """Rank 1 leaves out the last but one step that is learned from; `both` do so with a later."""
     ub.init()
-    short_probes()
     if where == "device":
         emulate()
-    model = model_of()
-    optimizer = ub.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
+    model, optimizer = wrapped()
 
     def steps() -> None:
         for k in range(STEPS):
-            optimizer.zero_grad()
-            model(torch.ones(2, 6)).sum().backward()
+            backward(model, optimizer)
             if k != both and (rank == 0 or k != LEARNING - 2):
                 optimizer.step()
 

@@ -200,7 +200,8 @@ class Fetched:
         """The values; waits for them."""
         if self._arrive is not None:
             float(self._arrive)
-        return list(map(float, self._values.tolist()))
+        values: list[float] = self._values.tolist()
+        return values
 
 
 class _HasDevice(Protocol):

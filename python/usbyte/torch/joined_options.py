@@ -60,4 +60,4 @@ class JoinedOptions:
         reducer = self._reducer
         if not self._sharded or reducer.device.core is not None or reducer.applied:
             return False
-        return reducer.some_joined()
+        return reducer.joined_in_part()

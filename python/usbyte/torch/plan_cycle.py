@@ -102,10 +102,10 @@ class PlanCycle:
             wanted: Some, for a new plan.
             joined: Some had joined, and may have left out a step before that others learned from.
         """
-        if self._learning is not None:
-            self._learning = Learning() if joined else self._learning
-        elif self._votes_count:
-            self._agreed = self._agreed or wanted
+        if self._learning is None:
+            self._agreed = self._agreed or (wanted and self._votes_count)
+        elif joined:
+            self._learning = Learning()
 
     def end_backward(self) -> bool:
         """A backward pass that sends ends, which counts; returns whether to vote for a new plan."""

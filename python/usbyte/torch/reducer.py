@@ -277,8 +277,8 @@ class Reducer:
             self._used = [True, *map(bool, self._transport.arena.used.tolist())]
         return self._used
 
-    def some_joined(self) -> bool:
-        """Of the ranks, some have sent gradients and some have joined; waits, on a device too."""
+    def joined_in_part(self) -> bool:
+        """Some ranks have joined, others have sent gradients; waits, on a device too."""
         self.wait_reduced()
         return all(self._transport.arena.votes[1:3].tolist())
 
