@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte.torch.awaited import hold, release, weakly
 from usbyte.torch.device import Device, Mark
+
+
+# Their forward does nothing but to call what they contain.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Gates:
@@ -35,6 +40,8 @@ class Gates:
         arrive: Called with the indices that a module's forward, or somebody else, needs now.
         enter: Called before an outermost module's forward, with whether it trains.
         device: Of the parameters.
+        check: While learning, called before the forward of an outermost module or of one whose
+            parameters are not known yet.
 
     Attributes:
         needed: By parameter, when it was first used in the current iteration; None: not yet.
@@ -50,8 +57,9 @@ class Gates:
         arrive: Callable[[Sequence[int]], None],
         enter: Callable[[bool], None],
         device: Device,
+        check: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
-        self._params = params
+        self._params, self._check = params, check
         self._index = {p: i for i, p in enumerate(params)}
         self._arrive, self._enter, self._device = arrive, enter, device
         self._hooks: list[tuple[nn.Module, _Hook]] = []
@@ -140,6 +148,7 @@ class Gates:
         """Installs gates below a module that is about to run, if it has parameters of these."""
         if module in self._installed:
             return
+        self._check(module)
         if all(p not in self._index for p in module.parameters()):
             return
         for hook in self._install(module):  # does not take part in this very call
@@ -155,28 +164,35 @@ class Gates:
                 continue
             self._installed.add(module)
             own = [self._index[p] for p in params if p in self._index]
-            if own or module is root:
-                hook = _Hook(self._at_gate, own, module is root)
+            below = [self._index[p] for p in module.parameters() if p in self._index]
+            if own or module is root or (below and type(module) not in _CONTAINERS):
+                hook = _Hook(partial(self._at_gate, own, below, module is root))
                 self._hooks.append((module, hook))
                 self._handles.append(module.register_forward_pre_hook(hook))
                 here += [hook] * (module is root)
         self._installed.update(root.modules())
         return here
 
-    def _at_gate(self, own: list[int], is_root: bool, module: nn.Module) -> None:
+    def _at_gate(self, own: list[int], below: list[int], is_root: bool, module: nn.Module) -> None:
         if torch.compiler.is_compiling():
             return
         if is_root:
             self._pass_root(module)
+        # In evaluation, attention and transformer layers look whether all parameters below them are
+        # plain, and compute in another order if one is held.
+        wanted = own if module.training and torch.is_grad_enabled() else below
+        if not wanted:
+            return
         if self._learning:
             if torch.is_grad_enabled():  # evaluation needs them too, but not as the next step does
-                self._use(own)
-            for i in own:
+                self._use(wanted)
+            for i in wanted:
                 release(self._params[i])
-        if own:
-            self._arrive(own)
+        self._arrive(wanted)
 
     def _pass_root(self, module: nn.Module) -> None:
+        if self._learning:
+            self._check(module)
         trains = module.training and torch.is_grad_enabled()
         self._enter(trains)
         if not trains:
@@ -246,13 +262,11 @@ class _Unscripted:
 class _Hook(_Unscripted):
     """A hook that copies of its module do without."""
 
-    def __init__(
-        self, call: Callable[[list[int], bool, nn.Module], None], own: list[int], is_root: bool
-    ) -> None:
-        self._call, self._own, self._is_root = call, own, is_root
+    def __init__(self, call: Callable[[nn.Module], None]) -> None:
+        self._call = call
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        self._call(self._own, self._is_root, module)
+        self._call(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_gate

@@ -11,6 +11,7 @@ import torch
 from usbyte.errors import Error
 from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.device import Fence
+from usbyte.torch.plain import sharing_memory
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
 from usbyte.torch.shield import shielded
@@ -35,8 +36,9 @@ class PendingUpdates(ABC):
     def __init__(self, trained: Trained, reducer: Reducer, fetch: Sequence[Fetch]) -> None:
         self._params, self._reducer, self._fetch = trained.params, reducer, fetch
         self._versions: list[int] = []  # when updates were put off
-        # By parameter, all that torch takes for written to when one of them is.
-        self._alike = {i: alike for alike in _one_version(self._params) for i in alike}
+        self._addresses: list[int] = []  # of the parameters, then
+        # By parameter, those that are updated together: they share memory or a version counter.
+        self._alike: dict[int, list[int]] = {}
         self._behind: dict[int, Fence] = {}  # by parameter, the update, if that is on a device
         self.pending: set[int] = set()
         self.unasked: set[int] = set()
@@ -54,6 +56,10 @@ class PendingUpdates(ABC):
     def put_off(self) -> None:
         """From now on the update of every parameter is pending."""
         self._versions = [param._version for param in self._params]
+        addresses = [param.data_ptr() for param in self._params]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._alike = _sharing(self._params)
         self._behind = {}
         self.pending = set(range(len(self._params)))
         self.unasked = set(self.pending)
@@ -92,7 +98,7 @@ class PendingUpdates(ABC):
                 fence.wait(stream)
 
     def _with_alike(self, due: Sequence[int]) -> list[int]:
-        """Adds pending ones that share a version, of which autograd allows no later update."""
+        """Adds pending ones that share memory, or a version of which autograd allows no later update."""
         if not self._alike:
             return list(due)
         wanted = {j for i in due for j in self._alike.get(i, (i,))}
@@ -158,6 +164,15 @@ class PendingUpdates(ABC):
         self.unasked.update(taken)
         for i in taken:
             hold(self._params[i], self._fetch[i])
+
+
+def _sharing(params: Sequence[torch.Tensor]) -> dict[int, list[int]]:
+    """By parameter that shares memory or a version counter with others: all of these, ascending."""
+    found: dict[int, set[int]] = {}
+    for group in [*sharing_memory(params), *_one_version(params)]:
+        whole = set(group).union(*(found[i] for i in group if i in found))
+        found.update(dict.fromkeys(whole, whole))
+    return {i: sorted(whole) for i, whole in found.items()}
 
 
 def _one_version(params: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,20 @@ from usbyte.torch.ops import Sum
 from usbyte.torch.plan_cycle import PlanCycle
 from usbyte.torch.planning import Planner
 from usbyte.torch.salvage import torn
+from usbyte.torch.plain import check_plain, shares_memory
 from usbyte.torch.sent import SentGradients
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sparse import Counts, Rows, empty_like, sparse_tensor
 from usbyte.torch.transport import Transport
+
+
+def _one_reference() -> int:
+    """What `sys.getrefcount` counts for a tensor that a local variable alone refers to."""
+    tensor = torch.empty(0, device="cpu")
+    return sys.getrefcount(tensor)
+
+
+_ONE_REFERENCE = _one_reference()
 
 # What a rank has done with sums.
 _TAKEN, _LEFT_OUT, _SILENT = b"taken", b"left out", b""
@@ -108,7 +119,7 @@ class Reducer:
         self._holds_result = [param.grad is not None for param in self._params]
         self._waits_no_more = False  # after a fault
         self._sent = SentGradients(self.names, self._params, self._sparse)
-        self._sent.move(transport.views())
+        self._sent.move(transport.arena.buffer, transport.views())
         this = weakref.ref(self)  # see `ownership`
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(_hook, this, i))
@@ -155,7 +166,7 @@ class Reducer:
             Error: Somebody wrote to it while it was in flight.
         """
         slot, grad = self._transport.slot[i], self._sent.tensors[i]
-        release(grad)
+        release(self._sent.shown[i])
         self._sent.check(i)
         if i in self._transport.rows:
             self._take_rows(i)
@@ -164,6 +175,7 @@ class Reducer:
             if not self._used_by_slot()[slot]:
                 self._memory.undo(self.names[i])
                 return None
+        self._sent.bring(i)
         return grad
 
     def _wait_for(self, slot: int) -> None:
@@ -196,15 +208,19 @@ class Reducer:
             sent.check(i)
             if not sent.own[i]:
                 gone = sent.is_gone(i)
+                if param.grad is None and not gone and not self._sparse[i]:
+                    sent.show_sum(i)
                 total = self.wait(i)
-                param.grad = None if gone else total
+                param.grad = None if gone or total is None else sent.shown[i]
             elif self._sparse[i]:
                 self.wait(i)
+            else:
+                sent.bring(i)
         self.in_flight = False
 
     def gradient(self, i: int) -> torch.Tensor:
-        """Parameter i's as it was sent."""
-        return self._sent.tensors[i]
+        """What `param.grad` of parameter i was set to when its gradient was sent."""
+        return self._sent.shown[i]
 
     def hold_gradients(self, fetch: Sequence[Fetch]) -> None:
         """Who reads a gradient has it fetched first, until it was waited for or released."""
@@ -224,7 +240,7 @@ class Reducer:
         Zeros do not count, with which torch.distributed.checkpoint has optimizers make their state.
         """
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
-            for i, (param, grad) in enumerate(zip(self._params, self._sent.tensors, strict=True)):
+            for i, (param, grad) in enumerate(zip(self._params, self._sent.shown, strict=True)):
                 own = param.grad
                 if own is None or own is grad or self._holds_result[i]:
                     continue
@@ -333,7 +349,7 @@ class Reducer:
         )
         if plan is not None:
             transport.adopt(plan, self.learning)
-            self._sent.move(transport.views())
+            self._sent.move(transport.arena.buffer, transport.views())
 
     def _any_joined(self) -> bool:
         """Ranks have sent nothing, which do not see whether the others take a step with it.
@@ -456,12 +472,22 @@ class Reducer:
             self._all_take_it(vote)  # those that complete it ask, too
         self._vote = vote
         self._sent.begin()
+        self._leave_kept_gradients()
         self._memory.begin_step()
         self.unsent = self.applied = False
         self.stands_in = not self._has_data
         self._transport.sender.begin()
         self._used = None
         self.in_backward = True
+
+    def _leave_kept_gradients(self) -> None:
+        """Moves the arena where a script still uses gradients that the next ones would overwrite."""
+        if self._sharded and not self.learning:
+            return  # scripts see no gradients, and the shards' views share the arena's memory
+        if kept := self._sent.kept():
+            self._sent.give_own_memory(kept)
+            self._transport.renew(self.learning)
+            self._sent.move(self._transport.arena.buffer, self._transport.views())
 
     def _hear(self, lag: int) -> None:
         """Looks at the votes of all steps but the last `lag`, which may have yet to arrive."""
@@ -476,8 +502,7 @@ class Reducer:
                 self._all_take_it(own)  # they do not
 
     def _collect(self, i: int) -> None:
-        grad = self._params[i].grad
-        if grad is None:
+        if self._params[i].grad is None:
             raise UsageError(
                 f"the gradient of '{self.names[i]}' was reset by a hook of its parameter before it "
                 "was sent: leave gradients to the optimizer until step()"
@@ -489,14 +514,25 @@ class Reducer:
                 "or run backward() under optimizer.no_sync(), so that step() sends the sum. If an "
                 "earlier backward() has failed, restart the job from its last checkpoint"
             )
-        if grad is self._sent.tensors[i]:
-            self._check_not_summed(i)
-        self._send(i, grad)
+        self._send(i)
 
-    def _send(self, i: int, grad: torch.Tensor) -> None:
-        self._sent.own[i] = self._holds_result[i] = True
+    def _send(self, i: int) -> None:
+        """Sends the gradient that parameter i has. Callers must hold no reference to it."""
+        param, sent = self._params[i], self._sent
+        grad = param.grad
+        assert grad is not None
+        if grad is sent.shown[i]:
+            self._check_not_summed(i)
+        sent.own[i] = self._holds_result[i] = True
+        if type(grad) is not torch.Tensor:
+            check_plain(f"the gradient of '{self.names[i]}'", grad)
         if self._sparse[i]:
             return self._send_rows(i, grad)
+        # torch makes a gradient, or adds to one that is there, which alone a script may use in
+        # other ways: as a part of a flat buffer, or in a list.
+        is_shared = grad._version > 0 and (
+            sys.getrefcount(grad) > _ONE_REFERENCE or shares_memory(grad)
+        )
         if grad.layout is not torch.strided:
             if not self._densifies:
                 raise UsageError(
@@ -504,20 +540,20 @@ class Reducer:
                     "the optimizer was wrapped: give DistributedOptimizer model= or "
                     "sparse_as_dense=True"
                 )
-            grad = grad.to_dense()
-        if grad.dtype != self._sent.tensors[i].dtype:
+            param.grad = grad = grad.to_dense()
+        if grad.dtype != sent.tensors[i].dtype:
             raise UsageError(
                 f"the gradient of '{self.names[i]}' is of {grad.dtype}, and was of "
-                f"{self._sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
+                f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
                 "the model's dtype is changed"
             )
-        self._transport.sender.send(i, grad)
-        self._sent.seal(i)
+        self._transport.sender.send(i, grad, sent.show(i, grad, is_shared))
+        sent.seal(i)
 
     def _send_rows(self, i: int, grad: torch.Tensor) -> None:
         self._transport.rows[i] = Rows(self.names[i], grad, self._params[i], self.device)
         self._transport.rows[i].give(self._transport.engine, self._transport.slot[i])
-        self._sent.tensors[i] = grad
+        self._sent.tensors[i] = self._sent.shown[i] = grad
         self._sent.seal(i)
 
     def _check_not_summed(self, i: int) -> None:
@@ -538,11 +574,10 @@ class Reducer:
             elif param.grad is None:
                 self._memory.note(self.names[i])
                 self._transport.sender.send_zeros(i)
+                self._sent.shown[i] = self._sent.tensors[i]
                 self._sent.seal(i)
             else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP
-                if param.grad is self._sent.tensors[i]:
-                    self._check_not_summed(i)
-                self._send(i, param.grad)
+                self._send(i)
         used = [self._sent.own[i] for i in self._transport.at_slot]
         wanted, has_data = self._cycle.end_backward(), self._has_data
         votes = wanted, has_data, not has_data, self._vote == _TAKEN, self._vote == _LEFT_OUT

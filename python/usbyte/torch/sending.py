@@ -51,8 +51,14 @@ class HostSender:
         """Opens a step."""
         self._engine.begin_step()
 
-    def send(self, i: int, grad: torch.Tensor) -> None:
-        """Sends the gradient of parameter i, which the arena holds from then on, or already."""
+    def send(self, i: int, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
+        """Sends the gradient of parameter i, which the arena holds from then on, or already.
+
+        Args:
+            i: The parameter.
+            grad: Its gradient.
+            shown: What `param.grad` is to be then, over the arena's memory; None: as it is.
+        """
         view = self._views[i]
         small = self._small.get(i)
         if small == (grad.dtype, grad.stride()) and not grad.is_neg():
@@ -60,7 +66,8 @@ class HostSender:
         else:
             torch.mul(grad, self._scale, out=view)
             self._engine.ready(self._slot[i])
-        self._params[i].grad = view
+        if shown is not None:
+            self._params[i].grad = shown
 
     def send_zeros(self, i: int) -> None:
         """Sends zeros for parameter i, which keeps the gradient that it has, or none."""
@@ -95,7 +102,8 @@ class DeviceSender(HostSender):
         super().__init__(params, at_slot, arena, engine, 1.0)
         self._device = device
         self._sources: dict[int, torch.Tensor] = {}  # not packed yet, by slot
-        self._shown: dict[int, torch.Tensor | None] = {}  # by parameters until then, by slot
+        # By slot until then: what the parameter has as its gradient, and what it is to have.
+        self._shown: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._flags: Sequence[float] = ()
         self._flags_there = torch.empty(0)
 
@@ -103,11 +111,12 @@ class DeviceSender(HostSender):
         """See `HostSender`."""
         self._engine.begin_step(self._device.stream())
 
-    def send(self, i: int, grad: torch.Tensor) -> None:
-        """See `HostSender`; `param.grad` is the arena's once that holds it."""
+    def send(self, i: int, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
+        """Sends the gradient of parameter i; see `HostSender.send`."""
         view = self._views[i]
-        self._shown[self._slot[i]] = self._params[i].grad
-        if grad is view:
+        if shown is not None:
+            self._shown[self._slot[i]] = self._params[i].grad, shown
+        if grad is shown:
             self._give(self._slot[i], None)
         elif laid_out_alike(grad, view):
             self._give(self._slot[i], grad)
@@ -143,10 +152,10 @@ class DeviceSender(HostSender):
         used = [self._sources.pop(k) for k in packed if k in self._sources]
         self._device.keep(used)
         for k in packed:
-            shown = self._shown.pop(k, None)
+            before, shown = self._shown.pop(k, (None, None))
             # A hook may have put another one there.
-            if shown is not None and (param := self._params[self._at_slot[k - 1]]).grad is shown:
-                param.grad = self._arena.grads[k - 1]
+            if shown is not None and (param := self._params[self._at_slot[k - 1]]).grad is before:
+                param.grad = shown
 
 
 def sender(

@@ -1,26 +1,51 @@
-"""Gradients that have been sent, as parameters show them until they are sums."""
+"""Gradients that have been sent, and the tensors by which parameters show them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.utils import dlpack
 
 from usbyte.errors import Error, UsageError
 from usbyte.torch.awaited import Fetch, hold, release
 
 
+def _two_lists_references() -> int:
+    """What `map(sys.getrefcount, ...)` counts for a tensor that two lists alone refer to."""
+    first, second = [torch.empty(0, device="cpu")], []
+    second.append(first[0])
+    return next(map(sys.getrefcount, first))
+
+
+_OWN_REFERENCES = _two_lists_references()
+# Counts the tensors that share a storage. Private, and looked up so that a torch without it works.
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
 class SentGradients:
     """Where each gradient is on its way, and whether anybody has touched it since it was sent.
 
+    `param.grad` usually is a tensor over the arena's memory, which the next backward pass writes
+    again. torch allocates new gradients after `zero_grad(set_to_none=True)`, and keeps the tensor
+    that `param.grad` is otherwise, so scripts rely on both. Two rules give them that:
+
+    - A gradient that has memory of the script's own (a view of a flat buffer, a tensor in a list)
+      stays `param.grad`. Its sum is copied into it.
+    - When a script still refers to the arena's memory although `param.grad` is another tensor or
+      None, the arena moves. From then on those parameters have gradients of their own memory.
+
     Args:
         names: Of the parameters.
-        params: Those.
+        params: The parameters.
         sparse: By parameter, whether only rows of its gradient travel.
 
     Attributes:
         tensors: By parameter, its gradient in the arena; if sparse, the last one that was sent.
+        shown: By parameter, what `param.grad` was set to when its gradient was sent: the tensor
+            above, or one that has memory of its own.
         own: By parameter, whether this rank had a gradient for it in the last step.
     """
 
@@ -28,29 +53,104 @@ class SentGradients:
         self, names: Sequence[str], params: Sequence[nn.Parameter], sparse: Sequence[bool]
     ) -> None:
         self._names, self._params, self._sparse = names, params, sparse
-        self.tensors = [torch.empty(0)] * len(params)
+        self.tensors = [torch.empty(0, device="cpu") for _ in params]
+        self.shown = list(self.tensors)
         self.own = [False] * len(params)
         self._versions = [0] * len(params)
-        self._memory: list[torch.Tensor | None] = []  # by parameter, what `tensors` lies in
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._views: Sequence[torch.Tensor | None] = []  # by parameter, its part of the arena
         self._addresses = [0] * len(params)
+        self._storage: torch.UntypedStorage | None = None  # of all `tensors` that are not sparse
+        self._storage_uses = 0  # of that storage, when the script refers to none of it
+        self._private = [False] * len(params)  # by parameter, `shown` is never the arena's memory
         self._lent = False  # all parameters have gradients, until they are final
         self._held = False  # some may be
 
-    def move(self, views: Sequence[torch.Tensor | None]) -> None:
-        """The arena is another one; gradients that parameters have keep their values.
+    def move(self, buffer: torch.Tensor, views: Sequence[torch.Tensor | None]) -> None:
+        """Goes over to another arena. `param.grad` stays the tensor that it is, with its values.
 
         Args:
-            views: By parameter, of its gradient in the arena; None if sparse.
+            buffer: All of the arena, 1-d uint8.
+            views: By parameter, its gradient in the arena; None if it is sparse.
         """
         self.release()
-        old = self.tensors
-        self.tensors = [o if view is None else view for o, view in zip(old, views, strict=True)]
-        for i, (param, grad) in enumerate(zip(self._params, self.tensors, strict=True)):
-            if param.grad is old[i] and not self._sparse[i] and old[i].dtype == grad.dtype:
-                param.grad = grad.copy_(old[i])
-            self.seal(i)
-        self._memory = [None if view is None else view.detach() for view in views]
+        # A storage of its own tells who else uses the memory that scripts get to see.
+        self._buffer = dlpack.from_dlpack(dlpack.to_dlpack(buffer))
+        self._views = views
         self._addresses = [0 if view is None else view.data_ptr() for view in views]
+        for i, view in enumerate(views):
+            if view is not None:
+                self._move(i)
+        self._storage = self._buffer.untyped_storage()
+        if _storage_use_count is not None:
+            self._storage_uses = _storage_use_count(self._storage._cdata)
+
+    def _move(self, i: int) -> None:
+        old, there = self.tensors[i], self._in_arena(i)
+        if self._params[i].grad is old and old.dtype == there.dtype:
+            old.data = there.copy_(old)
+            there = old
+        if self.shown[i] is old:
+            self.shown[i] = there
+        self.tensors[i] = there
+        self.seal(i)
+
+    def _in_arena(self, i: int) -> torch.Tensor:
+        """A new tensor, with a version counter of its own, over parameter i's part of the arena."""
+        view = self._views[i]
+        assert view is not None
+        begin = self._addresses[i] - self._buffer.data_ptr()
+        flat = self._buffer[begin : begin + view.numel() * view.element_size()].view(view.dtype)
+        return flat.as_strided(view.shape, view.stride()).data
+
+    def kept(self) -> list[int]:
+        """Parameters whose last gradient in the arena the script uses, but not as `param.grad`.
+
+        A view of a gradient, or `grad.detach()`, does not tell of which parameter it is; then all
+        parameters that may be meant are returned.
+        """
+        references = list(map(sys.getrefcount, self.tensors))
+        uses = self._storage_uses
+        if _storage_use_count is not None and self._storage is not None:
+            uses = _storage_use_count(self._storage._cdata)
+        is_aliased = uses > self._storage_uses
+        if not is_aliased and max(references, default=0) <= _OWN_REFERENCES:
+            return []
+        return [
+            i
+            for i, count in enumerate(references)
+            if (is_aliased or count > _OWN_REFERENCES)
+            and not (self._private[i] or self._sparse[i])
+            and self._params[i].grad is not self.tensors[i]
+        ]
+
+    def give_own_memory(self, indices: Sequence[int]) -> None:
+        """From now on these parameters' gradients are not shown in the arena."""
+        for i in indices:
+            self._private[i] = True
+
+    def show(self, i: int, grad: torch.Tensor, is_shared: bool) -> torch.Tensor | None:
+        """Notes by which tensor parameter i shows the gradient that is about to be sent.
+
+        Args:
+            i: The parameter, not a sparse one.
+            grad: Its `param.grad`, or what is sent in its place.
+            is_shared: The script uses the memory of `grad` in other ways too.
+
+        Returns:
+            What `param.grad` is to be once the arena has the gradient; None leaves it as it is.
+        """
+        there = self.tensors[i]
+        if grad is there or not (is_shared or self._private[i]):
+            self.shown[i] = there
+            return there
+        self.shown[i] = grad
+        return None
+
+    def bring(self, i: int) -> None:
+        """Parameter i's sum is in the arena: copies it to where the parameter shows it."""
+        if self.shown[i] is not self.tensors[i]:
+            self.shown[i].data.copy_(self.tensors[i])  # views of one buffer share their version
 
     def begin(self) -> None:
         """A step begins, for which nothing has been sent yet."""
@@ -64,20 +164,20 @@ class SentGradients:
 
         So do modules that are moved, or made of another dtype, with the gradients that they have.
         """
-        rows = zip(self._params, self.tensors, self._memory, self._addresses, strict=True)
-        for param, grad, memory, address in rows:
-            if memory is not None and grad.data_ptr() != address:
+        rows = zip(self._params, self.tensors, self._addresses, strict=True)
+        for i, (param, grad, address) in enumerate(rows):
+            if address and grad.data_ptr() != address:
                 if param.grad is grad:
                     param.grad = grad.detach()  # the user's own from now on
-                grad.data = memory
+                grad.data = self._in_arena(i)
 
     def seal(self, i: int) -> None:
         """Parameter i's is sent: who changes it from now on is noticed."""
-        self._versions[i] = self.tensors[i]._version
+        self._versions[i] = self.shown[i]._version
 
     def check(self, i: int) -> None:
         """Raises Error if parameter i's was changed on its way."""
-        if self.tensors[i]._version != self._versions[i]:
+        if self.shown[i]._version != self._versions[i]:
             raise Error(
                 f"the gradient of '{self._names[i]}' was modified after backward() while it was on "
                 'its way to the other ranks. Use overlap="backward", or call '
@@ -92,17 +192,24 @@ class SentGradients:
             lend: Parameters that have none show the other ranks', which may turn out to be none.
         """
         self._lent, self._held = lend, True
-        for i, (grad, each) in enumerate(zip(self.tensors, fetch, strict=True)):
-            hold(grad, each)
+        for i, each in enumerate(fetch):
             if lend and not self.own[i] and not self._sparse[i]:
-                self._params[i].grad = grad
+                self._params[i].grad = self.show_sum(i)
+            hold(self.shown[i], each)
 
     def release(self) -> None:
         """Who reads a gradient gets it as it is."""
         if self._held:
-            for grad in self.tensors:
+            for grad in self.shown:
                 release(grad)
             self._held = False
+
+    def show_sum(self, i: int) -> torch.Tensor:
+        """The tensor by which parameter i shows the other ranks' gradient, having none itself."""
+        there = self.tensors[i]
+        self.shown[i] = torch.empty_like(there) if self._private[i] else there
+        self.seal(i)
+        return self.shown[i]
 
     def is_gone(self, i: int) -> bool:
         """Whether the user has reset what parameter i showed without a gradient of its own."""
@@ -117,7 +224,7 @@ class SentGradients:
         same = True
         with torch._C.DisableTorchFunctionSubclass():  # gradients are held
             for i, param in enumerate(self._params):
-                if param.grad is not self.tensors[i]:
+                if param.grad is not self.shown[i]:
                     same = same and not self.own[i] and param.grad is None and not self.is_gone(i)
                 else:
                     self.check(i)
@@ -125,7 +232,9 @@ class SentGradients:
 
     def check_kept(self) -> None:
         """Raises UsageError if parameters have others, or none, right after all were sent."""
-        for i, (param, grad) in enumerate(zip(self._params, self.tensors, strict=True)):
+        for i, (param, grad) in enumerate(zip(self._params, self.shown, strict=True)):
+            if grad is not self.tensors[i]:
+                self.seal(i)  # as backward() has written to views of the same buffer since
             if param.grad is not grad and self.own[i]:
                 what = "reset" if param.grad is None else "replaced"
                 raise UsageError(
@@ -143,5 +252,5 @@ class SentGradients:
         with torch._C.DisableTorchFunctionSubclass():  # parameters are held
             return all(
                 p.grad is None if i != renewed else p.grad is not grad
-                for i, (p, grad) in enumerate(zip(self._params, self.tensors, strict=True))
+                for i, (p, grad) in enumerate(zip(self._params, self.shown, strict=True))
             )

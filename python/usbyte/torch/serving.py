@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from usbyte.torch.arena import dtype_name
 from usbyte.torch.compression import Choices, check_momentum, check_relays, choices_of
 from usbyte.torch.device import device_of
 from usbyte.torch.fused import FusedUpdate
+from usbyte.torch.other_reducers import check_unreduced
+from usbyte.torch.plain import check_plain, sharing_memory
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sharding import check_dense
 from usbyte.torch.sparse import renormalized_parameters, sparse_parameters
@@ -59,8 +62,14 @@ def serve(
     if not params:
         raise UsageError("the optimizer has no parameter with elements that requires a gradient")
     updater = FusedUpdate(optimizer, names, params) if settings.fuses else optimizer
+    for name, param in zip(names, params, strict=True):
+        check_plain(f"parameter '{name}'", param)
+        dtype_name(name, param)
+    check_unreduced(optimizer, names, params)
     if settings.sharded:
         check_dense(names, params)
+    if settings.sharded or settings.fuses:
+        _check_separate(settings, names, params)
     codecs = choices_of(settings.compression, names, params)
     if codecs.optional:
         _check_chooses(settings)
@@ -70,8 +79,6 @@ def serve(
     if settings.sharded:
         check_relays(codecs.specs)
     device_of(names, params)
-    for name, param in zip(names, params, strict=True):
-        dtype_name(name, param)
     return Served(updater, codecs, _sparse(trained, settings, model))
 
 
@@ -100,6 +107,20 @@ def _sparse(trained: Trained, settings: Settings, model: nn.Module | None) -> se
             "sparse_as_dense=True"
         )
     return sparse
+
+
+def _check_separate(
+    settings: Settings, names: Sequence[str], params: Sequence[nn.Parameter]
+) -> None:
+    """Raises UsageError if parameters share memory, which is then to be updated one by one."""
+    for group in sharing_memory(params):
+        what = "shard_optimizer=True" if settings.sharded else "fused_update=True"
+        first, second = (names[i] for i in group[:2])
+        raise UsageError(
+            f"parameters '{first}' and '{second}' share memory, so that each gets the update of "
+            f"both, which does not go with {what}: leave it out, or make them one parameter "
+            "(module.weight = other.weight)"
+        )
 
 
 def _check_chooses(settings: Settings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
 from usbyte.torch.joined_options import JoinedOptions
 from usbyte.torch.matching import name_ranks
+from usbyte.torch.other_reducers import check_module, check_unreduced
 from usbyte.torch.overlap import Watch, agree
 from usbyte.torch.param_groups import Groups
 from usbyte.torch.plan_cycle import PlanCycle
@@ -101,7 +103,10 @@ class Stepper:
         self._watch = Watch(optimizer, trained.names, trained.params)
         self._fetch_param = [weakly(self._on_param_read, i) for i in self._everything]
         self._fetch_gradient = [weakly(self._on_gradient_read, i) for i in self._everything]
-        self._gates = Gates(trained.params, self._on_use, self._on_root, device)
+        named = dict(zip(trained.params, trained.names, strict=True))
+        self._gates = Gates(
+            trained.params, self._on_use, self._on_root, device, partial(check_module, named=named)
+        )
         self.transport = Transport(
             context, settings, trained, device, planner, memory, steps_before
         )
@@ -493,6 +498,7 @@ class Stepper:
     def _on_learned(self) -> None:
         """All ranks are about to plan: they see that they train alike, and agree on the overlap."""
         label = self._planner.label
+        check_unreduced(self._optimizer, self._trained.names, self._trained.params)
         check_params(self._context, label, self._trained.names, self._trained.params)
         self._ungated = sorted(self._gates.finish_learning())
         if self._settings.overlap == "auto":

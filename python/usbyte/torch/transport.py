@@ -206,6 +206,24 @@ class Transport:
                 "usbyte.memory.kinds", self._memory.told().encode()
             )
             self._memory.spread(plan.tensors, [text.decode() for text in told], self._average)
+        self._restart(plan, learning, concentrates=moves and codes_shards(plan))
+
+    def renew(self, learning: bool) -> None:
+        """Gives the arena other memory under the plan in force; everything is drained.
+
+        Args:
+            learning: As for `adopt`.
+        """
+        self._restart(self.plan, learning, concentrates=False)
+
+    def _restart(self, plan: _core.Plan, learning: bool, concentrates: bool) -> None:
+        """Makes arena and engine anew.
+
+        Args:
+            plan: To go over to.
+            learning: As for `adopt`.
+            concentrates: Each rank keeps codecs' memory of its own shards alone.
+        """
         self.check()
         steps = self.engine.steps
         self.engine.close()  # outside the lock: its thread may be about to tell of a fault
@@ -215,7 +233,7 @@ class Transport:
             self.device.keep([self.arena.buffer])
             self._lay_out(plan)
             mesh = mesh_of(self._communicator)
-            if moves and codes_shards(plan) and mesh is not None:
+            if concentrates and mesh is not None:
                 self._memory.concentrate(plan, mesh.topology, self._context.rank)
             self._start(plan, steps, learning)
         if self.writer is not None:

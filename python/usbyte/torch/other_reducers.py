@@ -1,0 +1,115 @@
+"""Wrappers of other libraries that reduce gradients too; with usbyte's they would do so twice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from usbyte.errors import UsageError
+
+# Names of classes, in whichever library: asking for the classes would import those.
+_MODULES = frozenset(
+    [
+        "DeepSpeedEngine",
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "ShardedDataParallel",
+    ]
+)
+# Libraries whose hooks of parameters send gradients.
+_LIBRARIES = frozenset(["apex", "bagua", "byteps", "colossalai", "deepspeed", "fairscale",
+                        "horovod", "megatron"])  # fmt: skip
+
+
+def check_unreduced(
+    optimizer: torch.optim.Optimizer, names: Sequence[str], params: Sequence[nn.Parameter]
+) -> None:
+    """Raises UsageError if something else in this process reduces the gradients of parameters.
+
+    Looks at all objects that Python's collector knows, which takes some 10 ms.
+
+    Args:
+        optimizer: That is to be wrapped.
+        names: Of its parameters.
+        params: Its parameters.
+    """
+    if hasattr(optimizer, "_allreduce_grad_async"):
+        raise UsageError(
+            "the optimizer is Horovod's DistributedOptimizer, which reduces gradients by itself: "
+            "give usbyte's the optimizer that it was made of"
+        )
+    named = dict(zip(params, names, strict=True))
+    for param, name in named.items():
+        for library in map(_library_of, _hooks_of(param)):
+            if library in _LIBRARIES:
+                raise _reduced_twice(name, f"a hook of {library}'s")
+    if _first_reduced(_living(), named) is not None:
+        gc.collect()  # a wrapper that was dropped may be part of a cycle
+        if (found := _first_reduced(_living(), named)) is not None:
+            raise found
+
+
+def check_module(module: nn.Module, named: Mapping[nn.Parameter, str]) -> None:
+    """Raises UsageError if a module that runs reduces the gradients of parameters.
+
+    Args:
+        module: It is about to run forward.
+        named: The parameters that usbyte reduces, with their names.
+    """
+    active = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    found = _first_reduced([module] if active is None else [module, active], named)
+    if found is not None:
+        raise found
+
+
+def _living() -> list[nn.Module]:
+    # By type, as isinstance would run the code of proxies.
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+
+
+def _first_reduced(
+    modules: Iterable[nn.Module], named: Mapping[nn.Parameter, str]
+) -> UsageError | None:
+    """The error of the first of the modules that reduces one of the parameters."""
+    for module in modules:
+        kind = next((k.__name__ for k in type(module).__mro__ if k.__name__ in _MODULES), "")
+        if kind and _reduces(module):
+            for param in module.parameters():
+                if param in named:
+                    return _reduced_twice(named[param], f"a {kind} module around the model")
+    return None
+
+
+def _reduces(module: nn.Module) -> bool:
+    """Whether a wrapper works among several ranks, or would in a larger run of this script."""
+    if type(module).__name__ == "FullyShardedDataParallel":
+        return True  # its parameters are parts of others, however many ranks share them
+    group = getattr(module, "process_group", None)
+    if not isinstance(group, dist.ProcessGroup) or not dist.is_initialized():
+        return True
+    return group.size() > 1 or dist.get_world_size() == 1
+
+
+def _reduced_twice(name: str, by: str) -> UsageError:
+    return UsageError(
+        f"the gradient of '{name}' is reduced by {by} too, so that it would be averaged twice and "
+        "come out too small. Drop one of the two: train the model that is inside the wrapper "
+        "(wrapper.module) and delete the wrapper, or leave out DistributedOptimizer. A Hugging "
+        "Face Trainer under a launcher, Accelerate's prepare(model) and Lightning's default "
+        "strategy wrap models by themselves: docs/migrating.md tells how to keep them from it"
+    )
+
+
+def _hooks_of(param: nn.Parameter) -> list[Any]:
+    hooks = [getattr(param, "_backward_hooks", None), param._post_accumulate_grad_hooks]
+    return [hook for some in hooks if some for hook in some.values()]
+
+
+def _library_of(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)  # of a functools.partial
+    return str(getattr(hook, "__module__", "")).partition(".")[0]
