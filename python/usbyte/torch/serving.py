@@ -14,6 +14,7 @@ from usbyte.torch.arena import dtype_name
 from usbyte.torch.compression import Choices, check_momentum, check_relays, choices_of
 from usbyte.torch.device import device_of
 from usbyte.torch.fused import FusedUpdate
+from usbyte.torch.known import check_narrowable
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sharding import check_dense
 from usbyte.torch.sparse import renormalized_parameters, sparse_parameters
@@ -61,6 +62,8 @@ def serve(
     updater = FusedUpdate(optimizer, names, params) if settings.fuses else optimizer
     if settings.sharded:
         check_dense(names, params)
+    elif settings.overlap == "forward":
+        check_narrowable(optimizer)
     codecs = choices_of(settings.compression, names, params)
     if codecs.optional:
         _check_chooses(settings)
