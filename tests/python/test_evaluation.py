@@ -1,10 +1,10 @@
 """Evaluation between `step()` and the next forward pass computes what it does under DDP."""
 
 import torch
-from _ranks import run_ranks
 from torch import nn
 
 import usbyte.torch as ub
+from _ranks import run_ranks
 
 
 class _Model(nn.Module):

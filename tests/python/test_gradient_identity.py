@@ -4,10 +4,10 @@ import copy
 
 import torch
 import torch.distributed as dist
-from _ranks import run_ranks
 from torch import nn
 
 import usbyte.torch as ub
+from _ranks import run_ranks
 
 _MODES = ("backward", "forward", "auto")
 _STEPS = 8  # beyond the first plan, so that the arena has moved

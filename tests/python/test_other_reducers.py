@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import run_ranks
 from torch import nn
 
 import usbyte.torch as ub
+from _ranks import run_ranks
 from usbyte.errors import UsageError
 
 

@@ -119,8 +119,9 @@ def puts_new_ones(rank, size):
             step()
         groups.pop()
         opt.step()
-        with pytest.raises(UsageError, match="named_parameters lacks 1"):
-            opt.add_param_group({"params": [new, nn.Parameter(torch.ones(2))]})
+        wrong = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        with pytest.raises(UsageError, match="complex64"):
+            opt.add_param_group({"params": [new, wrong]})
         assert len(groups) == 1
         step()
         opt.add_param_group({"params": [new]})

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from _ranks import run_ranks
 from torch import nn
 
 import usbyte.torch as ub
+from _ranks import run_ranks
 from usbyte.errors import UsageError
 from usbyte.torch.plain import sharing_memory
 

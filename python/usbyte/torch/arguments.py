@@ -30,6 +30,10 @@ def check_combination(
     """Whether these go together."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise UsageError(
+            f"{type(optimizer).__name__} has no param_groups: set them, as Optimizer.__init__ does"
+        )
     if overlap not in get_args(Overlap):
         raise UsageError(f'overlap must be "auto", "backward" or "forward", not {overlap!r}')
     if op not in (Average, Sum):

@@ -9,11 +9,13 @@ unpacks tensors by itself) is not seen.
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from usbyte.errors import UsageError
 
@@ -121,6 +123,17 @@ class _Awaited:
         for tensor in _held([args, kwargs]):
             _fetch(tensor)
         return func(*args, **kwargs)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Of `type(param)(data)`, which makes another tensor that does not wait.
+        return _bases[cls](*args, **kwargs)
+
+    def detach(self) -> Any:
+        if sys._getframe(1).f_code is not nn.Parameter.__new__.__code__:
+            return torch.Tensor.detach(self)  # type: ignore[arg-type]
+        # That wants the class of its argument back, which is a plain one once it is fetched.
+        _fetch(self)
+        return self.detach().as_subclass(type(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _fetch(self)

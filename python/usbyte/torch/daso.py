@@ -113,6 +113,7 @@ class DasoOptimizer(DistributedOptimizer):
 
     _exchange: NodeExchange | None = None
     _node: Context | None = None
+    _groups: Groups
 
     def __init__(
         self,

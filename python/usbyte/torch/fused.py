@@ -17,7 +17,7 @@ from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.arena import dtype_name, is_dense, laid_out_alike, laid_out_like
 from usbyte.torch.device import device_of
-from usbyte.torch.updates import has_step_hooks
+from usbyte.torch.known import has_step_hooks, step_is_replaced
 
 StepClosure = Callable[[], float] | None
 
@@ -48,6 +48,7 @@ class FusedUpdate:
         if kind not in _KINDS:
             known = ", ".join(k.__name__ for k in _KINDS)
             raise UsageError(f"fused_update=True serves torch.optim.{known}, not {kind.__name__}")
+        _check_step(optimizer)
         if device.core is None:
             raise UsageError("fused_update=True serves parameters on CUDA devices: leave it out")
         self._names = dict(zip(params, names, strict=True))
@@ -64,7 +65,7 @@ class FusedUpdate:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.check()
+        self._check_options()
         for group in self._optimizer.param_groups:
             by_dtype: dict[str, list[nn.Parameter]] = defaultdict(list)
             for param in group["params"]:
@@ -76,6 +77,10 @@ class FusedUpdate:
 
     def check(self) -> None:
         """Raises UsageError, before anything is updated, if `step` would not be the optimizer's."""
+        _check_step(self._optimizer)  # not in `step`, which may be that of an earlier time
+        self._check_options()
+
+    def _check_options(self) -> None:
         if has_step_hooks(self._optimizer):
             raise UsageError("fused_update=True does not call step hooks: leave one of them out")
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
@@ -160,6 +165,14 @@ class FusedUpdate:
             self._device.stream(),
         )
         _written(params)
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    if step_is_replaced(optimizer):
+        raise UsageError(
+            f"fused_update=True takes steps as torch.optim.{type(optimizer).__name__} does, and "
+            "another function was put in the place of this one's step(): leave one of them out"
+        )
 
 
 def _grad(param: nn.Parameter) -> int:

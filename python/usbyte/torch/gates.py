@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from usbyte.torch.awaited import hold, release, weakly
 from usbyte.torch.device import Device, Mark
 
-
 # Their forward does nothing but to call what they contain.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

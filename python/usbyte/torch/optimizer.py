@@ -20,6 +20,8 @@ from usbyte.torch.compression import Rules
 from usbyte.torch.context import Context, current
 from usbyte.torch.decision import Decision
 from usbyte.torch.device import device_of
+from usbyte.torch.fused import FusedUpdate
+from usbyte.torch.known import is_known
 from usbyte.torch.members import members_of
 from usbyte.torch.mesh import Given, parse
 from usbyte.torch.ops import Average, ReduceOp
@@ -29,12 +31,11 @@ from usbyte.torch.process_sets import Members as SomeRanks
 from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.salvage import Judgement, Left
 from usbyte.torch.serving import Served, serve, warn_of_renormalized
-from usbyte.torch.settings import Overlap, Policy, Settings, Trained
+from usbyte.torch.settings import Overlap, Policy, Settings, Trained, with_new_names
 from usbyte.torch.sparse import model_of
 from usbyte.torch.stepper import Stepper
 from usbyte.torch.transport import Transport
-from usbyte.torch.updates import is_known
-from usbyte.torch.wrapper import OptimizerWrapper
+from usbyte.torch.wrapper import OptimizerWrapper, holds_shards
 
 __all__ = [
     "DistributedOptimizer",
@@ -121,6 +122,9 @@ class DistributedOptimizer(OptimizerWrapper):
         MismatchError: Ranks have parameters of other names, shapes or dtypes; raised on every rank.
     """
 
+    _trained: Trained
+    _updater: torch.optim.Optimizer | FusedUpdate
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -191,7 +195,6 @@ class DistributedOptimizer(OptimizerWrapper):
             passes_per_step=integer("backward_passes_per_step", backward_passes_per_step),
         )
         self._context = context
-        self._inner = optimizer
         self._owner = model or model_of(named_parameters)
         self._given_names = names_of(named_parameters)
         self._memory = Memory(self._settings.scale(context.size))
@@ -200,14 +203,16 @@ class DistributedOptimizer(OptimizerWrapper):
         self._stepper: Stepper | None = None  # may have ended, where something of it is wanted
         self._used_up: list[nn.Parameter] = []  # by a step of one rank, as sharded ones do
         self._closed = False
+        self._state_hooks: list[RemovableHandle] = []
         self.label = context.next_label()
+        self._inner = optimizer  # from now on, what is not declared here is its own
         self._build(steps_before=0)
         context.add(self)
 
     # What torch.optim.Optimizer promises, by delegation.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's. Read between `backward()` and `step()`, gradients are final.
 
         GradScaler and others take them from here to change them, in ways that leave no trace.
@@ -220,11 +225,22 @@ class DistributedOptimizer(OptimizerWrapper):
                 return self._inner.param_groups
         return self._inner.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._drain()
+        self._inner.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's, up to date; with shard_optimizer, only this rank's shards."""
         self._bring_up_to_date()
         return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._drain()
+        self._inner.state = state
+        self._on_new_state()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, up to date. Collective if it is sharded.
@@ -266,8 +282,6 @@ class DistributedOptimizer(OptimizerWrapper):
             )
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != MEMORY})
         self._memory.load(memory, self._context.rank)
-        if self._stepper is not None and self._stepper.shards is not None:
-            self._stepper.shards.recut()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds to the wrapped optimizer and plans anew. Collective.
@@ -281,10 +295,13 @@ class DistributedOptimizer(OptimizerWrapper):
             stepper.check_whole_gradients()
         self._drain()
         self._inner.add_param_group(param_group)
+        names = self._given_names
         try:
+            self._given_names = with_new_names(names, self._inner, self._owner)
             self._serve(Trained.of(self._inner, self._given_names))
         except UsageError:
             self._inner.param_groups.pop()
+            self._given_names = names
             raise
         if stepper is None:
             self._build(steps_before=0)
@@ -295,24 +312,13 @@ class DistributedOptimizer(OptimizerWrapper):
             self._build(steps)
         except MismatchError:  # on all ranks
             self._inner.param_groups.pop()
+            self._given_names = names
             self._build(steps)
             raise
         finally:
             if self._stepper is not None:
                 self._stepper.shared = stepper.shared
                 self._stepper.reducer.unsent = unsent
-
-    # Updates that wait are of steps that were taken without the hook.
-
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Torch's, from the next step on."""
-        self.drain()
-        return super().register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Torch's, from the next step on."""
-        self.drain()
-        return super().register_step_post_hook(hook)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r}, overlap={self._settings.overlap!r})"
@@ -340,6 +346,8 @@ class DistributedOptimizer(OptimizerWrapper):
             loss = stepper.evaluate(closure)
             DistributedOptimizer.step(self)  # and not that of a subclass, which calls this one
             return loss
+        if isinstance(self._updater, FusedUpdate):
+            self._updater.check()
         if self._settings.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._trained.params, self._settings.max_grad_norm)
         with self._changes.updating():
@@ -530,6 +538,9 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _end(self, whole_state: bool) -> None:
         self._closed = True
+        for handle in self._state_hooks:
+            handle.remove()
+        self._state_hooks = []
         if (stepper := self._live) is not None:
             try:
                 stepper.end(whole_state)
@@ -552,6 +563,14 @@ class DistributedOptimizer(OptimizerWrapper):
     def _drain(self) -> None:
         if (stepper := self._live) is not None:
             stepper.drain()
+
+    def _apply_pending(self) -> None:
+        if (stepper := self._live) is not None:
+            stepper.apply_all()
+
+    def _on_new_state(self) -> None:
+        if self._stepper is not None and self._stepper.shards is not None:
+            self._stepper.shards.recut()
 
     def _on_updated(self) -> None:
         """The wrapped optimizer has taken a step as a whole, and nobody has read parameters yet."""
@@ -579,7 +598,7 @@ class DistributedOptimizer(OptimizerWrapper):
         served = self._serve(trained)
         self._end(whole_state=True)
         self._stepper, self._trained, self._updater = None, trained, served.updater
-        if any(getattr(p, "_usbyte_shard", False) for p in self._inner.state):
+        if holds_shards(self._inner):
             raise UsageError(
                 "this optimizer holds shards of its state from before a shutdown: make it anew and "
                 "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
@@ -600,6 +619,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._changes, self._memory, steps_before, self._on_updated,
         )  # fmt: skip
         keep(self, trained.params)
+        self._state_hooks = self._hook_state()
         self._closed = False
 
     def _serve(self, trained: Trained) -> Served:

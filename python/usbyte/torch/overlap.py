@@ -14,7 +14,8 @@ from torch import nn
 from usbyte.errors import UsageError
 from usbyte.torch.context import Context
 from usbyte.torch.gates import Gates
-from usbyte.torch.updates import check_groups_unchanged, is_known
+from usbyte.torch.known import is_known, step_is_replaced
+from usbyte.torch.updates import check_groups_unchanged
 
 
 @dataclass
@@ -141,7 +142,12 @@ class Watch:
 
     def _reasons(self, gates: Gates, ungated: Sequence[int], shared: str) -> Iterator[str]:
         kind, seen = type(self._optimizer), self._seen
-        if not is_known(self._optimizer):
+        if step_is_replaced(self._optimizer):
+            yield (
+                f"another function was put in the place of {kind.__name__}.step(), which may look "
+                "across parameters"
+            )
+        elif not is_known(self._optimizer):
             yield (
                 f"{kind.__name__} is none of torch's own optimizers, and may look across "
                 'parameters; if it does not, say overlap="forward"'
@@ -152,8 +158,8 @@ class Watch:
             yield f"{kind.__name__}.step() changes its group's '{seen.changed}'"
         if seen.wholes:
             yield (
-                "step hooks, a GradScaler, or Adafactor for parameters of several dtypes, want to "
-                "see each step as a whole"
+                "step hooks, a GradScaler, another step(), or Adafactor for parameters of several "
+                "dtypes, want to see each step as a whole"
             )
         if seen.repeated:
             yield "several backward passes before one step() were sent"

@@ -98,7 +98,10 @@ class PendingUpdates(ABC):
                 fence.wait(stream)
 
     def _with_alike(self, due: Sequence[int]) -> list[int]:
-        """Adds pending ones that share memory, or a version of which autograd allows no later update."""
+        """Adds pending ones that share memory with these.
+
+        Or a version counter: autograd would take a later update for a change of what it has saved.
+        """
         if not self._alike:
             return list(due)
         wanted = {j for i in due for j in self._alike.get(i, (i,))}

@@ -19,10 +19,10 @@ from usbyte.torch.decision import Decision
 from usbyte.torch.device import Fetched, Mark
 from usbyte.torch.learning import Times
 from usbyte.torch.ops import Sum
+from usbyte.torch.plain import check_plain, shares_memory
 from usbyte.torch.plan_cycle import PlanCycle
 from usbyte.torch.planning import Planner
 from usbyte.torch.salvage import torn
-from usbyte.torch.plain import check_plain, shares_memory
 from usbyte.torch.sent import SentGradients
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sparse import Counts, Rows, empty_like, sparse_tensor

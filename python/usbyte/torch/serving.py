@@ -15,6 +15,7 @@ from usbyte.torch.arena import dtype_name
 from usbyte.torch.compression import Choices, check_momentum, check_relays, choices_of
 from usbyte.torch.device import device_of
 from usbyte.torch.fused import FusedUpdate
+from usbyte.torch.known import check_narrowable
 from usbyte.torch.other_reducers import check_unreduced
 from usbyte.torch.plain import check_plain, sharing_memory
 from usbyte.torch.settings import Settings, Trained
@@ -68,6 +69,8 @@ def serve(
     check_unreduced(optimizer, names, params)
     if settings.sharded:
         check_dense(names, params)
+    elif settings.overlap == "forward":
+        check_narrowable(optimizer)
     if settings.sharded or settings.fuses:
         _check_separate(settings, names, params)
     codecs = choices_of(settings.compression, names, params)

@@ -103,6 +103,34 @@ class Trained:
                 )
 
 
+def with_new_names(
+    names: Mapping[nn.Parameter, str] | None,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module | None,
+) -> dict[nn.Parameter, str] | None:
+    """Names for the parameters of the optimizer's last group, too, if there are names at all.
+
+    They are the model's, if it has the parameter; or those that the group was given, as torch keeps
+    them; or made up. All ranks make up the same.
+    """
+    if names is None:
+        return None
+    group = optimizer.param_groups[-1]
+    of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    of_group = dict(zip(group["params"], group.get("param_names", []), strict=False))
+    extended, taken = dict(names), set(names.values())
+    for i, param in enumerate(group["params"]):
+        if param in extended:
+            continue
+        made_up = f"group{len(optimizer.param_groups) - 1}.param{i}"
+        name = of_model.get(param) or of_group.get(param) or made_up
+        while name in taken:
+            name = f"{name}'"
+        extended[param] = name
+        taken.add(name)
+    return extended
+
+
 def _named(params: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> list[str]:
     missing = [p for p in params if p not in names]
     if missing:

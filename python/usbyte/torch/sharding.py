@@ -23,6 +23,7 @@ from usbyte.torch.arena import USED, is_dense, laid_out_like
 from usbyte.torch.awaited import Fetch
 from usbyte.torch.communicator import shards
 from usbyte.torch.context import Context
+from usbyte.torch.known import step_is_replaced
 from usbyte.torch.ops import Max, Sum, allgather, allreduce
 from usbyte.torch.param_groups import Groups
 from usbyte.torch.pending import PendingUpdates
@@ -45,10 +46,21 @@ def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
             f"{kind.__name__} is not known to: use torch.optim.{', '.join(_ELEMENTWISE)}, or "
             "leave shard_optimizer out"
         )
+    check_step_own(optimizer)
     if overlap == "backward":
         raise UsageError(
             "shard_optimizer=True gathers parameters in the next forward pass: leave out "
             'overlap="backward"'
+        )
+
+
+def check_step_own(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError if another function was put in the place of the optimizer's step."""
+    if step_is_replaced(optimizer):
+        raise UsageError(
+            "shard_optimizer=True needs a step() that treats every element by itself, and another "
+            f"function was put in the place of this {type(optimizer).__name__}'s: leave one of "
+            "them out"
         )
 
 

@@ -21,6 +21,13 @@ from usbyte.torch.device import Device
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.gates import Gates
 from usbyte.torch.joined_options import JoinedOptions
+from usbyte.torch.known import (
+    calls_closure_first,
+    has_step_hooks,
+    is_known,
+    mixes_dtypes,
+    step_is_replaced,
+)
 from usbyte.torch.matching import name_ranks
 from usbyte.torch.other_reducers import check_module, check_unreduced
 from usbyte.torch.overlap import Watch, agree
@@ -29,15 +36,9 @@ from usbyte.torch.plan_cycle import PlanCycle
 from usbyte.torch.planning import Planner
 from usbyte.torch.reducer import Reducer, no_whole_gradients
 from usbyte.torch.settings import Settings, Trained
-from usbyte.torch.sharding import ShardedUpdates
+from usbyte.torch.sharding import ShardedUpdates, check_step_own
 from usbyte.torch.transport import Transport
-from usbyte.torch.updates import (
-    DeferredUpdates,
-    calls_closure_first,
-    has_step_hooks,
-    is_known,
-    mixes_dtypes,
-)
+from usbyte.torch.updates import DeferredUpdates
 
 log = logging.getLogger("usbyte")
 
@@ -121,7 +122,7 @@ class Stepper:
         )
         self.reducer = Reducer(settings, trained, planner, self.transport, cycle, memory, self)
         self._deferred = DeferredUpdates(
-            optimizer, self._take_step, changes.tear, trained, self._groups, self.reducer,
+            optimizer, self._take_deferred, changes.tear, trained, self._groups, self.reducer,
             self._fetch_param,
         )  # fmt: skip
         self._joined = JoinedOptions(
@@ -169,6 +170,8 @@ class Stepper:
         self._groups.look_up()  # before anything is given to the optimizer
         if isinstance(self._updater, FusedUpdate):
             self._updater.check()
+        if self._settings.sharded:
+            check_step_own(self._optimizer)
         if closure is not None and self._settings.overlap == "forward":
             raise UsageError(
                 f"{type(self._optimizer).__name__} may call its closure several times, and needs "
@@ -334,16 +337,23 @@ class Stepper:
 
     def _needs_whole_step(self) -> bool:
         """True if step hooks, a GradScaler or the optimizer want to see this step as a whole."""
-        return self._is_watched() or mixes_dtypes(self._optimizer)
+        optimizer = self._optimizer
+        return self._is_watched() or mixes_dtypes(optimizer) or step_is_replaced(optimizer)
 
     def _is_watched(self) -> bool:
         found_inf = getattr(self._optimizer, "found_inf", None)
         return found_inf is not None or has_step_hooks(self._optimizer)
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._run(self._updater.step, closure)  # looked up each time: schedulers replace it
+
+    def _take_deferred(self, call: Callable[[], Any]) -> Any:
+        return self._run(call, None)
+
+    def _run(self, call: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         self.reducer.applied = self.reducer.applied or closure is None
-        # Looked up each time, as schedulers replace it.
-        result = self._changes.step(self._updater.step, closure, is_known(self._optimizer))
+        calls_first = closure is not None and is_known(self._optimizer)
+        result = self._changes.step(call, closure, calls_first)
         self.reducer.applied = True  # also what the closure has brought
         self._memory.ahead = False
         return result
@@ -387,7 +397,7 @@ class Stepper:
 
     def _put_off(self) -> None:
         with self._changes.lock:
-            self._deferred.defer()
+            self._deferred.defer(self._updater.step)
             self._changes.put_off()
             self.reducer.in_flight = False
             self._watch.step_ends()

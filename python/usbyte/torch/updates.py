@@ -8,25 +8,30 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
 
+from usbyte.errors import UsageError
 from usbyte.torch.awaited import Fetch
+from usbyte.torch.known import is_known, without_step_hooks
 from usbyte.torch.param_groups import Groups
 from usbyte.torch.pending import PendingUpdates
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
+from usbyte.torch.snapshots import hyper_parameters, is_same
+
+# Steps whose updates are checked to change nothing but their own parameters.
+_CHECKED_STEPS = 10
 
 
 class DeferredUpdates(PendingUpdates):
     """Applies an optimizer's step to the parameters whose gradients have arrived.
 
     An update is the optimizer's own `step`, with its groups narrowed to those parameters and with
-    groups and hyper-parameters as they were when `defer` was called, whatever a scheduler has done
-    since.
+    groups, hyper-parameters and its `step` as they were when `defer` was called, whatever a
+    scheduler has done since. Step hooks do not see it: there were none when `defer` was called.
 
     Args:
         optimizer: The wrapped optimizer.
-        step: Takes its step.
+        step: Takes its step, by calling the function that it is given.
         tear: Called with the error that ends one half-way.
         trained: Its parameters.
         groups: Where they are in it.
@@ -37,7 +42,7 @@ class DeferredUpdates(PendingUpdates):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        step: Callable[[], Any],
+        step: Callable[[Callable[[], Any]], Any],
         tear: Callable[[BaseException], None],
         trained: Trained,
         groups: Groups,
@@ -48,14 +53,23 @@ class DeferredUpdates(PendingUpdates):
         self._optimizer, self._step, self._tear = optimizer, step, tear
         self._groups, self._group_of = groups, groups.look_up()
         self._hyper: list[dict[str, Any]] = []
+        self._call: Callable[[], Any] = optimizer.step
         # Gradients that the user has zeroed meanwhile, by parameter.
         self._zero_after: dict[int, torch.Tensor] = {}
+        # Steps of an optimizer that is not known whose updates are still to be checked.
+        self._to_check = 0 if is_known(optimizer) else _CHECKED_STEPS
+        self._checks = False  # those of the present step
+        self._expected: dict[int, int] = {}  # versions of parameters while an update is checked
+        self._updating: set[int] = set()  # parameters whose updates are going on
 
-    def defer(self) -> None:
-        """Puts off the update of every parameter."""
+    def defer(self, call: Callable[[], Any]) -> None:
+        """Puts off the update of every parameter, which calls this function."""
+        self._call = call
         self._group_of = self._groups.look_up()
         self._hyper = [hyper_parameters(group) for group in self._optimizer.param_groups]
         self._zero_after.clear()
+        self._checks = self._to_check > 0
+        self._to_check -= self._checks
         self.put_off()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -87,9 +101,9 @@ class DeferredUpdates(PendingUpdates):
             kept = [self._params[i].grad for i in updated]
             for i in updated:
                 self._params[i].grad = sums[i]
-            with self._narrowed(updated):
+            with self._narrowed(updated), without_step_hooks(self._optimizer):
                 begun = True
-                self._step()
+                self._step_on(updated)
         except BaseException as error:
             if begun:
                 self._tear(error)
@@ -104,6 +118,34 @@ class DeferredUpdates(PendingUpdates):
                 self._params[i].grad = None if nobody else before
         self._end(updated, due)
         reducer.record_update(updated, start)
+
+    def _step_on(self, updated: Sequence[int]) -> None:
+        """Takes the step, which is to change these parameters only."""
+        if not self._checks:
+            self._step(self._call)
+            return
+        if not self._updating:
+            self._expected = self._versions_now(range(len(self._params)))
+        self._updating.update(updated)
+        try:
+            self._step(self._call)  # in which others' updates may be asked for
+            # All of a step that is going on further out are left out as well.
+            left = self._expected.keys() - self._updating
+            now = self._versions_now(sorted(left))
+            changed = [i for i, version in now.items() if version != self._expected[i]]
+            self._expected |= self._versions_now(updated)
+        finally:
+            self._updating.difference_update(updated)
+        if changed:
+            raise UsageError(
+                f"{type(self._optimizer).__name__}.step() has changed parameter "
+                f"'{self._reducer.names[changed[0]]}', which was not in the param_groups that it "
+                'was given, so that it cannot be applied layer by layer: use overlap="backward"'
+            )
+
+    def _versions_now(self, indices: Sequence[int]) -> dict[int, int]:
+        with torch._C.DisableTorchFunctionSubclass():  # they may be held
+            return {i: self._params[i]._version for i in indices}
 
     @contextmanager
     def _narrowed(self, due: Sequence[int]) -> Iterator[None]:
@@ -121,37 +163,6 @@ class DeferredUpdates(PendingUpdates):
             self._optimizer.param_groups = everything
 
 
-def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's own, each of which updates every parameter by itself."""
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
-
-
-def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step(closure)` is to call the closure and then to take a step."""
-    return is_known(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody is called before or after each step of the optimizer."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-    )
-
-
-def mixes_dtypes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the first parameter of a group, by its dtype, decides how others are updated.
-
-    So it does in torch's Adafactor, unless that is told its first epsilon.
-    """
-    return isinstance(optimizer, getattr(torch.optim, "Adafactor", ())) and any(
-        group["eps"][0] is None and len({p.dtype for p in group["params"] if p.requires_grad}) > 1
-        for group in optimizer.param_groups
-    )
-
-
 @contextmanager
 def check_groups_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[str]]:
     """Gives a list, which after the step inside names what it has changed in its groups.
@@ -162,19 +173,4 @@ def check_groups_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[st
     changed: list[str] = []
     yield changed
     for old, group in zip(before, optimizer.param_groups, strict=True):
-        changed += [key for key, value in old.items() if not _same(group[key], value)]
-
-
-def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """A group without its parameters, as it is now; schedulers change tensors in place."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
+        changed += [key for key, value in old.items() if not is_same(group[key], value)]

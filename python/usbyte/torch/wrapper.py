@@ -2,30 +2,164 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
+
+from usbyte.errors import UsageError
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """What only has to be passed on to the wrapped optimizer, `_inner`.
+    """Passes on to the wrapped optimizer, `_inner`, what is not the wrapper's own.
 
-    That is its defaults, its hooks, what GradScaler gives it, and whatever torch.optim.Optimizer
-    does not have.
+    Its own are methods, properties and fields that its classes declare, and what was set before
+    `_inner`. Everything else is read, written and deleted on the wrapped optimizer.
+
+    To `isinstance` it is both a wrapper and one of the wrapped optimizer's class.
     """
 
     _inner: torch.optim.Optimizer
+    _fields: frozenset[str] = frozenset()
+    _both: type | None = None
+
+    def __init_subclass__(cls) -> None:
+        # Not the wrapped class's own, which may do anything with the subclass of `__class__`.
+        cls._fields |= inspect.get_annotations(cls).keys()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """A class that is a subclass of the wrapper's and of the wrapped optimizer's.
+
+        The wrapper's methods come first, for callers of `optimizer.__class__.step(optimizer)`.
+        """
+        kind = type(self)
+        if "_inner" not in vars(self):
+            return kind
+        wrapped = type(self._inner)
+        if type(wrapped) is not type or issubclass(kind, wrapped):
+            return kind if issubclass(kind, wrapped) else wrapped
+        if self._both is None:
+            own = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+            self._both = type(kind.__name__, (kind, wrapped), own)
+        return self._both
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The wrapped optimizer's."""
         return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._inner.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # not constructed yet
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            self._apply_pending()
+            setattr(self._inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            self._apply_pending()
+            delattr(self._inner, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._drain()
+        self._inner.__setstate__(state)
+        self._on_new_state()
+
+    def _is_own(self, name: str) -> bool:
+        own = vars(self)
+        return (
+            "_inner" not in own or name in own or name in self._fields or hasattr(type(self), name)
+        )
+
+    # What subclasses do.
+
+    def _apply_pending(self) -> None:
+        """Applies updates that wait: they are not to see what is written next."""
+        raise NotImplementedError
+
+    def _drain(self) -> None:
+        """The same, and waits for gradients."""
+        raise NotImplementedError
+
+    def _bring_up_to_date(self) -> None:
+        """The same, for who is going to save what the optimizer holds."""
+        raise NotImplementedError
+
+    def _on_new_state(self) -> None:
+        """The wrapped optimizer has been given a whole state."""
+        raise NotImplementedError
+
+    # Calls of the wrapped optimizer itself.
+
+    def _hook_state(self) -> list[RemovableHandle]:
+        """Lets `state_dict` and `load_state_dict` of the wrapped optimizer find it up to date."""
+        inner = self._inner
+        if not hasattr(inner, "_optimizer_state_dict_pre_hooks"):  # skips Optimizer.__init__
+            return []
+        return [
+            inner.register_state_dict_pre_hook(_Hook(self._before_state_dict), prepend=True),
+            inner.register_load_state_dict_pre_hook(_Hook(self._drain), prepend=True),
+            inner.register_load_state_dict_post_hook(_Hook(self._on_new_state), prepend=True),
+        ]
+
+    def _before_state_dict(self) -> None:
+        self._bring_up_to_date()
+        if holds_shards(self._inner):
+            raise UsageError(
+                f"state_dict() of the wrapped {type(self._inner).__name__}, which holds only this "
+                "rank's shards with shard_optimizer=True: call state_dict() of the "
+                "DistributedOptimizer, on all ranks"
+            )
+
+
+def holds_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's state is of shards of its parameters."""
+    return any(getattr(p, "_usbyte_shard", False) for p in getattr(optimizer, "state", ()))
+
+
+class _Hook:
+    """A hook that keeps the wrapper whose method it calls not alive, and does nothing in copies."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *_args: Any) -> None:
+        if (method := self._method()) is not None:
+            method()
+
+    def __reduce__(self) -> Any:
+        return _hook_of_copies, ()
+
+
+def _hook_of_copies() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_args: Any) -> None:
+    pass
+
+
+def _forwarded(name: str) -> property:
+    def write(self: OptimizerWrapper, value: Any) -> None:
+        setattr(self._inner, name, value)
+
+    return property(attrgetter(f"_inner.{name}"), write)
 
 
 for _name in (
@@ -37,19 +171,4 @@ for _name in (
     "_optimizer_load_state_dict_post_hooks",
 ):
     # Hooks registered on the wrapper are hooks of the wrapped optimizer.
-    setattr(OptimizerWrapper, _name, property(attrgetter(f"_inner.{_name}")))
-
-
-def _forwarded(name: str) -> property:
-    def write(self: OptimizerWrapper, value: Any) -> None:
-        setattr(self._inner, name, value)
-
-    def delete(self: OptimizerWrapper) -> None:
-        delattr(self._inner, name)
-
-    return property(attrgetter(f"_inner.{name}"), write, delete)
-
-
-# GradScaler hands these to optimizers that unscale by themselves.
-for _name in ("grad_scale", "found_inf"):
     setattr(OptimizerWrapper, _name, _forwarded(_name))

@@ -1,0 +1,61 @@
+"""Hyper-parameters as they are now, whatever a script changes in place later."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+
+_PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None)])
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """A group of an optimizer without its parameters, as it is now."""
+    return {
+        key: value if type(value) in _PLAIN else _snapshot(value)
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two hyper-parameters are equal, element by element."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
+    if type(a) is type(b) and isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if type(a) is type(b) and isinstance(a, dict):
+        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+    return a is b or bool(a == b)
+
+
+def _snapshot(value: Any) -> Any:
+    """Copies tensors, arrays and containers.
+
+    Other objects stay themselves: a generator of random numbers, for one, has to advance.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray | set | bytearray):
+        return value.copy()
+    if isinstance(value, tuple):
+        if all(type(item) in _PLAIN for item in value):
+            return value
+        items = [_snapshot(item) for item in value]
+        return tuple(items) if type(value) is tuple else type(value)(*items)
+    if isinstance(value, list):
+        copied = copy.copy(value)
+        copied[:] = [_snapshot(item) for item in value]
+        return copied
+    if isinstance(value, dict):
+        whole = copy.copy(value)
+        for key, item in value.items():
+            whole[key] = _snapshot(item)
+        return whole
+    return value
