@@ -1,4 +1,4 @@
-"""What else reduces gradients of the same parameters is noticed, and so are tensors without memory."""
+"""Other reducers of the same gradients are noticed, and so are tensors without memory."""
 
 import gc
 

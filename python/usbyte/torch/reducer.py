@@ -481,7 +481,7 @@ class Reducer:
         self.in_backward = True
 
     def _leave_kept_gradients(self) -> None:
-        """Moves the arena where a script still uses gradients that the next ones would overwrite."""
+        """Moves the arena if a script uses gradients in it that the next ones would overwrite."""
         if self._sharded and not self.learning:
             return  # scripts see no gradients, and the shards' views share the arena's memory
         if kept := self._sent.kept():
