@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <numeric>
@@ -35,6 +34,7 @@ struct Knob {
   std::string_view accepted;  // completes "accepted: "
   std::string_view description;
   Check check = nullptr;
+  int64_t least = 1;  // of whole numbers
 };
 
 bool is_log_level(std::string_view text) {
@@ -89,7 +89,8 @@ bool is_step_range(std::string_view text) {
 constexpr std::string_view kBytesAccepted =
     "a whole number of bytes >= 1, also with k, M or G (powers of 1024), such as 8388608, 8M or "
     "8MiB";
-constexpr std::string_view kSecondsAccepted = "a finite number of seconds > 0, such as 60 or 1.5";
+constexpr std::string_view kSecondsAccepted =
+    "a number of seconds > 0 and at most 1e8, such as 60 or 1.5";
 
 // clang-format off
 constexpr std::array kKnobs = {
@@ -116,6 +117,11 @@ constexpr std::array kKnobs = {
          "An operation in flight for longer is logged with the parameters in it"},
     Knob{"USBYTE_STALL_LIMIT_S", &Env::stall_limit_s, "300", "s", kSecondsAccepted,
          "An operation in flight for longer is a fault: every rank raises FaultError"},
+    Knob{"USBYTE_START_LIMIT_S", &Env::start_limit_s, "60", "s", kSecondsAccepted,
+         "init() ends with an error that names the missing ranks if they take longer to come"},
+    Knob{"USBYTE_CHECK_STEPS", &Env::check_steps, "50", "", "a whole number >= 0",
+         "Every how many steps ranks compare hyper-parameters and parameters; 0: never", nullptr,
+         0},
     Knob{"USBYTE_TIMELINE", &Env::timeline, "", "", "a path",
          "File that the measured timeline is written to, %r for the rank, else of rank 0 alone; "
          "empty: none"},
@@ -137,10 +143,11 @@ constexpr std::array kKnobs = {
          "a whole number from 1 to 8", "Operations that NCCL runs side by side",
          is_nccl_communicators},
     Knob{"USBYTE_NCCL_MAX_CTAS", &Env::nccl_max_ctas, "0", "", "a whole number >= 0",
-         "Most multiprocessors that one NCCL operation takes from computing; 0: NCCL's choice"},
+         "Most multiprocessors that one NCCL operation takes from computing; 0: NCCL's choice",
+         nullptr, 0},
     Knob{"USBYTE_NCCL_REGISTER", &Env::nccl_register, "0", "", "0 or 1",
          "1: gradients lie in memory registered with NCCL, for networks that then copy less",
-         is_switch},
+         is_switch, 0},
     Knob{"USBYTE_CUDA", {}, "AUTO", "", "AUTO, ON or OFF",
          "Whether an installation from source builds the CUDA part; no effect at run time"},
 };
@@ -152,9 +159,10 @@ constexpr std::array kKnobs = {
                  ". Correct it or unset it (default: \"" + std::string(knob.fallback) + "\").");
 }
 
+/// Within what every clock and timeout can count, in nanoseconds too.
 std::optional<double> seconds(std::string_view text) {
   const auto value = number<double>(text);
-  if (!value || !std::isfinite(*value) || *value <= 0) return std::nullopt;
+  if (!value || !(*value > 0 && *value <= 1e8)) return std::nullopt;
   return value;
 }
 
@@ -171,8 +179,7 @@ struct Assign {
   }
   std::string operator()(int64_t Env::* field) const {
     const auto value = knob.unit == "bytes" ? bytes(text) : number<int64_t>(text);
-    const int64_t least = knob.fallback == "0" ? 0 : 1;
-    if (!value || *value < least) reject(knob, text);
+    if (!value || *value < knob.least) reject(knob, text);
     if (knob.check != nullptr && !knob.check(text)) reject(knob, text);
     return std::to_string(env.*field = *value);
   }

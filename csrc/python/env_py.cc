@@ -34,6 +34,8 @@ void register_env(py::module_& m) {
       .def_readonly("learning_steps", &Env::learning_steps)
       .def_readonly("stall_warning_s", &Env::stall_warning_s)
       .def_readonly("stall_limit_s", &Env::stall_limit_s)
+      .def_readonly("start_limit_s", &Env::start_limit_s)
+      .def_readonly("check_steps", &Env::check_steps)
       .def_readonly("timeline", &Env::timeline)
       .def_readonly("timeline_steps", &Env::timeline_steps)
       .def_readonly("flight", &Env::flight)

@@ -66,6 +66,10 @@ TEST_F(EnvTest, Defaults) {
   EXPECT_EQ(env.learning_steps, 5);
   EXPECT_EQ(env.stall_warning_s, 60);
   EXPECT_EQ(env.stall_limit_s, 300);
+  EXPECT_EQ(env.start_limit_s, 60);
+  EXPECT_EQ(env.check_steps, 50);
+  EXPECT_EQ(env.nccl_max_ctas, 0);
+  EXPECT_EQ(env.nccl_register, 0);
   EXPECT_EQ(env.timeline, "");
   EXPECT_EQ(env.timeline_steps, "0:");
   EXPECT_EQ(env.flight, "");
@@ -115,12 +119,17 @@ TEST_F(EnvTest, BytesRejectWhatIsAmbiguousOrTooLarge) {
   }
 }
 
-TEST_F(EnvTest, SecondsAreFiniteAndPositive) {
+TEST_F(EnvTest, SecondsArePositiveAndCanBeCountedInNanoseconds) {
   EXPECT_EQ(read_with("USBYTE_STALL_LIMIT_S", "1.5").stall_limit_s, 1.5);
-  EXPECT_EQ(read_with("USBYTE_STALL_LIMIT_S", "2").stall_limit_s, 2);
-  for (const char* text : {"-1", "0", "nan", "inf", "1s", "1,5", "ten"}) {
-    const std::string error = error_with("USBYTE_STALL_LIMIT_S", text);
-    EXPECT_NE(error.find("seconds"), std::string::npos) << text << ": " << error;
+  EXPECT_EQ(read_with("USBYTE_STALL_LIMIT_S", "1e8").stall_limit_s, 1e8);
+  EXPECT_EQ(read_with("USBYTE_START_LIMIT_S", "2").start_limit_s, 2);
+  for (const char* name :
+       {"USBYTE_STALL_LIMIT_S", "USBYTE_STALL_WARNING_S", "USBYTE_START_LIMIT_S"}) {
+    for (const char* text : {"-1", "0", "nan", "inf", "1e9", "1e18", "1e999", "1s", "1,5", "ten"}) {
+      const std::string error = error_with(name, text);
+      EXPECT_NE(error.find("at most 1e8"), std::string::npos) << text << ": " << error;
+    }
+    unsetenv(name);
   }
 }
 
@@ -128,6 +137,14 @@ TEST_F(EnvTest, LearningStepsAreAtLeastOne) {
   EXPECT_EQ(read_with("USBYTE_LEARNING_STEPS", "1").learning_steps, 1);
   for (const char* text : {"0", "-3", "3.5", "3k", "many"}) {
     EXPECT_NE(error_with("USBYTE_LEARNING_STEPS", text).find(">= 1"), std::string::npos) << text;
+  }
+}
+
+TEST_F(EnvTest, CheckStepsMayBeNone) {
+  EXPECT_EQ(read_with("USBYTE_CHECK_STEPS", "0").check_steps, 0);
+  EXPECT_EQ(read_with("USBYTE_CHECK_STEPS", "7").check_steps, 7);
+  for (const char* text : {"-1", "1.5", "2k", "never"}) {
+    EXPECT_NE(error_with("USBYTE_CHECK_STEPS", text).find(">= 0"), std::string::npos) << text;
   }
 }
 

@@ -261,6 +261,32 @@ def test_knobs(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_knobs")
+def test_knobs_of_the_start_and_of_checks(monkeypatch):
+    knobs = _core.Env.read()
+    assert (knobs.start_limit_s, knobs.check_steps) == (60.0, 50)
+    monkeypatch.setenv("USBYTE_START_LIMIT_S", "7.5")
+    monkeypatch.setenv("USBYTE_CHECK_STEPS", "0")
+    knobs = _core.Env.read()
+    assert (knobs.start_limit_s, knobs.check_steps) == (7.5, 0)
+
+
+@pytest.mark.usefixtures("no_knobs")
+@pytest.mark.parametrize(
+    ("name", "text", "accepted"),
+    [
+        ("USBYTE_CHECK_STEPS", "-1", "a whole number >= 0"),
+        ("USBYTE_START_LIMIT_S", "0", "a number of seconds > 0 and at most 1e8"),
+        ("USBYTE_START_LIMIT_S", "1e10", "a number of seconds > 0 and at most 1e8"),
+        ("USBYTE_STALL_LIMIT_S", "1e18", "a number of seconds > 0 and at most 1e8"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(monkeypatch, name, text, accepted):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(EnvError, match=f'{name}="{text}" cannot be used; accepted: {accepted}'):
+        _core.Env.read()
+
+
+@pytest.mark.usefixtures("no_knobs")
 def test_knob_errors(monkeypatch):
     monkeypatch.setenv("USBYTE_CREDIT_BYTES", "2MB")
     with pytest.raises(EnvError, match=r'USBYTE_CREDIT_BYTES="2MB".*powers of 1024'):

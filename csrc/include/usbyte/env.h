@@ -32,6 +32,8 @@ struct Env {
   int64_t learning_steps;      ///< USBYTE_LEARNING_STEPS
   double stall_warning_s;      ///< USBYTE_STALL_WARNING_S
   double stall_limit_s;        ///< USBYTE_STALL_LIMIT_S
+  double start_limit_s;        ///< USBYTE_START_LIMIT_S
+  int64_t check_steps;         ///< USBYTE_CHECK_STEPS, 0 = never
   std::string timeline;        ///< USBYTE_TIMELINE
   std::string timeline_steps;  ///< USBYTE_TIMELINE_STEPS
   std::string flight;          ///< USBYTE_FLIGHT
