@@ -21,6 +21,18 @@ _ROUNDING = 1e-3
 _ALIKE = ("shape", "strides", "dtype", "compression", "gradients", "group")
 
 
+class OtherOrderError(MismatchError):
+    """Ranks have the same parameters, by name, in different orders.
+
+    Attributes:
+        names: Of the parameters in the order of the first rank.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__("the optimizer has the same parameters in another order on some ranks")
+        self.names = names
+
+
 def check_alike(
     context: Context, label: str, settings: Mapping[str, object], specs: Sequence[list[object]]
 ) -> None:
@@ -33,6 +45,7 @@ def check_alike(
         specs: As `difference_of` takes them, of this rank.
 
     Raises:
+        OtherOrderError: Ranks differ in the order of parameters, and perhaps in more.
         MismatchError: Ranks differ; it is the same on every rank.
     """
     text = json.dumps([dict(settings), specs]).encode()
@@ -49,8 +62,33 @@ def check_alike(
                     f"{label}: {setting} is {values[0]} on rank 0 but {value} on rank {rank}. "
                     "Give all ranks the same arguments and environment."
                 )
+    orders = [[str(row[0]) for row in its] for _, its in told]
+    if any(order != orders[0] for order in orders) and len(set(map(frozenset, orders))) == 1:
+        raise OtherOrderError(orders[0])
     difference = difference_of([its for _, its in told])
     raise MismatchError(f"{label}: {difference}. Build the same model on all ranks.")
+
+
+def check_order(context: Context, label: str, params: Sequence[torch.Tensor]) -> None:
+    """Compares the order of parameters that have no names, by their values. Collective.
+
+    Ranks whose parameters have not been made equal yet tell nothing of their order.
+
+    Raises:
+        MismatchError: Ranks have the same values in different places; it is alike on all ranks.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        mine = torch.stack([_print_of(param) for param in params]).cpu().nan_to_num()
+    texts = context.eager.allgather_bytes(f"{label}.order", json.dumps(mine.tolist()).encode())
+    first, *others = map(json.loads, texts)
+    for rank, other in enumerate(others, 1):
+        if other != first and sorted(other) == sorted(first):
+            raise MismatchError(
+                f"{label}: the optimizer has the same parameters in another order on rank "
+                f"{context.ranks[rank]} than on rank {context.ranks[0]}, and would sum gradients "
+                "of different ones: pass named_parameters=model.named_parameters(), by which they "
+                "are matched, or give the optimizer model.parameters() on all ranks"
+            )
 
 
 def check_params(

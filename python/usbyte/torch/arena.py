@@ -14,10 +14,12 @@ from usbyte.errors import UsageError
 #: and votes of ranks that want a new plan, that have data, that have none as they have joined, that
 #: have updated parameters with the sums before, and that have left that out. They are flags too: of
 #: numbers as coarse as gradients may be, scaled ones even, the sum would not be how many there are.
+#: Behind the votes are the flags of a checksum; see `StepCheck`.
 #: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
 #: that a bucket can take both.
 USED = "usbyte.used"
 VOTES = 5
+CHECK_FLAGS = 32
 
 _DTYPES = {
     torch.float32: "float32",
@@ -79,11 +81,11 @@ def laid_out_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def used_numel(params: int) -> int:
-    """Elements of `USED`: a flag for each parameter, votes, and what aligns gradients behind it.
+    """Elements of `USED`: a flag for each parameter, the others, and what aligns gradients behind.
 
     Kernels move 16 bytes at a time, eight elements of the smallest dtype, where those are aligned.
     """
-    return -(-(params + VOTES) // 8) * 8
+    return -(-(params + VOTES + CHECK_FLAGS) // 8) * 8
 
 
 class Arena:
@@ -97,8 +99,9 @@ class Arena:
     Attributes:
         buffer: 1-d uint8.
         flags: 1-d, all of `USED`.
-        used: 1-d, of those the flags, one for each parameter, in the plan's order, and the votes.
-        votes: 1-d, the latter alone.
+        used: 1-d, of those the flags, one for each parameter, in the plan's order, the votes and
+            the flags of a checksum.
+        votes: 1-d, the votes and those.
         grads: For each dense parameter its gradient's view, of its shape and strides. Each
             view has a version counter of its own, so that a write to one gradient can be told from
             a write to another.
@@ -113,7 +116,7 @@ class Arena:
         self.buffer = buffer
         flags, *tensors = plan.tensors
         self.flags = self._flat(plan, flags)
-        self.used = self.flags[: len(params) + VOTES]
+        self.used = self.flags[: len(params) + VOTES + CHECK_FLAGS]
         self.votes = self.used[len(params) :]
         self.grads = []
         for spec, param in zip(tensors, params, strict=True):

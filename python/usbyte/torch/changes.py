@@ -112,6 +112,10 @@ class Changes:
         cause = f"a step ended half-way ({type(error).__name__}: {error})"
         self.torn = self.torn or f"{cause}, so that parameters are not those of any step"
 
+    def spoil(self, why: str) -> None:
+        """Parameters are not to be used any more, as ranks have come to train otherwise."""
+        self.torn = why
+
     def check_whole(self) -> None:
         """Raises Error if a step has ended half-way."""
         if self.torn:

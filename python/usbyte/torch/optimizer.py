@@ -13,13 +13,14 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
+from usbyte.torch.alike import OtherOrderError, check_order
 from usbyte.torch.arguments import check_combination, check_policy, integer, names_of, positive
 from usbyte.torch.changes import Changes
 from usbyte.torch.codec_memory import MEMORY, Memory, codes_shards
 from usbyte.torch.compression import Rules
 from usbyte.torch.context import Context, current
 from usbyte.torch.decision import Decision
-from usbyte.torch.device import device_of
+from usbyte.torch.device import Device, device_of
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.known import is_known
 from usbyte.torch.members import members_of
@@ -59,8 +60,10 @@ class DistributedOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: The optimizer to wrap. Do not call it directly afterwards.
-        named_parameters: `model.named_parameters()`, for names in messages and timelines. Names
-            must be unique and cover every parameter of `optimizer`.
+        named_parameters: `model.named_parameters()`, for names in messages and timelines, and by
+            which ranks match parameters that they have in different orders. Names must be unique
+            and cover every parameter of `optimizer`. Without names, ranks match parameters by
+            their places in the optimizer.
         overlap: "backward": gradients are final when `backward()` returns, as with DDP. "forward":
             `step()` returns at once, and each layer of the next forward pass waits only for its own
             parameters; who reads a gradient or a parameter before has it fetched first, so that
@@ -317,7 +320,7 @@ class DistributedOptimizer(OptimizerWrapper):
             raise
         finally:
             if self._stepper is not None:
-                self._stepper.shared = stepper.shared
+                self._stepper.shared, self._stepper.against = stepper.shared, stepper.against
                 self._stepper.reducer.unsent = unsent
 
     def __repr__(self) -> str:
@@ -608,10 +611,15 @@ class DistributedOptimizer(OptimizerWrapper):
             return  # nothing to send: the wrapped optimizer as it is
         warn_of_renormalized(self.label, trained, self._owner)
         device = device_of(trained.names, trained.params)
-        self._planner = planner = Planner(
-            context, self.label, settings, trained, device, served.codecs, served.sparse,
-            steps_before,
-        )  # fmt: skip
+        try:
+            planner = self._make_planner(trained, device, served, steps_before)
+        except OtherOrderError as error:  # on all ranks, which take the order of the first
+            trained = trained.in_order(error.names)
+            served = self._serve(trained)
+            planner = self._make_planner(trained, device, served, steps_before)
+        if self._given_names is None:
+            check_order(context, self.label, trained.params)
+        self._trained, self._planner = trained, planner
         if settings.topology is not None:
             parse(settings.topology, context.size)  # alike, so an error is on all ranks
         self._stepper = Stepper(
@@ -621,6 +629,14 @@ class DistributedOptimizer(OptimizerWrapper):
         keep(self, trained.params)
         self._state_hooks = self._hook_state()
         self._closed = False
+
+    def _make_planner(
+        self, trained: Trained, device: Device, served: Served, steps_before: int
+    ) -> Planner:
+        return Planner(
+            self._context, self.label, self._settings, trained, device, served.codecs,
+            served.sparse, steps_before,
+        )  # fmt: skip
 
     def _serve(self, trained: Trained) -> Served:
         """Claims parameters.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -30,6 +30,8 @@ class _Seen:
     first_read: int = 0
     changed: str = ""  # in the optimizer's groups
     backwards: int = 0  # since the last step
+    most_forwards: int = 0  # in a step
+    retained: bool = False  # a graph was kept for another backward pass
     reads: set[int] = field(default_factory=set)  # since the last backward pass
 
 
@@ -55,6 +57,8 @@ class Watch:
         self._seen = _Seen()
         self._trainer: int | None = None  # the thread that took the last step, while it matters
         self._users: dict[int, int] = {}  # threads since then, with the first parameter of each
+        self._forwards = 0  # passes of outermost modules since the last step
+        self._retains = False  # the present backward pass keeps its graph
 
     def begin(self) -> None:
         """Learning begins anew."""
@@ -63,6 +67,23 @@ class Watch:
     def backward(self) -> None:
         """A backward pass has ended, with sums that were waited for."""
         self._seen.backwards += 1
+
+    def forward(self) -> None:
+        """An outermost module begins a forward pass that a backward pass can follow."""
+        self._forwards += 1
+
+    def backward_begins(self, learns: bool) -> None:
+        """Called inside `backward()`; the job is being learned, or not."""
+        self._retains = _keeps_graph()
+        self._seen.retained = self._seen.retained or (learns and self._retains)
+
+    def expects_another_pass(self) -> bool:
+        """Whether another backward pass may come before `step()`, as none did while learning.
+
+        It would add to gradients while they are on their way.
+        """
+        many = self._forwards > self._seen.most_forwards
+        return many or (self._retains and not self._seen.retained)
 
     def gradient_read(self, i: int) -> None:
         """Somebody uses a gradient between `backward()` and `step()`."""
@@ -96,13 +117,15 @@ class Watch:
     def step_ends(self) -> None:
         """Updates wait from now on, or would."""
         self._trainer = threading.get_ident()
+        self._forwards = 0
 
-    def step(self, closure: bool, whole: bool) -> None:
-        """`step()` is called.
+    def step(self, closure: bool, whole: bool, learns: bool) -> None:
+        """`step()` is called, and taken as a whole.
 
         Args:
             closure: With one.
             whole: Step hooks, a GradScaler or the optimizer want all parameters updated at once.
+            learns: The job is being learned.
         """
         seen = self._seen
         seen.steps += 1
@@ -113,6 +136,8 @@ class Watch:
             seen.with_reads += 1
             seen.first_read = min(seen.reads)
         seen.backwards, seen.reads = 0, set()
+        if learns:
+            seen.most_forwards = max(seen.most_forwards, self._forwards)
 
     @contextmanager
     def groups(self, strict: bool) -> Iterator[None]:
@@ -130,15 +155,17 @@ class Watch:
             )
         self._seen.changed = next(iter(changes), self._seen.changed)
 
-    def reason(self, gates: Gates, ungated: Sequence[int], shared: str) -> str:
+    def reason(self, gates: Gates, ungated: Sequence[int], shared: str, against: str) -> str:
         """Why updates should not wait for the next forward pass; empty if they may.
 
         Args:
             gates: What they have seen.
             ungated: Parameters whose use they have not.
             shared: Name of a parameter that another thread has used; empty if none has.
+            against: A reason that was found later; empty if none was.
         """
-        return "; ".join(self._reasons(gates, ungated, shared))
+        reasons = [*self._reasons(gates, ungated, shared), *([against] if against else [])]
+        return "; ".join(reasons)
 
     def _reasons(self, gates: Gates, ungated: Sequence[int], shared: str) -> Iterator[str]:
         kind, seen = type(self._optimizer), self._seen
@@ -186,6 +213,12 @@ class Watch:
                 f"what uses '{self._names[ungated[0]]}', and more, was not seen to, as in compiled "
                 "code"
             )
+
+
+# Of the backward pass that runs; private, and missing in older torch, which then tells nothing.
+_keeps_graph: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False
+)
 
 
 def agree(context: Context, label: str, reason: str) -> str:

@@ -97,6 +97,7 @@ class Planner:
             "overlap": overlap,
             "bucket_bytes": self._options["bucket_bytes"],
             "USBYTE_LEARNING_STEPS": context.env.learning_steps,
+            "USBYTE_CHECK_STEPS": context.env.check_steps,
             "op": str(settings.op),
             "policy": self._policy if isinstance(self._policy, str) else "a function",
             "max_grad_norm": settings.max_grad_norm,

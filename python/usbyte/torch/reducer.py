@@ -13,8 +13,10 @@ import torch
 from torch.autograd import Variable
 
 from usbyte.errors import UsageError
+from usbyte.torch.arena import VOTES
 from usbyte.torch.awaited import Fetch, release
 from usbyte.torch.codec_memory import Memory
+from usbyte.torch.consistency import StepCheck
 from usbyte.torch.decision import Decision
 from usbyte.torch.device import Fetched, Mark
 from usbyte.torch.learning import Times
@@ -75,6 +77,7 @@ class Reducer:
         transport: Moves the gradients.
         cycle: Says how long plans stay in force.
         memory: Of codecs.
+        check: Compares what ranks are about to apply.
         listener: Told of backward passes.
 
     Attributes:
@@ -95,12 +98,13 @@ class Reducer:
         transport: Transport,
         cycle: PlanCycle,
         memory: Memory,
+        check: StepCheck,
         listener: Listener,
     ) -> None:
         self.names, self.device = trained.names, transport.device
         self._params, self._sparse = trained.params, [n in planner.sparse for n in trained.names]
         self._planner, self._transport, self._cycle = planner, transport, cycle
-        self._memory, self._listener = memory, listener
+        self._memory, self._check, self._listener = memory, check, listener
         self._sharded, self._densifies = settings.sharded, settings.densifies
         self._sums = settings.op == Sum
         self.in_flight = self.in_backward = self.applied = self.unsent = False
@@ -115,8 +119,9 @@ class Reducer:
         self._in_pass = False  # one of those
         self._task = -1  # autograd's, of the last pass that had begun
         self._used: list[bool] | None = None  # by any rank, by tensor of the plan, once it is known
-        # By parameter, param.grad is what the ranks agreed on, or has been there before.
-        self._holds_result = [param.grad is not None for param in self._params]
+        # By parameter, a gradient was sent since gradients were last reset.
+        self._holds_result = [False] * len(self._params)
+        self._at_reset = self._gradients_now()  # those that were there then
         self._waits_no_more = False  # after a fault
         self._sent = SentGradients(self.names, self._params, self._sparse)
         self._sent.move(transport.arena.buffer, transport.views())
@@ -240,17 +245,22 @@ class Reducer:
         Zeros do not count, with which torch.distributed.checkpoint has optimizers make their state.
         """
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
-            for i, (param, grad) in enumerate(zip(self._params, self._sent.shown, strict=True)):
+            for i, param in enumerate(self._params):
                 own = param.grad
-                if own is None or own is grad or self._holds_result[i]:
+                if own is None or self._holds_result[i] or _state_of(own) == self._at_reset[i]:
                     continue
                 if own.is_sparse or own.any():
                     return i
         return -1
 
-    def forget_results(self) -> None:
-        """The user has reset the gradients."""
+    def forget_results(self, set_to_none: bool) -> None:
+        """The user has reset the gradients, to None or to zeros."""
         self._holds_result = [False] * len(self._params)
+        self._at_reset = [None] * len(self._params) if set_to_none else self._gradients_now()
+
+    def _gradients_now(self) -> list[tuple[int, int] | None]:
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
+            return [None if p.grad is None else _state_of(p.grad) for p in self._params]
 
     def begin_update(self) -> Mark:
         """For `Transport.record_update`."""
@@ -471,6 +481,7 @@ class Reducer:
         if due:
             self._all_take_it(vote)  # those that complete it ask, too
         self._vote = vote
+        self._check.begin(self._transport.steps)
         self._sent.begin()
         self._leave_kept_gradients()
         self._memory.begin_step()
@@ -496,8 +507,10 @@ class Reducer:
             self._voted = False
         while len(self._votes) > lag:
             own, votes = self._votes.popleft()
-            wanted, _, joined, taken, left_out = map(bool, votes.get())
+            flags = votes.get()
+            wanted, _, joined, taken, left_out = map(bool, flags[:VOTES])
             self._cycle.hear(wanted, joined)
+            self._check.hear(flags[VOTES:])
             if taken and left_out:
                 self._all_take_it(own)  # they do not
 
@@ -581,7 +594,8 @@ class Reducer:
         used = [self._sent.own[i] for i in self._transport.at_slot]
         wanted, has_data = self._cycle.end_backward(), self._has_data
         votes = wanted, has_data, not has_data, self._vote == _TAKEN, self._vote == _LEFT_OUT
-        self._transport.sender.send_flags([*map(float, used), *map(float, votes)])
+        checks = self._check.flags(self._transport.steps - 1, not has_data)
+        self._transport.sender.send_flags([*map(float, used), *map(float, votes), *checks])
         self._transport.engine.end_backward()
         self._voted = self._has_sums = True
         self._completed = False
@@ -590,6 +604,11 @@ class Reducer:
         self.in_backward = False
         self.in_flight = True
         self._listener.on_backward_end()
+
+
+def _state_of(grad: torch.Tensor) -> tuple[int, int]:
+    """Changes when the gradient is replaced or written to. Keeps no reference to it."""
+    return id(grad), grad._version
 
 
 def _hook(of: weakref.ref[Reducer], i: int, _param: object) -> None:

@@ -93,6 +93,17 @@ class Trained:
             [p for p, _ in rows if not p.requires_grad],
         )
 
+    def in_order(self, names: Sequence[str]) -> Trained:
+        """The same parameters in the order of these names."""
+        place = {name: i for i, name in enumerate(self.names)}
+        order = [place[name] for name in names]
+        return Trained(
+            names,
+            [self.params[i] for i in order],
+            [self.groups[i] for i in order],
+            self.frozen,
+        )
+
     def check_frozen(self) -> None:
         """Raises UsageError if one that was frozen is to be trained now."""
         for param in self.frozen:

@@ -16,6 +16,7 @@ from usbyte.torch.alike import check_params
 from usbyte.torch.awaited import release, weakly
 from usbyte.torch.changes import Changes
 from usbyte.torch.codec_memory import Memory
+from usbyte.torch.consistency import StepCheck
 from usbyte.torch.context import Context
 from usbyte.torch.device import Device
 from usbyte.torch.fused import FusedUpdate
@@ -41,6 +42,8 @@ from usbyte.torch.transport import Transport
 from usbyte.torch.updates import DeferredUpdates
 
 log = logging.getLogger("usbyte")
+
+_PASSES_WITHOUT_STEP = 30
 
 
 class Stepper:
@@ -68,6 +71,7 @@ class Stepper:
         transport: Moves gradients.
         reducer: Sends them, and gives their sums.
         shared: A parameter that another thread than the one that trains has used; empty if none.
+        against: What speaks against updates that wait, if it was found after the first steps.
         shards: Of parameters, each updated by the rank that owns it; None unless they are.
         ended: After `end`.
     """
@@ -99,7 +103,8 @@ class Stepper:
         self._ungated: list[int] = []  # parameters whose use nobody would see
         self._late: set[int] = set()  # parameters that the forward pass did not ask for
         self._used_up: list[bool] = []  # as `ShardedUpdates.used`, while a plan is learned
-        self.shared = ""
+        self.shared = self.against = ""
+        self._passes = 0  # backward ones that have sent gradients since the last step
         self._told_of_threads = self._told_of_unsent = False
         self._watch = Watch(optimizer, trained.names, trained.params)
         self._fetch_param = [weakly(self._on_param_read, i) for i in self._everything]
@@ -120,7 +125,19 @@ class Stepper:
             may_ask=settings.overlap == "auto",
             on_learned=self._on_learned,
         )
-        self.reducer = Reducer(settings, trained, planner, self.transport, cycle, memory, self)
+        check = StepCheck(
+            planner.label,
+            optimizer,
+            trained,
+            device,
+            context.env.check_steps,
+            context.ranks,
+            self.transport.ask,
+            changes.spoil,
+        )
+        self.reducer = Reducer(
+            settings, trained, planner, self.transport, cycle, memory, check, self
+        )
         self._deferred = DeferredUpdates(
             optimizer, self._take_deferred, changes.tear, trained, self._groups, self.reducer,
             self._fetch_param,
@@ -145,6 +162,8 @@ class Stepper:
         self.transport.check()
         self._changes.check_whole()
         if self.reducer.in_backward:
+            if _is_in_backward():
+                raise _called_in_backward()
             raise Error(
                 "the last backward() did not end, so the other ranks wait for its gradients in "
                 "vain; restart the job from its last checkpoint"
@@ -166,6 +185,7 @@ class Stepper:
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """See `DistributedOptimizer`; after `check`."""
+        self._passes = 0
         self._check_threads()
         self._groups.look_up()  # before anything is given to the optimizer
         if isinstance(self._updater, FusedUpdate):
@@ -222,7 +242,7 @@ class Stepper:
                 rows = zip(self._used_up, self._trained.params, strict=True)
                 self._zero_spent([u or param.grad is not None for u, param in rows])
             self._used_up = []
-        self.reducer.forget_results()
+        self.reducer.forget_results(set_to_none)
 
     def check_whole_gradients(self) -> None:
         """Raises UsageError while gradients are on their way of which ranks get shards only."""
@@ -362,7 +382,7 @@ class Stepper:
         reducer = self.reducer
         self.drain()
         self._joined.follow()
-        self._watch.step(closure is not None, self._needs_whole_step())
+        self._watch.step(closure is not None, self._needs_whole_step(), not self._learned)
         start = reducer.device.now()
         if self._settings.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._trained.params, self._settings.max_grad_norm)
@@ -415,6 +435,8 @@ class Stepper:
         """Warns once of gradients that no backward pass has given, which nobody sends."""
         if self._told_of_unsent or (i := self.reducer.unsent_gradient()) < 0:
             return
+        if _is_in_backward():  # in a hook that comes before usbyte's
+            raise _called_in_backward()
         self._told_of_unsent = True
         log.warning(
             "%s: the gradient of '%s' was set by hand, and only those that backward() gives are "
@@ -512,7 +534,7 @@ class Stepper:
         check_params(self._context, label, self._trained.names, self._trained.params)
         self._ungated = sorted(self._gates.finish_learning())
         if self._settings.overlap == "auto":
-            reason = self._watch.reason(self._gates, self._ungated, self.shared)
+            reason = self._watch.reason(self._gates, self._ungated, self.shared, self.against)
             self._planner.settle_overlap(agree(self._context, label, reason))
 
     def _finish_learning(self) -> None:
@@ -532,6 +554,8 @@ class Stepper:
         # Evaluation may take other paths through the model than those that were learned, and a
         # second forward pass before step() leads to a second backward pass.
         self._note_use(0)
+        if trains:
+            self._watch.forward()
         if not trains or (self.reducer.in_flight and self.shards is None):
             self.drain()
 
@@ -586,7 +610,7 @@ class Stepper:
             MismatchError: Always.
         """
         named = name_ranks([self._context.ranks[rank] for rank in ranks])
-        self._changes.torn = (
+        self._changes.spoil(
             f"{self._planner.label}: {named} called no step() between two backward passes that "
             "sent gradients, and other ranks did, so that their parameters differ"
         )
@@ -606,6 +630,7 @@ class Stepper:
             self._joined.check_step_taken()
         elif self.reducer.in_flight and self.reducer.dropped(renewed=i):
             self._drop(self.shards)
+        self._watch.backward_begins(not self._learned)
         self._late = set(self._updates.unasked)
         self.on_gradient(i)
         self.apply_all()
@@ -623,9 +648,46 @@ class Stepper:
     def on_backward_end(self) -> None:
         """Waits for the sums, or has readers wait for them."""
         self._late = set()
-        defers = self._defers and not self._in_step
+        self._note_pass()
+        defers = self._defers and not self._in_step and not self.against
+        if defers and self.shards is None and self._watch.expects_another_pass():
+            self._stay_with_backward()
+            defers = False
         if not defers:
             self.reducer.settle()
             self._watch.backward()
         if defers or not (self._learned or self._in_step or self._settings.overlap == "backward"):
             self.reducer.hold_gradients(self._fetch_gradient)
+
+    def _note_pass(self) -> None:
+        """Warns once if passes go on without a step, from which alone jobs are learned."""
+        self._passes += 1
+        if self._passes == _PASSES_WITHOUT_STEP and self.reducer.learning:
+            log.warning(
+                "%s: %d backward passes have sent gradients without a call of step(), so that "
+                "communication is not planned: call step() of the DistributedOptimizer. Where the "
+                "wrapped optimizer updates parameters in other methods, as SAM does in "
+                "first_step() and second_step(), wrap the optimizer that it is made of instead: "
+                "sam.base_optimizer = DistributedOptimizer(sam.base_optimizer, ...)",
+                self._planner.label,
+                self._passes,
+            )
+
+    def _stay_with_backward(self) -> None:
+        """Gradients become final in this pass, as another one is to add to them before a step."""
+        if self._settings.overlap == "auto" and not self.against:
+            self.against = "several backward passes before one step() have come up"
+            self.reducer.ask_for_plan()
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _called_in_backward() -> UsageError:
+    return UsageError(
+        "step() or zero_grad() was called inside backward(), as by a hook of a parameter: make one "
+        "DistributedOptimizer for all parameters and call step() once backward() has returned. "
+        'With overlap="forward" each update then runs when its layer needs it, and frees as much '
+        "time as a step in a hook"
+    )
