@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -35,12 +36,13 @@ def check_alike(
     Raises:
         MismatchError: Ranks differ; it is the same on every rank.
     """
-    text = json.dumps([dict(settings), specs]).encode()
+    mine = [dict(settings), specs]
+    text = json.dumps(mine).encode()
     eager, name = context.eager, f"{label}.parameters"
     digests = eager.allgather_bytes(f"{name}.hash", hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
-    told = [json.loads(answer) for answer in eager.allgather_bytes(name, text)]
+    told = eager.allgather_json(name, mine, tuple[dict[str, Any], list[list[Any]]])
     for setting in settings:
         values = [given.get(setting) for given, _ in told]
         for rank, value in enumerate(values):
@@ -74,8 +76,7 @@ def check_params(
         return
     first = int(apart.nonzero()[0])
     own = mine.view(-1, 2)[first].tolist()
-    texts = context.eager.allgather_bytes(f"{label}.apart", json.dumps(own).encode())
-    told = [json.loads(text) for text in texts]
+    told = context.eager.allgather_json(f"{label}.apart", own, tuple[float, float])
     if context.rank > 0:
         return
     rank = max(

@@ -1,0 +1,97 @@
+"""Which tensors have memory of their own, so that they can be read by address."""
+
+from __future__ import annotations
+
+import torch
+
+from usbyte.errors import UsageError
+
+
+def check_plain(what: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor that must not be read by address.
+
+    Args:
+        what: Names the operation or the tensor; the message begins with it.
+        tensor: Any tensor.
+
+    Raises:
+        UsageError: It is not a dense tensor with memory of its own. The message names its class
+            and what to pass instead.
+    """
+    found = _flaw(tensor)
+    if found is not None:
+        flaw, remedy = found
+        raise UsageError(f"{what} cannot take a {type(tensor).__name__} {flaw}: {remedy}")
+
+
+def check_class(what: str, tensor: torch.Tensor) -> None:
+    """Refuses a sparse tensor whose indices and values are not in its own memory.
+
+    Raises:
+        UsageError: See `check_plain`.
+    """
+    found = _flaw_of_class(tensor)
+    if found is not None:
+        flaw, remedy = found
+        raise UsageError(f"{what} cannot take a {type(tensor).__name__} {flaw}: {remedy}")
+
+
+def _flaw(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What keeps the tensor from being read by address and what to do; None if nothing does."""
+    found = _flaw_of_class(tensor)
+    if found is not None:
+        return found
+    if tensor.is_nested:
+        return "that is nested", "pass its values() and offsets(), or to_padded_tensor(0.0)"
+    if tensor.layout != torch.strided:
+        return f"of layout {tensor.layout}", "pass tensor.to_dense()"
+    if tensor.is_quantized:
+        return "that is quantized", "pass tensor.dequantize(), or tensor.int_repr()"
+    if _needed_bytes(tensor) > tensor.untyped_storage().nbytes():
+        return (
+            "whose memory has been freed",
+            "pass it while it has data; FSDP, for example, frees parameters outside of forward "
+            "and backward",
+        )
+    return None
+
+
+def _flaw_of_class(tensor: torch.Tensor) -> tuple[str, str] | None:
+    kind = type(tensor)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "inside a torch.func transform", "call this outside of grad(), vmap() and the like"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return "whose values are not in memory of its own", _instead_of(kind)
+    if torch.nn.parameter.is_lazy(tensor):
+        return "that has no shape yet", "run one batch through its lazy module before"
+    if tensor.device.type == "meta":
+        return (
+            "on the meta device, which has no data",
+            'materialize it before, as with module.to_empty(device="cpu") and load_state_dict()',
+        )
+    if tensor._is_zerotensor():
+        return "that is a zero without memory", "pass torch.zeros_like(tensor)"
+    return None
+
+
+def _instead_of(kind: type[torch.Tensor]) -> str:
+    """What to pass instead of a tensor whose class has its own dispatch."""
+    if hasattr(kind, "to_local"):
+        return "pass tensor.to_local(), which is this rank's part, or tensor.full_tensor()"
+    if hasattr(kind, "fake_mode") or kind.__name__ == "FakeTensor":
+        return "call this with real tensors, outside of FakeTensorMode"
+    if hasattr(kind, "trigger_wait"):
+        return "pass tensor.wait()"
+    if hasattr(kind, "dequantize") and hasattr(kind, "tensor_data_names"):
+        return "pass tensor.dequantize()"
+    if hasattr(kind, "get_mask"):
+        return "pass tensor.get_data() and tensor.get_mask()"
+    return "pass plain tensors, such as those that it is made of"
+
+
+def _needed_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that its storage must have for every element to be in it."""
+    if not tensor.numel():
+        return 0
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + reach + 1) * tensor.element_size()
