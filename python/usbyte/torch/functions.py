@@ -53,7 +53,7 @@ def broadcast_parameters(
                 "send it with broadcast_object"
             )
         if tensor is not None:
-            check_plain(f"broadcast_parameters: '{name}': usbyte", tensor)
+            check_plain(f"broadcast_parameters of '{name}'", tensor)
     tensors = [(name, t) for name, t in rows if t is not None]
     queue, label = _queue_and_name("parameters", None, process_set)
     _broadcast_all(queue, label, tensors, root_rank)

@@ -22,7 +22,7 @@ from usbyte.torch.handles import Request
 from usbyte.torch.matching import Descriptor, Verdict
 from usbyte.torch.operation_names import OperationName
 from usbyte.torch.peers import Peers
-from usbyte.torch.plain import check_class, check_plain
+from usbyte.torch.plain import check_plain
 from usbyte.torch.reduction import ReduceOp, check_reducible, reduce_flat
 
 _TAG = 0  # of rings; the queue runs one operation at a time
@@ -144,7 +144,7 @@ def sparse_allreduce(
     is a UsageError on every rank if the indices of one are beyond the tensor's shape.
     """
     what = f"allreduce '{name}'"
-    check_class(what, tensor)
+    check_plain(what, tensor, or_sparse=True)
     if tensor.layout != torch.sparse_coo:
         raise UsageError(f"{what} needs a sparse COO tensor, not layout {tensor.layout}")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):

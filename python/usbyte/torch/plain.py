@@ -7,39 +7,33 @@ import torch
 from usbyte.errors import UsageError
 
 
-def check_plain(what: str, tensor: torch.Tensor) -> None:
+def check_plain(what: str, tensor: torch.Tensor, or_sparse: bool = False) -> None:
     """Refuses a tensor that must not be read by address.
 
     Args:
-        what: Names the operation or the tensor; the message begins with it.
+        what: Names the operation; the message begins with it.
         tensor: Any tensor.
+        or_sparse: Sparse COO tensors are taken, too.
 
     Raises:
         UsageError: It is not a dense tensor with memory of its own. The message names its class
             and what to pass instead.
     """
-    found = _flaw(tensor)
+    found = flaw_of(tensor, or_sparse)
     if found is not None:
         flaw, remedy = found
         raise UsageError(f"{what} cannot take a {type(tensor).__name__} {flaw}: {remedy}")
 
 
-def check_class(what: str, tensor: torch.Tensor) -> None:
-    """Refuses a sparse tensor whose indices and values are not in its own memory.
+def flaw_of(tensor: torch.Tensor, or_sparse: bool = False) -> tuple[str, str] | None:
+    """Why a tensor must not be read by address; see `check_plain`.
 
-    Raises:
-        UsageError: See `check_plain`.
+    Returns:
+        What it is, to follow its class in a sentence, and what to pass instead; None if it can be
+        read.
     """
     found = _flaw_of_class(tensor)
-    if found is not None:
-        flaw, remedy = found
-        raise UsageError(f"{what} cannot take a {type(tensor).__name__} {flaw}: {remedy}")
-
-
-def _flaw(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """What keeps the tensor from being read by address and what to do; None if nothing does."""
-    found = _flaw_of_class(tensor)
-    if found is not None:
+    if found is not None or (or_sparse and tensor.layout == torch.sparse_coo):
         return found
     if tensor.is_nested:
         return "that is nested", "pass its values() and offsets(), or to_padded_tensor(0.0)"

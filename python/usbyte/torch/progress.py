@@ -74,7 +74,7 @@ def _check_status(status: dict[str, Any]) -> None:
     for field in status.keys() & _STATUS.keys():
         status[field] = check(status[field], _STATUS[field])
     for row in check(status.get("last", []), list[dict[str, Any]]):
-        check({f.name: row.get(f.name) for f in fields(_Operation)}, _Operation)
+        check({f.name: row[f.name] for f in fields(_Operation) if f.name in row}, _Operation)
 
 
 def behind(states: Mapping[int, State]) -> list[str]:

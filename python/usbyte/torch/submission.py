@@ -12,7 +12,7 @@ from usbyte.torch import context
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.handles import Request
 from usbyte.torch.operation_names import OperationName
-from usbyte.torch.plain import check_class
+from usbyte.torch.plain import check_plain
 from usbyte.torch.process_sets import Members, global_process_set
 
 _NAME_BYTES = 4096  # torch's store drops who sends it a key of 8192
@@ -56,7 +56,7 @@ def queue_of(
                 f"{what} takes tensors, not {type(tensor).__name__}: pass torch.tensor(value), or "
                 "send objects with broadcast_object or allgather_object"
             )
-        check_class(what, tensor)
+        check_plain(what, tensor, or_sparse=True)
     if process_set is global_process_set:
         queue = run.eager
     else:

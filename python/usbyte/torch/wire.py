@@ -16,7 +16,7 @@ import torch
 from usbyte.errors import Error, UsageError
 from usbyte.torch.messages import unreadable
 from usbyte.torch.operations import bytes_of
-from usbyte.torch.plain import check_class, check_plain
+from usbyte.torch.plain import flaw_of
 from usbyte.torch.wire_layout import DTYPES, distinct, dtype_name, travels
 from usbyte.torch.wire_reader import DEEPEST, Incoming, parse, sparse_tensor
 
@@ -218,9 +218,12 @@ def _pack_array(obj: np.ndarray[Any, Any], where: str, tensors: list[torch.Tenso
 
 
 def _pack_tensor(obj: torch.Tensor, where: str, tensors: list[torch.Tensor]) -> Any:
-    what = f"{where} cannot be sent: usbyte"
+    if found := flaw_of(obj, or_sparse=True):
+        flaw, remedy = found
+        raise UsageError(
+            f"{where} is a {type(obj).__name__} {flaw}, which cannot be sent; {remedy}"
+        )
     if obj.layout == torch.sparse_coo:
-        check_class(what, obj)
         parts = [obj.detach()._indices(), obj.detach()._values()]
         try:
             sparse_tensor(parts[0], parts[1], obj.shape, obj.is_coalesced())
@@ -234,7 +237,6 @@ def _pack_tensor(obj: torch.Tensor, where: str, tensors: list[torch.Tensor]) -> 
             "parts": [_pack_tensor(part, where, tensors) for part in parts],
             "coalesced": obj.is_coalesced(),
         }
-    check_plain(what, obj)
     if obj.dtype not in DTYPES.values():
         raise UsageError(f"{where} is a tensor of {obj.dtype}, which cannot be sent; convert it")
     strides = _add_tensor(obj.detach(), tensors)
