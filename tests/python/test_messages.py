@@ -60,12 +60,8 @@ class Row:
 
 
 def test_messages_are_read_as_their_kind():
-    assert read("m", b'["a", 1, 2, null]', tuple[str, int, float, int | None]) == (
-        "a",
-        1,
-        2.0,
-        None,
-    )
+    kind = tuple[str, int, float, int | None]
+    assert read("m", b'["a", 1, 2, null]', kind) == ("a", 1, 2.0, None)
     assert read("m", '{"name": "a", "sizes": [1]}', Row) == Row("a", [1])
     assert read("m", '{"x": [[true]]}', dict[str, list[list[bool]]]) == {"x": [[True]]}
     assert read("m", '[{"any": 1}]', list[Any]) == [{"any": 1}]
@@ -82,7 +78,7 @@ def test_messages_are_read_as_their_kind():
     ],
 )  # fmt: skip
 def test_messages_of_another_kind_are_refused(text, kind):
-    with pytest.raises(MismatchError, match="rank 3's answer cannot be read: .*same version"):
+    with pytest.raises(MismatchError, match=r"rank 3's answer cannot be read: .*same version"):
         read("rank 3's answer", text, kind)
 
 

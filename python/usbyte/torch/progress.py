@@ -69,6 +69,8 @@ def _check_status(status: dict[str, Any]) -> None:
         required.add("awaited")
     if status.get("held"):
         required.add("launched")
+    if "ops" in status:
+        required.add("completed")
     if missing := required - status.keys():
         raise ValueError(f"it has no '{min(missing)}'")
     for field in status.keys() & _STATUS.keys():

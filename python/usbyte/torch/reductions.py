@@ -66,8 +66,7 @@ def allreduce(
         average: Deprecated; True stands for op=Average, False for op=Sum.
         name: What the ranks match it by.
         compression: Applied before and undone after; lossy ones change the result.
-        op: Average (default), Sum, Min, Max or Product. Averages of integers are truncated toward
-            zero.
+        op: Average (default), Sum, Min, Max or Product; see `ReduceOp` for how each is rounded.
         prescale_factor: Multiplied before the reduction.
         postscale_factor: Multiplied after it.
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
