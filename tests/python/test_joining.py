@@ -132,7 +132,7 @@ def overtaken(rank, size):
 
     def slow():
         text = read()
-        if text is not None and "joined" in text:
+        if text is not None and b"joined" in text:
             time.sleep(0.3)
         return text
 

@@ -127,12 +127,18 @@ class TestOneRank:
     def test_tensors_without_memory(self):
         """Subclasses that compute their values, and storages that were resized to nothing."""
         wrapped = nn.Parameter(_Twice(torch.ones(2)))
-        with pytest.raises(UsageError, match=r"parameter 'w' is a _Twice, which has no memory"):
+        with pytest.raises(UsageError, match=r"'w' is a _Twice whose values are not in"):
             ub.DistributedOptimizer(torch.optim.SGD([wrapped], lr=0.1), [("w", wrapped)])
         freed = nn.Parameter(torch.ones(2))
         freed.untyped_storage().resize_(0)
-        with pytest.raises(UsageError, match=r"parameter 'w' has no memory"):
+        with pytest.raises(UsageError, match=r"'w' is a Parameter whose memory has been"):
             ub.DistributedOptimizer(torch.optim.SGD([freed], lr=0.1), [("w", freed)])
+
+    def test_lazy_modules(self):
+        """They have no shape before the first batch."""
+        lazy = nn.LazyLinear(3)
+        with pytest.raises(UsageError, match=r"without a shape, of a lazy module: run one batch"):
+            ub.DistributedOptimizer(torch.optim.SGD(lazy.parameters(), lr=0.1))
 
     @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
     def test_dtypes_that_cannot_be_sent(self, dtype):

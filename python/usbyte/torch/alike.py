@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -48,12 +49,13 @@ def check_alike(
         OtherOrderError: Ranks differ in the order of parameters, and perhaps in more.
         MismatchError: Ranks differ; it is the same on every rank.
     """
-    text = json.dumps([dict(settings), specs]).encode()
+    mine = [dict(settings), specs]
+    text = json.dumps(mine).encode()
     eager, name = context.eager, f"{label}.parameters"
     digests = eager.allgather_bytes(f"{name}.hash", hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
-    told = [json.loads(answer) for answer in eager.allgather_bytes(name, text)]
+    told = eager.allgather_json(name, mine, tuple[dict[str, Any], list[list[Any]]])
     for setting in settings:
         values = [given.get(setting) for given, _ in told]
         for rank, value in enumerate(values):
@@ -79,8 +81,9 @@ def check_order(context: Context, label: str, params: Sequence[torch.Tensor]) ->
     """
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         mine = torch.stack([_print_of(param) for param in params]).cpu().nan_to_num()
-    texts = context.eager.allgather_bytes(f"{label}.order", json.dumps(mine.tolist()).encode())
-    first, *others = map(json.loads, texts)
+    first, *others = context.eager.allgather_json(
+        f"{label}.order", mine.tolist(), list[list[float]]
+    )
     for rank, other in enumerate(others, 1):
         if other != first and sorted(other) == sorted(first):
             raise MismatchError(
@@ -112,8 +115,7 @@ def check_params(
         return
     first = int(apart.nonzero()[0])
     own = mine.view(-1, 2)[first].tolist()
-    texts = context.eager.allgather_bytes(f"{label}.apart", json.dumps(own).encode())
-    told = [json.loads(text) for text in texts]
+    told = context.eager.allgather_json(f"{label}.apart", own, tuple[float, float])
     if context.rank > 0:
         return
     rank = max(

@@ -13,6 +13,7 @@ import torch
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.arena import USED, is_dense
+from usbyte.torch.messages import read
 
 log = logging.getLogger("usbyte")
 
@@ -114,7 +115,10 @@ class Memory:
             average: Over all ranks, in place, of a tensor on the host; called once, or, if no rank
                 remembers anything, not at all.
         """
-        everyone = [json.loads(text) for text in told]
+        everyone = [
+            read(f"what rank {rank} remembers of gradients", text, dict[str, tuple[int, str]])
+            for rank, text in enumerate(told)
+        ]
         rows = max((row[0] for each in everyone for row in each.values()), default=0)
         if rows == 0:
             return

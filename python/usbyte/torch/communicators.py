@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from usbyte import _core
@@ -92,9 +91,9 @@ def _flat(context: Context) -> TorchCommunicator:
 def _check_backend(context: Context, device: Device) -> None:
     env = context.env
     mine = [device.torch_device.type, env.backend, env.chunk_bytes]
-    texts = context.eager.allgather_bytes("usbyte.backend", json.dumps(mine).encode())
-    for rank, text in enumerate(texts):
-        if (other := json.loads(text)) != mine:
+    everyone = context.eager.allgather_json("usbyte.backend", mine, tuple[str, str, int])
+    for rank, other in enumerate(everyone):
+        if list(other) != mine:
             raise MismatchError(
                 f"parameters are on '{mine[0]}', USBYTE_BACKEND is '{mine[1]}' and "
                 f"USBYTE_CHUNK_BYTES {mine[2]} on rank {context.rank}, but '{other[0]}', "

@@ -25,6 +25,7 @@ from usbyte.torch.arena import CHECK_FLAGS, is_dense
 from usbyte.torch.device import Device, Fetched
 from usbyte.torch.known import is_known
 from usbyte.torch.matching import name_ranks
+from usbyte.torch.messages import read
 from usbyte.torch.settings import Trained
 
 _FIELDS, _FIELD_BITS = 2, 8
@@ -140,7 +141,11 @@ class StepCheck:
         ]
         if any(differ) if self._exact else all(differ):
             answers = self._ask("checked", record.to_json(self._trained.names).encode())
-            if found := self._difference([json.loads(answer) for answer in answers]):
+            records = [
+                read(f"what rank {rank} has compared", answer, dict[str, dict[str, Any]])
+                for rank, answer in zip(self._ranks, answers, strict=True)
+            ]
+            if found := self._difference(records):
                 self._tear(f"{self._label}: {found}")
                 raise MismatchError(f"{self._label}: {found}")
 
@@ -177,19 +182,19 @@ class StepCheck:
 
     def _difference(self, records: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
         """The first thing that is not alike, in words; empty if there is none."""
-        for what in records[0]["options"]:
-            values = [json.dumps(record["options"].get(what)) for record in records]
+        for what in records[0].get("options", {}):
+            values = [json.dumps(record.get("options", {}).get(what)) for record in records]
             if len(set(values)) > 1:
                 return (
                     f"{what} is {self._who(values)}. Let schedulers and scripts set the same on "
                     "all ranks, and restart the job from its last checkpoint"
                 )
-        for name in records[0]["params"]:
-            found = [record["params"][name] for record in records]
+        for name in records[0].get("params", {}):
+            found = [record.get("params", {}).get(name) for record in records]
             if self._exact:
                 values = [str(value) for value in found]
             else:
-                values = [str(_near(value, found[0])) for value in found]
+                values = [str(_are_near(value, found[0])) for value in found]
             if len(set(values)) > 1:
                 most = Counter(values).most_common(1)[0][0]
                 odd = [r for r, value in zip(self._ranks, values, strict=True) if value != most]
@@ -257,5 +262,7 @@ def _square_sum(param: torch.Tensor, step: int) -> torch.Tensor:
     return _sample(param, step).double().square().sum().nan_to_num()
 
 
-def _near(value: float, other: float) -> bool:
+def _are_near(value: Any, other: Any) -> bool:
+    if not isinstance(value, float) or not isinstance(other, float):
+        return bool(value == other)
     return math.isclose(value, other, rel_tol=2 * _ROUNDING, abs_tol=1e-300)

@@ -35,6 +35,7 @@ from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
 from usbyte.torch.link import Link
 from usbyte.torch.log_level import set_level
+from usbyte.torch.messages import check, read
 from usbyte.torch.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.progress import State
 from usbyte.torch.salvage import Left, judge
@@ -127,7 +128,10 @@ class Context:
     def places(self) -> list[tuple[int, int]]:
         """By rank, its local rank and the ranks on its host. Not collective: from the store."""
         texts = [self.store.get(f"local/{rank}") for rank in range(self.size)]
-        return [tuple(json.loads(text)) for text in texts]
+        return [
+            read(f"the place of rank {rank}", text, tuple[int, int])
+            for rank, text in enumerate(texts)
+        ]
 
     def new_group(self) -> dist.ProcessGroup:
         """A process group over all ranks that nothing else uses. Collective."""
@@ -181,8 +185,8 @@ class Context:
             gc.collect()  # which by itself comes late, as it does not know how large tensors are
         forget_dead()
         mine = {link.label: link for link in self._abandoned if link.context is self}
-        texts = self.eager.allgather_bytes("usbyte.abandoned", json.dumps(sorted(mine)).encode())
-        for label in sorted(set(mine).intersection(*map(json.loads, texts))):
+        everyone = self.eager.allgather_json("usbyte.abandoned", sorted(mine), list[str])
+        for label in sorted(set(mine).intersection(*everyone)):
             self._abandoned.remove(mine[label])
             try:
                 mine[label].close()
@@ -296,7 +300,7 @@ class Context:
 
     def _on_fault(self, verdict: str) -> None:
         optimizers = self._living()
-        found = None
+        everyone = None
         try:
             state = self._describe()
             for optimizer in optimizers:
@@ -311,13 +315,14 @@ class Context:
             self._record_flight(verdict, state)
             assert self._faults is not None
             mine = {o.label: asdict(left) for o in optimizers if (left := o.left()) is not None}
-            found = self._faults.compare(mine)
+            if (found := self._faults.compare(mine)) is not None:
+                everyone = {rank: check(row, dict[str, Left]) for rank, row in found.items()}
         except Exception:  # readers of parameters wait for what is decided below
             log.exception("what the fault has left cannot be found out")
         for optimizer in optimizers:
-            lefts = found and {
-                rank: Left(**theirs[optimizer.label])
-                for rank, theirs in found.items()
+            lefts = everyone and {
+                rank: theirs[optimizer.label]
+                for rank, theirs in everyone.items()
                 if optimizer.label in theirs
             }
             optimizer.settle_fault(verdict, judge(self.rank, lefts))

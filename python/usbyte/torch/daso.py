@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -275,9 +274,8 @@ class DasoOptimizer(DistributedOptimizer):
             Error: The loss of a rank is not finite; raised on every rank.
         """
         self._check_usable()
-        own = repr(float(loss.detach() if isinstance(loss, torch.Tensor) else loss)).encode()
-        texts = self._whole.eager.allgather_bytes("usbyte.daso.loss", own)
-        losses = [float(text) for text in texts]
+        own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        losses: list[float] = self._whole.eager.allgather_json("usbyte.daso.loss", own, float)
         for rank, value in enumerate(losses):
             if not math.isfinite(value):
                 raise Error(
@@ -494,18 +492,19 @@ def _check_alike(
     context: Context, problem: str, arguments: dict[str, Any], specs: list[list[object]]
 ) -> None:
     """Raises on every rank what is wrong on any."""
-    text = json.dumps([problem, arguments, specs]).encode()
-    rows = [json.loads(row) for row in context.eager.allgather_bytes("usbyte.daso", text)]
+    mine = [problem, arguments, specs]
+    kind = tuple[str, dict[str, Any], list[list[Any]]]
+    rows = context.eager.allgather_json("usbyte.daso", mine, kind)
     for rank, (wrong, _, _) in enumerate(rows):
         if wrong:
             raise UsageError(wrong if wrong == problem else f"on rank {rank}: {wrong}")
     for rank, (_, given, _) in enumerate(rows):
         for name, value in given.items():
-            if value != rows[0][1][name]:
+            if value != rows[0][1].get(name):
                 what = f"exchange_{name}" if name in ("every", "wait") else name
                 raise MismatchError(
-                    f"DasoOptimizer: {what} is {rows[0][1][name]} on rank 0 but {value} on rank "
-                    f"{rank}. Give all ranks the same arguments and environment."
+                    f"DasoOptimizer: {what} is {rows[0][1].get(name)} on rank 0 but {value} on "
+                    f"rank {rank}. Give all ranks the same arguments and environment."
                 )
     if any(row[2] != rows[0][2] for row in rows):
         difference = difference_of([row[2] for row in rows])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from usbyte import _core
-from usbyte.errors import MismatchError, UsageError
+from usbyte.errors import Error, MismatchError, UsageError
+from usbyte.torch.messages import check, read, unreadable
 from usbyte.torch.sparse import Way
 
 
@@ -57,24 +59,50 @@ class Decision:
 
         Raises:
             UsageError: Rank 0 could not plan.
-            MismatchError: The plan reads differently here.
+            MismatchError: The plan reads differently here, or cannot be read.
         """
-        message = json.loads(text)
+        what = "the plan that rank 0 has sent"
+        message = read(what, text, dict[str, Any])
         if "error" in message:
             raise UsageError(f"rank 0 could not plan: {message['error']}")
-        plan = _core.Plan.from_json(message["plan"])
-        if plan.hash() != message["hash"]:
+        try:
+            told: _Told = check(message, _Told)
+            plan = _core.Plan.from_json(told.plan)
+            profile = _core.Profile.from_json(told.profile)
+            network = _core.NetworkModel.from_json(told.network)
+        except (ValueError, Error) as error:
+            raise unreadable(what, error) from error
+        if unknown := {way for way, _ in told.sparse.values()} - set(_core.sparse_schemes()):
+            raise unreadable(what, f"'{min(unknown):.80}' is no way for sparse gradients")
+        if told.overlap not in ("forward", "backward"):
+            raise unreadable(what, f"'{told.overlap:.80}' is no overlap")
+        if plan.hash() != told.hash:
             raise MismatchError(
                 "this rank reads another plan than rank 0 made; install the same version of usbyte "
                 "on all hosts"
             )
         return cls(
             plan,
-            _core.Profile.from_json(message["profile"]),
-            _core.NetworkModel.from_json(message["network"]),
-            message["predicted_s"],
-            message["bound_s"],
-            message["trial_steps"],
-            {name: Way(*way) for name, way in message["sparse"].items()},
-            message["overlap"],
+            profile,
+            network,
+            told.predicted_s,
+            told.bound_s,
+            told.trial_steps,
+            {name: Way(*way) for name, way in told.sparse.items()},
+            told.overlap,
         )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A decision as it travels."""
+
+    hash: Any  # the core's, of 64 bits without a sign
+    plan: str
+    profile: str
+    network: str
+    predicted_s: float
+    bound_s: float
+    trial_steps: int
+    sparse: dict[str, tuple[str, int]]
+    overlap: str

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from usbyte.errors import FaultError, MismatchError, UsageError
+from usbyte.errors import Error, FaultError, MismatchError, UsageError
 from usbyte.torch import operations
 from usbyte.torch.handles import Handle, Request
 from usbyte.torch.matching import Verdict, match, name_ranks
-from usbyte.torch.negotiation import JOIN, Negotiation, is_own
+from usbyte.torch.messages import read
+from usbyte.torch.negotiation import JOIN, Negotiation
+from usbyte.torch.operation_names import OperationName
 from usbyte.torch.peers import Peers
 from usbyte.torch.reduction import ReduceOp
 
@@ -69,7 +71,7 @@ class EagerQueue:
         self._lock = threading.RLock()  # guards what is below; signal handlers may use this
         self._unnamed: Counter[str] = Counter()  # operations so far, by kind
         self._joined = False
-        self._pending: dict[str, Handle] = {}
+        self._pending: dict[str, Handle] = {}  # by the key of the operation's name
         self._failure: str | None = None
         self._store_lost: RuntimeError | None = None  # while nothing was in flight
         self._closed = False
@@ -88,11 +90,11 @@ class EagerQueue:
             )
             self._thread.start()
 
-    def auto_name(self, kind: str) -> str:
+    def auto_name(self, kind: str) -> OperationName:
         """A name for an unnamed operation: the n-th of its kind here meets the n-th elsewhere."""
         with self._lock:
             self._unnamed[kind] += 1
-            return f"{kind}.noname.{self._unnamed[kind]}"
+            return OperationName.auto(f"{kind}.noname.{self._unnamed[kind]}")
 
     def submit(self, request: Request) -> Handle:
         """Puts an operation in flight.
@@ -111,20 +113,20 @@ class EagerQueue:
                 raise FaultError(self._failure)
             if self._closed:
                 raise UsageError(f"{request}: usbyte is shut down: call usbyte.torch.init() first")
-            if self._joined and not is_own(request.name):
+            if self._joined and not request.name.is_internal:
                 raise UsageError(
                     f"{request}: rank {self.peers.name} is inside join() and answers others with "
                     "zeros: let threads and step hooks submit nothing meanwhile"
                 )
-            if request.name in self._pending:
+            if request.name.key in self._pending:
                 raise UsageError(
                     f"{request}: an operation of this name is still in flight on rank "
                     f"{self.peers.name}: synchronize it first, or use another name"
                 )
-            self._pending[request.name] = handle
+            self._pending[request.name.key] = handle
         if self._negotiation is None:
             with torch.no_grad():
-                self._execute(match(request.name, [request.descriptor])[0])
+                self._execute(match(request.name.key, [request.descriptor])[0])
             return handle
         self._tell(str(request), lambda negotiation: negotiation.announce(request))
         return handle
@@ -134,23 +136,61 @@ class EagerQueue:
         with self._lock:
             return [str(handle.request) for handle in self._pending.values()]
 
-    def allreduce(self, name: str, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces a tensor in place, blocking."""
-        self._do(operations.allreduce(self.peers, name, [tensor], op, in_place=True))
+    # What usbyte itself does, under names that never meet those of users' operations.
 
-    def allgather_bytes(self, name: str, payload: bytes) -> list[bytes]:
+    def allreduce(self, label: str, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces a tensor in place, blocking."""
+        name = OperationName.internal(label)
+        self.submit(
+            operations.allreduce(self.peers, name, [tensor], op, in_place=True)
+        ).synchronize()
+
+    def allgather(self, label: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenates the tensors of all ranks along the first dimension, blocking."""
+        name = OperationName.internal(label)
+        [(gathered, _)] = self.submit(
+            operations.allgather(self.peers, name, [tensor])
+        ).synchronize()
+        whole: torch.Tensor = gathered
+        return whole
+
+    def allgather_bytes(self, label: str, payload: bytes) -> list[bytes]:
         """Gathers a byte string of any length from every rank, in rank order, blocking."""
-        gathered: list[bytes] = self._do(operations.allgather_bytes(self.peers, name, payload))
+        name = OperationName.internal(label)
+        gathered: list[bytes] = self.submit(
+            operations.allgather_bytes(self.peers, name, payload)
+        ).synchronize()
         return gathered
 
-    def broadcast_bytes(self, name: str, payload: bytes, root: int) -> bytes:
+    def allgather_json(self, label: str, value: Any, kind: Any) -> list[Any]:
+        """Gathers a value from every rank, in rank order, blocking.
+
+        Args:
+            label: Of the operation.
+            value: What JSON can carry.
+            kind: What every rank's value must be; see `usbyte.torch.messages.read`.
+
+        Raises:
+            MismatchError: On every rank: one rank has sent something else.
+        """
+        texts = self.allgather_bytes(label, json.dumps(value).encode())
+        return [
+            read(f"what rank {rank} has sent for '{label}'", text, kind)
+            for rank, text in zip(self.peers.members, texts, strict=True)
+        ]
+
+    def broadcast_bytes(self, label: str, payload: bytes, root: int) -> bytes:
         """Gives every rank the root's byte string, blocking; other payloads are ignored."""
-        received: bytes = self._do(operations.broadcast_bytes(self.peers, name, payload, root))
+        name = OperationName.internal(label)
+        received: bytes = self.submit(
+            operations.broadcast_bytes(self.peers, name, payload, root)
+        ).synchronize()
         return received
 
-    def barrier(self, name: str) -> None:
-        """Blocks until every rank has come to the barrier of this name."""
-        self._do(operations.barrier(self.peers, name))
+    def broadcast_json(self, label: str, value: Any, root: int, kind: Any) -> Any:
+        """Gives every rank the root's value, blocking; see `allgather_json`."""
+        text = self.broadcast_bytes(label, json.dumps(value).encode(), root)
+        return read(f"what rank {root} has sent for '{label}'", text, kind)
 
     def begin_join(self) -> None:
         """Answers other ranks' allreduce with zeros, up to `end_join`.
@@ -171,14 +211,14 @@ class EagerQueue:
             FaultError: See `Handle.synchronize`.
         """
         with self._lock:
-            before = [handle for name, handle in self._pending.items() if not is_own(name)]
+            before = [h for h in self._pending.values() if not h.request.name.is_internal]
             self._progressed = time.monotonic()  # by steps, which this rank had a part in
-            mine = json.dumps(self._unnamed)
+            mine = dict(self._unnamed)
         for handle in before:
             handle.wait()
-        counts = [Counter(json.loads(text)) for text in self.allgather_bytes(JOIN, mine.encode())]
+        counts = self.allgather_json(JOIN.label, mine, dict[str, int])
         with self._lock:  # from here on the n-th meets the n-th again
-            self._unnamed = reduce(Counter.__or__, counts)
+            self._unnamed = reduce(Counter.__or__, map(Counter, counts))
             self._joined = False
         return self._negotiation.last if self._negotiation is not None else self.peers.name
 
@@ -226,15 +266,14 @@ class EagerQueue:
                 return  # it may still be inside the group, which stays; see `abort`
         self.peers.close()
 
-    def _do(self, request: Request) -> Any:
-        return self.submit(request).synchronize()
-
     def _tell(self, what: str, call: Callable[[Negotiation], None]) -> None:
         """Tells the other ranks something, if there are any."""
         if self._negotiation is None:
             return
         try:
             call(self._negotiation)
+        except Error as error:  # which another rank's message is to blame for
+            raise FaultError(self._fault(f"{what} could not be submitted: {error}")) from error
         except RuntimeError as error:
             raise FaultError(self._fault(_unsubmitted(what, error))) from error
 
@@ -250,8 +289,16 @@ class EagerQueue:
                     if self._failure is not None:
                         break
                     negotiation.advance()
+        except Error as error:  # which another rank's message is to blame for
+            self._fault(f"rank {self.peers.name} cannot go on with eager operations: {error}")
         except RuntimeError as error:
             self._lose_store(error)
+        except Exception as error:
+            log.exception("the thread of eager operations failed")
+            self._fault(
+                f"the thread of eager operations failed on rank {self.peers.name}: "
+                f"{type(error).__name__}: {error}"
+            )
         if self._failure is not None or self._store_lost is not None:
             self.peers.abort()  # or other ranks go on waiting in the backend
 
@@ -264,8 +311,14 @@ class EagerQueue:
                     request = handle.request
             elif self._failure is None and not self._closed:
                 # Whatever of this name is pending came too late to be meant.
-                request = operations.stand_in(self.peers, verdict.name, verdict.stand_in)
-            if request is None:  # failed meanwhile
+                name = OperationName.from_key(verdict.name)
+                request = operations.stand_in(self.peers, name, verdict.stand_in)
+            if request is None:
+                if self._failure is None and not self._closed:
+                    name = OperationName.from_key(verdict.name)
+                    raise MismatchError(
+                        f"'{name}' is to run on rank {self.peers.name}, which has not submitted it"
+                    )
                 return
             self._running = request
             self._progressed = time.monotonic()
@@ -310,6 +363,9 @@ class EagerQueue:
     def _check_stall(self, handle: Handle) -> None:
         try:
             text, since = self._diagnose(handle)
+        except Error as error:  # which another rank's message is to blame for
+            self._fault(f"{handle.request} cannot go on: {error}")
+            return
         except RuntimeError as error:  # the backend may wait for the very rank that served it
             if not handle.done():  # as it is if `close` came in between
                 self._lose_store(error)
@@ -335,7 +391,7 @@ class EagerQueue:
         if missing:
             # Who has joined waits for as long as the others find work for it.
             name = handle.request.name
-            joining = name == JOIN or (inside and not is_own(name))
+            joining = name == JOIN or (inside and not name.is_internal)
             since = max(handle.submitted, progressed) if joining else handle.submitted
             joined = [rank for rank in missing if rank in self._negotiation.joined()]
             if joined and not joining:

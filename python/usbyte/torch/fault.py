@@ -15,10 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from usbyte.errors import MismatchError
 from usbyte.torch.calls import Calls
 from usbyte.torch.communicator import brief
 from usbyte.torch.mailbox import Mailbox
-from usbyte.torch.progress import State, behind, last_operations
+from usbyte.torch.messages import read
+from usbyte.torch.progress import State, behind, last_operations, read_state
 from usbyte.torch.store import clone_store
 
 log = logging.getLogger("usbyte")
@@ -30,6 +32,8 @@ _REPORT_S = _VERDICT_S + _GRACE_S
 _LEFT_S = 5.0  # how long a rank that has answered has to tell what the fault has left there
 _GOODBYE_S = 5.0  # how long rank 0 waits for the others' goodbye
 _REMEDY = "Restart the job from its last checkpoint."
+
+_Verdict = tuple[str, list[int] | None]  # and the ranks that survive, if that is known
 
 
 class FaultBoard:
@@ -158,11 +162,12 @@ class FaultBoard:
                 for rank in survivors:
                     text = self._poll(f"left/{rank}", deadline - time.monotonic())
                     if text is not None:  # else it has ended since
-                        found[rank] = json.loads(text)
+                        found[rank] = read(f"what rank {rank} has left", text, Any)
                 # Who has seen more or fewer of them must not come to another result.
                 self._store.compare_set("lefts", "", json.dumps(found))
             told = self._store.get("lefts")
-            return {int(rank): left for rank, left in json.loads(told).items()}
+            rows = read("what the ranks have left", told, dict[str, Any])
+            return {rank: rows[str(rank)] for rank in survivors if str(rank) in rows}
 
         survivors = self._survivors or []
         try:
@@ -209,8 +214,7 @@ class FaultBoard:
         text = self._poll("verdict", _VERDICT_S)
         if text is None:
             return f"{here}; the rank that looks for the cause ended too. {_REMEDY}", None
-        told: tuple[str, list[int] | None] = tuple(json.loads(text))
-        return told
+        return self._read_verdict(text)
 
     def _send_all(self, text: str) -> None:
         for rank in range(self._size):
@@ -229,7 +233,7 @@ class FaultBoard:
         states: dict[int, State] = {self._rank: self._describe()}
         for rank in others:
             if rank not in missing:
-                states[rank] = json.loads(self._store.get(f"{key}/{rank}"))
+                states[rank] = read_state(rank, self._store.get(f"{key}/{rank}"))
         return states, missing
 
     def _diagnose(self, here: str) -> tuple[str, list[int]]:
@@ -268,6 +272,9 @@ class FaultBoard:
             while (text := self._mailbox.receive()) != "fault":
                 if text == "bye":
                     return
+                if not text.startswith("ask "):
+                    log.warning("rank %d: a message of no known kind: %.80r", self._rank, text)
+                    continue
                 self._answers.set(
                     f"{text.removeprefix('ask ')}/{self._rank}", json.dumps(self._describe())
                 )
@@ -280,8 +287,17 @@ class FaultBoard:
         with suppress(RuntimeError):
             self._answers.set(f"answer/{self._rank}", json.dumps(self._describe()))
             self._answers.wait(["verdict"], timedelta(seconds=_VERDICT_S))
-            verdict, survivors = json.loads(self._answers.get("verdict"))
+            verdict, survivors = self._read_verdict(self._answers.get("verdict"))
         self._decide(verdict, survivors)
+
+    def _read_verdict(self, text: str | bytes) -> tuple[str, list[int] | None]:
+        """A verdict that another rank has written; one that says so if it cannot be read."""
+        try:
+            verdict, survivors = read("the cause of a fault, from another rank,", text, _Verdict)
+        except MismatchError as error:
+            return f"another rank reported a fault: {error}. {_REMEDY}", None
+        known = survivors is None or set(survivors) <= set(range(self._size))
+        return verdict, survivors if known else None
 
     def _decide(self, verdict: str, survivors: Sequence[int] | None) -> None:
         with self._lock:

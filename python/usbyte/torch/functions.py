@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 
 from usbyte.errors import UsageError
-from usbyte.torch import wire
+from usbyte.torch import operations, wire
 from usbyte.torch.codec_memory import MEMORY
 from usbyte.torch.context import current
 from usbyte.torch.eager import EagerQueue
-from usbyte.torch.ops import broadcast_async_
+from usbyte.torch.operation_names import OperationName
+from usbyte.torch.plain import check_plain
 from usbyte.torch.process_sets import Members, global_process_set
 from usbyte.torch.submission import queue_of
 
@@ -52,8 +52,11 @@ def broadcast_parameters(
                 f"broadcast_parameters: '{name}' is a {type(tensor).__name__}, not a tensor; "
                 "send it with broadcast_object"
             )
+        if tensor is not None:
+            check_plain(f"broadcast_parameters of '{name}'", tensor)
     tensors = [(name, t) for name, t in rows if t is not None]
-    _broadcast_all("parameters", tensors, root_rank, process_set)
+    queue, label = _queue_and_name("parameters", None, process_set)
+    _broadcast_all(queue, label, tensors, root_rank)
 
 
 def broadcast_optimizer_state(
@@ -107,42 +110,44 @@ def broadcast_object(
     """The root rank's object, on every rank. Travels as JSON and raw tensors, never as pickle.
 
     Args:
-        obj: Numbers, strings, None, lists, tuples, dicts, tensors and arrays, nested at will;
-            ignored on other ranks.
+        obj: Numbers, strings, None, lists, tuples, dicts, tensors and arrays, nested up to 100
+            deep; ignored on other ranks.
         root_rank: The rank whose object is sent; in a process set too, its rank in the whole job.
         name: Tells this object from others that are sent at the same time.
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
 
     Returns:
         The object; on the root rank the very one that was passed, on others of plain types: a dict
-        for an OrderedDict, Python's numbers for NumPy's. Tensors of a GPU are on the current one.
+        for an OrderedDict, Python's numbers for NumPy's. Tensors and arrays keep their strides,
+        except where these leave large gaps or elements overlap. Tensors of a GPU are on the current
+        one, or on the CPU where there is none.
 
     Raises:
-        UsageError: The object holds something else.
+        UsageError: On every rank: the root rank's object holds something else.
     """
-    queue, label = _queue_and_label("broadcast_object", name, process_set)
+    queue, label = _queue_and_name("broadcast_object", name, process_set)
     if queue.peers.size == 1:
-        queue.peers.position(label, root_rank)
+        queue.peers.position(str(label), root_rank)
         wire.encode(obj)
         return obj
-    root = queue.peers.name == root_rank
-    structure, problem = b"", None
+    message = b""
     tensors: list[torch.Tensor] = []
-    if root:
+    if is_root := queue.peers.name == root_rank:
         try:
             structure, tensors = wire.encode(obj)
+            message = wire.structure_message(structure)
         except UsageError as error:  # the others must not wait for what will not come
-            problem = str(error)
-    message = json.dumps([problem, structure.decode()]).encode()
-    problem, text = json.loads(queue.broadcast_bytes(label, message, root_rank))
-    if problem is not None:
-        raise UsageError(f"broadcast_object on rank {root_rank}: {problem}")
-    structure = text.encode()
-    if not root:
-        obj, tensors = wire.decode(structure)
+            message = wire.problem_message(error)
+    request = operations.broadcast_bytes(queue.peers, label, message, root_rank)
+    message = queue.submit(request).synchronize()
+    structure = wire.open_message(message, "broadcast_object", root_rank)
+    incoming = None
+    if not is_root:
+        incoming = wire.decode(structure, f"broadcast_object: what rank {root_rank} has sent")
+        tensors = incoming.tensors
     rows = [(str(k), t) for k, t in enumerate(tensors)]
-    _broadcast_all(label, rows, root_rank, process_set)
-    return obj
+    _broadcast_all(queue, label, rows, root_rank)
+    return obj if incoming is None else incoming.finish()
 
 
 def allgather_object(
@@ -158,27 +163,38 @@ def allgather_object(
     Raises:
         UsageError: On every rank: one rank's object holds something else.
     """
-    queue, label = _queue_and_label("allgather_object", name, process_set)
-    try:
-        payload = b"\0" + wire.to_bytes(obj)
-    except UsageError as error:  # the others must not wait for what will not come
-        payload = b"\1" + str(error).encode()
-    gathered = queue.allgather_bytes(label, payload)
-    for rank, answer in zip(queue.peers.members, gathered, strict=True):
-        if answer[0]:
-            raise UsageError(f"allgather_object on rank {rank}: {answer[1:].decode()}")
-    return [wire.from_bytes(answer[1:]) for answer in gathered]
+    queue, label = _queue_and_name("allgather_object", name, process_set)
+    # The others must not wait for what cannot be sent.
+    request = operations.allgather_bytes(queue.peers, label, wire.to_message(obj))
+    gathered: list[bytes] = queue.submit(request).synchronize()
+    members = queue.peers.members
+    payloads = [
+        wire.open_message(message, "allgather_object", rank)
+        for rank, message in zip(members, gathered, strict=True)
+    ]
+    return [
+        wire.from_bytes(payload, f"allgather_object: what rank {rank} has sent")
+        for rank, payload in zip(members, payloads, strict=True)
+    ]
 
 
-def _queue_and_label(kind: str, name: str | None, process_set: Members) -> tuple[EagerQueue, str]:
-    return queue_of(kind, f"{kind}.{name or 'object'}", process_set)
+def _queue_and_name(
+    kind: str, name: str | None, process_set: Members
+) -> tuple[EagerQueue, OperationName]:
+    queue, _ = queue_of(kind, name or "object", process_set)
+    return queue, OperationName.auto(kind if name is None else f"{kind}.{name}")
 
 
 def _broadcast_all(
-    label: str, rows: list[tuple[str, torch.Tensor]], root_rank: int, process_set: Members
+    queue: EagerQueue, name: OperationName, rows: list[tuple[str, torch.Tensor]], root_rank: int
 ) -> None:
     handles = [
-        broadcast_async_(t.detach(), root_rank, f"{label}.{n}", process_set) for n, t in rows
+        queue.submit(
+            operations.broadcast(
+                queue.peers, name.part(which), tensor.detach(), root_rank, in_place=True
+            )
+        )
+        for which, tensor in rows
     ]
     for handle in handles:
         handle.synchronize()

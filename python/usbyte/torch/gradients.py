@@ -16,6 +16,7 @@ import torch
 from usbyte.errors import UsageError
 from usbyte.torch import operations
 from usbyte.torch.eager import EagerQueue
+from usbyte.torch.operation_names import OperationName
 from usbyte.torch.operations import Factors
 from usbyte.torch.reduction import ReduceOp
 
@@ -29,13 +30,13 @@ class Allreduce(torch.autograd.Function):
     def forward(
         ctx: Any,
         queue: EagerQueue,
-        name: str,
+        name: OperationName,
         op: ReduceOp,
         factors: Factors,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Reduces a group of tensors."""
-        ctx.call = queue, _backward_name(name), op, factors
+        ctx.call = queue, name.backward(), op, factors
         request = operations.allreduce(queue.peers, name, tensors, op, factors)
         return tuple(queue.submit(request).synchronize())
 
@@ -55,13 +56,13 @@ class Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, queue: EagerQueue, name: str, *tensors: torch.Tensor
+        ctx: Any, queue: EagerQueue, name: OperationName, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Gathers a group of tensors."""
         request = operations.allgather(queue.peers, name, tensors)
         gathered = queue.submit(request).synchronize()
         rank = queue.peers.rank
-        ctx.call = queue, _backward_name(name)
+        ctx.call = queue, name.backward()
         ctx.own = [(sum(rows[:rank]), rows[rank]) for _, rows in gathered]
         ctx.shapes = [tensor.shape for tensor in tensors]
         return tuple(out for out, _ in gathered)
@@ -82,10 +83,10 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, queue: EagerQueue, name: str, root: int, tensor: torch.Tensor
+        ctx: Any, queue: EagerQueue, name: OperationName, root: int, tensor: torch.Tensor
     ) -> torch.Tensor:
         """Broadcasts a tensor."""
-        ctx.call = queue, _backward_name(name)
+        ctx.call = queue, name.backward()
         ctx.is_root = queue.peers.name == root
         request = operations.broadcast(queue.peers, name, tensor, root)
         out: torch.Tensor = queue.submit(request).synchronize()
@@ -106,13 +107,13 @@ class Reducescatter(torch.autograd.Function):
     def forward(
         ctx: Any,
         queue: EagerQueue,
-        name: str,
+        name: OperationName,
         op: ReduceOp,
         factors: Factors,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Reduces and scatters a group of tensors."""
-        ctx.call = queue, _backward_name(name), op
+        ctx.call = queue, name.backward(), op
         ctx.scale = factors[0] * factors[1] * (queue.peers.size if op is ReduceOp.SUM else 1)
         request = operations.reducescatter(queue.peers, name, tensors, op, factors)
         return tuple(queue.submit(request).synchronize())
@@ -131,12 +132,12 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, queue: EagerQueue, name: str, splits: Any, tensor: torch.Tensor
+        ctx: Any, queue: EagerQueue, name: OperationName, splits: Any, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Exchanges the rows of a tensor."""
         request = operations.alltoall(queue.peers, name, tensor, splits)
         out, received = queue.submit(request).synchronize()
-        ctx.call = queue, _backward_name(name), received
+        ctx.call = queue, name.backward(), received
         ctx.mark_non_differentiable(received)
         return out, received
 
@@ -147,19 +148,15 @@ class Alltoall(torch.autograd.Function):
         return None, None, None, Alltoall.apply(queue, name, received, grads[0])[0]
 
 
-def _backward_name(name: str) -> str:
-    return f"{name}.backward"
-
-
 def _averaged(
-    queue: EagerQueue, name: str, grads: Sequence[torch.Tensor]
+    queue: EagerQueue, name: OperationName, grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     means: tuple[torch.Tensor, ...]
     means = Allreduce.apply(queue, name, ReduceOp.AVERAGE, (1.0, 1.0), *grads)
     return means
 
 
-def _check_differentiable(name: str, op: ReduceOp) -> None:
+def _check_differentiable(name: OperationName, op: ReduceOp) -> None:
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UsageError(
             f"'{name}': a reduction with {op} has no gradient here: use Sum or Average, or "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from usbyte.torch.matching import Descriptor, Verdict
+from usbyte.torch.operation_names import OperationName
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Request:
             it.
     """
 
-    name: str
+    name: OperationName
     descriptor: Descriptor
     execute: Callable[[Verdict], Any]
     finish: Callable[[Any], Any] = lambda value: value

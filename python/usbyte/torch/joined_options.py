@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from usbyte.errors import UsageError
+from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.context import Context
+from usbyte.torch.messages import unreadable
 from usbyte.torch.reducer import Reducer
-from usbyte.torch.wire import from_bytes, to_bytes
+from usbyte.torch.wire import from_bytes, open_message, to_message
 
 
 class JoinedOptions:
@@ -40,12 +41,31 @@ class JoinedOptions:
             return
         reducer, groups = self._reducer, self._optimizer.param_groups
         own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        label = f"{self._label}.options"
         texts = self._context.eager.allgather_bytes(
-            f"{self._label}.options", b"" if reducer.stands_in else to_bytes(own)
+            label, b"" if reducer.stands_in else to_message(own)
         )
-        if reducer.stands_in:
-            for group, options in zip(groups, from_bytes(next(filter(None, texts))), strict=True):
-                group.update(options)
+        # All ranks look at one rank's, so that what it cannot send is the same error everywhere.
+        for rank, text in zip(self._context.ranks, texts, strict=True):
+            if text:
+                self._take(open_message(text, label, rank), rank)
+                return
+
+    def _take(self, payload: bytes, rank: int) -> None:
+        reducer, groups = self._reducer, self._optimizer.param_groups
+        if not reducer.stands_in:
+            return
+        what = f"{self._label}: what rank {rank} has sent of its optimizer's options"
+        options = from_bytes(payload, what)
+        if not isinstance(options, list) or not all(isinstance(row, dict) for row in options):
+            raise unreadable(what, "it is no list of dicts")
+        if len(options) != len(groups):
+            raise MismatchError(
+                f"{self._label}: the optimizer has {len(options)} parameter groups on rank {rank} "
+                f"but {len(groups)} on rank {self._context.rank}. Give all ranks the same."
+            )
+        for group, row in zip(groups, options, strict=True):
+            group.update(row)
 
     def check_step_taken(self) -> None:
         """Raises UsageError if ranks that have joined wait for a step that this one leaves out."""

@@ -18,10 +18,9 @@ def join(device: int = -1) -> int:
     Horovod and in DDP's `Join`. Other ranks' allreduce with Sum or Average, grouped and within
     autograd too, is answered with zeros as well; other functions of `ops` among all ranks are
     errors on the ranks that call them. What else all ranks do together waits for this one, and so
-    do process sets: do it before or after. So does what bears a name that begins with "usbyte." or
-    "optimizer." and a digit, which are usbyte's own. What this rank submitted to all ranks
-    before ends inside, and it submits nothing of the user's there; and with an optimizer, others
-    must come to their next step within the stall limit. The plan of communication stays as it is.
+    do process sets: do it before or after. What this rank submitted to all ranks before ends
+    inside, and it submits nothing of the user's there; and with an optimizer, others must come to
+    their next step within the stall limit. The plan of communication stays as it is.
 
     In the end all ranks have the parameters of the optimizer and its state from the rank that came
     last, whatever it did between `backward()` and `step()`; buffers stay each rank's own.

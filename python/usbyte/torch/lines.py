@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import socket
@@ -29,8 +28,9 @@ def host_topology(context: Context) -> list[int]:
             another; raised on every rank, and names the hosts.
     """
     mine = [socket.gethostname(), context.local_rank, context.local_size]
-    texts = context.eager.allgather_bytes("usbyte.hosts", json.dumps(mine).encode())
-    rows: list[tuple[str, int, int]] = [tuple(json.loads(text)) for text in texts]
+    rows: list[tuple[str, int, int]] = context.eager.allgather_json(
+        "usbyte.hosts", mine, tuple[str, int, int]
+    )
     slots = rows[0][2]
     for rank, (host, local_rank, local_size) in enumerate(rows):
         if local_size != slots:
@@ -70,9 +70,8 @@ def line_groups(
         MismatchError: The ranks were given different meshes; raised on every rank.
     """
     sizes = sizes_of(topology)
-    texts = context.eager.allgather_bytes("usbyte.lines", json.dumps(sizes).encode())
-    for rank, text in enumerate(texts):
-        if (other := json.loads(text)) != sizes:
+    for rank, other in enumerate(context.eager.allgather_json("usbyte.lines", sizes, list[int])):
+        if other != sizes:
             raise MismatchError(
                 f"the mesh has sizes {_shape(sizes)} on rank {context.rank} but {_shape(other)} on "
                 f"rank {rank}. Give all ranks the same."

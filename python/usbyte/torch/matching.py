@@ -7,10 +7,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
+from usbyte.torch.messages import read, unreadable
+from usbyte.torch.operation_names import OperationName
 from usbyte.torch.reduction import ReduceOp
 
 _SHOWN_RANKS = 8  # of a long list of ranks in a message
 _NEUTRAL_ZERO = (ReduceOp.SUM.value, ReduceOp.AVERAGE.value)
+_KINDS = frozenset(
+    {
+        "allreduce", "sparse_allreduce", "allgather", "broadcast", "reducescatter", "alltoall",
+        "barrier", "broadcast_bytes",
+    }
+)  # fmt: skip
+_REDUCING = frozenset({"allreduce", "sparse_allreduce", "reducescatter"})
+_WITH_ROWS = frozenset({"sparse_allreduce", "allgather", "reducescatter", "alltoall"})
+_NUMBER_OF_TENSORS = {
+    "barrier": 0, "broadcast": 1, "broadcast_bytes": 1, "alltoall": 1, "sparse_allreduce": 2,
+}  # fmt: skip
+_REDUCTIONS = frozenset(op.value for op in ReduceOp)
+_DTYPES = frozenset(
+    str(found).removeprefix("torch.")
+    for found in vars(torch).values()
+    if isinstance(found, torch.dtype)
+)
 
 
 @dataclass(frozen=True)
@@ -46,9 +67,20 @@ class Descriptor:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> Descriptor:
-        """Inverse of `to_json`."""
-        return Descriptor(**json.loads(text))
+    def from_json(text: bytes | str, sender: str = "a rank's part of an operation") -> Descriptor:
+        """Inverse of `to_json`.
+
+        Args:
+            text: What another rank has sent.
+            sender: Who has sent what, for the error message.
+
+        Raises:
+            MismatchError: It is no descriptor that this version of usbyte sends.
+        """
+        found: Descriptor = read(sender, text, Descriptor)
+        if flaw := _flaw(found):
+            raise unreadable(sender, flaw)
+        return found
 
 
 @dataclass(frozen=True)
@@ -75,12 +107,45 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> Verdict:
-        """Inverse of `to_json`."""
-        fields = json.loads(text)
-        if fields["stand_in"] is not None:
-            fields["stand_in"] = Descriptor(**fields["stand_in"])
-        return Verdict(**fields)
+    def from_json(text: bytes | str, sender: str = "the outcome of an operation") -> Verdict:
+        """Inverse of `to_json`; see `Descriptor.from_json`."""
+        found: Verdict = read(sender, text, Verdict)
+        flaw = "negative sizes" if any(size < 0 for size in found.sizes) else ""
+        if found.stand_in is not None and found.error is None:
+            flaw = flaw or _flaw(found.stand_in)
+            if not flaw and not _takes_zeros(found.stand_in):
+                flaw = f"zeros cannot stand in for {found.stand_in.kind} {found.stand_in.op}"
+        if flaw:
+            raise unreadable(sender, flaw)
+        return found
+
+
+def _flaw(descriptor: Descriptor) -> str:
+    """Why a descriptor is none that usbyte sends; "" if it is one."""
+    kind, shapes = descriptor.kind, descriptor.shapes
+    if kind not in _KINDS:
+        return f"'{kind:.80}' is no kind of operation"
+    if len(shapes) != len(descriptor.dtypes):
+        return f"{len(shapes)} shapes with {len(descriptor.dtypes)} dtypes"
+    if len(shapes) != _NUMBER_OF_TENSORS.get(kind, len(shapes)):
+        return f"{kind} of {len(shapes)} tensors"
+    if unknown := [dtype for dtype in descriptor.dtypes if dtype not in _DTYPES]:
+        return f"'{unknown[0]:.80}' is no dtype"
+    if any(n < 0 for shape in (*shapes, descriptor.whole) for n in shape):
+        return "a negative size"
+    if kind in _WITH_ROWS and not all(shapes):
+        return f"{kind} of a tensor without dimensions"
+    if descriptor.op not in (_REDUCTIONS if kind in _REDUCING else ("",)):
+        return f"{kind} with the reduction '{descriptor.op:.80}'"
+    if len(descriptor.factors) != 2:
+        return f"{len(descriptor.factors)} factors"
+    if kind == "alltoall" and (
+        min(descriptor.splits, default=0) < 0 or sum(descriptor.splits) != shapes[0][0]
+    ):
+        return "splits that do not add up to the rows"
+    if kind == "broadcast_bytes" and len(shapes[0]) != 1:
+        return "bytes that have no length"
+    return ""
 
 
 def match(
@@ -89,7 +154,7 @@ def match(
     """Checks that the ranks mean the same operation.
 
     Args:
-        name: Of the operation.
+        name: The operation's key; see `OperationName`.
         descriptors: One for each rank that has submitted it, in any order; at least one.
         joined: The other ranks, which have joined.
 
@@ -97,8 +162,13 @@ def match(
         One verdict for each rank, by ascending rank; either all or none of them carry an error.
     """
     ordered = sorted(descriptors, key=lambda d: d.rank)
-    error = _disagreement(name, ordered) or _unanswered(name, ordered[0], joined)
     ranks = sorted([*(d.rank for d in ordered), *joined])
+    label = OperationName.from_key(name).label
+    error = (
+        _disagreement(label, ordered)
+        or _unanswered(label, ordered[0], joined)
+        or _impossible(label, ordered, ranks)
+    )
     if error is not None or joined:
         zeros = {rank: replace(ordered[0], rank=rank) for rank in joined}
         return [Verdict(name, error, stand_in=zeros.get(rank)) for rank in ranks]
@@ -125,7 +195,7 @@ def _sizes(ordered: Sequence[Descriptor], rank: int) -> list[int]:
 
 def _unanswered(name: str, descriptor: Descriptor, joined: Sequence[int]) -> str | None:
     """Why ranks that have joined cannot take part with zeros."""
-    if not joined or (descriptor.kind == "allreduce" and descriptor.op in _NEUTRAL_ZERO):
+    if not joined or _takes_zeros(descriptor):
         return None
     which = f"{descriptor.kind} '{name}'"
     if descriptor.op:
@@ -135,6 +205,26 @@ def _unanswered(name: str, descriptor: Descriptor, joined: Sequence[int]) -> str
         "is allreduce with Sum or Average, as zeros. Submit anything else before a rank joins or "
         "after all have."
     )
+
+
+def _takes_zeros(descriptor: Descriptor) -> bool:
+    """Whether a rank that has joined can take part with zeros."""
+    return descriptor.kind == "allreduce" and descriptor.op in _NEUTRAL_ZERO
+
+
+def _impossible(name: str, ordered: Sequence[Descriptor], ranks: Sequence[int]) -> str | None:
+    """Why these ranks cannot run an operation that they agree on."""
+    first = ordered[0]
+    if first.kind in ("broadcast", "broadcast_bytes") and first.root not in ranks:
+        return f"{first.kind} '{name}': root rank {first.root} is not one of {name_ranks(ranks)}"
+    if first.kind == "alltoall":
+        for descriptor in ordered:
+            if len(descriptor.splits) != len(ranks):
+                return (
+                    f"alltoall '{name}': rank {descriptor.rank} has {len(descriptor.splits)} "
+                    f"splits for {len(ranks)} ranks"
+                )
+    return None
 
 
 def _disagreement(name: str, ordered: Sequence[Descriptor]) -> str | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +17,7 @@ from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.device import CudaDevice
 from usbyte.torch.eager import EagerQueue
+from usbyte.torch.messages import unreadable
 
 if TYPE_CHECKING:
     from usbyte.torch.context import Context
@@ -132,16 +132,13 @@ def agree(
         bool(can_share) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
     )
     settings = [env.nccl_communicators, env.nccl_max_ctas, env.nccl_register]
-    text = json.dumps({"offer": asdict(mine), "settings": settings}).encode()
-    rows: list[dict[str, Any]] = [
-        json.loads(row) for row in eager.allgather_bytes("usbyte.nccl", text)
-    ]
-    offers = [_Offer(**row["offer"]) for row in rows]
-    for other, row in enumerate(rows):
-        if row["settings"] != rows[0]["settings"]:
+    rows = eager.allgather_json("usbyte.nccl", [asdict(mine), settings], tuple[_Offer, list[int]])
+    offers = [offer for offer, _ in rows]
+    for other, (_, theirs) in enumerate(rows):
+        if theirs != rows[0][1]:
             raise MismatchError(
-                f"USBYTE_NCCL_COMMUNICATORS, _MAX_CTAS and _REGISTER are {rows[0]['settings']} on "
-                f"rank 0 but {row['settings']} on rank {other}. Give all ranks the same "
+                f"USBYTE_NCCL_COMMUNICATORS, _MAX_CTAS and _REGISTER are {rows[0][1]} on "
+                f"rank 0 but {theirs} on rank {other}. Give all ranks the same "
                 "environment."
             )
     problem = _problem(offers)
@@ -221,8 +218,8 @@ class NcclCommunicator:
         """Between all ranks."""
         env, rank = context.env, context.rank
         mine = _ids(nccl, env.nccl_communicators) if rank == 0 else []
-        sent = context.eager.broadcast_bytes("usbyte.nccl.ids", json.dumps(mine).encode(), 0)
-        return cls(env, nccl, rank, context.size, _from_text(json.loads(sent)), device)
+        sent = context.eager.broadcast_json("usbyte.nccl.ids", mine, 0, list[str])
+        return cls(env, nccl, rank, context.size, _from_text(sent), device)
 
     @classmethod
     def along_lines(
@@ -235,8 +232,7 @@ class NcclCommunicator:
             _ids(nccl, _PHASES_IN_HAND) if len(line) > 1 and line[0] == rank else []
             for line in lines
         ]
-        texts = context.eager.allgather_bytes("usbyte.nccl.lines", json.dumps(mine).encode())
-        ids = [json.loads(text) for text in texts]
+        ids = context.eager.allgather_json("usbyte.nccl.lines", mine, list[list[str]])
         return [
             cls(env, nccl, line.index(rank), len(line), _from_text(ids[line[0]][d]), device)
             if len(line) > 1
@@ -274,7 +270,10 @@ def _ids(nccl: _core.Nccl, count: int) -> list[str]:
 
 
 def _from_text(ids: Sequence[str]) -> list[bytes]:
-    return [bytes.fromhex(text) for text in ids]
+    try:
+        return [bytes.fromhex(text) for text in ids]
+    except ValueError as error:
+        raise unreadable("another rank's name of an NCCL communicator", error) from error
 
 
 class _Memory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,26 +15,24 @@ import torch.distributed as dist
 
 from usbyte.torch.calls import Calls, NoAnswerError
 from usbyte.torch.handles import Request
-from usbyte.torch.matching import Descriptor, Verdict, match
+from usbyte.torch.matching import Descriptor, Verdict, match, name_ranks
+from usbyte.torch.messages import read, unreadable
+from usbyte.torch.operation_names import OperationName
 from usbyte.torch.store import clone_store, private_store, read_now
 
 _PATIENCE = timedelta(days=20)  # torch counts it in an int of milliseconds (24.8 days)
 _ANSWER_S = 5.0  # how long the store may take to answer a question about what is missing
-_OWN = re.compile(r"usbyte\.|optimizer\.\d")
+_ORDER = "the order of operations that another rank has written"
 
 #: The operation with which all ranks end what `Negotiation.join` began.
-JOIN = "usbyte.join"
-
-
-def is_own(name: str) -> bool:
-    """Of an operation of usbyte's own, which ranks that have joined submit like all others."""
-    return _OWN.match(name) is not None
+JOIN = OperationName.internal("usbyte.join")
 
 
 class Negotiation:
     """The protocol, and nothing else.
 
-    1. A rank appends its descriptor to the key `op/<name>`, then adds 1 to `count/<name>`.
+    1. A rank appends its descriptor to the key `op/<name>`, then adds 1 to `count/<name>`. Names
+       are the keys of `OperationName`.
     2. A rank whose addition completes the count reads all descriptors and claims the operation, by
        changing the count from just as many. Who succeeds deletes both keys, checks the descriptors
        against each other, draws the operation's place in the global order from the counter
@@ -82,15 +79,17 @@ class Negotiation:
         """Tells the other ranks of an operation; from any thread.
 
         Raises:
+            MismatchError: Another rank's part of the operation cannot be read.
             RuntimeError: The store is lost, or does not answer for as long as operations may take.
         """
         self._calls.make(lambda: self._announce(request), self._limit_s, patient=True)
 
     def _announce(self, request: Request) -> None:
-        self._store.append(f"op/{request.name}", request.descriptor.to_json() + "\n")
-        count = self._store.add(f"count/{request.name}", 1)
-        if count + len(self._absent(request.name)) >= len(self._members):
-            self._complete(request.name)
+        name = request.name.key
+        self._store.append(f"op/{name}", request.descriptor.to_json() + "\n")
+        count = self._store.add(f"count/{name}", 1)
+        if count + len(self._absent(name)) >= len(self._members):
+            self._complete(name)
 
     def _complete(self, name: str) -> None:
         """Lets an operation run if all ranks have submitted it that are going to."""
@@ -100,7 +99,7 @@ class Negotiation:
         found = read_now(self._store, f"op/{name}")
         if found is None:
             return
-        descriptors = _descriptors(found)
+        descriptors = self._descriptors(name, found)
         joined = set(self._members) - {d.rank for d in descriptors}
         if not joined <= set(absent):
             return
@@ -118,7 +117,7 @@ class Negotiation:
 
     def _absent(self, name: str) -> list[int]:
         """Ranks that need not submit this operation."""
-        return [] if is_own(name) else self.joined()
+        return [] if OperationName.from_key(name).is_internal else self.joined()
 
     def join(self) -> None:
         """Tells all ranks to go on without this one, up to the operation `JOIN`.
@@ -141,27 +140,47 @@ class Negotiation:
             Its verdict, or None after `wake`.
 
         Raises:
+            MismatchError: Another rank has sent what cannot be read.
             RuntimeError: The store is lost.
         """
         while (text := self._read()) is not None:
-            message = json.loads(text)
+            message = read(_ORDER, text, dict[str, Any])
             if "joined" not in message:
                 break
             with self._lock:
-                self._joined.append(message["joined"])
+                self._joined.append(self._who_joined(message["joined"]))
             for name in in_flight():
                 self._calls.make(partial(self._complete, name), self._limit_s, patient=True)
             self.advance()
         if text is None:
             return None
-        verdict = Verdict.from_json(text)
-        if verdict.name == JOIN:
+        verdict = Verdict.from_json(text, _ORDER)
+        if verdict.name == JOIN.key:
             with self._lock:
+                if not self._joined:
+                    raise unreadable(_ORDER, "join() ends, which no rank has called")
                 self.last = self._joined[-1]
                 self._joined.clear()
         return verdict
 
-    def _read(self) -> str | None:
+    def _who_joined(self, rank: object) -> int:
+        if type(rank) is not int or rank not in self._members or rank in self._joined:
+            raise unreadable(_ORDER, f"rank {rank!r:.80} cannot have called join()")
+        return rank
+
+    def _descriptors(self, name: str, found: bytes) -> list[Descriptor]:
+        """What ranks have appended to an operation."""
+        what = f"what the ranks have sent for '{OperationName.from_key(name)}'"
+        lines = found.split(b"\n")
+        if lines.pop():
+            raise unreadable(what, "a line has no end")
+        descriptors = [Descriptor.from_json(line, what) for line in lines]
+        ranks = [descriptor.rank for descriptor in descriptors]
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(self._members):
+            raise unreadable(what, f"it is from {name_ranks(ranks) if ranks else 'no rank'}")
+        return descriptors
+
+    def _read(self) -> bytes | None:
         slot = _slot(self._rank, self._place)
         with self._lock:
             woken = self._woken
@@ -170,7 +189,7 @@ class Negotiation:
             with suppress(RuntimeError):
                 self._inbox.delete_key(slot)
             return None
-        return text.decode()
+        return text
 
     def advance(self) -> None:
         """Ends the operation that `next` returned.
@@ -192,19 +211,21 @@ class Negotiation:
             self._calls.make(lambda: self._store.set(slot, "wake"), timeout_s)
         self._calls.close()
 
-    def missing(self, name: str) -> list[int] | None:
+    def missing(self, name: OperationName) -> list[int] | None:
         """Ranks that have not submitted what this rank has; None if the store does not answer.
 
         Raises:
+            MismatchError: Another rank's part of the operation cannot be read.
             RuntimeError: The store is lost, or this has ended by `wake`.
         """
         try:
-            found = self._calls.make(lambda: read_now(self._store, f"op/{name}"), _ANSWER_S)
+            found = self._calls.make(lambda: read_now(self._store, f"op/{name.key}"), _ANSWER_S)
         except NoAnswerError:
             return None
         if found is None:  # deleted by the rank that completed it
             return []
-        here = {d.rank for d in _descriptors(found)}.union(self._absent(name))
+        submitted = {d.rank for d in self._descriptors(name.key, found)}
+        here = submitted.union(self._absent(name.key))
         return [rank for rank in self._members if rank not in here]
 
     def joined(self) -> list[int]:
@@ -220,11 +241,6 @@ class Negotiation:
             except RuntimeError:
                 if time.monotonic() - began < _PATIENCE.total_seconds() / 2:
                     raise
-
-
-def _descriptors(found: bytes) -> list[Descriptor]:
-    """What ranks have appended to an operation."""
-    return [Descriptor.from_json(line) for line in found.decode().splitlines()]
 
 
 def _slot(rank: int, place: int) -> str:

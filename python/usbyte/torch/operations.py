@@ -20,7 +20,9 @@ from usbyte.errors import UsageError
 from usbyte.torch.collectives import all_gather_ranges, ring_reduce_scatter
 from usbyte.torch.handles import Request
 from usbyte.torch.matching import Descriptor, Verdict
+from usbyte.torch.operation_names import OperationName
 from usbyte.torch.peers import Peers
+from usbyte.torch.plain import check_plain
 from usbyte.torch.reduction import ReduceOp, check_reducible, reduce_flat
 
 _TAG = 0  # of rings; the queue runs one operation at a time
@@ -38,7 +40,7 @@ def index(what: str, number: Any) -> int:
 
 def allreduce(
     peers: Peers,
-    name: str,
+    name: OperationName,
     tensors: Sequence[torch.Tensor],
     op: ReduceOp,
     factors: Factors = (1.0, 1.0),
@@ -47,10 +49,11 @@ def allreduce(
     """Reduces tensors elementwise, those of one dtype together. The result is a list of tensors."""
     what = f"allreduce '{name}'"
     for tensor in tensors:
+        check_plain(what, tensor)
         check_reducible(what, tensor.dtype, op)
         if in_place:
             _check_writable(what, tensor)
-    staged = [_staged(what, t, copy=not in_place) for t in tensors]
+    staged = [_staged(t, copy=not in_place) for t in tensors]
 
     def reduce(flat: torch.Tensor) -> None:
         def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
@@ -90,7 +93,7 @@ def allreduce(
     )
 
 
-def stand_in(peers: Peers, name: str, descriptor: Descriptor) -> Request:
+def stand_in(peers: Peers, name: OperationName, descriptor: Descriptor) -> Request:
     """Takes part with zeros in the allreduce that `descriptor` tells of. Without a result."""
 
     def execute(verdict: Verdict) -> None:
@@ -105,15 +108,16 @@ def stand_in(peers: Peers, name: str, descriptor: Descriptor) -> Request:
     return Request(name, descriptor, execute)
 
 
-def allgather(peers: Peers, name: str, tensors: Sequence[torch.Tensor]) -> Request:
+def allgather(peers: Peers, name: OperationName, tensors: Sequence[torch.Tensor]) -> Request:
     """Concatenates each tensor along its first dimension, whose length may differ by rank.
 
     A scalar counts as one row. The result is a list: for each tensor the rows of all ranks, and a
     list of how many each rank gave.
     """
-    what = f"allgather '{name}'"
+    for tensor in tensors:
+        check_plain(f"allgather '{name}'", tensor)
     rows = [t.reshape(1) if t.dim() == 0 else t for t in tensors]
-    staged = [_staged(what, t, copy=False) for t in rows]
+    staged = [_staged(t, copy=False) for t in rows]
 
     def execute(verdict: Verdict) -> list[tuple[torch.Tensor, list[int]]]:
         return [
@@ -129,16 +133,18 @@ def allgather(peers: Peers, name: str, tensors: Sequence[torch.Tensor]) -> Reque
 
 def sparse_allreduce(
     peers: Peers,
-    name: str,
+    name: OperationName,
     tensor: torch.Tensor,
     op: ReduceOp,
     factors: Factors = (1.0, 1.0),
 ) -> Request:
     """Adds up a sparse COO tensor: gathers every rank's indices and values.
 
-    The result is a sparse tensor, not coalesced: what several ranks have occurs several times.
+    The result is a sparse tensor, not coalesced: what several ranks have occurs several times. It
+    is a UsageError on every rank if the indices of one are beyond the tensor's shape.
     """
     what = f"allreduce '{name}'"
+    check_plain(what, tensor, or_sparse=True)
     if tensor.layout != torch.sparse_coo:
         raise UsageError(f"{what} needs a sparse COO tensor, not layout {tensor.layout}")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -149,16 +155,18 @@ def sparse_allreduce(
         raise UsageError(f"{what} cannot average a sparse tensor of {tensor.dtype}: use Sum")
     plain = tensor.detach()
     indices, values = plain._indices().t(), plain._values()
-    staged = [_staged(what, t, copy=False) for t in (indices, values)]
+    for part in (indices, values):
+        check_plain(what, part)
+    staged = [_staged(t, copy=False) for t in (indices, values)]
 
-    def execute(verdict: Verdict) -> list[torch.Tensor]:
-        return [
-            _gathered(peers, part, counts)
-            for part, counts in zip(staged, _by_tensor(verdict, peers.size), strict=True)
-        ]
+    def execute(verdict: Verdict) -> tuple[list[torch.Tensor], Sequence[int]]:
+        by_tensor = _by_tensor(verdict, peers.size)
+        parts = zip(staged, by_tensor, strict=True)
+        return [_gathered(peers, part, counts) for part, counts in parts], by_tensor[0]
 
-    def finish(value: list[torch.Tensor]) -> torch.Tensor:
-        places, numbers = value
+    def finish(value: tuple[list[torch.Tensor], Sequence[int]]) -> torch.Tensor:
+        (places, numbers), counts = value
+        _check_places(what, places, counts, peers.members, tensor.shape)
         reduce_flat(_flat(numbers), op, factors, peers.size, lambda *_: None)
         # Every rank's part is of a tensor of this shape.
         whole = torch.sparse_coo_tensor(places.t(), numbers, tensor.shape, check_invariants=False)
@@ -176,15 +184,16 @@ def sparse_allreduce(
 
 
 def broadcast(
-    peers: Peers, name: str, tensor: torch.Tensor, root: int, in_place: bool = False
+    peers: Peers, name: OperationName, tensor: torch.Tensor, root: int, in_place: bool = False
 ) -> Request:
     """Gives every rank the root's tensor."""
     what = f"broadcast '{name}'"
     root = index(f"{what}: root rank", root)
     source = peers.position(what, root)
+    check_plain(what, tensor)
     if in_place:
         _check_writable(what, tensor)
-    staged = _staged(what, tensor, copy=not in_place)
+    staged = _staged(tensor, copy=not in_place)
 
     def execute(_: Verdict) -> torch.Tensor:
         broadcast_flat(peers, bytes_of(staged), source)
@@ -201,7 +210,7 @@ def broadcast(
 
 def reducescatter(
     peers: Peers,
-    name: str,
+    name: OperationName,
     tensors: Sequence[torch.Tensor],
     op: ReduceOp,
     factors: Factors = (1.0, 1.0),
@@ -212,10 +221,11 @@ def reducescatter(
     """
     what = f"reducescatter '{name}'"
     for tensor in tensors:
+        check_plain(what, tensor)
         check_reducible(what, tensor.dtype, op)
         if tensor.dim() == 0:
             raise UsageError(f"{what} needs a first dimension to scatter; the tensor has none")
-    staged = [_staged(what, t, copy=False) for t in tensors]  # torch.cat copies
+    staged = [_staged(t, copy=False) for t in tensors]  # torch.cat copies
     rows = [shares(t.shape[0], peers.size) for t in tensors]
 
     def reduced(alike: list[int]) -> list[torch.Tensor]:
@@ -258,15 +268,19 @@ def reducescatter(
 
 
 def alltoall(
-    peers: Peers, name: str, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None
+    peers: Peers,
+    name: OperationName,
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None,
 ) -> Request:
     """Sends the r-th run of rows to rank r.
 
     The result is a pair: the rows received, and how many came from each rank.
     """
     what = f"alltoall '{name}'"
+    check_plain(what, tensor)
     sent = _checked_splits(what, tensor, splits, peers.size)
-    staged = _staged(what, tensor, copy=False)
+    staged = _staged(tensor, copy=False)
 
     def execute(verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
         out = staged.new_empty(sum(verdict.sizes), *tensor.shape[1:])
@@ -287,7 +301,7 @@ def alltoall(
     return Request(name, _describe(peers, "alltoall", [tensor], splits=sent), execute, finish)
 
 
-def barrier(peers: Peers, name: str) -> Request:
+def barrier(peers: Peers, name: OperationName) -> Request:
     """Ends when every rank has come to it."""
 
     def execute(_: Verdict) -> None:
@@ -299,7 +313,7 @@ def barrier(peers: Peers, name: str) -> Request:
     return Request(name, Descriptor(peers.name, "barrier"), execute)
 
 
-def allgather_bytes(peers: Peers, name: str, payload: bytes) -> Request:
+def allgather_bytes(peers: Peers, name: OperationName, payload: bytes) -> Request:
     """Gathers a byte string from every rank. The result is a list of bytes, in rank order."""
     mine = _tensor_of(payload)
 
@@ -311,7 +325,7 @@ def allgather_bytes(peers: Peers, name: str, payload: bytes) -> Request:
     return Request(name, _describe(peers, "allgather", [mine]), execute)
 
 
-def broadcast_bytes(peers: Peers, name: str, payload: bytes, root: int) -> Request:
+def broadcast_bytes(peers: Peers, name: OperationName, payload: bytes, root: int) -> Request:
     """Gives every rank the root's byte string; the payloads of the others are ignored."""
     root = index(f"broadcast '{name}': root rank", root)
     source = peers.position(f"broadcast '{name}'", root)
@@ -364,24 +378,46 @@ def _describe(peers: Peers, kind: str, tensors: Sequence[torch.Tensor], **more: 
     return Descriptor(peers.name, kind, dtypes, [list(t.shape) for t in tensors], **more)
 
 
-def _staged(what: str, tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """The values as a contiguous CPU tensor without autograd; the same memory unless `copy`."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+def _check_places(
+    what: str,
+    places: torch.Tensor,
+    counts: Sequence[int],
+    ranks: Sequence[int],
+    shape: Sequence[int],
+) -> None:
+    """Whether the indices that ranks have sent, so many each, are inside a tensor of this shape.
+
+    All ranks have gathered the same, and so find the same.
+    """
+    if not places.numel():
+        return
+    bounds = torch.tensor(list(shape[: places.shape[1]]), device="cpu")
+    wrong = ((places < 0) | (places >= bounds)).any(1)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        rank = next(r for r, end in zip(ranks, accumulate(counts), strict=True) if row < end)
         raise UsageError(
-            f"{what} needs a dense tensor with data, not one of layout {tensor.layout} on "
-            f"{tensor.device}: convert it with to_dense() or dequantize() before"
+            f"{what}: rank {rank} has the index {places[row].tolist()}, which is outside of the "
+            f"sparse tensor's shape {list(shape)}: make the tensor with check_invariants=True to "
+            "see where it comes from"
         )
-    if hasattr(tensor, "to_local"):
-        raise UsageError(f"{what} cannot take a {type(tensor).__name__}: pass tensor.to_local()")
+
+
+def _staged(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    """The values as a contiguous CPU tensor without autograd; the same memory unless `copy`.
+
+    Args:
+        tensor: One that `check_plain` takes.
+        copy: Give it memory of its own.
+    """
     plain = tensor.detach().resolve_conj().resolve_neg()
     moved = plain.to("cpu").contiguous()
+    check_plain("a collective", moved)  # a mode such as FakeTensorMode makes others
     shared = moved.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     return moved.clone() if copy and shared else moved
 
 
 def _check_writable(what: str, tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided:
-        return  # `_staged` refuses it
     shared = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if shared and tensor.numel():  # an empty one has such strides in channels_last, too
         raise UsageError(

@@ -57,16 +57,16 @@ def allgather(
         name: What the ranks match it by.
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
     """
-    queue, name = queue_of("allgather", name, process_set, tensor)
-    return _tensor(gradients.Allgather.apply(queue, name, tensor)[0])
+    queue, called = queue_of("allgather", name, process_set, tensor)
+    return _tensor(gradients.Allgather.apply(queue, called, tensor)[0])
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: Members = global_process_set
 ) -> Handle:
     """Starts `allgather`; `synchronize` returns the new tensor. Without autograd."""
-    queue, name = queue_of("allgather", name, process_set, tensor)
-    request = operations.allgather(queue.peers, name, [tensor])
+    queue, called = queue_of("allgather", name, process_set, tensor)
+    request = operations.allgather(queue.peers, called, [tensor])
     return queue.submit(first_of(first_of(request)))
 
 
@@ -76,8 +76,8 @@ def grouped_allgather(
     process_set: Members = global_process_set,
 ) -> list[torch.Tensor]:
     """Gathers several tensors as one operation, as `allgather` does each."""
-    queue, name = queue_of("grouped_allgather", name, process_set, *tensors)
-    return list(gradients.Allgather.apply(queue, name, *tensors))
+    queue, called = queue_of("grouped_allgather", name, process_set, *tensors)
+    return list(gradients.Allgather.apply(queue, called, *tensors))
 
 
 def grouped_allgather_async(
@@ -86,8 +86,8 @@ def grouped_allgather_async(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `grouped_allgather`; `synchronize` returns the new tensors. Without autograd."""
-    queue, name = queue_of("grouped_allgather", name, process_set, *tensors)
-    request = operations.allgather(queue.peers, name, tensors)
+    queue, called = queue_of("grouped_allgather", name, process_set, *tensors)
+    request = operations.allgather(queue.peers, called, tensors)
     finish = request.finish
     return queue.submit(replace(request, finish=lambda value: [t for t, _ in finish(value)]))
 
@@ -106,8 +106,8 @@ def broadcast(
         name: What the ranks match it by.
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
     """
-    queue, name = queue_of("broadcast", name, process_set, tensor)
-    return _tensor(gradients.Broadcast.apply(queue, name, root_rank, tensor))
+    queue, called = queue_of("broadcast", name, process_set, tensor)
+    return _tensor(gradients.Broadcast.apply(queue, called, root_rank, tensor))
 
 
 def broadcast_async(
@@ -117,8 +117,8 @@ def broadcast_async(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `broadcast`; `synchronize` returns the new tensor. Without autograd."""
-    queue, name = queue_of("broadcast", name, process_set, tensor)
-    return queue.submit(operations.broadcast(queue.peers, name, tensor, root_rank))
+    queue, called = queue_of("broadcast", name, process_set, tensor)
+    return queue.submit(operations.broadcast(queue.peers, called, tensor, root_rank))
 
 
 def broadcast_(
@@ -138,8 +138,8 @@ def broadcast_async_(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `broadcast_`; `synchronize` returns the tensor."""
-    queue, name = queue_of("broadcast", name, process_set, tensor)
-    return queue.submit(operations.broadcast(queue.peers, name, tensor, root_rank, in_place=True))
+    queue, called = queue_of("broadcast", name, process_set, tensor)
+    return queue.submit(operations.broadcast(queue.peers, called, tensor, root_rank, in_place=True))
 
 
 def alltoall(
@@ -160,8 +160,8 @@ def alltoall(
         The rows received; with `splits`, also how many came from each rank, 1-d, int32 or like
         `splits`.
     """
-    queue, name = queue_of("alltoall", name, process_set, tensor)
-    rows, received = gradients.Alltoall.apply(queue, name, splits, tensor)
+    queue, called = queue_of("alltoall", name, process_set, tensor)
+    rows, received = gradients.Alltoall.apply(queue, called, splits, tensor)
     return rows if splits is None else (rows, received)
 
 
@@ -172,14 +172,14 @@ def alltoall_async(
     process_set: Members = global_process_set,
 ) -> Handle:
     """Starts `alltoall`; `synchronize` returns a pair, as with `splits`. Without autograd."""
-    queue, name = queue_of("alltoall", name, process_set, tensor)
-    return queue.submit(operations.alltoall(queue.peers, name, tensor, splits))
+    queue, called = queue_of("alltoall", name, process_set, tensor)
+    return queue.submit(operations.alltoall(queue.peers, called, tensor, splits))
 
 
 def barrier(process_set: Members = global_process_set) -> None:
     """Blocks until every rank has come to its n-th barrier."""
-    queue, name = queue_of("barrier", None, process_set)
-    queue.barrier(name)
+    queue, called = queue_of("barrier", None, process_set)
+    queue.submit(operations.barrier(queue.peers, called)).synchronize()
 
 
 def poll(handle: Handle) -> bool:

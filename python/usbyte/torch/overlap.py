@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -223,8 +222,7 @@ _keeps_graph: Callable[[], bool] = getattr(
 
 def agree(context: Context, label: str, reason: str) -> str:
     """The reason of the first rank that has one, the same on all ranks. Collective."""
-    texts = context.eager.allgather_bytes(f"{label}.overlap", json.dumps(reason).encode())
-    reasons = [json.loads(text) for text in texts]
+    reasons: list[str] = context.eager.allgather_json(f"{label}.overlap", reason, str)
     for rank, each in enumerate(reasons):
         if each:
             alike = all(other == each for other in reasons)

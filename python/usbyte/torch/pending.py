@@ -11,9 +11,9 @@ import torch
 from usbyte.errors import Error
 from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.device import Fence
-from usbyte.torch.plain import sharing_memory
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
+from usbyte.torch.shared_memory import sharing_memory
 from usbyte.torch.shield import shielded
 
 

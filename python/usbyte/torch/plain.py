@@ -1,99 +1,114 @@
-"""Whether a tensor is one whose memory may be read by its address."""
+"""Which tensors have memory of their own, so that they can be read by address."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 import torch
 
 from usbyte.errors import UsageError
 
-# Counts the tensors that share a storage. Private, and looked up so that a torch without it works.
-_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-_OWN_USES = 2  # of a storage: its tensor, and the object by which Python asks
 
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are in memory of its own class, which torch alone manages.
-
-    They are not for a DTensor, a quantized or a nested tensor, a wrapper of torchao's, a
-    FakeTensor or a tensor inside of torch.func's transformations.
-    """
-    return (
-        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
-
-
-def check_plain(what: str, tensor: torch.Tensor) -> None:
-    """Raises UsageError unless the tensor is plain.
+def check_plain(what: str, tensor: torch.Tensor, or_sparse: bool = False) -> None:
+    """Refuses a tensor that must not be read by address.
 
     Args:
-        what: The tensor, for the message, as "parameter 'x'".
-        tensor: Of any class.
+        what: Names the operation; the message begins with it.
+        tensor: Any tensor.
+        or_sparse: Sparse COO tensors are taken, too.
+
+    Raises:
+        UsageError: It is not a dense tensor with memory of its own. The message names its class
+            and what to pass instead.
     """
-    if is_plain(tensor):
-        if (
-            tensor.numel()
-            and tensor.layout is torch.strided
-            and tensor.untyped_storage().size() == 0
-        ):
-            raise UsageError(
-                f"{what} has no memory: wrap the optimizer once the model has its values"
-            )
+    found = flaw_of(tensor, or_sparse)
+    if found is not None:
+        flaw, remedy = found
+        raise UsageError(f"{what} cannot take a {type(tensor).__name__} {flaw}: {remedy}")
+
+
+def check_sendable(what: str, tensor: torch.Tensor, or_sparse: bool = False) -> None:
+    """Refuses a parameter or a gradient that must not be read by address.
+
+    Args:
+        what: Names it, as "parameter 'x'".
+        tensor: The parameter or gradient.
+        or_sparse: Sparse COO tensors are taken, too.
+
+    Raises:
+        UsageError: It is not a dense tensor with memory of its own.
+    """
+    found = flaw_of(tensor, or_sparse)
+    if found is None:
         return
-    kind = type(tensor).__name__
-    remedy = "give DistributedOptimizer parameters that are plain tensors"
-    if kind == "DTensor":
+    flaw, remedy = found
+    if hasattr(tensor, "to_local"):
         remedy = (
-            "leave the model to fully_shard(), parallelize_module() or distribute_tensor() alone, "
-            "or leave those out"
+            "leave out fully_shard(), parallelize_module() and distribute_tensor(), or "
+            "DistributedOptimizer"
         )
-    raise UsageError(
-        f"{what} is a {kind}, which has no memory of its own that could be sent: {remedy}"
-    )
+    raise UsageError(f"{what} is a {type(tensor).__name__} {flaw}: {remedy}")
 
 
-def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Groups of tensors that have memory in common, as where `a.data = b.data.t()` ties two.
-
-    Args:
-        tensors: All plain, dense or not.
+def flaw_of(tensor: torch.Tensor, or_sparse: bool = False) -> tuple[str, str] | None:
+    """Why a tensor must not be read by address; see `check_plain`.
 
     Returns:
-        Indices of the tensors of each group, ascending; those that share nothing are left out.
+        What it is, to follow its class in a sentence, and what to pass instead; None if it can be
+        read.
     """
-    spans = sorted(
-        (device, begin, end, i)
-        for i, tensor in enumerate(tensors)
-        for device, begin, end in [_span_of(tensor)]
-        if begin < end
-    )
-    groups: list[list[int]] = []
-    group: list[int] = []
-    last, reach = "", 0
-    for device, begin, end, i in spans:
-        if device != last or begin >= reach:
-            group, last, reach = [], device, 0
-            groups.append(group)
-        group.append(i)
-        reach = max(reach, end)
-    return [sorted(group) for group in groups if len(group) > 1]
+    found = _flaw_of_class(tensor)
+    if found is not None or (or_sparse and tensor.layout == torch.sparse_coo):
+        return found
+    if tensor.is_nested:
+        return "that is nested", "pass its values() and offsets(), or to_padded_tensor(0.0)"
+    if tensor.layout != torch.strided:
+        return f"of layout {tensor.layout}", "pass tensor.to_dense()"
+    if tensor.is_quantized:
+        return "that is quantized", "pass tensor.dequantize(), or tensor.int_repr()"
+    if _needed_bytes(tensor) > tensor.untyped_storage().nbytes():
+        return (
+            "whose memory has been freed",
+            "pass it while it has data; FSDP, for example, frees parameters outside of forward "
+            "and backward",
+        )
+    return None
 
 
-def _span_of(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Device, first address and the one behind the last, between which all elements lie."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return "", 0, 0
-    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return str(tensor.device), begin, begin + (reach + 1) * tensor.element_size()
+def _flaw_of_class(tensor: torch.Tensor) -> tuple[str, str] | None:
+    kind = type(tensor)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "inside a torch.func transform", "call this outside of grad(), vmap() and the like"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return "whose values are not in memory of its own", _instead_of(kind)
+    if torch.nn.parameter.is_lazy(tensor):
+        return "that has no shape yet", "run one batch through its lazy module before"
+    if tensor.device.type == "meta":
+        return (
+            "on the meta device, which has no data",
+            'materialize it before, as with module.to_empty(device="cpu") and load_state_dict()',
+        )
+    if tensor._is_zerotensor():
+        return "that is a zero without memory", "pass torch.zeros_like(tensor)"
+    return None
 
 
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether other tensors have parts of the same storage; False where torch cannot tell."""
-    if _storage_use_count is None or tensor.layout is not torch.strided:
-        return False
-    return _storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
+def _instead_of(kind: type[torch.Tensor]) -> str:
+    """What to pass instead of a tensor whose class has its own dispatch."""
+    if hasattr(kind, "to_local"):
+        return "pass tensor.to_local(), which is this rank's part, or tensor.full_tensor()"
+    if hasattr(kind, "fake_mode") or kind.__name__ == "FakeTensor":
+        return "call this with real tensors, outside of FakeTensorMode"
+    if hasattr(kind, "trigger_wait"):
+        return "pass tensor.wait()"
+    if hasattr(kind, "dequantize") and hasattr(kind, "tensor_data_names"):
+        return "pass tensor.dequantize()"
+    if hasattr(kind, "get_mask"):
+        return "pass tensor.get_data() and tensor.get_mask()"
+    return "pass plain tensors, such as those that it is made of"
+
+
+def _needed_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that its storage must have for every element to be in it."""
+    if not tensor.numel():
+        return 0
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + reach + 1) * tensor.element_size()

@@ -177,8 +177,8 @@ class Planner:
         specs = [spec for codecs in lists for spec in codecs.values()]
         if along := self._plans.line_codecs(specs, topology):
             # Alike on all ranks, which may have measured other speeds.
-            name, told = f"{label}.codecs_along", json.dumps(along).encode()
-            specs += json.loads(self._context.eager.broadcast_bytes(name, told, 0))
+            name = f"{label}.codecs_along"
+            specs += self._context.eager.broadcast_json(name, along, 0, list[str])
         self._plans.measure(specs, lambda name, numbers: self._reduced(name, numbers, Max))
 
         def decide() -> Decision:

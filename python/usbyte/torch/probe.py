@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,7 +88,7 @@ def share(context: Context, name: str, network: _core.NetworkModel) -> _core.Net
     """Rank 0's model, on every rank."""
     payload = network.to_json().encode()
     return _core.NetworkModel.from_json(
-        context.eager.broadcast_bytes(f"{name}.network", payload, 0).decode()
+        context.eager.broadcast_bytes(f"{name}.network", payload, 0).decode(errors="replace")
     )
 
 
@@ -141,8 +140,8 @@ def measure(
         rows += _time_packing(context, communicator, large, repeats)
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(context, communicator, large, ahead, repeats)
-        found = str(concurrent(rows) or 0).encode()  # on which all ranks must agree
-        together = int(context.eager.broadcast_bytes("usbyte.probe.concurrent", found, 0))
+        found = concurrent(rows) or 0  # on which all ranks must agree
+        together = context.eager.broadcast_json("usbyte.probe.concurrent", found, 0, int)
         if together > 0:
             break
     if communicator.most_one_shot_bytes > 0:
@@ -182,8 +181,10 @@ def measure_dimensions(
     found = []
     for dimension, its in zip(mesh.topology.dimensions, mesh.lines, strict=True):
         costs = None if its is None else _line_costs(context, its, largest_bytes, repeats)
-        texts = context.eager.allgather_bytes("usbyte.probe.dimension", json.dumps(costs).encode())
-        known = [row for row in map(json.loads, texts) if row is not None]
+        everyone = context.eager.allgather_json(
+            "usbyte.probe.dimension", costs, tuple[float, float] | None
+        )
+        known = [row for row in everyone if row is not None]
         startup_s, s_per_byte = map(max, zip(*known, strict=True)) if known else (0.0, 1.0)
         steps = max(dimension.size - 1, 1)
         share = steps / dimension.size  # of the vector, that a rank sends
@@ -246,10 +247,10 @@ class _Sizes:
         rows = [row for row in timed if row.kind == kind]
         small_s, some_s = (median(r.seconds for r in rows if r.bytes == size) for size in fewest)
         # Every rank must choose the same sizes and numbers of groups.
-        text = context.eager.broadcast_bytes(
-            "usbyte.probe.times", f"{small_s} {some_s}".encode(), 0
+        times = context.eager.broadcast_json(
+            "usbyte.probe.times", [small_s, some_s], 0, tuple[float, float]
         )
-        small_s, some_s = (max(float(word), 1e-6) for word in text.split())
+        small_s, some_s = (max(seconds, 1e-6) for seconds in times)
         largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
         largest = max(largest, 4 * smallest)  # a line takes two sizes
         return cls(_sizes(smallest, largest), small_s, some_s / some, care)

@@ -287,10 +287,9 @@ class ProcessSets:
 
     def _agree(self, what: str, meant: list[Any], problem: str | None) -> None:
         """Raises on every rank if one has a problem or the ranks do not mean the same."""
-        mine = json.dumps([problem, meant]).encode()
-        answers = [
-            json.loads(a) for a in self._context.eager.allgather_bytes(f"usbyte.{what}", mine)
-        ]
+        answers = self._context.eager.allgather_json(
+            f"usbyte.{what}", [problem, meant], tuple[str | None, list[Any]]
+        )
         for rank, (found, _) in enumerate(answers):
             if found is not None:
                 raise UsageError(f"{what} on rank {rank}: {found}")

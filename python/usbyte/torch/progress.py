@@ -3,16 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from usbyte.errors import MismatchError
 from usbyte.torch.matching import name_ranks
+from usbyte.torch.messages import check, read
 
 #: Of one rank: "optimizers", by label what `Engine.status` tells or {}, and "eager", what is in
 #: flight beside the plan. In the phase "exchange" a step is one of parameters between nodes.
 State = Mapping[str, Any]
 
+
+@dataclass(frozen=True)
+class _State:
+    optimizers: dict[str, dict[str, Any]]
+    eager: list[str]
+
+
+@dataclass(frozen=True)
+class _Operation:
+    step: int
+    op: str
+    launched_s: float
+    took_s: float | None
+
+
+# Of what an optimizer's status holds, what is read here; other fields may be there.
+_STATUS: Mapping[str, Any] = {
+    "step": int,
+    "phase": str,
+    "launched": int,
+    "completed": int,
+    "ops": int,
+    "awaited": list[str],
+}
+
 _TOLD_RANKS = 16
 _TOLD_OPERATIONS = 6  # of each rank
+
+
+def read_state(rank: int, text: bytes | str) -> State:
+    """A rank's answer; one without optimizers, which says so, if it cannot be read.
+
+    Whoever looks for the cause of a fault must not fail of another rank's answer.
+
+    Args:
+        rank: Who has answered.
+        text: JSON.
+    """
+    sender = f"the answer of rank {rank}"
+    try:
+        state: dict[str, Any] = asdict(read(sender, text, _State))
+        for status in filter(None, state["optimizers"].values()):
+            _check_status(status)
+    except (MismatchError, ValueError) as error:
+        return {"optimizers": {}, "eager": [f"not known: {sender} cannot be read: {error}"]}
+    return state
+
+
+def _check_status(status: dict[str, Any]) -> None:
+    """Raises ValueError if a status lacks what is read of it, or has something else there."""
+    required = {"step", "phase"}
+    if status.get("phase") == "backward":
+        required.add("awaited")
+    if status.get("held"):
+        required.add("launched")
+    if "ops" in status:
+        required.add("completed")
+    if missing := required - status.keys():
+        raise ValueError(f"it has no '{min(missing)}'")
+    for field in status.keys() & _STATUS.keys():
+        status[field] = check(status[field], _STATUS[field])
+    for row in check(status.get("last", []), list[dict[str, Any]]):
+        check({f.name: row[f.name] for f in fields(_Operation) if f.name in row}, _Operation)
 
 
 def behind(states: Mapping[int, State]) -> list[str]:

@@ -21,12 +21,13 @@ from usbyte.torch.decision import Decision
 from usbyte.torch.device import Fetched, Mark
 from usbyte.torch.learning import Times
 from usbyte.torch.ops import Sum
-from usbyte.torch.plain import check_plain, shares_memory
+from usbyte.torch.plain import check_sendable
 from usbyte.torch.plan_cycle import PlanCycle
 from usbyte.torch.planning import Planner
 from usbyte.torch.salvage import torn
 from usbyte.torch.sent import SentGradients
 from usbyte.torch.settings import Settings, Trained
+from usbyte.torch.shared_memory import shares_memory
 from usbyte.torch.sparse import Counts, Rows, empty_like, sparse_tensor
 from usbyte.torch.transport import Transport
 
@@ -538,7 +539,7 @@ class Reducer:
             self._check_not_summed(i)
         sent.own[i] = self._holds_result[i] = True
         if type(grad) is not torch.Tensor:
-            check_plain(f"the gradient of '{self.names[i]}'", grad)
+            check_sendable(f"the gradient of '{self.names[i]}'", grad, or_sparse=True)
         if self._sparse[i]:
             return self._send_rows(i, grad)
         # torch makes a gradient, or adds to one that is there, which alone a script may use in

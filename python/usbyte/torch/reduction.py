@@ -23,7 +23,10 @@ _REDUCIBLE = frozenset(
 class ReduceOp(enum.Enum):
     """How values of different ranks become one.
 
-    Averages of integers are truncated toward zero. MIN and MAX are NaN where one rank's value is.
+    Averages of floating-point and complex numbers divide by the number of ranks before they add up,
+    as with gradients, so that the sum does not overflow. Averages of integers are exact, truncated
+    toward zero. Sums and products of integers wrap around, as torch's do. MIN and MAX are NaN where
+    one rank's value is.
     Of bool, SUM and MAX are "any", MIN and PRODUCT are "all".
     """
 
@@ -82,26 +85,44 @@ def reduce_flat(
     size: int,
     collective: Callable[[torch.Tensor, dist.ReduceOp.RedOpType], None],
 ) -> None:
-    """Reduces a buffer in place: scale, collective, scale.
+    """Reduces a buffer in place: scale, divide if it is an average, collective, scale.
 
     Args:
         flat: 1-d contiguous, of a dtype that `check_reducible` admits.
         op: The reduction.
         factors: Multiplied before and after the reduction.
         size: Number of ranks, for AVERAGE.
-        collective: Reduces the buffer it is given, which has flat's storage but maybe another dtype
-            (and length, for complex numbers: twice as long).
+        collective: Reduces the buffer it is given: 1-d, with the same number of elements, one or
+            two, for each of flat's.
     """
     before, after = factors
     _scale(flat, before)
-    if flat.dtype == torch.bool:
+    if op is ReduceOp.AVERAGE and not _fractional(flat):
+        _average_integers(flat, size, collective)
+    elif flat.dtype == torch.bool:
         collective(flat.view(torch.uint8), _ON_BYTES_OF_BOOL[op])
     else:
+        if op is ReduceOp.AVERAGE and size > 1:
+            flat.mul_(1 / size)
         numbers = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         collective(numbers, _BACKEND[op])
-    if op is ReduceOp.AVERAGE:
-        flat.div_(size, rounding_mode=None if _fractional(flat) else "trunc")
     _scale(flat, after)
+
+
+def _average_integers(
+    flat: torch.Tensor,
+    size: int,
+    collective: Callable[[torch.Tensor, dist.ReduceOp.RedOpType], None],
+) -> None:
+    """Averages integers exactly: sums of quotients and of remainders do not wrap around."""
+    wide = flat.long()
+    quotients = wide.div(size, rounding_mode="floor")
+    numbers = torch.stack([quotients, wide - quotients * size], dim=1)
+    collective(numbers.view(-1), dist.ReduceOp.SUM)
+    quotients, remainders = numbers.unbind(1)
+    floors = quotients + remainders.div(size, rounding_mode="floor")
+    exact = remainders.remainder(size) == 0
+    flat.copy_(floors + ((floors < 0) & ~exact))  # toward zero
 
 
 def _scale(flat: torch.Tensor, factor: float) -> None:

@@ -13,6 +13,7 @@ from usbyte.torch import gradients, operations
 from usbyte.torch.compression import Compression
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.handles import Handle
+from usbyte.torch.operation_names import OperationName
 from usbyte.torch.operations import Factors
 from usbyte.torch.process_sets import Members, global_process_set
 from usbyte.torch.reduction import ReduceOp
@@ -65,15 +66,14 @@ def allreduce(
         average: Deprecated; True stands for op=Average, False for op=Sum.
         name: What the ranks match it by.
         compression: Applied before and undone after; lossy ones change the result.
-        op: Average (default), Sum, Min, Max or Product. Averages of integers are truncated toward
-            zero.
+        op: Average (default), Sum, Min, Max or Product; see `ReduceOp` for how each is rounded.
         prescale_factor: Multiplied before the reduction.
         postscale_factor: Multiplied after it.
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
     """
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("allreduce", name, process_set, tensor)
-    return _reduced(queue, [tensor], average, name, compression, op, factors)[0]
+    queue, called = queue_of("allreduce", name, process_set, tensor)
+    return _reduced(queue, [tensor], average, called, compression, op, factors)[0]
 
 
 def allreduce_async(
@@ -87,8 +87,8 @@ def allreduce_async(
 ) -> Handle:
     """Starts `allreduce`; `synchronize` returns the new tensor. Without autograd."""
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("allreduce", name, process_set, tensor)
-    return _reduce_one(queue, tensor, average, name, op, factors, in_place=False)
+    queue, called = queue_of("allreduce", name, process_set, tensor)
+    return _reduce_one(queue, tensor, average, called, op, factors, in_place=False)
 
 
 def allreduce_(
@@ -118,8 +118,8 @@ def allreduce_async_(
 ) -> Handle:
     """Starts `allreduce_`; `synchronize` returns the tensor."""
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("allreduce", name, process_set, tensor)
-    return _reduce_one(queue, tensor, average, name, op, factors, in_place=True)
+    queue, called = queue_of("allreduce", name, process_set, tensor)
+    return _reduce_one(queue, tensor, average, called, op, factors, in_place=True)
 
 
 def grouped_allreduce(
@@ -138,8 +138,8 @@ def grouped_allreduce(
     ranks.
     """
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_allreduce", name, process_set, *tensors)
-    return _reduced(queue, tensors, average, name, compression, op, factors)
+    queue, called = queue_of("grouped_allreduce", name, process_set, *tensors)
+    return _reduced(queue, tensors, average, called, compression, op, factors)
 
 
 def grouped_allreduce_async(
@@ -153,8 +153,8 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Starts `grouped_allreduce`; `synchronize` returns the new tensors. Without autograd."""
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_allreduce", name, process_set, *tensors)
-    return _reduce(queue, tensors, average, name, op, factors, in_place=False)
+    queue, called = queue_of("grouped_allreduce", name, process_set, *tensors)
+    return _reduce(queue, tensors, average, called, op, factors, in_place=False)
 
 
 def grouped_allreduce_(
@@ -184,8 +184,8 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Starts `grouped_allreduce_`; `synchronize` returns the list of tensors."""
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_allreduce", name, process_set, *tensors)
-    return _reduce(queue, tensors, average, name, op, factors, in_place=True)
+    queue, called = queue_of("grouped_allreduce", name, process_set, *tensors)
+    return _reduce(queue, tensors, average, called, op, factors, in_place=True)
 
 
 def sparse_allreduce_async(
@@ -205,8 +205,8 @@ def sparse_allreduce_async(
         op: Average (default) or Sum.
         process_set: The ranks that take part.
     """
-    queue, name = queue_of("sparse_allreduce", name, process_set, tensor)
-    return queue.submit(operations.sparse_allreduce(queue.peers, name, tensor, _resolve(op)))
+    queue, called = queue_of("sparse_allreduce", name, process_set, tensor)
+    return queue.submit(operations.sparse_allreduce(queue.peers, called, tensor, _resolve(op)))
 
 
 def reducescatter(
@@ -224,8 +224,8 @@ def reducescatter(
     Arguments as for `allreduce`.
     """
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("reducescatter", name, process_set, tensor)
-    return _scattered(queue, [tensor], name, compression, op, factors)[0]
+    queue, called = queue_of("reducescatter", name, process_set, tensor)
+    return _scattered(queue, [tensor], called, compression, op, factors)[0]
 
 
 def reducescatter_async(
@@ -238,8 +238,8 @@ def reducescatter_async(
 ) -> Handle:
     """Starts `reducescatter`; `synchronize` returns this rank's share. Without autograd."""
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("reducescatter", name, process_set, tensor)
-    request = operations.reducescatter(queue.peers, name, [tensor], _resolve(op), factors)
+    queue, called = queue_of("reducescatter", name, process_set, tensor)
+    request = operations.reducescatter(queue.peers, called, [tensor], _resolve(op), factors)
     return queue.submit(first_of(request))
 
 
@@ -254,8 +254,8 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Reduces and scatters several tensors as one operation, as `reducescatter` does each."""
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_reducescatter", name, process_set, *tensors)
-    return _scattered(queue, tensors, name, compression, op, factors)
+    queue, called = queue_of("grouped_reducescatter", name, process_set, *tensors)
+    return _scattered(queue, tensors, called, compression, op, factors)
 
 
 def grouped_reducescatter_async(
@@ -268,8 +268,10 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Starts `grouped_reducescatter`; `synchronize` returns the shares. Without autograd."""
     factors = _factors(prescale_factor, postscale_factor)
-    queue, name = queue_of("grouped_reducescatter", name, process_set, *tensors)
-    return queue.submit(operations.reducescatter(queue.peers, name, tensors, _resolve(op), factors))
+    queue, called = queue_of("grouped_reducescatter", name, process_set, *tensors)
+    return queue.submit(
+        operations.reducescatter(queue.peers, called, tensors, _resolve(op), factors)
+    )
 
 
 def _factors(before: Any, after: Any) -> Factors:
@@ -293,7 +295,7 @@ def _reduced(
     queue: EagerQueue,
     tensors: Sequence[torch.Tensor],
     average: bool | None,
-    name: str,
+    name: OperationName,
     compression: Compressor | None,
     op: ReduceOp | None,
     factors: Factors,
@@ -312,7 +314,7 @@ def _reduce_one(
     queue: EagerQueue,
     tensor: torch.Tensor,
     average: bool | None,
-    name: str,
+    name: OperationName,
     op: ReduceOp | None,
     factors: Factors,
     in_place: bool,
@@ -328,7 +330,7 @@ def _reduce(
     queue: EagerQueue,
     tensors: Sequence[torch.Tensor],
     average: bool | None,
-    name: str,
+    name: OperationName,
     op: ReduceOp | None,
     factors: Factors,
     in_place: bool,
@@ -340,7 +342,7 @@ def _reduce(
 def _scattered(
     queue: EagerQueue,
     tensors: Sequence[torch.Tensor],
-    name: str,
+    name: OperationName,
     compression: Compressor | None,
     op: ReduceOp | None,
     factors: Factors,

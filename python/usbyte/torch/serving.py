@@ -17,9 +17,10 @@ from usbyte.torch.device import device_of
 from usbyte.torch.fused import FusedUpdate
 from usbyte.torch.known import check_narrowable
 from usbyte.torch.other_reducers import check_unreduced
-from usbyte.torch.plain import check_plain, sharing_memory
+from usbyte.torch.plain import check_sendable
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sharding import check_dense
+from usbyte.torch.shared_memory import sharing_memory
 from usbyte.torch.sparse import renormalized_parameters, sparse_parameters
 
 log = logging.getLogger("usbyte")
@@ -64,7 +65,7 @@ def serve(
         raise UsageError("the optimizer has no parameter with elements that requires a gradient")
     updater = FusedUpdate(optimizer, names, params) if settings.fuses else optimizer
     for name, param in zip(names, params, strict=True):
-        check_plain(f"parameter '{name}'", param)
+        check_sendable(f"parameter '{name}'", param)
         dtype_name(name, param)
     check_unreduced(optimizer, names, params)
     if settings.sharded:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from usbyte import _core
 from usbyte.errors import UsageError
@@ -82,6 +83,11 @@ class Trained:
             UsageError: A parameter has no name.
         """
         rows = [(p, g) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        if any(is_lazy(p) for p, _ in rows):
+            raise UsageError(
+                "the optimizer has a parameter without a shape, of a lazy module: run one batch "
+                "through the model before the optimizer is wrapped"
+            )
         trained = [(p, g) for p, g in rows if p.requires_grad and p.numel()]
         params = [p for p, _ in trained]
         return cls(

@@ -24,7 +24,7 @@ from usbyte.torch.awaited import Fetch
 from usbyte.torch.communicator import shards
 from usbyte.torch.context import Context
 from usbyte.torch.known import step_is_replaced
-from usbyte.torch.ops import Max, Sum, allgather, allreduce
+from usbyte.torch.ops import Max, Sum
 from usbyte.torch.param_groups import Groups
 from usbyte.torch.pending import PendingUpdates
 from usbyte.torch.reducer import Reducer
@@ -248,7 +248,7 @@ class ShardedUpdates(PendingUpdates):
     def _gather(
         self, key: str, values: Sequence[Any], whole: dict[nn.Parameter, dict[str, Any]]
     ) -> None:
-        name, among = f"{self._label}.state.{key}", self._context.ranks
+        name, eager = f"{self._label}.state.{key}", self._context.eager
         # Whether a parameter has this state, and of which kind, is the same on all its owners.
         kinds = torch.zeros(len(self._params), dtype=torch.int64)
         scalars = torch.full((len(self._params),), -math.inf, dtype=torch.float64)
@@ -256,8 +256,8 @@ class ShardedUpdates(PendingUpdates):
             kinds[piece.param] = _kind(value, view)
             if kinds[piece.param] >= _SCALAR:
                 scalars[piece.param] = float(value)
-        kinds = allreduce(kinds, name=f"{name}.kinds", op=Max, process_set=among)
-        scalars = allreduce(scalars, name=f"{name}.scalars", op=Max, process_set=among)
+        eager.allreduce(f"{name}.kinds", kinds, Max)
+        eager.allreduce(f"{name}.scalars", scalars, Max)
         on_device = self._counted_on_device()
         for i, (kind, scalar) in enumerate(zip(kinds.tolist(), scalars.tolist(), strict=True)):
             param = self._params[i]
@@ -281,10 +281,8 @@ class ShardedUpdates(PendingUpdates):
 
             parts = dict(zip(map(id, self._mine), values, strict=True))
             flat = [parts[id(p)].reshape(-1) for p in sent(self._mine)]
-            everything = allgather(
-                torch.cat(flat) if flat else torch.empty(0, dtype=dtype),
-                name=f"{name}.{dtype}",
-                process_set=among,
+            everything = eager.allgather(
+                f"{name}.{dtype}", torch.cat(flat) if flat else torch.empty(0, dtype=dtype)
             )
             offset = 0
             for piece in (p for pieces in self._pieces for p in sent(pieces)):
@@ -304,13 +302,9 @@ class ShardedUpdates(PendingUpdates):
         squares = torch.stack(
             [g.double().square().sum() for g in mine] or [torch.zeros(()).double()]
         )
-        total = allreduce(
-            squares.sum().reshape(1),
-            name=f"{self._label}.norm",
-            op=Sum,
-            process_set=self._context.ranks,
-        ).sqrt()
-        factor = min(max_norm / (total.item() + 1e-6), 1.0)
+        total = squares.sum().reshape(1)
+        self._context.eager.allreduce(f"{self._label}.norm", total, Sum)
+        factor = min(max_norm / (total.sqrt().item() + 1e-6), 1.0)
         for grad in mine:
             grad.mul_(factor)
 

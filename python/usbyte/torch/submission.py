@@ -11,6 +11,8 @@ from usbyte.errors import UsageError
 from usbyte.torch import context
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.handles import Request
+from usbyte.torch.operation_names import OperationName
+from usbyte.torch.plain import check_plain
 from usbyte.torch.process_sets import Members, global_process_set
 
 _NAME_BYTES = 4096  # torch's store drops who sends it a key of 8192
@@ -28,7 +30,7 @@ class Compressor(Protocol):
 
 def queue_of(
     kind: str, name: str | None, process_set: Members, *tensors: torch.Tensor
-) -> tuple[EagerQueue, str]:
+) -> tuple[EagerQueue, OperationName]:
     """What an operation goes through, and its name there.
 
     Args:
@@ -54,11 +56,12 @@ def queue_of(
                 f"{what} takes tensors, not {type(tensor).__name__}: pass torch.tensor(value), or "
                 "send objects with broadcast_object or allgather_object"
             )
+        check_plain(what, tensor, or_sparse=True)
     if process_set is global_process_set:
         queue = run.eager
     else:
         queue = run.process_sets.queue(what, process_set)
-    return queue, name or queue.auto_name(kind)
+    return queue, OperationName.user(name) if name else queue.auto_name(kind)
 
 
 def _is_name(name: object) -> bool:

@@ -1,15 +1,30 @@
-"""Objects on the wire: JSON for structure, raw bytes for tensors, never pickle."""
+"""Objects on the wire: JSON for structure, raw bytes for tensors, never pickle.
+
+Tensors and arrays keep their strides, so that what is computed from them is rounded alike on all
+ranks.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
-from usbyte.errors import UsageError
+from usbyte.errors import Error, UsageError
+from usbyte.torch.messages import unreadable
 from usbyte.torch.operations import bytes_of
+from usbyte.torch.plain import flaw_of
+from usbyte.torch.wire_layout import DTYPES, distinct, dtype_name, travels
+from usbyte.torch.wire_reader import DEEPEST, Incoming, parse, sparse_tensor
+
+_MOST_INT_BITS = 2048  # Python refuses to print more than 640 digits where it is told to
+_HEADER_BYTES = 8
+_BYTE = torch.uint8
+_SHOWN_CHARS = 160
+_OBJECT, _PROBLEM = b"\0", b"\1"
 
 
 def encode(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -23,16 +38,29 @@ def encode(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         UsageError: Anything else; the message names its type and place.
     """
     tensors: list[torch.Tensor] = []
-    return json.dumps(_pack(obj, "object", tensors)).encode(), tensors
+    try:
+        packed = _pack(obj, "object", tensors, 0)
+        return json.dumps(packed, ensure_ascii=False).encode("utf-8", "surrogatepass"), tensors
+    except Error:
+        raise
+    except Exception as error:  # of the object's own methods, for example
+        raise UsageError(f"the object cannot be sent: {type(error).__name__}: {error}") from error
 
 
-def decode(structure: bytes) -> tuple[Any, list[torch.Tensor]]:
-    """Inverse of `encode`: the object, and its tensors, uninitialised, to be filled in place.
+def decode(structure: bytes, sender: str = "another rank's object") -> Incoming:
+    """Inverse of `encode`: an object whose tensors are to be filled in place.
 
-    Those of a GPU are on the current one.
+    Args:
+        structure: What `encode` has given on another rank.
+        sender: Who has sent what, for error messages.
+
+    Raises:
+        MismatchError: It is nothing that `encode` gives.
+        UsageError: There is no memory for its tensors.
     """
-    tensors: list[torch.Tensor] = []
-    return _unpack(json.loads(structure), tensors), tensors
+    incoming = parse(structure, sender)
+    incoming.allocate()
+    return incoming
 
 
 def to_bytes(obj: Any) -> bytes:
@@ -42,21 +70,67 @@ def to_bytes(obj: Any) -> bytes:
         UsageError: See `encode`.
     """
     structure, tensors = encode(obj)
-    parts = [len(structure).to_bytes(8, "little"), structure]
+    parts = [len(structure).to_bytes(_HEADER_BYTES, "little"), structure]
     return b"".join([*parts, *(_raw(tensor.cpu()).numpy().tobytes() for tensor in tensors)])
 
 
-def from_bytes(payload: bytes) -> Any:
-    """Inverse of `to_bytes`."""
-    begin = 8 + int.from_bytes(payload[:8], "little")
-    obj, tensors = decode(payload[8:begin])
-    for tensor in tensors:
-        end = begin + tensor.numel() * tensor.element_size()
-        if end > begin:
-            held = torch.frombuffer(bytearray(payload[begin:end]), dtype=torch.uint8)
+def from_bytes(payload: bytes, sender: str = "another rank's object") -> Any:
+    """Inverse of `to_bytes`.
+
+    Raises:
+        MismatchError: It is nothing that `to_bytes` gives.
+        UsageError: There is no memory for its tensors.
+    """
+    begin = _HEADER_BYTES + int.from_bytes(payload[:_HEADER_BYTES], "little")
+    incoming = parse(payload[_HEADER_BYTES:begin], sender)
+    told = sum(layout.bytes for layout in incoming.layouts)
+    if begin + told != len(payload):
+        raise unreadable(sender, f"it has {len(payload)} bytes instead of {begin + told}")
+    incoming.allocate()
+    for tensor, layout in zip(incoming.tensors, incoming.layouts, strict=True):
+        if layout.bytes:
+            held = torch.frombuffer(bytearray(payload[begin : begin + layout.bytes]), dtype=_BYTE)
             tensor.copy_(held.view(tensor.dtype).view(tensor.shape))
-        begin = end
-    return obj
+        begin += layout.bytes
+    return incoming.finish()
+
+
+def to_message(obj: Any) -> bytes:
+    """An object as `to_bytes` gives it, or else why it cannot be sent, for the others to raise."""
+    try:
+        return _OBJECT + to_bytes(obj)
+    except UsageError as error:
+        return problem_message(error)
+
+
+def structure_message(structure: bytes) -> bytes:
+    """A structure, as `open_message` takes it."""
+    return _OBJECT + structure
+
+
+def problem_message(problem: Exception) -> bytes:
+    """Why something cannot be sent, for the others to raise."""
+    return _PROBLEM + str(problem).encode("utf-8", "backslashreplace")
+
+
+def open_message(message: bytes, what: str, rank: int) -> bytes:
+    """What one of the three functions above has wrapped.
+
+    Args:
+        message: From a rank.
+        what: The call that it belongs to.
+        rank: Which rank has sent it.
+
+    Raises:
+        UsageError: That rank could not send its object.
+        MismatchError: It is no message.
+    """
+    kind, content = message[:1], message[1:]
+    if kind == _PROBLEM:
+        raise UsageError(f"{what} on rank {rank}: {content.decode('utf-8', 'replace')}")
+    if kind != _OBJECT:
+        raise unreadable(f"{what}: the message of rank {rank}", "it does not say what it is")
+    return content
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,78 +138,121 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
 
 
-def _pack(obj: Any, where: str, tensors: list[torch.Tensor]) -> Any:
-    if obj is None or isinstance(obj, bool | int | float | str):
+def _pack(obj: Any, where: str, tensors: list[torch.Tensor], depth: int) -> Any:
+    if obj is None or isinstance(obj, bool | float | str):
+        return obj
+    if isinstance(obj, int):
+        if obj.bit_length() > _MOST_INT_BITS:
+            raise UsageError(
+                f"{where} is an integer of {obj.bit_length()} bits, and {_MOST_INT_BITS} can be "
+                "sent; send it as a string, as of hex()"
+            )
         return obj
     if isinstance(obj, np.generic) and isinstance(obj.item(), bool | int | float | str):
-        return obj.item()
-    if isinstance(obj, list | tuple):
-        kind = "list" if isinstance(obj, list) else "tuple"
-        return {kind: [_pack(v, f"{where}[{k}]", tensors) for k, v in enumerate(obj)]}
-    if isinstance(obj, dict):
-        rows = [
-            [_pack(k, f"a key of {where}", tensors), _pack(v, f"{where}[{k!r}]", tensors)]
-            for k, v in obj.items()
-        ]
-        return {"dict": rows}
-    if isinstance(obj, np.ndarray) and not isinstance(obj, np.ma.MaskedArray):
-        try:
-            tensors.append(torch.from_numpy(np.ascontiguousarray(obj).reshape(obj.shape)))
-        except (TypeError, ValueError):
+        if obj.dtype.kind not in "biufU":  # dates, whose numbers alone say too little
+            raise _not_sent(obj, where)
+        return _pack(obj.item(), where, tensors, depth)
+    if isinstance(obj, list | tuple | dict):
+        if depth == DEEPEST:
             raise UsageError(
-                f"{where} is an array of {obj.dtype}, which cannot be sent; send one of numbers in "
-                "this machine's byte order, or a list"
-            ) from None
-        return {"array": list(obj.shape), "dtype": _name(tensors[-1])}
-    if isinstance(obj, torch.Tensor) and obj.layout == torch.sparse_coo and _is_basic(obj):
-        parts = [obj.detach()._indices(), obj.detach()._values()]
-        return {
-            "sparse": list(obj.shape),
-            "parts": [_pack(part, where, tensors) for part in parts],
-            "coalesced": obj.is_coalesced(),
-        }
-    if isinstance(obj, torch.Tensor):
-        plain = obj.layout == torch.strided and not obj.is_quantized and obj.device.type != "meta"
-        if not plain or obj.is_nested or hasattr(obj, "to_local"):
-            raise UsageError(
-                f"{where} is a {type(obj).__name__} of layout {obj.layout} on {obj.device}, which "
-                "cannot be sent; send a dense tensor with data, as of to_dense() or to_local()"
+                f"{where[:_SHOWN_CHARS]}... is nested more than {DEEPEST} deep, or contains "
+                "itself, which cannot be sent; send it in a flat form"
             )
-        tensors.append(obj.detach().contiguous())
-        return {"tensor": list(obj.shape), "dtype": _name(obj), "device": obj.device.type}
-    raise UsageError(
+        if isinstance(obj, dict):
+            rows = [_pack_item(k, v, where, tensors, depth + 1) for k, v in obj.items()]
+            return {"dict": rows}
+        kind = "list" if isinstance(obj, list) else "tuple"
+        return {kind: [_pack(v, f"{where}[{k}]", tensors, depth + 1) for k, v in enumerate(obj)]}
+    if isinstance(obj, np.ndarray) and not isinstance(obj, np.ma.MaskedArray):
+        return _pack_array(obj, where, tensors)
+    if isinstance(obj, torch.Tensor):
+        return _pack_tensor(obj, where, tensors)
+    raise _not_sent(obj, where)
+
+
+def _not_sent(obj: Any, where: str) -> UsageError:
+    return UsageError(
         f"{where} is a {type(obj).__name__}, which cannot be sent; send numbers, strings, lists, "
         "tuples, dicts, tensors and arrays"
     )
 
 
-def _unpack(node: Any, tensors: list[torch.Tensor]) -> Any:
-    if not isinstance(node, dict):
-        return node
-    if "list" in node:
-        return [_unpack(v, tensors) for v in node["list"]]
-    if "tuple" in node:
-        return tuple(_unpack(v, tensors) for v in node["tuple"])
-    if "dict" in node:
-        return {_unpack(k, tensors): _unpack(v, tensors) for k, v in node["dict"]}
-    if "sparse" in node:
-        indices, values = (_unpack(part, tensors) for part in node["parts"])
-        return torch.sparse_coo_tensor(  # of this very memory, which is filled later
-            indices, values, node["sparse"],
-            is_coalesced=node["coalesced"], check_invariants=False, device=values.device,
-        )  # fmt: skip
-    dtype = getattr(torch, node["dtype"])
-    if "array" in node:
-        tensors.append(torch.empty(node["array"], dtype=dtype, device="cpu"))
-        return tensors[-1].numpy()
-    tensors.append(torch.empty(node["tensor"], dtype=dtype, device=node["device"]))
-    return tensors[-1]
+def _pack_item(
+    key: Any, value: Any, where: str, tensors: list[torch.Tensor], depth: int
+) -> list[Any]:
+    packed = _pack(key, f"a key of {where}", tensors, depth)
+    _check_key(packed, f"a key of {where}")
+    return [packed, _pack(value, f"{where}[{key!r}]", tensors, depth)]
 
 
-def _is_basic(tensor: torch.Tensor) -> bool:
-    """False for a masked tensor and the like, whose class decides what its values are."""
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+def _check_key(packed: Any, where: str) -> None:
+    """Refuses keys that would be no keys, or other ones, on the ranks that receive them."""
+    if isinstance(packed, float) and math.isnan(packed):
+        raise UsageError(f"{where} is NaN, which no look-up finds; send another key, or None")
+    if not isinstance(packed, dict):
+        return
+    for part in packed.get("tuple", ()):
+        _check_key(part, where)
+    if packed.keys() & {"list", "dict", "array"}:
+        raise UsageError(
+            f"{where} has a class of its own that can be hashed, and would arrive as one that "
+            "cannot; send numbers, strings or tuples as keys"
+        )
 
 
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _pack_array(obj: np.ndarray[Any, Any], where: str, tensors: list[torch.Tensor]) -> Any:
+    array = np.asarray(obj)
+    if not array.flags.writeable:  # of which torch warns
+        array = array.copy(order="K")
+    try:
+        if min(array.strides, default=0) < 0 or any(s % array.itemsize for s in array.strides):
+            array = np.ascontiguousarray(array).reshape(array.shape)  # torch has no such strides
+        tensor = torch.from_numpy(array)
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise UsageError(
+            f"{where} is an array of {obj.dtype}, which cannot be sent; send one of numbers in "
+            "this machine's byte order, or a list"
+        ) from None
+    strides = _add_tensor(tensor, tensors)
+    return {"array": list(obj.shape), "strides": strides, "dtype": dtype_name(tensor)}
+
+
+def _pack_tensor(obj: torch.Tensor, where: str, tensors: list[torch.Tensor]) -> Any:
+    if found := flaw_of(obj, or_sparse=True):
+        flaw, remedy = found
+        raise UsageError(
+            f"{where} is a {type(obj).__name__} {flaw}, which cannot be sent; {remedy}"
+        )
+    if obj.layout == torch.sparse_coo:
+        parts = [obj.detach()._indices(), obj.detach()._values()]
+        try:
+            sparse_tensor(parts[0], parts[1], obj.shape, obj.is_coalesced())
+        except RuntimeError as error:
+            raise UsageError(
+                f"{where} is a sparse tensor that is none: {str(error).splitlines()[0]}; make it "
+                "with check_invariants=True to see where that comes from"
+            ) from error
+        return {
+            "sparse": list(obj.shape),
+            "parts": [_pack_tensor(part, where, tensors) for part in parts],
+            "coalesced": obj.is_coalesced(),
+        }
+    if obj.dtype not in DTYPES.values():
+        raise UsageError(f"{where} is a tensor of {obj.dtype}, which cannot be sent; convert it")
+    strides = _add_tensor(obj.detach(), tensors)
+    return {
+        "tensor": list(obj.shape),
+        "strides": strides,
+        "dtype": dtype_name(obj),
+        "device": obj.device.type,
+    }
+
+
+def _add_tensor(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> list[int]:
+    """Lets a tensor travel; returns the strides that it has on the other ranks."""
+    if not travels(tensor.shape, tensor.stride()):
+        tensor = tensor.clone()  # without gaps, its dimensions in the same order
+    if not travels(tensor.shape, tensor.stride()):
+        tensor = tensor.contiguous()
+    tensors.append(distinct(tensor))
+    return list(tensor.stride())

@@ -1,0 +1,54 @@
+"""Tensors that have memory in common, whatever torch knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+# Counts the tensors that share a storage. Private, and looked up so that a torch without it works.
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_OWN_USES = 2  # of a storage: its tensor, and the object by which Python asks
+
+
+def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Groups of tensors that have memory in common, as where `a.data = b.data.t()` ties two.
+
+    Args:
+        tensors: All plain, dense or not.
+
+    Returns:
+        Indices of the tensors of each group, ascending; those that share nothing are left out.
+    """
+    spans = sorted(
+        (device, begin, end, i)
+        for i, tensor in enumerate(tensors)
+        for device, begin, end in [_span_of(tensor)]
+        if begin < end
+    )
+    groups: list[list[int]] = []
+    group: list[int] = []
+    last, reach = "", 0
+    for device, begin, end, i in spans:
+        if device != last or begin >= reach:
+            group, last, reach = [], device, 0
+            groups.append(group)
+        group.append(i)
+        reach = max(reach, end)
+    return [sorted(group) for group in groups if len(group) > 1]
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Device, first address and the one behind the last, between which all elements lie."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return "", 0, 0
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return str(tensor.device), begin, begin + (reach + 1) * tensor.element_size()
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether other tensors have parts of the same storage; False where torch cannot tell."""
+    if _storage_use_count is None or tensor.layout is not torch.strided:
+        return False
+    return _storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
