@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from usbyte import slurm
@@ -36,24 +36,27 @@ class Cluster:
     Attributes:
         rank: Number of this process in the job, from 0.
         size: Processes in the job.
-        local_rank: Number of this process on its host, from 0.
-        local_size: Processes on this host.
+        local_rank: Number of this process on its host, from 0; None if the launcher does not tell:
+            `usbyte.torch.init` then counts the ranks of each host.
+        local_size: Processes on this host; None if the launcher does not tell.
         master_addr: Host of rank 0.
         master_port: Port for the rendezvous; 0 for a single process: any.
         source: "torchrun" (RANK and WORLD_SIZE, whoever set them), "slurm", "openmpi", "pmi" or
             "single".
         kept_store: The launcher serves the store of the rendezvous, and keeps it when it starts the
             ranks anew.
+        job_id: The launcher's name for this job, the same on all ranks; "" if it gives none.
     """
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
+    local_rank: int | None
+    local_size: int | None
     master_addr: str
     master_port: int
     source: str
     kept_store: bool = False
+    job_id: str = ""
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Cluster:
@@ -82,14 +85,15 @@ def detect(environ: Mapping[str, str] | None = None) -> Cluster:
 def environ_of(cluster: Cluster) -> dict[str, str]:
     """The environment for a process that is started as `cluster`: this one's, with its place."""
     inherited = {name: text for name, text in os.environ.items() if not _LAUNCHERS.match(name)}
-    return inherited | {
-        "RANK": str(cluster.rank),
-        "WORLD_SIZE": str(cluster.size),
-        "LOCAL_RANK": str(cluster.local_rank),
-        "LOCAL_WORLD_SIZE": str(cluster.local_size),
+    place = {
+        "RANK": cluster.rank,
+        "WORLD_SIZE": cluster.size,
+        "LOCAL_RANK": cluster.local_rank,
+        "LOCAL_WORLD_SIZE": cluster.local_size,
         "MASTER_ADDR": cluster.master_addr,
-        "MASTER_PORT": str(cluster.master_port),
+        "MASTER_PORT": cluster.master_port,
     }
+    return inherited | {name: str(value) for name, value in place.items() if value is not None}
 
 
 def job_mark(token: str) -> str:
@@ -149,7 +153,7 @@ class _Place:
     source: str
     names: tuple[str, ...]  # of the variables behind `job` and then `local`
     job: list[int]  # rank, size
-    local: list[int] | None  # local rank, local size; None: not told
+    local: tuple[int | None, int | None]  # local rank, local size; None: not told
     host: str = ""  # of rank 0, where told
     job_id: str = ""
 
@@ -158,7 +162,8 @@ def _cluster(env: _Environment, place: _Place) -> Cluster:
     rank, size = place.job
     if not 0 <= rank < size:
         raise env.error(place.names[:2], "the rank must be from 0 to the size - 1")
-    one_host = size == 1 or (place.local is not None and place.local[1] == size)
+    local_rank, local_size = (0, 1) if size == 1 else place.local
+    one_host = local_size == size
     address = env.text("MASTER_ADDR") or place.host or (_LOOPBACK if one_host else "")
     if not address:
         raise env.error(
@@ -166,18 +171,17 @@ def _cluster(env: _Environment, place: _Place) -> Cluster:
             f"MASTER_ADDR is needed, as the {size} processes are not all known to be on one host",
             "Set it to the host of rank 0 on all of them, as in: mpirun -x MASTER_ADDR=HOST ...",
         )
-    if place.local is None:
-        # As with one container for each rank; a loopback master says that all are on this host.
-        loopback = address in ("localhost", "::1") or address.startswith("127.")
-        local_rank, local_size = (rank, size) if loopback else (0, 1)
-    else:
-        local_rank, local_size = place.local
-    if not 0 <= local_rank < local_size <= size:
+    most = size if local_size is None else local_size
+    if not (0 <= (local_rank or 0) < most <= size):
         problem = "the local rank must be from 0 to the local size - 1, that at most the size"
         raise env.error(place.names, problem)
-    port = _port(env, size, place.job_id)
-    kept = place.source == "torchrun" and env.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Cluster(rank, size, local_rank, local_size, address, port, place.source, kept)
+    torchrun = place.source == "torchrun"
+    # An id that users choose, or "none" unless they do: no port can be derived from it.
+    port = _port(env, size, "" if torchrun else place.job_id)
+    kept = torchrun and env.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Cluster(
+        rank, size, local_rank, local_size, address, port, place.source, kept, place.job_id
+    )
 
 
 def _port(env: _Environment, size: int, job_id: str) -> int:
@@ -202,7 +206,16 @@ def _port(env: _Environment, size: int, job_id: str) -> int:
 def _torchrun(env: _Environment) -> _Place | None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     job = env.integers(*names[:2])
-    return _Place("torchrun", names, job, env.integers(*names[2:])) if job else None
+    if job is None:
+        return None
+    run = env.text("TORCHELASTIC_RUN_ID")
+    return _Place("torchrun", names, job, _told(env, names[2:]), job_id=run)
+
+
+def _told(env: _Environment, names: Sequence[str]) -> tuple[int | None, int | None]:
+    """Local rank and local size, each where it is set."""
+    rank, size = (env.integer(name) for name in names)
+    return rank, size
 
 
 def _mpi_job_id(env: _Environment) -> str:
@@ -211,18 +224,18 @@ def _mpi_job_id(env: _Environment) -> str:
 
 def _open_mpi(env: _Environment) -> _Place | None:
     names = tuple(f"OMPI_COMM_WORLD_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    told = env.integers(*names)
-    if told is None:
+    job = env.integers(*names[:2])
+    if job is None:
         return None
-    return _Place("openmpi", names, told[:2], told[2:], job_id=_mpi_job_id(env))
+    return _Place("openmpi", names, job, _told(env, names[2:]), job_id=_mpi_job_id(env))
 
 
 def _pmi(env: _Environment) -> _Place | None:
     """MPICH's and Intel MPI's launcher."""
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    local = env.integers(*names[2:])
+    local = _told(env, names[2:])
     # srun sets the first two as well, and tells more through its own variables.
-    if local is None and env.text("SLURM_PROCID"):
+    if local == (None, None) and env.text("SLURM_PROCID"):
         return None
     job = env.integers(*names[:2])
     return _Place("pmi", names, job, local, job_id=_mpi_job_id(env)) if job else None
@@ -234,8 +247,8 @@ def _slurm(env: _Environment) -> _Place | None:
     step = env.text("SLURM_STEP_ID", "SLURM_STEPID")
     total = "SLURM_STEP_NUM_TASKS" if env.text("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     names = ("SLURM_PROCID", total, "SLURM_LOCALID")
-    numbers = env.integers(*names) or []
-    rank, size, local_rank = numbers
+    rank, size = env.integers(*names[:2]) or []
+    local_rank = env.integer("SLURM_LOCALID")
     # Only srun numbers its step. In the shell of an sbatch script SLURM_PROCID is 0 whatever the
     # allocation, and waiting for SLURM_NTASKS processes that nobody started would hang.
     if env.text("SLURM_TASK_PID") and not step:
@@ -253,20 +266,22 @@ def _slurm(env: _Environment) -> _Place | None:
     # Steps of one job may run side by side.
     job_id = env.text("SLURM_JOB_ID", "SLURM_JOBID")
     job_id = job_id and f"{job_id}.{step}"
-    return _Place("slurm", (*names, *tasks), [rank, size], [local_rank, local_size], host, job_id)
+    return _Place("slurm", (*names, *tasks), [rank, size], (local_rank, local_size), host, job_id)
 
 
 def _local_size(
-    env: _Environment, variables: tuple[str, ...], rank: int, size: int, local_rank: int
-) -> int:
-    """Tasks on this Slurm node."""
-    if size == 1:
-        return 1
+    env: _Environment, variables: tuple[str, ...], rank: int, size: int, local_rank: int | None
+) -> int | None:
+    """Tasks on this Slurm node; None if no variable tells."""
+    if size == 1 or not env.text(*variables):
+        return None
     counts = slurm.expand_counts(env.text(*variables))
     if len(set(counts)) == 1:
         return counts[0]
     node = env.integer("SLURM_NODEID")
     if node is None:
+        if local_rank is None:
+            return None
         # Slurm's default distribution fills one node after the other.
         firsts = [sum(counts[:i]) for i in range(len(counts))]
         node = firsts.index(rank - local_rank) if rank - local_rank in firsts else -1

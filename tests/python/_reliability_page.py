@@ -26,6 +26,10 @@ surviving rank has completed, and can be read and saved. Elsewhere, whoever read
 parameters gets the error that is told: they have a part of an update, or one that other ranks do
 not have, until a checkpoint is loaded into them.
 
+Before the ranks have met, those that are missing are named every 5 s, and `init()` ends on all
+ranks after `USBYTE_START_LIMIT_S` (60 s unless set), with an error that names them. A rank that
+fails meanwhile, or that finds no network, ends it at once.
+
 Codecs may have sent a part of what they remembered in a step that was not completed. It is left out
 of `optimizer.state_dict()` then, and a warning tells so.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import time
 from dataclasses import replace
@@ -11,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import usbyte.torch as ub
@@ -18,7 +20,7 @@ from _ranks import run_ranks
 from run_support import has_ipv6
 from usbyte._core import Env
 from usbyte.env import detect
-from usbyte.errors import UsageError
+from usbyte.errors import EnvError, UsageError
 from usbyte.torch import context, default_group
 
 
@@ -76,14 +78,69 @@ def test_init_after_shutdown_waits_for_ranks_that_are_late():
 
 def waits_in_vain(_rank, _size, rank):
     cluster = replace(detect(), rank=rank, size=2)
-    said = f"rank {rank} of 2 has not met the others at 127.0.0.1, port {cluster.master_port}: "
-    with pytest.raises(UsageError, match=said + ".*See that all ranks are started with the same"):
-        default_group.meet(cluster, Env.read(), timedelta(seconds=1))
+    where = f"127.0.0.1, port {cluster.master_port}"
+    said = [
+        f"rank 1 of 2 did not come to {where} within 1 s",
+        f"rank 1 of 2 has waited 1 s for rank 0 at {where} in vain",
+    ][rank]
+    with pytest.raises(UsageError, match=said + ".*MASTER_PORT.*raise USBYTE_START_LIMIT_S"):
+        default_group.meet(cluster, Env.read(), timedelta(seconds=1000))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_nobody_meets_are_told_where_they_have_waited(rank):
-    run_ranks(1, waits_in_vain, rank)
+def test_ranks_that_nobody_meets_are_told_whom_and_where_they_have_waited_for(rank):
+    run_ranks(1, waits_in_vain, rank, env={"USBYTE_START_LIMIT_S": "1"})
+
+
+def meets_in_a_group_of_torch(rank, size):
+    """One rank does not call init(), in a process group that the script has made."""
+    dist.init_process_group("gloo")
+    if rank == 0:
+        with pytest.raises(UsageError, match="rank 0 of 2: rank 1 of 2 did not come to "):
+            ub.init()
+    dist.barrier()
+
+
+def test_a_rank_that_does_not_call_init_is_named():
+    run_ranks(2, meets_in_a_group_of_torch, env={"USBYTE_START_LIMIT_S": "1"})
+
+
+def has_no_network(rank, size):
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "none7"
+    with pytest.raises(UsageError, match=r"rank 1 of 2 can make no connections.*_IFNAME"):
+        ub.init()
+
+
+def test_a_rank_that_can_make_no_connections_ends_the_start_on_all():
+    run_ranks(2, has_no_network, env={"USBYTE_START_LIMIT_S": "600"})
+
+
+def counts(rank, size):
+    ub.init()
+    local = [ub.local_rank(), ub.local_size(), ub.cross_rank(), ub.cross_size()]
+    ub.shutdown()
+    return local
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}, {"LOCAL_WORLD_SIZE": ""}, {"LOCAL_RANK": ""}],
+    ids=["nothing", "rank", "size"],
+)
+def test_ranks_of_a_host_are_counted_where_the_launcher_does_not_tell(env):
+    # An address that does not look as if all ranks were on this host.
+    env = env | {"MASTER_ADDR": "0.0.0.0"}
+    assert run_ranks(2, counts, env=env) == [[0, 2, 0, 1], [1, 2, 0, 1]]
+
+
+def has_the_local_rank_of_another(rank, size):
+    with pytest.raises(EnvError, match=r"ranks 0, 1 on host '.*' all have local rank 0 of 2"):
+        ub.init()
+
+
+def test_ranks_of_a_host_with_one_local_rank_are_refused():
+    run_ranks(2, has_the_local_rank_of_another, env={"LOCAL_RANK": "0"})
 
 
 def meets(rank, size):

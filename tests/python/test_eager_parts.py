@@ -1,6 +1,5 @@
 """Parts of the eager queue by themselves: one rank, messages, verdicts, stores."""
 
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -93,47 +92,6 @@ def test_private_stores_share_keys_with_their_clones_only(server, cloning, monke
     assert server.num_keys() == keys
     store.clone_store(server).set("top", "1")
     assert server.get("top") == b"1"
-
-
-def test_each_start_of_the_ranks_has_keys_of_its_own(server):
-    server.append("usbyte/arrived", "of a rank that died before it was answered\n")
-
-    def start(rank):
-        client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-        fresh = store.fresh_store(client, rank, 3)
-        found = fresh.check(["fault"])
-        fresh.set(f"address/{rank}", str(rank))
-        addresses = [fresh.get(f"address/{other}") for other in range(3)]
-        fresh.set("fault", "of this start")
-        return found, addresses
-
-    for _ in range(3):
-        with ThreadPoolExecutor(3) as ranks:
-            found = list(ranks.map(start, [2, 0, 1]))
-        assert found == [(False, [b"0", b"1", b"2"])] * 3
-
-
-def test_a_start_into_which_a_rank_comes_twice_is_refused_by_all(server):
-    """As when an agent starts its ranks anew while the other's still wait."""
-
-    def start(rank):
-        client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-        with pytest.raises(UsageError, match="has been started anew"):
-            store.fresh_store(client, rank, 3)
-
-    server.set_timeout(timedelta(seconds=20))
-    with ThreadPoolExecutor(4) as ranks:
-        list(ranks.map(start, [0, 2, 2]))
-
-
-def test_a_start_without_all_ranks_ends(server):
-    server.set_timeout(timedelta(seconds=0.3))
-    with pytest.raises(
-        UsageError, match=r"rank 0 has waited .* in vain: 1 of 2 ranks are there.*WORLD_SIZE=2"
-    ):
-        store.fresh_store(server, 0, 2)
-    with pytest.raises(UsageError, match=r"rank 1 has waited .* in vain: .* RANK of its own"):
-        store.fresh_store(server, 1, 2)
 
 
 def test_stores_that_cannot_be_cloned_are_refused(server, monkeypatch):

@@ -60,9 +60,20 @@ def test_torchrun():
 def test_torchrun_without_local_variables():
     plain = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     there = env.detect(plain)
-    assert (there.local_rank, there.local_size) == (0, 1)
-    here = env.detect(plain | {"MASTER_ADDR": "localhost"})
-    assert (here.local_rank, here.local_size) == (3, 4)
+    assert (there.local_rank, there.local_size) == (None, None)  # counted when the ranks meet
+    some = env.detect(without(TORCHRUN, "LOCAL_WORLD_SIZE"))
+    assert (some.local_rank, some.local_size) == (1, None)
+    some = env.detect(without(TORCHRUN, "LOCAL_RANK"))
+    assert (some.local_rank, some.local_size) == (None, 2)
+
+
+def test_the_job_id_is_the_launchers():
+    assert env.detect(TORCHRUN).job_id == ""
+    assert env.detect(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run 7"}).job_id == "run 7"
+    assert env.detect(SLURM).job_id == "4711.0"
+    assert env.detect(OPEN_MPI).job_id == "prterun-node0-4711@1"
+    with pytest.raises(EnvError, match="MASTER_PORT"):  # which no such id replaces
+        env.detect(without(TORCHRUN, "MASTER_PORT") | {"TORCHELASTIC_RUN_ID": "none"})
 
 
 def test_torchrun_of_one_needs_no_master():
@@ -74,7 +85,8 @@ def test_torchrun_of_one_needs_no_master():
     [
         ({"RANK": ""}, ["RANK=(unset), WORLD_SIZE=4", "in part"]),
         ({"WORLD_SIZE": ""}, ["WORLD_SIZE=(unset)", "in part", "torchrun"]),
-        ({"LOCAL_RANK": ""}, ["LOCAL_RANK=(unset), LOCAL_WORLD_SIZE=2"]),
+        ({"LOCAL_WORLD_SIZE": "0"}, ["LOCAL_RANK=1, LOCAL_WORLD_SIZE=0"]),
+        ({"LOCAL_WORLD_SIZE": "", "LOCAL_RANK": "4"}, ["LOCAL_RANK=4, LOCAL_WORLD_SIZE=(unset)"]),
         ({"RANK": "4"}, ["RANK=4, WORLD_SIZE=4"]),
         ({"RANK": "-1"}, ["RANK=-1"]),
         ({"RANK": "three"}, ["RANK=three", "whole number"]),
@@ -134,6 +146,18 @@ def test_slurm_ntasks_per_node():
     assert env.detect(SLURM | place).local_size == 4
 
 
+def test_slurm_without_what_tells_of_hosts():
+    counts = ("SLURM_TASKS_PER_NODE", "SLURM_LOCALID")
+    cluster = env.detect(without(SLURM, *counts))
+    assert (cluster.rank, cluster.local_rank, cluster.local_size) == (5, None, None)
+    cluster = env.detect(without(SLURM, "SLURM_LOCALID"))
+    assert (cluster.local_rank, cluster.local_size) == (None, 2)
+    cluster = env.detect(without(SLURM, "SLURM_LOCALID", "SLURM_NODEID"))
+    assert (cluster.local_rank, cluster.local_size) == (None, None)
+    cluster = env.detect(without(SLURM, "SLURM_TASKS_PER_NODE"))
+    assert (cluster.local_rank, cluster.local_size) == (1, None)
+
+
 def test_slurm_master_variables_win():
     cluster = env.detect(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
     assert (cluster.master_addr, cluster.master_port) == ("10.0.0.1", 4000)
@@ -150,11 +174,9 @@ def test_shell_of_a_batch_script_is_a_single_process(caplog):
     ("change", "words"),
     [
         ({"SLURM_NTASKS": ""}, ["SLURM_NTASKS=(unset)"]),
-        ({"SLURM_LOCALID": ""}, ["SLURM_LOCALID=(unset)"]),
         ({"SLURM_PROCID": "7"}, ["SLURM_PROCID=7, SLURM_NTASKS=7"]),
         ({"SLURM_LOCALID": "2"}, ["SLURM_LOCALID=2"]),
         ({"SLURM_TASKS_PER_NODE": "2x3"}, ["SLURM_TASKS_PER_NODE=2x3", "2(x3),1"]),
-        ({"SLURM_TASKS_PER_NODE": ""}, ["SLURM_TASKS_PER_NODE=(unset)"]),
         ({"SLURM_NODEID": "9"}, ["SLURM_NODEID=9"]),
         ({"SLURM_NODEID": "", "SLURM_LOCALID": "0"}, ["SLURM_NODEID=(unset)"]),
         ({"SLURM_JOB_NODELIST": "gpu[01-"}, ["SLURM_JOB_NODELIST=gpu[01-"]),
@@ -199,11 +221,16 @@ def test_hydra_has_no_job_id():
     assert cluster == env.Cluster(1, 2, 1, 2, "127.0.0.1", 4000, "pmi")
 
 
+def test_open_mpi_without_its_local_rank():
+    cluster = env.detect(without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"))
+    assert (cluster.local_rank, cluster.local_size) == (None, 2)
+
+
 def test_pmi_without_local_variables():
     plain = without(HYDRA, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     assert "MASTER_ADDR" in error(plain)
     cluster = env.detect(plain | {"MASTER_ADDR": "node0", "MASTER_PORT": "4000"})
-    assert (cluster.rank, cluster.local_rank, cluster.local_size) == (1, 0, 1)
+    assert (cluster.rank, cluster.local_rank, cluster.local_size) == (1, None, None)
     assert env.detect(SLURM | plain).source == "slurm"
 
 

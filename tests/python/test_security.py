@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import usbyte
+import usbyte.torch as ub
+from _ranks import run_ranks
 from run_support import Running, Starter, starter
 from usbyte import files
 from usbyte.env import job_mark
 from usbyte.errors import PlanError, UsageError
 from usbyte.lab import profiles
+from usbyte.run.elastic import serve_store
 from usbyte.run.hosts import parse_hosts
 from usbyte.run.wire import GREETING, FrameReader
 
@@ -61,10 +65,12 @@ def running_job(start: Starter, *options: str) -> tuple[Running, str]:
     return running, line.split()[-1]
 
 
-def intrude(port: str, rank: int, token: str | None) -> subprocess.CompletedProcess[str]:
+def intrude(
+    port: str, rank: int, token: str | None, **more: str
+) -> subprocess.CompletedProcess[str]:
     env = {name: text for name, text in os.environ.items() if name != "USBYTE_JOB_TOKEN"}
     env |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | more
     if token is not None:
         env["USBYTE_JOB_TOKEN"] = token
     command = [sys.executable, "-c", INTRUDER]
@@ -74,6 +80,7 @@ def intrude(port: str, rank: int, token: str | None) -> subprocess.CompletedProc
 def test_processes_without_the_jobs_token_are_refused_and_the_job_goes_on(start: Starter) -> None:
     running, port = running_job(start)
     for rank, token, problem in [
+        (0, None, "this process has no USBYTE_JOB_TOKEN"),
         (1, None, "this process has no USBYTE_JOB_TOKEN"),
         (1, "0" * 32, "its USBYTE_JOB_TOKEN is of another job"),
         (0, "0" * 32, "its USBYTE_JOB_TOKEN is of another job"),
@@ -87,6 +94,22 @@ def test_processes_without_the_jobs_token_are_refused_and_the_job_goes_on(start:
     assert running.finish() == 0, running.err
     assert running.out.count("sums 2.0 2.0") == 2
     assert "USBYTE_JOB_TOKEN" not in running.out + running.err
+
+
+def meets(rank: int, size: int) -> float:
+    ub.init()
+    total: float = ub.allreduce(torch.ones(1), op=ub.Sum).item()
+    ub.shutdown()
+    return total
+
+
+def test_a_process_without_the_jobs_token_that_comes_first_takes_no_rank() -> None:
+    store = serve_store(60, "127.0.0.1", "ab" * 16)
+    ended = intrude(str(store.port), 0, None, TORCHELASTIC_USE_AGENT_STORE="True")
+    assert "not part of the job" in ended.stderr
+    assert "joined" not in ended.stdout
+    job = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert run_ranks(2, meets, env=job | {"USBYTE_JOB_TOKEN": "ab" * 16}) == [2, 2]
 
 
 def test_the_mark_in_the_store_does_not_tell_the_token() -> None:

@@ -121,8 +121,10 @@ def _job() -> Iterator[Finding]:
         what, _, remedy = str(error).partition(". ")
         yield Finding("job", "place", what, "broken", remedy)
     else:
-        place = f"rank {cluster.rank} of {cluster.size}, local {cluster.local_rank} of "
-        place += f"{cluster.local_size}, from: {cluster.source}"
+        local = [cluster.local_rank, cluster.local_size]
+        told = ["not told" if number is None else str(number) for number in local]
+        place = f"rank {cluster.rank} of {cluster.size}, local {' of '.join(told)}, "
+        place += f"from: {cluster.source}"
         yield Finding("job", "place", place)
 
 

@@ -8,7 +8,6 @@ import gc
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -33,9 +32,11 @@ from usbyte.torch.awaited import forget_dead
 from usbyte.torch.communicator import brief
 from usbyte.torch.eager import EagerQueue
 from usbyte.torch.fault import FaultBoard
+from usbyte.torch.groups import connect_all
 from usbyte.torch.link import Link
 from usbyte.torch.log_level import set_level
-from usbyte.torch.messages import check, read
+from usbyte.torch.messages import check
+from usbyte.torch.places import local_ranks
 from usbyte.torch.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.progress import State
 from usbyte.torch.salvage import Left, judge
@@ -67,6 +68,7 @@ class Context:
         ranks: What they are called in the whole job.
         local_rank: Position among the ranks on this host.
         local_size: Ranks on this host.
+        machines: By rank; equal where ranks share one.
         env: The USBYTE_* knobs.
         eager: Collectives outside the plan.
         process_sets: The same among some of the ranks.
@@ -79,10 +81,13 @@ class Context:
         self._timeout = timedelta(seconds=env.stall_limit_s + _BACKEND_GRACE_S)
         if warning := allow_open_files(cluster.size):
             log.warning("rank %d: %s", cluster.rank, warning)
-        self.store = store = default_group.meet(cluster, env, self._timeout)
+        met = default_group.meet(cluster, env, self._timeout)
+        self._local = local_ranks(met.places)
+        self.machines = [place.machine for place in met.places]
+        self.store = store = met.store
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = list(range(self.size))
-        self.local_rank, self.local_size = cluster.local_rank, cluster.local_size
+        self.local_rank, self.local_size = self._local[self.rank]
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
         self._adding = threading.RLock()  # a set must not grow while another thread goes through it
         self._abandoned: list[Link] = []
@@ -91,9 +96,14 @@ class Context:
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultBoard | None = None
         self.process_sets = ProcessSets(self, self._timeout)
+        # The queue moves CPU tensors and closes the group after a fault, so nobody else has it.
+        group = connect_all(
+            partial(dist.new_group, backend="gloo", timeout=self._timeout),
+            dist.PrefixStore("connected", store),
+            *(self.rank, self.size, timedelta(seconds=env.start_limit_s)),
+        )
         self.eager = EagerQueue(
-            # The queue moves CPU tensors and closes the group after a fault, so nobody else has it.
-            dist.new_group(backend="gloo", timeout=self._timeout),
+            group,
             dist.PrefixStore("eager", store),
             self.rank,
             self.size,
@@ -107,10 +117,6 @@ class Context:
                 self._faults = FaultBoard(
                     store, self.rank, self.size, self._describe, self._hold, self._on_fault
                 )
-            # The default group was made without a launcher's variables, which tell of hosts.
-            if cluster.size != self.size:
-                self.local_rank, self.local_size = self._count_local()
-            store.set(f"local/{self.rank}", json.dumps([self.local_rank, self.local_size]))
             if env.timeline:
                 self.start_timeline(env.timeline, env.timeline_steps)
         except BaseException as error:
@@ -120,18 +126,9 @@ class Context:
             raise
         sys.excepthook = self._on_exception
 
-    def _count_local(self) -> tuple[int, int]:
-        hosts = self.eager.allgather_bytes("usbyte.hosts", socket.gethostname().encode())
-        mine = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
-        return mine.index(self.rank), len(mine)
-
     def places(self) -> list[tuple[int, int]]:
-        """By rank, its local rank and the ranks on its host. Not collective: from the store."""
-        texts = [self.store.get(f"local/{rank}") for rank in range(self.size)]
-        return [
-            read(f"the place of rank {rank}", text, tuple[int, int])
-            for rank, text in enumerate(texts)
-        ]
+        """By rank, its local rank and the ranks on its host. Not collective."""
+        return list(self._local)
 
     def new_group(self) -> dist.ProcessGroup:
         """A process group over all ranks that nothing else uses. Collective."""
@@ -371,7 +368,8 @@ def init(
 
     Raises:
         EnvError: A variable has an unusable value; the message names it.
-        UsageError: An argument cannot be used on some rank; nothing is initialised then.
+        UsageError: An argument cannot be used on some rank, or the ranks have not met within
+            `USBYTE_START_LIMIT_S`; nothing is initialised then.
         MismatchError: The ranks name different process sets; nothing is initialised then.
         FaultError: A rank has ended meanwhile, or this one can make no connections or threads.
     """

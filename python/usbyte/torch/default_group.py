@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,44 +12,50 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.env import Cluster
 from usbyte.errors import UsageError
-from usbyte.torch.membership import check_member
-from usbyte.torch.store import fresh_store, private_store
+from usbyte.torch.communicator import brief
+from usbyte.torch.credential import Credential
+from usbyte.torch.places import place_here
+from usbyte.torch.rendezvous import Met, Rendezvous
+from usbyte.torch.rendezvous_store import open_store
+from usbyte.torch.store import private_store
 
 _own: dist.ProcessGroup | None = None  # the default group, if made here
-_runs = 0  # of this process, equal on all ranks
+_runs = 0
 
 
-def meet(cluster: Cluster, env: _core.Env, timeout: timedelta) -> dist.Store:
+def meet(cluster: Cluster, env: _core.Env, timeout: timedelta) -> Met:
     """Makes the default group unless there is one. Collective.
 
-    Returns:
-        A store that the ranks of this run alone share.
+    Args:
+        cluster: This process's place.
+        env: Its knobs.
+        timeout: Of the group's operations.
 
     Raises:
-        UsageError: The other ranks are not there within `timeout`, or are those of another job.
+        UsageError: The other ranks are not there in time, or are those of another job.
     """
     global _runs
+    run = _runs + 1  # of this process, equal on all ranks
+    if dist.is_initialized():
+        rank, size, base = dist.get_rank(), dist.get_world_size(), _default_store()
+    else:
+        rank, size, base = cluster.rank, cluster.size, None
+    told = (cluster.local_rank, cluster.local_size) if size == cluster.size else (None, None)
+    place = place_here(*told)
+    if size == 1:
+        if base is None:
+            _make(cluster, env, timeout, dist.HashStore())
+        return Met(_default_store(), [place])
+    credential = Credential(cluster, env.job_token)
+    if base is None:
+        base = open_store(cluster, credential, env.start_limit_s, timeout)
+    met = Rendezvous(
+        base, run, rank, size, place, credential, _is_own(), partial(_check_network, rank, size)
+    ).meet(env.start_limit_s)
+    _runs = run
     if not dist.is_initialized():
-        try:
-            check_member(cluster, env.job_token, timeout)
-            _make(cluster, env, timeout)
-        except UsageError:
-            raise
-        except RuntimeError as error:
-            raise UsageError(
-                f"rank {cluster.rank} of {cluster.size} has not met the others at "
-                f"{cluster.master_addr}, port {cluster.master_port}: "
-                f"{str(error).rstrip('.')}. See that all ranks are started with the same "
-                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, that rank 0 is alive, and that its host "
-                "can be reached there"
-            ) from error
-    _runs += 1
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_world_size() == 1:
-        return store
-    if cluster.kept_store and not _is_own():  # or it is fresh already
-        store = fresh_store(store, dist.get_rank(), dist.get_world_size())
-    return private_store(store, f"usbyte/{_runs}")
+        _make(cluster, env, timeout, met.store)
+    return Met(private_store(met.store, "run"), met.places)
 
 
 def end() -> None:
@@ -68,24 +75,27 @@ def _is_own() -> bool:
     return _own is not None and _own is dist.group.WORLD
 
 
-def _make(cluster: Cluster, env: _core.Env, timeout: timedelta) -> None:
+def _default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _check_network(rank: int, size: int) -> None:
+    """Fails where this rank can make no connections, before the others wait for them."""
+    try:
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    except RuntimeError as error:
+        raise UsageError(
+            f"rank {rank} of {size} can make no connections: {brief(error)}. Set "
+            "GLOO_SOCKET_IFNAME to the interface of its host that connects it to the others"
+        ) from error
+
+
+def _make(cluster: Cluster, env: _core.Env, timeout: timedelta, store: dist.Store) -> None:
     global _own
     backend = env.backend if env.backend not in ("", "nccl") else "gloo"
     if env.backend in ("", "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"  # for the user's own tensors; NCCL starts when it is used
-    if cluster.size == 1:
-        where: dict[str, Any] = {"store": dist.HashStore()}
-    elif cluster.kept_store:
-        meeting = dist.rendezvous("env://", cluster.rank, cluster.size, timeout=timeout)
-        where = {"store": fresh_store(next(meeting)[0], cluster.rank, cluster.size)}
-    elif cluster.source == "torchrun":
-        where = {"init_method": "env://"}
-    else:
-        address = cluster.master_addr
-        if ":" in address:  # IPv6
-            address = f"[{address}]"
-        where = {"init_method": f"tcp://{address}:{cluster.master_port}"}
     dist.init_process_group(
-        backend, rank=cluster.rank, world_size=cluster.size, timeout=timeout, **where
+        backend, rank=cluster.rank, world_size=cluster.size, timeout=timeout, store=store
     )
     _own = dist.group.WORLD

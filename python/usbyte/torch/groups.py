@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from usbyte.torch.matching import name_ranks
 from usbyte.torch.store import private_store
+
+T = TypeVar("T")
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -23,12 +27,37 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
         timeout: Of its operations.
     """
     own = private_store(store, "gloo")
-    gloo: Any = dist.ProcessGroupGloo(own, rank, size, timeout)
-    # Whoever left now would break connections that others are still making.
-    if own.add("usbyte/connected", 1) == size:
-        own.set("usbyte/all connected", "")
-    own.wait(["usbyte/all connected"], timeout)
-    return cast(dist.ProcessGroup, gloo)
+    keys = dist.PrefixStore("connected", own)
+    return connect_all(
+        lambda: cast(dist.ProcessGroup, dist.ProcessGroupGloo(own, rank, size, timeout)),
+        *(keys, rank, size, timeout),
+    )
+
+
+def connect_all(
+    connect: Callable[[], T], store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> T:
+    """Calls `connect`, and returns when all ranks have; who left earlier would break connections.
+
+    Args:
+        connect: Makes connections to all other ranks.
+        store: Keys that nothing else uses.
+        rank: This one's position.
+        size: Number of ranks.
+        timeout: How long to wait for ranks that are slower.
+
+    Raises:
+        RuntimeError: Some rank has not made its connections; says which.
+    """
+    keys = [f"{other}" for other in range(size)]
+    try:
+        made = connect()
+        store.set(keys[rank], "")
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [other for other in range(size) if not store.check([keys[other]])]
+        raise RuntimeError(f"{name_ranks(missing)} made no connections: {error}") from error
+    return made
 
 
 def end(group: dist.ProcessGroup) -> None:

@@ -43,7 +43,6 @@ def members_of(whole: Context, ranks: Sequence[int]) -> Context:
         whole.members[key] = made  # so that it is told of a fault from now on
         try:
             whole.check()
-            made.count_local()
         except BaseException:
             del whole.members[key]
             made.close()
@@ -67,6 +66,9 @@ class Members(Context):
         self._whole, self.env, self._timeout = whole, whole.env, whole._timeout
         self.ranks = list(ranks)
         self.rank, self.size = self.ranks.index(whole.rank), len(self.ranks)
+        self.machines = [whole.machines[rank] for rank in self.ranks]
+        here = [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
+        self.local_rank, self.local_size = here.index(self.rank), len(here)
         self._name = name
         self.store = dist.PrefixStore(f"members.{name}", whole.store)
         self._abandoned = whole._abandoned  # which is told of faults
@@ -81,10 +83,6 @@ class Members(Context):
             stall_warning_s=self.env.stall_warning_s,
             on_fault=self.report_fault,
         )
-
-    def count_local(self) -> None:
-        """Finds out which of these ranks are on this host. Collective among them."""
-        self.local_rank, self.local_size = self._count_local()
 
     def new_group(self) -> dist.ProcessGroup:
         """A process group over these ranks that nothing else uses. Collective among them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from usbyte.errors import UsageError
 
-_ANSWER_INTERVAL_S = 0.02
 _ABSENT = b"\0absent"  # differs from every value that is written, all of which are text
 
 
@@ -47,48 +45,6 @@ def private_store(store: dist.Store, name: str) -> dist.Store:
     return _PrivateStore(f"{namespace.decode()}/{name}", server)
 
 
-def fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """A part of `store` in which no key has ever been set. Collective.
-
-    torchrun's agent keeps one store for all its restarts, in which ranks would find what is left of
-    others that are dead: addresses, faults. Counting starts does not tell them apart, as agents
-    count on their own. So each rank draws a name, and rank 0, once it has read it, answers there
-    with its own: nothing that is left of earlier ranks can hold that. A rank that comes where one
-    of its number has been, as with agents that start anew without each other, spoils the start.
-
-    Raises:
-        UsageError: A rank does not come within the store's timeout, or comes twice.
-    """
-    untyped: Any = store  # torch's type hints know neither append nor timeout
-    mine = uuid.uuid4().hex
-    untyped.append("usbyte/arrived", f"{mine}\n")
-    deadline = time.monotonic() + untyped.timeout.total_seconds()
-    try:
-        name = mine if rank == 0 else store.get(f"usbyte/answer/{mine}").decode()
-        fresh = dist.PrefixStore(f"usbyte/{name}", store)
-        if fresh.add(f"present/{rank}", 1) > 1:
-            fresh.set("outcome", "spoiled")
-        elif fresh.add("present", 1) == size:
-            fresh.set("outcome", "complete")
-        answered: set[str] = set()
-        while rank == 0 and not fresh.check(["outcome"]):
-            arrived = set(store.get("usbyte/arrived").decode().split())
-            for other in arrived - answered:
-                store.set(f"usbyte/answer/{other}", mine)
-            answered = arrived
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{fresh.add('present', 0)} of {size} ranks are there")
-            time.sleep(_ANSWER_INTERVAL_S)  # a wait with a timeout would log each of them
-        if fresh.get("outcome") != b"complete":
-            raise RuntimeError("one of them has been started anew; start all of them")
-    except RuntimeError as error:
-        raise UsageError(
-            f"rank {rank} has waited for the other ranks in vain: {error}. See that all of them "
-            f"are alive and have been started with WORLD_SIZE={size}, each with a RANK of its own"
-        ) from error
-    return fresh
-
-
 def clone_store(store: dist.Store) -> dist.Store:
     """A second connection to the same keys; a TCP connection serves one thread at a time.
 
@@ -119,6 +75,20 @@ def read_now(store: dist.Store, key: str) -> bytes | None:
     return None if value == _ABSENT else value
 
 
+def without_prefixes(store: dist.Store) -> dist.Store:
+    """The store that prefixes were put on."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def address_of(store: dist.Store) -> str:
+    """For messages: where a store without prefixes is served."""
+    if isinstance(store, dist.TCPStore):
+        return f"{store.host}, port {store.port}"
+    return f"a {type(store).__name__}"
+
+
 def _own_clone(store: dist.Store) -> dist.Store | None:
     """What torch 2.8 and later make of it; None before."""
     clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
@@ -126,9 +96,7 @@ def _own_clone(store: dist.Store) -> dist.Store | None:
 
 
 def _server_of(store: dist.Store) -> dist.TCPStore:
-    inner = store
-    while isinstance(inner, dist.PrefixStore):
-        inner = inner.underlying_store
+    inner = without_prefixes(store)
     if not isinstance(inner, dist.TCPStore):
         raise UsageError(
             f"usbyte needs a store that is served over TCP, not a {type(inner).__name__}: "
