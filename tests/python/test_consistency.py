@@ -239,7 +239,11 @@ def _train_in_other_order(rank, size, how):
             {"named": named, "shuffled": shuffled, "groups": named}.get(how),
         )
         generator = torch.Generator().manual_seed(rank)
-        for _ in range(_STEPS):
+        for k in range(_STEPS):
+            if k == _BEGINS:
+                if rank:
+                    opt.state.clear()
+                ub.broadcast_optimizer_state(opt)
             opt.zero_grad()
             model(torch.randn(5, 6, generator=generator)).pow(2).mean().backward()
             opt.step()

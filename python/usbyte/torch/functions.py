@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: The same kind of optimizer over the same parameters on all ranks; the state of
-            the others may be empty. What codecs remember is each rank's own, and is not sent.
+            the others may be empty. A DistributedOptimizer that was given names matches parameters
+            by them, others by place. What codecs remember is each rank's own, and is not sent.
         root_rank: The rank whose state is sent; in a process set too, its rank in the whole job.
         model: Horovod's; not needed, as no step is taken to make the state.
         process_set: The ranks that take part; see `usbyte.torch.process_sets.Members`.
@@ -80,10 +81,34 @@ def broadcast_optimizer_state(
         log.warning("broadcast_optimizer_state: model= is not needed, and left out")
     state = optimizer.state_dict()
     own = {MEMORY: state.pop(MEMORY)} if MEMORY in state else {}  # each rank's
-    state = broadcast_object(state, root_rank, "optimizer_state", process_set)
+    names = _names_of(optimizer)
+    state, sent_names = broadcast_object([state, names], root_rank, "optimizer_state", process_set)
     if context.rank != root_rank:
+        if names is not None and sent_names is not None and _are_alike(sent_names, names):
+            state = _in_order(state, sent_names, names)
         optimizer.load_state_dict(state | own)
         _restore_dtypes(optimizer, state)
+
+
+def _names_of(optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+    """By group, names of parameters in the order of `state_dict`; None if there are none."""
+    names = getattr(optimizer, "names_of_groups", None)
+    return names() if callable(names) else None
+
+
+def _are_alike(sent: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> bool:
+    return [sorted(group) for group in sent] == [sorted(group) for group in own]
+
+
+def _in_order(
+    state: dict[str, Any], sent: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """A state whose groups list the same parameters, by name, in this rank's order."""
+    groups = []
+    for group, theirs, mine in zip(state["param_groups"], sent, own, strict=True):
+        numbers = dict(zip(theirs, group["params"], strict=True))
+        groups.append(group | {"params": [numbers[name] for name in mine]})
+    return state | {"param_groups": groups}
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -466,6 +466,14 @@ class DistributedOptimizer(OptimizerWrapper):
         """The parameters that are sent, with their names."""
         return list(zip(self._trained.names, self._trained.params, strict=True))
 
+    def names_of_groups(self) -> list[list[str]] | None:
+        """By group, the names that its parameters were given; None if some have none."""
+        names = self._given_names or {}
+        groups = [group["params"] for group in self._inner.param_groups]
+        if any(param not in names for params in groups for param in params):
+            return None
+        return [[names[param] for param in params] for params in groups]
+
     def stand_in(self) -> None:
         """Takes part in the other ranks' steps, without data, until all ranks do so. Collective."""
         self._check_usable()
