@@ -135,6 +135,7 @@ lint: $(LINT_STAMP) ## check style and types
 	$(BIN)/ruff check || status=1; \
 	$(RUFF_FORMAT) --check || status=1; \
 	$(BIN)/mypy || status=1; \
+	$(BIN)/python tools/check_factory_calls.py python/usbyte || status=1; \
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) || status=1; \
 	exit $$status
 

@@ -30,6 +30,7 @@ from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.salvage import Judgement, Left
 from usbyte.torch.serving import Served, serve, warn_of_renormalized
 from usbyte.torch.settings import Overlap, Policy, Settings, Trained
+from usbyte.torch.shield import outside_inference_mode
 from usbyte.torch.sparse import model_of
 from usbyte.torch.stepper import Stepper
 from usbyte.torch.transport import Transport
@@ -226,6 +227,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._bring_up_to_date()
         return self._inner.state
 
+    @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, up to date. Collective if it is sharded.
 
@@ -249,6 +251,7 @@ class DistributedOptimizer(OptimizerWrapper):
         finally:
             self._inner.state = sharded
 
+    @outside_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the wrapped optimizer; what codecs remember is as it says, or nothing.
 
@@ -269,6 +272,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._stepper is not None and self._stepper.shards is not None:
             self._stepper.shards.recut()
 
+    @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds to the wrapped optimizer and plans anew. Collective.
 
@@ -326,6 +330,7 @@ class DistributedOptimizer(OptimizerWrapper):
     # Training.
 
     @_not_compiled
+    @outside_inference_mode
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Applies the last gradients, or has the next forward pass apply them.
 
@@ -355,6 +360,7 @@ class DistributedOptimizer(OptimizerWrapper):
         return result
 
     @_not_compiled
+    @outside_inference_mode
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them.
 
@@ -372,6 +378,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._inner.zero_grad(set_to_none)
 
     @_not_compiled
+    @outside_inference_mode
     def synchronize(self) -> None:
         """Waits until gradients are final and applies pending updates.
 
@@ -389,6 +396,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.drain()
 
     @_not_compiled
+    @outside_inference_mode
     def send_kept(self) -> None:
         """Sends what this rank has accumulated and not sent, as `step()` would. Collective."""
         self._check_usable()
@@ -528,6 +536,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     # Inside.
 
+    @outside_inference_mode
     def _end(self, whole_state: bool) -> None:
         self._closed = True
         if (stepper := self._live) is not None:
@@ -572,6 +581,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if (stepper := self._live) is not None:
             stepper.check()
 
+    @outside_inference_mode
     def _build(self, steps_before: int) -> None:
         """Everything that depends on which parameters there are. Collective."""
         settings, context = self._settings, self._context

@@ -69,7 +69,7 @@ class HostSender:
 
     def send_flags(self, flags: Sequence[float]) -> None:
         """Sends this rank's flags."""
-        self._arena.used.copy_(torch.tensor(flags))
+        self._arena.used.copy_(_on_host(flags))
         self._engine.ready(0)
 
 
@@ -97,7 +97,7 @@ class DeviceSender(HostSender):
         self._sources: dict[int, torch.Tensor] = {}  # not packed yet, by slot
         self._shown: dict[int, torch.Tensor | None] = {}  # by parameters until then, by slot
         self._flags: Sequence[float] = ()
-        self._flags_there = torch.empty(0)
+        self._flags_there = arena.flags[:0]
 
     def begin(self) -> None:
         """See `HostSender`."""
@@ -125,7 +125,7 @@ class DeviceSender(HostSender):
         """See `HostSender`; they seldom change, and are on the device then."""
         if flags != self._flags:
             there = torch.zeros_like(self._arena.flags, device="cpu")
-            there[: len(flags)] = torch.tensor(flags)
+            there[: len(flags)] = _on_host(flags)
             self._flags, self._flags_there = (
                 flags,
                 there.to(self._arena.flags.device, non_blocking=True),
@@ -147,6 +147,10 @@ class DeviceSender(HostSender):
             # A hook may have put another one there.
             if shown is not None and (param := self._params[self._at_slot[k - 1]]).grad is shown:
                 param.grad = self._arena.grads[k - 1]
+
+
+def _on_host(flags: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(flags, dtype=torch.float32, device="cpu")
 
 
 def sender(

@@ -28,7 +28,7 @@ class SentGradients:
         self, names: Sequence[str], params: Sequence[nn.Parameter], sparse: Sequence[bool]
     ) -> None:
         self._names, self._params, self._sparse = names, params, sparse
-        self.tensors = [torch.empty(0)] * len(params)
+        self.tensors = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(params)
         self.own = [False] * len(params)
         self._versions = [0] * len(params)
         self._memory: list[torch.Tensor | None] = []  # by parameter, what `tensors` lies in

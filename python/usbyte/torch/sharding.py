@@ -238,8 +238,8 @@ class ShardedUpdates(PendingUpdates):
     ) -> None:
         name, among = f"{self._label}.state.{key}", self._context.ranks
         # Whether a parameter has this state, and of which kind, is the same on all its owners.
-        kinds = torch.zeros(len(self._params), dtype=torch.int64)
-        scalars = torch.full((len(self._params),), -math.inf, dtype=torch.float64)
+        kinds = torch.zeros(len(self._params), dtype=torch.int64, device="cpu")
+        scalars = torch.full(kinds.shape, -math.inf, dtype=torch.float64, device="cpu")
         for piece, view, value in zip(self._mine, self._views, values, strict=True):
             kinds[piece.param] = _kind(value, view)
             if kinds[piece.param] >= _SCALAR:
@@ -252,7 +252,7 @@ class ShardedUpdates(PendingUpdates):
             if kind == _ELEMENTS:
                 whole.setdefault(param, {})[key] = torch.zeros_like(param, requires_grad=False)
             elif kind >= _SCALAR:
-                device = param.device if id(param) in on_device else None
+                device = param.device if id(param) in on_device else "cpu"
                 whole.setdefault(param, {})[key] = torch.tensor(
                     scalar, dtype=_SCALAR_DTYPES[kind - _SCALAR], device=device
                 )
@@ -270,7 +270,7 @@ class ShardedUpdates(PendingUpdates):
             parts = dict(zip(map(id, self._mine), values, strict=True))
             flat = [parts[id(p)].reshape(-1) for p in sent(self._mine)]
             everything = allgather(
-                torch.cat(flat) if flat else torch.empty(0, dtype=dtype),
+                torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device="cpu"),
                 name=f"{name}.{dtype}",
                 process_set=among,
             )
@@ -290,7 +290,8 @@ class ShardedUpdates(PendingUpdates):
         """As torch.nn.utils.clip_grad_norm_ does, over the shards of all ranks."""
         mine = [view.grad for view in self._views if view.grad is not None]
         squares = torch.stack(
-            [g.double().square().sum() for g in mine] or [torch.zeros(()).double()]
+            [g.double().square().sum() for g in mine]
+            or [torch.zeros((), dtype=torch.float64, device="cpu")]
         )
         total = allreduce(
             squares.sum().reshape(1),

@@ -28,6 +28,7 @@ from usbyte.torch.planning import Planner
 from usbyte.torch.reducer import Reducer, no_whole_gradients
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sharding import ShardedUpdates
+from usbyte.torch.shield import outside_inference_mode
 from usbyte.torch.transport import Transport
 from usbyte.torch.updates import (
     DeferredUpdates,
@@ -229,6 +230,7 @@ class Stepper:
             self.apply_all()
             self.reducer.send_kept()
 
+    @outside_inference_mode
     def drain(self) -> None:
         """Applies pending updates and makes gradients final, or, with shards, the sums of those."""
         self.apply_all()
