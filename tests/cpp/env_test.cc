@@ -115,10 +115,12 @@ TEST_F(EnvTest, BytesRejectWhatIsAmbiguousOrTooLarge) {
   }
 }
 
-TEST_F(EnvTest, SecondsAreFiniteAndPositive) {
+TEST_F(EnvTest, SecondsArePositiveAndCanBeCounted) {
   EXPECT_EQ(read_with("USBYTE_STALL_LIMIT_S", "1.5").stall_limit_s, 1.5);
   EXPECT_EQ(read_with("USBYTE_STALL_LIMIT_S", "2").stall_limit_s, 2);
-  for (const char* text : {"-1", "0", "nan", "inf", "1s", "1,5", "ten"}) {
+  EXPECT_EQ(read_with("USBYTE_STALL_LIMIT_S", "1e9").stall_limit_s, 1e9);
+  for (const char* text :
+       {"-1", "0", "nan", "inf", "1s", "1,5", "ten", "1.1e9", "1e10", "1e18", "1e400", "1e-400"}) {
     const std::string error = error_with("USBYTE_STALL_LIMIT_S", text);
     EXPECT_NE(error.find("seconds"), std::string::npos) << text << ": " << error;
   }
@@ -128,6 +130,25 @@ TEST_F(EnvTest, LearningStepsAreAtLeastOne) {
   EXPECT_EQ(read_with("USBYTE_LEARNING_STEPS", "1").learning_steps, 1);
   for (const char* text : {"0", "-3", "3.5", "3k", "many"}) {
     EXPECT_NE(error_with("USBYTE_LEARNING_STEPS", text).find(">= 1"), std::string::npos) << text;
+  }
+}
+
+TEST_F(EnvTest, NumbersThatAreAllocatedOrNarrowedHaveAnUpperBound) {
+  EXPECT_EQ(read_with("USBYTE_CHUNK_BYTES", "1G").chunk_bytes, 1024 * kMiB);
+  EXPECT_EQ(read_with("USBYTE_NCCL_MAX_CTAS", "1024").nccl_max_ctas, 1024);
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"USBYTE_CHUNK_BYTES", "8589934591G"},
+      {"USBYTE_CHUNK_BYTES", "1025M"},
+      {"USBYTE_NCCL_MAX_CTAS", "4294967297"},
+      {"USBYTE_NCCL_MAX_CTAS", "-1"},
+      {"USBYTE_NCCL_COMMUNICATORS", "9223372036854775807"},
+      {"USBYTE_ONE_SHOT_BYTES", "9223372036854775807"},
+      {"USBYTE_LEARNING_STEPS", "9223372036854775808"},
+      {"USBYTE_TIMELINE_STEPS", "0:9223372036854775808"}};
+  for (const auto& [name, text] : cases) {
+    const std::string error = error_with(name, text);
+    EXPECT_NE(error.find(name + "=\"" + text + "\" cannot be used"), std::string::npos) << error;
+    unsetenv(name.c_str());
   }
 }
 

@@ -30,6 +30,7 @@ from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sharding import ShardedUpdates
 from usbyte.torch.shield import outside_inference_mode
 from usbyte.torch.transport import Transport
+from usbyte.torch.uncaught import mark_training_thread
 from usbyte.torch.updates import (
     DeferredUpdates,
     calls_closure_first,
@@ -161,6 +162,7 @@ class Stepper:
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """See `DistributedOptimizer`; after `check`."""
+        mark_training_thread()
         self._check_threads()
         self._groups.look_up()  # before anything is given to the optimizer
         if isinstance(self._updater, FusedUpdate):
@@ -518,6 +520,8 @@ class Stepper:
         # Evaluation may take other paths through the model than those that were learned, and a
         # second forward pass before step() leads to a second backward pass.
         self._note_use(0)
+        if trains:
+            mark_training_thread()
         if not trains or (self.reducer.in_flight and self.shards is None):
             self.drain()
 
