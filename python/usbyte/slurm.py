@@ -7,7 +7,9 @@ import re
 _BRACKET = re.compile(r"\[([^][]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
-_MOST = 1 << 20  # nodes of a list: above that, one that is damaged would fill memory
+# A list that is damaged would fill memory otherwise.
+_MOST = 1 << 16
+_LONGEST_NAME = 255  # as of Linux and of DNS
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -67,6 +69,8 @@ def _expand_one(pattern: str, most: int) -> list[str]:
     pieces = _BRACKET.split(pattern)
     choices = [_numbers(piece, most) if i % 2 else [piece] for i, piece in enumerate(pieces)]
     _check_count(math.prod(map(len, choices)), most)
+    if sum(max(map(len, choice)) for choice in choices) > _LONGEST_NAME:
+        raise ValueError(f"no host list, as a name has more than {_LONGEST_NAME} characters")
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
