@@ -63,7 +63,7 @@ tsan: ## run the C++ tests under the thread sanitizer
 	else $(MAKE) ctest PRESET=tsan; fi
 
 # Of what runs in threads, and without the parts that do not: short enough for every change.
-# FUZZ_S: seconds. What it finds comes into build/fuzz/found; what is worth keeping goes into the
+# FUZZ_S: seconds, of `make fuzz-python` for each target. What it finds comes into build/fuzz/found; what is worth keeping goes into the
 # corpus by hand.
 FUZZ_S ?= 300
 fuzz: $(VENV_STAMP) ## fuzz the parsers of plans, profiles, networks, topologies and costs
@@ -72,6 +72,10 @@ fuzz: $(VENV_STAMP) ## fuzz the parsers of plans, profiles, networks, topologies
 	mkdir -p build/fuzz/found
 	build/fuzz/tests/fuzz/usbyte_fuzz_parsers -max_total_time=$(FUZZ_S) -max_len=65536 -timeout=10 \
 	  -artifact_prefix=build/fuzz/ -print_final_stats=1 build/fuzz/found tests/fuzz/corpus
+
+fuzz-python: $(PACKAGE_STAMP) ## fuzz the readers in Python of what comes from outside
+	$(PIP) $$($(BIN)/python tools/requirements.py fuzz)
+	$(BIN)/python tests/fuzz/python/run.py --seconds $(FUZZ_S)
 
 # COVERED: what pytest is to run instead of everything. COVERED_CXX: the C++ tests, without one that
 # takes minutes when it is not optimised.
@@ -135,6 +139,7 @@ lint: $(LINT_STAMP) ## check style and types
 	$(BIN)/ruff check || status=1; \
 	$(RUFF_FORMAT) --check || status=1; \
 	$(BIN)/mypy || status=1; \
+	$(BIN)/python tools/check_factory_calls.py python/usbyte || status=1; \
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) || status=1; \
 	exit $$status
 
@@ -179,4 +184,4 @@ $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test soak reliability asan tsan sanitize coverage fuzz ctest cpp bench gpu-test lint format clean
+.PHONY: help train test soak reliability asan tsan sanitize coverage fuzz fuzz-python ctest cpp bench gpu-test lint format clean

@@ -70,9 +70,19 @@ bool is_one_shot(std::string_view text) {
   return value && *value <= int64_t{1} << 20;  // what is large should not go this way
 }
 
+bool is_chunk(std::string_view text) {
+  const auto value = bytes(text);
+  return value && *value <= int64_t{1} << 30;  // two buffers of this size are allocated
+}
+
 bool is_nccl_communicators(std::string_view text) {
   const auto value = number<int64_t>(text);
   return value && *value <= 8;
+}
+
+bool is_nccl_ctas(std::string_view text) {
+  const auto value = number<int64_t>(text);
+  return value && *value <= 1024;
 }
 
 bool is_switch(std::string_view text) { return text == "0" || text == "1"; }
@@ -89,6 +99,7 @@ bool is_step_range(std::string_view text) {
 constexpr std::string_view kBytesAccepted =
     "a whole number of bytes >= 1, also with k, M or G (powers of 1024), such as 8388608, 8M or "
     "8MiB";
+constexpr double kMostSeconds = 1e8;  // which clocks in nanoseconds and timers can still count
 constexpr std::string_view kSecondsAccepted =
     "a number of seconds > 0 and at most 1e8, such as 60 or 1.5";
 
@@ -135,16 +146,18 @@ constexpr std::array kKnobs = {
          "Set by usbyterun, or by you on all ranks: what a job's processes know each other by"},
     Knob{"USBYTE_LOG_LEVEL", &Env::log_level, "warning", "", "debug, info, warning or error",
          "Least severity that is logged", is_log_level},
-    Knob{"USBYTE_CHUNK_BYTES", &Env::chunk_bytes, "4M", "bytes", kBytesAccepted,
-         "Messages that CUDA gradients are cut into where they go over the CPU's network"},
+    Knob{"USBYTE_CHUNK_BYTES", &Env::chunk_bytes, "4M", "bytes",
+         "a whole number of bytes from 1 to 1G, such as 4194304 or 4M",
+         "Messages that CUDA gradients are cut into where they go over the CPU's network", is_chunk},
     Knob{"USBYTE_NCCL_LIB", &Env::nccl_library, "", "", "a path",
          "NCCL library to open; empty: torch's, else the wheel's, else the system's"},
     Knob{"USBYTE_NCCL_COMMUNICATORS", &Env::nccl_communicators, "2", "",
          "a whole number from 1 to 8", "Operations that NCCL runs side by side",
          is_nccl_communicators},
-    Knob{"USBYTE_NCCL_MAX_CTAS", &Env::nccl_max_ctas, "0", "", "a whole number >= 0",
+    Knob{"USBYTE_NCCL_MAX_CTAS", &Env::nccl_max_ctas, "0", "",
+         "a whole number from 0 to 1024",
          "Most multiprocessors that one NCCL operation takes from computing; 0: NCCL's choice",
-         nullptr, 0},
+         is_nccl_ctas, 0},
     Knob{"USBYTE_NCCL_REGISTER", &Env::nccl_register, "0", "", "0 or 1",
          "1: gradients lie in memory registered with NCCL, for networks that then copy less",
          is_switch, 0},
@@ -162,7 +175,7 @@ constexpr std::array kKnobs = {
 /// Within what every clock and timeout can count, in nanoseconds too.
 std::optional<double> seconds(std::string_view text) {
   const auto value = number<double>(text);
-  if (!value || !(*value > 0 && *value <= 1e8)) return std::nullopt;
+  if (!value || !(*value > 0 && *value <= kMostSeconds)) return std::nullopt;
   return value;
 }
 

@@ -25,6 +25,9 @@ _LAUNCHERS = re.compile(
     r"|(SLURM|OMPI|PMI|PMIX|MPI|PRTE|HYDRA|HYDI|TORCHELASTIC)_|USBYTE_JOB_TOKEN$"
 )
 
+#: Ranks of a job; more is a slip of the keyboard.
+MOST_RANKS = 1 << 16
+
 #: In the launcher's store: `job_mark` of the job's token.
 JOB_KEY = "usbyte/job"
 
@@ -160,8 +163,9 @@ class _Place:
 
 def _cluster(env: _Environment, place: _Place) -> Cluster:
     rank, size = place.job
-    if not 0 <= rank < size:
-        raise env.error(place.names[:2], "the rank must be from 0 to the size - 1")
+    if not 0 <= rank < size <= MOST_RANKS:
+        problem = f"the rank must be from 0 to the size - 1, and the size at most {MOST_RANKS}"
+        raise env.error(place.names[:2], problem)
     local_rank, local_size = (0, 1) if size == 1 else place.local
     one_host = local_size == size
     address = env.text("MASTER_ADDR") or place.host or (_LOOPBACK if one_host else "")

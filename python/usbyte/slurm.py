@@ -1,11 +1,15 @@
 """The compressed lists in Slurm's variables: hosts, and tasks for each node."""
 
 import itertools
+import math
 import re
 
 _BRACKET = re.compile(r"\[([^][]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
+# A list that is damaged would fill memory otherwise.
+_MOST = 1 << 16
+_LONGEST_NAME = 255  # as of Linux and of DNS
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -19,9 +23,12 @@ def expand_hosts(text: str) -> list[str]:
         The hosts, in the list's order: `gpu[01-02,7]` is `gpu01`, `gpu02`, `gpu7`.
 
     Raises:
-        ValueError: The text is no host list.
+        ValueError: The text is no host list, or one of too many hosts.
     """
-    return [host for pattern in _split(text) for host in _expand_one(pattern)]
+    hosts: list[str] = []
+    for pattern in _split(text):
+        hosts += _expand_one(pattern, _MOST - len(hosts))
+    return hosts
 
 
 def expand_counts(text: str) -> list[int]:
@@ -35,7 +42,9 @@ def expand_counts(text: str) -> list[int]:
         match = _COUNT.fullmatch(item)
         if match is None:
             raise ValueError("no list of numbers for each node such as 2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
+        nodes = int(match[2] or 1)
+        _check_count(len(counts) + nodes, _MOST)
+        counts += [int(match[1])] * nodes
     return counts
 
 
@@ -55,19 +64,28 @@ def _split(text: str) -> list[str]:
     return patterns
 
 
-def _expand_one(pattern: str) -> list[str]:
+def _expand_one(pattern: str, most: int) -> list[str]:
     # re.split with a group alternates: text, bracket, text, bracket, ..., text.
     pieces = _BRACKET.split(pattern)
-    choices = [_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+    choices = [_numbers(piece, most) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+    _check_count(math.prod(map(len, choices)), most)
+    if sum(max(map(len, choice)) for choice in choices) > _LONGEST_NAME:
+        raise ValueError(f"no host list, as a name has more than {_LONGEST_NAME} characters")
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
-def _numbers(ranges: str) -> list[str]:
-    numbers = []
+def _check_count(nodes: int, most: int) -> None:
+    if nodes > most:
+        raise ValueError(f"no list of nodes, as it names more than {_MOST}")
+
+
+def _numbers(ranges: str, most: int) -> list[str]:
+    numbers: list[str] = []
     for item in ranges.split(","):
         match = _RANGE.fullmatch(item)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"[{ranges}] is no list of numbers and ranges such as [01-03,7]")
         last = int(match[2] or match[1])
+        _check_count(len(numbers) + last - int(match[1]) + 1, most)
         numbers += [f"{n:0{len(match[1])}d}" for n in range(int(match[1]), last + 1)]
     return numbers

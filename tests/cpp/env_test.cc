@@ -125,7 +125,8 @@ TEST_F(EnvTest, SecondsArePositiveAndCanBeCountedInNanoseconds) {
   EXPECT_EQ(read_with("USBYTE_START_LIMIT_S", "2").start_limit_s, 2);
   for (const char* name :
        {"USBYTE_STALL_LIMIT_S", "USBYTE_STALL_WARNING_S", "USBYTE_START_LIMIT_S"}) {
-    for (const char* text : {"-1", "0", "nan", "inf", "1e9", "1e18", "1e999", "1s", "1,5", "ten"}) {
+    for (const char* text :
+         {"-1", "0", "nan", "inf", "1.1e8", "1e-400", "1e18", "1e999", "1s", "1,5", "ten"}) {
       const std::string error = error_with(name, text);
       EXPECT_NE(error.find("at most 1e8"), std::string::npos) << text << ": " << error;
     }
@@ -145,6 +146,25 @@ TEST_F(EnvTest, CheckStepsMayBeNone) {
   EXPECT_EQ(read_with("USBYTE_CHECK_STEPS", "7").check_steps, 7);
   for (const char* text : {"-1", "1.5", "2k", "never"}) {
     EXPECT_NE(error_with("USBYTE_CHECK_STEPS", text).find(">= 0"), std::string::npos) << text;
+  }
+}
+
+TEST_F(EnvTest, NumbersThatAreAllocatedOrNarrowedHaveAnUpperBound) {
+  EXPECT_EQ(read_with("USBYTE_CHUNK_BYTES", "1G").chunk_bytes, 1024 * kMiB);
+  EXPECT_EQ(read_with("USBYTE_NCCL_MAX_CTAS", "1024").nccl_max_ctas, 1024);
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"USBYTE_CHUNK_BYTES", "8589934591G"},
+      {"USBYTE_CHUNK_BYTES", "1025M"},
+      {"USBYTE_NCCL_MAX_CTAS", "4294967297"},
+      {"USBYTE_NCCL_MAX_CTAS", "-1"},
+      {"USBYTE_NCCL_COMMUNICATORS", "9223372036854775807"},
+      {"USBYTE_ONE_SHOT_BYTES", "9223372036854775807"},
+      {"USBYTE_LEARNING_STEPS", "9223372036854775808"},
+      {"USBYTE_TIMELINE_STEPS", "0:9223372036854775808"}};
+  for (const auto& [name, text] : cases) {
+    const std::string error = error_with(name, text);
+    EXPECT_NE(error.find(name + "=\"" + text + "\" cannot be used"), std::string::npos) << error;
+    unsetenv(name.c_str());
   }
 }
 

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,12 @@ from click.testing import CliRunner
 from run_support import PATIENCE_SECONDS
 from usbyte import files
 from usbyte.run import hosts, wire
+from usbyte.run.channel import Channel
 from usbyte.run.cli import main
-from usbyte.run.output import LineCutter
+from usbyte.run.job import Job
+from usbyte.run.launcher import Launcher
+from usbyte.run.output import LineCutter, Output
+from usbyte.run.processes import SignalWake
 
 
 def listed(parsed: list[hosts.Host]) -> list[tuple[str, int, bool]]:
@@ -75,6 +81,13 @@ def test_hostfile_formats(tmp_path: Path) -> None:
         ("a slots=0\n", r"line 1: .* at least one slot"),
         ("a slots=65537\n", r"line 1: .* 65536 slots at most, not 65537"),
         ("a:99999999999999999999\n", r"65536 slots at most"),
+        ("a:" + "9" * 5000, r"line 1: .* 65536 slots at most, not a number of 5000 digits"),
+        ("a slots=" + "9" * 5000, r"line 1: .* 65536 slots at most, not a number of 5000 digits"),
+        ("a slots=\u0663\n", r"line 1: 'slots=\u0663' is not understood; write 'host slots=N'"),
+        ("a slots=1 max-slots=\u0663\n", r"line 1: 'max-slots=\u0663' is not understood"),
+        ("a:\u0663\n", r"line 1: 'a:\u0663' is no host"),
+        ("a cpus=" + "x" * 5000, r"line 1: 'a?.{0,3}cpus=x+\.\.\.' is not understood"),
+        ("a:65536\nb:1\na:1\n", r"hosts: host a is listed .* more than 65536 slots together"),
         ("# nobody\n", r"names no host"),
     ],
 )
@@ -150,6 +163,15 @@ def test_frames_survive_being_cut_and_noise_before_them() -> None:
         (["-H", "a:1,b:1", "--nnodes", "few", "true"], "'few' is not MIN:MAX"),
         (["-H", "a:1,b:1", "-np", "2", "--nnodes", "1:2", "true"], "leave out -np"),
         (["-np", "1", "--max-restarts", "-1", "true"], "--max-restarts"),
+        (["-np", "1", "--max-restarts", "9" * 30, "true"], "--max-restarts"),
+        (["-np", "9" * 5000, "true"], "-np"),
+        (["-np", "1", "-p", "9" * 5000, "true"], "-p"),
+        (["-np", "1", "--start-timeout", "1e18", "true"], "up to 604800 seconds"),
+        (["-H", "a:1", "--nnodes", "9" * 5000, "true"], "1 <= MIN <= MAX"),
+        (["-H", "a:1", "--nnodes", "1:" + "9" * 30, "true"], "1 <= MIN <= MAX"),
+        (["-H", "a:65536,a:1", "true"], "-H: host a is listed several times"),
+        (["-H", "a:65536,b:1", "true"], "65537 slots, and a job may have 65536 ranks at most"),
+        (["-H", "a:" + "9" * 5000, "true"], "not a number of 5000 digits"),
         (["-np", "1", "--log-level", "TRACE", "true"], "'debug', 'info', 'warning', 'error'"),
         (["-np", "1", "--no-such-option", "true"], "--no-such-option"),
     ],
@@ -179,6 +201,159 @@ def test_the_options_of_horovodrun_that_are_documented_exist() -> None:
     for left, right in re.findall(r"^\| (.*) \| (.*) \|$", others, re.MULTILINE):
         assert not known & set(re.findall(r"--[a-z-]+", left))
         assert set(re.findall(r"--[a-z-]+", right)) <= known
+
+
+def plant_link(folder: Path, victim: Path) -> None:
+    folder.mkdir()
+    (folder / "stdout").symlink_to(victim)
+
+
+def plant_dangling_link(folder: Path, victim: Path) -> None:
+    folder.mkdir()
+    (folder / "stderr").symlink_to(victim.with_name("new"))
+
+
+def plant_hard_link(folder: Path, victim: Path) -> None:
+    folder.mkdir()
+    (folder / "stdout").hardlink_to(victim)
+
+
+def plant_directory_link(folder: Path, victim: Path) -> None:
+    folder.symlink_to(victim.parent)
+
+
+def plant_pipe(folder: Path, victim: Path) -> None:
+    folder.mkdir()
+    os.mkfifo(folder / "stderr")
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [plant_link, plant_dangling_link, plant_hard_link, plant_directory_link, plant_pipe],
+)
+def test_links_are_not_followed_by_output_files(
+    tmp_path: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "logs").mkdir()
+    victim = tmp_path / "home" / "stdout"
+    victim.write_text("precious")
+    plant(tmp_path / "logs" / "rank.0", victim)
+    with pytest.raises(OSError, match=r"link or no plain file: remove it, .*rank\.0"):
+        Output(1, 0, tmp_path / "logs")
+    assert victim.read_text() == "precious"
+    assert os.listdir(tmp_path / "home") == ["stdout"]
+
+
+def test_output_files_may_be_there_and_their_directory_a_link(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "logs").symlink_to(tmp_path / "scratch")
+    for text in (b"a long line\n", b"short\n"):
+        output = Output(1, 0, tmp_path / "logs")
+        output._files[wire.STDOUT, 0].write(text)
+        output.close()
+    assert (tmp_path / "scratch" / "rank.0" / "stdout").read_bytes() == b"short\n"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b"[]",
+        b"{}",
+        b'{"event": 1}',
+        b'{"event": "boom"}',
+        b'{"event": "exit", "rank": 0}',
+        b'{"event": "exit", "rank": "0", "code": 1}',
+        b'{"event": "exit", "rank": 0, "code": ' + b"9" * 5000 + b"}",
+        b'{"event": "exit", "rank": 0, "code": 99999999999999999999}',
+        b'{"event": "end", "left": [null]}',
+        b'{"event": "started", "more": 1}',
+    ],
+)
+def test_what_is_no_event_is_refused(payload: bytes) -> None:
+    with pytest.raises(ValueError, match=r"is no|knows no event|other fields"):
+        wire.decode_event(payload)
+
+
+def test_events_commands_and_specs_are_read_as_they_were_written() -> None:
+    event = {"event": "ready", "port": 1, "address": None, "ssh": "a b c d"}
+    assert wire.decode_event(json.dumps(event).encode()) == event
+    command = {"command": "go", "address": "::1", "port": 2}
+    assert wire.decode_command(wire.encode_message(command)) == command
+    env = {"A": os.fsdecode(b"\xff")}
+    spec = wire.AgentSpec("node7", False, 1, 2, 1, 3, ["true"], env, "/", None, "run", 30)
+    assert wire.AgentSpec.decode(spec.encode()) == spec
+    for line in (b"{}", spec.encode().replace(b"true", b"\\u0000").replace(b"[", b"[1,")):
+        with pytest.raises(ValueError, match="same version on all hosts"):
+            wire.AgentSpec.decode(line)
+
+
+@pytest.mark.parametrize("line", [b"{\n", b"[]\n", b'{"command": "go"}\n', b"\xff\n"])
+def test_an_agent_that_is_sent_no_command_says_so_and_ends(line: bytes) -> None:
+    commands, frames = os.pipe(), os.pipe()
+    os.write(commands[1], line)
+    assert Channel(commands[0], frames[1]).next_command() == {}
+    (frame,) = greeted().feed(os.read(frames[0], 4096))
+    assert wire.decode_event(frame.payload)["event"] == "error"
+    for fd in (*commands, *frames):
+        os.close(fd)
+
+
+def greeted() -> wire.FrameReader:
+    reader = wire.FrameReader()
+    assert not list(reader.feed(wire.GREETING))
+    return reader
+
+
+AGENT = """
+import sys
+from usbyte.run import wire
+sys.stdin.buffer.readline()
+sys.stdout.buffer.write(wire.GREETING + FRAME)
+sys.stdout.buffer.flush()
+sys.stdin.buffer.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("frame", "complaint"),
+    [
+        ('wire.Frame(wire.EVENT, 0, b"{}").encode()', "knows no event such as b'{}'"),
+        ('wire.Frame(wire.EVENT, 0, b"[" * 100_000).encode()', "is no JSON"),
+        ('wire.Frame(wire.STDOUT, 7, b"x").encode()', "tells of rank 7, which is not on that"),
+        ('b"\\xff" * 9', "no agent sends frames of kind 255"),
+        (
+            'wire.Frame(wire.EVENT, 0, b"'
+            + r"{\"event\":\"exit\",\"rank\":9,\"code\":0}"
+            + '").encode()',
+            "tells of rank 9",
+        ),
+        (
+            'wire.Frame(wire.EVENT, 0, b"'
+            + r"{\"event\":\"exit\",\"rank\":0,\"code\":256}"
+            + '").encode()',
+            "tells of exit code 256",
+        ),
+    ],
+)
+def test_an_agent_that_sends_anything_else_loses_its_host(frame: str, complaint: str) -> None:
+    placement = hosts.Placement(hosts.Host("node7", 1, local=True), 0, 1)
+    job = Job(["true"], {}, "/", [placement])
+    wake = SignalWake()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            code = AGENT.replace("FRAME", frame)
+            patch.setattr(Job, "agent_command", lambda *_: [sys.executable, "-c", code])
+            verdict = Launcher(job, Output(1, wake.fd), wake).run()
+    finally:
+        signal.set_wakeup_fd(-1)
+    assert verdict.code == 1
+    assert verdict.message is not None
+    assert complaint in verdict.message
+    assert "host node7" in verdict.message
 
 
 def agent_events(cwd: str, *commands: dict[str, Any]) -> list[dict[str, Any]]:

@@ -56,9 +56,9 @@ def worker() -> None:
     import usbyte.torch as ub
 
     ub.init()
-    mine = torch.arange(_NUMEL, dtype=torch.float32) + ub.rank()
+    mine = torch.arange(_NUMEL, dtype=torch.float32, device="cpu") + ub.rank()
     total = ub.allreduce(mine, op=ub.Sum)
-    expected = 2 * torch.arange(_NUMEL, dtype=torch.float32) + 1
+    expected = 2 * mine - 2 * ub.rank() + 1
     wrong = int((total != expected).sum())
     if wrong:
         sys.exit(f"all_reduce gave {wrong} wrong numbers of {_NUMEL}")

@@ -26,7 +26,7 @@ def ready_us(tensors: int, steps: int) -> list[float]:
     )
     network = _core.NetworkModel(1, [_core.AlphaBeta(1e-6, 1e-9)])
     plan = _core.make_plan("ddp", profile, network, {"bucket_bytes": 1 << 10})
-    arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+    arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cpu")
     [communicator] = _core.make_local_communicators(1)
     engine = _core.Engine(plan, arena.data_ptr(), communicator)
     times = []
@@ -47,8 +47,15 @@ def single_process(step_ms: float, rounds: int) -> tuple[list[float], list[float
     torch.manual_seed(0)
     width = 512
     rows, models, optimizers = 64, [], []
+
+    def layer() -> nn.Module:
+        return nn.Linear(width, width, device="cpu", dtype=torch.float32)
+
+    def batch() -> torch.Tensor:
+        return torch.randn(rows, width, device="cpu", dtype=torch.float32)
+
     for wrap in (False, True):
-        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(12)))
+        model = nn.Sequential(*(layer() for _ in range(12)))
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         if wrap:
             optimizer = ub.DistributedOptimizer(
@@ -64,10 +71,10 @@ def single_process(step_ms: float, rounds: int) -> tuple[list[float], list[float
         optimizers[k].step()
         return (time.perf_counter() - start) * 1e3
 
-    x = torch.randn(rows, width)
+    x = batch()
     while min(step(0, x) for _ in range(5)) < step_ms:
         rows *= 2
-        x = torch.randn(rows, width)
+        x = batch()
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(2 * rounds):
         for k in (turn % 2, 1 - turn % 2):

@@ -285,7 +285,7 @@ def _parameter(name: str, numel: int, dtype: str) -> nn.Parameter:
             f"cannot replay '{name}' of dtype {dtype}, which has no gradients; have a profile with "
             + ", ".join(_FLOATS)
         )
-    return nn.Parameter(torch.zeros(numel, dtype=getattr(torch, dtype)))
+    return nn.Parameter(torch.zeros(numel, dtype=getattr(torch, dtype), device="cpu"))
 
 
 def _layers(profile: Profile) -> list[_Layer]:

@@ -163,7 +163,10 @@ def main() -> NoReturn:
     line = channel.read_line()
     if not line:
         sys.exit()  # the launcher has gone already
-    spec = AgentSpec.decode(line)
+    try:
+        spec = AgentSpec.decode(line)
+    except ValueError as error:
+        sys.exit(f"usbyte.run.agent: {error}")
     if spec.remote:
         processes.guard()  # for local agents the launcher does it
     processes.adopt_orphans()

@@ -9,6 +9,7 @@ import select
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from usbyte.env import MOST_RANKS
 from usbyte.run.agent import GRACE_SECONDS
 from usbyte.run.hosts import Host, Placement, place
 from usbyte.run.job import Job
@@ -31,7 +32,8 @@ class Pool:
         most: Hosts that are taken at once; the others are spare.
 
     Raises:
-        ValueError: There are fewer hosts than `least`, or fewer slots than `ranks`.
+        ValueError: There are fewer hosts than `least`, fewer slots than `ranks`, or more slots than
+            a job may have ranks.
     """
 
     hosts: list[Host]
@@ -45,6 +47,11 @@ class Pool:
             raise ValueError(
                 f"--nnodes wants {self.least} hosts or more, and {len(self.hosts)} are named "
                 f"({names}); name more, or ask for fewer"
+            )
+        if self.size > MOST_RANKS:
+            raise ValueError(
+                f"the hosts have {self.size} slots, and a job may have {MOST_RANKS} ranks at most; "
+                "ask for fewer with -np, or lower the slots"
             )
         self.placements()
 

@@ -8,10 +8,11 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from usbyte.run.wire import EVENT, GREETING, Frame
+from usbyte.run.wire import EVENT, GREETING, Frame, decode_command
 
 _CHUNK_BYTES = 1 << 16
 _DRAIN_SECONDS = 3.0
+_MOST_LINE_BYTES = 64 << 20  # far more than a system lets a program's arguments and environment be
 
 
 class Channel:
@@ -44,10 +45,10 @@ class Channel:
         return channel
 
     def read_line(self) -> bytes:
-        """The next line; what is there of it if the launcher is gone, b"" if nothing."""
+        """The next line; b"" if the launcher is gone, or writes without end."""
         while b"\n" not in self._unread:
             chunk = os.read(self._commands, _CHUNK_BYTES)
-            if not chunk:
+            if not chunk or len(self._unread) > _MOST_LINE_BYTES:
                 return b""
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
@@ -61,14 +62,19 @@ class Channel:
             timeout: Seconds to wait at most; None for ever.
 
         Returns:
-            The command; empty if the launcher is gone, `wake` is readable or time is up.
+            The command; empty if the launcher is gone, `wake` is readable or time is up, or if what
+            came is no command, which the launcher is told.
         """
         if b"\n" not in self._unread:
             watched = [self._commands] if wake is None else [self._commands, wake]
             if self._commands not in select.select(watched, (), (), timeout)[0]:
                 return {}
         line = self.read_line()
-        return json.loads(line) if line else {}
+        try:
+            return decode_command(line) if line else {}
+        except ValueError as error:
+            self.event("error", message=str(error))
+            return {}
 
     def event(self, name: str, **fields: Any) -> None:
         """Tells the launcher that something has happened."""

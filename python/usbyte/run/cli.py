@@ -19,6 +19,7 @@ from usbyte.run.job import Job, Ssh
 from usbyte.run.output import Output
 
 _LONGEST_S = 7 * 86400.0
+_MOST_RESTARTS = 1_000_000
 # What ranks are told of their place, whatever the environment says.
 _PLACES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|USBYTE_JOB_TOKEN)"
@@ -45,10 +46,10 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 def _parse_nodes(_: click.Context, __: click.Parameter, text: str | None) -> range | None:
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     counts = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not counts or counts[0] < 1:
-        raise click.BadParameter(f"{text!r} is not MIN:MAX with 1 <= MIN <= MAX")
+        raise click.BadParameter(f"{text[:60]!r} is not MIN:MAX with 1 <= MIN <= MAX")
     return counts
 
 
@@ -147,7 +148,7 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
 )
 @click.option(
     "--max-restarts",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, _MOST_RESTARTS),
     default=0,
     metavar="N",
     help="When a rank fails or a host is lost, end all ranks and start them anew, up to N times; "

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from usbyte import files
-
-#: Ranks of a job; more is a slip of the keyboard.
-MOST_RANKS = 1 << 16
+from usbyte.env import MOST_RANKS
 
 _ITEM = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.@%-]+)(?::(\d+))?", re.ASCII)
+_SHOWN_CHARS = 60  # of a word in a message
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,17 @@ def parse_hosts(text: str) -> list[Host]:
     """Reads `-H`: `host:slots,host:slots,...`; a host without slots has one.
 
     Raises:
-        ValueError: An item is no host with slots.
+        ValueError: An item is no host with slots, or a host has too many of them.
     """
-    return _merge(_parse_item(item.strip(), "-H") for item in text.split(","))
+    return _merge((_parse_item(item.strip(), "-H") for item in text.split(",")), "-H")
 
 
 def parse_hostfile(path: Path) -> list[Host]:
     """Reads a host file: `host slots=2` or `host:2` on each line; `#` begins a comment.
 
     Raises:
-        ValueError: The file cannot be read, names no host, or a line is in neither form.
+        ValueError: The file cannot be read, names no host, a line is in neither form, or a host has
+            too many slots.
     """
     try:
         text = files.read_text(path).removeprefix("\ufeff")  # some editors write one
@@ -70,7 +70,7 @@ def parse_hostfile(path: Path) -> list[Host]:
             hosts.append(_parse_line(words, f"{path}, line {number}"))
     if not hosts:
         raise ValueError(f"the host file {path} names no host; write lines such as 'node1 slots=2'")
-    return _merge(hosts)
+    return _merge(hosts, str(path))
 
 
 def this_host(slots: int) -> list[Host]:
@@ -105,8 +105,9 @@ def _parse_line(words: list[str], where: str) -> Host:
     host = _parse_item(words[0], where)
     for word in words[1:]:
         key, _, value = word.partition("=")
-        if key.replace("-", "_") not in ("slots", "max_slots") or not value.isdecimal():
-            raise ValueError(f"{where}: {word!r} is not understood; write 'host slots=N'")
+        is_number = re.fullmatch(r"[0-9]+", value)
+        if key.replace("-", "_") not in ("slots", "max_slots") or not is_number:
+            raise ValueError(f"{where}: {_shown(word)} is not understood; write 'host slots=N'")
         if key == "slots":
             host = replace(host, slots=_slots(value, where))
     return host
@@ -117,18 +118,25 @@ def _parse_item(text: str, where: str) -> Host:
     # A leading dash would be read as an option by ssh.
     if match is None or text.startswith("-"):
         form = "'[address]:slots'" if text.count(":") > 1 else "'host' or 'host:slots'"
-        raise ValueError(f"{where}: {text!r} is no host; write {form}")
+        raise ValueError(f"{where}: {_shown(text)} is no host; write {form}")
     name = match[1].strip("[]")
     return Host(name, _slots(match[2] or "1", where), _is_local(name))
 
 
 def _slots(text: str, where: str) -> int:
-    slots = int(text)
-    if slots < 1:
+    digits = text.lstrip("0")
+    if not digits:
         raise ValueError(f"{where}: a host needs at least one slot")
-    if slots > MOST_RANKS:
-        raise ValueError(f"{where}: a host may have {MOST_RANKS} slots at most, not {text}")
-    return slots
+    # Python refuses to convert thousands of digits, and more than these are too many anyhow.
+    if len(digits) > len(str(MOST_RANKS)) or int(digits) > MOST_RANKS:
+        given = text if len(text) <= _SHOWN_CHARS else f"a number of {len(text)} digits"
+        raise ValueError(f"{where}: a host may have {MOST_RANKS} slots at most, not {given}")
+    return int(digits)
+
+
+def _shown(text: str) -> str:
+    """A word of the user's for a message, whose beginning is enough to find it."""
+    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
 
 
 def _is_local(name: str) -> bool:
@@ -142,7 +150,7 @@ def _own_names() -> frozenset[str]:
     return frozenset(name.lower() for name in names)
 
 
-def _merge(hosts: Iterable[Host]) -> list[Host]:
+def _merge(hosts: Iterable[Host], where: str) -> list[Host]:
     """Adds the slots of a host that is listed twice, as Open MPI does.
 
     Two agents on one machine would hand out the same local ranks, and so the same GPUs.
@@ -152,4 +160,9 @@ def _merge(hosts: Iterable[Host]) -> list[Host]:
         key = "localhost" if host.local else host.name
         known = merged.get(key, replace(host, slots=0))
         merged[key] = replace(known, slots=known.slots + host.slots)
+        if merged[key].slots > MOST_RANKS:
+            raise ValueError(
+                f"{where}: host {known.name} is listed several times, with more than {MOST_RANKS} "
+                "slots together, which is the most that a host may have; lower them"
+            )
     return list(merged.values())

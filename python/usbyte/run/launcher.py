@@ -1,7 +1,6 @@
 """Runs a job: brings the agents together, passes on their output, ends them all."""
 
 import errno
-import json
 import selectors
 import shlex
 import signal
@@ -16,7 +15,7 @@ from usbyte.run.agent import GRACE_SECONDS
 from usbyte.run.job import Job, agent_env
 from usbyte.run.link import AgentLink
 from usbyte.run.output import Output
-from usbyte.run.wire import EVENT, Frame
+from usbyte.run.wire import EVENT, Frame, decode_event
 
 # After the grace: to kill, to pass on the last output, and for slow networks.
 _END_SECONDS = GRACE_SECONDS + 10.0
@@ -132,7 +131,7 @@ class Launcher:
             except OSError as error:
                 self._conclude(1, f"cannot write a file of --output-filename: {error}")
             return
-        event = json.loads(frame.payload)
+        event = decode_event(frame.payload)
         match event["event"]:
             case "ready":
                 link.ready = event
@@ -155,6 +154,9 @@ class Launcher:
                     self._output.note(f"host {link.name}: SIGKILL did not end process {pids}")
 
     def _on_exit(self, link: AgentLink, rank: int, code: int) -> None:
+        link.check_rank(rank)
+        if not -128 < code < 256:
+            raise ValueError(f"its agent tells of exit code {code}, which no process has")
         where = f"rank {rank} on host {link.name}"
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
@@ -251,7 +253,8 @@ def _master(links: list[AgentLink]) -> tuple[str, int]:
     service and holds for names that only ssh's configuration knows.
     """
     answers = [link.ready or {} for link in links]
-    connections = [answer["ssh"].split() if answer["ssh"] else None for answer in answers]
+    told = [(answer["ssh"] or "").split() for answer in answers]
+    connections = [words if len(words) == 4 else None for words in told]
     first = links[0].placement.host
     address = answers[0]["address"]
     if address is None and len(links) == 1:

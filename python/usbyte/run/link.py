@@ -11,7 +11,7 @@ from typing import Any
 
 from usbyte.run.hosts import Placement
 from usbyte.run.output import LineCutter
-from usbyte.run.wire import Frame, FrameReader, encode_message
+from usbyte.run.wire import EVENT, Frame, FrameReader, encode_message
 
 _CHUNK_BYTES = 1 << 16
 _EXIT_SECONDS = 1.0
@@ -57,6 +57,7 @@ class AgentLink:
         self.ready: dict[str, Any] | None = None
         self.started = self.ended = self.gone = False
         self._complaints: deque[bytes] = deque(maxlen=20)
+        self._broken = ""  # what came that no agent sends
         self.code: int | None = None
         self._reader = FrameReader()
         self._cutter = LineCutter()
@@ -95,10 +96,17 @@ class AgentLink:
 
     @property
     def complaint(self) -> str:
-        """What came over the line in place of an agent; empty once there is one."""
+        """What came over the line in place of an agent, or in place of what one sends."""
+        if self._broken:
+            return self._broken
         lines = [*self._complaints, *self._reader.noise.splitlines()]
         text = " / ".join(line.decode(errors="replace").strip() for line in lines)
         return "" if self.greeted else text
+
+    def check_rank(self, rank: int) -> None:
+        """Raises ValueError unless the rank runs on this host."""
+        if not 0 <= rank - self.placement.first_rank < self.placement.count:
+            raise ValueError(f"its agent tells of rank {rank}, which is not on that host")
 
     def send(self, command: str, **fields: Any) -> None:
         """Sends the agent a command."""
@@ -135,9 +143,11 @@ class AgentLink:
             return
         try:
             for frame in self._reader.feed(data):
+                if frame.kind != EVENT:
+                    self.check_rank(frame.rank)
                 self._on_frame(self, frame)
         except ValueError as error:
-            self._complaints.append(str(error).encode())
+            self._broken = str(error)
             self.kill()
 
     def _read_text(self) -> None:

@@ -1,7 +1,9 @@
 """What the ranks print: whole lines on the terminal, each with its rank, and files."""
 
+import errno
 import os
 import select
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -10,6 +12,7 @@ from usbyte.run.wire import STDERR, STDOUT
 
 _MAX_LINE_BYTES = 1 << 20
 _STUCK_SECONDS = 1.0
+_NOT_PLAIN = "is a link or no plain file: remove it, or name another directory"
 _FILE_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
 
@@ -87,6 +90,41 @@ class Sink:
         return self._fd in ready
 
 
+def _open_new(folder: Path, name: str) -> BinaryIO:
+    """Opens an empty file for a rank's output.
+
+    Others may write to the directory where it is a shared one. A link that they have put there is
+    not followed, or output would overwrite any file of this user; nor is a pipe waited for.
+
+    Raises:
+        OSError: It cannot be written, or is no plain file of one name.
+    """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    inside = _opened(folder, folder, flags | os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        create = flags | os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK
+        file = _opened(folder / name, name, create, inside)
+    finally:
+        os.close(inside)
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(file)
+        raise OSError(errno.EEXIST, _NOT_PLAIN, str(folder / name))
+    os.truncate(file, 0)
+    os.set_blocking(file, True)
+    return open(file, "wb", buffering=0)
+
+
+def _opened(path: Path, name: Path | str, flags: int, inside: int | None = None) -> int:
+    try:
+        return os.open(name, flags, 0o666, dir_fd=inside)
+    except OSError as error:
+        # A link, a directory link, and a pipe that nobody reads.
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+            raise OSError(error.errno, _NOT_PLAIN, str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 class Output:
     """The launcher's stdout and stderr, and the ranks' files.
 
@@ -97,7 +135,8 @@ class Output:
             Horovod, N has as many digits as the highest rank.
 
     Raises:
-        OSError: The directory or a file in it cannot be written.
+        OSError: The directory or a file in it cannot be written, or has been put there as a link to
+            another place.
     """
 
     def __init__(self, size: int, wake: int, directory: Path | None = None) -> None:
@@ -109,7 +148,7 @@ class Output:
             folder = Path(directory or "", f"rank.{rank:0{len(str(size - 1))}d}")
             folder.mkdir(parents=True, exist_ok=True)
             for kind, name in _FILE_NAMES.items():
-                self._files[kind, rank] = (folder / name).open("wb", buffering=0)
+                self._files[kind, rank] = _open_new(folder, name)
 
     def rank(self, kind: int, rank: int, data: bytes) -> None:
         """Takes what a rank has printed; kind is STDOUT or STDERR.

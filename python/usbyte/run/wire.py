@@ -9,8 +9,9 @@ import json
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, fields
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_origin
 
 STDOUT, STDERR, EVENT = 1, 2, 3
 
@@ -21,6 +22,21 @@ _ANY_GREETING = re.compile(rb"usbyte-agent (\d+)\n")
 _MAX_NOISE_BYTES = 4096
 _MAX_PAYLOAD_BYTES = 16 << 20  # many times what agents send
 _HEADER = struct.Struct("!BII")  # kind, rank, payload bytes
+_SHOWN_BYTES = 80  # of a message that is refused
+
+# Of each event and command, its fields and what they hold.
+_EVENTS: dict[str, dict[str, Any]] = {
+    "ready": {"port": int | None, "address": str | None, "ssh": str | None},
+    "started": {},
+    "exit": {"rank": int, "code": int},
+    "error": {"message": str},
+    "end": {"left": list[int]},
+}
+_COMMANDS: dict[str, dict[str, Any]] = {
+    "go": {"address": str, "port": int},
+    "stop": {},
+    "kill": {},
+}
 
 
 class Frame(NamedTuple):
@@ -131,10 +147,77 @@ class AgentSpec:
 
     @classmethod
     def decode(cls, line: bytes) -> "AgentSpec":
-        """Reads what `encode` wrote."""
-        return cls(**json.loads(line))
+        """Reads what `encode` wrote.
+
+        Raises:
+            ValueError: The line is no such thing.
+        """
+        message = _parse(line)
+        _check_fields(message, {field.name: field.type for field in fields(cls)}, line)
+        return cls(**message)
 
 
 def encode_message(message: dict[str, Any]) -> bytes:
     """One line of JSON; its escapes carry bytes that are no UTF-8 as Python's surrogates."""
     return json.dumps(message).encode() + b"\n"
+
+
+def decode_event(payload: bytes) -> dict[str, Any]:
+    """What an agent tells, its name under "event".
+
+    Raises:
+        ValueError: No agent of this version tells that.
+    """
+    return _decode(payload, "event", _EVENTS)
+
+
+def decode_command(line: bytes) -> dict[str, Any]:
+    """What the launcher wants, its name under "command".
+
+    Raises:
+        ValueError: No launcher of this version wants that.
+    """
+    return _decode(line, "command", _COMMANDS)
+
+
+def _decode(data: bytes, key: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    message = _parse(data)
+    name = message.get(key)
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"this version of usbyte knows no {key} such as {data[:_SHOWN_BYTES]!r}")
+    _check_fields(message, {key: str, **known[name]}, data)
+    return message
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{data[:_SHOWN_BYTES]!r} is no JSON ({error})") from error
+    if not isinstance(message, dict):
+        raise ValueError(f"{data[:_SHOWN_BYTES]!r} is no message of usbyte's")
+    return message
+
+
+def _check_fields(message: dict[str, Any], kinds: dict[str, Any], data: bytes) -> None:
+    wrong = [name for name, kind in kinds.items() if not _is(message.get(name), kind)]
+    if wrong or message.keys() - kinds.keys():
+        raise ValueError(
+            f"{data[:_SHOWN_BYTES]!r} has other fields than this version of usbyte knows; install "
+            "the same version on all hosts"
+        )
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is of this kind: a type, a list or dict of one, one or None."""
+    if isinstance(kind, UnionType):
+        return any(_is(value, each) for each in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is(each, get_args(kind)[0]) for each in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is(v, get_args(kind)[1]) for v in value.values())
+    if kind is int:
+        return type(value) is int and abs(value) < 1 << 63
+    if kind is float:
+        return type(value) in (int, float)
+    return isinstance(value, NoneType if kind is None else kind)

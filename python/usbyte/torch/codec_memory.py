@@ -50,7 +50,7 @@ class Memory:
         self._scale = scale
         self.parts: dict[str, torch.Tensor] = {}
         self.kinds: dict[str, str] = {}
-        self._buffer = torch.empty(0, 0)
+        self._buffer = torch.empty(0, 0, dtype=torch.float32, device=_HOST)
         self._placed: dict[str, torch.Tensor] = {}  # by name, as elements lie if not by index
         # This rank and how many there are, while ranks remember shards only.
         self._sender: tuple[int, int] | None = None
@@ -79,12 +79,13 @@ class Memory:
             return
         # A device may not have room for both.
         old, kinds = {name: self._rows(name).cpu() for name in self.parts}, self.kinds
-        self.parts, self._buffer = {}, torch.empty(0, 0)
+        self.parts = {}
+        self._buffer = torch.empty(0, 0, dtype=torch.float32, device=_HOST)
         self._buffer = torch.zeros(rows, plan.numel, dtype=torch.float32, device=device)
         tensors = [t for t in plan.tensors if t.name != USED and not t.sparse]
         self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
         self._placed = {
-            name: torch.empty_strided(param.shape, param.stride(), device="meta")
+            name: torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
             for name, param in (params or {}).items()
             if not param.is_contiguous() and is_dense(param)
         }
@@ -124,7 +125,7 @@ class Memory:
             return
         kinds = {n: kind for each in reversed(everyone) for n, (_, kind) in each.items() if kind}
         sizes = {t.name: t.numel for t in tensors if t.name != USED}
-        whole = torch.zeros(rows, sum(sizes.values()))
+        whole = torch.zeros(rows, sum(sizes.values()), dtype=torch.float32, device=_HOST)
         parts = dict(zip(sizes, whole.split(list(sizes.values()), dim=1), strict=True))
         for name in parts.keys() & self.parts.keys():
             parts[name][: len(self.parts[name])] = self._rows(name).cpu()

@@ -60,12 +60,14 @@ class CodedPlans:
         if not wanted:
             return
         measured = [self._measure(spec) for spec in wanted]
-        numbers = torch.tensor([_numbers(cost) for cost in measured], dtype=torch.float64)
+        numbers = torch.tensor(
+            [_numbers(cost) for cost in measured], dtype=torch.float64, device="cpu"
+        )
         slowest = maximum(f"{self._label}.codecs", numbers).tolist()
         for spec, cost, row in zip(wanted, measured, slowest, strict=True):
             encode, decode = _core.AlphaBeta(*row[:3]), _core.AlphaBeta(*row[3:6])
             self._costs[spec] = _core.CodecCost(encode, decode, cost.at_once, row[6])
-        row_s = torch.tensor(_core.measure_row_s(_ROWS_PROBE_S), dtype=torch.float64)
+        row_s = torch.tensor(_core.measure_row_s(_ROWS_PROBE_S), dtype=torch.float64, device="cpu")
         self._row_s = float(maximum(f"{self._label}.row", row_s))
 
     def costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:

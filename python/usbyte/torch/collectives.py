@@ -154,7 +154,8 @@ def abort(group: dist.ProcessGroup) -> None:
         return
     with suppress(RuntimeError):  # the time-out itself
         # From any rank, for the connection to one alone may be closed already.
-        group.recv_anysource([torch.empty(1)], _NEVER_SENT).wait(timedelta(milliseconds=1))
+        never = torch.empty(1, dtype=torch.float32, device="cpu")
+        group.recv_anysource([never], _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:

@@ -91,7 +91,7 @@ class TorchCommunicator:
 
     def allocate(self, size: int) -> torch.Tensor:
         """Memory of so many bytes for an arena, 1-d uint8, zeros."""
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
     def register(self, arena: torch.Tensor) -> None:
         """Names the buffer (1-d uint8) of an engine to come; addresses may point into it."""
@@ -216,7 +216,7 @@ class Staging:
             fits = next((i for i, buffer in enumerate(self._free) if len(buffer) >= size), -1)
             buffer = self._free.pop(fits) if self._free else None
         if buffer is None or len(buffer) < size:
-            buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         message = torch.cat(views, out=buffer[:size].view(views[0].dtype))
         return Staged(views, buffer, message)
 

@@ -18,8 +18,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
@@ -40,6 +39,7 @@ from usbyte.torch.places import local_ranks
 from usbyte.torch.process_sets import ProcessSet, ProcessSets
 from usbyte.torch.progress import State
 from usbyte.torch.salvage import Left, judge
+from usbyte.torch.uncaught import UncaughtExceptions
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer import DistributedOptimizer
@@ -51,12 +51,6 @@ log = logging.getLogger("usbyte")
 # The backend's own timeout comes after the engine's stall limit, so that the error with names in it
 # comes first.
 _BACKEND_GRACE_S = 30.0
-
-
-class _Excepthook(Protocol):
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /
-    ) -> Any: ...
 
 
 class Context:
@@ -111,7 +105,7 @@ class Context:
             stall_warning_s=env.stall_warning_s,
             on_fault=self.report_fault,
         )
-        self._excepthook: _Excepthook = sys.excepthook
+        self._uncaught = UncaughtExceptions(self.rank, self._announce)
         try:
             if self.size > 1:
                 self._faults = FaultBoard(
@@ -120,11 +114,11 @@ class Context:
             if env.timeline:
                 self.start_timeline(env.timeline, env.timeline_steps)
         except BaseException as error:
-            self._announce(error)
+            self._uncaught.tell(error)
             with suppress(Error, RuntimeError):  # of what is broken already
                 self.close()
             raise
-        sys.excepthook = self._on_exception
+        self._uncaught.install()
 
     def places(self) -> list[tuple[int, int]]:
         """By rank, its local rank and the ranks on its host. Not collective."""
@@ -237,8 +231,7 @@ class Context:
 
     def close(self) -> None:
         """Applies pending updates and ends every thread; after a fault only the latter."""
-        if sys.excepthook == self._on_exception:  # nobody has put another one on top
-            sys.excepthook = self._excepthook
+        self._uncaught.restore()
         errors: list[BaseException] = []
         for end in self._ends():
             try:
@@ -334,18 +327,10 @@ class Context:
         except OSError as error:
             log.warning("rank %d: the last operations could not be written: %s", self.rank, error)
 
-    def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if not issubclass(kind, FaultError | SystemExit):
-            self._announce(error)
-        self._excepthook(kind, error, trace)
-
-    def _announce(self, error: BaseException) -> None:
+    def _announce(self, verdict: str) -> None:
         # The others would wait for this rank until the stall limit.
         if self._faults is not None:
-            kind = type(error).__name__
-            self._faults.announce(f"rank {self.rank} ended with {kind}: {error}")
+            self._faults.announce(verdict)
 
 
 _current: Context | None = None
@@ -431,7 +416,7 @@ def _after_fork_in_child() -> None:
     global _current
     if _current is not None:
         context, _current = _current, None
-        sys.excepthook = context._excepthook
+        context._uncaught.restore()
         for each in [*context.orphan(), default_group.orphan()]:  # or threads would be joined
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 

@@ -24,6 +24,7 @@ from usbyte.torch.optimizer import DistributedOptimizer
 from usbyte.torch.param_groups import Groups
 from usbyte.torch.parameter_vectors import ParameterVectors
 from usbyte.torch.salvage import Left
+from usbyte.torch.shield import outside_inference_mode
 
 __all__ = ["DasoOptimizer"]
 
@@ -421,6 +422,7 @@ class DasoOptimizer(DistributedOptimizer):
             raise UsageError("this DasoOptimizer is closed; wrap the optimizer anew")
         super()._check_usable()
 
+    @outside_inference_mode
     def _lay_out(self) -> None:
         if self._exchange is not None:
             self._vectors = ParameterVectors(self._trained.params)

@@ -218,7 +218,7 @@ class _Bucket:
 
 
 def _check_alike(plan: _core.Plan, group: dist.ProcessGroup | None) -> None:
-    own = torch.tensor([plan.hash() & ((1 << 62) - 1)])
+    own = torch.tensor([plan.hash() & ((1 << 62) - 1)], dtype=torch.int64, device="cpu")
     of_all = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_all, own, group=group)
     if any(int(other) != int(own) for other in of_all):

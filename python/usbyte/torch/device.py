@@ -123,7 +123,7 @@ class CudaDevice(Device):
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:
         """See `Device`."""
-        values = torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=True)
+        values = torch.empty(len(tensor), dtype=tensor.dtype, device="cpu", pin_memory=True)
         values.copy_(tensor, non_blocking=True)
         return Fetched(values, self.now())
 

@@ -27,6 +27,7 @@ from usbyte.torch.negotiation import JOIN, Negotiation
 from usbyte.torch.operation_names import OperationName
 from usbyte.torch.peers import Peers
 from usbyte.torch.reduction import ReduceOp
+from usbyte.torch.uncaught import mark_training_thread
 
 log = logging.getLogger("usbyte")
 
@@ -104,6 +105,7 @@ class EagerQueue:
                 or the queue is closed.
             FaultError: The run has failed.
         """
+        mark_training_thread()
         if self._store_lost is not None and not self._closed:
             self._fault(_unsubmitted(str(request), self._store_lost))
         first_check = time.monotonic() + min(self._warning_s, self._limit_s)

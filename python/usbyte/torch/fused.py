@@ -133,7 +133,7 @@ class FusedUpdate:
         for param in params:
             state = self._optimizer.state[param]
             if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
             if state["step"].device.type != "cpu":  # of a checkpoint

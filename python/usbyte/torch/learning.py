@@ -118,7 +118,7 @@ def combine(times: Times, allreduce_max: object) -> Times:
     n = len(times.need_s)
     columns = [times.need_s, times.ready_s, times.need_spread_s, times.ready_spread_s]
     flat = [value for column in columns for value in column]
-    numbers = torch.tensor([*flat, times.step_s, times.update_s], dtype=torch.float64)
+    numbers = torch.tensor([*flat, times.step_s, times.update_s], dtype=torch.float64, device="cpu")
     values: list[float] = allreduce_max(numbers).tolist()
     need, ready, need_spread, ready_spread = (values[k * n : (k + 1) * n] for k in range(4))
     step, update = values[4 * n :]

@@ -248,7 +248,7 @@ class NcclCommunicator:
         memory = _Memory(self.core, size, self.device.torch_device)
         self.core.register_buffer(memory.address, size)
         self._registered = memory.address
-        return torch.as_tensor(memory, device=self.device.torch_device).zero_()
+        return torch.as_tensor(memory, dtype=torch.uint8, device=self.device.torch_device).zero_()
 
     def register(self, arena: torch.Tensor) -> None:
         """Any memory of the device will do."""

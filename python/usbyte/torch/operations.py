@@ -98,7 +98,7 @@ def stand_in(peers: Peers, name: OperationName, descriptor: Descriptor) -> Reque
 
     def execute(verdict: Verdict) -> None:
         zeros = [
-            torch.zeros(list(shape), dtype=getattr(torch, dtype))
+            torch.zeros(list(shape), dtype=getattr(torch, dtype), device="cpu")
             for shape, dtype in zip(descriptor.shapes, descriptor.dtypes, strict=True)
         ]
         before, after = descriptor.factors
@@ -169,7 +169,9 @@ def sparse_allreduce(
         _check_places(what, places, counts, peers.members, tensor.shape)
         reduce_flat(_flat(numbers), op, factors, peers.size, lambda *_: None)
         # Every rank's part is of a tensor of this shape.
-        whole = torch.sparse_coo_tensor(places.t(), numbers, tensor.shape, check_invariants=False)
+        whole = torch.sparse_coo_tensor(
+            places.t(), numbers, tensor.shape, check_invariants=False, device=numbers.device
+        )
         return whole.to(tensor.device)
 
     described = _describe(
@@ -290,7 +292,7 @@ def alltoall(
             peers.all_to_all(bytes_of(out), bytes_of(staged), received, [n * row for n in sent])
         else:
             out.copy_(staged)
-        return out, torch.tensor(verdict.sizes, dtype=torch.int32)
+        return out, torch.tensor(verdict.sizes, dtype=torch.int32, device="cpu")
 
     def finish(value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         rows, received = value
@@ -308,7 +310,8 @@ def barrier(peers: Peers, name: OperationName) -> Request:
         # Not for the verdict's sake: a rank that leaves after it may take the store with it, so all
         # must have read it.
         if peers.size > 1:
-            peers.all_reduce(torch.zeros(1), dist.ReduceOp.SUM)
+            nothing = torch.zeros(1, dtype=torch.float32, device="cpu")
+            peers.all_reduce(nothing, dist.ReduceOp.SUM)
 
     return Request(name, Descriptor(peers.name, "barrier"), execute)
 

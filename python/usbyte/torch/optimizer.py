@@ -33,6 +33,7 @@ from usbyte.torch.process_sets import ranks_of
 from usbyte.torch.salvage import Judgement, Left
 from usbyte.torch.serving import Served, serve, warn_of_renormalized
 from usbyte.torch.settings import Overlap, Policy, Settings, Trained, with_new_names
+from usbyte.torch.shield import outside_inference_mode
 from usbyte.torch.sparse import model_of
 from usbyte.torch.stepper import Stepper
 from usbyte.torch.transport import Transport
@@ -245,6 +246,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._inner.state = state
         self._on_new_state()
 
+    @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, up to date. Collective if it is sharded.
 
@@ -268,6 +270,7 @@ class DistributedOptimizer(OptimizerWrapper):
         finally:
             self._inner.state = sharded
 
+    @outside_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the wrapped optimizer; what codecs remember is as it says, or nothing.
 
@@ -286,6 +289,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != MEMORY})
         self._memory.load(memory, self._context.rank)
 
+    @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds to the wrapped optimizer and plans anew. Collective.
 
@@ -335,6 +339,7 @@ class DistributedOptimizer(OptimizerWrapper):
     # Training.
 
     @_not_compiled
+    @outside_inference_mode
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Applies the last gradients, or has the next forward pass apply them.
 
@@ -366,6 +371,7 @@ class DistributedOptimizer(OptimizerWrapper):
         return result
 
     @_not_compiled
+    @outside_inference_mode
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients; those in flight keep their values for the update that awaits them.
 
@@ -383,6 +389,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._inner.zero_grad(set_to_none)
 
     @_not_compiled
+    @outside_inference_mode
     def synchronize(self) -> None:
         """Waits until gradients are final and applies pending updates.
 
@@ -400,6 +407,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.drain()
 
     @_not_compiled
+    @outside_inference_mode
     def send_kept(self) -> None:
         """Sends what this rank has accumulated and not sent, as `step()` would. Collective."""
         self._check_usable()
@@ -547,6 +555,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     # Inside.
 
+    @outside_inference_mode
     def _end(self, whole_state: bool) -> None:
         self._closed = True
         for handle in self._state_hooks:
@@ -602,6 +611,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if (stepper := self._live) is not None:
             stepper.check()
 
+    @outside_inference_mode
     def _build(self, steps_before: int) -> None:
         """Everything that depends on which parameters there are. Collective."""
         settings, context = self._settings, self._context

@@ -32,7 +32,9 @@ class ParameterVectors:
                 continue
             numel = sum(p.numel() for p in alike) + 1
             on_host = self._device.type == "cpu"
-            self.vectors.append(torch.zeros(numel, dtype=dtype, pin_memory=not on_host))
+            self.vectors.append(
+                torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=not on_host)
+            )
             self._flats.append(
                 self.vectors[-1]
                 if on_host

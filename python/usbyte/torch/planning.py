@@ -166,7 +166,8 @@ class Planner:
         self._ready = dict(zip(self._names, times.ready_s, strict=True))
         if self.sparse:
             known = sorted(self.sparse)
-            own = torch.tensor([rows[name].own if name in rows else 0.0 for name in known])
+            counts = [rows[name].own if name in rows else 0.0 for name in known]
+            own = torch.tensor(counts, dtype=torch.float32, device="cpu")
             means = self._reduced(f"{label}.rows", own, Average).tolist()
             self._rows = {
                 name: Counts(mean, max(mean, rows[name].all))

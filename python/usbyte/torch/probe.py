@@ -310,7 +310,7 @@ def _time_packing(
     [tensor] = line([("probe0", 1, "float32")])
     meet = _core.Op("all_reduce", [(tensor.offset, tensor.end)], _UNLIMITED)
     half = size // _FLOAT_BYTES // 2
-    floats = torch.zeros(2 * half)
+    floats = torch.zeros(2 * half, dtype=torch.float32, device="cpu")
     views, staging, rows = [floats[:half], floats[half:]], Staging(), []
     buffer = _zeros(communicator, _FLOAT_BYTES)
     with _engine(context, communicator, buffer, _core.Plan("probe", [tensor], [meet])) as engine:

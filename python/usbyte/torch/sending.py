@@ -76,7 +76,7 @@ class HostSender:
 
     def send_flags(self, flags: Sequence[float]) -> None:
         """Sends this rank's flags."""
-        self._arena.used.copy_(torch.tensor(flags))
+        self._arena.used.copy_(_on_host(flags))
         self._engine.ready(0)
 
 
@@ -105,7 +105,7 @@ class DeviceSender(HostSender):
         # By slot until then: what the parameter has as its gradient, and what it is to have.
         self._shown: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._flags: Sequence[float] = ()
-        self._flags_there = torch.empty(0)
+        self._flags_there = arena.flags[:0]
 
     def begin(self) -> None:
         """See `HostSender`."""
@@ -134,7 +134,7 @@ class DeviceSender(HostSender):
         """See `HostSender`; they seldom change, and are on the device then."""
         if flags != self._flags:
             there = torch.zeros_like(self._arena.flags, device="cpu")
-            there[: len(flags)] = torch.tensor(flags)
+            there[: len(flags)] = _on_host(flags)
             self._flags, self._flags_there = (
                 flags,
                 there.to(self._arena.flags.device, non_blocking=True),
@@ -156,6 +156,10 @@ class DeviceSender(HostSender):
             # A hook may have put another one there.
             if shown is not None and (param := self._params[self._at_slot[k - 1]]).grad is before:
                 param.grad = shown
+
+
+def _on_host(flags: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(flags, dtype=torch.float32, device="cpu")
 
 
 def sender(

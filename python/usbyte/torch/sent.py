@@ -53,7 +53,7 @@ class SentGradients:
         self, names: Sequence[str], params: Sequence[nn.Parameter], sparse: Sequence[bool]
     ) -> None:
         self._names, self._params, self._sparse = names, params, sparse
-        self.tensors = [torch.empty(0, device="cpu") for _ in params]
+        self.tensors = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in params]
         self.shown = list(self.tensors)
         self.own = [False] * len(params)
         self._versions = [0] * len(params)

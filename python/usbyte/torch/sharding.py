@@ -250,8 +250,8 @@ class ShardedUpdates(PendingUpdates):
     ) -> None:
         name, eager = f"{self._label}.state.{key}", self._context.eager
         # Whether a parameter has this state, and of which kind, is the same on all its owners.
-        kinds = torch.zeros(len(self._params), dtype=torch.int64)
-        scalars = torch.full((len(self._params),), -math.inf, dtype=torch.float64)
+        kinds = torch.zeros(len(self._params), dtype=torch.int64, device="cpu")
+        scalars = torch.full(kinds.shape, -math.inf, dtype=torch.float64, device="cpu")
         for piece, view, value in zip(self._mine, self._views, values, strict=True):
             kinds[piece.param] = _kind(value, view)
             if kinds[piece.param] >= _SCALAR:
@@ -264,7 +264,7 @@ class ShardedUpdates(PendingUpdates):
             if kind == _ELEMENTS:
                 whole.setdefault(param, {})[key] = torch.zeros_like(param, requires_grad=False)
             elif kind >= _SCALAR:
-                device = param.device if id(param) in on_device else None
+                device = param.device if id(param) in on_device else "cpu"
                 whole.setdefault(param, {})[key] = torch.tensor(
                     scalar, dtype=_SCALAR_DTYPES[kind - _SCALAR], device=device
                 )
@@ -281,9 +281,8 @@ class ShardedUpdates(PendingUpdates):
 
             parts = dict(zip(map(id, self._mine), values, strict=True))
             flat = [parts[id(p)].reshape(-1) for p in sent(self._mine)]
-            everything = eager.allgather(
-                f"{name}.{dtype}", torch.cat(flat) if flat else torch.empty(0, dtype=dtype)
-            )
+            none = torch.empty(0, dtype=dtype, device="cpu")
+            everything = eager.allgather(f"{name}.{dtype}", torch.cat(flat) if flat else none)
             offset = 0
             for piece in (p for pieces in self._pieces for p in sent(pieces)):
                 count = piece.end - piece.begin
@@ -300,7 +299,8 @@ class ShardedUpdates(PendingUpdates):
         """As torch.nn.utils.clip_grad_norm_ does, over the shards of all ranks."""
         mine = [view.grad for view in self._views if view.grad is not None]
         squares = torch.stack(
-            [g.double().square().sum() for g in mine] or [torch.zeros(()).double()]
+            [g.double().square().sum() for g in mine]
+            or [torch.zeros((), dtype=torch.float64, device="cpu")]
         )
         total = squares.sum().reshape(1)
         self._context.eager.allreduce(f"{self._label}.norm", total, Sum)

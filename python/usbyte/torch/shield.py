@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import _ops
 from torch.utils import _python_dispatch
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def outside_inference_mode(method: _F) -> _F:
+    """Decorates what may make buffers or optimizer state: those are needed outside as well.
+
+    A tensor that is made in `torch.inference_mode()` cannot be written to outside of it, and has no
+    version counter. Gradients stay off, as they are inside.
+    """
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast("_F", call)
 
 
 @contextmanager

@@ -324,6 +324,7 @@ def empty_like(param: nn.Parameter) -> torch.Tensor:
         param.shape,
         is_coalesced=True,
         check_invariants=False,
+        device=param.device,
     )
 
 
@@ -337,4 +338,5 @@ def sparse_tensor(found: _core.RowsSum, param: torch.Tensor, device: Device) -> 
         param.shape,
         is_coalesced=True,
         check_invariants=False,
+        device=flat.device,
     )

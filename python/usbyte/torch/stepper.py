@@ -38,7 +38,9 @@ from usbyte.torch.planning import Planner
 from usbyte.torch.reducer import Reducer, no_whole_gradients
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sharding import ShardedUpdates, check_step_own
+from usbyte.torch.shield import outside_inference_mode
 from usbyte.torch.transport import Transport
+from usbyte.torch.uncaught import mark_training_thread
 from usbyte.torch.updates import DeferredUpdates
 
 log = logging.getLogger("usbyte")
@@ -185,6 +187,7 @@ class Stepper:
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """See `DistributedOptimizer`; after `check`."""
+        mark_training_thread()
         self._passes = 0
         self._check_threads()
         self._groups.look_up()  # before anything is given to the optimizer
@@ -257,6 +260,7 @@ class Stepper:
             self.apply_all()
             self.reducer.send_kept()
 
+    @outside_inference_mode
     def drain(self) -> None:
         """Applies pending updates and makes gradients final, or, with shards, the sums of those."""
         self.apply_all()
@@ -555,6 +559,7 @@ class Stepper:
         # second forward pass before step() leads to a second backward pass.
         self._note_use(0)
         if trains:
+            mark_training_thread()
             self._watch.forward()
         if not trains or (self.reducer.in_flight and self.shards is None):
             self.drain()
