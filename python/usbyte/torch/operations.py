@@ -394,7 +394,7 @@ def _check_places(
     """
     if not places.numel():
         return
-    bounds = torch.tensor(list(shape[: places.shape[1]]), device="cpu")
+    bounds = torch.tensor(list(shape[: places.shape[1]]), dtype=torch.int64, device="cpu")
     wrong = ((places < 0) | (places >= bounds)).any(1)
     if wrong.any():
         row = int(wrong.nonzero()[0])

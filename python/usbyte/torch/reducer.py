@@ -34,7 +34,7 @@ from usbyte.torch.transport import Transport
 
 def _one_reference() -> int:
     """What `sys.getrefcount` counts for a tensor that a local variable alone refers to."""
-    tensor = torch.empty(0, device="cpu")
+    tensor = torch.empty(0, dtype=torch.float32, device="cpu")
     return sys.getrefcount(tensor)
 
 

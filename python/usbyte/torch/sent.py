@@ -15,7 +15,7 @@ from usbyte.torch.awaited import Fetch, hold, release
 
 def _two_lists_references() -> int:
     """What `map(sys.getrefcount, ...)` counts for a tensor that two lists alone refer to."""
-    first, second = [torch.empty(0, device="cpu")], []
+    first, second = [torch.empty(0, dtype=torch.float32, device="cpu")], []
     second.append(first[0])
     return next(map(sys.getrefcount, first))
 
