@@ -271,6 +271,7 @@ def test_output_files_may_be_there_and_their_directory_a_link(tmp_path: Path) ->
         b'{"event": "exit", "rank": 0, "code": 99999999999999999999}',
         b'{"event": "end", "left": [null]}',
         b'{"event": "started", "more": 1}',
+        b'{"event": "ready", "address": null, "ssh": null}',
     ],
 )
 def test_what_is_no_event_is_refused(payload: bytes) -> None:

@@ -200,8 +200,8 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _check_fields(message: dict[str, Any], kinds: dict[str, Any], data: bytes) -> None:
-    wrong = [name for name, kind in kinds.items() if not _is(message.get(name), kind)]
-    if wrong or message.keys() - kinds.keys():
+    same = message.keys() == kinds.keys()
+    if not same or not all(_is(message[name], kind) for name, kind in kinds.items()):
         raise ValueError(
             f"{data[:_SHOWN_BYTES]!r} has other fields than this version of usbyte knows; install "
             "the same version on all hosts"
