@@ -378,8 +378,8 @@ def train_a_little(rank, size):
 def test_numbers_at_their_bounds_serve(policy, steps, number):
     sizes = {f"USBYTE_{name}_BYTES": number for name in ("PARTITION", "CREDIT", "BUCKET")}
     knobs = {
-        "USBYTE_STALL_LIMIT_S": "1e9",
-        "USBYTE_STALL_WARNING_S": "1e9",
+        "USBYTE_STALL_LIMIT_S": "1e8",
+        "USBYTE_STALL_WARNING_S": "1e8",
         "USBYTE_LEARNING_STEPS": steps,
         "USBYTE_TIMELINE_STEPS": "9223372036854775806:9223372036854775807",
         "USBYTE_POLICY": policy,
