@@ -14,16 +14,17 @@ import math
 import platform
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from usbyte.errors import MismatchError
 from usbyte.torch.arena import CHECK_FLAGS, is_dense
 from usbyte.torch.device import Device, Fetched
-from usbyte.torch.known import is_known
+from usbyte.torch.known import is_elementwise, step_is_replaced
 from usbyte.torch.matching import name_ranks
 from usbyte.torch.messages import read
 from usbyte.torch.settings import Trained
@@ -68,6 +69,7 @@ class StepCheck:
         label: Name of the optimizer, for messages.
         optimizer: The wrapped optimizer.
         trained: Its parameters.
+        changing: Those that forward passes change on each rank in another way.
         device: Where they are.
         every: Steps from one comparison to the next; 0: none.
         ranks: What the ranks that are compared are called.
@@ -80,6 +82,7 @@ class StepCheck:
         label: str,
         optimizer: torch.optim.Optimizer,
         trained: Trained,
+        changing: Collection[nn.Parameter],
         device: Device,
         every: int,
         ranks: Sequence[int],
@@ -89,7 +92,8 @@ class StepCheck:
         self._label, self._optimizer, self._trained = label, optimizer, trained
         self._device, self._every, self._ranks = device, every, ranks
         self._ask, self._tear = ask, tear
-        self._next = 0  # parameter to look at
+        self._compared = [i for i, param in enumerate(trained.params) if param not in changing]
+        self._next = 0  # of these, to look at
         self._exact: bool | None = None  # equal parameters have equal bits; None: not known yet
         self._taken: deque[_Record] = deque()  # whose checksums are to be sent
         # By step whose flags are to be heard: what they are of.
@@ -104,8 +108,11 @@ class StepCheck:
         if not self._every or step % self._every or not step:
             return
         if self._exact is None:  # all ranks come here together
-            self._exact = is_known(self._optimizer) and len(set(self._ask_machines())) == 1
+            alone = is_elementwise(self._optimizer) and not step_is_replaced(self._optimizer)
+            self._exact = alone and len(set(self._ask_machines())) == 1
         indices = self._choose()
+        if not indices:
+            return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             number = _checksum if self._exact else _square_sum
             found = [number(self._trained.params[i], step) for i in indices]
@@ -159,10 +166,10 @@ class StepCheck:
 
     def _choose(self) -> list[int]:
         """The parameters whose turn it is."""
-        count = len(self._trained.params)
+        count = len(self._compared)
         chosen = [(self._next + k) % count for k in range(min(_PARAMS, count))]
-        self._next = (self._next + len(chosen)) % count
-        return chosen
+        self._next = (self._next + len(chosen)) % max(count, 1)
+        return [self._compared[k] for k in chosen]
 
     def _flags_of(self, record: _Record) -> list[float]:
         text, numbers = json.dumps(record.options), record.numbers.get()
@@ -203,7 +210,8 @@ class StepCheck:
                     "ranks, which therefore train different models. See that all ranks load the "
                     "same checkpoint or call broadcast_parameters(), that they change, scale and "
                     "reset gradients alike (a GradScaler has one scale on all ranks), and restart "
-                    "the job from its last checkpoint"
+                    "the job from its last checkpoint. USBYTE_CHECK_STEPS=0 leaves out what is "
+                    "compared"
                 )
         return ""
 

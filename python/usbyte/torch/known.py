@@ -12,6 +12,12 @@ from torch.optim import optimizer as torch_optimizer
 
 from usbyte.errors import UsageError
 
+#: Classes of torch.optim whose updates treat every element by itself.
+ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+
 # What runs when a step is taken, as far as methods of the class decide it.
 _METHODS = ("step", "_init_group")
 
@@ -22,6 +28,11 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     A subclass is none, nor is an optimizer whose step was replaced.
     """
     return _is_torchs(type(optimizer)) and not step_is_replaced(optimizer)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class updates every element of a parameter by itself."""
+    return type(optimizer) in (getattr(torch.optim, name) for name in ELEMENTWISE)
 
 
 def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:

@@ -627,7 +627,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
-        warn_of_renormalized(self.label, trained, self._owner)
+        changing = warn_of_renormalized(self.label, trained, self._owner)
         device = device_of(trained.names, trained.params)
         try:
             planner = self._make_planner(trained, device, served, steps_before)
@@ -641,7 +641,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if settings.topology is not None:
             parse(settings.topology, context.size)  # alike, so an error is on all ranks
         self._stepper = Stepper(
-            context, self._inner, self._updater, settings, trained, device, planner,
+            context, self._inner, self._updater, settings, trained, changing, device, planner,
             self._changes, self._memory, steps_before, self._on_updated,
         )  # fmt: skip
         keep(self, trained.params)

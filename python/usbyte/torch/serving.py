@@ -86,8 +86,10 @@ def serve(
     return Served(updater, codecs, _sparse(trained, settings, model))
 
 
-def warn_of_renormalized(label: str, trained: Trained, model: nn.Module | None) -> None:
-    """Logs which parameters the forward pass changes, on each rank in another way."""
+def warn_of_renormalized(
+    label: str, trained: Trained, model: nn.Module | None
+) -> set[nn.Parameter]:
+    """Logs which parameters the forward pass changes, on each rank in another way; returns them."""
     changed = renormalized_parameters(model)
     for name, param in zip(trained.names, trained.params, strict=True):
         if param in changed:
@@ -98,6 +100,7 @@ def warn_of_renormalized(label: str, trained: Trained, model: nn.Module | None) 
                 label,
                 name,
             )
+    return changed
 
 
 def _sparse(trained: Trained, settings: Settings, model: nn.Module | None) -> set[str]:

@@ -23,28 +23,22 @@ from usbyte.torch.arena import USED, is_dense, laid_out_like
 from usbyte.torch.awaited import Fetch
 from usbyte.torch.communicator import shards
 from usbyte.torch.context import Context
-from usbyte.torch.known import step_is_replaced
+from usbyte.torch.known import ELEMENTWISE, is_elementwise, step_is_replaced
 from usbyte.torch.ops import Max, Sum
 from usbyte.torch.param_groups import Groups
 from usbyte.torch.pending import PendingUpdates
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
 
-# Their updates treat every element by itself, so that a shard's update is a part of the whole one.
-_ELEMENTWISE = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
-    "SGD",
-)  # fmt: skip
-
 
 def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
     """Raises UsageError unless the optimizer's updates can be cut into shards."""
-    kind = type(optimizer)
-    if kind not in (getattr(torch.optim, name) for name in _ELEMENTWISE):
+    if not is_elementwise(optimizer):
+        kind = type(optimizer).__name__
         raise UsageError(
             f"shard_optimizer=True needs an optimizer that treats every element by itself, and "
-            f"{kind.__name__} is not known to: use torch.optim.{', '.join(_ELEMENTWISE)}, or "
-            "leave shard_optimizer out"
+            f"{kind} is not known to: use torch.optim.{', '.join(ELEMENTWISE)}, or leave "
+            "shard_optimizer out"
         )
     check_step_own(optimizer)
     if overlap == "backward":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -61,6 +61,7 @@ class Stepper:
         updater: Whose `step` updates parameters; the same, or what fuses its updates.
         settings: What was asked for.
         trained: Its parameters.
+        changing: Those that forward passes change on each rank in another way.
         device: Where they are.
         planner: Makes the plans.
         changes: Counts steps, and stands before parameters after a fault.
@@ -85,6 +86,7 @@ class Stepper:
         updater: torch.optim.Optimizer | FusedUpdate,
         settings: Settings,
         trained: Trained,
+        changing: Collection[nn.Parameter],
         device: Device,
         planner: Planner,
         changes: Changes,
@@ -131,6 +133,7 @@ class Stepper:
             planner.label,
             optimizer,
             trained,
+            changing,
             device,
             context.env.check_steps,
             context.ranks,
