@@ -106,6 +106,29 @@ def _leave_out_on_a_rank(net, opt, params, batches):
         opt.step()
 
 
+class _KeepsGradients(torch.optim.SGD):
+    """Keeps each gradient for the next step, by reference."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Steps by the gradient and half of the one before."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                before = state.get("before", torch.zeros_like(param))
+                param.add_(param.grad + 0.5 * before, alpha=-group["lr"])
+                state["before"] = param.grad
+
+
+def _plain(net, opt, params, batches):
+    for x in batches:
+        opt.zero_grad()
+        net(x).pow(2).mean().backward()
+        opt.step()
+
+
 _SCRIPTS = {
     "the tensor": _keep_tasks(lambda g: g),
     "detach()": _keep_tasks(lambda g: g.detach()),
@@ -116,6 +139,7 @@ _SCRIPTS = {
     "a flat buffer": _flat_buffer(lambda part: part),
     "a flat buffer's data": _flat_buffer(lambda part: part.data),
     "unused on a rank": _leave_out_on_a_rank,
+    "an optimizer that keeps gradients": _plain,
 }
 
 
@@ -129,13 +153,14 @@ def _differing(rank, size):
             copy.deepcopy(model), find_unused_parameters=name == "unused on a rank"
         )
         params = list(net.parameters())
-        sgd = torch.optim.SGD(params, lr=0.1)
+        kind = _KeepsGradients if script is _plain else torch.optim.SGD
+        sgd = kind(params, lr=0.1)
         script(net, sgd, params, _batches(rank))
         del net
         for mode in _MODES:
             mine = copy.deepcopy(model)
             opt = ub.DistributedOptimizer(
-                torch.optim.SGD(mine.parameters(), lr=0.1), mine.named_parameters(), overlap=mode
+                kind(mine.parameters(), lr=0.1), mine.named_parameters(), overlap=mode
             )
             script(mine, opt, list(mine.parameters()), _batches(rank))
             opt.synchronize()

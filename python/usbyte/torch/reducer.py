@@ -171,7 +171,7 @@ class Reducer:
         Raises:
             Error: Somebody wrote to it while it was in flight.
         """
-        slot, grad = self._transport.slot[i], self._sent.tensors[i]
+        slot = self._transport.slot[i]
         release(self._sent.shown[i])
         self._sent.check(i)
         if i in self._transport.rows:
@@ -182,7 +182,7 @@ class Reducer:
                 self._memory.undo(self.names[i])
                 return None
         self._sent.bring(i)
-        return grad
+        return self._sent.result(i)
 
     def _wait_for(self, slot: int) -> None:
         if not self._waits_no_more:

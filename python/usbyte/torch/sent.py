@@ -152,6 +152,15 @@ class SentGradients:
         if self.shown[i] is not self.tensors[i]:
             self.shown[i].data.copy_(self.tensors[i])  # views of one buffer share their version
 
+    def result(self, i: int) -> torch.Tensor:
+        """Parameter i's sum for an update, which may keep it where the script may keep gradients.
+
+        Valid after `bring`.
+        """
+        if self._private[i] and self.shown[i] is self.tensors[i]:
+            return self.tensors[i].clone()
+        return self.shown[i]
+
     def begin(self) -> None:
         """A step begins, for which nothing has been sent yet."""
         self.release()
