@@ -3,6 +3,7 @@
 import contextlib
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -197,6 +198,75 @@ def test_ranks_that_round_differently():
         assert "has other values on rank" in message
 
 
+class _Bare(torch.optim.Optimizer):
+    """An optimizer of a script's own, which skips Optimizer.__init__ and so has no defaults."""
+
+    def __init__(self, params):
+        self.param_groups, self.state = [{"params": list(params), "lr": 0.01, "rank": None}], {}
+
+    def zero_grad(self, set_to_none=True):
+        """Resets gradients."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    def step(self, closure=None):
+        """SGD."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.sub_(param.grad, alpha=float(group["lr"]))
+
+
+def _same_in_other_ways(rank, size, how):
+    """Ranks that differ in what changes nothing."""
+    ub.init()
+    model = _model()
+    if how == "bare":
+        inner = _Bare(model.parameters())
+        inner.param_groups[0]["rank"] = rank
+    elif how == "own defaults":
+        kind = type("Own", (torch.optim.SGD,), {})
+        inner = kind(model.parameters(), lr=0.01)
+        inner.defaults["rank"] = inner.param_groups[0]["rank"] = rank
+    else:
+        lr = np.float64(0.01) if how == "NumPy's numbers" and rank else 0.01
+        inner = torch.optim.SGD(model.parameters(), lr=lr, foreach=how == "foreach" and rank == 1)
+    if how == "whole numbers":
+        inner.param_groups[0]["weight_decay"] = 0 if rank else 0.0
+    if how == "patched on a rank" and rank:
+        original = inner.step
+        inner.step = lambda closure=None: original(closure)
+    opt = ub.DistributedOptimizer(inner, model.named_parameters())
+    generator = torch.Generator().manual_seed(rank)
+    for k in range(_STEPS):
+        opt.zero_grad()
+        loss = model(torch.randn(5, 6, generator=generator)).pow(2).mean()
+        (loss * (float("inf") if how == "infinite" and k > 4 else 1)).backward()
+        opt.step()
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["bare", "own defaults", "NumPy's numbers", "whole numbers", "foreach", "patched on a rank"],
+)
+def test_what_changes_nothing_may_differ(how):
+    """Types of numbers, ways to the same results, keys of a script's own, a wrapped step."""
+    assert run_ranks(2, _same_in_other_ways, how, env=_ENV) == ["trained"] * 2
+
+
+def _infinite(rank, size):
+    """Parameters that are not finite any more, where ranks round differently."""
+    torch.set_num_threads(1 + rank)
+    return _same_in_other_ways(rank, size, "infinite")
+
+
+def test_parameters_that_are_not_finite():
+    """They are compared as others are."""
+    assert run_ranks(2, _infinite, env=_ENV) == ["trained"] * 2
+
+
 def _train_without_comparisons(rank, size):
     ub.init()
     script = _Script(rank, "backward")
@@ -220,6 +290,7 @@ def test_hyper_parameters_that_are_compared():
     found = options_of(torch.optim.AdamW([group], lr=torch.tensor(0.5)))
     assert found["the optimizer"] == "AdamW"
     assert found["lr of parameter group 0"] == "0.5"
+    assert "foreach of parameter group 0" not in found
     assert found["betas of parameter group 0"] == ["0.5", "0.75"]
     assert not any("name" in key or "initial_lr" in key for key in found)
 

@@ -86,10 +86,9 @@ def _flat_buffer(make):
         for x in batches:
             flat.zero_()
             net(x).pow(2).mean().backward()
-            if hasattr(opt, "synchronize"):  # what reads memory in other ways than by p.grad
-                opt.synchronize()
             flat.mul_(0.1 / flat.norm())
             opt.step()
+            flat.zero_()
 
     return script
 
@@ -122,6 +121,19 @@ class _KeepsGradients(torch.optim.SGD):
                 state["before"] = param.grad
 
 
+def _keep_on_a_rank(net, opt, params, batches):
+    """One rank alone keeps gradients, and looks at them a step later."""
+    kept = []
+    for x in batches:
+        before = [g.clone() for g in kept]
+        opt.zero_grad()
+        net(x).pow(2).mean().backward()
+        assert all(map(torch.equal, before, kept))
+        if dist.get_rank() == 1:
+            kept = [p.grad for p in params]
+        opt.step()
+
+
 def _plain(net, opt, params, batches):
     for x in batches:
         opt.zero_grad()
@@ -136,6 +148,7 @@ _SCRIPTS = {
     "a view": _keep_tasks(lambda g: g.view(-1)),
     "one, late": _keep_one_late,
     "a list": _list_taken_once,
+    "on a rank": _keep_on_a_rank,
     "a flat buffer": _flat_buffer(lambda part: part),
     "a flat buffer's data": _flat_buffer(lambda part: part.data),
     "unused on a rank": _leave_out_on_a_rank,

@@ -18,13 +18,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from usbyte.errors import MismatchError
 from usbyte.torch.arena import CHECK_FLAGS, is_dense
 from usbyte.torch.device import Device, Fetched
-from usbyte.torch.known import is_elementwise, step_is_replaced
+from usbyte.torch.known import is_elementwise, is_torchs, step_is_replaced
 from usbyte.torch.matching import name_ranks
 from usbyte.torch.messages import read
 from usbyte.torch.settings import Trained
@@ -36,6 +37,7 @@ _NO_FLAGS = [0.0] * CHECK_FLAGS
 # What is read of parameters for a checksum: few of them at a time, and few elements of large ones.
 _PARAMS, _ELEMENTS = 8, 1 << 15
 _LARGEST_TENSOR = 16  # among hyper-parameters
+_EXACT_INTEGERS = 1 << 53  # that a float can hold
 # How far apart sums of squares of the same parameters may be where ranks round differently.
 _ROUNDING = 1e-3
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -108,8 +110,7 @@ class StepCheck:
         if not self._every or step % self._every or not step:
             return
         if self._exact is None:  # all ranks come here together
-            alone = is_elementwise(self._optimizer) and not step_is_replaced(self._optimizer)
-            self._exact = alone and len(set(self._ask_machines())) == 1
+            self._exact = self._rounds_alike()
         indices = self._choose()
         if not indices:
             return
@@ -156,13 +157,19 @@ class StepCheck:
                 self._tear(f"{self._label}: {found}")
                 raise MismatchError(f"{self._label}: {found}")
 
-    def _ask_machines(self) -> list[bytes]:
-        """What decides how the ranks round."""
-        kind = self._device.torch_device.type
-        where = torch.cuda.get_device_name() if kind == "cuda" else platform.machine()
-        capability = torch.backends.cpu.get_cpu_capability()
-        mine = [torch.__version__, torch.get_num_threads(), capability, kind, where]
-        return self._ask("machine", json.dumps(mine).encode())
+    def _rounds_alike(self) -> bool:
+        """Whether equal parameters stay equal to the last bit on all ranks. Collective."""
+        optimizer, device = self._optimizer, self._device.torch_device
+        mine = [
+            is_elementwise(optimizer) and not step_is_replaced(optimizer),
+            [[group.get(key) for key in sorted(_WAYS)] for group in optimizer.param_groups],
+            [torch.__version__, torch.version.cuda, platform.python_version()],
+            [platform.libc_ver(), platform.machine(), torch.backends.cpu.get_cpu_capability()],
+            torch.get_num_threads(),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        ]
+        answers = self._ask("rounding", json.dumps(mine, default=str).encode())
+        return bool(mine[0]) and len(set(answers)) == 1
 
     def _choose(self) -> list[int]:
         """The parameters whose turn it is."""
@@ -179,7 +186,7 @@ class StepCheck:
         else:
             # On two grids, each halfway between the lines of the other: equal but for rounding,
             # values are in one cell of one of them at least.
-            place = math.log(max(sum(numbers), 1e-300)) / (4 * _ROUNDING)
+            place = math.log(min(max(sum(numbers), 1e-300), 1e300)) / (4 * _ROUNDING)
             fields = [
                 zlib.crc32(f"{text} {math.floor(place + k / 2)} {record.step}".encode()) & 0xFF
                 for k in range(_FIELDS)
@@ -194,7 +201,9 @@ class StepCheck:
             if len(set(values)) > 1:
                 return (
                     f"{what} is {self._who(values)}. Let schedulers and scripts set the same on "
-                    "all ranks, and restart the job from its last checkpoint"
+                    "all ranks (after join(), broadcast the state of schedulers from the rank that "
+                    "it returns), and restart the job from its last checkpoint. "
+                    "USBYTE_CHECK_STEPS=0 leaves out what is compared"
                 )
         for name in records[0].get("params", {}):
             found = [record.get("params", {}).get(name) for record in records]
@@ -225,11 +234,15 @@ class StepCheck:
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer's class and hyper-parameters are, as JSON can carry it.
 
-    Those that scripts have added to groups, tensors on a device and objects are left out.
+    Those that scripts have added to groups, tensors on a device and objects are left out. So is,
+    of classes that are not torch's, what torch's have under no such name: it may be the rank.
     """
-    found: dict[str, Any] = {"the optimizer": type(optimizer).__qualname__}
+    kind = type(optimizer)
+    found: dict[str, Any] = {"the optimizer": kind.__qualname__}
+    # An optimizer that does not call Optimizer.__init__ has no defaults.
+    known = getattr(optimizer, "defaults", {}).keys() if is_torchs(kind) else _COMMON
     for g, group in enumerate(optimizer.param_groups):
-        for key in optimizer.defaults:
+        for key in sorted(known - _WAYS):
             value = _plain(group.get(key))
             if value is not _UNKNOWN:
                 found[f"{key} of parameter group {g}"] = value
@@ -237,6 +250,8 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 _UNKNOWN = object()
+_COMMON = frozenset(["betas", "eps", "lr", "maximize", "momentum", "nesterov", "weight_decay"])
+_WAYS = frozenset(["capturable", "differentiable", "foreach", "fused"])  # to the same results
 
 
 def _plain(value: Any) -> Any:
@@ -246,9 +261,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         items = [_plain(item) for item in value]
         return _UNKNOWN if any(item is _UNKNOWN for item in items) else items
-    if isinstance(value, float):
-        return repr(value)  # nan, too, is equal to itself
-    return value if value is None or isinstance(value, bool | int | str) else _UNKNOWN
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        # One text for equal numbers of all types, nan and those too large for a float included.
+        return repr(value) if abs(value) > _EXACT_INTEGERS else repr(float(value))
+    return value if value is None or isinstance(value, bool | str) else _UNKNOWN
 
 
 def _sample(param: torch.Tensor, step: int) -> torch.Tensor:
@@ -267,7 +285,8 @@ def _checksum(param: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _square_sum(param: torch.Tensor, step: int) -> torch.Tensor:
-    return _sample(param, step).double().square().sum().nan_to_num()
+    # Finite, also when those of several parameters are added up.
+    return _sample(param, step).double().square().sum().nan_to_num().clamp(max=1e300)
 
 
 def _are_near(value: Any, other: Any) -> bool:

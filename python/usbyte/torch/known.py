@@ -27,7 +27,7 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
     A subclass is none, nor is an optimizer whose step was replaced.
     """
-    return _is_torchs(type(optimizer)) and not step_is_replaced(optimizer)
+    return is_torchs(type(optimizer)) and not step_is_replaced(optimizer)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,7 +43,7 @@ def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
     Of another class, whatever its own `step` runs is its definition.
     """
     kind, attributes = type(optimizer), vars(optimizer)
-    from_torch = _is_torchs(kind)
+    from_torch = is_torchs(kind)
     for name in _METHODS:
         function = method = getattr(kind, name, None)
         if name in attributes:
@@ -76,7 +76,8 @@ def _runs_other(
     return not from_torch
 
 
-def _is_torchs(kind: type) -> bool:
+def is_torchs(kind: type) -> bool:
+    """Whether a class of optimizers is one of torch.optim's."""
     return kind.__module__ == "torch.optim" or kind.__module__.startswith("torch.optim.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def _first_reduced(
     for module in modules:
         kind = next((k.__name__ for k in type(module).__mro__ if k.__name__ in _MODULES), "")
         if kind and _reduces(module):
-            for param in module.parameters():
+            for param in _reduced_by(module):
                 if param in named:
                     return _reduced_twice(named[param], f"a {kind} module around the model")
     return None
@@ -93,6 +93,13 @@ def _reduces(module: nn.Module) -> bool:
     if not isinstance(group, dist.ProcessGroup) or not dist.is_initialized():
         return True
     return group.size() > 1 or dist.get_world_size() == 1
+
+
+def _reduced_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The wrapper's parameters, without those that DDP was told to ignore."""
+    ignored = getattr(module, "parameters_to_ignore", ())
+    inner = module.module if ignored and isinstance(module.module, nn.Module) else module
+    return (param for name, param in inner.named_parameters() if name not in ignored)
 
 
 def _reduced_twice(name: str, by: str) -> UsageError:

@@ -154,16 +154,31 @@ class Watch:
             )
         self._seen.changed = next(iter(changes), self._seen.changed)
 
-    def reason(self, gates: Gates, ungated: Sequence[int], shared: str, against: str) -> str:
+    def reason(
+        self,
+        gates: Gates,
+        ungated: Sequence[int],
+        aliased: Sequence[int],
+        shared: str,
+        against: str,
+    ) -> str:
         """Why updates should not wait for the next forward pass; empty if they may.
 
         Args:
             gates: What they have seen.
             ungated: Parameters whose use they have not.
+            aliased: Parameters whose memory other tensors of the script's show.
             shared: Name of a parameter that another thread has used; empty if none has.
             against: A reason that was found later; empty if none was.
         """
-        reasons = [*self._reasons(gates, ungated, shared), *([against] if against else [])]
+        reasons = list(self._reasons(gates, ungated, shared))
+        if 2 * sum(self._bytes[i] for i in aliased) > sum(self._bytes):
+            reasons.append(
+                f"the script keeps other tensors over the memory of '{self._names[aliased[0]]}', "
+                "and more, as a state_dict() is"
+            )
+        if against:
+            reasons.append(against)
         return "; ".join(reasons)
 
     def _reasons(self, gates: Gates, ungated: Sequence[int], shared: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from usbyte.torch.awaited import Fetch, hold, release
 from usbyte.torch.device import Fence
 from usbyte.torch.reducer import Reducer
 from usbyte.torch.settings import Trained
-from usbyte.torch.shared_memory import sharing_memory
+from usbyte.torch.shared_memory import Aliases, sharing_memory
 from usbyte.torch.shield import shielded
 
 
@@ -31,6 +31,7 @@ class PendingUpdates(ABC):
     Attributes:
         pending: Parameters whose updates have not been applied yet, nor begun.
         unasked: Those that nobody has asked for yet, be their updates applied or not.
+        aliases: Other tensors over their memory, as of the last `look_at_memory`.
     """
 
     def __init__(self, trained: Trained, reducer: Reducer, fetch: Sequence[Fetch]) -> None:
@@ -39,6 +40,7 @@ class PendingUpdates(ABC):
         self._addresses: list[int] = []  # of the parameters, then
         # By parameter, those that are updated together: they share memory or a version counter.
         self._alike: dict[int, list[int]] = {}
+        self.aliases = Aliases([])
         self._behind: dict[int, Fence] = {}  # by parameter, the update, if that is on a device
         self.pending: set[int] = set()
         self.unasked: set[int] = set()
@@ -56,15 +58,20 @@ class PendingUpdates(ABC):
     def put_off(self) -> None:
         """From now on the update of every parameter is pending."""
         self._versions = [param._version for param in self._params]
-        addresses = [param.data_ptr() for param in self._params]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._alike = _sharing(self._params)
+        self.look_at_memory()
         self._behind = {}
         self.pending = set(range(len(self._params)))
         self.unasked = set(self.pending)
         for param, fetch in zip(self._params, self._fetch, strict=True):
             hold(param, fetch)
+
+    def look_at_memory(self) -> None:
+        """Notices that parameters were given other memory; none of them may be held."""
+        addresses = [param.data_ptr() for param in self._params]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._alike = _sharing(self._params)
+            self.aliases = Aliases(self._params)
 
     def forget(self) -> None:
         """Drops the updates that are pending."""

@@ -87,5 +87,6 @@ def _check(places: Sequence[Place], ranks: Sequence[int], found: Sequence[tuple[
             continue
         raise EnvError(
             f"{problem}. Give the ranks of a host LOCAL_RANK from 0 on and LOCAL_WORLD_SIZE, or "
-            "set neither of them on any rank: the ranks of each host are counted then"
+            "set neither of them on any rank: the ranks of each host are counted then. Where each "
+            "process sees one device of its own, set LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1"
         )

@@ -87,6 +87,8 @@ class Reducer:
         in_flight: Gradients of the last backward have not been waited for.
         in_backward: A backward pass that sends has begun and not ended.
         applied: Updates may have used sums of the last step; for the optimizer to set.
+        shows_parts: Gradients of the last backward pass lie in memory that the script uses in other
+            ways, such as a flat buffer.
         unsent: This rank has accumulated gradients since it last sent any.
         stands_in: This rank takes part in the last step that was sent without data of its own.
     """
@@ -109,7 +111,7 @@ class Reducer:
         self._sharded, self._densifies = settings.sharded, settings.densifies
         self._sums = settings.op == Sum
         self.in_flight = self.in_backward = self.applied = self.unsent = False
-        self.stands_in = False
+        self.stands_in = self.shows_parts = False
         self._sync = self._has_data = True
         self._vote = _SILENT  # on the sums before the last ones
         self._votes: deque[tuple[bytes, Fetched]] = deque()  # by step; see `_hear`
@@ -486,18 +488,17 @@ class Reducer:
         self._sent.begin()
         self._leave_kept_gradients()
         self._memory.begin_step()
-        self.unsent = self.applied = False
+        self.unsent = self.applied = self.shows_parts = False
         self.stands_in = not self._has_data
         self._transport.sender.begin()
         self._used = None
         self.in_backward = True
 
     def _leave_kept_gradients(self) -> None:
-        """Moves the arena if a script uses gradients in it that the next ones would overwrite."""
+        """Lets a script keep gradients in the arena that the next ones would overwrite."""
         if self._sharded and not self.learning:
             return  # scripts see no gradients, and the shards' views share the arena's memory
-        if kept := self._sent.kept():
-            self._sent.give_own_memory(kept)
+        if self._sent.leave_kept():
             self._transport.renew(self.learning)
             self._sent.move(self._transport.arena.buffer, self._transport.views())
 
@@ -544,9 +545,9 @@ class Reducer:
             return self._send_rows(i, grad)
         # torch makes a gradient, or adds to one that is there, which alone a script may use in
         # other ways: as a part of a flat buffer, or in a list.
-        is_shared = grad._version > 0 and (
-            sys.getrefcount(grad) > _ONE_REFERENCE or shares_memory(grad)
-        )
+        is_kept = grad._version > 0 and sys.getrefcount(grad) > _ONE_REFERENCE
+        is_part = grad._version > 0 and shares_memory(grad) and grad is not sent.tensors[i]
+        self.shows_parts = self.shows_parts or is_part
         if grad.layout is not torch.strided:
             if not self._densifies:
                 raise UsageError(
@@ -561,7 +562,7 @@ class Reducer:
                 f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
                 "the model's dtype is changed"
             )
-        self._transport.sender.send(i, grad, sent.show(i, grad, is_shared))
+        self._transport.sender.send(i, grad, sent.show(i, grad, is_kept or is_part))
         sent.seal(i)
 
     def _send_rows(self, i: int, grad: torch.Tensor) -> None:

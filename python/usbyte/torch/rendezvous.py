@@ -33,6 +33,7 @@ _NOTICE_S = 5.0  # between messages that tell who is missing
 _FIRST_PAUSE_S = 0.002
 _PART_S = 3.0  # for ranks that live to read why the start has failed
 _MOST_ENTRIES = 1000  # of the log that are read at a time
+_READERS = 8  # ranks that read who has come while rank 0 is missing: a store serves one at a time
 _ABSENT = b""
 _SILENT = "which came and does not answer any more"
 
@@ -377,6 +378,8 @@ class Rendezvous:
         told = self._verify("missing") if self._start is not None else None
         if isinstance(told, str):
             return told
+        if self._rank > _READERS:
+            return f"rank 0 of {self._size}"
         self._read_log()
         came = {join.rank for join in self._joined.values()} - (set() if self._leader else {0})
         if absent := [rank for rank in range(self._size) if rank not in came]:
@@ -404,7 +407,9 @@ class Rendezvous:
         log.log(level, text, self._rank, missing, self._where, self._others())
 
     def _lower_ranks_wait(self) -> bool:
-        return any(0 < join.rank < self._rank for join in self._joined.values())
+        return self._rank > _READERS or any(
+            0 < join.rank < self._rank for join in self._joined.values()
+        )
 
     def _others(self) -> str:
         """For messages: who else is there."""

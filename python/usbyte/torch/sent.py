@@ -34,8 +34,10 @@ class SentGradients:
 
     - A gradient that has memory of the script's own (a view of a flat buffer, a tensor in a list)
       stays `param.grad`. Its sum is copied into it.
-    - When a script still refers to the arena's memory although `param.grad` is another tensor or
-      None, the arena moves. From then on those parameters have gradients of their own memory.
+    - When a script still refers to a gradient in the arena although `param.grad` is another tensor
+      or None, that gradient gets memory of its own before the arena is written again.
+    - When it refers to a view of one, which no gradient can be told from, the arena moves, and from
+      then on those parameters have gradients of their own memory.
 
     Args:
         names: Of the parameters.
@@ -103,31 +105,42 @@ class SentGradients:
         flat = self._buffer[begin : begin + view.numel() * view.element_size()].view(view.dtype)
         return flat.as_strided(view.shape, view.stride()).data
 
-    def kept(self) -> list[int]:
-        """Parameters whose last gradient in the arena the script uses, but not as `param.grad`.
+    def leave_kept(self) -> bool:
+        """Lets scripts keep the last gradients, which are not `param.grad` any more.
 
-        A view of a gradient, or `grad.detach()`, does not tell of which parameter it is; then all
-        parameters that may be meant are returned.
+        Returns:
+            Whether the arena has to move, as views of gradients are kept: they do not tell of which
+            parameters. All that may be meant are not shown in the arena from now on.
         """
         references = list(map(sys.getrefcount, self.tensors))
-        uses = self._storage_uses
-        if _storage_use_count is not None and self._storage is not None:
-            uses = _storage_use_count(self._storage._cdata)
-        is_aliased = uses > self._storage_uses
-        if not is_aliased and max(references, default=0) <= _OWN_REFERENCES:
-            return []
-        return [
-            i
-            for i, count in enumerate(references)
-            if (is_aliased or count > _OWN_REFERENCES)
-            and not (self._private[i] or self._sparse[i])
-            and self._params[i].grad is not self.tensors[i]
-        ]
-
-    def give_own_memory(self, indices: Sequence[int]) -> None:
-        """From now on these parameters' gradients are not shown in the arena."""
-        for i in indices:
+        if max(references, default=0) > _OWN_REFERENCES:
+            for i, count in enumerate(references):
+                if count > _OWN_REFERENCES and self._is_left(i):
+                    self._leave(i)
+        if _storage_use_count is None or self._storage is None:
+            return False
+        if _storage_use_count(self._storage._cdata) <= self._storage_uses:
+            return False
+        left = [i for i in range(len(self._params)) if self._is_left(i)]
+        for i in left:
             self._private[i] = True
+        return bool(left)
+
+    def _is_left(self, i: int) -> bool:
+        """Whether parameter i's last gradient lies in the arena and is not its gradient now."""
+        is_there = not (self._private[i] or self._sparse[i])
+        return is_there and self._params[i].grad is not self.tensors[i]
+
+    def _leave(self, i: int) -> None:
+        """Gives the script's tensor memory of its own, and makes another one over the arena."""
+        kept = self.tensors[i]
+        kept.data = kept.clone()
+        if self.shown[i] is kept:
+            self.shown[i] = self._in_arena(i)
+            self.tensors[i] = self.shown[i]
+        else:
+            self.tensors[i] = self._in_arena(i)
+        self.seal(i)
 
     def show(self, i: int, grad: torch.Tensor, is_shared: bool) -> torch.Tensor | None:
         """Notes by which tensor parameter i shows the gradient that is about to be sent.
@@ -135,7 +148,7 @@ class SentGradients:
         Args:
             i: The parameter, not a sparse one.
             grad: Its `param.grad`, or what is sent in its place.
-            is_shared: The script uses the memory of `grad` in other ways too.
+            is_shared: The script refers to `grad`, or uses its memory in other ways.
 
         Returns:
             What `param.grad` is to be once the arena has the gradient; None leaves it as it is.

@@ -207,7 +207,7 @@ class ShardedUpdates(PendingUpdates):
         states = [self._optimizer.state.get(view, {}) for view in self._views]
         mine = "\n".join(sorted({key for state in states for key in state}))
         # Every rank takes part in the same gathers, in the same order.
-        texts = self._context.eager.allgather_bytes(f"{self._label}.keys", mine.encode())
+        texts = self._context.eager.allgather_bytes(f"{self._label}.state_dict()", mine.encode())
         whole: dict[nn.Parameter, dict[str, Any]] = {}
         for key in sorted({key for text in texts for key in text.decode().splitlines()}):
             self._gather(key, [state.get(key, _ABSENT) for state in states], whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,33 @@ import torch
 # Counts the tensors that share a storage. Private, and looked up so that a torch without it works.
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _OWN_USES = 2  # of a storage: its tensor, and the object by which Python asks
+
+
+class Aliases:
+    """Other tensors over the memory of parameters, as in a `state_dict()` that a script keeps.
+
+    They read that memory without a word, also while an update of it waits.
+
+    Args:
+        params: All plain. The parameters that are not among them count as other tensors.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        # Kept, so that a number stands for the same storage as long as this one lives.
+        self._storages = [param.untyped_storage() for param in params]
+        self._numbers = [storage._cdata for storage in self._storages]
+        own = Counter(self._numbers)
+        self._expected = [own[number] + 1 for number in self._numbers]
+
+    def find(self) -> list[int]:
+        """Indices of the parameters whose memory other tensors use."""
+        if _storage_use_count is None:
+            return []
+        uses = list(map(_storage_use_count, self._numbers))
+        if uses == self._expected:
+            return []
+        rows = enumerate(zip(uses, self._expected, strict=True))
+        return [i for i, (count, expected) in rows if count > expected]
 
 
 def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

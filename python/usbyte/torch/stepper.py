@@ -109,7 +109,7 @@ class Stepper:
         self._used_up: list[bool] = []  # as `ShardedUpdates.used`, while a plan is learned
         self.shared = self.against = ""
         self._passes = 0  # backward ones that have sent gradients since the last step
-        self._told_of_threads = self._told_of_unsent = False
+        self._told_of_threads = self._told_of_unsent = self._told_of_aliases = False
         self._watch = Watch(optimizer, trained.names, trained.params)
         self._fetch_param = [weakly(self._on_param_read, i) for i in self._everything]
         self._fetch_gradient = [weakly(self._on_gradient_read, i) for i in self._everything]
@@ -428,7 +428,24 @@ class Stepper:
             self._changes.put_off()
             self.reducer.in_flight = False
             self._watch.step_ends()
-        self._apply(self._ungated)
+            aliased = self._deferred.aliases.find()
+        if aliased:
+            self._tell_of_aliases(aliased)
+        self._apply([*self._ungated, *aliased])
+
+    def _tell_of_aliases(self, aliased: Sequence[int]) -> None:
+        """Logs once that updates do not wait, as other tensors show the memory of parameters."""
+        if not self._told_of_aliases:
+            self._told_of_aliases = True
+            log.warning(
+                "%s: a script keeps other tensors over the memory of %d of %d parameters, '%s' for "
+                "one, as a state_dict() or p.data are, so that their updates do not wait for the "
+                "next forward pass: copy what you keep (copy.deepcopy), or take it anew each time",
+                self._planner.label,
+                len(aliased),
+                len(self._trained.params),
+                self._trained.names[aliased[0]],
+            )
 
     def _apply(self, indices: Sequence[int]) -> None:
         if self.pending:
@@ -541,7 +558,11 @@ class Stepper:
         check_params(self._context, label, self._trained.names, self._trained.params)
         self._ungated = sorted(self._gates.finish_learning())
         if self._settings.overlap == "auto":
-            reason = self._watch.reason(self._gates, self._ungated, self.shared, self.against)
+            self._deferred.look_at_memory()
+            aliased = self._deferred.aliases.find()
+            reason = self._watch.reason(
+                self._gates, self._ungated, aliased, self.shared, self.against
+            )
             self._planner.settle_overlap(agree(self._context, label, reason))
 
     def _finish_learning(self) -> None:
@@ -639,6 +660,8 @@ class Stepper:
         elif self.reducer.in_flight and self.reducer.dropped(renewed=i):
             self._drop(self.shards)
         self._watch.backward_begins(not self._learned)
+        if self._passes and self._defers and self.shards is None:
+            self._stay_with_backward("several backward passes before one step() have come up")
         self._late = set(self._updates.unasked)
         self.on_gradient(i)
         self.apply_all()
@@ -658,8 +681,10 @@ class Stepper:
         self._late = set()
         self._note_pass()
         defers = self._defers and not self._in_step and not self.against
-        if defers and self.shards is None and self._watch.expects_another_pass():
-            self._stay_with_backward()
+        if self.reducer.shows_parts and self.shards is None:
+            self._stay_with_backward("gradients are parts of memory that the script uses, too")
+            defers = False
+        elif defers and self.shards is None and self._watch.expects_another_pass():
             defers = False
         if not defers:
             self.reducer.settle()
@@ -681,11 +706,12 @@ class Stepper:
                 self._passes,
             )
 
-    def _stay_with_backward(self) -> None:
-        """Gradients become final in this pass, as another one is to add to them before a step."""
+    def _stay_with_backward(self, reason: str) -> None:
+        """Under "auto", updates do not wait for the forward pass any more."""
         if self._settings.overlap == "auto" and not self.against:
-            self.against = "several backward passes before one step() have come up"
-            self.reducer.ask_for_plan()
+            self.against = reason
+            if self._learned:
+                self.reducer.ask_for_plan()
 
 
 def _is_in_backward() -> bool:

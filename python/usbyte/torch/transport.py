@@ -97,6 +97,7 @@ class Transport:
         # Held while an engine takes another's place: what other threads ask or tell waits for it.
         self._exchanging = threading.RLock()
         self._failure = ""  # what `fail` was told
+        self._retired: list[torch.Tensor] = []  # arenas before, until memory is allocated anew
         plan = planner.learning_plan()
         self._provide_exchange(plan)
         self._lay_out(plan)
@@ -211,18 +212,32 @@ class Transport:
     def renew(self, learning: bool) -> None:
         """Gives the arena other memory under the plan in force; everything is drained.
 
+        For this rank alone to call, so that the memory is not registered with NCCL, for which all
+        ranks would have to come.
+
         Args:
             learning: As for `adopt`.
         """
-        self._restart(self.plan, learning, concentrates=False)
+        self._retired.append(self.arena.buffer)  # which may be registered
+        memory = torch.zeros(
+            self.plan.arena_bytes, dtype=torch.uint8, device=self.device.torch_device
+        )
+        self._restart(self.plan, learning, concentrates=False, memory=memory)
 
-    def _restart(self, plan: _core.Plan, learning: bool, concentrates: bool) -> None:
+    def _restart(
+        self,
+        plan: _core.Plan,
+        learning: bool,
+        concentrates: bool,
+        memory: torch.Tensor | None = None,
+    ) -> None:
         """Makes arena and engine anew.
 
         Args:
             plan: To go over to.
             learning: As for `adopt`.
             concentrates: Each rank keeps codecs' memory of its own shards alone.
+            memory: For the arena; None lets the communicator allocate it, which is collective.
         """
         self.check()
         steps = self.engine.steps
@@ -231,7 +246,7 @@ class Transport:
             if self._failure:
                 raise FaultError(self._failure)
             self.device.keep([self.arena.buffer])
-            self._lay_out(plan)
+            self._lay_out(plan, memory)
             mesh = mesh_of(self._communicator)
             if concentrates and mesh is not None:
                 self._memory.concentrate(plan, mesh.topology, self._context.rank)
@@ -247,13 +262,15 @@ class Transport:
         if self._link.exchange is None and any(op.sparse or op.scheme for op in plan.ops):
             self._link.exchange = TorchExchange(self._context.new_group())
 
-    def _lay_out(self, plan: _core.Plan) -> None:
+    def _lay_out(self, plan: _core.Plan, memory: torch.Tensor | None = None) -> None:
         position = {t.name: k for k, t in enumerate(plan.tensors)}
         self.slot = [position[name] for name in self._names]
         self.at_slot = sorted(range(len(self.slot)), key=self.slot.__getitem__)
         self.together = arriving_together(plan, self.slot)
-        buffer = self._communicator.allocate(plan.arena_bytes)
-        self.arena = Arena(plan, [self._params[i] for i in self.at_slot], buffer)
+        if memory is None:
+            memory = self._communicator.allocate(plan.arena_bytes)
+            self._retired.clear()
+        self.arena = Arena(plan, [self._params[i] for i in self.at_slot], memory)
         params = dict(zip(self._names, self._params, strict=True))
         self._memory.lay_out(plan, self.device.torch_device, params)
         self._communicator.register(self.arena.buffer)

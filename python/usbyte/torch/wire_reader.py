@@ -69,10 +69,11 @@ class Incoming:
         for layout in self.layouts:
             try:
                 self._whole.append(layout.empty())
-            except RuntimeError as error:
+            except Exception as error:  # torch's, of a device that this build does not know, too
+                reason = str(error).partition("\n")[0]
                 raise UsageError(
                     f"{self._sender}: no tensor of shape {layout.shape} can be made on "
-                    f"'{layout.device}': {str(error).splitlines()[0]}"
+                    f"'{layout.device}': {reason}"
                 ) from error
         self.tensors = [distinct(tensor) for tensor in self._whole]
 
