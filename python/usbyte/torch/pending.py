@@ -31,16 +31,16 @@ class PendingUpdates(ABC):
     Attributes:
         pending: Parameters whose updates have not been applied yet, nor begun.
         unasked: Those that nobody has asked for yet, be their updates applied or not.
-        aliases: Other tensors over their memory, as of the last `look_at_memory`.
+        aliased: Parameters whose memory other tensors show, as of the last `look_at_memory`.
     """
 
     def __init__(self, trained: Trained, reducer: Reducer, fetch: Sequence[Fetch]) -> None:
         self._params, self._reducer, self._fetch = trained.params, reducer, fetch
         self._versions: list[int] = []  # when updates were put off
-        self._addresses: list[int] = []  # of the parameters, then
         # By parameter, those that are updated together: they share memory or a version counter.
         self._alike: dict[int, list[int]] = {}
-        self.aliases = Aliases([])
+        self._aliases = Aliases([])
+        self.aliased: Sequence[int] = []
         self._behind: dict[int, Fence] = {}  # by parameter, the update, if that is on a device
         self.pending: set[int] = set()
         self.unasked: set[int] = set()
@@ -66,12 +66,12 @@ class PendingUpdates(ABC):
             hold(param, fetch)
 
     def look_at_memory(self) -> None:
-        """Notices that parameters were given other memory; none of them may be held."""
-        addresses = [param.data_ptr() for param in self._params]
-        if addresses != self._addresses:
-            self._addresses = addresses
+        """Notices other memory of parameters, and other tensors over it; none may be held."""
+        self.aliased = self._aliases.find()
+        if self._aliases.are_outdated:
             self._alike = _sharing(self._params)
-            self.aliases = Aliases(self._params)
+            self._aliases = Aliases(self._params)
+            self.aliased = self._aliases.find()
 
     def forget(self) -> None:
         """Drops the updates that are pending."""

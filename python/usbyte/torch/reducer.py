@@ -183,7 +183,6 @@ class Reducer:
             if not self._used_by_slot()[slot]:
                 self._memory.undo(self.names[i])
                 return None
-        self._sent.bring(i)
         return self._sent.result(i)
 
     def _wait_for(self, slot: int) -> None:
@@ -222,7 +221,7 @@ class Reducer:
                 param.grad = None if gone or total is None else sent.shown[i]
             elif self._sparse[i]:
                 self.wait(i)
-            else:
+            elif sent.shows_others:
                 sent.bring(i)
         self.in_flight = False
 
@@ -517,11 +516,6 @@ class Reducer:
                 self._all_take_it(own)  # they do not
 
     def _collect(self, i: int) -> None:
-        if self._params[i].grad is None:
-            raise UsageError(
-                f"the gradient of '{self.names[i]}' was reset by a hook of its parameter before it "
-                "was sent: leave gradients to the optimizer until step()"
-            )
         if self._sent.own[i]:
             raise UsageError(
                 f"backward() has given a second gradient of '{self.names[i]}' after the first was "
@@ -535,7 +529,11 @@ class Reducer:
         """Sends the gradient that parameter i has. Callers must hold no reference to it."""
         param, sent = self._params[i], self._sent
         grad = param.grad
-        assert grad is not None
+        if grad is None:
+            raise UsageError(
+                f"the gradient of '{self.names[i]}' was reset by a hook of its parameter before it "
+                "was sent: leave gradients to the optimizer until step()"
+            )
         if grad is sent.shown[i]:
             self._check_not_summed(i)
         sent.own[i] = self._holds_result[i] = True
@@ -543,11 +541,13 @@ class Reducer:
             check_sendable(f"the gradient of '{self.names[i]}'", grad, or_sparse=True)
         if self._sparse[i]:
             return self._send_rows(i, grad)
+        is_shared = False
         # torch makes a gradient, or adds to one that is there, which alone a script may use in
         # other ways: as a part of a flat buffer, or in a list.
-        is_kept = grad._version > 0 and sys.getrefcount(grad) > _ONE_REFERENCE
-        is_part = grad._version > 0 and shares_memory(grad) and grad is not sent.tensors[i]
-        self.shows_parts = self.shows_parts or is_part
+        if grad._version and grad is not sent.tensors[i]:
+            is_shared = is_part = shares_memory(grad)
+            is_shared = is_shared or sys.getrefcount(grad) > _ONE_REFERENCE
+            self.shows_parts = self.shows_parts or is_part
         if grad.layout is not torch.strided:
             if not self._densifies:
                 raise UsageError(
@@ -562,7 +562,7 @@ class Reducer:
                 f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
                 "the model's dtype is changed"
             )
-        self._transport.sender.send(i, grad, sent.show(i, grad, is_kept or is_part))
+        self._transport.sender.send(i, grad, sent.show(i, grad, is_shared))
         sent.seal(i)
 
     def _send_rows(self, i: int, grad: torch.Tensor) -> None:

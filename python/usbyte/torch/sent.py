@@ -48,6 +48,7 @@ class SentGradients:
         tensors: By parameter, its gradient in the arena; if sparse, the last one that was sent.
         shown: By parameter, what `param.grad` was set to when its gradient was sent: the tensor
             above, or one that has memory of its own.
+        shows_others: Some of those are not the tensors in the arena.
         own: By parameter, whether this rank had a gradient for it in the last step.
     """
 
@@ -56,7 +57,7 @@ class SentGradients:
     ) -> None:
         self._names, self._params, self._sparse = names, params, sparse
         self.tensors = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in params]
-        self.shown = list(self.tensors)
+        self.shown, self.shows_others = list(self.tensors), False
         self.own = [False] * len(params)
         self._versions = [0] * len(params)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -154,10 +155,10 @@ class SentGradients:
             What `param.grad` is to be once the arena has the gradient; None leaves it as it is.
         """
         there = self.tensors[i]
-        if grad is there or not (is_shared or self._private[i]):
+        if not (is_shared or self._private[i]) or grad is there:
             self.shown[i] = there
             return there
-        self.shown[i] = grad
+        self.shown[i], self.shows_others = grad, True
         return None
 
     def bring(self, i: int) -> None:
@@ -166,10 +167,12 @@ class SentGradients:
             self.shown[i].data.copy_(self.tensors[i])  # views of one buffer share their version
 
     def result(self, i: int) -> torch.Tensor:
-        """Parameter i's sum for an update, which may keep it where the script may keep gradients.
+        """Parameter i's sum, which is in the arena, for an update.
 
-        Valid after `bring`.
+        The update may keep it, as scripts may keep gradients.
         """
+        if self.shows_others:
+            self.bring(i)
         if self._private[i] and self.shown[i] is self.tensors[i]:
             return self.tensors[i].clone()
         return self.shown[i]
@@ -179,6 +182,7 @@ class SentGradients:
         self.release()
         self._lent = False
         self.own = [False] * len(self._params)
+        self.shows_others = False
         self._take_back()
 
     def _take_back(self) -> None:
@@ -229,7 +233,9 @@ class SentGradients:
     def show_sum(self, i: int) -> torch.Tensor:
         """The tensor by which parameter i shows the other ranks' gradient, having none itself."""
         there = self.tensors[i]
-        self.shown[i] = torch.empty_like(there) if self._private[i] else there
+        self.shown[i] = there
+        if self._private[i]:
+            self.shown[i], self.shows_others = torch.empty_like(there), True
         self.seal(i)
         return self.shown[i]
 
@@ -255,7 +261,7 @@ class SentGradients:
     def check_kept(self) -> None:
         """Raises UsageError if parameters have others, or none, right after all were sent."""
         for i, (param, grad) in enumerate(zip(self._params, self.shown, strict=True)):
-            if grad is not self.tensors[i]:
+            if self.shows_others and grad is not self.tensors[i]:
                 self.seal(i)  # as backward() has written to views of the same buffer since
             if param.grad is not grad and self.own[i]:
                 what = "reset" if param.grad is None else "replaced"

@@ -19,7 +19,12 @@ class Aliases:
 
     Args:
         params: All plain. The parameters that are not among them count as other tensors.
+
+    Attributes:
+        are_outdated: Parameters may have other memory by now, as of the last `find`.
     """
+
+    are_outdated = True
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         # Kept, so that a number stands for the same storage as long as this one lives.
@@ -31,12 +36,18 @@ class Aliases:
     def find(self) -> list[int]:
         """Indices of the parameters whose memory other tensors use."""
         if _storage_use_count is None:
+            self.are_outdated = False  # as far as can be told
+            return []
+        if not self._numbers:
             return []
         uses = list(map(_storage_use_count, self._numbers))
         if uses == self._expected:
+            self.are_outdated = False
             return []
-        rows = enumerate(zip(uses, self._expected, strict=True))
-        return [i for i, (count, expected) in rows if count > expected]
+        # Each parameter has left one storage if it has another one now.
+        rows = list(zip(uses, self._expected, strict=True))
+        self.are_outdated = any(count < expected for count, expected in rows)
+        return [i for i, (count, expected) in enumerate(rows) if count > expected]
 
 
 def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -428,7 +428,7 @@ class Stepper:
             self._changes.put_off()
             self.reducer.in_flight = False
             self._watch.step_ends()
-            aliased = self._deferred.aliases.find()
+            aliased = self._deferred.aliased
         if aliased:
             self._tell_of_aliases(aliased)
         self._apply([*self._ungated, *aliased])
@@ -559,7 +559,7 @@ class Stepper:
         self._ungated = sorted(self._gates.finish_learning())
         if self._settings.overlap == "auto":
             self._deferred.look_at_memory()
-            aliased = self._deferred.aliases.find()
+            aliased = self._deferred.aliased
             reason = self._watch.reason(
                 self._gates, self._ungated, aliased, self.shared, self.against
             )
