@@ -181,7 +181,7 @@ def _objects(rank):
     with pytest.raises(UsageError, match=r"broadcast_object on rank 0: object is a MaskedTensor"):
         ub.broadcast_object(masked if rank == 0 else None)
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])  # has no shape to tell
-    with pytest.raises(UsageError, match=r"broadcast_object on rank 0: object is a Tensor of"):
+    with pytest.raises(UsageError, match=r"broadcast_object on rank 0: object is a Tensor that is"):
         ub.broadcast_object(nested if rank == 0 else None)
     with pytest.raises(UsageError, match=r"on rank 0: object is a MaskedArray"):
         ub.broadcast_object(np.ma.masked_array([1.0, 2.0], mask=[0, 1]))

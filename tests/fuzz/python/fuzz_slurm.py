@@ -30,7 +30,8 @@ def one_input(data: bytes) -> None:
     environ |= dict(zip(_NAMES, texts, strict=False))
     try:
         cluster = env.detect(environ)
-        assert 0 <= cluster.local_rank < cluster.local_size <= cluster.size <= env.MOST_RANKS
+        local_size = cluster.local_size or cluster.size  # None where the launcher does not tell
+        assert 0 <= (cluster.local_rank or 0) < local_size <= cluster.size <= env.MOST_RANKS
     except Error:
         pass
     for expand in (slurm.expand_hosts, slurm.expand_counts):
