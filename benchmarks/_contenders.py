@@ -13,6 +13,7 @@ import click
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import sgd
 
 import _horovod
 import usbyte.torch as ub
@@ -97,19 +98,20 @@ def training(name: str, profile: _core.Profile) -> Iterator[tuple[Callable[[], N
 
 
 def _sgd(replay: Replay) -> torch.optim.Optimizer:
-    return _giving_way(torch.optim.SGD(replay.parameters(), lr=1.0))
+    return torch.optim.SGD(replay.parameters(), lr=1.0)
 
 
-def _giving_way(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    update = optimizer.step
-
+def _gives_way(update: Callable[..., None]) -> Callable[..., None]:
     @wraps(update)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def give_way(*args: Any, **kwargs: Any) -> None:
         with giving_way():
-            return update(*args, **kwargs)
+            update(*args, **kwargs)
 
-    optimizer.step = step  # type: ignore[method-assign]
-    return optimizer
+    return give_way
+
+
+# What every contender's step calls. A replaced `step` would not be deferred, nor cut into shards.
+sgd.sgd = _gives_way(sgd.sgd)
 
 
 def _alone(replay: Replay, _setting: str, _kind: str) -> Trainer:
@@ -139,7 +141,7 @@ def _hvd(replay: Replay, _setting: str, _kind: str) -> Trainer:
     optimizer = _horovod.start().DistributedOptimizer(
         torch.optim.SGD(replay.parameters(), lr=1.0), named_parameters=replay.named_tensors()
     )
-    return Trainer(replay, _giving_way(optimizer), close=_horovod.stop)
+    return Trainer(replay, optimizer, close=_horovod.stop)
 
 
 def _usbyte(replay: Replay, policy: str, mode: str) -> Trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import logging
 import os
@@ -29,12 +30,13 @@ def exits(rank, size, path):
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     opt = ub.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), overlap="forward")
-    memory = model.weight.detach()  # reading the parameter itself would have it updated first
+    # Reading the parameter, or another tensor over its memory, would have it updated first.
+    memory = (ctypes.c_float * 16).from_address(model.weight.data_ptr())
     for _ in range(6):
         opt.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
         opt.step()
-    before = memory.clone()
+    before = torch.tensor(list(memory)).view(4, 4)
     ub.shutdown()
     assert torch.equal(model.weight, before - 1)  # the last update was pending and is applied
 

@@ -544,7 +544,9 @@ class Reducer:
         is_shared = False
         # torch makes a gradient, or adds to one that is there, which alone a script may use in
         # other ways: as a part of a flat buffer, or in a list.
-        if grad._version and grad is not sent.tensors[i]:
+        # Compiled code that runs hooks cannot look at a version.
+        is_older = _is_older(grad) if torch.compiler.is_compiling() else grad._version > 0
+        if is_older and grad is not sent.tensors[i]:
             is_shared = is_part = shares_memory(grad)
             is_shared = is_shared or sys.getrefcount(grad) > _ONE_REFERENCE
             self.shows_parts = self.shows_parts or is_part
@@ -606,6 +608,12 @@ class Reducer:
         self.in_backward = False
         self.in_flight = True
         self._listener.on_backward_end()
+
+
+@torch._disable_dynamo
+def _is_older(grad: torch.Tensor) -> bool:
+    """Whether torch has not just made it."""
+    return grad._version > 0
 
 
 def _state_of(grad: torch.Tensor) -> tuple[int, int]:

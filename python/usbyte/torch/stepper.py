@@ -439,8 +439,8 @@ class Stepper:
             self._told_of_aliases = True
             log.warning(
                 "%s: a script keeps other tensors over the memory of %d of %d parameters, '%s' for "
-                "one, as a state_dict() or p.data are, so that their updates do not wait for the "
-                "next forward pass: copy what you keep (copy.deepcopy), or take it anew each time",
+                "one, as a state_dict() or p.data are, so that step() waits for their gradients: "
+                "copy what you keep (copy.deepcopy), or take it anew each time",
                 self._planner.label,
                 len(aliased),
                 len(self._trained.params),
