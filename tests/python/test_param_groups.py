@@ -145,7 +145,7 @@ def refuses_new_ones(rank, size):
         ({"overlap": "forward"}, own, "Build the same model"),
         ({"shard_optimizer": True}, own, "Build the same model"),
         ({"overlap": "forward"}, other, "already wrapped by another"),
-        ({"overlap": "backward"}, elsewhere, "on meta"),
+        ({"overlap": "backward"}, elsewhere, "on the meta device"),
         ({"overlap": "forward"}, imaginary, "has dtype torch.complex64"),
         ({"shard_optimizer": True}, gaps, "cannot be cut into shards"),
     ]
