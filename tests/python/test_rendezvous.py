@@ -1,4 +1,4 @@
-"""How ranks meet: who is let in, what is told of those who are missing, and who shares a host."""
+"""How ranks meet: proofs of membership, names of missing ranks, and ranks of one host."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_ranks_that_know_the_token_meet(server: dist.TCPStore) -> None:
 
 
 def test_each_start_has_keys_of_its_own(server: dist.TCPStore) -> None:
-    """A store that a launcher keeps holds what is left of ranks that have died."""
+    """A store that a launcher keeps still has entries of ranks that have died."""
     died = Join(1, 2, "of a rank that died before it was answered", 7, place_here(1, 2))
     keys = dist.PrefixStore("usbyte/rendezvous/1", server)
     keys.set(f"log/{keys.add('log', 1) - 1}", f"join {credential(TOKEN).sign(died, 'join')}")
@@ -137,7 +137,7 @@ def test_what_others_write_is_not_believed(
     ]
     for text in [*old, *new]:
         keys.set(f"log/{keys.add('log', 1) - 1}", text)
-    # What a rank 0 does that knows no token: it answers whoever comes.
+    # A rank 0 that knows no token answers every process that comes.
     nonces = iter(["c" * 32, "d" * 32])
     monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _: next(nonces))
     for nonce in ("c" * 32, "d" * 32):

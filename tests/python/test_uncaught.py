@@ -12,7 +12,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import FaultError
 
-# What ranks would hear if nobody told them; a test must not take that for what is told at once.
+# The message of a lost connection, which must not pass for one that was told at once.
 ENV = {"USBYTE_STALL_LIMIT_S": "30", "USBYTE_STALL_WARNING_S": "25"}
 
 

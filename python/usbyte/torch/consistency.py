@@ -124,7 +124,7 @@ class StepCheck:
         """What to send in the step that `begin` was last called for.
 
         Args:
-            step: See `begin`.
+            step: Steps begun so far, as `begin` was told.
             is_silent: This rank has no data, and no say.
         """
         record = None

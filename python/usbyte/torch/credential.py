@@ -51,7 +51,7 @@ class Credential:
             return None
 
     def check_mark(self, store: dist.Store, where: str) -> bool:
-        """Looks for the mark of whoever serves the store.
+        """Looks for the mark of the process that serves the store.
 
         Args:
             store: That of the rendezvous, without a prefix.

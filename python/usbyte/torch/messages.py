@@ -55,7 +55,7 @@ def unreadable(sender: str, why: object) -> MismatchError:
     """The error for a message that cannot be read.
 
     Args:
-        sender: See `read`.
+        sender: Who sent what, such as "rank 3's answer"; the message begins with it.
         why: What is wrong with the message.
     """
     return MismatchError(

@@ -46,7 +46,7 @@ _TOLD_OPERATIONS = 6  # of each rank
 def read_state(rank: int, text: bytes | str) -> State:
     """A rank's answer; one without optimizers, which says so, if it cannot be read.
 
-    Whoever looks for the cause of a fault must not fail of another rank's answer.
+    Another rank's broken answer must not stop the search for the cause of a fault.
 
     Args:
         rank: Who has answered.

@@ -29,7 +29,7 @@ def open_store(
     Args:
         cluster: This process's place.
         credential: Its mark is put into a store that is served here.
-        limit_s: How long to wait for whoever serves the store.
+        limit_s: Seconds to wait for the process that serves the store.
         timeout: Of the store's operations afterwards.
 
     Raises:
@@ -63,7 +63,7 @@ def _serve(cluster: Cluster, credential: Credential, limit_s: float) -> dist.TCP
                 "that MASTER_ADDR is the address of this host, and that its other ranks can reach "
                 "it"
             ) from error
-        # Whoever has the port may be the store of another job, which is the cause then.
+        # The port may belong to the store of another job, which is the cause then.
         credential.check_mark(_connect(cluster, _CONNECT_S), where)
         raise UsageError(
             f"rank 0 of {cluster.size} cannot serve a store at {where}, as another program does: "
