@@ -31,6 +31,7 @@ log = logging.getLogger("usbyte")
 
 _NOTICE_S = 5.0  # between messages that tell who is missing
 _FIRST_PAUSE_S = 0.002
+_ANSWER_S = 5.0
 _PART_S = 3.0  # for ranks that live to read why the start has failed
 _MOST_ENTRIES = 1000  # of the log that are read at a time
 _READERS = 8  # ranks that read who has come while rank 0 is missing: a store serves one at a time
@@ -201,7 +202,7 @@ class Rendezvous:
         while True:
             outcome = calls.make(self._step, self._left())
             if outcome is None and time.monotonic() > self._deadline:
-                outcome = calls.make(self._give_up, 1.0 + self._left())
+                outcome = calls.make(self._give_up, self._left())
             if outcome is not None:
                 if outcome[0] == "failed":
                     self._part(calls)
@@ -213,7 +214,11 @@ class Rendezvous:
             pause = min(2 * pause, longest)
 
     def _left(self) -> float:
-        return max(1.0, self._deadline - time.monotonic())
+        """Seconds that the store may take to answer, also at the end of the start limit.
+
+        A machine that stands still for a moment is not to be taken for a store that is gone.
+        """
+        return max(_ANSWER_S, self._deadline - time.monotonic())
 
     def _join(self) -> None:
         self._single |= self._credential.check_mark(without_prefixes(self._base), self._where)
