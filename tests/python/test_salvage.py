@@ -183,7 +183,9 @@ def ends_while_others_begin(rank, size):
     """Rank 0, which serves the store, in init(); all have met."""
 
     def late(store, *args):
+        store.set(f"tests/late/{rank}", "")
         if rank == 0:
+            store.wait(["tests/late/1"])
             os.kill(os.getpid(), signal.SIGKILL)
         with contextlib.suppress(RuntimeError):
             while not store.check(["until its server is gone"]):
@@ -200,6 +202,32 @@ def ends_while_others_begin(rank, size):
 
 def test_a_rank_that_ends_in_init_is_a_fault_of_those_that_have_met_it():
     told = run_ranks(2, ends_while_others_begin, dies=[0])[1]
+    assert told.startswith("init() on rank 1 of 2 has failed: ")
+
+
+def ends_before_others_connect(rank, size):
+    """Rank 0, which serves the store; rank 1 has met it, and begins to connect afterwards."""
+
+    def late(*args, **options):
+        store = torch.distributed.distributed_c10d._get_default_store()
+        store.set(f"tests/late/{rank}", "")
+        if rank == 0:
+            store.wait(["tests/late/1"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        with contextlib.suppress(RuntimeError):
+            while not store.check(["until its server is gone"]):
+                time.sleep(0.05)
+        return new_group(*args, **options)
+
+    new_group, torch.distributed.new_group = torch.distributed.new_group, late
+    with pytest.raises(FaultError) as raised:
+        ub.init()
+    return str(raised.value)
+
+
+def test_a_rank_that_ends_before_others_connect_is_a_fault_within_the_start_limit():
+    limit = {"USBYTE_START_LIMIT_S": "15"}
+    told = run_ranks(2, ends_before_others_connect, dies=[0], env=limit)[1]
     assert told.startswith("init() on rank 1 of 2 has failed: ")
 
 

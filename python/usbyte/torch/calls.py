@@ -73,6 +73,25 @@ class Calls:
         self._queue.put(None)
 
 
+def call_within(seconds: float, name: str, call: Callable[[], T]) -> T:
+    """Makes one call on a thread of its own, which is left behind if the call does not return.
+
+    Args:
+        seconds: How long to wait.
+        name: Name of the thread.
+        call: What to do.
+
+    Raises:
+        NoAnswerError: The call did not end in time.
+        Exception: The call raised it.
+    """
+    calls = Calls(name)
+    try:
+        return calls.make(call, seconds)
+    finally:
+        calls.close()
+
+
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := queue.get()) is not None:
         call()

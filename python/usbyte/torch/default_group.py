@@ -12,6 +12,7 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.env import Cluster
 from usbyte.errors import UsageError
+from usbyte.torch.calls import call_within
 from usbyte.torch.communicator import brief
 from usbyte.torch.credential import Credential
 from usbyte.torch.places import place_here
@@ -33,6 +34,7 @@ def meet(cluster: Cluster, env: _core.Env, timeout: timedelta) -> Met:
 
     Raises:
         UsageError: The other ranks are not there in time, or are those of another job.
+        RuntimeError: A rank has ended since all met, or cannot be reached.
     """
     global _runs
     run = _runs + 1  # of this process, equal on all ranks
@@ -54,7 +56,8 @@ def meet(cluster: Cluster, env: _core.Env, timeout: timedelta) -> Met:
     ).meet(env.start_limit_s)
     _runs = run
     if not dist.is_initialized():
-        _make(cluster, env, timeout, met.store)
+        make = partial(_make, cluster, env, timeout, met.store)
+        call_within(env.start_limit_s, "usbyte-connect", make)
     return Met(private_store(met.store, "run"), met.places)
 
 

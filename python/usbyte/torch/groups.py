@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from usbyte.torch.calls import call_within
 from usbyte.torch.matching import name_ranks
 from usbyte.torch.store import private_store
 
@@ -44,14 +45,15 @@ def connect_all(
         store: Keys that nothing else uses.
         rank: This one's position.
         size: Number of ranks.
-        timeout: How long to wait for ranks that are slower.
+        timeout: For the connections, and again for ranks that are slower. Torch by itself waits for
+            a rank that has ended as long as an operation may take.
 
     Raises:
         RuntimeError: Some rank has not made its connections; says which.
     """
     keys = [f"{other}" for other in range(size)]
     try:
-        made = connect()
+        made = call_within(timeout.total_seconds(), "usbyte-connect", connect)
         store.set(keys[rank], "")
         store.wait(keys, timeout)
     except RuntimeError as error:
