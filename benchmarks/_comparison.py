@@ -13,7 +13,7 @@ from rich.console import Console
 import usbyte.torch as ub
 from usbyte import _core
 from usbyte.cli.tables import for_terminal, in_markdown
-from usbyte.units import format_cost
+from usbyte._util.units import format_cost
 
 _COLUMNS = ("contender", "median s", "min", "max", "predicted s", "against DDP")
 

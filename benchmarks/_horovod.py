@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import usbyte.torch as ub
-from usbyte.env import detect
+from usbyte.cluster_env import detect
 
 _server: Any = None  # between start and stop
 _ours = False  # not started by Horovod's launcher

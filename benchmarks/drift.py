@@ -20,7 +20,7 @@ import click
 
 import usbyte.torch as ub
 from _contenders import training
-from usbyte import units
+from usbyte._util import units
 from usbyte._core import Profile
 from usbyte.cli.options import Parsed, Scheme, parse_scheme, scale_options
 from usbyte.lab import netns, profiles

@@ -30,7 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 import usbyte.torch as ub
-from usbyte import _core, units
+from usbyte import _core
+from usbyte._util import units
 from usbyte.cli.options import BYTES, Parsed
 from usbyte.lab.profiles import line
 from usbyte.torch import communicators

@@ -35,7 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 import usbyte.torch as ub
-from usbyte import _core, units
+from usbyte import _core
+from usbyte._util import units
 from usbyte.torch import context
 from usbyte.torch.exchange import TorchExchange
 

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from usbyte import _core, units
+from usbyte import _core
+from usbyte._util import units
 from usbyte.errors import UsageError
 
 #: Verdicts.

@@ -20,7 +20,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from run_support import has_ipv6
 from usbyte._core import Env
-from usbyte.env import detect
+from usbyte.cluster_env import detect
 from usbyte.errors import EnvError, UsageError
 from usbyte.torch import context, default_group
 

@@ -11,13 +11,13 @@ import click.testing
 import pytest
 
 import usbyte
-from usbyte import env
+from usbyte import cluster_env
 from usbyte.cli import findings, machine, main, nccl, selftest
 
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in env.usbyte_variables():
+    for name in cluster_env.usbyte_variables():
         monkeypatch.delenv(name)
 
 

@@ -8,7 +8,8 @@ from torch import nn
 
 import usbyte.torch as ub
 from _ranks import run_ranks
-from usbyte import _core, env, slurm
+from usbyte import _core, slurm
+from usbyte import cluster_env
 from usbyte.errors import EnvError
 
 TORCHRUN = {
@@ -46,42 +47,42 @@ def without(environ, *names):
 
 def error(environ):
     with pytest.raises(EnvError) as caught:
-        env.detect(environ)
+        cluster_env.detect(environ)
     return str(caught.value)
 
 
 def test_single_process():
-    assert env.detect({}) == env.Cluster(0, 1, 0, 1, "127.0.0.1", 0, "single")
-    assert env.detect({"MASTER_ADDR": "node0", "RANK": ""}).source == "single"
+    assert cluster_env.detect({}) == cluster_env.Cluster(0, 1, 0, 1, "127.0.0.1", 0, "single")
+    assert cluster_env.detect({"MASTER_ADDR": "node0", "RANK": ""}).source == "single"
 
 
 def test_torchrun():
-    assert env.detect(TORCHRUN) == env.Cluster(3, 4, 1, 2, "node0", 29500, "torchrun")
-    kept = env.detect(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert kept == env.Cluster(3, 4, 1, 2, "node0", 29500, "torchrun", kept_store=True)
+    assert cluster_env.detect(TORCHRUN) == cluster_env.Cluster(3, 4, 1, 2, "node0", 29500, "torchrun")
+    kept = cluster_env.detect(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert kept == cluster_env.Cluster(3, 4, 1, 2, "node0", 29500, "torchrun", kept_store=True)
 
 
 def test_torchrun_without_local_variables():
     plain = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    there = env.detect(plain)
+    there = cluster_env.detect(plain)
     assert (there.local_rank, there.local_size) == (None, None)  # counted when the ranks meet
-    some = env.detect(without(TORCHRUN, "LOCAL_WORLD_SIZE"))
+    some = cluster_env.detect(without(TORCHRUN, "LOCAL_WORLD_SIZE"))
     assert (some.local_rank, some.local_size) == (1, None)
-    some = env.detect(without(TORCHRUN, "LOCAL_RANK"))
+    some = cluster_env.detect(without(TORCHRUN, "LOCAL_RANK"))
     assert (some.local_rank, some.local_size) == (None, 2)
 
 
 def test_the_job_id_is_the_launchers():
-    assert env.detect(TORCHRUN).job_id == ""
-    assert env.detect(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run 7"}).job_id == "run 7"
-    assert env.detect(SLURM).job_id == "4711.0"
-    assert env.detect(OPEN_MPI).job_id == "prterun-node0-4711@1"
+    assert cluster_env.detect(TORCHRUN).job_id == ""
+    assert cluster_env.detect(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run 7"}).job_id == "run 7"
+    assert cluster_env.detect(SLURM).job_id == "4711.0"
+    assert cluster_env.detect(OPEN_MPI).job_id == "prterun-node0-4711@1"
     with pytest.raises(EnvError, match="MASTER_PORT"):  # which no such id replaces
-        env.detect(without(TORCHRUN, "MASTER_PORT") | {"TORCHELASTIC_RUN_ID": "none"})
+        cluster_env.detect(without(TORCHRUN, "MASTER_PORT") | {"TORCHELASTIC_RUN_ID": "none"})
 
 
 def test_torchrun_of_one_needs_no_master():
-    assert env.detect({"RANK": "0", "WORLD_SIZE": "1"}).master_addr == "127.0.0.1"
+    assert cluster_env.detect({"RANK": "0", "WORLD_SIZE": "1"}).master_addr == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_torchrun_errors_name_variables_and_remedy(change, words):
 
 
 def test_slurm():
-    cluster = env.detect(SLURM)
+    cluster = cluster_env.detect(SLURM)
     assert cluster.source == "slurm"
     assert (cluster.rank, cluster.size) == (5, 7)
     assert (cluster.local_rank, cluster.local_size) == (1, 2)
@@ -122,11 +123,11 @@ def test_slurm():
 
 
 def test_slurm_port_is_the_same_on_every_rank_and_differs_between_jobs_and_steps():
-    port = env.detect(SLURM).master_port
+    port = cluster_env.detect(SLURM).master_port
     other_rank = {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
-    assert env.detect(SLURM | other_rank).master_port == port
-    assert env.detect(SLURM | {"SLURM_JOB_ID": "4712"}).master_port != port
-    assert env.detect(SLURM | {"SLURM_STEP_ID": "1"}).master_port != port
+    assert cluster_env.detect(SLURM | other_rank).master_port == port
+    assert cluster_env.detect(SLURM | {"SLURM_JOB_ID": "4712"}).master_port != port
+    assert cluster_env.detect(SLURM | {"SLURM_STEP_ID": "1"}).master_port != port
 
 
 def test_slurm_step_wins_over_job():
@@ -137,7 +138,7 @@ def test_slurm_step_wins_over_job():
         "SLURM_PROCID": "1",
         "SLURM_NODEID": "0",
     }
-    cluster = env.detect(SLURM | step)
+    cluster = cluster_env.detect(SLURM | step)
     assert (cluster.size, cluster.local_size, cluster.master_addr) == (2, 2, "gpu03")
 
 
@@ -146,35 +147,35 @@ def test_slurm_step_wins_over_job():
 )
 def test_slurm_node_follows_from_rank(rank, local_rank, local_size):
     place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank), "SLURM_NODEID": ""}
-    assert env.detect(SLURM | place).local_size == local_size
+    assert cluster_env.detect(SLURM | place).local_size == local_size
 
 
 def test_slurm_ntasks_per_node():
     place = {"SLURM_TASKS_PER_NODE": "", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NTASKS": "8"}
-    assert env.detect(SLURM | place).local_size == 4
+    assert cluster_env.detect(SLURM | place).local_size == 4
 
 
 def test_slurm_without_what_tells_of_hosts():
     counts = ("SLURM_TASKS_PER_NODE", "SLURM_LOCALID")
-    cluster = env.detect(without(SLURM, *counts))
+    cluster = cluster_env.detect(without(SLURM, *counts))
     assert (cluster.rank, cluster.local_rank, cluster.local_size) == (5, None, None)
-    cluster = env.detect(without(SLURM, "SLURM_LOCALID"))
+    cluster = cluster_env.detect(without(SLURM, "SLURM_LOCALID"))
     assert (cluster.local_rank, cluster.local_size) == (None, 2)
-    cluster = env.detect(without(SLURM, "SLURM_LOCALID", "SLURM_NODEID"))
+    cluster = cluster_env.detect(without(SLURM, "SLURM_LOCALID", "SLURM_NODEID"))
     assert (cluster.local_rank, cluster.local_size) == (None, None)
-    cluster = env.detect(without(SLURM, "SLURM_TASKS_PER_NODE"))
+    cluster = cluster_env.detect(without(SLURM, "SLURM_TASKS_PER_NODE"))
     assert (cluster.local_rank, cluster.local_size) == (1, None)
 
 
 def test_slurm_master_variables_win():
-    cluster = env.detect(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    cluster = cluster_env.detect(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
     assert (cluster.master_addr, cluster.master_port) == ("10.0.0.1", 4000)
 
 
 def test_shell_of_a_batch_script_is_a_single_process(caplog):
     with caplog.at_level(logging.WARNING, logger="usbyte"):
         shell = SLURM | {"SLURM_STEP_ID": "", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-        assert env.detect(shell).source == "single"
+        assert cluster_env.detect(shell).source == "single"
     assert "srun" in caplog.text
 
 
@@ -203,11 +204,11 @@ def test_slurm_errors_name_variables(change, words):
 
 
 def test_open_mpi_on_one_host():
-    cluster = env.detect(OPEN_MPI)
+    cluster = cluster_env.detect(OPEN_MPI)
     assert (cluster.source, cluster.rank, cluster.local_size) == ("openmpi", 1, 2)
     assert cluster.master_addr == "127.0.0.1"
     older = without(OPEN_MPI, "PMIX_NAMESPACE") | {"OMPI_MCA_ess_base_jobid": "123456"}
-    assert env.detect(older).master_port != cluster.master_port
+    assert cluster_env.detect(older).master_port != cluster.master_port
 
 
 def test_open_mpi_on_several_hosts_needs_the_master():
@@ -215,13 +216,13 @@ def test_open_mpi_on_several_hosts_needs_the_master():
     text = error(several)
     assert "MASTER_ADDR=(unset)" in text
     assert "mpirun -x MASTER_ADDR" in text
-    assert env.detect(several | {"MASTER_ADDR": "node0"}).master_addr == "node0"
+    assert cluster_env.detect(several | {"MASTER_ADDR": "node0"}).master_addr == "node0"
 
 
 def test_mpirun_under_slurm_is_open_mpi():
     daemon = SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
-    assert env.detect(daemon | OPEN_MPI).source == "openmpi"
-    assert env.detect(TORCHRUN | daemon | OPEN_MPI).source == "torchrun"
+    assert cluster_env.detect(daemon | OPEN_MPI).source == "openmpi"
+    assert cluster_env.detect(TORCHRUN | daemon | OPEN_MPI).source == "torchrun"
 
 
 def test_open_mpi_set_in_part():
@@ -230,21 +231,21 @@ def test_open_mpi_set_in_part():
 
 def test_hydra_has_no_job_id():
     assert "MASTER_PORT" in error(HYDRA)
-    cluster = env.detect(HYDRA | {"MASTER_PORT": "4000"})
-    assert cluster == env.Cluster(1, 2, 1, 2, "127.0.0.1", 4000, "pmi")
+    cluster = cluster_env.detect(HYDRA | {"MASTER_PORT": "4000"})
+    assert cluster == cluster_env.Cluster(1, 2, 1, 2, "127.0.0.1", 4000, "pmi")
 
 
 def test_open_mpi_without_its_local_rank():
-    cluster = env.detect(without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"))
+    cluster = cluster_env.detect(without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"))
     assert (cluster.local_rank, cluster.local_size) == (None, 2)
 
 
 def test_pmi_without_local_variables():
     plain = without(HYDRA, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     assert "MASTER_ADDR" in error(plain)
-    cluster = env.detect(plain | {"MASTER_ADDR": "node0", "MASTER_PORT": "4000"})
+    cluster = cluster_env.detect(plain | {"MASTER_ADDR": "node0", "MASTER_PORT": "4000"})
     assert (cluster.rank, cluster.local_rank, cluster.local_size) == (1, None, None)
-    assert env.detect(SLURM | plain).source == "slurm"
+    assert cluster_env.detect(SLURM | plain).source == "slurm"
 
 
 @pytest.mark.parametrize(
@@ -281,16 +282,16 @@ def test_expand_hosts_rejects(text):
 def test_environ_of_replaces_the_launchers_variables(monkeypatch):
     for name, text in (SLURM | OPEN_MPI | {"PYTHONHASHSEED": "0"}).items():
         monkeypatch.setenv(name, text)
-    cluster = env.Cluster(1, 2, 1, 2, "127.0.0.1", 4000, "torchrun")
-    environ = env.environ_of(cluster)
-    assert env.detect(environ) == cluster
+    cluster = cluster_env.Cluster(1, 2, 1, 2, "127.0.0.1", 4000, "torchrun")
+    environ = cluster_env.environ_of(cluster)
+    assert cluster_env.detect(environ) == cluster
     assert environ["PYTHONHASHSEED"] == "0"
     assert not any(name.startswith(("SLURM_", "OMPI_")) for name in environ)
 
 
 @pytest.fixture
 def no_knobs(monkeypatch):
-    for name in env.usbyte_variables():
+    for name in cluster_env.usbyte_variables():
         monkeypatch.delenv(name)
 
 
@@ -305,7 +306,7 @@ def test_knobs(monkeypatch):
     assert not in_force["USBYTE_POLICY"].set
     assert in_force["USBYTE_BUCKET_BYTES"].value == str(25 << 20)
     assert in_force["USBYTE_BUCKET_BYTES"].unit == "bytes"
-    assert env.usbyte_variables() == {
+    assert cluster_env.usbyte_variables() == {
         "USBYTE_CREDIT_BYTES": "2M",
         "USBYTE_STALL_LIMIT_S": "1.5",
     }

@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 
-from usbyte.open_files import allow_open_files
+from usbyte._util.fd_limit import allow_open_files
 
 TRAINS = """
 import torch
@@ -17,7 +17,7 @@ print("sum", ub.allreduce(torch.ones(1), op=ub.Sum).item())
 """
 LIMITED = """
 import resource
-from usbyte.open_files import allow_open_files
+from usbyte._util.fd_limit import allow_open_files
 
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 print(repr(allow_open_files({ranks})), *resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from usbyte.env import JOB_KEY, Cluster
+from usbyte.cluster_env import JOB_KEY, Cluster
 from usbyte.errors import EnvError, UsageError
 from usbyte.torch import rendezvous
 from usbyte.torch.credential import Credential

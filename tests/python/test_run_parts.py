@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from run_support import PATIENCE_SECONDS
-from usbyte import files
+from usbyte._util import files
 from usbyte.run import hosts, wire
 from usbyte.run.channel import Channel
 from usbyte.run.cli import main

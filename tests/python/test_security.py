@@ -18,8 +18,8 @@ import usbyte
 import usbyte.torch as ub
 from _ranks import run_ranks
 from run_support import Running, Starter, starter
-from usbyte import files
-from usbyte.env import job_mark
+from usbyte._util import files
+from usbyte.cluster_env import job_mark
 from usbyte.errors import PlanError, UsageError
 from usbyte.lab import profiles
 from usbyte.run.elastic import serve_store

@@ -16,7 +16,8 @@ import click.testing
 import pytest
 
 import usbyte
-from usbyte import _core, files
+from usbyte import _core
+from usbyte._util import files
 from usbyte.cli import main
 from usbyte.lab import profiles
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from usbyte import _core, units
+from usbyte import _core
+from usbyte._util import units
 
 
 @pytest.mark.parametrize(

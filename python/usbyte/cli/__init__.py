@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import usbyte
-from usbyte.commands import Telling
+from usbyte._util.click_command import Telling
 
 _COMMANDS = ("doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "lab")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from usbyte import units
+from usbyte._util import units
 from usbyte.cli.options import Parsed, listed, read_json
 
 if TYPE_CHECKING:

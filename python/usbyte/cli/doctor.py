@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 import usbyte
-from usbyte import env
+from usbyte import cluster_env
 from usbyte.cli import machine, nccl, selftest
 from usbyte.cli.findings import Finding, guarded, show
 
@@ -114,7 +114,7 @@ def _cuda(core: Any, torch: ModuleType | None) -> Iterator[Finding]:
 
 def _job() -> Iterator[Finding]:
     try:
-        cluster = env.detect()
+        cluster = cluster_env.detect()
     except ImportError:
         yield Finding("job", "place", "not known without the extension")
     except RuntimeError as error:
@@ -129,7 +129,7 @@ def _job() -> Iterator[Finding]:
 
 
 def _variables(core: Any) -> Iterator[Finding]:
-    raw = env.usbyte_variables()
+    raw = cluster_env.usbyte_variables()
     if core is None:
         for name, text in raw.items():
             yield Finding("variables", name, f"{text} (set; not checked without the extension)")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte import files, units
+from usbyte._util import files
+from usbyte._util import units
 
 try:
     from matplotlib.figure import Figure

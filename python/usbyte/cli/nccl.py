@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from usbyte import env
+from usbyte import cluster_env
 from usbyte.cli.findings import Finding
 
 SONAME = "libnccl.so.2"
@@ -32,7 +32,7 @@ def libraries(torch: ModuleType | None) -> Iterator[Finding]:
     Args:
         torch: The module, where it could be imported.
     """
-    chosen = env.usbyte_variables().get("USBYTE_NCCL_LIB", "")
+    chosen = cluster_env.usbyte_variables().get("USBYTE_NCCL_LIB", "")
     found = False
     if chosen:
         found = True

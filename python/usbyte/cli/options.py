@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from usbyte import files, units
+from usbyte._util import files
+from usbyte._util import units
 from usbyte.run.hosts import MOST_RANKS
 
 if TYPE_CHECKING:

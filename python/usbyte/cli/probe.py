@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte import units
+from usbyte._util import units
 from usbyte.cli import codecs as coding
 from usbyte.cli.options import BYTES, SECONDS, Parsed, check_writable, write_text
-from usbyte.env import detect
+from usbyte.cluster_env import detect
 
 if TYPE_CHECKING:
     from rich.table import Table

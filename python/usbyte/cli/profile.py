@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from usbyte.cli.options import check_writable, write_text
-from usbyte.env import detect
+from usbyte.cluster_env import detect
 
 if TYPE_CHECKING:
     from usbyte import _core

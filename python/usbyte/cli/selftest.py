@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import IO
 
-from usbyte import env
+from usbyte import cluster_env
 
 # A -c script has the current folder on its path, where another usbyte may lie.
 _WORKER = """
@@ -66,8 +66,8 @@ def worker() -> None:
 
 
 def _environ(rank: int, port: int) -> dict[str, str]:
-    cluster = env.Cluster(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
-    inherited = env.environ_of(cluster)
+    cluster = cluster_env.Cluster(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
+    inherited = cluster_env.environ_of(cluster)
     # The variables in force are reported by themselves; this shows whether the installation works.
     clean = {name: text for name, text in inherited.items() if not name.startswith("USBYTE_")}
     names = {name for _, name in socket.if_nameindex()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte import units
+from usbyte._util import units
 from usbyte.cli.codecs import codecs_for, coding_options, read_costs
 from usbyte.cli.options import (
     SECONDS,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from usbyte import units
+from usbyte._util import units
 from usbyte.cli.options import (
     SECONDS,
     SERIAL_HELP,

@@ -16,7 +16,7 @@ from usbyte._core import (
     simulate_mesh,
 )
 from usbyte.errors import UsageError
-from usbyte.lab.fields import Fields, parse
+from usbyte._util.json_fields import Fields, parse
 
 #: Names of published networks; `meshes/README.md` says where they are from.
 MESHES = (

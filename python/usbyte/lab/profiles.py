@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from usbyte import files
+from usbyte._util import files
 from usbyte._core import Plan, Profile, TensorSpec
 from usbyte.errors import Error, UsageError
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from usbyte.open_files import allow_open_files
+from usbyte._util.fd_limit import allow_open_files
 from usbyte.run import processes
 from usbyte.run.channel import Channel, Pump
 from usbyte.run.wire import AgentSpec

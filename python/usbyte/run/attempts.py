@@ -9,7 +9,7 @@ import select
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from usbyte.env import MOST_RANKS
+from usbyte.cluster_env import MOST_RANKS
 from usbyte.run.agent import GRACE_SECONDS
 from usbyte.run.hosts import Host, Placement, place
 from usbyte.run.job import Job

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from usbyte.commands import Telling
-from usbyte.open_files import allow_open_files
+from usbyte._util.click_command import Telling
+from usbyte._util.fd_limit import allow_open_files
 from usbyte.run import hosts, processes
 from usbyte.run.attempts import Attempts, Pool
 from usbyte.run.job import Job, Ssh

@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from usbyte.env import JOB_KEY, job_mark
+from usbyte.cluster_env import JOB_KEY, job_mark
 from usbyte.run.wire import STDERR, STDOUT, AgentSpec
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>

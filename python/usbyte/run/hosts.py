@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from usbyte import files
-from usbyte.env import MOST_RANKS
+from usbyte._util import files
+from usbyte.cluster_env import MOST_RANKS
 
 _ITEM = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.@%-]+)(?::(\d+))?", re.ASCII)
 _SHOWN_CHARS = 60  # of a word in a message

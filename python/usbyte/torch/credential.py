@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from usbyte.env import JOB_KEY, Cluster, job_mark
+from usbyte.cluster_env import JOB_KEY, Cluster, job_mark
 from usbyte.errors import UsageError
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from usbyte import _core
-from usbyte.env import Cluster
+from usbyte.cluster_env import Cluster
 from usbyte.errors import UsageError
 from usbyte.torch.calls import call_within
 from usbyte.torch.communicator import brief

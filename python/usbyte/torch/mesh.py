@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from usbyte import _core, files
+from usbyte import _core
+from usbyte._util import files
 from usbyte.errors import UsageError
 from usbyte.torch.communicator import TorchCommunicator
 from usbyte.torch.lines import sizes_of

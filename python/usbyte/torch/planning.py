@@ -26,7 +26,7 @@ from usbyte.torch.mesh import told
 from usbyte.torch.ops import Average, Max, ReduceOp
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sparse import Counts, Way, choose_way, to_be_won_s, with_sparse
-from usbyte.units import format_cost
+from usbyte._util.units import format_cost
 
 log = logging.getLogger("usbyte")
 

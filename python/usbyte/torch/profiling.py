@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from usbyte import _core, files
-from usbyte.env import detect
+from usbyte import _core
+from usbyte._util import files
+from usbyte.cluster_env import detect
 from usbyte.errors import UsageError
 from usbyte.lab.profiles import dumps, without_flags
 from usbyte.torch.context import current, is_initialized

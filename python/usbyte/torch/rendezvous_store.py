@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from usbyte.env import JOB_KEY, Cluster
+from usbyte.cluster_env import JOB_KEY, Cluster
 from usbyte.errors import UsageError
 from usbyte.torch.communicator import brief
 from usbyte.torch.credential import Credential

@@ -1,6 +1,7 @@
 """Slurm's lists, alone and in the environment of a task."""
 
-from usbyte import env, slurm
+from usbyte import slurm
+from usbyte import cluster_env
 from usbyte.errors import Error
 
 _NAMES = [
@@ -29,9 +30,9 @@ def one_input(data: bytes) -> None:
     environ = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
     environ |= dict(zip(_NAMES, texts, strict=False))
     try:
-        cluster = env.detect(environ)
+        cluster = cluster_env.detect(environ)
         local_size = cluster.local_size or cluster.size  # None where the launcher does not tell
-        assert 0 <= (cluster.local_rank or 0) < local_size <= cluster.size <= env.MOST_RANKS
+        assert 0 <= (cluster.local_rank or 0) < local_size <= cluster.size <= cluster_env.MOST_RANKS
     except Error:
         pass
     for expand in (slurm.expand_hosts, slurm.expand_counts):
