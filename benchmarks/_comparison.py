@@ -12,8 +12,8 @@ from rich.console import Console
 
 import usbyte.torch as ub
 from usbyte import _core
-from usbyte.cli.tables import for_terminal, in_markdown
 from usbyte._util.units import format_cost
+from usbyte.cli.tables import for_terminal, in_markdown
 
 _COLUMNS = ("contender", "median s", "min", "max", "predicted s", "against DDP")
 

@@ -8,7 +8,7 @@ import click
 
 from usbyte import _core
 from usbyte.cli.options import write_text
-from usbyte.lab import profiles
+from usbyte.planning import profiles
 
 folder_option = click.option(
     "--profiles",

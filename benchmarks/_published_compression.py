@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from usbyte import _core
-from usbyte.lab import profiles
+from usbyte.planning import profiles
 
 #: Released with Espresso (bytedance/byteps, byteps/torch/mergeComp/scheduler/model_tensor.py): us
 #: on a V100 to encode and decode, and to decode, up to 2^20 elements; more take as much longer.

@@ -18,7 +18,7 @@ class Training:
     """Published of a model's iterations.
 
     Attributes:
-        workload: Name in `usbyte.lab.meshes`.
+        workload: Name in `usbyte.planning.topologies`.
         model: As the later version of the paper has it.
         first: Mean and largest speed-up in the first version, arXiv 2021.
         later: Likewise at ISCA 2022.

@@ -8,7 +8,7 @@ from itertools import product
 
 from _published import Cluster
 from usbyte import _core
-from usbyte.lab.profiles import line
+from usbyte.planning.profiles import line
 
 _MIB = 1 << 20
 _Sizes = tuple[Mapping[str, int], ...]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from usbyte import _core
-from usbyte.lab import meshes
+from usbyte.planning import topologies
 
 CHUNKS = 64
 SIZES_MB = (100, 250, 500, 1000)
@@ -32,7 +32,7 @@ class Rules:
 
     def mesh(self, name: str) -> _core.Topology:
         """A published network."""
-        mesh = meshes.load_mesh(name)
+        mesh = topologies.load_mesh(name)
         if self.startups:
             return mesh
         return _core.Topology(
@@ -103,7 +103,7 @@ def outcomes(rules: Rules, chunks: int = CHUNKS) -> dict[tuple[str, int], Outcom
     """By network and MB."""
     return {
         (name, mb): all_reduce(rules.mesh(name), 1e6 * mb, rules, chunks)
-        for name in meshes.MESHES
+        for name in topologies.MESHES
         for mb in SIZES_MB
     }
 
@@ -118,7 +118,7 @@ def two_dimensions(inner: float, outer: float, nodes: int) -> _core.Topology:
     )
 
 
-def _routing(rules: Rules, themis: bool) -> meshes.Routing:
+def _routing(rules: Rules, themis: bool) -> topologies.Routing:
     def routes(mesh: _core.Topology, kind: str, size: float) -> Sequence[Sequence[int]]:
         if themis:
             return _core.themis_routes(mesh, kind, size, CHUNKS, rules.latency)
@@ -127,13 +127,13 @@ def _routing(rules: Rules, themis: bool) -> meshes.Routing:
     return routes
 
 
-def steps_s(job: meshes.Workload, mesh: _core.Topology) -> tuple[float, float, float, float]:
+def steps_s(job: topologies.Workload, mesh: _core.Topology) -> tuple[float, float, float, float]:
     """Seconds of an iteration: fixed, Themis by arrival, smallest first, ideal."""
-    run = functools.partial(meshes.step_s, job, mesh, startups_overlap=True)
+    run = functools.partial(topologies.step_s, job, mesh, startups_overlap=True)
     themis = _routing(OVERLAPPING, True)
     return (
         run(_routing(OVERLAPPING, False)), run(themis), run(themis, "scf"),
-        meshes.ideal_step_s(job, mesh),
+        topologies.ideal_step_s(job, mesh),
     )  # fmt: skip
 
 
@@ -150,17 +150,18 @@ def direct(mesh: _core.Topology) -> _core.Topology:
 
 
 def gains(
-    job: meshes.Workload, network: Callable[[_core.Topology], _core.Topology] = lambda mesh: mesh
+    job: topologies.Workload,
+    network: Callable[[_core.Topology], _core.Topology] = lambda mesh: mesh,
 ) -> list[tuple[float, float, float]]:
     """Speed-ups on every network, or one made of it: Themis by arrival, smallest first, ideal."""
     found = []
-    for name in meshes.MESHES:
-        fixed, *others = steps_s(job, network(meshes.load_mesh(name)))
+    for name in topologies.MESHES:
+        fixed, *others = steps_s(job, network(topologies.load_mesh(name)))
         found.append((fixed / others[0], fixed / others[1], fixed / others[2]))
     return found
 
 
-def compute_for(job: meshes.Workload, gain: float) -> str:
+def compute_for(job: topologies.Workload, gain: float) -> str:
     """The factor of computing that makes a published mean speed-up come out."""
 
     def mean_gain(log_factor: float) -> float:

@@ -36,8 +36,8 @@ from usbyte.cli.options import (
     scale_options,
     write_text,
 )
-from usbyte.lab import profiles
 from usbyte.lab.replay import Replay
+from usbyte.planning import profiles
 
 _SETTLING = 2  # steps of a plan that stays: at first it pays for fresh memory
 

@@ -38,7 +38,7 @@ import usbyte.torch as ub
 from routes import connect
 from usbyte import _core
 from usbyte.cli.options import BYTES
-from usbyte.lab.profiles import line
+from usbyte.planning.profiles import line
 from usbyte.torch.coded_plans import CodedPlans
 from usbyte.torch.mesh import MeshCommunicator
 

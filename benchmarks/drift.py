@@ -20,10 +20,11 @@ import click
 
 import usbyte.torch as ub
 from _contenders import training
-from usbyte._util import units
 from usbyte._core import Profile
+from usbyte._util import units
 from usbyte.cli.options import Parsed, Scheme, parse_scheme, scale_options
-from usbyte.lab import netns, profiles
+from usbyte.lab import netns
+from usbyte.planning import profiles
 
 
 @dataclass

@@ -31,9 +31,9 @@ import click
 import torch
 
 from _gpu_models import GPU_JOBS
+from usbyte._util.units import parse_rate
 from usbyte.errors import UsageError
 from usbyte.lab import netns
-from usbyte._util.units import parse_rate
 
 _RANK = Path(__file__).with_name("_gpu_rank.py")
 _LOOPBACK = "loopback, unshaped"

@@ -17,7 +17,7 @@ import usbyte.torch as ub
 from _models import JOBS
 from usbyte.torch.profiling import to_json
 
-_FOLDER = Path(__file__).parents[1] / "python" / "usbyte" / "lab" / "recorded"
+_FOLDER = Path(__file__).parents[1] / "python" / "usbyte" / "planning" / "recorded"
 
 
 @click.command(context_settings={"show_default": True})

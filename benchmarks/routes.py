@@ -33,10 +33,10 @@ import usbyte.torch as ub
 from usbyte import _core
 from usbyte._util import units
 from usbyte.cli.options import BYTES, Parsed
-from usbyte.lab.profiles import line
+from usbyte.planning.cost_fit import fit
+from usbyte.planning.profiles import line
 from usbyte.torch import communicators
 from usbyte.torch.context import current
-from usbyte.torch.costs import fit
 from usbyte.torch.device import Device
 from usbyte.torch.mesh import MeshCommunicator
 from usbyte.torch.probe import measure, measure_dimensions

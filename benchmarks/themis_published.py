@@ -2,7 +2,7 @@
 
     python benchmarks/themis_published.py -o docs/themis.md
 
-Nothing is sent: networks and jobs are those of `usbyte.lab.meshes`, times are simulated.
+Nothing is sent: networks and jobs are those of `usbyte.planning.topologies`, times are simulated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from _themis_text import (
 )
 from usbyte import __version__, _core
 from usbyte.cli.tables import in_markdown
-from usbyte.lab import meshes
+from usbyte.planning import topologies
 
 _HUGE = (10, 100, 100)  # ranks of its dimensions
 
@@ -135,9 +135,9 @@ def closed_form() -> Iterator[tuple[str, ...]]:
 def trainings() -> Iterator[tuple[str, ...]]:
     """Rows of every job on every network."""
     for published in TRAININGS:
-        job = meshes.load_workload(published.workload)
-        for name in meshes.MESHES:
-            fixed, *others = steps_s(job, meshes.load_mesh(name))
+        job = topologies.load_workload(published.workload)
+        for name in topologies.MESHES:
+            fixed, *others = steps_s(job, topologies.load_mesh(name))
             yield (
                 job.name, name, f"{1e3 * job.compute_s:.2f}", f"{1e3 * fixed:.2f}",
                 *(f"{fixed / s:.2f}x" for s in others),
@@ -147,7 +147,7 @@ def trainings() -> Iterator[tuple[str, ...]]:
 def training_summary() -> Iterator[tuple[str, ...]]:
     """Rows of published beside reproduced, by model."""
     for published in TRAININGS:
-        job = meshes.load_workload(published.workload)
+        job = topologies.load_workload(published.workload)
         fifo, scf, ideal = zip(*gains(job), strict=True)
         yield (
             _models(job, published), _pair(*published.first), _pair(*published.later),
@@ -157,7 +157,7 @@ def training_summary() -> Iterator[tuple[str, ...]]:
         )  # fmt: skip
 
 
-def _models(job: meshes.Workload, published: Training) -> str:
+def _models(job: topologies.Workload, published: Training) -> str:
     return job.name if job.name == published.model else f"{job.name}, later {published.model}"
 
 
@@ -173,7 +173,10 @@ def run_time() -> Iterator[tuple[str, ...]]:
         for i, (size, speed, kind) in enumerate(zip(_HUGE, speeds, kinds, strict=True))
     ]
     for name, mesh in (
-        *((name, meshes.load_mesh(name)) for name in (meshes.MESHES[0], meshes.MESHES[-1])),
+        *(
+            (name, topologies.load_mesh(name))
+            for name in (topologies.MESHES[0], topologies.MESHES[-1])
+        ),
         (" x ".join(map(str, _HUGE)), _core.Topology(huge)),
     ):
         begun = time.perf_counter()
@@ -207,8 +210,8 @@ def _deviations() -> dict[str, float]:
         for ours, published in zip(used, UTILIZATION, strict=True)
     ]
     gain = statistics.mean(each.gains[1] for each in found) / SPEEDUPS[1] - 1
-    images = gains(meshes.load_workload("resnet50").scaled(32))
-    dlrm = meshes.load_workload("dlrm")
+    images = gains(topologies.load_workload("resnet50").scaled(32))
+    dlrm = topologies.load_workload("dlrm")
     rings, passed_over = (
         [statistics.mean(gain) for gain in zip(*found, strict=True)]
         for found in (gains(dlrm), gains(dlrm, direct))

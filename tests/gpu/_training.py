@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import usbyte.torch as ub
 from _models import OPTIMIZERS, Awkward, groups
-from usbyte.torch.costs import Measured
+from usbyte.planning.cost_fit import Measured
 
 SHARDED = "sharded"  # besides usbyte's overlap modes
 

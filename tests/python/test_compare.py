@@ -14,7 +14,7 @@ import pytest
 import usbyte
 from usbyte import _core
 from usbyte.cli import main
-from usbyte.lab import profiles
+from usbyte.planning import profiles
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compare.py"
 

@@ -8,8 +8,7 @@ from torch import nn
 
 import usbyte.torch as ub
 from _ranks import run_ranks
-from usbyte import _core, slurm
-from usbyte import cluster_env
+from usbyte import _core, cluster_env, slurm
 from usbyte.errors import EnvError
 
 TORCHRUN = {
@@ -57,7 +56,9 @@ def test_single_process():
 
 
 def test_torchrun():
-    assert cluster_env.detect(TORCHRUN) == cluster_env.Cluster(3, 4, 1, 2, "node0", 29500, "torchrun")
+    assert cluster_env.detect(TORCHRUN) == cluster_env.Cluster(
+        3, 4, 1, 2, "node0", 29500, "torchrun"
+    )
     kept = cluster_env.detect(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert kept == cluster_env.Cluster(3, 4, 1, 2, "node0", 29500, "torchrun", kept_store=True)
 

@@ -21,7 +21,7 @@ from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
-from usbyte.lab.profiles import line
+from usbyte.planning.profiles import line
 from usbyte.torch.arena import USED
 from usbyte.torch.codec_memory import Memory
 from usbyte.torch.coded_plans import CodedPlans

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.lab import meshes
+from usbyte.planning import topologies
 
 
 def topology(*rows):
@@ -28,12 +28,12 @@ def fixed(mesh, _kind, _size):
 
 
 def job(*steps, model_ranks=1, scale=1.0):
-    return meshes.Workload("job", "", (), model_ranks, scale, steps)
+    return topologies.Workload("job", "", (), model_ranks, scale, steps)
 
 
-@pytest.mark.parametrize("name", meshes.MESHES)
+@pytest.mark.parametrize("name", topologies.MESHES)
 def test_published_networks(name):
-    mesh = meshes.load_mesh(name)
+    mesh = topologies.load_mesh(name)
     assert mesh.ranks == 1024
     assert _core.Topology.from_json(mesh.to_json()) == mesh
     assert mesh.rank(mesh.coordinates(777)) == 777
@@ -55,44 +55,53 @@ def test_errors_name_the_culprit():
         _core.themis_routes(topology((2, 1.0)), "all_reduce", 1, 1, "twice")
     for source in ("5d", "no\0path", "."):
         with pytest.raises(UsageError, match="cannot read"):
-            meshes.load_mesh(source)
+            topologies.load_mesh(source)
 
 
 def test_ranks_of_a_collective():
     mesh = topology((16, 1.0), (64, 1.0))
-    assert meshes.group_sizes(mesh, "all", 128) == [16, 64]
-    assert meshes.group_sizes(mesh, "model", 128) == [16, 8]
-    assert meshes.group_sizes(mesh, "data", 128) == [1, 8]
-    assert meshes.group_sizes(mesh, "model", 1) == [1, 1]
-    assert meshes.group_sizes(mesh, "model", 4) == [4, 1]
+    assert topologies.group_sizes(mesh, "all", 128) == [16, 64]
+    assert topologies.group_sizes(mesh, "model", 128) == [16, 8]
+    assert topologies.group_sizes(mesh, "data", 128) == [1, 8]
+    assert topologies.group_sizes(mesh, "model", 1) == [1, 1]
+    assert topologies.group_sizes(mesh, "model", 4) == [4, 1]
     for ranks in (3, 24, 2048):
         with pytest.raises(UsageError, match="form no smaller mesh"):
-            meshes.group_sizes(mesh, "model", ranks)
+            topologies.group_sizes(mesh, "model", ranks)
 
 
 def test_steps_by_hand():
     mesh = topology((2, 10.0))  # an all_reduce of 10 bytes takes 1 s
-    gradients = meshes.Start("gradients", "all_reduce", 10)
-    one = job(meshes.Step(compute_s=2, start=gradients), meshes.Step(compute_s=0.5))
-    assert meshes.step_s(one, mesh, fixed) == pytest.approx(3)
-    assert meshes.step_s(one.scaled(4), mesh, fixed) == pytest.approx(10)  # hidden
-    blocking = meshes.Start("first", "all_reduce", 10, blocking=True)
-    two = job(meshes.Step(compute_s=2, start=blocking), meshes.Step(compute_s=0.5, start=gradients))
-    assert meshes.step_s(two, mesh, fixed) == pytest.approx(4.5)
+    gradients = topologies.Start("gradients", "all_reduce", 10)
+    one = job(topologies.Step(compute_s=2, start=gradients), topologies.Step(compute_s=0.5))
+    assert topologies.step_s(one, mesh, fixed) == pytest.approx(3)
+    assert topologies.step_s(one.scaled(4), mesh, fixed) == pytest.approx(10)  # hidden
+    blocking = topologies.Start("first", "all_reduce", 10, blocking=True)
+    two = job(
+        topologies.Step(compute_s=2, start=blocking),
+        topologies.Step(compute_s=0.5, start=gradients),
+    )
+    assert topologies.step_s(two, mesh, fixed) == pytest.approx(4.5)
     waits = job(
-        meshes.Step(start=gradients), meshes.Step(compute_s=0.5),
-        meshes.Step(wait="gradients", compute_s=1),
+        topologies.Step(start=gradients), topologies.Step(compute_s=0.5),
+        topologies.Step(wait="gradients", compute_s=1),
     )  # fmt: skip
-    assert meshes.step_s(waits, mesh, fixed) == pytest.approx(2)
-    assert meshes.step_s(job(meshes.Step(compute_s=3)), mesh, fixed) == pytest.approx(3)
+    assert topologies.step_s(waits, mesh, fixed) == pytest.approx(2)
+    assert topologies.step_s(job(topologies.Step(compute_s=3)), mesh, fixed) == pytest.approx(3)
     # A wait is not for what was started before it.
-    other = meshes.Start("other", "all_reduce", 10)
-    both = job(meshes.Step(start=gradients), meshes.Step(start=other), meshes.Step(wait="other"))
-    assert meshes.step_s(both, mesh, fixed) == pytest.approx(2)
-    at_once = job(meshes.Step(start=gradients), meshes.Step(wait="gradients"))
-    assert meshes.step_s(at_once, mesh, fixed) == pytest.approx(1)
+    other = topologies.Start("other", "all_reduce", 10)
+    both = job(
+        topologies.Step(start=gradients),
+        topologies.Step(start=other),
+        topologies.Step(wait="other"),
+    )
+    assert topologies.step_s(both, mesh, fixed) == pytest.approx(2)
+    at_once = job(topologies.Step(start=gradients), topologies.Step(wait="gradients"))
+    assert topologies.step_s(at_once, mesh, fixed) == pytest.approx(1)
     for each in (one, two, waits):  # one dimension is used as well as can be
-        assert meshes.ideal_step_s(each, mesh) == pytest.approx(meshes.step_s(each, mesh, fixed))
+        assert topologies.ideal_step_s(each, mesh) == pytest.approx(
+            topologies.step_s(each, mesh, fixed)
+        )
 
 
 def test_an_ideal_step_of_more_ranks_than_there_are_numbers_for():
@@ -100,52 +109,54 @@ def test_an_ideal_step_of_more_ranks_than_there_are_numbers_for():
     mesh = topology((10, 400.0), (100, 100.0), (100, 50.0))
     assert mesh.ranks == 100_000
     starts = (
-        meshes.Start("all", "all_reduce", 550e3, blocking=True),
-        meshes.Start("model", "all_gather", 500e3, "model", blocking=True),
-        meshes.Start("data", "reduce_scatter", 50e3, "data"),
+        topologies.Start("all", "all_reduce", 550e3, blocking=True),
+        topologies.Start("model", "all_gather", 500e3, "model", blocking=True),
+        topologies.Start("data", "reduce_scatter", 50e3, "data"),
     )
-    steps = job(*(meshes.Step(compute_s=1, start=start) for start in starts), model_ranks=1000)
+    steps = job(*(topologies.Step(compute_s=1, start=start) for start in starts), model_ranks=1000)
     # The model is the two inner dimensions, its parts are the outer one.
     parts = 2 * 1e3 * (1 - 1e-5), 1e3 * (1 - 1e-3), 1e3 * (1 - 1e-2)
-    assert meshes.ideal_step_s(steps, mesh) == pytest.approx(3 + sum(parts))
-    assert meshes.ideal_step_s(steps, mesh) <= meshes.step_s(steps, mesh, fixed)
-    alone = job(meshes.Step(start=starts[1]), model_ranks=1)  # one rank sends nothing
-    assert meshes.ideal_step_s(alone, mesh) == 0
+    assert topologies.ideal_step_s(steps, mesh) == pytest.approx(3 + sum(parts))
+    assert topologies.ideal_step_s(steps, mesh) <= topologies.step_s(steps, mesh, fixed)
+    alone = job(topologies.Step(start=starts[1]), model_ranks=1)  # one rank sends nothing
+    assert topologies.ideal_step_s(alone, mesh) == 0
 
 
 def test_an_ideal_step_is_no_bound_where_collectives_overtake():
     mesh = topology((2, 10.0))
-    large = meshes.Start("large", "all_reduce", 100)  # 10 s, in chunks of 1 s
-    small = meshes.Start("small", "all_reduce", 1, blocking=True)  # 0.1 s
-    both = job(meshes.Step(start=large), meshes.Step(start=small), meshes.Step(compute_s=9))
+    large = topologies.Start("large", "all_reduce", 100)  # 10 s, in chunks of 1 s
+    small = topologies.Start("small", "all_reduce", 1, blocking=True)  # 0.1 s
+    both = job(
+        topologies.Step(start=large), topologies.Step(start=small), topologies.Step(compute_s=9)
+    )
 
     def in_chunks(mesh, _kind, size):
         return _core.fixed_routes(mesh, 10 if size == 100 else 1)
 
-    assert meshes.ideal_step_s(both, mesh) == pytest.approx(10.1 + 9)
-    assert meshes.step_s(both, mesh, in_chunks, "fifo") == pytest.approx(10.1 + 9)
+    assert topologies.ideal_step_s(both, mesh) == pytest.approx(10.1 + 9)
+    assert topologies.step_s(both, mesh, in_chunks, "fifo") == pytest.approx(10.1 + 9)
     # The small one goes between the first two halves of a chunk of the large one.
-    assert meshes.step_s(both, mesh, in_chunks, "scf") == pytest.approx(0.6 + 9.5)
+    assert topologies.step_s(both, mesh, in_chunks, "scf") == pytest.approx(0.6 + 9.5)
 
 
 def test_an_all_to_all_is_passed_on_around_a_ring():
-    exchange = job(meshes.Step(start=meshes.Start("x", "all_to_all", 80)))
+    exchange = job(topologies.Step(start=topologies.Start("x", "all_to_all", 80)))
     for kind, seconds in (("ring", 12), ("fully_connected", 6)):
         mesh = _core.Topology([_core.Dimension("d", 4, 10.0, kind=kind)])
         assert mesh.dimensions[0].exchanged_bytes(80) == 10 * seconds
-        assert meshes.step_s(exchange, mesh, fixed) == pytest.approx(seconds)
-        assert meshes.ideal_step_s(exchange, mesh) == pytest.approx(6)
+        assert topologies.step_s(exchange, mesh, fixed) == pytest.approx(seconds)
+        assert topologies.ideal_step_s(exchange, mesh) == pytest.approx(6)
 
 
-@pytest.mark.parametrize("name", meshes.WORKLOADS)
+@pytest.mark.parametrize("name", topologies.WORKLOADS)
 def test_published_jobs(name):
-    training = meshes.load_workload(name)
+    training = topologies.load_workload(name)
     assert training.source
     assert training.assumptions
-    for network in meshes.MESHES:
-        mesh = meshes.load_mesh(network)
-        taken = meshes.step_s(training, mesh, fixed, startups_overlap=True)
-        assert training.compute_s < meshes.ideal_step_s(training, mesh) <= taken
+    for network in topologies.MESHES:
+        mesh = topologies.load_mesh(network)
+        taken = topologies.step_s(training, mesh, fixed, startups_overlap=True)
+        assert training.compute_s < topologies.ideal_step_s(training, mesh) <= taken
 
 
 EMPTY = {
@@ -160,7 +171,7 @@ ABSURD += ["null", '"1"', "[]", "{}", 900 * "[" + 900 * "]", 10**5 * "[", '{"a":
 def load(tmp_path, text):
     path = tmp_path / "job.json"
     path.write_text(text, encoding="utf-8")
-    return meshes.load_workload(str(path))
+    return topologies.load_workload(str(path))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +246,7 @@ def test_absurd_values_of_any_field(tmp_path, field, value):
     else:
         makes_sense = {"steps": "[]", "compute_s": "1.5 null", "bytes": "1.5", "model_ranks": ""}
         assert value in makes_sense.get(field, "1.5").split()
-        assert math.isfinite(meshes.step_s(taken, topology((2, 10.0)), fixed))
+        assert math.isfinite(topologies.step_s(taken, topology((2, 10.0)), fixed))
 
 
 @settings(max_examples=300, deadline=None)
@@ -244,14 +255,14 @@ def test_changed_files_are_jobs_or_errors(tmp_path_factory, data):
     """Of published files, some characters of which are others."""
     folder = tmp_path_factory.mktemp("changed", numbered=True)
     kind = data.draw(st.sampled_from(["meshes", "workloads"]))
-    names = meshes.MESHES if kind == "meshes" else meshes.WORKLOADS
-    text = list(meshes._read(kind, names, data.draw(st.sampled_from(names))))
+    names = topologies.MESHES if kind == "meshes" else topologies.WORKLOADS
+    text = list(topologies._read(kind, names, data.draw(st.sampled_from(names))))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(text) - 1))
         text[place] = data.draw(st.sampled_from([*'{}[],:"0123456789.-+eEtrufalsn\\ é', "", "999"]))
     path = folder / "changed.json"
     path.write_text("".join(text), encoding="utf-8")
-    load_it = meshes.load_mesh if kind == "meshes" else meshes.load_workload
+    load_it = topologies.load_mesh if kind == "meshes" else topologies.load_workload
     taken, said = attempt(load_it, str(path))
     assert (
         ("changed.json'" in said) if taken is None else (kind == "meshes" or taken.compute_s < 1e40)
@@ -281,8 +292,8 @@ def test_values_of_any_type_are_jobs_or_errors(tmp_path_factory, change):
     if taken is None:
         assert "job.json'" in said
         return
-    for seconds in (meshes.step_s, meshes.ideal_step_s):
-        args = (fixed,) if seconds is meshes.step_s else ()
+    for seconds in (topologies.step_s, topologies.ideal_step_s):
+        args = (fixed,) if seconds is topologies.step_s else ()
         taken_s, said = attempt(seconds, taken, topology((2, 10.0)), *args)
         assert "form no smaller mesh" in said if taken_s is None else math.isfinite(taken_s)
 

@@ -14,7 +14,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import EnvError, FaultError, MismatchError
-from usbyte.lab.profiles import line
+from usbyte.planning.profiles import line
 from usbyte.torch.collectives import abort
 from usbyte.torch.communicators import connect
 from usbyte.torch.context import current

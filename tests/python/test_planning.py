@@ -14,8 +14,8 @@ from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
+from usbyte.planning.cost_fit import Measured, fit
 from usbyte.torch.communicator import Staging
-from usbyte.torch.costs import Measured, fit
 from usbyte.torch.drift import Drift
 from usbyte.torch.learning import NEVER, Iteration, Learning
 

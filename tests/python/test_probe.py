@@ -17,7 +17,7 @@ from usbyte import _core
 from usbyte.cli import main
 from usbyte.cli.codecs import parse_codecs
 from usbyte.errors import UsageError
-from usbyte.torch.costs import (
+from usbyte.planning.cost_fit import (
     BUSY,
     ONE_SHOT,
     PACKED,

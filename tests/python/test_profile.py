@@ -20,7 +20,7 @@ from _models import Awkward
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.lab import profiles
+from usbyte.planning import profiles
 
 FORWARD, BACKWARD, UPDATE = 0.02, 0.03, 0.01  # s, of a `Slow` layer or of the optimizer
 

@@ -9,8 +9,9 @@ import click
 import pytest
 
 import usbyte.torch as ub
-from usbyte import _core, tuning
+from usbyte import _core
 from usbyte.cli import main
+from usbyte.planning import tuning
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = ("system", "in usbyte", "tests", "measured by", "published", "here")

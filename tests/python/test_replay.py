@@ -12,8 +12,8 @@ import torch
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.lab import profiles
 from usbyte.lab.replay import Replay, _may_come_back, giving_way
+from usbyte.planning import profiles
 
 MS = 1e-3
 

@@ -18,7 +18,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.cli import main
-from usbyte.lab import profiles
+from usbyte.planning import profiles
 
 RING = ["--ring", "2,1ms,1gbit"]
 BROWSER = next(

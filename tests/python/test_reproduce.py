@@ -9,7 +9,7 @@ from pathlib import Path
 import click.testing
 import pytest
 
-from usbyte.lab import profiles
+from usbyte.planning import profiles
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

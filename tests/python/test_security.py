@@ -21,7 +21,7 @@ from run_support import Running, Starter, starter
 from usbyte._util import files
 from usbyte.cluster_env import job_mark
 from usbyte.errors import PlanError, UsageError
-from usbyte.lab import profiles
+from usbyte.planning import profiles
 from usbyte.run.elastic import serve_store
 from usbyte.run.hosts import parse_hosts
 from usbyte.run.wire import GREETING, FrameReader

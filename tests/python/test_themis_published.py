@@ -11,7 +11,7 @@ import click.testing
 import pytest
 
 from usbyte import _core
-from usbyte.lab import meshes
+from usbyte.planning import topologies
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def test_one_all_reduce_is_near_what_is_published(published):
 
 def alone_s(mesh, start, model_ranks, routes, queue="fifo"):
     """One collective on a network of nothing but its ranks."""
-    among = mesh.among(meshes.group_sizes(mesh, start.ranks, model_ranks))
+    among = mesh.among(topologies.group_sizes(mesh, start.ranks, model_ranks))
     collective = _core.MeshCollective(start.kind, start.bytes, routes(among, start))
     return _core.simulate_mesh(among, [collective], queue, True).finish_s
 
@@ -53,17 +53,17 @@ def themis(mesh, start):
 
 def ideal_s(mesh, start, model_ranks):
     """All links at once: 1 - 1/N of a vector of N ranks, twice for an all_reduce."""
-    among = mesh.among(meshes.group_sizes(mesh, start.ranks, model_ranks))
+    among = mesh.among(topologies.group_sizes(mesh, start.ranks, model_ranks))
     times = 2 if start.kind == "all_reduce" else 1
     return times * start.bytes * (1 - 1 / among.ranks) / among.bytes_per_s
 
 
 @pytest.mark.parametrize("name", ["resnet50", "gnmt", "transformer-1t"])
 def test_where_nothing_overlaps_a_step_is_computing_and_its_collectives(published, name):
-    job = meshes.load_workload(name)
+    job = topologies.load_workload(name)
     starts = [step.start for step in job.steps]
-    for network in meshes.MESHES:
-        mesh = meshes.load_mesh(network)
+    for network in topologies.MESHES:
+        mesh = topologies.load_mesh(network)
         by_hand = [
             sum(alone_s(mesh, start, job.model_ranks, *how) for start in starts)
             for how in ((fixed,), (themis,), (themis, "scf"))
@@ -75,14 +75,14 @@ def test_where_nothing_overlaps_a_step_is_computing_and_its_collectives(publishe
 
 def test_dlrm_exchanges_beside_its_lower_layers(published):
     """Forward: bottom, exchange beside lower layers, top; backward likewise, then gradients."""
-    job = meshes.load_workload("dlrm")
+    job = topologies.load_workload("dlrm")
     first, lower, upper, backward, lower_backward, last = (
         job.compute_scale * step.compute_s for step in job.steps
     )
     exchange, again, gradients = (step.start for step in job.steps if step.start)
     assert exchange.bytes == again.bytes
-    for network in meshes.MESHES:
-        mesh = meshes.load_mesh(network)
+    for network in topologies.MESHES:
+        mesh = topologies.load_mesh(network)
         # 64 equal chunks go through dimensions in a row, as many at once as there are dimensions.
         part = exchange.bytes / 64
         phases = []

@@ -19,7 +19,7 @@ import usbyte
 from usbyte import _core
 from usbyte._util import files
 from usbyte.cli import main
-from usbyte.lab import profiles
+from usbyte.planning import profiles
 
 RING = ["--ring", "4,1ms,1gbit"]
 SHARDED = ["--shard-optimizer"]

@@ -17,14 +17,14 @@ from torch import nn
 import usbyte.torch as ub
 from _models import difference, train
 from _ranks import run_ranks
-from usbyte import _core, tuning
+from usbyte import _core
 from usbyte.cli import main
 from usbyte.cli.options import all_schemes, parse_scheme
 from usbyte.errors import UsageError
-from usbyte.lab import profiles
+from usbyte.planning import profiles, tuning
+from usbyte.planning.tuning import searches
 from usbyte.torch import drift, plan_cycle
 from usbyte.torch.stopwatch import Stopwatch
-from usbyte.tuning import searches
 
 MIB = 1 << 20
 

@@ -1,4 +1,4 @@
-"""Whether the network is the bottleneck: `usbyte.whatif` and `usbyte whatif`."""
+"""Whether the network is the bottleneck: `usbyte.planning.whatif` and `usbyte whatif`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import math
 import click.testing
 import pytest
 
-from usbyte import _core, whatif
+from usbyte import _core
 from usbyte.cli import main
 from usbyte.errors import UsageError
-from usbyte.lab import profiles
-from usbyte.whatif import COMPUTE, NETWORK, SOFTWARE, TOLERANCE, examine
+from usbyte.planning import profiles, whatif
+from usbyte.planning.whatif import COMPUTE, NETWORK, SOFTWARE, TOLERANCE, examine
 
 MEGA = 1_000_000
 

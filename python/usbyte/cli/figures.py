@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte._util import files
-from usbyte._util import units
+from usbyte._util import files, units
 
 try:
     from matplotlib.figure import Figure
@@ -23,8 +22,8 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from usbyte.cli.scene import Scene
     from usbyte.cli.simulate import Case
-    from usbyte.torch.costs import Line
-    from usbyte.whatif import Outcome, Point
+    from usbyte.planning.cost_fit import Line
+    from usbyte.planning.whatif import Outcome, Point
 
 _COLOURS = {"forward": "#8fb8de", "backward": "#4f81b5", "wait": "#d64545", "update": "#3d9a68"}
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from usbyte._util import files
-from usbyte._util import units
+from usbyte._util import files, units
 from usbyte.run.hosts import MOST_RANKS
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def parse_scheme(text: str) -> Scheme:
     Raises:
         ValueError: There is no such mode or policy, or the policy cannot do it.
     """
-    from usbyte import tuning
+    from usbyte.planning import tuning
 
     first, colon, second = text.strip().partition(":")
     alone = not colon or text.strip() in tuning.TUNED  # "tune:dear" names no overlap
@@ -201,7 +200,7 @@ def network(path: Path | None, ring: _core.NetworkModel | None) -> _core.Network
 
 
 def scale_options(command: _F) -> _F:
-    """Adds --scale-time and --scale-bytes, the factors of `usbyte.lab.profiles.scaled`."""
+    """Adds --scale-time and --scale-bytes, the factors of `usbyte.planning.profiles.scaled`."""
     command = click.option("--scale-bytes", default=1.0, help="Factor of all tensor sizes.")(
         command
     )

@@ -7,8 +7,8 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from usbyte.cli.scene import Bar, Lane, Scene
 from usbyte._util.units import format_cost
+from usbyte.cli.scene import Bar, Lane, Scene
 
 _ROW, _GAP, _AXIS = 18, 10, 26  # pixels: a row, between lanes, the axis at the top
 _NUMBERED = 0.012  # bars above this share of the width carry their op's number

@@ -64,8 +64,8 @@ def plan(
     """
     from rich.console import Console
 
-    from usbyte import _core, tuning
-    from usbyte.lab import profiles
+    from usbyte import _core
+    from usbyte.planning import profiles, tuning
 
     check_writable(output, inputs=[profiles.file_of(profile), network_path, costs_path])
     job = profiles.scaled(profiles.load(profile), scale_time, scale_bytes)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from usbyte import _core
-    from usbyte.torch.costs import Line, Measured
+    from usbyte.planning.cost_fit import Line, Measured
 
 _EXAMPLES = """\b
 Example:
@@ -110,8 +110,8 @@ def probe(
     import torch
 
     import usbyte.torch as ub
+    from usbyte.planning.cost_fit import concurrent, fit, fit_lines
     from usbyte.torch.context import current
-    from usbyte.torch.costs import concurrent, fit, fit_lines
     from usbyte.torch.device import device_at
     from usbyte.torch.probe import measure_apart
 

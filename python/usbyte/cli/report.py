@@ -66,7 +66,7 @@ def report(
     from usbyte import _core
     from usbyte.cli import page, trace
     from usbyte.cli.scene import Scene
-    from usbyte.lab import profiles
+    from usbyte.planning import profiles
 
     inputs = [plan, profiles.file_of(profile), network_path, costs_path, trace_path]
     check_writable(output, png, inputs=inputs)

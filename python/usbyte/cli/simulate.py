@@ -131,7 +131,7 @@ def simulate(
     from rich.console import Console
     from rich.text import Text
 
-    from usbyte.lab.profiles import file_of, load, scaled
+    from usbyte.planning.profiles import file_of, load, scaled
 
     check_writable(csv_path, plot, inputs=[*map(file_of, profiles), costs_path])
     if plot is not None:
@@ -161,7 +161,7 @@ def simulate(
 
 
 def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:
-    from usbyte import tuning
+    from usbyte.planning import tuning
 
     untuned = [policy for policy in tuning.SHARDING if policy not in tuning.TUNED]
     named = policies or [Scheme("forward", policy) for policy in untuned]
@@ -184,7 +184,8 @@ def _cases(
     codec: str,
     costs: _core.CodecCosts,
 ) -> Iterator[Case]:
-    from usbyte import _core, tuning
+    from usbyte import _core
+    from usbyte.planning import tuning
 
     codecs = codecs_for(job, codec)
     for count in workers:

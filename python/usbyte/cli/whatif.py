@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from usbyte import _core
-    from usbyte.whatif import Outcome, Point
+    from usbyte.planning.whatif import Outcome, Point
 
 _RANKS, _BANDWIDTHS, _LATENCY = "2,8,64", "1gbit,10gbit,25gbit,100gbit", "25us"
 
@@ -99,8 +99,8 @@ def whatif(
     from rich.console import Console
     from rich.text import Text
 
-    from usbyte.lab.profiles import file_of, load, scaled
-    from usbyte.whatif import advice, examine
+    from usbyte.planning.profiles import file_of, load, scaled
+    from usbyte.planning.whatif import advice, examine
 
     check_writable(json_path, plot, inputs=[*map(file_of, profiles), network_path])
     if plot is not None:
@@ -135,7 +135,7 @@ def _networks(
     serial: bool,
 ) -> list[_core.NetworkModel]:
     from usbyte import _core
-    from usbyte.whatif import at_bandwidth
+    from usbyte.planning.whatif import at_bandwidth
 
     if path is None:
         if latency_s is None:
@@ -175,7 +175,7 @@ def _table(model: str, points: Sequence[Point]) -> RenderableType:
 
 
 def _needed(outcome: Outcome) -> str:
-    from usbyte.whatif import format_ratio
+    from usbyte.planning.whatif import format_ratio
 
     if outcome.ratio == 1:
         return "none"
@@ -183,7 +183,7 @@ def _needed(outcome: Outcome) -> str:
 
 
 def _json(found: Sequence[tuple[str, Sequence[Point]]]) -> str:
-    from usbyte.whatif import advice
+    from usbyte.planning.whatif import advice
 
     def row(point: Point) -> dict[str, Any]:
         values = asdict(point) | {"verdict": point.verdict}

@@ -20,7 +20,7 @@ from torch import nn
 
 from usbyte._core import Profile
 from usbyte.errors import UsageError
-from usbyte.lab.profiles import line, without_flags
+from usbyte.planning.profiles import line, without_flags
 
 # Sleep is no finer than this; tensors that are nearer to each other share a layer or a beat.
 _MERGE_S = 100e-6

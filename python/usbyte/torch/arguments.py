@@ -10,8 +10,8 @@ from typing import get_args
 import torch
 from torch import nn
 
-from usbyte import tuning
 from usbyte.errors import UsageError
+from usbyte.planning import tuning
 from usbyte.torch.ops import Average, ReduceOp, Sum
 from usbyte.torch.settings import Overlap, Policy
 from usbyte.torch.sharding import check_shardable

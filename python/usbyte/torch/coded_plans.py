@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from usbyte import _core
-from usbyte.tuning import Candidate
+from usbyte.planning.tuning import Candidate
 
 log = logging.getLogger("usbyte")
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from usbyte import _core
 from usbyte._util import files
+from usbyte._util.fd_limit import allow_open_files
 from usbyte.cluster_env import Cluster, detect
 from usbyte.errors import Error, FaultError, UsageError
-from usbyte._util.fd_limit import allow_open_files
 from usbyte.torch import default_group
 from usbyte.torch.awaited import forget_dead
 from usbyte.torch.communicator import brief

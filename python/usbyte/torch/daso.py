@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from usbyte import _core, tuning
+from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
+from usbyte.planning import tuning
 from usbyte.torch.alike import difference_of
 from usbyte.torch.arguments import integer
 from usbyte.torch.context import Context, current

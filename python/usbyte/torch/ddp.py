@@ -12,7 +12,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.lab.profiles import line
+from usbyte.planning.profiles import line
 from usbyte.torch.arena import rows_of
 from usbyte.torch.codec_memory import Memory
 from usbyte.torch.compression import Codec, Rules, codecs_of

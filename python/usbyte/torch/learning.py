@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.lab.profiles import line
+from usbyte.planning.profiles import line
 from usbyte.torch.arena import USED, dtype_name, rows_of, used_numel
 from usbyte.torch.device import Mark
 from usbyte.torch.sparse import sparse_spec

@@ -10,15 +10,17 @@ from dataclasses import replace
 
 import torch
 
-from usbyte import _core, tuning
+from usbyte import _core
+from usbyte._util.units import format_cost
 from usbyte.errors import UsageError
-from usbyte.lab.profiles import dense
+from usbyte.planning import tuning
+from usbyte.planning.cost_fit import Measured, fit
+from usbyte.planning.profiles import dense
 from usbyte.torch.alike import check_alike
 from usbyte.torch.arena import dtype_name
 from usbyte.torch.coded_plans import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along
 from usbyte.torch.compression import Choices
 from usbyte.torch.context import Context
-from usbyte.torch.costs import Measured, fit
 from usbyte.torch.decision import Decision
 from usbyte.torch.device import Device
 from usbyte.torch.learning import Times, combine, job_profile
@@ -26,7 +28,6 @@ from usbyte.torch.mesh import told
 from usbyte.torch.ops import Average, Max, ReduceOp
 from usbyte.torch.settings import Settings, Trained
 from usbyte.torch.sparse import Counts, Way, choose_way, to_be_won_s, with_sparse
-from usbyte._util.units import format_cost
 
 log = logging.getLogger("usbyte")
 

@@ -12,11 +12,7 @@ from statistics import fmean, median
 import torch
 
 from usbyte import _core
-from usbyte.lab.profiles import line
-from usbyte.torch.communicator import Staging
-from usbyte.torch.communicators import EngineCommunicator, connect
-from usbyte.torch.context import Context, current
-from usbyte.torch.costs import (
+from usbyte.planning.cost_fit import (
     BUSY,
     ONE_SHOT,
     PACKED,
@@ -27,6 +23,10 @@ from usbyte.torch.costs import (
     fit,
     fit_lines,
 )
+from usbyte.planning.profiles import line
+from usbyte.torch.communicator import Staging
+from usbyte.torch.communicators import EngineCommunicator, connect
+from usbyte.torch.context import Context, current
 from usbyte.torch.device import Device, device_at
 from usbyte.torch.mesh import Given
 from usbyte.torch.staged import mesh_of

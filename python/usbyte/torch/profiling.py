@@ -17,7 +17,7 @@ from usbyte import _core
 from usbyte._util import files
 from usbyte.cluster_env import detect
 from usbyte.errors import UsageError
-from usbyte.lab.profiles import dumps, without_flags
+from usbyte.planning.profiles import dumps, without_flags
 from usbyte.torch.context import current, is_initialized
 from usbyte.torch.ownership import owner_of
 from usbyte.torch.recording import Recorder, hook_on_all_steps, names_of, parameters_of

@@ -13,11 +13,11 @@ import torch
 
 from usbyte import _core
 from usbyte.errors import FaultError, UsageError
+from usbyte.planning.cost_fit import Measured
 from usbyte.torch.arena import Arena
 from usbyte.torch.codec_memory import Memory, coded_shards, codes_shards
 from usbyte.torch.communicators import connect
 from usbyte.torch.context import Context
-from usbyte.torch.costs import Measured
 from usbyte.torch.device import Device, Mark
 from usbyte.torch.exchange import TorchExchange
 from usbyte.torch.link import Link

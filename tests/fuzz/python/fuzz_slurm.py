@@ -1,7 +1,6 @@
 """Slurm's lists, alone and in the environment of a task."""
 
-from usbyte import slurm
-from usbyte import cluster_env
+from usbyte import cluster_env, slurm
 from usbyte.errors import Error
 
 _NAMES = [

@@ -15,8 +15,8 @@ from usbyte._core import (
     fixed_routes,
     simulate_mesh,
 )
-from usbyte.errors import UsageError
 from usbyte._util.json_fields import Fields, parse
+from usbyte.errors import UsageError
 
 #: Names of published networks; `meshes/README.md` says where they are from.
 MESHES = (

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.tuning.searches import Job, auto, bytescheduler, dear, mergecomp_online
-from usbyte.tuning.tuner import Candidate, Search, Tuner, check_installed
+from usbyte.planning.tuning.searches import Job, auto, bytescheduler, dear, mergecomp_online
+from usbyte.planning.tuning.tuner import Candidate, Search, Tuner, check_installed
 
 __all__ = [
     "SHARDING",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from usbyte import _core
-from usbyte.tuning.tuner import Candidate, Point, Search, Space
+from usbyte.planning.tuning.tuner import Candidate, Point, Search, Space
 
 _MIB = 1 << 20
 _XI = 0.1  # as published, by both

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from usbyte._util import files
 from usbyte._core import Plan, Profile, TensorSpec
+from usbyte._util import files
 from usbyte.errors import Error, UsageError
 
 #: Names of the made-up profiles, as they may stand where a file is expected.

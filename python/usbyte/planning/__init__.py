@@ -1,0 +1,1 @@
+"""Planning without torch: profiles of jobs, fitted costs, topologies, what-if tables, tuning."""
