@@ -13,7 +13,7 @@ from rich.console import Console
 import usbyte.torch as ub
 from usbyte import _core
 from usbyte._util.units import format_cost
-from usbyte.cli.tables import for_terminal, in_markdown
+from usbyte.cli._tables import for_terminal, in_markdown
 
 _COLUMNS = ("contender", "median s", "min", "max", "predicted s", "against DDP")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from _convergence_jobs import Job
 from _convergence_variants import UNCOMPRESSED, Variant
-from usbyte.cli.tables import in_markdown
+from usbyte.cli._tables import in_markdown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

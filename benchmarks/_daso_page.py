@@ -17,7 +17,7 @@ import torch
 
 import usbyte
 from _convergence_jobs import Job
-from usbyte.cli.tables import in_markdown
+from usbyte.cli._tables import in_markdown
 
 #: Epochs of a training as DASO counts them, and of its warm-up and its cool-down each.
 EPOCHS, SYNCHRONOUS = 15, 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from usbyte import _core
-from usbyte.cli.options import write_text
+from usbyte.cli._options import write_text
 from usbyte.planning import profiles
 
 folder_option = click.option(

@@ -7,8 +7,8 @@ Written by `{command}`: usbyte {version}, Python {python}, {date}. Nothing was s
 into {chunks} chunks and lets each go through the dimensions of a network in an order of its own; \
 *fixed* is innermost first for all of them, *themis+fifo* serves chunks in a dimension as they \
 come, *themis+scf* the smallest first. Networks are the six of 1,024 ranks that it was simulated \
-on; [where they are from](../python/usbyte/planning/meshes/README.md), and that latencies of a step \
-(20, 700 and 1,700 ns) are assumed, is told there.
+on; [where they are from](../python/usbyte/planning/meshes/README.md), and that latencies of a \
+step (20, 700 and 1,700 ns) are assumed, is told there.
 
 Utilisation is what all dimensions moved over what they could have moved until the end, as Themis \
 defines it: speeds weigh dimensions. Every route moves the same bytes, so that it is the ideal \
@@ -60,9 +60,9 @@ TRAINING = """
 Speed-up of an iteration over the fixed order: mean of the six networks, and the largest in \
 parentheses. The paper's first version (2021) has ResNet-50, the later one ResNet-152; means of \
 an ideal network at ISCA are from a reader's summary of the paper. Ours are of [these \
-jobs](../python/usbyte/planning/workloads/README.md), with startups overlapping; the last two columns \
-tell by which factor computing would have to change for the published mean to come out, *none* \
-where no factor does.
+jobs](../python/usbyte/planning/workloads/README.md), with startups overlapping; the last two \
+columns tell by which factor computing would have to change for the published mean to come out, \
+*none* where no factor does.
 
 *Ideal* of ours (`ideal_step_s`): a collective uses all links of the dimensions that it spans all \
 the time, without startups; those among the same ranks are served one after another, those among \

@@ -26,7 +26,7 @@ from _comparison import Comparison, Result
 from _contenders import OTHERS, training, unavailable
 from _energy import Meter
 from usbyte import _core
-from usbyte.cli.options import (
+from usbyte.cli._options import (
     Parsed,
     all_schemes,
     listed,

@@ -37,7 +37,7 @@ from rich.table import Table
 import usbyte.torch as ub
 from routes import connect
 from usbyte import _core
-from usbyte.cli.options import BYTES
+from usbyte.cli._options import BYTES
 from usbyte.planning.profiles import line
 from usbyte.torch.coded_plans import CodedPlans
 from usbyte.torch.mesh import MeshCommunicator

@@ -33,7 +33,7 @@ from _published_compression import (
     v100_costs,
 )
 from usbyte import __version__, _core
-from usbyte.cli.tables import in_markdown
+from usbyte.cli._tables import in_markdown
 from usbyte.errors import UsageError
 
 Jobs = Mapping[str, _core.Profile]

@@ -27,7 +27,7 @@ import usbyte.torch as ub
 from _convergence_jobs import JOBS, Job
 from _convergence_results import Result, Trained, to_json
 from _convergence_variants import UNCOMPRESSED, VARIANTS, Variant, chosen, known
-from usbyte.cli.options import Parsed, check_writable, listed, write_text
+from usbyte.cli._options import Parsed, check_writable, listed, write_text
 from usbyte.errors import UsageError
 
 _EVERY = 10  # steps of a training loss
@@ -130,7 +130,7 @@ def main(
     if ub.rank() == 0:
         check_writable(json_path, markdown)
         if curves:
-            from usbyte.cli import figures  # says early what is missing
+            from usbyte.cli import _figures  # says early what is missing
     variants = {variant.label: variant for variant in wanted if known(variant)}
     skipped = [variant.label for variant in wanted if variant.label not in variants]
     console = Console(quiet=ub.rank() != 0, highlight=False)
@@ -166,7 +166,7 @@ def main(
             write_text(markdown, text)
         if curves:
             for trained in found:
-                figures.save(trained.curves(), curves / f"compression_{trained.job.name}.svg")
+                _figures.save(trained.curves(), curves / f"compression_{trained.job.name}.svg")
     ub.shutdown()
 
 

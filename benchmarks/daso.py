@@ -25,7 +25,7 @@ from rich.console import Console
 import usbyte.torch as ub
 from _convergence_jobs import JOBS, Job
 from _daso_page import EPOCHS, SYNCHRONOUS, VARIANTS, Result, Variant, page
-from usbyte.cli.options import Parsed, check_writable, listed, write_text
+from usbyte.cli._options import Parsed, check_writable, listed, write_text
 from usbyte.torch.context import current
 from usbyte.torch.lines import host_topology
 

@@ -22,7 +22,7 @@ import usbyte.torch as ub
 from _contenders import training
 from usbyte._core import Profile
 from usbyte._util import units
-from usbyte.cli.options import Parsed, Scheme, parse_scheme, scale_options
+from usbyte.cli._options import Parsed, Scheme, parse_scheme, scale_options
 from usbyte.lab import netns
 from usbyte.planning import profiles
 

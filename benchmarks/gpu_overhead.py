@@ -197,7 +197,7 @@ def _two_ranks(device: str, limit_s: float, blocking: str) -> tuple[list[dict[st
         }
         if blocking:
             env["NCCL_COMM_BLOCKING"] = blocking
-        command = [sys.executable, "-m", "usbyte.run", "-np", "2", sys.executable, __file__]
+        command = [sys.executable, "-m", "usbyte.launch", "-np", "2", sys.executable, __file__]
         command += ["--device", device, "--rank-of-two", str(results)]
         with subprocess.Popen(command, env=env) as ranks:
             try:

@@ -76,7 +76,7 @@ def _lab(rate: str, hosts: int) -> Iterator[list[str]]:
 
 @contextmanager
 def _loopback(hosts: int) -> Iterator[list[str]]:
-    yield [sys.executable, "-m", "usbyte.run", "-np", str(hosts)]
+    yield [sys.executable, "-m", "usbyte.launch", "-np", str(hosts)]
 
 
 def _run(words: list[str], spec: dict[str, Any], limit_s: float) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from _published import (
 )
 from _schemes import READINGS, SCHEMES
 from usbyte import __version__, _core
-from usbyte.cli.tables import in_markdown
+from usbyte.cli._tables import in_markdown
 
 Jobs = Mapping[str, _core.Profile]
 

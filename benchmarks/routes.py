@@ -32,7 +32,7 @@ from rich.table import Table
 import usbyte.torch as ub
 from usbyte import _core
 from usbyte._util import units
-from usbyte.cli.options import BYTES, Parsed
+from usbyte.cli._options import BYTES, Parsed
 from usbyte.planning.cost_fit import fit
 from usbyte.planning.profiles import line
 from usbyte.torch import communicators

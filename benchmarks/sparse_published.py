@@ -20,7 +20,7 @@ import numpy as np
 
 from _pages import deliver, output_option
 from usbyte import __version__, _core
-from usbyte.cli.tables import in_markdown
+from usbyte.cli._tables import in_markdown
 
 _NODES, _GPUS = 16, 8  # of each node
 _RATES = (25, 100)  # Gb/s

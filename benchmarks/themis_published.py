@@ -47,7 +47,7 @@ from _themis_text import (
     TRAINING,
 )
 from usbyte import __version__, _core
-from usbyte.cli.tables import in_markdown
+from usbyte.cli._tables import in_markdown
 from usbyte.planning import topologies
 
 _HUGE = (10, 100, 100)  # ranks of its dimensions

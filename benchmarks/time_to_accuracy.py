@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import usbyte.torch as ub
-from usbyte.cli.tables import for_terminal, in_markdown
+from usbyte.cli._tables import for_terminal, in_markdown
 
 _CHUNK = 10  # steps between evaluations
 _COLUMNS = (

@@ -41,7 +41,7 @@ class Running:
     def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str]) -> None:
         inherited = {name: text for name, text in os.environ.items() if name not in _CLEARED}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "usbyte.run", *arguments],
+            [sys.executable, "-m", "usbyte.launch", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -30,7 +30,16 @@ def profile(tmp_path):
 
 def compare(*options, code=None):
     program = [str(SCRIPT)] if code is None else ["-c", code]
-    command = [sys.executable, "-m", "usbyte.run", "-np", "2", sys.executable, *program, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "usbyte.launch",
+        "-np",
+        "2",
+        sys.executable,
+        *program,
+        *options,
+    ]
     known = [str(Path(usbyte.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, known))}
     env |= {"OMP_NUM_THREADS": "1", "USBYTE_LEARNING_STEPS": "3"}

@@ -28,7 +28,7 @@ def module(monkeypatch):
 
 
 def convergence(*options, ranks=2):
-    command = [sys.executable, "-m", "usbyte.run", "-np", str(ranks), sys.executable]
+    command = [sys.executable, "-m", "usbyte.launch", "-np", str(ranks), sys.executable]
     command += [str(BENCHMARKS / "convergence.py"), *map(str, options)]
     known = [str(Path(usbyte.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, known))}

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "daso.py"
 
 
 def daso(*options, nodes):
-    command = [sys.executable, "-m", "usbyte.run", "-np", "2"]
+    command = [sys.executable, "-m", "usbyte.launch", "-np", "2"]
     command += ["env", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1"] if nodes == 2 else []
     known = [str(Path(usbyte.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, known))}

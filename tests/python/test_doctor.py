@@ -12,7 +12,8 @@ import pytest
 
 import usbyte
 from usbyte import cluster_env
-from usbyte.cli import findings, machine, main, nccl, selftest
+from usbyte.cli import main
+from usbyte.cli.doctor import findings, machine, nccl, selftest
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +163,7 @@ def test_a_failing_look_is_reported():
 
 def test_table_on_a_terminal():
     pty = pytest.importorskip("pty")
-    code = "from usbyte.cli.findings import Finding, show; "
+    code = "from usbyte.cli.doctor.findings import Finding, show; "
     code += "show([Finding('job', 'place', 'value [1]', 'broken', 'do it')], False)"
     parent, child = pty.openpty()
     subprocess.run([sys.executable, "-c", code], stdout=child, check=True, timeout=60)

@@ -20,7 +20,7 @@ from run_support import PATIENCE_SECONDS, Starter, parents, starter
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = {
-    "usbyterun": ["-m", "usbyte.run", "-np", "2", "--max-restarts", "3", sys.executable],
+    "usbyterun": ["-m", "usbyte.launch", "-np", "2", "--max-restarts", "3", sys.executable],
     "torchrun": [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("--max-restarts", "3"),

@@ -27,9 +27,17 @@ def start(tmp_path, launcher, workers, script, *options):
     program = [str(ROOT / "examples" / script), *options, "--json", str(result)]
     command = {
         "plain": [sys.executable, *program],
-        "usbyterun": [sys.executable, "-m", "usbyte.run", "-np", str(workers), sys.executable],
+        "usbyterun": [sys.executable, "-m", "usbyte.launch", "-np", str(workers), sys.executable],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
-        "nodes": [sys.executable, "-m", "usbyte.run", "-np", str(workers), *NODE, sys.executable],
+        "nodes": [
+            sys.executable,
+            "-m",
+            "usbyte.launch",
+            "-np",
+            str(workers),
+            *NODE,
+            sys.executable,
+        ],
     }[launcher]
     if launcher in ("usbyterun", "nodes"):
         command += program

@@ -221,7 +221,7 @@ def test_under_the_launcher_nothing_is_left(tmp_path, what):
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "USBYTE_STALL_LIMIT_S": "3", "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "usbyte.run", "-np", "3"]
+    launcher = [sys.executable, "-m", "usbyte.launch", "-np", "3"]
     worker = [sys.executable, str(script), what, "forward", "dense"]
     run = subprocess.run(launcher + worker, env=env, capture_output=True, text=True, timeout=90)
     assert run.returncode != 0

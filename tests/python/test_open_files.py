@@ -32,7 +32,7 @@ def limited(soft: int, hard: int, ranks: int) -> list[str]:
 
 
 def test_a_low_soft_limit_does_not_keep_ranks_from_meeting() -> None:
-    job = [sys.executable, "-m", "usbyte.run", "-np", "4", sys.executable, "-c", TRAINS]
+    job = [sys.executable, "-m", "usbyte.launch", "-np", "4", sys.executable, "-c", TRAINS]
     shell = ["bash", "-c", 'ulimit -Sn 32 && exec "$@"', "bash", *job]
     done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,15 @@ def test_a_hard_limit_that_is_too_low_is_told() -> None:
 
 
 def test_a_launcher_that_cannot_start_ranks_does_not_ask_whether_python_is_installed() -> None:
-    shell = ["bash", "-c", 'ulimit -n 10 && exec "$@"', "bash", sys.executable, "-m", "usbyte.run"]
+    shell = [
+        "bash",
+        "-c",
+        'ulimit -n 10 && exec "$@"',
+        "bash",
+        sys.executable,
+        "-m",
+        "usbyte.launch",
+    ]
     done = subprocess.run(
         [*shell, "-np", "2", "true"], capture_output=True, text=True, timeout=60, check=False
     )

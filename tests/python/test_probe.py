@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from usbyte import _core
 from usbyte.cli import main
-from usbyte.cli.codecs import parse_codecs
+from usbyte.cli._codec_options import parse_codecs
 from usbyte.errors import UsageError
 from usbyte.planning.cost_fit import (
     BUSY,
@@ -32,7 +32,7 @@ probe = importlib.import_module("usbyte.torch.probe")  # ub.probe is the functio
 
 
 def usbyte_probe(tmp_path, *arguments, ranks=1):
-    launcher = ["-m", "usbyte.run", "-np", str(ranks), sys.executable] if ranks > 1 else []
+    launcher = ["-m", "usbyte.launch", "-np", str(ranks), sys.executable] if ranks > 1 else []
     return subprocess.run(
         [sys.executable, *launcher, "-c", "from usbyte.cli import main; main()", "probe",
          *arguments],

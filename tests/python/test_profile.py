@@ -317,7 +317,7 @@ def script(tmp_path):
 def usbyte_profile(tmp_path, *arguments, ranks=0):
     command = [sys.executable, "-c", "from usbyte.cli import main; main()", "profile"]
     if ranks:
-        command = [sys.executable, "-m", "usbyte.run", "-np", str(ranks), *command]
+        command = [sys.executable, "-m", "usbyte.launch", "-np", str(ranks), *command]
     return subprocess.run(
         [*command, "-o", str(tmp_path / "job.json"), *map(str, arguments)], cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -215,7 +215,7 @@ def test_a_second_signal_cuts_the_grace_short(start: Starter) -> None:
 
 def test_a_signal_before_anything_runs(start: Starter) -> None:
     running = start("-np", "1", "--verbose", "sleep", "600")
-    running.expect("usbyte.run.agent")
+    running.expect("usbyte.launch.agent")
     running.process.send_signal(signal.SIGTERM)
     assert running.finish() == 143
 
@@ -318,7 +318,7 @@ def test_an_interface_that_does_not_exist(start: Starter) -> None:
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_descriptors_are_those_of_nothing_else(tmp_path: Path, closed: str) -> None:
     speaks = "echo out; echo err >&2; sleep 0.2; echo done >ran"
-    run = f"exec {sys.executable} -m usbyte.run -np 1 bash -c '{speaks}' {closed}"
+    run = f"exec {sys.executable} -m usbyte.launch -np 1 bash -c '{speaks}' {closed}"
     assert subprocess.run(["bash", "-c", run], cwd=tmp_path, timeout=60).returncode == 0
     assert (tmp_path / "ran").read_text() == "done\n"
 
@@ -326,7 +326,7 @@ def test_closed_standard_descriptors_are_those_of_nothing_else(tmp_path: Path, c
 # The second ends before anybody sees that its output is lost.
 @pytest.mark.parametrize("command", ["while :; do echo line; done", "echo line"])
 def test_output_that_cannot_be_written_ends_the_job(command: str) -> None:
-    run = [sys.executable, "-m", "usbyte.run", "-np", "1", "sh", "-c", command]
+    run = [sys.executable, "-m", "usbyte.launch", "-np", "1", "sh", "-c", command]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             run, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
@@ -345,7 +345,7 @@ def test_output_that_cannot_be_written_ends_the_job(command: str) -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], complaint: str) -> None:
-    run = [sys.executable, "-m", "usbyte.run", "-np", "1", *arguments]
+    run = [sys.executable, "-m", "usbyte.launch", "-np", "1", *arguments]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert complaint in done.stderr

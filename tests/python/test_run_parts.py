@@ -17,13 +17,13 @@ from click.testing import CliRunner
 
 from run_support import PATIENCE_SECONDS
 from usbyte._util import files
-from usbyte.run import hosts, wire
-from usbyte.run.channel import Channel
-from usbyte.run.cli import main
-from usbyte.run.job import Job
-from usbyte.run.launcher import Launcher
-from usbyte.run.output import LineCutter, Output
-from usbyte.run.processes import SignalWake
+from usbyte.launch import hosts, protocol
+from usbyte.launch.agent_channel import Channel
+from usbyte.launch.cli import main
+from usbyte.launch.job import Job
+from usbyte.launch.launcher import Launcher
+from usbyte.launch.output import LineCutter, Output
+from usbyte.launch.process_tree import SignalWake
 
 
 def listed(parsed: list[hosts.Host]) -> list[tuple[str, int, bool]]:
@@ -127,17 +127,20 @@ def test_an_endless_line_is_not_kept() -> None:
 
 
 def test_frames_survive_being_cut_and_noise_before_them() -> None:
-    frames = [wire.Frame(wire.STDOUT, 70000, b"\x00\n\xff"), wire.Frame(wire.EVENT, 0, b"{}")]
-    stream = b"Welcome!" + wire.GREETING + b"".join(frame.encode() for frame in frames)
+    frames = [
+        protocol.Frame(protocol.STDOUT, 70000, b"\x00\n\xff"),
+        protocol.Frame(protocol.EVENT, 0, b"{}"),
+    ]
+    stream = b"Welcome!" + protocol.GREETING + b"".join(frame.encode() for frame in frames)
     for size in range(1, len(stream)):
-        reader = wire.FrameReader()
+        reader = protocol.FrameReader()
         pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
         assert [frame for piece in pieces for frame in reader.feed(piece)] == frames
-    reader = wire.FrameReader()
+    reader = protocol.FrameReader()
     assert not list(reader.feed(b"This account is not available.\n"))
     assert (reader.greeted, reader.noise) == (False, b"This account is not available.\n")
     with pytest.raises(ValueError, match="another version"):
-        list(wire.FrameReader().feed(b"usbyte-agent 999\n"))
+        list(protocol.FrameReader().feed(b"usbyte-agent 999\n"))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,7 @@ def test_output_files_may_be_there_and_their_directory_a_link(tmp_path: Path) ->
     (tmp_path / "logs").symlink_to(tmp_path / "scratch")
     for text in (b"a long line\n", b"short\n"):
         output = Output(1, 0, tmp_path / "logs")
-        output._files[wire.STDOUT, 0].write(text)
+        output._files[protocol.STDOUT, 0].write(text)
         output.close()
     assert (tmp_path / "scratch" / "rank.0" / "stdout").read_bytes() == b"short\n"
 
@@ -276,20 +279,20 @@ def test_output_files_may_be_there_and_their_directory_a_link(tmp_path: Path) ->
 )
 def test_what_is_no_event_is_refused(payload: bytes) -> None:
     with pytest.raises(ValueError, match=r"is no|knows no event|other fields"):
-        wire.decode_event(payload)
+        protocol.decode_event(payload)
 
 
 def test_events_commands_and_specs_are_read_as_they_were_written() -> None:
     event = {"event": "ready", "port": 1, "address": None, "ssh": "a b c d"}
-    assert wire.decode_event(json.dumps(event).encode()) == event
+    assert protocol.decode_event(json.dumps(event).encode()) == event
     command = {"command": "go", "address": "::1", "port": 2}
-    assert wire.decode_command(wire.encode_message(command)) == command
+    assert protocol.decode_command(protocol.encode_message(command)) == command
     env = {"A": os.fsdecode(b"\xff")}
-    spec = wire.AgentSpec("node7", False, 1, 2, 1, 3, ["true"], env, "/", None, "run", 30)
-    assert wire.AgentSpec.decode(spec.encode()) == spec
+    spec = protocol.AgentSpec("node7", False, 1, 2, 1, 3, ["true"], env, "/", None, "run", 30)
+    assert protocol.AgentSpec.decode(spec.encode()) == spec
     for line in (b"{}", spec.encode().replace(b"true", b"\\u0000").replace(b"[", b"[1,")):
         with pytest.raises(ValueError, match="same version on all hosts"):
-            wire.AgentSpec.decode(line)
+            protocol.AgentSpec.decode(line)
 
 
 @pytest.mark.parametrize("line", [b"{\n", b"[]\n", b'{"command": "go"}\n', b"\xff\n"])
@@ -298,20 +301,20 @@ def test_an_agent_that_is_sent_no_command_says_so_and_ends(line: bytes) -> None:
     os.write(commands[1], line)
     assert Channel(commands[0], frames[1]).next_command() == {}
     (frame,) = greeted().feed(os.read(frames[0], 4096))
-    assert wire.decode_event(frame.payload)["event"] == "error"
+    assert protocol.decode_event(frame.payload)["event"] == "error"
     for fd in (*commands, *frames):
         os.close(fd)
 
 
-def greeted() -> wire.FrameReader:
-    reader = wire.FrameReader()
-    assert not list(reader.feed(wire.GREETING))
+def greeted() -> protocol.FrameReader:
+    reader = protocol.FrameReader()
+    assert not list(reader.feed(protocol.GREETING))
     return reader
 
 
 AGENT = """
 import sys
-from usbyte.run import wire
+from usbyte.launch import wire
 sys.stdin.buffer.readline()
 sys.stdout.buffer.write(wire.GREETING + FRAME)
 sys.stdout.buffer.flush()
@@ -359,15 +362,15 @@ def test_an_agent_that_sends_anything_else_loses_its_host(frame: str, complaint:
 
 def agent_events(cwd: str, *commands: dict[str, Any]) -> list[dict[str, Any]]:
     """What the second agent of a job says until something goes wrong."""
-    spec = wire.AgentSpec("node7", False, 1, 2, 1, 3, ["true"], {}, cwd, None, "run", 30.0)
-    command = [sys.executable, "-m", "usbyte.run.agent"]
+    spec = protocol.AgentSpec("node7", False, 1, 2, 1, 3, ["true"], {}, cwd, None, "run", 30.0)
+    command = [sys.executable, "-m", "usbyte.launch.agent"]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     guard = threading.Timer(PATIENCE_SECONDS, agent.kill)
     guard.start()
     with agent, agent.stdin as stdin, agent.stdout as stdout:
-        stdin.write(spec.encode() + b"".join(map(wire.encode_message, commands)))
+        stdin.write(spec.encode() + b"".join(map(protocol.encode_message, commands)))
         stdin.flush()
-        reader = wire.FrameReader()
+        reader = protocol.FrameReader()
         events: list[dict[str, Any]] = []
         while not any(event["event"] == "error" for event in events):
             data = stdout.read1()
@@ -398,6 +401,6 @@ def test_agent_that_cannot_reach_the_first_host_says_so() -> None:
 
 
 def test_the_launcher_needs_neither_torch_nor_the_extension() -> None:
-    code = "import sys, usbyte.run.cli, usbyte.run.agent; print(*sys.modules)"
+    code = "import sys, usbyte.launch.cli, usbyte.launch.agent; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert not {"torch", "numpy", "usbyte._core", "usbyte.torch"} & set(loaded)

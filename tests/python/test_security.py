@@ -21,10 +21,10 @@ from run_support import Running, Starter, starter
 from usbyte._util import files
 from usbyte.cluster_env import job_mark
 from usbyte.errors import PlanError, UsageError
+from usbyte.launch.hosts import parse_hosts
+from usbyte.launch.protocol import GREETING, FrameReader
+from usbyte.launch.torch_elastic import serve_store
 from usbyte.planning import profiles
-from usbyte.run.elastic import serve_store
-from usbyte.run.hosts import parse_hosts
-from usbyte.run.wire import GREETING, FrameReader
 
 PACKAGE = Path(usbyte.__file__).parent
 

@@ -265,8 +265,8 @@ def test_the_table_of_a_long_plan_is_cut(tmp_path):
         ("usbyte.cli", ["plan", "vgg16-half", *RING]),
         ("usbyte.cli", ["--help"]),
         ("usbyte.cli", ["--version"]),
-        ("usbyte.run", ["--help"]),
-        ("usbyte.run", ["--version"]),
+        ("usbyte.launch", ["--help"]),
+        ("usbyte.launch", ["--version"]),
     ],
 )
 @pytest.mark.parametrize(
@@ -475,8 +475,8 @@ def test_a_plot(profile, tmp_path):
 
 
 def test_without_matplotlib_the_extra_is_named(profile, monkeypatch):
-    monkeypatch.delitem(sys.modules, "usbyte.cli.figures", raising=False)
-    monkeypatch.delattr("usbyte.cli.figures", raising=False)
+    monkeypatch.delitem(sys.modules, "usbyte.cli._figures", raising=False)
+    monkeypatch.delattr("usbyte.cli._figures", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = invoke("simulate", str(profile), "--plot", "x.png")
     assert done.exit_code == 1

@@ -19,7 +19,7 @@ from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.cli import main
-from usbyte.cli.options import all_schemes, parse_scheme
+from usbyte.cli._options import all_schemes, parse_scheme
 from usbyte.errors import UsageError
 from usbyte.planning import profiles, tuning
 from usbyte.planning.tuning import searches

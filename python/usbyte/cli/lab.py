@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from usbyte._util import units
-from usbyte.cli.options import Parsed
+from usbyte.cli._options import Parsed
 
 if TYPE_CHECKING:
     from usbyte.lab.netns import Lab

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte.cli.codecs import codecs_for, coding_options, read_costs
-from usbyte.cli.options import (
+from usbyte.cli._codec_options import codecs_for, coding_options, read_costs
+from usbyte.cli._options import (
     BYTES,
     check_writable,
     network,
@@ -17,7 +17,7 @@ from usbyte.cli.options import (
     scale_options,
     write_text,
 )
-from usbyte.cli.tables import for_terminal
+from usbyte.cli._tables import for_terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

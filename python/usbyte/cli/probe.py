@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from usbyte._util import units
-from usbyte.cli import codecs as coding
-from usbyte.cli.options import BYTES, SECONDS, Parsed, check_writable, write_text
+from usbyte.cli import _codec_options as coding
+from usbyte.cli._options import BYTES, SECONDS, Parsed, check_writable, write_text
 from usbyte.cluster_env import detect
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ def probe(
     if cluster.rank == 0:
         check_writable(json_path, csv_path, plot)
         if plot is not None:
-            from usbyte.cli import figures
+            from usbyte.cli import _figures
 
-            figures.check_format(plot)
+            _figures.check_format(plot)
     import torch
 
     import usbyte.torch as ub
@@ -139,7 +139,7 @@ def probe(
         if csv_path is not None:
             write_text(csv_path, _csv(rows, lines))
         if plot is not None:
-            figures.save(figures.costs(lines), plot)
+            _figures.save(_figures.costs(lines), plot)
     ub.shutdown()
 
 

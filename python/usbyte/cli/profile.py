@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte.cli.options import check_writable, write_text
+from usbyte.cli._options import check_writable, write_text
 from usbyte.cluster_env import detect
 
 if TYPE_CHECKING:

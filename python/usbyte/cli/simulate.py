@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from usbyte._util import units
-from usbyte.cli.codecs import codecs_for, coding_options, read_costs
-from usbyte.cli.options import (
+from usbyte.cli._codec_options import codecs_for, coding_options, read_costs
+from usbyte.cli._options import (
     SECONDS,
     SERIAL_HELP,
     Parsed,
@@ -26,7 +26,7 @@ from usbyte.cli.options import (
     scale_options,
     write_text,
 )
-from usbyte.cli.tables import for_terminal
+from usbyte.cli._tables import for_terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -135,9 +135,9 @@ def simulate(
 
     check_writable(csv_path, plot, inputs=[*map(file_of, profiles), costs_path])
     if plot is not None:
-        from usbyte.cli import figures
+        from usbyte.cli import _figures
 
-        figures.check_format(plot)
+        _figures.check_format(plot)
     jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
     schemes = _all_sharded(policies) if sharded else policies or all_schemes()
     console = Console(highlight=False)
@@ -157,7 +157,7 @@ def simulate(
     if csv_path:
         write_text(csv_path, _csv(cases))
     if plot is not None:
-        figures.save(figures.steps_by_workers(cases), plot)
+        _figures.save(_figures.steps_by_workers(cases), plot)
 
 
 def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:

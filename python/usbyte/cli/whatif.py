@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from usbyte._util import units
-from usbyte.cli.options import (
+from usbyte.cli._options import (
     SECONDS,
     SERIAL_HELP,
     Parsed,
@@ -23,7 +23,7 @@ from usbyte.cli.options import (
     scale_options,
     write_text,
 )
-from usbyte.cli.tables import for_terminal
+from usbyte.cli._tables import for_terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -104,9 +104,9 @@ def whatif(
 
     check_writable(json_path, plot, inputs=[*map(file_of, profiles), network_path])
     if plot is not None:
-        from usbyte.cli import figures
+        from usbyte.cli import _figures
 
-        figures.check_format(plot)
+        _figures.check_format(plot)
     jobs = [(scaled(load(source), scale_time, scale_bytes), source) for source in profiles]
     networks = _networks(network_path, ranks, bandwidth, latency, serial)
     console = Console(highlight=False)
@@ -124,7 +124,7 @@ def whatif(
     if json_path is not None:
         write_text(json_path, _json(found))
     if plot is not None:
-        figures.save(figures.scaling_by_bandwidth(found), plot)
+        _figures.save(_figures.scaling_by_bandwidth(found), plot)
 
 
 def _networks(

@@ -206,7 +206,7 @@ class Lab:
             "LAB_POLICY": "--batch" if len(set(shares)) < size else "--other",
             "LAB_LOCAL_SIZE": str(inner if self.dimensions() > 1 else 1),
         }
-        launcher = [sys.executable, "-m", "usbyte.run", "-np", str(size)]
+        launcher = [sys.executable, "-m", "usbyte.launch", "-np", str(size)]
         sys.stdout.flush()
         os.execve(sys.executable, [*launcher, "sh", "-c", _ENTER, "sh", *command], env)
 

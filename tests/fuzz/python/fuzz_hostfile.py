@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from usbyte.run import hosts
+from usbyte.launch import hosts
 
 SEEDS = [
     b"a slots=2\nb:3 # rack\n\nuser@c.example max-slots=8 slots=4\n",

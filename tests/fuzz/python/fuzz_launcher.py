@@ -5,11 +5,11 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from usbyte.run import launcher, wire
-from usbyte.run.channel import Channel
-from usbyte.run.hosts import Host, Placement
+from usbyte.launch import launcher, protocol
+from usbyte.launch.agent_channel import Channel
+from usbyte.launch.hosts import Host, Placement
 
-_SPEC = wire.AgentSpec("a", True, 1, 2, 1, 3, ["true"], {"A": "b"}, "/", None, "run", 30.0)
+_SPEC = protocol.AgentSpec("a", True, 1, 2, 1, 3, ["true"], {"A": "b"}, "/", None, "run", 30.0)
 _EVENTS: list[dict[str, Any]] = [
     {"event": "ready", "port": 1234, "address": None, "ssh": "10.0.0.1 40000 10.0.0.2 22"},
     {"event": "started"},
@@ -17,14 +17,14 @@ _EVENTS: list[dict[str, Any]] = [
     {"event": "error", "message": "text"},
     {"event": "end", "left": [1, 2]},
 ]
-_FRAMES = [wire.Frame(wire.EVENT, 0, json.dumps(event).encode()) for event in _EVENTS]
+_FRAMES = [protocol.Frame(protocol.EVENT, 0, json.dumps(event).encode()) for event in _EVENTS]
 SEEDS = [
-    b"Welcome!\n" + wire.GREETING + b"".join(frame.encode() for frame in _FRAMES),
-    wire.GREETING + wire.Frame(wire.STDOUT, 1, b"line\n").encode(),
+    b"Welcome!\n" + protocol.GREETING + b"".join(frame.encode() for frame in _FRAMES),
+    protocol.GREETING + protocol.Frame(protocol.STDOUT, 1, b"line\n").encode(),
     *(frame.payload for frame in _FRAMES),
     _SPEC.encode(),
-    wire.encode_message({"command": "go", "address": "10.0.0.2", "port": 1234}),
-    wire.encode_message({"command": "kill"}),
+    protocol.encode_message({"command": "go", "address": "10.0.0.2", "port": 1234}),
+    protocol.encode_message({"command": "kill"}),
 ]
 # How messages begin or end; another ValueError is one that the reader did not expect.
 _MESSAGES = ("no agent sends", "another version", "this version of usbyte knows no", "b'", 'b"')
@@ -32,7 +32,7 @@ _MESSAGES = ("no agent sends", "another version", "this version of usbyte knows 
 
 def one_input(data: bytes) -> None:
     """Has every reader read the bytes."""
-    for read in (_read_stream, _read_event, _read_command, wire.AgentSpec.decode):
+    for read in (_read_stream, _read_event, _read_command, protocol.AgentSpec.decode):
         try:
             read(data)
         except ValueError as error:
@@ -41,15 +41,15 @@ def one_input(data: bytes) -> None:
 
 
 def _read_stream(data: bytes) -> None:
-    reader, half = wire.FrameReader(), len(data) // 2
+    reader, half = protocol.FrameReader(), len(data) // 2
     for piece in (data[:half], data[half:]):
         for frame in reader.feed(piece):
-            if frame.kind == wire.EVENT:
+            if frame.kind == protocol.EVENT:
                 _read_event(frame.payload)
 
 
 def _read_event(data: bytes) -> None:
-    event = wire.decode_event(data)
+    event = protocol.decode_event(data)
     if event["event"] == "ready":
         for local in (False, True):
             link: Any = SimpleNamespace(ready=event, placement=Placement(Host("a", 1, local), 0, 1))

@@ -1,6 +1,6 @@
 """The agent: starts the ranks of one host, passes on what they print, ends them.
 
-`python -m usbyte.run.agent` is started by the launcher, here or over ssh; stdin and stdout speak
+`python -m usbyte.launch.agent` is started by the launcher, here or over ssh; stdin and stdout speak
 `wire`. Two threads share the work. The main thread starts the ranks and waits for them; some of
 its calls into torch cannot be interrupted. The control thread hears the launcher and signals, and
 alone ends everything, whatever the main thread is doing.
@@ -15,9 +15,9 @@ import threading
 from typing import NoReturn
 
 from usbyte._util.fd_limit import allow_open_files
-from usbyte.run import processes
-from usbyte.run.channel import Channel, Pump
-from usbyte.run.wire import AgentSpec
+from usbyte.launch import process_tree
+from usbyte.launch.agent_channel import Channel, Pump
+from usbyte.launch.protocol import AgentSpec
 
 GRACE_SECONDS = 4.0
 _CONNECT_SECONDS = 5.0
@@ -32,7 +32,7 @@ class Agent:
         wake: Wakes the control thread.
     """
 
-    def __init__(self, spec: AgentSpec, channel: Channel, wake: processes.SignalWake) -> None:
+    def __init__(self, spec: AgentSpec, channel: Channel, wake: process_tree.SignalWake) -> None:
         self._spec = spec
         self._channel = channel
         self._wake = wake
@@ -54,21 +54,21 @@ class Agent:
         _enter(spec)
         allow_open_files(spec.size)  # the store's connections to all ranks, for one
         # The environment is complete only now, and torch takes a second or two.
-        from usbyte.run import elastic
+        from usbyte.launch import torch_elastic
 
-        address = elastic.interface_address(spec.interface) if spec.interface else None
+        address = torch_elastic.interface_address(spec.interface) if spec.interface else None
         store = None
         if spec.node == 0:
             own = "127.0.0.1" if spec.nodes == 1 else ""
             token = spec.env["USBYTE_JOB_TOKEN"]
-            store = elastic.serve_store(spec.start_timeout, address or own, token)
+            store = torch_elastic.serve_store(spec.start_timeout, address or own, token)
         self._channel.event(
             "ready",
             port=store.port if store else None,
             address=address,
             ssh=os.environ.get("SSH_CONNECTION") if spec.remote else None,
         )
-        pipes = elastic.Pipes((spec.restarts, spec.max_restarts))
+        pipes = torch_elastic.Pipes((spec.restarts, spec.max_restarts))
 
         def watch(ranks: dict[int, int]) -> NoReturn:
             self._pump.start(pipes.ends)
@@ -76,7 +76,7 @@ class Agent:
 
         master = self._master.get()
         _check_reachable(master, spec)
-        elastic.ElasticAgent(spec, master, pipes, watch).run()
+        torch_elastic.ElasticAgent(spec, master, pipes, watch).run()
 
     def _watch(self, ranks: dict[int, int]) -> NoReturn:
         """Reports how each rank ends; reaps adopted orphans, as init would."""
@@ -106,7 +106,7 @@ class Agent:
         self._channel.close()
         for number in self._wake.take():
             self._channel.event("error", message=f"the agent was sent {number.name}")
-        left = processes.end_descendants(GRACE_SECONDS, self._told_to_hurry)
+        left = process_tree.end_descendants(GRACE_SECONDS, self._told_to_hurry)
         self._pump.finish()
         self._channel.event("end", left=left)
         os._exit(0)
@@ -166,11 +166,11 @@ def main() -> NoReturn:
     try:
         spec = AgentSpec.decode(line)
     except ValueError as error:
-        sys.exit(f"usbyte.run.agent: {error}")
+        sys.exit(f"usbyte.launch.agent: {error}")
     if spec.remote:
-        processes.guard()  # for local agents the launcher does it
-    processes.adopt_orphans()
-    wake = processes.SignalWake(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        process_tree.guard()  # for local agents the launcher does it
+    process_tree.adopt_orphans()
+    wake = process_tree.SignalWake(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     Agent(spec, channel, wake).run()
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from usbyte.cli.codecs import costs_option, read_costs
-from usbyte.cli.options import (
+from usbyte.cli._codec_options import costs_option, read_costs
+from usbyte.cli._options import (
     check_writable,
     network,
     network_options,
@@ -64,16 +64,16 @@ def report(
     the prediction is shown.
     """
     from usbyte import _core
-    from usbyte.cli import page, trace
-    from usbyte.cli.scene import Scene
+    from usbyte.cli.report import html, trace
+    from usbyte.cli.report.scene import Scene
     from usbyte.planning import profiles
 
     inputs = [plan, profiles.file_of(profile), network_path, costs_path, trace_path]
     check_writable(output, png, inputs=inputs)
     if png is not None:
-        from usbyte.cli import figures
+        from usbyte.cli import _figures
 
-        figures.check_format(png)
+        _figures.check_format(png)
     if step is not None and trace_path is None:
         raise click.UsageError("--step chooses a step of --trace, which is missing")
     made = read_json(plan, "plan", _core.Plan.from_json)
@@ -91,7 +91,7 @@ def report(
         network=net,
         measured=trace.aligned(measured, made, job) if measured is not None else None,
     )
-    write_text(output, page.render(shown))
+    write_text(output, html.render(shown))
     if png is not None:
-        figures.save(figures.timeline(shown), png)
+        _figures.save(_figures.timeline(shown), png)
     click.echo(f"wrote {output}" + (f" and {png}" if png else ""))

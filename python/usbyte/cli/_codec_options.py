@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from usbyte._util import units
-from usbyte.cli.options import Parsed, listed, read_json
+from usbyte.cli._options import Parsed, listed, read_json
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from usbyte.run.wire import EVENT, GREETING, Frame, decode_command
+from usbyte.launch.protocol import EVENT, GREETING, Frame, decode_command
 
 _CHUNK_BYTES = 1 << 16
 _DRAIN_SECONDS = 3.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from usbyte._util import files, units
-from usbyte.run.hosts import MOST_RANKS
+from usbyte.launch.hosts import MOST_RANKS
 
 if TYPE_CHECKING:
     from usbyte import _core

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from usbyte import _core
-from usbyte.cli.trace import Measured
+from usbyte.cli.report.trace import Measured
 
 Kind = Literal["forward", "backward", "wait", "op", "update"]
 

@@ -15,7 +15,7 @@ from usbyte import cluster_env
 _WORKER = """
 import sys
 sys.path = [folder for folder in sys.path if folder]
-from usbyte.cli.selftest import worker
+from usbyte.cli.doctor.selftest import worker
 worker()
 """
 _NUMEL = 1000

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from usbyte import cluster_env
-from usbyte.cli.findings import Finding
+from usbyte.cli.doctor.findings import Finding
 
 SONAME = "libnccl.so.2"
 

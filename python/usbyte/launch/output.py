@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from usbyte.run.wire import STDERR, STDOUT
+from usbyte.launch.protocol import STDERR, STDOUT
 
 _MAX_LINE_BYTES = 1 << 20
 _STUCK_SECONDS = 1.0

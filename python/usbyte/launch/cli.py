@@ -13,10 +13,10 @@ import click
 
 from usbyte._util.click_command import Telling
 from usbyte._util.fd_limit import allow_open_files
-from usbyte.run import hosts, processes
-from usbyte.run.attempts import Attempts, Pool
-from usbyte.run.job import Job, Ssh
-from usbyte.run.output import Output
+from usbyte.launch import hosts, process_tree
+from usbyte.launch.job import Job, Ssh
+from usbyte.launch.output import Output
+from usbyte.launch.restarts import Attempts, Pool
 
 _LONGEST_S = 7 * 86400.0
 _MOST_RESTARTS = 1_000_000
@@ -230,7 +230,7 @@ def main(
     under torchrun, and the current directory. Ranks on other hosts also get this shell's USBYTE_*,
     NCCL_*, GLOO_*, OMP_NUM_THREADS and PYTHONPATH.
     """
-    processes.open_standard_descriptors()
+    process_tree.open_standard_descriptors()
     if not command[0]:
         raise click.UsageError(
             "COMMAND is empty; name a program, as in: usbyterun -np 2 python a.py"
@@ -249,8 +249,8 @@ def main(
     )
     if warning := allow_open_files(pool.size):
         click.echo(f"usbyterun: {warning}", err=True)
-    processes.adopt_orphans()
-    wake = processes.SignalWake(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    process_tree.adopt_orphans()
+    wake = process_tree.SignalWake(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         output = Output(pool.size, wake.fd, directory)
     except OSError as error:

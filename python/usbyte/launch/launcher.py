@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from usbyte.run import processes
-from usbyte.run.agent import GRACE_SECONDS
-from usbyte.run.job import Job, agent_env
-from usbyte.run.link import AgentLink
-from usbyte.run.output import Output
-from usbyte.run.wire import EVENT, Frame, decode_event
+from usbyte.launch import process_tree
+from usbyte.launch.agent import GRACE_SECONDS
+from usbyte.launch.job import Job, agent_env
+from usbyte.launch.launcher_channel import AgentLink
+from usbyte.launch.output import Output
+from usbyte.launch.protocol import EVENT, Frame, decode_event
 
 # After the grace: to kill, to pass on the last output, and for slow networks.
 _END_SECONDS = GRACE_SECONDS + 10.0
@@ -51,7 +51,7 @@ class Launcher:
     """
 
     def __init__(
-        self, job: Job, output: Output, wake: processes.SignalWake, verbose: bool = False
+        self, job: Job, output: Output, wake: process_tree.SignalWake, verbose: bool = False
     ) -> None:
         self._job = job
         self._output = output
@@ -67,7 +67,7 @@ class Launcher:
 
     def run(self) -> Verdict:
         """Runs the job to its end; nothing of it is left when this returns."""
-        earlier = frozenset(processes.descendants())
+        earlier = frozenset(process_tree.descendants())
         self._selector.register(self._wake.fd, selectors.EVENT_READ, self._on_signal)
         try:
             self._start_agents()
@@ -77,8 +77,8 @@ class Launcher:
             for link in self._links:
                 link.kill()
             # Only an agent that was killed itself leaves anything.
-            processes.end_descendants(0, spare=earlier)
-            processes.reap()
+            process_tree.end_descendants(0, spare=earlier)
+            process_tree.reap()
             self._selector.close()
         self._output.finish()
         self._on_signal()  # one that came while that waited for its reader

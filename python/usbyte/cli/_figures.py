@@ -20,7 +20,7 @@ except ImportError as missing:
     ) from missing
 
 if TYPE_CHECKING:
-    from usbyte.cli.scene import Scene
+    from usbyte.cli.report.scene import Scene
     from usbyte.cli.simulate import Case
     from usbyte.planning.cost_fit import Line
     from usbyte.planning.whatif import Outcome, Point

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-from usbyte.run.worker import die_with
+from usbyte.launch.worker import die_with
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _KILL_SECONDS = 5.0

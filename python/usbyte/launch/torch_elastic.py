@@ -1,4 +1,4 @@
-"""The ranks of one host, started by torch's elastic agent: what usbyte.run needs of torch.
+"""The ranks of one host, started by torch's elastic agent: what usbyte.launch needs of torch.
 
 `launch_agent` of torch.distributed.launcher is not enough here: its agent asks every 0.1 s who
 has ended, so that of two ranks that fail together the wrong one may be blamed; it waits 30 s for
@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from usbyte.cluster_env import JOB_KEY, job_mark
-from usbyte.run.wire import STDERR, STDOUT, AgentSpec
+from usbyte.launch.protocol import STDERR, STDOUT, AgentSpec
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 

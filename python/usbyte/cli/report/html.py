@@ -8,7 +8,7 @@ from importlib import resources
 from string import Template
 
 from usbyte._util.units import format_cost
-from usbyte.cli.scene import Bar, Lane, Scene
+from usbyte.cli.report.scene import Bar, Lane, Scene
 
 _ROW, _GAP, _AXIS = 18, 10, 26  # pixels: a row, between lanes, the axis at the top
 _NUMBERED = 0.012  # bars above this share of the width carry their op's number
@@ -21,7 +21,8 @@ def render(scene: Scene) -> str:
     for lane in lanes:
         tops.append(height)
         height += _ROW * len(lane.rows) + _GAP
-    template = Template(resources.files("usbyte.cli").joinpath("report.html").read_text("utf-8"))
+    source = resources.files("usbyte.cli.report").joinpath("report.html")
+    template = Template(source.read_text("utf-8"))
     return template.substitute(
         title=escape(f"{scene.profile.model or 'job'}: {scene.plan.policy}"),
         facts="\n".join(

@@ -12,8 +12,8 @@ import click
 
 import usbyte
 from usbyte import cluster_env
-from usbyte.cli import machine, nccl, selftest
-from usbyte.cli.findings import Finding, guarded, show
+from usbyte.cli.doctor import machine, nccl, selftest
+from usbyte.cli.doctor.findings import Finding, guarded, show
 
 _REINSTALL = f"{sys.executable} -m pip install --force-reinstall --no-deps usbyte"
 
@@ -158,7 +158,7 @@ def _self_test(possible: bool, timeout_s: float) -> Iterator[Finding]:
     except OSError as error:
         problem = f"cannot be started: {error}"
     if problem:
-        by_hand = "'from usbyte.cli.selftest import worker; worker()'"
+        by_hand = "'from usbyte.cli.doctor.selftest import worker; worker()'"
         remedy = (
             "Look for a firewall or a container without 127.0.0.1; all of its output is shown by: "
             f"usbyterun -np 2 {sys.executable} -c {by_hand}"

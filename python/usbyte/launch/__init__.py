@@ -12,6 +12,6 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Imported late: the agents import this package too and need none of the command line.
-    from usbyte.run.cli import main as command
+    from usbyte.launch.cli import main as command
 
     command(prog_name="usbyterun")

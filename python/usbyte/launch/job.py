@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from usbyte.run.hosts import Host, Placement
-from usbyte.run.wire import AgentSpec
+from usbyte.launch.hosts import Host, Placement
+from usbyte.launch.protocol import AgentSpec
 
 _FORWARDED_PREFIXES = ("USBYTE_", "NCCL_", "GLOO_")
 _FORWARDED = ("OMP_NUM_THREADS", "PYTHONPATH")
@@ -119,7 +119,7 @@ class Job:
 
         The ranks' own command is not in it: it travels as JSON, so that no shell sees it.
         """
-        module = ["-m", "usbyte.run.agent"]
+        module = ["-m", "usbyte.launch.agent"]
         if host.local:
             return [sys.executable, *module]
         path = agent_env().get("PYTHONPATH")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from usbyte.cli.findings import Finding
+from usbyte.cli.doctor.findings import Finding
 
 _NET = Path("/sys/class/net")
 _CGROUP = Path("/sys/fs/cgroup")

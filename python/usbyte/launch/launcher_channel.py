@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from usbyte.run.hosts import Placement
-from usbyte.run.output import LineCutter
-from usbyte.run.wire import EVENT, Frame, FrameReader, encode_message
+from usbyte.launch.hosts import Placement
+from usbyte.launch.output import LineCutter
+from usbyte.launch.protocol import EVENT, Frame, FrameReader, encode_message
 
 _CHUNK_BYTES = 1 << 16
 _EXIT_SECONDS = 1.0

@@ -10,12 +10,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from usbyte.cluster_env import MOST_RANKS
-from usbyte.run.agent import GRACE_SECONDS
-from usbyte.run.hosts import Host, Placement, place
-from usbyte.run.job import Job
-from usbyte.run.launcher import Launcher
-from usbyte.run.output import Output
-from usbyte.run.processes import SignalWake
+from usbyte.launch.agent import GRACE_SECONDS
+from usbyte.launch.hosts import Host, Placement, place
+from usbyte.launch.job import Job
+from usbyte.launch.launcher import Launcher
+from usbyte.launch.output import Output
+from usbyte.launch.process_tree import SignalWake
 
 # Before a host that was lost is tried again: its agent may be ending ranks, cut off as it is.
 _PAUSE_SECONDS = GRACE_SECONDS + 6.0

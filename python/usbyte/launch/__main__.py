@@ -1,0 +1,5 @@
+"""`python -m usbyte.launch` is `usbyterun`."""
+
+from usbyte.launch import main
+
+main()

@@ -1,5 +1,0 @@
-"""`python -m usbyte.run` is `usbyterun`."""
-
-from usbyte.run import main
-
-main()
