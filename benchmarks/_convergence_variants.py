@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.compression import Rules
+from usbyte.torch.compression.codecs import Rules
 
 UNCOMPRESSED = "uncompressed"
 

@@ -39,8 +39,8 @@ from routes import connect
 from usbyte import _core
 from usbyte.cli._options import BYTES
 from usbyte.planning.profiles import line
-from usbyte.torch.coded_plans import CodedPlans
-from usbyte.torch.mesh import MeshCommunicator
+from usbyte.torch.comm.hierarchical import MeshCommunicator
+from usbyte.torch.plan.codec_selection import CodedPlans
 
 _READY_S = 1e-6  # when the gradient of the profile is there
 _CHECKED = 10_000  # elements

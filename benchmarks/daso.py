@@ -26,8 +26,8 @@ import usbyte.torch as ub
 from _convergence_jobs import JOBS, Job
 from _daso_page import EPOCHS, SYNCHRONOUS, VARIANTS, Result, Variant, page
 from usbyte.cli._options import Parsed, check_writable, listed, write_text
-from usbyte.torch.context import current
-from usbyte.torch.lines import host_topology
+from usbyte.torch.comm.topology import host_topology
+from usbyte.torch.world.world import current
 
 _SEEDS = {"digits": 2, "char_gpt": 1, "char_gpt_sgd": 1}
 #: About half a pass over the text: the emulated hosts share the cores.

@@ -171,8 +171,10 @@ def _rank_of_two(device: str, results: Path) -> None:
         os.environ["NCCL_HOSTID"] = f"usbyte-{rank}"
         torch.cuda.set_device(rank % torch.cuda.device_count())
     # What plans cost is not asked here, and probing takes long where ranks share a GPU.
-    vars(importlib.import_module("usbyte.torch.probe")).update(_SPAN=1, _FEWEST_GROUPS=2)
-    vars(importlib.import_module("usbyte.torch.transport")).update(LARGEST_BYTES=1 << 14)
+    vars(importlib.import_module("usbyte.torch.comm.probe")).update(_SPAN=1, _FEWEST_GROUPS=2)
+    vars(importlib.import_module("usbyte.torch.optimizer.gradients.plan_executor")).update(
+        LARGEST_BYTES=1 << 14
+    )
     ub.init()
     found = [host_times(device, policy, 12) for policy in ("wfbp", "ddp")]
     if ub.rank() == 0:

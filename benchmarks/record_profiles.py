@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import usbyte.torch as ub
 from _models import JOBS
-from usbyte.torch.profiling import to_json
+from usbyte.torch.profiler.api import to_json
 
 _FOLDER = Path(__file__).parents[1] / "python" / "usbyte" / "planning" / "recorded"
 

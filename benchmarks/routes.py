@@ -35,11 +35,11 @@ from usbyte._util import units
 from usbyte.cli._options import BYTES, Parsed
 from usbyte.planning.cost_fit import fit
 from usbyte.planning.profiles import line
-from usbyte.torch import communicators
-from usbyte.torch.context import current
-from usbyte.torch.device import Device
-from usbyte.torch.mesh import MeshCommunicator
-from usbyte.torch.probe import measure, measure_dimensions
+from usbyte.torch.comm import factory
+from usbyte.torch.comm.hierarchical import MeshCommunicator
+from usbyte.torch.comm.probe import measure, measure_dimensions
+from usbyte.torch.runtime.device import Device
+from usbyte.torch.world.world import current
 
 
 @dataclass
@@ -106,7 +106,7 @@ def connect(topology: str, largest: int) -> tuple[MeshCommunicator, _core.Networ
         ClickException: There is one dimension only.
     """
     context = current()
-    mesh = communicators.connect(context, Device(), topology)
+    mesh = factory.connect(context, Device(), topology)
     if not isinstance(mesh, MeshCommunicator):
         raise click.ClickException("this network has one dimension only")
     rows = measure(context, mesh, largest)

@@ -37,8 +37,8 @@ from rich.table import Table
 import usbyte.torch as ub
 from usbyte import _core
 from usbyte._util import units
-from usbyte.torch import context
-from usbyte.torch.exchange import TorchExchange
+from usbyte.torch.comm.sparse_exchange import TorchExchange
+from usbyte.torch.world import world
 
 
 def draw(rows: int, density: float, zipf: float, seed: int) -> np.ndarray:
@@ -145,7 +145,7 @@ def main(
 ) -> None:
     """Prints a table for each density."""
     ub.init()
-    exchange = TorchExchange(context.current().new_group())
+    exchange = TorchExchange(world.current().new_group())
     names = schemes.split(",") if schemes else _core.sparse_schemes()
     bytes_per_s = units.parse_rate(rate)
     for d in map(float, density.split(",")):

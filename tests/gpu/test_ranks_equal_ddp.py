@@ -86,7 +86,10 @@ def test_four_ranks_closely(compare):
 
 def routed(transport, rank, size, topology):
     os.environ["USBYTE_TOPOLOGY"] = topology
-    moves, plans = importlib.import_module("usbyte.torch.transport").Transport, []
+    moves, plans = (
+        importlib.import_module("usbyte.torch.optimizer.gradients.plan_executor").Transport,
+        [],
+    )
     adopt = moves.adopt
     moves.adopt = lambda self, plan, learning: (plans.append(plan), adopt(self, plan, learning))[1]
     modes = [("backward", "themis"), ("forward", "themis")]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from usbyte.torch import context
-from usbyte.torch.eager import EagerQueue
+from usbyte.torch.eager.queue import EagerQueue
+from usbyte.torch.world import world
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def eager(rank, size, limit_s=60.0, warning_s=0.0, on_fault=lambda text: text):
         dist.new_group(timeout=timedelta(seconds=60)),
         shared, rank, size, limit_s, warning_s, on_fault,
     )  # fmt: skip
-    context.current = lambda: SimpleNamespace(rank=rank, size=size, eager=queue)
+    world.current = lambda: SimpleNamespace(rank=rank, size=size, eager=queue)
     dist.barrier()  # the store may go when rank 0 does
     try:
         yield queue

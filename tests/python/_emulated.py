@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from usbyte import _core
-from usbyte.torch.device import CudaDevice, Fetched
+from usbyte.torch.runtime.device import CudaDevice, Fetched
 
 
 class EmulatedDevice(CudaDevice):
@@ -43,6 +43,6 @@ class EmulatedDevice(CudaDevice):
 def emulate() -> EmulatedDevice:
     """From now on parameters of this process count as on that device."""
     device = EmulatedDevice()
-    module = importlib.import_module("usbyte.torch.device")
+    module = importlib.import_module("usbyte.torch.runtime.device")
     module.device_at = lambda _: device
     return device

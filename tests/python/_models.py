@@ -68,9 +68,9 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def short_probes() -> None:
     """Has little of the network measured, as in all ranks that tests run: they ask for no costs."""
-    probe = importlib.import_module("usbyte.torch.probe")
+    probe = importlib.import_module("usbyte.torch.comm.probe")
     probe._SPAN, probe._FEWEST_GROUPS, probe._SHOTS = 1, 2, 4
-    transport = importlib.import_module("usbyte.torch.transport")
+    transport = importlib.import_module("usbyte.torch.optimizer.gradients.plan_executor")
     assert {"LARGEST_BYTES", "measure", "measure_dimensions"} <= vars(transport).keys()
     transport.LARGEST_BYTES = 1 << 14
     transport.measure = partial(probe.measure, repeats=1)

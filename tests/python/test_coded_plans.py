@@ -13,8 +13,8 @@ from _emulated import emulate
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch import planning
-from usbyte.torch.compression import Choices, choices_of
+from usbyte.torch.compression.codecs import Choices, choices_of
+from usbyte.torch.plan import planner
 
 
 def chooses(rank, size):
@@ -28,7 +28,7 @@ def chooses(rank, size):
     chosen = {}
     for bytes_per_s in (1e5, 1e13):
         network = _core.NetworkModel.ring(size, 1e-6, bytes_per_s)
-        planning.fit = lambda _size, _measured, network=network: network
+        planner.fit = lambda _size, _measured, network=network: network
         told.clear()
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -53,7 +53,7 @@ def chooses(rank, size):
 
 def tried(rank, size, tune_steps):
     ub.init()
-    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e5)
+    planner.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e5)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     opt = ub.DistributedOptimizer(
@@ -91,7 +91,7 @@ def test_without_trials_the_prediction_decides():
 
 def leaves_alone(rank, size):
     ub.init()
-    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 0.0, 1e13)
+    planner.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 0.0, 1e13)
     model = nn.Linear(64, 64)
     opt = ub.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
@@ -112,7 +112,7 @@ def test_what_a_policy_leaves_alone_stays_so():
 def on_a_device(rank, size):
     device = emulate()
     ub.init()
-    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e5)
+    planner.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1e-6, 1e5)
     measure, measured = _core.measure_codec, []
 
     def recorded(spec, _budget_s, place):

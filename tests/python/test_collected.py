@@ -16,7 +16,7 @@ import usbyte.torch as ub
 from _models import OPTIMIZERS, Awkward, groups
 from _ranks import run_ranks
 from usbyte.errors import FaultError, UsageError
-from usbyte.torch.awaited import forget_dead
+from usbyte.torch.lazy_tensor import forget_dead
 
 LEARNED = {"USBYTE_LEARNING_STEPS": "2"}
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from _ranks import run_ranks
 from usbyte.errors import UsageError
-from usbyte.torch.collectives import all_gather_ranges, ring_reduce_scatter
+from usbyte.torch.runtime.ring import all_gather_ranges, ring_reduce_scatter
 
 OPS = {
     dist.ReduceOp.SUM: torch.add,

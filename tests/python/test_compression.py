@@ -15,8 +15,8 @@ from _models import OPTIMIZERS, Awkward, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, PlanError, UsageError
-from usbyte.torch.codec_memory import Memory
-from usbyte.torch.compression import Codec, choices_of, codecs_of
+from usbyte.torch.compression.codecs import Codec, choices_of, codecs_of
+from usbyte.torch.compression.state import Memory
 
 
 def test_names_are_those_of_the_core():

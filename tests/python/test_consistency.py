@@ -11,7 +11,7 @@ from torch import nn
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import Error, MismatchError
-from usbyte.torch.consistency import options_of
+from usbyte.torch.optimizer.gradients.step_checksum import options_of
 
 _EVERY = 4
 _ENV = {"USBYTE_LEARNING_STEPS": "3", "USBYTE_CHECK_STEPS": str(_EVERY)}

@@ -22,7 +22,8 @@ from run_support import has_ipv6
 from usbyte._core import Env
 from usbyte.cluster_env import detect
 from usbyte.errors import EnvError, UsageError
-from usbyte.torch import context, default_group
+from usbyte.torch.runtime import default_group
+from usbyte.torch.world import world
 
 
 def exits(rank, size, path):
@@ -47,7 +48,7 @@ def test_shutdown_applies_the_last_update(tmp_path):
 
 def closes_again(rank, size):
     ub.init()
-    run = context.current()
+    run = world.current()
     ub.shutdown()
     run.close()
 

@@ -21,7 +21,7 @@ from _hosts import on_hosts
 from _models import Awkward, difference
 from _ranks import run_ranks
 from usbyte.errors import Error, FaultError, MismatchError, UsageError
-from usbyte.torch.daso_schedule import DasoSchedule
+from usbyte.torch.daso.schedule import DasoSchedule
 
 NUMEL, LR, MOMENTUM = 5, 0.1, 0.5
 

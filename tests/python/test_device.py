@@ -16,8 +16,8 @@ from _models import OPTIMIZERS, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, FaultError, UsageError
-from usbyte.torch.device import Device, device_of, passed
-from usbyte.torch.recording import Recorder
+from usbyte.torch.profiler.recorder import Recorder
+from usbyte.torch.runtime.device import Device, device_of, passed
 
 
 def equals_ddp(rank, size, optimizers, tolerance, double):

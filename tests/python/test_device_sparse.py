@@ -14,7 +14,7 @@ from _emulated import EmulatedDevice, emulate
 from _ranks import run_ranks
 from test_sparse import Words, batches, difference, is_seldom, make_optimizer, train
 from usbyte.errors import UsageError
-from usbyte.torch.sparse import Rows
+from usbyte.torch.plan.sparse import Rows
 
 MODES = ("backward", "forward")
 

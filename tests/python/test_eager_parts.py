@@ -9,16 +9,18 @@ import torch.distributed as dist
 
 from _eager import same
 from usbyte.errors import UsageError
-from usbyte.torch import context, ops, store
-from usbyte.torch.eager import EagerQueue
-from usbyte.torch.matching import Descriptor, match, name_ranks
-from usbyte.torch.peers import Peers
-from usbyte.torch.reduction import ReduceOp
+from usbyte.torch.api import collectives as ops
+from usbyte.torch.eager.descriptors import Descriptor, match, name_ranks
+from usbyte.torch.eager.queue import EagerQueue
+from usbyte.torch.eager.rank_group_ops import Peers
+from usbyte.torch.reduce_op import ReduceOp
+from usbyte.torch.runtime import store
+from usbyte.torch.world import world
 
 
 def test_one_rank_needs_neither_thread_nor_store(monkeypatch):
     queue = EagerQueue(None, None, 0, 1, 1.0, 1.0, str)
-    monkeypatch.setattr(context, "current", lambda: SimpleNamespace(rank=0, size=1, eager=queue))
+    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(rank=0, size=1, eager=queue))
     x = torch.arange(6.0).view(3, 2)
     for result in [
         ops.allreduce(x), ops.allgather(x), ops.broadcast(x, 0), ops.reducescatter(x),

@@ -14,7 +14,7 @@ from _emulated import EmulatedDevice, emulate
 from _models import difference, train
 from _ranks import run_ranks
 from usbyte.errors import UsageError
-from usbyte.torch.fused import FusedUpdate
+from usbyte.torch.optimizer.fused import FusedUpdate
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
@@ -35,7 +35,7 @@ def device(monkeypatch):
     """The kernels of the device, run on the host."""
     device = EmulatedDevice()
     monkeypatch.setattr(
-        importlib.import_module("usbyte.torch.device"), "device_at", lambda _: device
+        importlib.import_module("usbyte.torch.runtime.device"), "device_at", lambda _: device
     )
 
 

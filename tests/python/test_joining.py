@@ -12,7 +12,7 @@ import torch
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.context import current
+from usbyte.torch.world.world import current
 
 
 def metrics(rank, size):

@@ -14,8 +14,8 @@ from _hosts import on_hosts
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.context import current
-from usbyte.torch.lines import host_topology, line_groups
+from usbyte.torch.comm.topology import host_topology, line_groups
+from usbyte.torch.world.world import current
 
 
 def members(rank, size, sizes, as_topology):

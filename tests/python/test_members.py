@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import FaultError, MismatchError, UsageError
-from usbyte.torch.context import current
-from usbyte.torch.groups import gloo_group
+from usbyte.torch.runtime.process_groups import gloo_group
+from usbyte.torch.world.world import current
 
 STEPS = 12
 

@@ -22,12 +22,12 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.planning.profiles import line
-from usbyte.torch.arena import USED
-from usbyte.torch.codec_memory import Memory
-from usbyte.torch.coded_plans import CodedPlans
-from usbyte.torch.lines import sizes_of
-from usbyte.torch.mesh import parse
-from usbyte.torch.transport import Transport
+from usbyte.torch.comm.hierarchical import parse
+from usbyte.torch.comm.topology import sizes_of
+from usbyte.torch.compression.state import Memory
+from usbyte.torch.optimizer.gradients.flat_buffer import USED
+from usbyte.torch.optimizer.gradients.plan_executor import Transport
+from usbyte.torch.plan.codec_selection import CodedPlans
 
 LEARN_FAST = {"USBYTE_LEARNING_STEPS": "2"}
 
@@ -144,7 +144,7 @@ def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
     # one counts for nothing, and the other is slow.
     cost = _core.CodecCost(*[_core.AlphaBeta(1e-9, 1e-12)] * 2)
     CodedPlans._measure = lambda _plans, _spec: cost
-    planning = importlib.import_module("usbyte.torch.planning")
+    planning = importlib.import_module("usbyte.torch.plan.planner")
     planning.fit = lambda size, _rows: _core.NetworkModel(size, [_core.AlphaBeta(1e-2, 1e-7)])
     expected = train("ddp", "sgd", rank, size, steps=12)
     if on_device:

@@ -16,7 +16,7 @@ import pytest
 
 from usbyte import _core
 from usbyte.errors import FaultError, UsageError
-from usbyte.torch.communicator import shards
+from usbyte.torch.comm.process_group import shards
 
 
 def topology(*sizes):

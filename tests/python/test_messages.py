@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from usbyte.errors import MismatchError
-from usbyte.torch.matching import Descriptor, Verdict, match
-from usbyte.torch.messages import read
-from usbyte.torch.operation_names import OperationName
-from usbyte.torch.progress import behind, last_operations, read_state
+from usbyte.torch.eager.descriptors import Descriptor, Verdict, match
+from usbyte.torch.eager.operation_names import OperationName
+from usbyte.torch.fault.report import behind, last_operations, read_state
+from usbyte.torch.runtime.messages import read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz" / "python"))
 import fuzz_descriptors

@@ -14,13 +14,13 @@ from _emulated import EmulatedDevice, emulate
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
-from usbyte.torch import communicators
-from usbyte.torch.communicators import connect
-from usbyte.torch.context import current
-from usbyte.torch.device import Device
-from usbyte.torch.mesh import MeshCommunicator
-from usbyte.torch.nccl import NcclCommunicator, _Offer, _problem, agree, wheels
-from usbyte.torch.staged import StagedCommunicator
+from usbyte.torch.comm import factory
+from usbyte.torch.comm.factory import connect
+from usbyte.torch.comm.hierarchical import MeshCommunicator
+from usbyte.torch.comm.host_staged import StagedCommunicator
+from usbyte.torch.comm.nccl import NcclCommunicator, _Offer, _problem, agree, wheels
+from usbyte.torch.runtime.device import Device
+from usbyte.torch.world.world import current
 
 SOURCE = Path(__file__).parents[1] / "cpp" / "fake_libnccl.c"
 
@@ -176,7 +176,7 @@ def makes_lines(rank, size, library):
     device.identity = lambda: str(rank)
     context = current()
     nccl = SimpleNamespace(unique_id=lambda: os.urandom(128))
-    communicators.agree = lambda *args: nccl if args[-1] else None
+    factory.agree = lambda *args: nccl if args[-1] else None
     _core.NcclCommunicator = _core.StreamMeshCommunicator = Made
     mesh = connect(context, device, "3x1x2")
     assert isinstance(mesh, MeshCommunicator)

@@ -15,11 +15,11 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import EnvError, FaultError, MismatchError
 from usbyte.planning.profiles import line
-from usbyte.torch.collectives import abort
-from usbyte.torch.communicators import connect
-from usbyte.torch.context import current
-from usbyte.torch.device import Device
-from usbyte.torch.one_shot import OneShot, most_one_shot_bytes
+from usbyte.torch.comm.direct_allreduce import OneShot, most_one_shot_bytes
+from usbyte.torch.comm.factory import connect
+from usbyte.torch.runtime.device import Device
+from usbyte.torch.runtime.ring import abort
+from usbyte.torch.world.world import current
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 

@@ -9,8 +9,9 @@ import torch
 from _eager import eager, same
 from _ranks import run_ranks
 from usbyte.errors import UsageError
-from usbyte.torch import operations, ops
-from usbyte.torch.compression import Compression
+from usbyte.torch.api import collectives as ops
+from usbyte.torch.compression.codecs import Compression
+from usbyte.torch.eager import operations
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

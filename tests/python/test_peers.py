@@ -9,9 +9,9 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from test_wire import MATRIX, Local, refused, without_memory
 from usbyte.errors import FaultError, MismatchError, UsageError
-from usbyte.torch import operations
-from usbyte.torch.context import current
-from usbyte.torch.operation_names import OperationName
+from usbyte.torch.eager import operations
+from usbyte.torch.eager.operation_names import OperationName
+from usbyte.torch.world.world import current
 
 
 def objects(rank, size):

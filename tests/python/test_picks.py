@@ -12,8 +12,8 @@ import usbyte.torch as ub
 from _emulated import emulate
 from _ranks import run_ranks
 from usbyte import _core
-from usbyte.torch import planning
-from usbyte.torch.context import current
+from usbyte.torch.plan import planner
+from usbyte.torch.world.world import current
 
 
 def with_scheme(plan, scheme):
@@ -65,7 +65,7 @@ def trained(rank, spec, scheme, overlap, steps=10):
 
 def equal(rank, size, spec):
     ub.init()
-    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1.0, 1e9)
+    planner.fit = lambda _size, _measured: _core.NetworkModel.ring(size, 1.0, 1e9)
     for overlap in ("backward", "forward"):
         want, want_left, _ = trained(rank, spec, "", overlap)
         got, left, produced = trained(rank, spec, "zen", overlap)
@@ -100,7 +100,7 @@ def chooses(rank, size, factor):
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)
-    planning.fit = lambda _size, _measured: _core.NetworkModel.ring(size, factor, 1e5)
+    planner.fit = lambda _size, _measured: _core.NetworkModel.ring(size, factor, 1e5)
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     opt = ub.DistributedOptimizer(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from usbyte import _core
 from usbyte.errors import PlanError, UsageError
-from usbyte.torch.transport import arriving_together
+from usbyte.torch.optimizer.gradients.plan_executor import arriving_together
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather"]
 

@@ -15,9 +15,9 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.planning.cost_fit import Measured, fit
-from usbyte.torch.communicator import Staging
-from usbyte.torch.drift import Drift
-from usbyte.torch.learning import NEVER, Iteration, Learning
+from usbyte.torch.comm.process_group import Staging
+from usbyte.torch.plan.drift import Drift
+from usbyte.torch.plan.measurement import NEVER, Iteration, Learning
 
 
 def every_policy(rank, size, optimizers, tolerance, double):

@@ -28,7 +28,7 @@ from usbyte.planning.cost_fit import (
     fit_lines,
 )
 
-probe = importlib.import_module("usbyte.torch.probe")  # ub.probe is the function
+probe = importlib.import_module("usbyte.torch.comm.probe")  # ub.probe is the function
 
 
 def usbyte_probe(tmp_path, *arguments, ranks=1):

@@ -13,7 +13,7 @@ import usbyte.torch as ub
 from _eager import same
 from _ranks import run_ranks
 from usbyte.errors import FaultError, MismatchError, UsageError
-from usbyte.torch.process_sets import ranks_of
+from usbyte.torch.world.process_sets import ranks_of
 
 
 def _values(rank, members, among):

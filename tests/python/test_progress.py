@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from usbyte.torch.calls import Calls
-from usbyte.torch.mailbox import Mailbox
-from usbyte.torch.progress import behind, last_operations
+from usbyte.torch.fault.report import behind, last_operations
+from usbyte.torch.runtime.message_queue import Mailbox
+from usbyte.torch.runtime.worker_thread import Calls
 
 
 def test_messages_arrive_once_each_and_in_the_order_of_their_sender():

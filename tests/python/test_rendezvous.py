@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from usbyte.cluster_env import JOB_KEY, Cluster
 from usbyte.errors import EnvError, UsageError
-from usbyte.torch import rendezvous
-from usbyte.torch.credential import Credential
-from usbyte.torch.places import Place, local_ranks, place_here
-from usbyte.torch.rendezvous import Join, Met, Rendezvous
+from usbyte.torch.runtime import rendezvous
+from usbyte.torch.runtime.credential import Credential
+from usbyte.torch.runtime.placement import Place, local_ranks, place_here
+from usbyte.torch.runtime.rendezvous import Join, Met, Rendezvous
 
 TOKEN = "0123456789abcdef" * 2
 LONG_S = 120.0  # never reached: every test that waits so long is ended by an answer

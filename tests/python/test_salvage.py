@@ -19,11 +19,11 @@ from torch import nn
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import FaultError
-from usbyte.torch import context
-from usbyte.torch.awaited import hold, release
-from usbyte.torch.codec_memory import MEMORY
-from usbyte.torch.context import current
-from usbyte.torch.salvage import Judgement, Left, Salvage, judge, torn
+from usbyte.torch.compression.state import MEMORY
+from usbyte.torch.fault.recovery import Judgement, Left, Salvage, judge, torn
+from usbyte.torch.lazy_tensor import hold, release
+from usbyte.torch.world import world
+from usbyte.torch.world.world import current
 
 STEPS = 9  # before the fault; more than are learned
 LIMITS = {"USBYTE_STALL_WARNING_S": "1", "USBYTE_STALL_LIMIT_S": "4"}
@@ -193,7 +193,7 @@ def ends_while_others_begin(rank, size):
         store.set_timeout(timedelta(seconds=0.5))  # to connect again
         return board(store, *args)
 
-    board, context.FaultBoard = context.FaultBoard, late
+    board, world.FaultBoard = world.FaultBoard, late
     with pytest.raises(FaultError) as raised:
         ub.init()
     assert not ub.is_initialized()

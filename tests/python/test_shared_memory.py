@@ -7,7 +7,7 @@ from torch import nn
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import UsageError
-from usbyte.torch.shared_memory import sharing_memory
+from usbyte.torch.optimizer.compat.shared_memory import sharing_memory
 
 
 class _Tied(nn.Module):

@@ -18,7 +18,7 @@ from _models import warnings_from_now_on
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.sparse import (
+from usbyte.torch.plan.sparse import (
     Counts,
     DensityDrift,
     RowCounts,
@@ -218,7 +218,7 @@ def test_sparse_gradients_of_earlier_micro_batches_become_dense():
 
 def has_other_rows(rank, size):
     """One rank alone finds another scheme faster; all learn anew, which changes no number."""
-    importlib.import_module("usbyte.torch.sparse")._WINDOW = 2
+    importlib.import_module("usbyte.torch.plan.sparse")._WINDOW = 2
     ub.init()
     steps = 30
     model = Words()

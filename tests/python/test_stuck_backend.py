@@ -13,9 +13,9 @@ import torch
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import FaultError
-from usbyte.torch.communicator import TorchCommunicator
-from usbyte.torch.context import current
-from usbyte.torch.peers import Peers
+from usbyte.torch.comm.process_group import TorchCommunicator
+from usbyte.torch.eager.rank_group_ops import Peers
+from usbyte.torch.world.world import current
 
 
 def overlooked(kind, name):

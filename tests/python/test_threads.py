@@ -23,8 +23,8 @@ from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, UsageError
-from usbyte.torch.context import current
-from usbyte.torch.fault import FaultBoard
+from usbyte.torch.fault.coordinator import FaultBoard
+from usbyte.torch.world.world import current
 
 LEARNING = {"USBYTE_LEARNING_STEPS": "2"}
 
@@ -104,7 +104,7 @@ def decides(rank, size, policy, drains):
     Returns the overlaps one after the other, and how often it was told of threads.
     """
     ub.init()
-    importlib.import_module("usbyte.torch.planning")._WORTH_FORWARD = -10.0  # always
+    importlib.import_module("usbyte.torch.plan.planner")._WORTH_FORWARD = -10.0  # always
     warnings = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())

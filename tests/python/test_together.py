@@ -15,7 +15,7 @@ from _ranks import run_ranks
 from usbyte.errors import Error
 
 LEARNING = {"USBYTE_LEARNING_STEPS": "2"}
-PENDING = importlib.import_module("usbyte.torch.pending")
+PENDING = importlib.import_module("usbyte.torch.optimizer.overlap.deferred_queue")
 
 
 def layers():

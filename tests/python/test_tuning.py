@@ -23,8 +23,8 @@ from usbyte.cli._options import all_schemes, parse_scheme
 from usbyte.errors import UsageError
 from usbyte.planning import profiles, tuning
 from usbyte.planning.tuning import searches
-from usbyte.torch import drift, plan_cycle
-from usbyte.torch.stopwatch import Stopwatch
+from usbyte.torch.plan import drift, lifecycle
+from usbyte.torch.plan.stopwatch import Stopwatch
 
 MIB = 1 << 20
 
@@ -395,7 +395,7 @@ def knows_its_first_trial(rank, size):
     ub.init()
     tuning.TRIED["auto"] = fixed_trials
     took = iter([4.0, 3.0, 2.0, 4.5, 2.5])  # three plans; the two fastest again
-    plan_cycle.Stopwatch = type("Fixed", (Stopwatch,), {"step_s": property(lambda _: next(took))})
+    lifecycle.Stopwatch = type("Fixed", (Stopwatch,), {"step_s": property(lambda _: next(took))})
     seen = []
 
     def on_step(_step, _model, opt):

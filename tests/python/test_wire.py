@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch import wire
+from usbyte.torch.eager import serialization
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz" / "python"))
 import fuzz_wire
@@ -22,7 +22,7 @@ MATRIX = NUMBERS.view(4, 6)
 
 
 def sent(obj):
-    return wire.from_bytes(wire.to_bytes(obj))
+    return serialization.from_bytes(serialization.to_bytes(obj))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_elements_that_overlap_and_large_gaps_are_not_sent(tensor):
     found = sent(tensor)
     assert torch.equal(found, tensor)
     assert found.is_contiguous()
-    assert len(wire.to_bytes(tensor)) < 4 * tensor.numel() + 200
+    assert len(serialization.to_bytes(tensor)) < 4 * tensor.numel() + 200
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def refused():
 def test_what_cannot_be_sent_is_a_usage_error():
     for obj, told in refused() + without_memory():
         with pytest.raises(UsageError, match=told):
-            wire.encode(obj)
+            serialization.encode(obj)
 
 
 def message(structure, content=b""):
@@ -192,7 +192,7 @@ def sparse(index, content=b"\0\0\x80?", coalesced=True):
 
 
 def test_bytes_that_nobody_sends_are_refused():
-    assert wire.from_bytes(sparse([1])).to_dense().tolist() == [0, 1]
+    assert serialization.from_bytes(sparse([1])).to_dense().tolist() == [0, 1]
     nested = b'{"list": [' * 20_000 + b"]}" * 20_000
     array = {"array": [2], "strides": [1], "dtype": "int64"}
     for payload in [
@@ -214,18 +214,18 @@ def test_bytes_that_nobody_sends_are_refused():
         message(array | {"dtype": "bfloat16"}, b"1234"), message(array | {"more": 1}, b"1" * 16),
     ]:  # fmt: skip
         with pytest.raises(MismatchError, match=r"cannot be read: (.|\n)*the same version"):
-            wire.from_bytes(payload, "what rank 1 has sent")
+            serialization.from_bytes(payload, "what rank 1 has sent")
 
 
 def test_a_device_that_this_rank_lacks_is_the_cpu():
-    found = wire.from_bytes(message(tensor([1], device="xla"), (7).to_bytes(8, "little")))
+    found = serialization.from_bytes(message(tensor([1], device="xla"), (7).to_bytes(8, "little")))
     assert found.device.type == "cpu"
     assert found.tolist() == [7]
 
 
 def test_changed_messages_are_read_or_refused():
     seeds = [
-        wire.to_message(obj)
+        serialization.to_message(obj)
         for obj in (
             [1, 2.5, "text", None, True, {"a": (1, [2])}],
             {"w": MATRIX.t(), "e": torch.ones(1).expand(3)},

@@ -18,9 +18,9 @@ import usbyte.torch as ub
 from _models import difference
 from _ranks import run_ranks
 from usbyte.errors import Error, UsageError
-from usbyte.torch import known
-from usbyte.torch.fused import FusedUpdate
-from usbyte.torch.snapshots import hyper_parameters, is_same
+from usbyte.torch.optimizer.compat import known_optimizers
+from usbyte.torch.optimizer.fused import FusedUpdate
+from usbyte.torch.optimizer.hyperparam_snapshot import hyper_parameters, is_same
 
 FORWARD = {"overlap": "forward", "policy": "wfbp"}
 STEPS = 8
@@ -436,9 +436,9 @@ def test_what_would_run_is_whether_a_step_is_replaced(name):
         opt = kind([nn.Parameter(torch.ones(3))], lr=0.1)
         if (step := make(opt)) is not None:
             opt.step = step
-        assert known.step_is_replaced(opt) == is_replaced
-        assert known.is_known(opt) == (kind is torch.optim.SGD and not is_replaced)
-        assert known.calls_closure_first(opt) == known.is_known(opt)
+        assert known_optimizers.step_is_replaced(opt) == is_replaced
+        assert known_optimizers.is_known(opt) == (kind is torch.optim.SGD and not is_replaced)
+        assert known_optimizers.calls_closure_first(opt) == known_optimizers.is_known(opt)
 
 
 def test_a_replaced_step_is_not_sharded_or_fused(single):

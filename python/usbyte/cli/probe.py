@@ -111,9 +111,9 @@ def probe(
 
     import usbyte.torch as ub
     from usbyte.planning.cost_fit import concurrent, fit, fit_lines
-    from usbyte.torch.context import current
-    from usbyte.torch.device import device_at
-    from usbyte.torch.probe import measure_apart
+    from usbyte.torch.comm.probe import measure_apart
+    from usbyte.torch.runtime.device import device_at
+    from usbyte.torch.world.world import current
 
     ub.init()
     if device == "cuda":

@@ -76,9 +76,9 @@ def profile(
     cluster = detect()
     if cluster.rank == 0:
         check_writable(output, inputs=[] if module else [script])
-    from usbyte.torch.context import is_initialized
-    from usbyte.torch.profiling import to_json
-    from usbyte.torch.watching import Enough, Watch
+    from usbyte.torch.profiler.api import to_json
+    from usbyte.torch.profiler.script_recorder import Enough, Watch
+    from usbyte.torch.world.world import is_initialized
 
     def finish(result: _core.Profile) -> None:
         if cluster.rank > 0:

@@ -9,20 +9,20 @@ it as `hvd`; docs/migrating.md tells what differs.
 import typing as _typing
 
 from usbyte.errors import UsageError as _UsageError
-from usbyte.torch import scaling as _scaling  # noqa: F401
-from usbyte.torch.basics import *
-from usbyte.torch.compression import Compression as Compression
-from usbyte.torch.context import *
-from usbyte.torch.daso import *
-from usbyte.torch.ddp import *
-from usbyte.torch.functions import *
-from usbyte.torch.joining import *
-from usbyte.torch.ops import *
-from usbyte.torch.optimizer import *
-from usbyte.torch.probe import *
-from usbyte.torch.process_sets import *
-from usbyte.torch.profiling import *
-from usbyte.torch.reductions import *
+from usbyte.torch.api.basics import *
+from usbyte.torch.api.broadcast import *
+from usbyte.torch.api.collectives import *
+from usbyte.torch.api.ddp_comm_hook import *
+from usbyte.torch.api.join import *
+from usbyte.torch.api.reductions import *
+from usbyte.torch.comm.probe import *
+from usbyte.torch.compression.codecs import Compression as Compression
+from usbyte.torch.daso.optimizer import *
+from usbyte.torch.optimizer.compat import grad_scaler as _scaling  # noqa: F401
+from usbyte.torch.optimizer.distributed_optimizer import *
+from usbyte.torch.profiler.api import *
+from usbyte.torch.world.process_sets import *
+from usbyte.torch.world.world import *
 
 _NOT_HERE = {
     "Adasum": "usbyte has no Adasum: use op=Average, and scale the learning rate by size()",

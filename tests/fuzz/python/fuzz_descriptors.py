@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from usbyte.errors import Error
-from usbyte.torch.decision import Decision
-from usbyte.torch.matching import Descriptor, Verdict, match
-from usbyte.torch.progress import behind, last_operations, read_state
+from usbyte.torch.eager.descriptors import Descriptor, Verdict, match
+from usbyte.torch.fault.report import behind, last_operations, read_state
+from usbyte.torch.plan.decision import Decision
 
 
 def one_input(data: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from usbyte.errors import Error
-from usbyte.torch.wire import from_bytes, open_message
+from usbyte.torch.eager.serialization import from_bytes, open_message
 
 
 def one_input(data: bytes) -> None:

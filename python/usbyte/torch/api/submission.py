@@ -1,0 +1,102 @@
+"""What the public collectives share: their compression, and the way to their queue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from usbyte.errors import UsageError
+from usbyte.torch.eager.operation_names import OperationName
+from usbyte.torch.eager.queue import EagerQueue
+from usbyte.torch.eager.request import Request
+from usbyte.torch.runtime.tensor_checks import check_plain
+from usbyte.torch.world import world
+from usbyte.torch.world.process_sets import Members, global_process_set
+
+_NAME_BYTES = 4096  # torch's store drops who sends it a key of 8192
+
+
+class Compressor(Protocol):
+    """Makes a tensor smaller for its journey; `Compression.none`, `.fp16` and `.bf16` do."""
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Returns what travels, and what `decompress` needs besides."""
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Inverse of `compress`."""
+
+
+def queue_of(
+    kind: str, name: str | None, process_set: Members, *tensors: torch.Tensor
+) -> tuple[EagerQueue, OperationName]:
+    """What an operation goes through, and its name there.
+
+    Args:
+        kind: Of the operation.
+        name: As given; an unnamed one is the n-th of its kind.
+        process_set: The ranks that take part.
+        tensors: What the user has passed to it.
+
+    Raises:
+        UsageError: There is no run, this rank does not take part, something is no tensor, or the
+            name is none.
+    """
+    run = world.current()
+    if name is not None and not _is_name(name):
+        raise UsageError(
+            f"{kind}: name must be a string, not {name!r:.80}, that takes {_NAME_BYTES} bytes of "
+            "UTF-8 at most"
+        )
+    what = f"{kind} '{name}'" if name else kind
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(
+                f"{what} takes tensors, not {type(tensor).__name__}: pass torch.tensor(value), or "
+                "send objects with broadcast_object or allgather_object"
+            )
+        check_plain(what, tensor, or_sparse=True)
+    if process_set is global_process_set:
+        queue = run.eager
+    else:
+        queue = run.process_sets.queue(what, process_set)
+    return queue, OperationName.user(name) if name else queue.auto_name(kind)
+
+
+def _is_name(name: object) -> bool:
+    try:
+        return isinstance(name, str) and len(name.encode()) <= _NAME_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
+def first_of(request: Request) -> Request:
+    """The same operation with only the first part of its result."""
+    return replace(request, finish=lambda value: request.finish(value)[0])
+
+
+def compressed(
+    compression: Compressor | None, tensors: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """What travels of each tensor, and what decompressing it needs."""
+    if compression is None:
+        return tensors, [None] * len(tensors)
+    if not callable(getattr(compression, "compress", None)):
+        raise UsageError(
+            f"compression {compression!r} has no compress() and decompress(): use "
+            "Compression.none, .fp16 or .bf16"
+        )
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [tensor for tensor, _ in pairs], [ctx for _, ctx in pairs]
+
+
+def decompressed(
+    compression: Compressor | None, tensors: list[torch.Tensor], contexts: list[Any]
+) -> list[torch.Tensor]:
+    """Inverse of `compressed`."""
+    if compression is None:
+        return tensors
+    return [
+        compression.decompress(tensor, ctx) for tensor, ctx in zip(tensors, contexts, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Communicators that carry out a plan's operations, and measurements of their cost."""

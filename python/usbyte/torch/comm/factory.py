@@ -1,0 +1,114 @@
+"""What gradients travel through: NCCL, the host's network, and dimensions of either."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from usbyte import _core
+from usbyte.errors import MismatchError, UsageError
+from usbyte.torch.comm.direct_allreduce import most_one_shot_bytes
+from usbyte.torch.comm.hierarchical import Given, MeshCommunicator, of_sizes, parse
+from usbyte.torch.comm.host_staged import StagedCommunicator
+from usbyte.torch.comm.nccl import NcclCommunicator, agree
+from usbyte.torch.comm.process_group import TorchCommunicator
+from usbyte.torch.comm.topology import host_topology, line_groups, sizes_of
+from usbyte.torch.runtime.device import CudaDevice, Device
+
+if TYPE_CHECKING:
+    from usbyte.torch.world.world import Context
+
+#: `core` is for the engine; `allocate` makes an arena, `register` names the one in use.
+EngineCommunicator = TorchCommunicator | MeshCommunicator | StagedCommunicator | NcclCommunicator
+
+
+def connect(context: Context, device: Device, topology: Given | None = None) -> EngineCommunicator:
+    """A communicator between all ranks for gradients on `device`. Collective.
+
+    Args:
+        context: The ranks.
+        device: Where gradients are.
+        topology: Dimensions that all_reduces may be routed through; see `mesh.Given`.
+
+    Raises:
+        UsageError: The backend that was asked for cannot be used, or not with dimensions, or
+            there is no such mesh.
+        MismatchError: The ranks would communicate in different ways.
+    """
+    mesh = None if topology is None else _mesh(context, topology)
+    _check_backend(context, device)
+    if not isinstance(device, CudaDevice):
+        return _on_host(context, mesh)
+    env, nccl = context.env, None
+    if env.backend in ("", "nccl"):
+        nccl = agree(context.eager, env, context.rank, device, env.backend, mesh is not None)
+    if nccl is not None:
+        return _on_nccl(context, nccl, device, mesh)
+    return StagedCommunicator(device, _on_host(context, mesh), env.chunk_bytes)
+
+
+def _mesh(context: Context, given: Given) -> _core.Topology:
+    parsed = parse(given, context.size)
+    if isinstance(parsed, str):
+        parsed = host_topology(context)
+    return parsed if isinstance(parsed, _core.Topology) else of_sizes(parsed)
+
+
+def _on_nccl(
+    context: Context, nccl: _core.Nccl, device: CudaDevice, mesh: _core.Topology | None
+) -> NcclCommunicator | MeshCommunicator:
+    flat = NcclCommunicator.of_all(context, nccl, device)
+    if mesh is None or not _has_dimensions(mesh):
+        return flat
+    lines = NcclCommunicator.along_lines(context, nccl, mesh, device)
+    slots = context.env.nccl_communicators
+    return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh), slots=slots)
+
+
+def _on_host(context: Context, mesh: _core.Topology | None) -> TorchCommunicator | MeshCommunicator:
+    flat = _flat(context)
+    if mesh is None or not _has_dimensions(mesh):
+        return flat
+    groups = line_groups(context, mesh)
+    lines = [TorchCommunicator(group) if group is not None else None for group in groups]
+    return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh))
+
+
+def _flat(context: Context) -> TorchCommunicator:
+    sent = context.env.one_shot_bytes
+    others = context.eager.allgather_bytes("usbyte.one_shot", str(sent).encode())
+    for rank, other in enumerate(others):
+        if int(other) != sent:
+            raise MismatchError(
+                f"USBYTE_ONE_SHOT_BYTES is {sent} on rank {context.rank} but {int(other)} on rank "
+                f"{rank}. Give all ranks the same environment."
+            )
+    # Of the backends that torch brings, Gloo alone sends messages with tags beside collectives.
+    most = most_one_shot_bytes(context.size, sent) if context.host_backend == "gloo" else 0
+    group = context.new_group()
+    return TorchCommunicator(group, context.new_group() if most > 0 else None, most)
+
+
+def _check_backend(context: Context, device: Device) -> None:
+    env = context.env
+    mine = [device.torch_device.type, env.backend, env.chunk_bytes]
+    everyone = context.eager.allgather_json("usbyte.backend", mine, tuple[str, str, int])
+    for rank, other in enumerate(everyone):
+        if list(other) != mine:
+            raise MismatchError(
+                f"parameters are on '{mine[0]}', USBYTE_BACKEND is '{mine[1]}' and "
+                f"USBYTE_CHUNK_BYTES {mine[2]} on rank {context.rank}, but '{other[0]}', "
+                f"'{other[1]}' and {other[2]} on rank {rank}. Give all ranks the same."
+            )
+    if env.backend == "nccl" and device.core is None:
+        raise UsageError(
+            "USBYTE_BACKEND=nccl moves CUDA tensors, and this model's parameters are on the "
+            "CPU: move the model with model.cuda() before it is wrapped, or unset it"
+        )
+
+
+def _has_dimensions(mesh: _core.Topology) -> bool:
+    return sum(size > 1 for size in sizes_of(mesh)) > 1
+
+
+def _has_speeds(mesh: _core.Topology) -> bool:
+    return mesh != of_sizes(sizes_of(mesh))

@@ -1,0 +1,111 @@
+"""Process groups along a mesh's lines, whose ranks differ in one coordinate only."""
+
+from __future__ import annotations
+
+import math
+import operator
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from usbyte import _core
+from usbyte.errors import MismatchError, UsageError
+
+if TYPE_CHECKING:
+    from usbyte.torch.world.world import Context
+
+
+def host_topology(context: Context) -> list[int]:
+    """The mesh that the launcher has made: slots of a host, and hosts. Collective.
+
+    Returns:
+        [ranks of each host, hosts]: sizes, the innermost dimension first, either of them maybe 1.
+
+    Raises:
+        UsageError: Hosts have different numbers of ranks, or the ranks of one do not follow one
+            another; raised on every rank, and names the hosts.
+    """
+    mine = [socket.gethostname(), context.local_rank, context.local_size]
+    rows: list[tuple[str, int, int]] = context.eager.allgather_json(
+        "usbyte.hosts", mine, tuple[str, int, int]
+    )
+    slots = rows[0][2]
+    for rank, (host, local_rank, local_size) in enumerate(rows):
+        if local_size != slots:
+            raise UsageError(
+                f"host '{rows[0][0]}' (rank 0) has {slots} ranks and host '{host}' (rank {rank}) "
+                f"{local_size}: start as many on each"
+            )
+        first = rank - rank % slots
+        if local_rank != rank - first or host != rows[first][0]:
+            raise UsageError(
+                f"rank {rank} is number {local_rank} of the {slots} on host '{host}' and rank "
+                f"{first} number {rows[first][1]} on host '{rows[first][0]}', but ranks "
+                f"{first}-{first + slots - 1} should share a host: fill one after the other"
+            )
+    return [slots, len(rows) // slots]
+
+
+def line_groups(
+    context: Context, topology: _core.Topology | Sequence[int]
+) -> list[dist.ProcessGroup | None]:
+    """Groups of this rank's lines, which nothing else uses. Collective, on all ranks of the run.
+
+    Every rank has a part in making the groups of all lines of all dimensions, in one order. They
+    have the backend and the timeout of `Context.new_group`.
+
+    Args:
+        context: The ranks.
+        topology: The mesh, or its sizes, the innermost dimension first: rank = c0 + c1 * P0 + ...
+
+    Returns:
+        By dimension the group of the ranks that differ from this one in that coordinate only, this
+        one among them, in the order of the coordinate; None where the dimension's size is 1. Who
+        asked for a group ends it, by torch.distributed.destroy_process_group.
+
+    Raises:
+        UsageError: It is a mesh of another number of ranks.
+        MismatchError: The ranks were given different meshes; raised on every rank.
+    """
+    sizes = sizes_of(topology)
+    for rank, other in enumerate(context.eager.allgather_json("usbyte.lines", sizes, list[int])):
+        if other != sizes:
+            raise MismatchError(
+                f"the mesh has sizes {_shape(sizes)} on rank {context.rank} but {_shape(other)} on "
+                f"rank {rank}. Give all ranks the same."
+            )
+    if math.prod(sizes) != context.size or min(sizes, default=0) < 1:
+        raise UsageError(
+            f"a mesh of sizes {_shape(sizes)} is not one of this job's {context.size} ranks"
+        )
+    groups: list[dist.ProcessGroup | None] = []
+    stride = 1
+    for size in sizes:
+        mine: dist.ProcessGroup | None = None
+        for first in range(context.size if size > 1 else 0):
+            if first // stride % size == 0:
+                line = range(first, first + size * stride, stride)
+                mine = context.new_group_of(line) or mine
+        groups.append(mine)
+        stride *= size
+    return groups
+
+
+def sizes_of(topology: _core.Topology | Sequence[int]) -> list[int]:
+    """The sizes of a mesh's dimensions, the innermost first.
+
+    Raises:
+        UsageError: They are no whole numbers.
+    """
+    if isinstance(topology, _core.Topology):
+        return [dimension.size for dimension in topology.dimensions]
+    try:
+        return [int(operator.index(size)) for size in topology]
+    except TypeError:
+        raise UsageError(f"topology must be sizes such as [2, 4], not {topology!r}") from None
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes)) or "of no dimension"

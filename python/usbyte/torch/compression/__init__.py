@@ -1,0 +1,1 @@
+"""Codecs as users name them, and what they remember between steps."""

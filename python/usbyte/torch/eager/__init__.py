@@ -1,0 +1,1 @@
+"""Collectives outside of the plan: negotiated by name, one after another, among any ranks."""

@@ -1,0 +1,487 @@
+"""Eager operations on tensors: what each tells the other ranks, and what it runs.
+
+Every function returns a `Request`. Inputs are read when the operation runs, so they must not be
+changed before it has been synchronized. Tensors that are not contiguous or not on the CPU are
+staged through a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from usbyte.errors import UsageError
+from usbyte.torch.eager.descriptors import Descriptor, Verdict
+from usbyte.torch.eager.operation_names import OperationName
+from usbyte.torch.eager.rank_group_ops import Peers
+from usbyte.torch.eager.request import Request
+from usbyte.torch.reduce_op import ReduceOp, check_reducible, reduce_flat
+from usbyte.torch.runtime.ring import all_gather_ranges, ring_reduce_scatter
+from usbyte.torch.runtime.tensor_checks import check_plain
+
+_TAG = 0  # of rings; the queue runs one operation at a time
+
+Factors = tuple[float, float]
+
+
+def index(what: str, number: Any) -> int:
+    """A whole number as Python's, of whatever kind it is; UsageError if it is none."""
+    try:
+        return int(operator.index(number))
+    except TypeError:
+        raise UsageError(f"{what} must be a whole number, not {number!r}") from None
+
+
+def allreduce(
+    peers: Peers,
+    name: OperationName,
+    tensors: Sequence[torch.Tensor],
+    op: ReduceOp,
+    factors: Factors = (1.0, 1.0),
+    in_place: bool = False,
+) -> Request:
+    """Reduces tensors elementwise, those of one dtype together. The result is a list of tensors."""
+    what = f"allreduce '{name}'"
+    for tensor in tensors:
+        check_plain(what, tensor)
+        check_reducible(what, tensor.dtype, op)
+        if in_place:
+            _check_writable(what, tensor)
+    staged = [_staged(t, copy=not in_place) for t in tensors]
+
+    def reduce(flat: torch.Tensor) -> None:
+        def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
+            if peers.size == 1 or not numbers.numel():
+                return
+            if numbers.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX):
+                # Gloo's own keeps or loses a NaN, depending on which rank has it.
+                spans = shares(numbers.numel(), peers.size)
+                ring_reduce_scatter(numbers, spans, peers.group, kind, _TAG)
+                all_gather_ranges(numbers, spans, peers.group, _TAG)
+            else:
+                peers.all_reduce(numbers, kind)
+
+        reduce_flat(flat, op, factors, peers.size, collective)
+
+    def execute(_: Verdict) -> None:
+        # Made under inference mode, they can be written to under that alone, which is a thread's.
+        with torch.inference_mode(any(t.is_inference() for t in staged)):
+            for dtype in dict.fromkeys(t.dtype for t in staged):
+                reduce_alike([t for t in staged if t.dtype == dtype])
+
+    def reduce_alike(alike: list[torch.Tensor]) -> None:
+        if len(alike) == 1:
+            return reduce(_flat(alike[0]))
+        flat = torch.cat([_flat(t) for t in alike])
+        reduce(flat)
+        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    def finish(_: None) -> list[torch.Tensor]:
+        if not in_place:
+            return [s.to(t.device) for s, t in zip(staged, tensors, strict=True)]
+        return [_delivered(s, t) for s, t in zip(staged, tensors, strict=True)]
+
+    return Request(
+        name, _describe(peers, "allreduce", tensors, op=op.value, factors=factors), execute, finish
+    )
+
+
+def stand_in(peers: Peers, name: OperationName, descriptor: Descriptor) -> Request:
+    """Takes part with zeros in the allreduce that `descriptor` tells of. Without a result."""
+
+    def execute(verdict: Verdict) -> None:
+        zeros = [
+            torch.zeros(list(shape), dtype=getattr(torch, dtype), device="cpu")
+            for shape, dtype in zip(descriptor.shapes, descriptor.dtypes, strict=True)
+        ]
+        before, after = descriptor.factors
+        op = ReduceOp(descriptor.op)
+        allreduce(peers, name, zeros, op, (before, after), in_place=True).execute(verdict)
+
+    return Request(name, descriptor, execute)
+
+
+def allgather(peers: Peers, name: OperationName, tensors: Sequence[torch.Tensor]) -> Request:
+    """Concatenates each tensor along its first dimension, whose length may differ by rank.
+
+    A scalar counts as one row. The result is a list: for each tensor the rows of all ranks, and a
+    list of how many each rank gave.
+    """
+    for tensor in tensors:
+        check_plain(f"allgather '{name}'", tensor)
+    rows = [t.reshape(1) if t.dim() == 0 else t for t in tensors]
+    staged = [_staged(t, copy=False) for t in rows]
+
+    def execute(verdict: Verdict) -> list[tuple[torch.Tensor, list[int]]]:
+        return [
+            (_gathered(peers, tensor, counts), list(counts))
+            for tensor, counts in zip(staged, _by_tensor(verdict, peers.size), strict=True)
+        ]
+
+    def finish(value: list[tuple[torch.Tensor, list[int]]]) -> list[tuple[torch.Tensor, list[int]]]:
+        return [(out.to(t.device), counts) for (out, counts), t in zip(value, tensors, strict=True)]
+
+    return Request(name, _describe(peers, "allgather", rows), execute, finish)
+
+
+def sparse_allreduce(
+    peers: Peers,
+    name: OperationName,
+    tensor: torch.Tensor,
+    op: ReduceOp,
+    factors: Factors = (1.0, 1.0),
+) -> Request:
+    """Adds up a sparse COO tensor: gathers every rank's indices and values.
+
+    The result is a sparse tensor, not coalesced: what several ranks have occurs several times. It
+    is a UsageError on every rank if the indices of one are beyond the tensor's shape.
+    """
+    what = f"allreduce '{name}'"
+    check_plain(what, tensor, or_sparse=True)
+    if tensor.layout != torch.sparse_coo:
+        raise UsageError(f"{what} needs a sparse COO tensor, not layout {tensor.layout}")
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise UsageError(f"{what} of a sparse tensor needs Sum or Average, not {op!r}")
+    check_reducible(what, tensor.dtype, op)
+    if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
+        # Each rank's values would be truncated, and not their sum.
+        raise UsageError(f"{what} cannot average a sparse tensor of {tensor.dtype}: use Sum")
+    plain = tensor.detach()
+    indices, values = plain._indices().t(), plain._values()
+    for part in (indices, values):
+        check_plain(what, part)
+    staged = [_staged(t, copy=False) for t in (indices, values)]
+
+    def execute(verdict: Verdict) -> tuple[list[torch.Tensor], Sequence[int]]:
+        by_tensor = _by_tensor(verdict, peers.size)
+        parts = zip(staged, by_tensor, strict=True)
+        return [_gathered(peers, part, counts) for part, counts in parts], by_tensor[0]
+
+    def finish(value: tuple[list[torch.Tensor], Sequence[int]]) -> torch.Tensor:
+        (places, numbers), counts = value
+        _check_places(what, places, counts, peers.members, tensor.shape)
+        reduce_flat(_flat(numbers), op, factors, peers.size, lambda *_: None)
+        # Every rank's part is of a tensor of this shape.
+        whole = torch.sparse_coo_tensor(
+            places.t(), numbers, tensor.shape, check_invariants=False, device=numbers.device
+        )
+        return whole.to(tensor.device)
+
+    described = _describe(
+        peers,
+        "sparse_allreduce",
+        [indices, values],
+        op=op.value,
+        factors=factors,
+        whole=list(tensor.shape),
+    )
+    return Request(name, described, execute, finish)
+
+
+def broadcast(
+    peers: Peers, name: OperationName, tensor: torch.Tensor, root: int, in_place: bool = False
+) -> Request:
+    """Gives every rank the root's tensor."""
+    what = f"broadcast '{name}'"
+    root = index(f"{what}: root rank", root)
+    source = peers.position(what, root)
+    check_plain(what, tensor)
+    if in_place:
+        _check_writable(what, tensor)
+    staged = _staged(tensor, copy=not in_place)
+
+    def execute(_: Verdict) -> torch.Tensor:
+        broadcast_flat(peers, bytes_of(staged), source)
+        return staged
+
+    def finish(value: torch.Tensor) -> torch.Tensor:
+        if not in_place:
+            return value.to(tensor.device)
+        # Where a backward needs the values from before, the root gets the others' error too.
+        return _changed(tensor) if peers.rank == source else _delivered(value, tensor)
+
+    return Request(name, _describe(peers, "broadcast", [tensor], root=root), execute, finish)
+
+
+def reducescatter(
+    peers: Peers,
+    name: OperationName,
+    tensors: Sequence[torch.Tensor],
+    op: ReduceOp,
+    factors: Factors = (1.0, 1.0),
+) -> Request:
+    """Reduces tensors elementwise, those of one dtype together.
+
+    The result is a list: of each tensor this rank's `shares` of the first dimension.
+    """
+    what = f"reducescatter '{name}'"
+    for tensor in tensors:
+        check_plain(what, tensor)
+        check_reducible(what, tensor.dtype, op)
+        if tensor.dim() == 0:
+            raise UsageError(f"{what} needs a first dimension to scatter; the tensor has none")
+    staged = [_staged(t, copy=False) for t in tensors]  # torch.cat copies
+    rows = [shares(t.shape[0], peers.size) for t in tensors]
+
+    def reduced(alike: list[int]) -> list[torch.Tensor]:
+        """This rank's shares of tensors of one dtype, by their numbers."""
+        # Every rank's shares side by side, so that each rank's are one range.
+        parts = [[staged[i][slice(*rows[i][r])] for i in alike] for r in range(peers.size)]
+        counts = [[part.numel() for part in group] for group in parts]
+        flat = torch.cat([_flat(part) for group in parts for part in group])
+        bounds = list(pairwise(accumulate((sum(group) for group in counts), initial=0)))
+
+        def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
+            if peers.size > 1 and numbers.numel():
+                each = numbers.numel() // flat.numel()  # 2 of a complex number
+                spans = [(begin * each, end * each) for begin, end in bounds]
+                ring_reduce_scatter(numbers, spans, peers.group, kind, _TAG)
+
+        reduce_flat(flat, op, factors, peers.size, collective)
+        own = flat[slice(*bounds[peers.rank])].split(counts[peers.rank])
+        return [
+            part.view(like.shape).clone() for part, like in zip(own, parts[peers.rank], strict=True)
+        ]
+
+    def execute(_: Verdict) -> list[torch.Tensor]:
+        out = list(staged)
+        for dtype in dict.fromkeys(t.dtype for t in staged):
+            alike = [i for i, t in enumerate(staged) if t.dtype == dtype]
+            for i, share in zip(alike, reduced(alike), strict=True):
+                out[i] = share
+        return out
+
+    def finish(value: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [share.to(t.device) for share, t in zip(value, tensors, strict=True)]
+
+    return Request(
+        name,
+        _describe(peers, "reducescatter", tensors, op=op.value, factors=factors),
+        execute,
+        finish,
+    )
+
+
+def alltoall(
+    peers: Peers,
+    name: OperationName,
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None,
+) -> Request:
+    """Sends the r-th run of rows to rank r.
+
+    The result is a pair: the rows received, and how many came from each rank.
+    """
+    what = f"alltoall '{name}'"
+    check_plain(what, tensor)
+    sent = _checked_splits(what, tensor, splits, peers.size)
+    staged = _staged(tensor, copy=False)
+
+    def execute(verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
+        out = staged.new_empty(sum(verdict.sizes), *tensor.shape[1:])
+        row = _row_bytes(tensor)
+        if peers.size > 1:
+            received = [n * row for n in verdict.sizes]
+            peers.all_to_all(bytes_of(out), bytes_of(staged), received, [n * row for n in sent])
+        else:
+            out.copy_(staged)
+        return out, torch.tensor(verdict.sizes, dtype=torch.int32, device="cpu")
+
+    def finish(value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, received = value
+        if isinstance(splits, torch.Tensor):
+            received = received.to(splits)
+        return rows.to(tensor.device), received
+
+    return Request(name, _describe(peers, "alltoall", [tensor], splits=sent), execute, finish)
+
+
+def barrier(peers: Peers, name: OperationName) -> Request:
+    """Ends when every rank has come to it."""
+
+    def execute(_: Verdict) -> None:
+        # Not for the verdict's sake: a rank that leaves after it may take the store with it, so all
+        # must have read it.
+        if peers.size > 1:
+            nothing = torch.zeros(1, dtype=torch.float32, device="cpu")
+            peers.all_reduce(nothing, dist.ReduceOp.SUM)
+
+    return Request(name, Descriptor(peers.name, "barrier"), execute)
+
+
+def allgather_bytes(peers: Peers, name: OperationName, payload: bytes) -> Request:
+    """Gathers a byte string from every rank. The result is a list of bytes, in rank order."""
+    mine = _tensor_of(payload)
+
+    def execute(verdict: Verdict) -> list[bytes]:
+        out = mine.new_empty(sum(verdict.sizes))
+        gather_bytes(peers, mine, out, 1, verdict.sizes)
+        return [part.numpy().tobytes() for part in out.split(list(verdict.sizes))]
+
+    return Request(name, _describe(peers, "allgather", [mine]), execute)
+
+
+def broadcast_bytes(peers: Peers, name: OperationName, payload: bytes, root: int) -> Request:
+    """Gives every rank the root's byte string; the payloads of the others are ignored."""
+    root = index(f"broadcast '{name}': root rank", root)
+    source = peers.position(f"broadcast '{name}'", root)
+    mine = _tensor_of(payload)
+
+    def execute(verdict: Verdict) -> bytes:
+        flat = mine if peers.rank == source else mine.new_empty(verdict.sizes[0])
+        broadcast_flat(peers, flat, source)
+        return flat.numpy().tobytes()
+
+    return Request(name, _describe(peers, "broadcast_bytes", [mine], root=root), execute)
+
+
+def _gathered(peers: Peers, mine: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Every rank's rows, of which there are rows[rank]."""
+    out = mine.new_empty(sum(rows), *mine.shape[1:])
+    gather_bytes(peers, bytes_of(mine), bytes_of(out), _row_bytes(mine), rows)
+    return out
+
+
+def _by_tensor(verdict: Verdict, size: int) -> list[Sequence[int]]:
+    """A verdict's rows of all ranks, for each tensor."""
+    return [verdict.sizes[i : i + size] for i in range(0, len(verdict.sizes), size)]
+
+
+def shares(rows: int, size: int) -> list[tuple[int, int]]:
+    """Half-open ranges that split `rows` over ranks, the first rows % size with one row more."""
+    base, more = divmod(rows, size)
+    return list(pairwise(accumulate((base + (r < more) for r in range(size)), initial=0)))
+
+
+def gather_bytes(
+    peers: Peers, mine: torch.Tensor, out: torch.Tensor, row: int, rows: Sequence[int]
+) -> None:
+    """Fills `out` (1-d uint8) with every rank's `mine`, of rows[rank] * row bytes."""
+    bounds = list(pairwise(accumulate((n * row for n in rows), initial=0)))
+    out[slice(*bounds[peers.rank])] = mine
+    if peers.size > 1:
+        all_gather_ranges(out, bounds, peers.group, _TAG)
+
+
+def broadcast_flat(peers: Peers, flat: torch.Tensor, root: int) -> None:
+    """Overwrites `flat` (1-d uint8) with that of the rank at position `root`."""
+    if peers.size > 1 and flat.numel():
+        peers.broadcast(flat, root)
+
+
+def _describe(peers: Peers, kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Descriptor:
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors]
+    return Descriptor(peers.name, kind, dtypes, [list(t.shape) for t in tensors], **more)
+
+
+def _check_places(
+    what: str,
+    places: torch.Tensor,
+    counts: Sequence[int],
+    ranks: Sequence[int],
+    shape: Sequence[int],
+) -> None:
+    """Whether the indices that ranks have sent, so many each, are inside a tensor of this shape.
+
+    All ranks have gathered the same, and so find the same.
+    """
+    if not places.numel():
+        return
+    bounds = torch.tensor(list(shape[: places.shape[1]]), dtype=torch.int64, device="cpu")
+    wrong = ((places < 0) | (places >= bounds)).any(1)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        rank = next(r for r, end in zip(ranks, accumulate(counts), strict=True) if row < end)
+        raise UsageError(
+            f"{what}: rank {rank} has the index {places[row].tolist()}, which is outside of the "
+            f"sparse tensor's shape {list(shape)}: make the tensor with check_invariants=True to "
+            "see where it comes from"
+        )
+
+
+def _staged(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    """The values as a contiguous CPU tensor without autograd; the same memory unless `copy`.
+
+    Args:
+        tensor: One that `check_plain` takes.
+        copy: Give it memory of its own.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    moved = plain.to("cpu").contiguous()
+    check_plain("a collective", moved)  # a mode such as FakeTensorMode makes others
+    shared = moved.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return moved.clone() if copy and shared else moved
+
+
+def _check_writable(what: str, tensor: torch.Tensor) -> None:
+    shared = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if shared and tensor.numel():  # an empty one has such strides in channels_last, too
+        raise UsageError(
+            f"{what} cannot write to a tensor whose elements share memory, as those of expand() "
+            "do: pass tensor.contiguous()"
+        )
+
+
+def _delivered(staged: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Writes a result into the tensor the user passed, where it is not already there."""
+    if staged.data_ptr() != target.data_ptr() or staged.device != target.device:
+        target.detach().copy_(staged)
+    return _changed(target)
+
+
+def _changed(target: torch.Tensor) -> torch.Tensor:
+    """Lets autograd refuse a backward that needs the values from before; returns the tensor."""
+    if not target.is_inference():  # those have no version
+        torch.autograd.graph.increment_version(target)  # backends write past it
+    return target
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as 1-d uint8, which moves whatever the dtype."""
+    return _flat(tensor).view(torch.uint8)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in one dimension, over the same memory."""
+    # view(-1) keeps odd strides of tensors with one element, which view(dtype) then refuses.
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
+
+
+def _tensor_of(payload: bytes) -> torch.Tensor:
+    if not payload:  # which frombuffer refuses
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+def _checked_splits(
+    what: str, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int
+) -> list[int]:
+    if tensor.dim() == 0:
+        raise UsageError(f"{what} needs a first dimension to split; the tensor has none")
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise UsageError(
+                f"{what}: {rows} rows do not split evenly over {size} ranks: pass splits"
+            )
+        return [rows // size] * size
+    if isinstance(splits, torch.Tensor) and splits.dim() != 1:
+        raise UsageError(f"{what}: splits must have one dimension, not shape {tuple(splits.shape)}")
+    counts = [index(f"{what}: a split", n) for n in splits]
+    if len(counts) != size or sum(counts) != rows or min(counts) < 0:
+        raise UsageError(
+            f"{what}: splits {counts} must be {size} numbers, one for each rank, that add up to "
+            f"the tensor's {rows} rows"
+        )
+    return counts

@@ -1,0 +1,416 @@
+"""Collectives that ranks may submit in any order: matched by name, run in one order everywhere.
+
+The planned path never negotiates; this is for everything else: metrics, broadcasts, the user's own
+operations.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from usbyte.errors import Error, FaultError, MismatchError, UsageError
+from usbyte.torch.eager import operations
+from usbyte.torch.eager.descriptors import Verdict, match, name_ranks
+from usbyte.torch.eager.negotiation import JOIN, Negotiation
+from usbyte.torch.eager.operation_names import OperationName
+from usbyte.torch.eager.rank_group_ops import Peers
+from usbyte.torch.eager.request import Handle, Request
+from usbyte.torch.reduce_op import ReduceOp
+from usbyte.torch.runtime.messages import read
+from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
+
+log = logging.getLogger("usbyte")
+
+
+class EagerQueue:
+    """Submits, matches and runs eager operations. Close it before the interpreter exits.
+
+    Args:
+        group: Process group with a CPU backend (Gloo), which nothing else uses, or what makes it
+            when all ranks have come to their first operation. Its own timeout should be no shorter
+            than the stall limit.
+        store: Store of this run; the queue makes its own connections and keys.
+        rank: This rank in the group.
+        size: Number of ranks in the group.
+        stall_limit_s: Seconds after which an operation that does not proceed is a fault; 0 or less:
+            never.
+        stall_warning_s: Seconds after which such an operation is logged, and again after as many; 0
+            or less: never.
+        on_fault: Told what this rank noticed; returns the text that every handle then fails with.
+        members: What users call the ranks of the group, ascending; 0, 1, ... if left out. Messages
+            and root ranks are in these terms.
+
+    Raises:
+        UsageError: The group works on GPU tensors only, or the store is not served over TCP.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Callable[[], dist.ProcessGroup],
+        store: dist.Store,
+        rank: int,
+        size: int,
+        stall_limit_s: float,
+        stall_warning_s: float,
+        on_fault: Callable[[str], str],
+        members: Sequence[int] | None = None,
+    ) -> None:
+        self.peers = Peers(group, rank, size, members)
+        self._limit_s = stall_limit_s if stall_limit_s > 0 else float("inf")
+        self._warning_s = stall_warning_s if stall_warning_s > 0 else float("inf")
+        self._on_fault = on_fault
+        self._lock = threading.RLock()  # guards what is below; signal handlers may use this
+        self._unnamed: Counter[str] = Counter()  # operations so far, by kind
+        self._joined = False
+        self._pending: dict[str, Handle] = {}  # by the key of the operation's name
+        self._failure: str | None = None
+        self._store_lost: RuntimeError | None = None  # while nothing was in flight
+        self._closed = False
+        self._running: Request | None = None
+        self._progressed = time.monotonic()  # when an operation last began or ended, or steps
+        self._negotiation: Negotiation | None = None
+        if size > 1:
+            if not callable(group) and dist.get_backend(group) == "nccl":
+                raise UsageError(
+                    "eager operations need a process group with a CPU backend: make it with "
+                    'torch.distributed.new_group(backend="gloo")'
+                )
+            self._negotiation = Negotiation(store, rank, self.peers.members, self._limit_s)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._negotiation,), name="usbyte-eager", daemon=True
+            )
+            self._thread.start()
+
+    def auto_name(self, kind: str) -> OperationName:
+        """A name for an unnamed operation: the n-th of its kind here meets the n-th elsewhere."""
+        with self._lock:
+            self._unnamed[kind] += 1
+            return OperationName.auto(f"{kind}.noname.{self._unnamed[kind]}")
+
+    def submit(self, request: Request) -> Handle:
+        """Puts an operation in flight.
+
+        Raises:
+            UsageError: An operation of this name is in flight on this rank, which may have joined,
+                or the queue is closed.
+            FaultError: The run has failed.
+        """
+        mark_training_thread()
+        if self._store_lost is not None and not self._closed:
+            self._fault(_unsubmitted(str(request), self._store_lost))
+        first_check = time.monotonic() + min(self._warning_s, self._limit_s)
+        handle = Handle(request, first_check, self._check_stall)
+        with self._lock:
+            if self._failure is not None:
+                raise FaultError(self._failure)
+            if self._closed:
+                raise UsageError(f"{request}: usbyte is shut down: call usbyte.torch.init() first")
+            if self._joined and not request.name.is_internal:
+                raise UsageError(
+                    f"{request}: rank {self.peers.name} is inside join() and answers others with "
+                    "zeros: let threads and step hooks submit nothing meanwhile"
+                )
+            if request.name.key in self._pending:
+                raise UsageError(
+                    f"{request}: an operation of this name is still in flight on rank "
+                    f"{self.peers.name}: synchronize it first, or use another name"
+                )
+            self._pending[request.name.key] = handle
+        if self._negotiation is None:
+            with torch.no_grad():
+                self._execute(match(request.name.key, [request.descriptor])[0])
+            return handle
+        self._tell(str(request), lambda negotiation: negotiation.announce(request))
+        return handle
+
+    def pending(self) -> list[str]:
+        """What is in flight on this rank, for messages."""
+        with self._lock:
+            return [str(handle.request) for handle in self._pending.values()]
+
+    # What usbyte itself does, under names that never meet those of users' operations.
+
+    def allreduce(self, label: str, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces a tensor in place, blocking."""
+        name = OperationName.internal(label)
+        self.submit(
+            operations.allreduce(self.peers, name, [tensor], op, in_place=True)
+        ).synchronize()
+
+    def allgather(self, label: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenates the tensors of all ranks along the first dimension, blocking."""
+        name = OperationName.internal(label)
+        [(gathered, _)] = self.submit(
+            operations.allgather(self.peers, name, [tensor])
+        ).synchronize()
+        whole: torch.Tensor = gathered
+        return whole
+
+    def allgather_bytes(self, label: str, payload: bytes) -> list[bytes]:
+        """Gathers a byte string of any length from every rank, in rank order, blocking."""
+        name = OperationName.internal(label)
+        gathered: list[bytes] = self.submit(
+            operations.allgather_bytes(self.peers, name, payload)
+        ).synchronize()
+        return gathered
+
+    def allgather_json(self, label: str, value: Any, kind: Any) -> list[Any]:
+        """Gathers a value from every rank, in rank order, blocking.
+
+        Args:
+            label: Of the operation.
+            value: What JSON can carry.
+            kind: What every rank's value must be; see `usbyte.torch.runtime.messages.read`.
+
+        Raises:
+            MismatchError: On every rank: one rank has sent something else.
+        """
+        texts = self.allgather_bytes(label, json.dumps(value).encode())
+        return [
+            read(f"what rank {rank} has sent for '{label}'", text, kind)
+            for rank, text in zip(self.peers.members, texts, strict=True)
+        ]
+
+    def broadcast_bytes(self, label: str, payload: bytes, root: int) -> bytes:
+        """Gives every rank the root's byte string, blocking; other payloads are ignored."""
+        name = OperationName.internal(label)
+        received: bytes = self.submit(
+            operations.broadcast_bytes(self.peers, name, payload, root)
+        ).synchronize()
+        return received
+
+    def broadcast_json(self, label: str, value: Any, root: int, kind: Any) -> Any:
+        """Gives every rank the root's value, blocking; see `allgather_json`."""
+        text = self.broadcast_bytes(label, json.dumps(value).encode(), root)
+        return read(f"what rank {root} has sent for '{label}'", text, kind)
+
+    def begin_join(self) -> None:
+        """Answers other ranks' allreduce with zeros, up to `end_join`.
+
+        Raises:
+            FaultError: The job's store is lost.
+        """
+        with self._lock:
+            self._joined = True
+        self._tell("join()", Negotiation.join)
+
+    def end_join(self) -> int:
+        """Waits until all ranks have come here; returns which of them began last.
+
+        What this rank submitted before ends first: others answer it with zeros only inside.
+
+        Raises:
+            FaultError: See `Handle.synchronize`.
+        """
+        with self._lock:
+            before = [h for h in self._pending.values() if not h.request.name.is_internal]
+            self._progressed = time.monotonic()  # by steps, which this rank had a part in
+            mine = dict(self._unnamed)
+        for handle in before:
+            handle.wait()
+        counts = self.allgather_json(JOIN.label, mine, dict[str, int])
+        with self._lock:  # from here on the n-th meets the n-th again
+            self._unnamed = reduce(Counter.__or__, map(Counter, counts))
+            self._joined = False
+        return self._negotiation.last if self._negotiation is not None else self.peers.name
+
+    def fail(self, message: str) -> None:
+        """Ends every pending and later operation with FaultError(message); the first call counts.
+
+        A collective that runs at this moment is aborted first, so that nothing writes to its
+        tensors any more.
+        """
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = message
+            pending = list(self._pending.values())
+            self._pending.clear()
+            running = self._running
+        if running is not None:
+            self.peers.abort()
+        for handle in pending:
+            handle.settle(FaultError(message))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the thread; what is pending fails. May be called again, and when the store is gone.
+
+        Args:
+            timeout_s: How long to wait for a collective that is running; then it is aborted.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            pending = list(self._pending.values())
+            self._pending.clear()
+        for handle in pending:
+            where = f"usbyte was shut down on rank {self.peers.name}"
+            handle.settle(FaultError(f"{handle.request} had not ended when {where}"))
+        if self._negotiation is not None:
+            self._negotiation.wake(timeout_s)
+            self._thread.join(timeout_s)
+            if self._thread.is_alive() and self._running is not None:
+                log.warning("%s is still running at shutdown and is aborted", self._running)
+                self.peers.abort()
+                self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return  # it may still be inside the group, which stays; see `abort`
+        self.peers.close()
+
+    def _tell(self, what: str, call: Callable[[Negotiation], None]) -> None:
+        """Tells the other ranks something, if there are any."""
+        if self._negotiation is None:
+            return
+        try:
+            call(self._negotiation)
+        except Error as error:  # which another rank's message is to blame for
+            raise FaultError(self._fault(f"{what} could not be submitted: {error}")) from error
+        except RuntimeError as error:
+            raise FaultError(self._fault(_unsubmitted(what, error))) from error
+
+    def _run(self, negotiation: Negotiation) -> None:
+        def in_flight() -> list[str]:
+            with self._lock:
+                return list(self._pending)
+
+        try:
+            with torch.no_grad():
+                while verdict := negotiation.next(in_flight):
+                    self._execute(verdict)
+                    if self._failure is not None:
+                        break
+                    negotiation.advance()
+        except Error as error:  # which another rank's message is to blame for
+            self._fault(f"rank {self.peers.name} cannot go on with eager operations: {error}")
+        except RuntimeError as error:
+            self._lose_store(error)
+        except Exception as error:
+            log.exception("the thread of eager operations failed")
+            self._fault(
+                f"the thread of eager operations failed on rank {self.peers.name}: "
+                f"{type(error).__name__}: {error}"
+            )
+        if self._failure is not None or self._store_lost is not None:
+            self.peers.abort()  # or other ranks go on waiting in the backend
+
+    def _execute(self, verdict: Verdict) -> None:
+        with self._lock:
+            handle, request = None, None
+            if verdict.stand_in is None:
+                handle = self._pending.get(verdict.name)
+                if handle is not None:
+                    request = handle.request
+            elif self._failure is None and not self._closed:
+                # Whatever of this name is pending came too late to be meant.
+                name = OperationName.from_key(verdict.name)
+                request = operations.stand_in(self.peers, name, verdict.stand_in)
+            if request is None:
+                if self._failure is None and not self._closed:
+                    name = OperationName.from_key(verdict.name)
+                    raise MismatchError(
+                        f"'{name}' is to run on rank {self.peers.name}, which has not submitted it"
+                    )
+                return
+            self._running = request
+            self._progressed = time.monotonic()
+        outcome: Any
+        try:
+            if verdict.error is not None:
+                outcome = MismatchError(verdict.error)
+            else:
+                outcome = request.execute(verdict)
+        except Exception as error:
+            self._fault(f"{request} failed on rank {self.peers.name}: {error}")
+            return
+        with self._lock:
+            self._running = None
+            self._progressed = time.monotonic()
+            if handle is not None:
+                self._pending.pop(verdict.name, None)
+        if handle is not None:
+            handle.settle(outcome)
+
+    def _lose_store(self, error: RuntimeError) -> None:
+        text = f"rank {self.peers.name} lost the job's store: {error}"
+        with self._lock:
+            if idle := not self._pending:
+                self._store_lost = error
+        if idle:  # as in an orderly end, when the rank that serves the store leaves first
+            log.info(text)
+        else:
+            self._fault(text)
+
+    def _fault(self, text: str) -> str:
+        """Fails everything with what `on_fault` makes of the text; returns the text that counts."""
+        if self._failure is None:
+            try:
+                if not self._closed:  # what fails after that is nobody's concern
+                    text = self._on_fault(text)
+            except Exception:
+                log.exception("the handler of faults failed")
+            self.fail(text)
+        return self._failure or text
+
+    def _check_stall(self, handle: Handle) -> None:
+        try:
+            text, since = self._diagnose(handle)
+        except Error as error:  # which another rank's message is to blame for
+            self._fault(f"{handle.request} cannot go on: {error}")
+            return
+        except RuntimeError as error:  # the backend may wait for the very rank that served it
+            if not handle.done():  # as it is if `close` came in between
+                self._lose_store(error)
+            return
+        stalled = time.monotonic() - since
+        if stalled >= self._limit_s:
+            self._fault(f"{text} (the stall limit is {self._limit_s:g} s)")
+            return
+        if stalled >= self._warning_s:
+            log.warning("%s (it is a fault after %g s)", text, self._limit_s)
+        handle.next_check = min(time.monotonic() + self._warning_s, since + self._limit_s)
+
+    def _diagnose(self, handle: Handle) -> tuple[str, float]:
+        """Why an operation has not ended, and since when nothing proceeds (monotonic, seconds)."""
+        assert self._negotiation is not None
+        missing = self._negotiation.missing(handle.request.name)
+        with self._lock:
+            running, progressed, inside = self._running, self._progressed, self._joined
+        age = time.monotonic() - handle.submitted
+        waits = f"{handle.request} has waited {age:.0f} s on rank {self.peers.name}"
+        if missing is None:
+            return f"{waits}, and the job's store does not answer", handle.submitted
+        if missing:
+            # Who has joined waits for as long as the others find work for it.
+            name = handle.request.name
+            joining = name == JOIN or (inside and not name.is_internal)
+            since = max(handle.submitted, progressed) if joining else handle.submitted
+            joined = [rank for rank in missing if rank in self._negotiation.joined()]
+            if joined and not joining:
+                return f"{waits} for {name_ranks(joined)}, in join(), where this is not done", since
+            return (
+                f"{waits} for {name_ranks(missing)}, which did not submit it: see that every rank "
+                "is alive and comes to this call, under the same name",
+                since,
+            )
+        since = max(handle.submitted, progressed)
+        blocker = f"{running} does not end" if running else "its turn does not come"
+        return (
+            f"{waits}; every rank has submitted it, but for {time.monotonic() - since:.0f} s "
+            f"{blocker}: see the network and the logs of the other ranks",
+            since,
+        )
+
+
+def _unsubmitted(what: str, error: RuntimeError) -> str:
+    return f"{what} could not be submitted, the job's store is lost: {error}"

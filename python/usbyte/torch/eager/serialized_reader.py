@@ -1,0 +1,189 @@
+"""Objects from other ranks: checks what they are made of, and puts them together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from usbyte.errors import Error, UsageError
+from usbyte.torch.eager.serialized_layout import DTYPES, Layout, distinct, travels
+from usbyte.torch.runtime.messages import check, unreadable
+
+#: Lists in lists; Python's own stack must hold a few frames for each.
+DEEPEST = 100
+_MOST_DIMS = 64
+
+
+@dataclass(frozen=True)
+class _TensorNode:
+    tensor: list[int]
+    strides: list[int]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class _ArrayNode:
+    array: list[int]
+    strides: list[int]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _SparseNode:
+    sparse: list[int]
+    parts: tuple[Any, Any]
+    coalesced: bool
+
+
+class Incoming:
+    """An object from another rank, whose tensors are on their way.
+
+    Args:
+        root: What JSON has given.
+        sender: Who has sent it.
+
+    Attributes:
+        layouts: Of the tensors, in the order in which they travel.
+        tensors: What is to be filled before `finish`; views of the object's tensors.
+    """
+
+    def __init__(self, root: Any, sender: str) -> None:
+        self._root, self._sender = root, sender
+        self.layouts: list[Layout] = []
+        self.tensors: list[torch.Tensor] = []
+        self._whole: list[torch.Tensor] = []
+        self._scan(root, 0)
+
+    def allocate(self) -> None:
+        """Makes the tensors.
+
+        Raises:
+            UsageError: There is no memory for them.
+        """
+        for layout in self.layouts:
+            try:
+                self._whole.append(layout.empty())
+            except Exception as error:  # torch's, of a device that this build does not know, too
+                reason = str(error).partition("\n")[0]
+                raise UsageError(
+                    f"{self._sender}: no tensor of shape {layout.shape} can be made on "
+                    f"'{layout.device}': {reason}"
+                ) from error
+        self.tensors = [distinct(tensor) for tensor in self._whole]
+
+    def finish(self) -> Any:
+        """The object, once its tensors are filled.
+
+        Raises:
+            MismatchError: It cannot be put together, as a sparse tensor whose indices are out of
+                range.
+        """
+        try:
+            return self._build(self._root, iter(self._whole))
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, Error):
+                raise
+            raise unreadable(self._sender, str(error).splitlines()[0]) from error
+
+    def _scan(self, node: Any, depth: int) -> None:
+        """Checks the structure and collects the layouts."""
+        if node is None or type(node) in (bool, int, float, str):
+            return
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
+        if type(node) is not dict:
+            raise ValueError(f"a {type(node).__name__} is nothing that is sent")
+        for part in self._parts_of(node):
+            self._scan(part, depth + 1)
+
+    def _parts_of(self, node: dict[str, Any]) -> list[Any]:
+        if node.keys() == {"list"} or node.keys() == {"tuple"}:
+            return check(node.get("list", node.get("tuple")), list[Any])
+        if node.keys() == {"dict"}:
+            return [part for row in check(node["dict"], list[tuple[Any, Any]]) for part in row]
+        if "sparse" in node:
+            parts = list(check(node, _SparseNode).parts)
+            if any(type(part) is not dict or "tensor" not in part for part in parts):
+                raise ValueError("a sparse tensor is made of two tensors")
+            return parts
+        if "array" in node:
+            array = check(node, _ArrayNode)
+            self._add(array.array, array.strides, array.dtype, "cpu")
+        else:
+            tensor = check(node, _TensorNode)
+            self._add(tensor.tensor, tensor.strides, tensor.dtype, tensor.device)
+        return []
+
+    def _add(self, shape: list[int], strides: list[int], dtype: str, device: str) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"'{dtype:.80}' is no dtype that is sent")
+        if not device.isalpha() or not device.isascii() or device == "meta":
+            raise ValueError(f"'{device:.80}' is no device that is sent")
+        if len(shape) != len(strides) or len(shape) > _MOST_DIMS:
+            raise ValueError(f"{len(shape)} sizes with {len(strides)} strides")
+        if min(shape, default=0) < 0 or min(strides, default=0) < 0:
+            raise ValueError("a negative size or stride")
+        # What torch and NumPy count in bytes, of elements of up to 16.
+        if math.prod(filter(None, shape)) >= 1 << 58 or sum(strides) >= 1 << 58:
+            raise ValueError(f"shape {shape} and strides {strides} are too large")
+        if not travels(shape, strides):
+            raise ValueError(f"strides {strides} are none of shape {shape} that are sent")
+        self.layouts.append(Layout(shape, strides, DTYPES[dtype], device))
+
+    def _build(self, node: Any, filled: Iterator[torch.Tensor]) -> Any:
+        if type(node) is not dict:
+            return node
+        if "list" in node:
+            return [self._build(v, filled) for v in node["list"]]
+        if "tuple" in node:
+            return tuple([self._build(v, filled) for v in node["tuple"]])
+        if "dict" in node:
+            made = {self._build(k, filled): self._build(v, filled) for k, v in node["dict"]}
+            if len(made) != len(node["dict"]):
+                raise ValueError("a dict has a key twice")
+            return made
+        if "sparse" in node:
+            indices, values = (self._build(part, filled) for part in node["parts"])
+            return sparse_tensor(indices, values, node["sparse"], node["coalesced"])
+        tensor = next(filled)
+        return tensor.numpy() if "array" in node else tensor
+
+
+def parse(structure: bytes, sender: str) -> Incoming:
+    """Checks a structure; no tensor is made yet.
+
+    Args:
+        structure: JSON.
+        sender: Who has sent what, for error messages.
+
+    Raises:
+        MismatchError: It is nothing that usbyte sends.
+    """
+    try:
+        return Incoming(json.loads(structure.decode("utf-8", "surrogatepass")), sender)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(sender, error) from error
+
+
+def sparse_tensor(
+    indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], coalesced: bool
+) -> torch.Tensor:
+    """A sparse tensor of this very memory.
+
+    Raises:
+        RuntimeError: An index is out of range, or something else does not fit together.
+    """
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        list(shape),
+        is_coalesced=coalesced,
+        check_invariants=True,
+        device=values.device,
+    )

@@ -1,0 +1,1 @@
+"""What happens when a rank fails: one verdict on all ranks, and parameters of one step."""

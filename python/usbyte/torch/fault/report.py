@@ -1,0 +1,154 @@
+"""How far each rank has come, in words: for warnings, and for whoever looks for a fault's cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from usbyte.errors import MismatchError
+from usbyte.torch.eager.descriptors import name_ranks
+from usbyte.torch.runtime.messages import check, read
+
+#: Of one rank: "optimizers", by label what `Engine.status` tells or {}, and "eager", what is in
+#: flight beside the plan. In the phase "exchange" a step is one of parameters between nodes.
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _State:
+    optimizers: dict[str, dict[str, Any]]
+    eager: list[str]
+
+
+@dataclass(frozen=True)
+class _Operation:
+    step: int
+    op: str
+    launched_s: float
+    took_s: float | None
+
+
+# Of what an optimizer's status holds, what is read here; other fields may be there.
+_STATUS: Mapping[str, Any] = {
+    "step": int,
+    "phase": str,
+    "launched": int,
+    "completed": int,
+    "ops": int,
+    "awaited": list[str],
+}
+
+_TOLD_RANKS = 16
+_TOLD_OPERATIONS = 6  # of each rank
+
+
+def read_state(rank: int, text: bytes | str) -> State:
+    """A rank's answer; one without optimizers, which says so, if it cannot be read.
+
+    Another rank's broken answer must not stop the search for the cause of a fault.
+
+    Args:
+        rank: Who has answered.
+        text: JSON.
+    """
+    sender = f"the answer of rank {rank}"
+    try:
+        state: dict[str, Any] = asdict(read(sender, text, _State))
+        for status in filter(None, state["optimizers"].values()):
+            _check_status(status)
+    except (MismatchError, ValueError) as error:
+        return {"optimizers": {}, "eager": [f"not known: {sender} cannot be read: {error}"]}
+    return state
+
+
+def _check_status(status: dict[str, Any]) -> None:
+    """Raises ValueError if a status lacks what is read of it, or has something else there."""
+    required = {"step", "phase"}
+    if status.get("phase") == "backward":
+        required.add("awaited")
+    if status.get("held"):
+        required.add("launched")
+    if "ops" in status:
+        required.add("completed")
+    if missing := required - status.keys():
+        raise ValueError(f"it has no '{min(missing)}'")
+    for field in status.keys() & _STATUS.keys():
+        status[field] = check(status[field], _STATUS[field])
+    for row in check(status.get("last", []), list[dict[str, Any]]):
+        check({f.name: row[f.name] for f in fields(_Operation) if f.name in row}, _Operation)
+
+
+def behind(states: Mapping[int, State]) -> list[str]:
+    """Names the ranks that have come less far than the others.
+
+    Args:
+        states: By rank.
+    """
+    told, late = [], []
+    for label in sorted({label for state in states.values() for label in state["optimizers"]}):
+        at = {r: found for r, s in states.items() if (found := s["optimizers"].get(label))}
+        latest = max((s["step"] for s in at.values()), default=0)
+        first = [s for s in at.values() if s["step"] == latest]
+        left = any(s["phase"] != "backward" for s in first)
+        launched = max((s.get("launched", 0) for s in first), default=0)
+        for rank, s in sorted(at.items()):
+            if s["step"] < latest and s["phase"] == "exchange":
+                late.append(f"rank {rank} has not begun exchange {latest} of parameters")
+            elif s["step"] < latest:
+                told.append(f"rank {rank} has not begun backward of step {latest}")
+            elif left and s["phase"] == "backward":
+                names = ", ".join(s["awaited"])
+                told.append(
+                    f"rank {rank} is still in backward of step {latest}, without the gradients of "
+                    f"{names}"
+                )
+            elif s.get("held") and s["launched"] < launched:
+                told.append(f"rank {rank} has not updated its shards in step {latest}")
+    # Whoever waits for a rank of its own node comes late to exchanges, too.
+    return told or late
+
+
+def last_operations(states: Mapping[int, State], silent: Sequence[int]) -> str:
+    """What the ranks did last, those first that have come less far than others; several lines.
+
+    Args:
+        states: By rank.
+        silent: Ranks that have not answered.
+    """
+    order = sorted(states, key=lambda rank: (_progress(states[rank]), rank))
+    lines = ["the last operations of each rank:"]
+    if silent:
+        lines.append(f"{name_ranks(silent)}: no answer")
+    for rank in order[:_TOLD_RANKS]:
+        lines += _rank(rank, states[rank])
+    if len(order) > _TOLD_RANKS:
+        lines.append(f"and {len(order) - _TOLD_RANKS} ranks that have come further")
+    return "\n".join(lines)
+
+
+def _progress(state: State) -> tuple[tuple[int, int], ...]:
+    return tuple((s["step"], s.get("completed", 0)) for s in state["optimizers"].values() if s)
+
+
+def _rank(rank: int, state: State) -> list[str]:
+    lines = []
+    for label, status in state["optimizers"].items():
+        if not status:
+            continue
+        if status["phase"] == "exchange":
+            if status["step"] >= 0:
+                lines.append(f"rank {rank}: exchange {status['step']} of parameters begun")
+            continue
+        which = f", {label}" if len(state["optimizers"]) > 1 else ""
+        done = f", {status['completed']} of {status['ops']} done" if "ops" in status else ""
+        lines.append(f"rank {rank}{which}: step {status['step']}, {status['phase']}{done}")
+        lines += [f"  {_operation(row)}" for row in status.get("last", [])[-_TOLD_OPERATIONS:]]
+    head = [] if lines else [f"rank {rank}:"]
+    return head + lines + [f"  in flight: {text}" for text in state["eager"][:_TOLD_OPERATIONS]]
+
+
+def _operation(row: Mapping[str, Any]) -> str:
+    took = row["took_s"]
+    ending = "not completed" if took is None else f"took {took:.3g} s"
+    return f"step {row['step']} {row['op']}: launched {row['launched_s']:.3g} s ago, {ending}"

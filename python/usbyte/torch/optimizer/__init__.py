@@ -1,0 +1,1 @@
+"""DistributedOptimizer: reduces gradients by plan, and may update during the next forward."""

@@ -1,0 +1,1 @@
+"""What other libraries' optimizers, wrappers and scalers do that usbyte has to know."""

@@ -1,0 +1,204 @@
+"""SGD, Adam and AdamW in one launch for all parameters of an update, on CUDA devices.
+
+Results are those of torch.optim's own steps up to the rounding of the last bit; so is the state,
+which a checkpoint can move between the two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.torch.optimizer.compat.known_optimizers import has_step_hooks, step_is_replaced
+from usbyte.torch.optimizer.gradients.flat_buffer import (
+    dtype_name,
+    is_dense,
+    laid_out_alike,
+    laid_out_like,
+)
+from usbyte.torch.runtime.device import device_of
+
+StepClosure = Callable[[], float] | None
+
+_KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_REFUSED = ("amsgrad", "differentiable", "capturable", "fused")
+
+
+class FusedUpdate:
+    """Takes the steps of an optimizer whose groups, state and hyper-parameters stay its own.
+
+    Args:
+        optimizer: A torch.optim.SGD, Adam or AdamW, not of a subclass.
+        names: Of the parameters.
+        params: Its parameters.
+
+    Raises:
+        UsageError: An option of the optimizer, or a parameter, is not served.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+    ) -> None:
+        kind = type(optimizer)
+        device = device_of(names, params)
+        if kind not in _KINDS:
+            known = ", ".join(k.__name__ for k in _KINDS)
+            raise UsageError(f"fused_update=True serves torch.optim.{known}, not {kind.__name__}")
+        _check_step(optimizer)
+        if device.core is None:
+            raise UsageError("fused_update=True serves parameters on CUDA devices: leave it out")
+        self._names = dict(zip(params, names, strict=True))
+        self._optimizer, self._device, self._core = optimizer, device, device.core
+        self._update = self._update_sgd if kind is torch.optim.SGD else self._update_adam
+        self._decoupled = kind is torch.optim.AdamW
+        for group in optimizer.param_groups:
+            self._check(group)
+
+    @torch.no_grad()
+    def step(self, closure: StepClosure = None) -> float | None:
+        """Updates every parameter of the optimizer's groups that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_options()
+        for group in self._optimizer.param_groups:
+            by_dtype: dict[str, list[nn.Parameter]] = defaultdict(list)
+            for param in group["params"]:
+                if param.grad is not None:
+                    by_dtype[dtype_name("of the optimizer", param)].append(param)
+            for dtype, params in by_dtype.items():
+                self._update(group, dtype, params)
+        return loss
+
+    def check(self) -> None:
+        """Raises UsageError, before anything is updated, if `step` would not be the optimizer's."""
+        _check_step(self._optimizer)  # not in `step`, which may be that of an earlier time
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if has_step_hooks(self._optimizer):
+            raise UsageError("fused_update=True does not call step hooks: leave one of them out")
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
+            for group in self._optimizer.param_groups:
+                self._check(group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        for option in _REFUSED:
+            if group.get(option):
+                raise UsageError(f"fused_update=True does not go with {option}=True: leave it out")
+        if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
+            raise UsageError("fused_update=True needs a learning rate on the host: lr=float(...)")
+        for param in group["params"]:
+            name = self._names.get(param)
+            if name is not None and not (param.is_contiguous() or is_dense(param)):
+                raise UsageError(
+                    f"fused_update=True needs parameters without gaps, and '{name}' has strides "
+                    f"{param.stride()}"
+                )
+
+    def _update_sgd(self, group: dict[str, Any], dtype: str, params: list[nn.Parameter]) -> None:
+        momentum = float(group["momentum"])
+        rows = []
+        for param in params:
+            state = self._optimizer.state[param]
+            first = momentum != 0 and state.get("momentum_buffer") is None
+            if first:
+                state["momentum_buffer"] = torch.empty_like(param)
+            address = _state(state, "momentum_buffer", param) if momentum else 0
+            rows.append((param.data_ptr(), _grad(param), address, param.numel(), first))
+        _core.update_sgd(
+            self._core,
+            rows,
+            dtype,
+            _core.SgdOptions(
+                lr=float(group["lr"]),
+                momentum=momentum,
+                dampening=float(group["dampening"]),
+                weight_decay=float(group["weight_decay"]),
+                nesterov=bool(group["nesterov"]),
+                maximize=bool(group["maximize"]),
+            ),
+            self._device.stream(),
+        )
+        _written(params)
+
+    def _update_adam(self, group: dict[str, Any], dtype: str, params: list[nn.Parameter]) -> None:
+        beta1, beta2 = map(float, group["betas"])
+        rows = []
+        for param in params:
+            state = self._optimizer.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
+            if state["step"].device.type != "cpu":  # of a checkpoint
+                state["step"] = state["step"].cpu()
+            state["step"] += 1
+            rows.append(
+                (
+                    param.data_ptr(),
+                    _grad(param),
+                    _state(state, "exp_avg", param),
+                    _state(state, "exp_avg_sq", param),
+                    param.numel(),
+                    int(state["step"]),
+                )
+            )
+        _core.update_adam(
+            self._core,
+            rows,
+            dtype,
+            _core.AdamOptions(
+                lr=float(group["lr"]),
+                beta1=beta1,
+                beta2=beta2,
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                decoupled=self._decoupled or bool(group.get("decoupled_weight_decay")),
+                maximize=bool(group["maximize"]),
+            ),
+            self._device.stream(),
+        )
+        _written(params)
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    if step_is_replaced(optimizer):
+        raise UsageError(
+            f"fused_update=True takes steps as torch.optim.{type(optimizer).__name__} does, and "
+            "another function was put in the place of this one's step(): leave one of them out"
+        )
+
+
+def _grad(param: nn.Parameter) -> int:
+    """Address of the gradient, whose elements are in the order of the parameter's."""
+    grad = param.grad
+    assert grad is not None
+    if not laid_out_alike(grad, param):
+        param.grad = grad = torch.empty_like(param).copy_(grad)
+    return grad.data_ptr()
+
+
+def _state(state: dict[str, Any], key: str, param: nn.Parameter) -> int:
+    """Address of a state that has a value of the parameter's type for each element, in its order.
+
+    A checkpoint may have had another one.
+    """
+    state[key] = value = laid_out_like(state[key].to(param.dtype), param)
+    return value.data_ptr()
+
+
+def _written(params: Sequence[nn.Parameter]) -> None:
+    """Lets autograd know, which kernels of our own write behind the back of."""
+    for param in params:
+        torch.autograd.graph.increment_version(param)

@@ -1,0 +1,1 @@
+"""Gradients on their way: hooks, the flat buffer, and the engine that runs the plan."""

@@ -1,0 +1,328 @@
+"""What moves gradients under the plan in force: memory for them, and an engine that sends it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+
+from usbyte import _core
+from usbyte.errors import FaultError, UsageError
+from usbyte.planning.cost_fit import Measured
+from usbyte.torch.api.collectives import Average
+from usbyte.torch.comm.factory import connect
+from usbyte.torch.comm.host_staged import mesh_of
+from usbyte.torch.comm.probe import LARGEST_BYTES, measure, measure_dimensions
+from usbyte.torch.comm.sparse_exchange import TorchExchange
+from usbyte.torch.compression.state import Memory, coded_shards, codes_shards
+from usbyte.torch.optimizer.gradients.engine_handle import Link
+from usbyte.torch.optimizer.gradients.flat_buffer import Arena
+from usbyte.torch.optimizer.gradients.grad_writer import HostSender, sender
+from usbyte.torch.plan.job import Settings, Trained
+from usbyte.torch.plan.planner import Planner
+from usbyte.torch.plan.sparse import Rows
+from usbyte.torch.runtime.device import Device, Mark
+from usbyte.torch.world.world import Context
+
+# How long the network is probed goes by what there is to gain: jobs of fewer bytes than this get a
+# share of the time, down to the least.
+_CAREFUL_BYTES = 8 << 20
+_LEAST_CARE = 1 / 8
+
+
+class _Orphan:
+    """Stands for an engine in a process that was forked, which has none of its threads."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            "this process was forked from a rank and cannot train or wait for gradients: start it "
+            "with the method 'spawn', or fork it between optimizer.step() and the next backward()"
+        )
+
+
+class Transport:
+    """An arena and the engine that sums it over all ranks, as the plan in force says.
+
+    With another plan both are made anew; the communicator and what codecs remember stay.
+
+    Args:
+        context: The ranks.
+        settings: What was asked for.
+        trained: The parameters.
+        device: Where they are.
+        planner: Makes the plans.
+        memory: Of codecs.
+        steps_before: Completed before this was made.
+
+    Attributes:
+        device: As given.
+        engine: Runs the plan in force.
+        arena: What it sends.
+        sender: Takes gradients into the arena.
+        slot: By parameter, which tensor of the plan it is.
+        at_slot: Parameters in the plan's order.
+        together: By parameter, those for whose sums it takes no operations but those for its own.
+        rows: On their way, by parameter, of sparse gradients.
+        writer: Of a timeline; None if none is recorded.
+    """
+
+    engine: _core.Engine
+    arena: Arena
+    sender: HostSender
+
+    def __init__(
+        self,
+        context: Context,
+        settings: Settings,
+        trained: Trained,
+        device: Device,
+        planner: Planner,
+        memory: Memory,
+        steps_before: int,
+    ) -> None:
+        self._context, self.device, self._planner, self._memory = context, device, planner, memory
+        self._names, self._params = trained.names, trained.params
+        self._scale, self._sharded = settings.scale(context.size), settings.sharded
+        self.rows: dict[int, Rows] = {}
+        self.writer: _core.TimelineWriter | None = None
+        self._communicator = connect(context, device, settings.topology)
+        self._link = Link(context, planner.label, self._communicator)
+        self._let_go = weakref.finalize(self, context.abandon, self._link)
+        self._let_go.atexit = False  # `shutdown` closes what there is
+        # Held while an engine takes another's place: what other threads ask or tell waits for it.
+        self._exchanging = threading.RLock()
+        self._failure = ""  # what `fail` was told
+        self._retired: list[torch.Tensor] = []  # arenas before, until memory is allocated anew
+        plan = planner.learning_plan()
+        self._provide_exchange(plan)
+        self._lay_out(plan)
+        self._start(plan, steps_before, learning=True)
+
+    def ask(self, name: str, answer: bytes) -> list[bytes]:
+        """What the ranks answer, by rank. Collective."""
+        return self._context.eager.allgather_bytes(f"{self._planner.label}.{name}", answer)
+
+    @property
+    def plan(self) -> _core.Plan:
+        """The plan in force."""
+        return self.engine.plan
+
+    @property
+    def steps(self) -> int:
+        """Begun so far."""
+        return self.engine.steps
+
+    @property
+    def failed(self) -> bool:
+        """True after a fault."""
+        return bool(self._failure or self.engine.fault)
+
+    def views(self) -> list[torch.Tensor | None]:
+        """By parameter, of its gradient in the arena; None if it is sparse."""
+        return [
+            None if name in self._planner.sparse else self.arena.grads[slot - 1]
+            for name, slot in zip(self._names, self.slot, strict=True)
+        ]
+
+    def ready_s(self) -> list[float]:
+        """By parameter, when its gradient was ready in the last step, steady clock seconds."""
+        ready = self.engine.ready_times()
+        return [ready[slot] for slot in self.slot]
+
+    def record_update(self, indices: Sequence[int], start: Mark) -> None:
+        """Adds an update of parameters that began at `start` and is over to the timeline."""
+        if self.writer is not None:
+            slots = [self.slot[i] for i in indices]
+            self.device.record_update(self.engine, slots, start, self.device.now())
+
+    def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
+        """Records from the next step on; None stops."""
+        self.writer = writer
+        self.device.anchor()
+        self.engine.set_timeline(writer)
+
+    def status(self) -> dict[str, Any]:
+        """How far this rank has come; see `Engine.status`."""
+        with self._exchanging:
+            status: dict[str, Any] = json.loads(self.engine.status())
+        return status
+
+    def check(self) -> None:
+        """Raises FaultError after a fault."""
+        if fault := self._failure or self.engine.fault:
+            raise FaultError(fault)
+
+    def fail(self, message: str) -> None:
+        """Every wait from now on raises FaultError with this message."""
+        with self._exchanging:
+            self._failure = message
+            with suppress(UsageError):  # it has ended
+                self.engine.fail(message)
+
+    def orphan(self) -> Any:
+        """In a forked process: every use is an error from now on; returns what has threads."""
+        engine = self.engine
+        self.engine = cast("_core.Engine", _Orphan())
+        return engine
+
+    def close(self) -> None:
+        """Ends the engine and the communicator."""
+        self._link.close()
+        self._let_go.detach()
+
+    def probe(self) -> tuple[list[Measured], _core.Topology | None]:
+        """What the network costs, and its dimensions if there are some. Collective."""
+        total = sum(p.numel() * p.element_size() for p in self._params)
+        largest = min(max(total, 1 << 20), LARGEST_BYTES)
+        care = min(max(total / _CAREFUL_BYTES, _LEAST_CARE), 1.0)
+        try:
+            return (
+                measure(self._context, self._communicator, largest, care=care),
+                measure_dimensions(self._context, self._communicator, largest),
+            )
+        finally:  # should no plan come of it, the old one goes on
+            self._communicator.register(self.arena.buffer)
+
+    def set_speeds(self, topology: _core.Topology | None) -> None:
+        """Operations on routes go by these from now on."""
+        if (mesh := mesh_of(self._communicator)) and topology:
+            mesh.set_speeds(topology)
+
+    def adopt(self, plan: _core.Plan, learning: bool) -> None:
+        """Goes over to another plan; everything is drained. Collective.
+
+        Args:
+            plan: Alike on all ranks.
+            learning: Times are wanted of its steps.
+        """
+        self._provide_exchange(plan)
+        moves = coded_shards(plan) != coded_shards(self.plan)
+        if moves:  # others send elements than those that remember what of these was not sent
+            told = self._context.eager.allgather_bytes(
+                "usbyte.memory.kinds", self._memory.told().encode()
+            )
+            self._memory.spread(plan.tensors, [text.decode() for text in told], self._average)
+        self._restart(plan, learning, concentrates=moves and codes_shards(plan))
+
+    def renew(self, learning: bool) -> None:
+        """Gives the arena other memory under the plan in force; everything is drained.
+
+        For this rank alone to call, so that the memory is not registered with NCCL, for which all
+        ranks would have to come.
+
+        Args:
+            learning: As for `adopt`.
+        """
+        self._retired.append(self.arena.buffer)  # which may be registered
+        memory = torch.zeros(
+            self.plan.arena_bytes, dtype=torch.uint8, device=self.device.torch_device
+        )
+        self._restart(self.plan, learning, concentrates=False, memory=memory)
+
+    def _restart(
+        self,
+        plan: _core.Plan,
+        learning: bool,
+        concentrates: bool,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """Makes arena and engine anew.
+
+        Args:
+            plan: To go over to.
+            learning: As for `adopt`.
+            concentrates: Each rank keeps codecs' memory of its own shards alone.
+            memory: For the arena; None lets the communicator allocate it, which is collective.
+        """
+        self.check()
+        steps = self.engine.steps
+        self.engine.close()  # outside the lock: its thread may be about to tell of a fault
+        with self._exchanging:
+            if self._failure:
+                raise FaultError(self._failure)
+            self.device.keep([self.arena.buffer])
+            self._lay_out(plan, memory)
+            mesh = mesh_of(self._communicator)
+            if concentrates and mesh is not None:
+                self._memory.concentrate(plan, mesh.topology, self._context.rank)
+            self._start(plan, steps, learning)
+        if self.writer is not None:
+            self.engine.set_timeline(self.writer)
+
+    def _average(self, tensor: torch.Tensor) -> None:
+        self._context.eager.allreduce("usbyte.memory", tensor, Average)
+
+    def _provide_exchange(self, plan: _core.Plan) -> None:
+        """For a plan that adds up rows, to which all ranks go over together."""
+        if self._link.exchange is None and any(op.sparse or op.scheme for op in plan.ops):
+            self._link.exchange = TorchExchange(self._context.new_group())
+
+    def _lay_out(self, plan: _core.Plan, memory: torch.Tensor | None = None) -> None:
+        position = {t.name: k for k, t in enumerate(plan.tensors)}
+        self.slot = [position[name] for name in self._names]
+        self.at_slot = sorted(range(len(self.slot)), key=self.slot.__getitem__)
+        self.together = arriving_together(plan, self.slot)
+        if memory is None:
+            memory = self._communicator.allocate(plan.arena_bytes)
+            self._retired.clear()
+        self.arena = Arena(plan, [self._params[i] for i in self.at_slot], memory)
+        params = dict(zip(self._names, self._params, strict=True))
+        self._memory.lay_out(plan, self.device.torch_device, params)
+        self._communicator.register(self.arena.buffer)
+
+    def _start(self, plan: _core.Plan, steps_before: int, learning: bool) -> None:
+        env, exchange = self._context.env, self._link.exchange
+        self.engine = _core.Engine(
+            plan,
+            self.arena.buffer.data_ptr(),
+            self._communicator.core,
+            stall_warning_s=env.stall_warning_s,
+            stall_limit_s=env.stall_limit_s,
+            steps_before=steps_before,
+            hold_gathers=self._sharded and not learning,
+            device=self.device.core,
+            exchange=exchange.core if exchange is not None else None,
+            scale=self._scale,
+            memory=self._memory.address,
+            seed=self._planner.seed,
+            timed=learning,
+            on_warning=self._context.warn,
+            on_stall=self._link.on_stall,
+            on_fault=self._link.on_fault,
+        )
+        self._link.drive(self.engine, self.arena.buffer, self._memory, self.rows)
+        self.sender = sender(
+            self.device, self._params, self.at_slot, self.arena, self.engine, self._scale
+        )
+
+
+def arriving_together(plan: _core.Plan, slot: Sequence[int]) -> list[list[int]]:
+    """By parameter, those for whose sums it takes no operations but those for its own.
+
+    Args:
+        plan: Which operations bring a sum.
+        slot: By parameter, which tensor of the plan it is.
+    """
+    bringing: list[set[int]] = [set() for _ in plan.tensors]
+    for k, op in enumerate(plan.ops):
+        for tensor in plan.tensors_of(op):
+            bringing[tensor].add(k)
+    ops_of = [frozenset(bringing[tensor]) for tensor in slot]
+    brought: dict[frozenset[int], list[int]] = {}
+    for i, ops in enumerate(ops_of):
+        brought.setdefault(ops, []).append(i)
+    touching: dict[int, set[frozenset[int]]] = {}
+    for ops in brought:
+        for k in ops:
+            touching.setdefault(k, set()).add(ops)
+    together: dict[frozenset[int], list[int]] = {}
+    for ops in brought:
+        near = set().union(*(touching[k] for k in ops))
+        within = [part for part in near if part <= ops]
+        together[ops] = sorted(i for part in within for i in brought[part])
+    return [together[ops] for ops in ops_of]

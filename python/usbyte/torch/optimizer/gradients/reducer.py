@@ -1,0 +1,632 @@
+"""From backward passes to sums: hooks that send gradients, and what waits for them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch.autograd import Variable
+
+from usbyte.errors import UsageError
+from usbyte.torch.api.collectives import Sum
+from usbyte.torch.compression.state import Memory
+from usbyte.torch.fault.recovery import torn
+from usbyte.torch.lazy_tensor import Fetch, release
+from usbyte.torch.optimizer.compat.shared_memory import shares_memory
+from usbyte.torch.optimizer.gradients.flat_buffer import VOTES
+from usbyte.torch.optimizer.gradients.in_flight_grads import SentGradients
+from usbyte.torch.optimizer.gradients.plan_executor import Transport
+from usbyte.torch.optimizer.gradients.step_checksum import StepCheck
+from usbyte.torch.plan.decision import Decision
+from usbyte.torch.plan.job import Settings, Trained
+from usbyte.torch.plan.lifecycle import PlanCycle
+from usbyte.torch.plan.measurement import Times
+from usbyte.torch.plan.planner import Planner
+from usbyte.torch.plan.sparse import Counts, Rows, empty_like, sparse_tensor
+from usbyte.torch.runtime.device import Fetched, Mark
+from usbyte.torch.runtime.tensor_checks import check_sendable
+
+
+def _one_reference() -> int:
+    """What `sys.getrefcount` counts for a tensor that a local variable alone refers to."""
+    tensor = torch.empty(0, dtype=torch.float32, device="cpu")
+    return sys.getrefcount(tensor)
+
+
+_ONE_REFERENCE = _one_reference()
+
+# What a rank has done with sums.
+_TAKEN, _LEFT_OUT, _SILENT = b"taken", b"left out", b""
+
+
+class Listener(Protocol):
+    """Who turns sums into updates; called by the thread that trains."""
+
+    def on_steps_apart(self, ranks: Sequence[int]) -> None:
+        """On all ranks: these have left out a step that others have taken."""
+
+    def before_first_gradient(self, i: int) -> None:
+        """Inside `backward()`, before the first gradient of a pass is taken: parameter i's."""
+
+    def on_gradient(self, i: int) -> None:
+        """Inside `backward()`: the gradient of parameter i is there."""
+
+    def on_backward_end(self) -> None:
+        """Inside `backward()`: the last gradient is on its way."""
+
+
+def no_whole_gradients(remedy: str) -> UsageError:
+    """Somebody wants what a rank has a shard of only."""
+    return UsageError(f"with shard_optimizer=True no rank has whole gradients: {remedy}")
+
+
+class Reducer:
+    """Sums the gradients of parameters over all ranks, step after step.
+
+    Hooks send them as backward passes give them. The first steps follow DDP's plan over the order
+    of registration, later ones the plans that `PlanCycle` has all ranks agree on.
+
+    Args:
+        settings: What was asked for.
+        trained: The parameters.
+        planner: Makes the plans.
+        transport: Moves the gradients.
+        cycle: Says how long plans stay in force.
+        memory: Of codecs.
+        check: Compares what ranks are about to apply.
+        listener: Told of backward passes.
+
+    Attributes:
+        names: Of the parameters.
+        device: Where they are.
+        in_flight: Gradients of the last backward have not been waited for.
+        in_backward: A backward pass that sends has begun and not ended.
+        applied: Updates may have used sums of the last step; for the optimizer to set.
+        shows_parts: Gradients of the last backward pass lie in memory that the script uses in other
+            ways, such as a flat buffer.
+        unsent: This rank has accumulated gradients since it last sent any.
+        stands_in: This rank takes part in the last step that was sent without data of its own.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        trained: Trained,
+        planner: Planner,
+        transport: Transport,
+        cycle: PlanCycle,
+        memory: Memory,
+        check: StepCheck,
+        listener: Listener,
+    ) -> None:
+        self.names, self.device = trained.names, transport.device
+        self._params, self._sparse = trained.params, [n in planner.sparse for n in trained.names]
+        self._planner, self._transport, self._cycle = planner, transport, cycle
+        self._memory, self._check, self._listener = memory, check, listener
+        self._sharded, self._densifies = settings.sharded, settings.densifies
+        self._sums = settings.op == Sum
+        self.in_flight = self.in_backward = self.applied = self.unsent = False
+        self.stands_in = self.shows_parts = False
+        self._sync = self._has_data = True
+        self._vote = _SILENT  # on the sums before the last ones
+        self._votes: deque[tuple[bytes, Fetched]] = deque()  # by step; see `_hear`
+        self._voted = False  # the arena has those of a step that are not there
+        self._completed = True  # what was sent last, by a step
+        self._has_sums = False  # something has been sent
+        self._passes_per_step, self._passes = settings.passes_per_step, 0  # of backward, with sync
+        self._in_pass = False  # one of those
+        self._task = -1  # autograd's, of the last pass that had begun
+        self._used: list[bool] | None = None  # by any rank, by tensor of the plan, once it is known
+        # By parameter, a gradient was sent since gradients were last reset.
+        self._holds_result = [False] * len(self._params)
+        self._at_reset = self._gradients_now()  # those that were there then
+        self._waits_no_more = False  # after a fault
+        self._sent = SentGradients(self.names, self._params, self._sparse)
+        self._sent.move(transport.arena.buffer, transport.views())
+        this = weakref.ref(self)  # see `ownership`
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(_hook, this, i))
+            for i, p in enumerate(self._params)
+        ]
+
+    @property
+    def learning(self) -> bool:
+        """True until the plan is made from measurements."""
+        return self._cycle.learning
+
+    @property
+    def plan_ends(self) -> bool:
+        """On all ranks, the plan in force ends with the step that is about to be taken."""
+        return self._cycle.plan_ends(self._transport.steps) and not self._any_joined()
+
+    def ask_for_plan(self) -> None:
+        """This rank votes for a new plan; see `PlanCycle`."""
+        self._cycle.ask_for_plan()
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        self._sent.release()
+        for handle in self._handles:
+            handle.remove()
+
+    # Sums.
+
+    def wait(self, i: int) -> torch.Tensor | None:
+        """The reduced gradient of parameter i, once it has arrived; see `sum`."""
+        self._wait_for(self._transport.slot[i])
+        return self.sum(i)
+
+    def arrives_with(self, indices: Sequence[int]) -> set[int]:
+        """Parameters that this rank had gradients for, whose sums are there when those of these."""
+        together = self._transport.together
+        lists = {id(alike): alike for alike in (together[i] for i in indices)}
+        return {j for alike in lists.values() for j in alike if self._sent.own[j]}
+
+    def sum(self, i: int) -> torch.Tensor | None:
+        """The reduced gradient of parameter i, which has arrived; None if no rank used it.
+
+        Raises:
+            Error: Somebody wrote to it while it was in flight.
+        """
+        slot = self._transport.slot[i]
+        release(self._sent.shown[i])
+        self._sent.check(i)
+        if i in self._transport.rows:
+            self._take_rows(i)
+        if not self._sent.own[i]:
+            self._wait_for(0)
+            if not self._used_by_slot()[slot]:
+                self._memory.undo(self.names[i])
+                return None
+        return self._sent.result(i)
+
+    def _wait_for(self, slot: int) -> None:
+        if not self._waits_no_more:
+            self._transport.engine.wait(slot, self.device.stream())
+
+    def _take_rows(self, i: int) -> None:
+        found = self._transport.engine.take_rows(self._transport.slot[i])
+        # Whoever has the gradient that was sent has the sum from now on, as with dense ones.
+        self._sent.tensors[i].data = sparse_tensor(found, self._params[i], self.device)
+        self._cycle.count_rows(self.names[i], found[2].own_rows, len(found[0]))
+        self._sent.seal(i)
+        del self._transport.rows[i]
+
+    def settle(self) -> None:
+        """Waits for everything in flight and makes every `param.grad` final.
+
+        Raises:
+            Error: Somebody wrote to a gradient while it was in flight.
+        """
+        stream, sent = self.device.stream(), self._sent
+        if not self.learning:
+            self._transport.engine.drain(stream)
+        else:
+            start = self.device.now()
+            self._transport.engine.drain(stream)
+            self._cycle.waited(start, self.device.now())
+        sent.release()
+        for i, param in enumerate(self._params):
+            sent.check(i)
+            if not sent.own[i]:
+                gone = sent.is_gone(i)
+                if param.grad is None and not gone and not self._sparse[i]:
+                    sent.show_sum(i)
+                total = self.wait(i)
+                param.grad = None if gone or total is None else sent.shown[i]
+            elif self._sparse[i]:
+                self.wait(i)
+            elif sent.shows_others:
+                sent.bring(i)
+        self.in_flight = False
+
+    def gradient(self, i: int) -> torch.Tensor:
+        """What `param.grad` of parameter i was set to when its gradient was sent."""
+        return self._sent.shown[i]
+
+    def hold_gradients(self, fetch: Sequence[Fetch]) -> None:
+        """Who reads a gradient has it fetched first, until it was waited for or released."""
+        self._sent.hold(fetch, lend=self.in_flight)
+
+    def untouched(self) -> bool:
+        """See `SentGradients`."""
+        return self._sent.untouched()
+
+    def dropped(self, renewed: int = -1) -> bool:
+        """See `SentGradients`."""
+        return self._sent.dropped(renewed)
+
+    def unsent_gradient(self) -> int:
+        """A parameter whose gradient nobody has sent since gradients were last reset, or -1.
+
+        Zeros do not count, with which torch.distributed.checkpoint has optimizers make their state.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
+            for i, param in enumerate(self._params):
+                own = param.grad
+                if own is None or self._holds_result[i] or _state_of(own) == self._at_reset[i]:
+                    continue
+                if own.is_sparse or own.any():
+                    return i
+        return -1
+
+    def forget_results(self, set_to_none: bool) -> None:
+        """The user has reset the gradients, to None or to zeros."""
+        self._holds_result = [False] * len(self._params)
+        self._at_reset = [None] * len(self._params) if set_to_none else self._gradients_now()
+
+    def _gradients_now(self) -> list[tuple[int, int] | None]:
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
+            return [None if p.grad is None else _state_of(p.grad) for p in self._params]
+
+    def begin_update(self) -> Mark:
+        """For `Transport.record_update`."""
+        return self.device.now() if self._transport.writer is not None else 0.0
+
+    def record_update(self, indices: Sequence[int], start: Mark) -> None:
+        """See `Transport`."""
+        self._transport.record_update(indices, start)
+
+    # Shards.
+
+    def gathered(self, i: int) -> torch.Tensor:
+        """Where the arena holds parameter i's gradient and then, once gathered, its new value."""
+        with torch._C.DisableTorchFunctionSubclass():  # the gradient is held
+            return self._sent.tensors[i].detach()
+
+    def check_untouched(self) -> None:
+        """Raises an error if the user has changed, replaced or removed a gradient in flight."""
+        if not self._sent.untouched():
+            raise no_whole_gradients("do not replace or remove any between backward() and step()")
+
+    def wait_reduced(self) -> None:
+        """Waits until this rank's shards hold sums over all ranks."""
+        self._transport.engine.wait_reduced(self.device.stream())
+
+    def used_anywhere(self) -> list[bool]:
+        """By parameter, whether any rank has a gradient for it; valid once reduced."""
+        if all(self._sent.own):
+            return list(self._sent.own)  # a device need not be waited for
+        by_slot = self._used_by_slot()
+        used = [by_slot[slot] for slot in self._transport.slot]
+        for name, was_used in zip(self.names, used, strict=True):
+            if not was_used:
+                self._memory.undo(name)
+        return used
+
+    def _used_by_slot(self) -> list[bool]:
+        """Looked at once in a step, as a device has to be waited for."""
+        if self._used is None:
+            self._used = [True, *map(bool, self._transport.arena.used.tolist())]
+        return self._used
+
+    def joined_in_part(self) -> bool:
+        """Some ranks have joined, others have sent gradients; waits, on a device too."""
+        self.wait_reduced()
+        return all(self._transport.arena.votes[1:3].tolist())
+
+    def release_gathers(self) -> None:
+        """The shards hold new values: lets the all_gathers go."""
+        self._transport.engine.release_gathers(self.device.stream())
+        self.in_flight = False
+
+    def wait_gathered(self, i: int) -> None:
+        """Waits until `gathered(i)` holds parameter i's new value."""
+        self._transport.engine.wait(self._transport.slot[i], self.device.stream())
+
+    # After a fault.
+
+    def has_all(self) -> bool:
+        """Whether the sums of the last step are all in the host's memory."""
+        if self.device.core is not None or self._transport.rows:
+            return False
+        return bool(self._transport.status()["phase"] == "idle")
+
+    def is_torn(self) -> bool:
+        """Whether updates may have used sums on the device that were not whole."""
+        return self.device.core is not None and torn(self._transport.status(), self.applied)
+
+    def stop_waiting(self) -> None:
+        """Gradients are taken as they are, which `has_all` has found to be in order."""
+        self._waits_no_more, self._transport.writer = True, None
+
+    # Plans.
+
+    def finish_step(self, began: Mark) -> None:
+        """Counts a completed step; after the last one under a plan, all ranks adopt the next plan.
+
+        To be called when everything is drained and no update is pending.
+
+        Args:
+            began: When the optimizer's step began; a closure may have run backward in it.
+        """
+        transport = self._transport
+        if self._completed:
+            return  # a step with the same sums once more
+        self._completed = True
+        if self._cycle.counts(transport.steps):
+            if self._any_joined():
+                return self._cycle.leave_out(self._sent.own)
+            due = self._cycle.is_due(transport.steps)
+            self._hear(0)  # of earlier steps first; and the arena may go
+            if due and not self._all_take_it(_TAKEN):
+                return self._cycle.leave_out(self._sent.own)
+        plan = self._cycle.end_step(
+            transport.steps, transport.plan, began, self._sent.own, transport.ready_s, self._decide
+        )
+        if plan is not None:
+            transport.adopt(plan, self.learning)
+            self._sent.move(transport.arena.buffer, transport.views())
+
+    def _any_joined(self) -> bool:
+        """Ranks have sent nothing, which do not see whether the others take a step with it.
+
+        Those may leave it out, as a GradScaler does, or run backward again before it.
+        """
+        self._wait_for(0)
+        return any(self.device.fetch(self._transport.arena.votes[2:3]).get())
+
+    def _all_take_it(self, vote: bytes) -> bool:
+        """Whether all ranks take a step. Collective.
+
+        Raises:
+            MismatchError: Some have left out what others have taken.
+        """
+        votes = self._transport.ask("stepped", vote)
+        if _TAKEN in votes and _LEFT_OUT in votes:
+            self._listener.on_steps_apart([r for r, vote in enumerate(votes) if vote == _LEFT_OUT])
+        return set(votes) == {_TAKEN}
+
+    def _decide(self, times: Times, rows: Mapping[str, Counts]) -> Decision:
+        """Plans with the other ranks, from what they have learned and a probe of the network."""
+        measured, topology = self._transport.probe()
+        decision = self._planner.decide(times, measured, topology, rows)
+        self._transport.set_speeds(decision.network.topology)
+        return decision
+
+    # Backward passes.
+
+    def set_sync(self, sync: bool) -> bool:
+        """With False, backward only accumulates gradients locally. Returns what it was before."""
+        before, self._sync = self._sync, sync
+        return before
+
+    @property
+    def accumulates(self) -> bool:
+        """Some of several backward passes until the next sum have been seen."""
+        return self._passes_per_step > 1 and self.unsent
+
+    def send_kept(self) -> None:
+        """Sends what was accumulated without sync, as if a backward pass had ended now."""
+        self._begin()
+        self._end()
+
+    def send_none(self) -> bool:
+        """Takes part in a step of the other ranks with nothing; waits for them.
+
+        All gradients of this rank must be reset.
+
+        Returns:
+            Whether any rank has sent something; if not, nothing is in flight any more.
+        """
+        self._has_data = False
+        try:
+            self.send_kept()
+        finally:
+            self._has_data = True
+        self._transport.engine.wait(0, self.device.stream())
+        if self._transport.arena.votes[1].item():
+            return True
+        if self._sharded and not self.learning:
+            self.wait_reduced()
+            self.release_gathers()  # of nothing, which nobody is going to take
+        self.settle()
+        return False
+
+    def take(self, i: int) -> None:
+        """Inside `backward()`: the gradient of parameter i is there."""
+        if not self._in_pass:
+            task = torch._C._current_graph_task_id()
+            if self._sync or task != self._task:
+                self._task = task
+                self._check_not_captured()
+                self._listener.before_first_gradient(i)
+            if self._sync:
+                self._begin_pass()
+        self._listener.on_gradient(i)
+        if self.in_backward:
+            self._collect(i)
+        else:
+            self.unsent = True
+
+    def _check_not_captured(self) -> None:
+        # Replays would neither be sent nor reach `param.grad`, which is the arena's from then on.
+        if self.device.capturing():
+            raise UsageError(
+                "a backward pass is being captured into a CUDA graph, and what a replay adds to "
+                "gradients would be lost: leave backward() out of the capture"
+            )
+
+    def _begin_pass(self) -> None:
+        if self._passes + 1 == self._passes_per_step:
+            self._begin()
+        self._in_pass = True
+        Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._in_pass = False
+        self._passes += 1
+        if self.in_backward:
+            self._end()
+
+    def _begin(self) -> None:
+        if self.in_flight:
+            other = "leave out shard_optimizer" if self._sharded else 'use overlap="backward"'
+            raise UsageError(
+                "backward() ran again before step() while gradients were on their way. Accumulate "
+                f"under optimizer.no_sync(), or {other}."
+            )
+        stream = self.device.stream()
+        self._transport.engine.drain(stream)
+        in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
+        # Who joins is given the parameters of the others.
+        silent = self.stands_in or in_shards or not (self._has_data and self._has_sums)
+        vote = _SILENT if silent else _TAKEN if self.applied else _LEFT_OUT
+        due = not self._completed and self._cycle.is_due(self._transport.steps)
+        due = due and not self._any_joined()
+        self._hear(0 if due or self.learning else self.device.lag)
+        if due:
+            self._all_take_it(vote)  # those that complete it ask, too
+        self._vote = vote
+        self._check.begin(self._transport.steps)
+        self._sent.begin()
+        self._leave_kept_gradients()
+        self._memory.begin_step()
+        self.unsent = self.applied = self.shows_parts = False
+        self.stands_in = not self._has_data
+        self._transport.sender.begin()
+        self._used = None
+        self.in_backward = True
+
+    def _leave_kept_gradients(self) -> None:
+        """Lets a script keep gradients in the arena that the next ones would overwrite."""
+        if self._sharded and not self.learning:
+            return  # scripts see no gradients, and the shards' views share the arena's memory
+        if self._sent.leave_kept():
+            self._transport.renew(self.learning)
+            self._sent.move(self._transport.arena.buffer, self._transport.views())
+
+    def _hear(self, lag: int) -> None:
+        """Looks at the votes of all steps but the last `lag`, which may have yet to arrive."""
+        if self._voted:
+            self._votes.append((self._vote, self.device.fetch(self._transport.arena.votes)))
+            self._voted = False
+        while len(self._votes) > lag:
+            own, votes = self._votes.popleft()
+            flags = votes.get()
+            wanted, _, joined, taken, left_out = map(bool, flags[:VOTES])
+            self._cycle.hear(wanted, joined)
+            self._check.hear(flags[VOTES:])
+            if taken and left_out:
+                self._all_take_it(own)  # they do not
+
+    def _collect(self, i: int) -> None:
+        if self._sent.own[i]:
+            raise UsageError(
+                f"backward() has given a second gradient of '{self.names[i]}' after the first was "
+                "sent, as where checkpoint() runs a module twice: pass use_reentrant=False there, "
+                "or run backward() under optimizer.no_sync(), so that step() sends the sum. If an "
+                "earlier backward() has failed, restart the job from its last checkpoint"
+            )
+        self._send(i)
+
+    def _send(self, i: int) -> None:
+        """Sends the gradient that parameter i has. Callers must hold no reference to it."""
+        param, sent = self._params[i], self._sent
+        grad = param.grad
+        if grad is None:
+            raise UsageError(
+                f"the gradient of '{self.names[i]}' was reset by a hook of its parameter before it "
+                "was sent: leave gradients to the optimizer until step()"
+            )
+        if grad is sent.shown[i]:
+            self._check_not_summed(i)
+        sent.own[i] = self._holds_result[i] = True
+        if type(grad) is not torch.Tensor:
+            check_sendable(f"the gradient of '{self.names[i]}'", grad, or_sparse=True)
+        if self._sparse[i]:
+            return self._send_rows(i, grad)
+        is_shared = False
+        # torch makes a gradient, or adds to one that is there, which alone a script may use in
+        # other ways: as a part of a flat buffer, or in a list.
+        # Compiled code that runs hooks cannot look at a version.
+        is_older = _is_older(grad) if torch.compiler.is_compiling() else grad._version > 0
+        if is_older and grad is not sent.tensors[i]:
+            is_shared = is_part = shares_memory(grad)
+            is_shared = is_shared or sys.getrefcount(grad) > _ONE_REFERENCE
+            self.shows_parts = self.shows_parts or is_part
+        if grad.layout is not torch.strided:
+            if not self._densifies:
+                raise UsageError(
+                    f"the gradient of '{self.names[i]}' is sparse, which was not to be seen when "
+                    "the optimizer was wrapped: give DistributedOptimizer model= or "
+                    "sparse_as_dense=True"
+                )
+            param.grad = grad = grad.to_dense()
+        if grad.dtype != sent.tensors[i].dtype:
+            raise UsageError(
+                f"the gradient of '{self.names[i]}' is of {grad.dtype}, and was of "
+                f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
+                "the model's dtype is changed"
+            )
+        self._transport.sender.send(i, grad, sent.show(i, grad, is_shared))
+        sent.seal(i)
+
+    def _send_rows(self, i: int, grad: torch.Tensor) -> None:
+        self._transport.rows[i] = Rows(self.names[i], grad, self._params[i], self.device)
+        self._transport.rows[i].give(self._transport.engine, self._transport.slot[i])
+        self._sent.tensors[i] = self._sent.shown[i] = grad
+        self._sent.seal(i)
+
+    def _check_not_summed(self, i: int) -> None:
+        # Averaging an average changes nothing; summing a sum multiplies it.
+        if self._sums and self._holds_result[i]:
+            raise UsageError(
+                f"the gradient of '{self.names[i]}' is a sum over ranks and would be summed again: "
+                "with op=Sum, call optimizer.zero_grad() after each step and accumulate "
+                "under optimizer.no_sync()"
+            )
+
+    def _end(self) -> None:
+        for i, param in enumerate(self._params):
+            if self._sent.own[i]:
+                continue
+            if param.grad is None and self._sparse[i]:
+                self._send_rows(i, empty_like(param))
+            elif param.grad is None:
+                self._memory.note(self.names[i])
+                self._transport.sender.send_zeros(i)
+                self._sent.shown[i] = self._sent.tensors[i]
+                self._sent.seal(i)
+            else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP
+                self._send(i)
+        used = [self._sent.own[i] for i in self._transport.at_slot]
+        wanted, has_data = self._cycle.end_backward(), self._has_data
+        votes = wanted, has_data, not has_data, self._vote == _TAKEN, self._vote == _LEFT_OUT
+        checks = self._check.flags(self._transport.steps - 1, not has_data)
+        self._transport.sender.send_flags([*map(float, used), *map(float, votes), *checks])
+        self._transport.engine.end_backward()
+        self._voted = self._has_sums = True
+        self._completed = False
+        self._sent.check_kept()
+        self._passes = 0
+        self.in_backward = False
+        self.in_flight = True
+        self._listener.on_backward_end()
+
+
+@torch._disable_dynamo
+def _is_older(grad: torch.Tensor) -> bool:
+    """Whether torch has not just made it."""
+    return grad._version > 0
+
+
+def _state_of(grad: torch.Tensor) -> tuple[int, int]:
+    """Changes when the gradient is replaced or written to. Keeps no reference to it."""
+    return id(grad), grad._version
+
+
+def _hook(of: weakref.ref[Reducer], i: int, _param: object) -> None:
+    # What torch passes is what a hook before this one has returned, if it has returned something.
+    reducer = of()
+    if reducer is None:
+        raise UsageError(
+            "a parameter has a gradient that its DistributedOptimizer does not see, as that is "
+            "gone: make one for the parameters that are trained"
+        )
+    reducer.take(i)

@@ -1,0 +1,1 @@
+"""Updates that wait for the next forward pass, each layer for its own parameters."""

@@ -1,0 +1,203 @@
+"""Parameters whose updates are on their way: held until somebody asks for them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from usbyte.errors import Error
+from usbyte.torch.lazy_tensor import Fetch, hold, release
+from usbyte.torch.optimizer.compat.shared_memory import Aliases, sharing_memory
+from usbyte.torch.optimizer.gradients.reducer import Reducer
+from usbyte.torch.plan.job import Trained
+from usbyte.torch.runtime.device import Fence
+from usbyte.torch.runtime.torch_modes import shielded
+
+
+class PendingUpdates(ABC):
+    """What a step has put off, for a subclass to apply.
+
+    Whoever reads a parameter asks for its update first. What has arrived together is applied
+    together: a call of the optimizer costs the host more than most updates cost the device.
+
+    Args:
+        trained: The parameters.
+        reducer: Has their gradients.
+        fetch: By parameter, what whoever reads it is to call first.
+
+    Attributes:
+        pending: Parameters whose updates have not been applied yet, nor begun.
+        unasked: Those that nobody has asked for yet, be their updates applied or not.
+        aliased: Parameters whose memory other tensors show, as of the last `look_at_memory`.
+    """
+
+    def __init__(self, trained: Trained, reducer: Reducer, fetch: Sequence[Fetch]) -> None:
+        self._params, self._reducer, self._fetch = trained.params, reducer, fetch
+        self._versions: list[int] = []  # when updates were put off
+        # By parameter, those that are updated together: they share memory or a version counter.
+        self._alike: dict[int, list[int]] = {}
+        self._aliases = Aliases([])
+        self.aliased: Sequence[int] = []
+        self._behind: dict[int, Fence] = {}  # by parameter, the update, if that is on a device
+        self.pending: set[int] = set()
+        self.unasked: set[int] = set()
+
+    @property
+    def count(self) -> int:
+        """Of pending updates."""
+        return len(self.pending)
+
+    @property
+    def is_done(self) -> bool:
+        """`apply` has nothing to do, whatever it is asked for."""
+        return not (self.unasked or self._behind)
+
+    def put_off(self) -> None:
+        """From now on the update of every parameter is pending."""
+        self._versions = [param._version for param in self._params]
+        self.look_at_memory()
+        self._behind = {}
+        self.pending = set(range(len(self._params)))
+        self.unasked = set(self.pending)
+        for param, fetch in zip(self._params, self._fetch, strict=True):
+            hold(param, fetch)
+
+    def look_at_memory(self) -> None:
+        """Notices other memory of parameters, and other tensors over it; none may be held."""
+        self.aliased = self._aliases.find()
+        if self._aliases.are_outdated:
+            self._alike = _sharing(self._params)
+            self._aliases = Aliases(self._params)
+            self.aliased = self._aliases.find()
+
+    def forget(self) -> None:
+        """Drops the updates that are pending."""
+        self.pending, self.unasked = set(), set()
+        for param in self._params:
+            release(param)
+
+    def apply(self, indices: Sequence[int]) -> None:
+        """Applies pending updates of these parameters, waiting for what they need.
+
+        What the calling thread gives to its current stream from now on comes behind them.
+        """
+        due = [i for i in indices if i in self.pending] if self.pending else []
+        if due:
+            with shielded(self._reducer.device.torch_device.type):
+                self._apply(due)
+        for i in self.unasked.intersection(indices):
+            self.unasked.discard(i)
+            release(self._params[i])
+        self._come_behind(indices)
+
+    @abstractmethod
+    def _apply(self, due: Sequence[int]) -> None:
+        """Applies the pending updates of these parameters and of those that arrive with them."""
+
+    def _come_behind(self, indices: Sequence[int]) -> None:
+        """Later work on the current stream comes behind updates on others."""
+        if behind := self._behind:  # another thread may put another in its place
+            stream = self._reducer.device.stream()
+            for fence in {behind[i] for i in indices if i in behind}:
+                fence.wait(stream)
+
+    def _with_alike(self, due: Sequence[int]) -> list[int]:
+        """Adds pending ones that share memory with these.
+
+        Or a version counter: autograd would take a later update for a change of what it has saved.
+        """
+        if not self._alike:
+            return list(due)
+        wanted = {j for i in due for j in self._alike.get(i, (i,))}
+        return sorted(self.pending & wanted)
+
+    def _arrived_with(self, due: Sequence[int]) -> list[int]:
+        """Others whose updates are pending and have what they need once those of `due` have."""
+        if len(due) == len(self.pending):
+            return []
+        found = self.pending.intersection(self._reducer.arrives_with(due)).difference(due)
+        return sorted(found.difference(self._alike))
+
+    def _begin(self, due: Sequence[int]) -> list[int]:
+        """Lets an update of these parameters begin, whose gradients are there.
+
+        A signal handler may ask for the same ones at any time: each update is one's who takes it.
+
+        Returns:
+            Those of `due` whose updates were still pending.
+        """
+        taken, due = [], [i for i in due if i in self.pending]
+        try:
+            for i in due:
+                if i in self.pending:
+                    self.pending.discard(i)
+                    taken.append(i)
+            if written := self._written(taken):
+                self.pending.update(taken)
+                raise Error(
+                    f"parameter '{self._reducer.names[written[0]]}' was written to between step() "
+                    "and its update, which would have been lost or misplaced; call "
+                    "optimizer.synchronize() before you change parameters"
+                )
+            for i in taken:
+                release(self._params[i])
+        except BaseException:
+            # An interrupt may have come before what was taken was noted as such. What somebody else
+            # has updated meanwhile is written to.
+            left = [i for i in due if i not in self.pending]
+            self._put_back(sorted(set(left).difference(self._written(left))))
+            raise
+        return taken
+
+    def _written(self, indices: Sequence[int]) -> list[int]:
+        """Those of these parameters that were written to since their updates were put off."""
+        with torch._C.DisableTorchFunctionSubclass():  # they may be held
+            return [i for i in indices if self._params[i]._version != self._versions[i]]
+
+    def _end(self, updated: Sequence[int], asked: Sequence[int]) -> None:
+        """These parameters have been updated, of which only some were asked for.
+
+        Who uses one of the others is still to be seen: a use that is not may have come before the
+        update, and is an error of the next backward pass.
+        """
+        if (fence := self._reducer.device.fence()) is not None:
+            self._behind.update(dict.fromkeys(updated, fence))
+        for i in self.unasked.intersection(updated).difference(asked):
+            hold(self._params[i], self._fetch[i])
+
+    def _put_back(self, taken: Sequence[int]) -> None:
+        """What was to be updated still is to be."""
+        self.pending.update(taken)
+        self.unasked.update(taken)
+        for i in taken:
+            hold(self._params[i], self._fetch[i])
+
+
+def _sharing(params: Sequence[torch.Tensor]) -> dict[int, list[int]]:
+    """By parameter that shares memory or a version counter with others: all of these, ascending."""
+    found: dict[int, set[int]] = {}
+    for group in [*sharing_memory(params), *_one_version(params)]:
+        whole = set(group).union(*(found[i] for i in group if i in found))
+        found.update(dict.fromkeys(whole, whole))
+    return {i: sorted(whole) for i, whole in found.items()}
+
+
+def _one_version(params: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Which parameters share a version counter, as those made of views of one tensor do."""
+    found: list[list[int]] = []
+    with torch._C.DisableTorchFunctionSubclass(), ExitStack() as stack:  # they may be held
+        for param in params:
+            stack.enter_context(torch.autograd._unsafe_preserve_version_counter(param))
+        before = [param._version for param in params]
+        for param in params:
+            torch.autograd.graph.increment_version(param)
+        left = [i for i, param in enumerate(params) if param._version > before[i] + 1]
+        while left:
+            before = [param._version for param in params]
+            torch.autograd.graph.increment_version(params[left[0]])
+            found.append([i for i in left if params[i]._version != before[i]])
+            left = [i for i in left if params[i]._version == before[i]]
+    return found

@@ -1,0 +1,69 @@
+"""Which group of an optimizer each parameter is in, while a script may rearrange them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import torch
+
+from usbyte.errors import UsageError
+from usbyte.torch.plan.job import Trained
+
+
+class Groups:
+    """Looks an optimizer's groups up at each step, as scripts write to `param_groups` by hand.
+
+    Args:
+        optimizer: The wrapped one.
+        trained: Its parameters when it was wrapped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
+        self._optimizer, self._trained = optimizer, trained
+        self._known: list[list[torch.Tensor]] = []  # parameters by group, when last looked up
+        self._group_of: list[int | None] = []
+
+    def look_up(self) -> Sequence[int | None]:
+        """By parameter, its group now; None where it is in none any more, and not to be updated.
+
+        Raises:
+            UsageError: Groups have a parameter that got no hook, or one twice.
+        """
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        if len(groups) != len(self._known) or not all(
+            _same(group["params"], known) for group, known in zip(groups, self._known, strict=True)
+        ):
+            self._group_of = self._find(groups)
+            self._known = [list(group["params"]) for group in groups]
+        return self._group_of
+
+    def _find(self, groups: Sequence[dict[str, Any]]) -> list[int | None]:
+        index = {id(param): i for i, param in enumerate(self._trained.params)}
+        others = {id(param) for param in self._trained.frozen}
+        found: list[int | None] = [None] * len(index)
+        for g, group in enumerate(groups):
+            for param in group["params"]:
+                i = index.get(id(param))
+                if i is None:
+                    if id(param) not in others and param.numel() > 0:
+                        raise UsageError(
+                            f"group {g} of the optimizer has a parameter of shape "
+                            f"{tuple(param.shape)} that was put there by hand, so that its "
+                            "gradients would stay each rank's own: give new parameters to "
+                            "add_param_group of the DistributedOptimizer, or wrap the optimizer "
+                            "anew"
+                        )
+                elif found[i] is not None:
+                    raise UsageError(
+                        f"parameter '{self._trained.names[i]}' is in groups {found[i]} and {g} of "
+                        "the optimizer: leave it in one"
+                    )
+                else:
+                    found[i] = g
+        return found
+
+
+def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))

@@ -1,0 +1,727 @@
+"""When the sums of gradients become updates: at once, layer by layer, or shard by shard."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from usbyte.errors import Error, MismatchError, UsageError
+from usbyte.torch.compression.state import Memory
+from usbyte.torch.eager.descriptors import name_ranks
+from usbyte.torch.fault.update_guard import Changes
+from usbyte.torch.lazy_tensor import release, weakly
+from usbyte.torch.optimizer.compat.known_optimizers import (
+    calls_closure_first,
+    has_step_hooks,
+    is_known,
+    mixes_dtypes,
+    step_is_replaced,
+)
+from usbyte.torch.optimizer.compat.other_reducers import check_module, check_unreduced
+from usbyte.torch.optimizer.fused import FusedUpdate
+from usbyte.torch.optimizer.gradients.plan_executor import Transport
+from usbyte.torch.optimizer.gradients.reducer import Reducer, no_whole_gradients
+from usbyte.torch.optimizer.gradients.step_checksum import StepCheck
+from usbyte.torch.optimizer.hyperparam_sync import JoinedOptions
+from usbyte.torch.optimizer.overlap.deferred_updates import DeferredUpdates
+from usbyte.torch.optimizer.overlap.eligibility import Watch, agree
+from usbyte.torch.optimizer.overlap.forward_hooks import Gates
+from usbyte.torch.optimizer.param_groups import Groups
+from usbyte.torch.optimizer.sharded import ShardedUpdates, check_step_own
+from usbyte.torch.plan.job import Settings, Trained
+from usbyte.torch.plan.lifecycle import PlanCycle
+from usbyte.torch.plan.planner import Planner
+from usbyte.torch.runtime.device import Device
+from usbyte.torch.runtime.torch_modes import outside_inference_mode
+from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
+from usbyte.torch.world.consistency import check_params
+from usbyte.torch.world.world import Context
+
+log = logging.getLogger("usbyte")
+
+_PASSES_WITHOUT_STEP = 30
+
+
+class Stepper:
+    """Takes the steps of an optimizer whose gradients are summed over several ranks.
+
+    While the job is learned, and under a plan that overlaps backward only, a step waits for all
+    sums and is taken as a whole. Under one that overlaps the next forward pass too, gates and
+    readers of parameters have their updates applied. Closed by `end`.
+
+    Args:
+        context: The ranks.
+        optimizer: The wrapped one.
+        updater: Whose `step` updates parameters; the same, or what fuses its updates.
+        settings: What was asked for.
+        trained: Its parameters.
+        changing: Those that forward passes change on each rank in another way.
+        device: Where they are.
+        planner: Makes the plans.
+        changes: Counts steps, and stands before parameters after a fault.
+        memory: Of codecs.
+        steps_before: Completed before this was made.
+        on_updated: Called when the optimizer has taken a step as a whole, before anybody reads
+            parameters.
+
+    Attributes:
+        transport: Moves gradients.
+        reducer: Sends them, and gives their sums.
+        shared: A parameter that another thread than the one that trains has used; empty if none.
+        against: What speaks against updates that wait, if it was found after the first steps.
+        shards: Of parameters, each updated by the rank that owns it; None unless they are.
+        ended: After `end`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        optimizer: torch.optim.Optimizer,
+        updater: torch.optim.Optimizer | FusedUpdate,
+        settings: Settings,
+        trained: Trained,
+        changing: Collection[nn.Parameter],
+        device: Device,
+        planner: Planner,
+        changes: Changes,
+        memory: Memory,
+        steps_before: int,
+        on_updated: Callable[[], None],
+    ) -> None:
+        self._context, self._optimizer, self._updater = context, optimizer, updater
+        self._settings, self._trained, self._planner = settings, trained, planner
+        self._changes, self._memory, self._on_updated = changes, memory, on_updated
+        self._groups = Groups(optimizer, trained)
+        self._everything = range(len(trained.params))
+        self.shards: ShardedUpdates | None = None
+        self.ended = False
+        self._learned = False  # there is a plan, and a decision on overlap
+        self._in_step = False  # of the wrapped optimizer, which may run a closure
+        self._set_to_none = True  # when gradients were reset last
+        self._ungated: list[int] = []  # parameters whose use nobody would see
+        self._late: set[int] = set()  # parameters that the forward pass did not ask for
+        self._used_up: list[bool] = []  # as `ShardedUpdates.used`, while a plan is learned
+        self.shared = self.against = ""
+        self._passes = 0  # backward ones that have sent gradients since the last step
+        self._told_of_threads = self._told_of_unsent = self._told_of_aliases = False
+        self._watch = Watch(optimizer, trained.names, trained.params)
+        self._fetch_param = [weakly(self._on_param_read, i) for i in self._everything]
+        self._fetch_gradient = [weakly(self._on_gradient_read, i) for i in self._everything]
+        named = dict(zip(trained.params, trained.names, strict=True))
+        self._gates = Gates(
+            trained.params, self._on_use, self._on_root, device, partial(check_module, named=named)
+        )
+        self.transport = Transport(
+            context, settings, trained, device, planner, memory, steps_before
+        )
+        cycle = PlanCycle(
+            planner,
+            self._gates,
+            device,
+            context.env.learning_steps,
+            adapt=settings.policy == "auto",
+            may_ask=settings.overlap == "auto",
+            on_learned=self._on_learned,
+        )
+        check = StepCheck(
+            planner.label,
+            optimizer,
+            trained,
+            changing,
+            device,
+            context.env.check_steps,
+            context.ranks,
+            self.transport.ask,
+            changes.spoil,
+        )
+        self.reducer = Reducer(
+            settings, trained, planner, self.transport, cycle, memory, check, self
+        )
+        self._deferred = DeferredUpdates(
+            optimizer, self._take_deferred, changes.tear, trained, self._groups, self.reducer,
+            self._fetch_param,
+        )  # fmt: skip
+        self._joined = JoinedOptions(
+            context, planner.label, optimizer, self.reducer, settings.sharded
+        )
+        self._gates.install(settings.model)
+
+    @property
+    def pending(self) -> bool:
+        """Some parameters have not got their update yet, or another thread gives it to them."""
+        return self._updates.count > 0 or self._changes.elsewhere
+
+    @property
+    def works(self) -> bool:
+        """Neither communication nor a backward pass has failed."""
+        return not (self.transport.failed or self.reducer.in_backward)
+
+    def check(self) -> None:
+        """Raises an error unless training can go on."""
+        self.transport.check()
+        self._changes.check_whole()
+        if self.reducer.in_backward:
+            if _is_in_backward():
+                raise _called_in_backward()
+            raise Error(
+                "the last backward() did not end, so the other ranks wait for its gradients in "
+                "vain; restart the job from its last checkpoint"
+            )
+        self._trained.check_frozen()
+
+    @property
+    def evaluates_first(self) -> bool:
+        """`step(closure)` is the same as `evaluate(closure)` and then `step()`."""
+        return calls_closure_first(self._optimizer) and not self._is_watched()
+
+    def evaluate(self, closure: Callable[[], float]) -> float:
+        """Runs the closure of a step."""
+        self._check_threads()
+        with torch.enable_grad():
+            loss = closure()
+        self._watch.finds_threads()  # what the closure has run in others is over
+        return loss
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """See `DistributedOptimizer`; after `check`."""
+        mark_training_thread()
+        self._passes = 0
+        self._check_threads()
+        self._groups.look_up()  # before anything is given to the optimizer
+        if isinstance(self._updater, FusedUpdate):
+            self._updater.check()
+        if self._settings.sharded:
+            check_step_own(self._optimizer)
+        if closure is not None and self._settings.overlap == "forward":
+            raise UsageError(
+                f"{type(self._optimizer).__name__} may call its closure several times, and needs "
+                'the gradients at once: leave out overlap="forward"'
+            )
+        if closure is None:
+            self.send_kept()
+        reducer = self.reducer
+        if self.shards is not None:
+            self._step_shards(self.shards)
+            return None
+        if closure is None and (reducer.learning or reducer.applied):  # looked for seldom
+            self._tell_of_unsent()
+        if (
+            not reducer.in_flight
+            or reducer.plan_ends
+            or self._needs_whole_step()
+            or closure is not None
+            or not reducer.untouched()
+        ):
+            return self._step_at_once(closure)
+        self._put_off()
+        return None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """See `DistributedOptimizer`."""
+        self._set_to_none = set_to_none
+        if self.shards is not None:
+            used = self.shards.used
+            if self.reducer.in_flight:
+                self._drop(self.shards)
+                used = self.shards.used
+            else:
+                with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and stay so
+                    has = [param.grad is not None for param in self._trained.params]
+                used = [h or (u and self.shards.spent) for h, u in zip(has, used, strict=True)]
+            self._zero_spent(used)
+            self.shards.spent = not set_to_none  # zeros are gradients too
+        elif self.pending or self._deferred.unasked:
+            with self._changes.lock:  # updates in other threads need their gradients
+                reset = self._deferred if self._deferred.unasked else self._optimizer
+                reset.zero_grad(set_to_none)
+        else:
+            self.drain()
+            self._joined.check_step_taken()
+            self._optimizer.zero_grad(set_to_none)
+            if self._used_up and not set_to_none:  # zeros are gradients too
+                rows = zip(self._used_up, self._trained.params, strict=True)
+                self._zero_spent([u or param.grad is not None for u, param in rows])
+            self._used_up = []
+        self.reducer.forget_results(set_to_none)
+
+    def check_whole_gradients(self) -> None:
+        """Raises UsageError while gradients are on their way of which ranks get shards only."""
+        if self.shards is not None and self.reducer.in_flight:
+            raise no_whole_gradients(
+                "call step() right after backward(), and clip with max_grad_norm="
+            )
+
+    def send_kept(self) -> None:
+        """Sends what backward passes have accumulated on this rank."""
+        if self.reducer.unsent and not self.reducer.in_flight:
+            self.apply_all()
+            self.reducer.send_kept()
+
+    @outside_inference_mode
+    def drain(self) -> None:
+        """Applies pending updates and makes gradients final, or, with shards, the sums of those."""
+        self.apply_all()
+        if self.reducer.in_flight and self.shards is not None:
+            self.reducer.wait_reduced()
+        elif self.reducer.in_flight:
+            with self._changes.lock:
+                if self.reducer.in_flight:
+                    self.reducer.settle()
+                else:  # another thread has put the updates off meanwhile
+                    self.apply_all()
+
+    def apply_all(self) -> None:
+        """Applies pending updates."""
+        self._apply(self._everything)
+
+    def up_to_date(self) -> None:
+        """The calling thread has made everything final."""
+        self._watch.up_to_date()
+
+    def end_sharding(self) -> None:
+        """Gives the optimizer its whole state back, if it is in shards. Collective."""
+        if self.shards is not None:
+            self.shards.uncut()
+            self.shards = None
+
+    def end(self, whole_state: bool) -> None:
+        """Applies pending updates, unless communication has failed; then ends the engine.
+
+        Args:
+            whole_state: Also gives the optimizer its whole state back.
+        """
+        reducer = self.reducer
+        try:
+            if self.works:
+                self.apply_all()
+                if reducer.in_flight and self.shards is None:
+                    reducer.settle()
+                if whole_state:
+                    self.end_sharding()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt, which would else wait again below
+                self.transport.fail(f"this rank's end was interrupted by {type(error).__name__}")
+            raise
+        finally:
+            if self._changes.salvage is None:
+                self._give_up()
+            self._gates.close()
+            reducer.close()
+            self.transport.close()
+            self.ended = True
+            if self._changes.salvage is None:  # or pending updates might still be asked for
+                # They refer to this one too; their memory goes now, not when a collector comes.
+                del self._gates, self._deferred, self._joined, self.reducer, self.transport
+
+    # After a fault.
+
+    def clean_up(self, completes: bool) -> None:
+        """Somebody goes on from the parameters as they are, with pending updates or without."""
+        if completes:
+            self.reducer.stop_waiting()
+            with self._changes.updating_after_fault():
+                self._deferred.apply(self._everything)
+        else:
+            self._memory.tear()
+        self._give_up()
+
+    def examine(self, is_quiet: bool) -> tuple[bool, bool]:
+        """Whether a step was applied in part, and whether its rest can be; see `Changes.left`."""
+        count, reducer = self._updates.count, self.reducer
+        # Of sharded parameters a shard each is a step ahead of the rest at once.
+        whole = count in (0, 0 if self.shards else len(self._everything))
+        completable, torn = False, reducer.device.core is not None
+        with suppress(UsageError):  # the engine has ended meanwhile
+            torn = reducer.is_torn()
+            alone = count > 0 and is_quiet and self.shards is None
+            completable = alone and reducer.has_all()
+        return not whole or not is_quiet or torn, completable
+
+    def _give_up(self) -> None:
+        """Forgets the updates that are pending, as those of a run that has failed."""
+        self._changes.forget()
+        self._deferred.forget()
+
+    # Steps.
+
+    @property
+    def _updates(self) -> DeferredUpdates | ShardedUpdates:
+        return self.shards or self._deferred
+
+    @property
+    def _defers(self) -> bool:
+        """Updates wait for the next forward pass, under the plan in force."""
+        if not self._learned or self._settings.overlap == "backward":
+            return False
+        decision = self._planner.decision
+        return decision is not None and decision.overlap == "forward"
+
+    def _needs_whole_step(self) -> bool:
+        """True if step hooks, a GradScaler or the optimizer want to see this step as a whole."""
+        optimizer = self._optimizer
+        return self._is_watched() or mixes_dtypes(optimizer) or step_is_replaced(optimizer)
+
+    def _is_watched(self) -> bool:
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        return found_inf is not None or has_step_hooks(self._optimizer)
+
+    def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._run(self._updater.step, closure)  # looked up each time: schedulers replace it
+
+    def _take_deferred(self, call: Callable[[], Any]) -> Any:
+        return self._run(call, None)
+
+    def _run(self, call: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        self.reducer.applied = self.reducer.applied or closure is None
+        calls_first = closure is not None and is_known(self._optimizer)
+        result = self._changes.step(call, closure, calls_first)
+        self.reducer.applied = True  # also what the closure has brought
+        self._memory.ahead = False
+        return result
+
+    def _step_at_once(self, closure: Callable[[], float] | None) -> float | None:
+        reducer = self.reducer
+        self.drain()
+        self._joined.follow()
+        self._watch.step(closure is not None, self._needs_whole_step(), not self._learned)
+        start = reducer.device.now()
+        if self._settings.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._trained.params, self._settings.max_grad_norm)
+        with self._changes.updating():
+            result: float | None = self._step_watched(closure)
+            self._on_updated()
+            self._changes.count_step()
+        reducer.finish_step(start)
+        if reducer.learning:
+            if self._learned:
+                self._watch.begin()
+            self._learned = False
+        elif not self._learned:
+            self._finish_learning()
+        if self._settings.sharded:
+            self._use_up()
+        self._gates.ask(reducer.learning or self._defers)
+        self._watch.step_ends()
+        return result
+
+    def _step_watched(self, closure: Callable[[], float] | None) -> Any:
+        if self._settings.overlap == "backward":
+            return self._take_step(closure)
+        self._in_step = True
+        try:
+            if self._learned:
+                return self._take_step(closure)
+            with self._watch.groups(self._settings.overlap == "forward"):
+                return self._take_step(closure)
+        finally:
+            self._in_step = False
+
+    def _put_off(self) -> None:
+        with self._changes.lock:
+            self._deferred.defer(self._updater.step)
+            self._changes.put_off()
+            self.reducer.in_flight = False
+            self._watch.step_ends()
+            aliased = self._deferred.aliased
+        if aliased:
+            self._tell_of_aliases(aliased)
+        self._apply([*self._ungated, *aliased])
+
+    def _tell_of_aliases(self, aliased: Sequence[int]) -> None:
+        """Logs once that updates do not wait, as other tensors show the memory of parameters."""
+        if not self._told_of_aliases:
+            self._told_of_aliases = True
+            log.warning(
+                "%s: a script keeps other tensors over the memory of %d of %d parameters, '%s' for "
+                "one, as a state_dict() or p.data are, so that step() waits for their gradients: "
+                "copy what you keep (copy.deepcopy), or take it anew each time",
+                self._planner.label,
+                len(aliased),
+                len(self._trained.params),
+                self._trained.names[aliased[0]],
+            )
+
+    def _apply(self, indices: Sequence[int]) -> None:
+        if self.pending:
+            with self._changes.applying():
+                self._updates.apply(indices)
+                self._changes.count_applied(self._updates.count)
+        elif not self._updates.is_done:
+            self._updates.apply(indices)
+
+    def _tell_of_unsent(self) -> None:
+        """Warns once of gradients that no backward pass has given, which nobody sends."""
+        if self._told_of_unsent or (i := self.reducer.unsent_gradient()) < 0:
+            return
+        if _is_in_backward():  # in a hook that comes before usbyte's
+            raise _called_in_backward()
+        self._told_of_unsent = True
+        log.warning(
+            "%s: the gradient of '%s' was set by hand, and only those that backward() gives are "
+            "summed: ranks come apart unless all set the same, as with usbyte.torch.allreduce",
+            self._planner.label,
+            self._trained.names[i],
+        )
+
+    # With shards.
+
+    def _step_shards(self, shards: ShardedUpdates) -> None:
+        if self._needs_whole_step():
+            raise UsageError(
+                "shard_optimizer=True does not work with GradScaler or step hooks; leave it out"
+            )
+        if not self.reducer.in_flight:
+            if shards.spent:
+                raise UsageError(
+                    "step() again without backward(): with shard_optimizer=True a step uses its "
+                    "gradients up; call backward() before the next one"
+                )
+            if (i := self.reducer.unsent_gradient()) >= 0:
+                raise UsageError(
+                    f"the gradient of '{self._trained.names[i]}' was set by hand, and with "
+                    "shard_optimizer=True a step uses what backward() has sent: leave it out"
+                )
+            return
+        if self.reducer.dropped():
+            self._drop(shards)
+            return
+        self._joined.follow()
+        with self._changes.applying():
+            shards.step()
+            self._changes.put_off()
+        self._watch.step_ends()
+        self._apply(self._ungated)
+        reducer = self.reducer
+        if reducer.plan_ends:
+            self.apply_all()
+            self.end_sharding()
+            reducer.finish_step(reducer.device.now())
+            if reducer.learning:
+                self._learned = False
+                self._used_up = list(shards.used)
+            else:
+                self._begin_sharding().used = shards.used
+
+    def _drop(self, shards: ShardedUpdates) -> None:
+        """Gradients in flight are of no use any more, here and on all ranks."""
+        with self._changes.updating():
+            if not self.reducer.in_flight:  # another thread has done so
+                return
+            self._joined.follow()  # where ranks that have joined wait for this one
+            try:
+                shards.drop()
+            except MismatchError as error:
+                self.transport.check()  # after a fault a device may hold anything
+                self._changes.tear(error)
+                raise
+
+    def _begin_sharding(self) -> ShardedUpdates:
+        self.shards = ShardedUpdates(
+            self._context,
+            self._planner.label,
+            self._optimizer,
+            self._trained,
+            self._groups,
+            self.reducer,
+            self.transport.plan,
+            self._settings.max_grad_norm,
+            self._fetch_param,
+            self._take_step,
+        )
+        return self.shards
+
+    def _use_up(self) -> None:
+        """A step that was taken as a whole resets gradients as one on shards does."""
+        params = self._trained.params
+        self._used_up = [param.grad is not None for param in params] if not self.shards else []
+        for param in params:
+            param.grad = None
+
+    def _zero_spent(self, used: Sequence[bool]) -> None:
+        """Resets gradients that a sharded step has used up, as the user last did."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and may stay so
+            for param, was_used in zip(self._trained.params, used, strict=True):
+                param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
+
+    # Learning.
+
+    def _on_learned(self) -> None:
+        """All ranks are about to plan: they see that they train alike, and agree on the overlap."""
+        label = self._planner.label
+        check_unreduced(self._optimizer, self._trained.names, self._trained.params)
+        check_params(self._context, label, self._trained.names, self._trained.params)
+        self._ungated = sorted(self._gates.finish_learning())
+        if self._settings.overlap == "auto":
+            self._deferred.look_at_memory()
+            aliased = self._deferred.aliased
+            reason = self._watch.reason(
+                self._gates, self._ungated, aliased, self.shared, self.against
+            )
+            self._planner.settle_overlap(agree(self._context, label, reason))
+
+    def _finish_learning(self) -> None:
+        if self._settings.sharded:
+            self._begin_sharding()
+        elif self._planner.overlap == "forward":
+            log.info(
+                "%s: updates wait for the next forward pass, except %d whose use was not seen",
+                self._planner.label,
+                len(self._ungated),
+            )
+        self._learned = True
+
+    # Who uses parameters and gradients.
+
+    def _on_root(self, trains: bool) -> None:
+        # Evaluation may take other paths through the model than those that were learned, and a
+        # second forward pass before step() leads to a second backward pass.
+        self._note_use(0)
+        if trains:
+            mark_training_thread()
+            self._watch.forward()
+        if not trains or (self.reducer.in_flight and self.shards is None):
+            self.drain()
+
+    def _on_param_read(self, i: int, param: torch.Tensor) -> None:
+        self._on_use([i])
+        release(param)
+
+    def _on_use(self, indices: Sequence[int]) -> None:
+        self._note_use(indices[0])
+        self._apply(indices)
+
+    def _note_use(self, i: int) -> None:
+        if self._updates.unasked or not self._learned:
+            self._watch.used(i)
+
+    def _check_threads(self) -> None:
+        """Whether others than the calling thread, which trains, have used parameters."""
+        name = self._watch.finds_threads()
+        self.shared = self.shared or name
+        if not name or not self._defers:
+            return
+        if self._settings.overlap == "auto":
+            self.reducer.ask_for_plan()
+        if not self._told_of_threads:
+            self._told_of_threads = True
+            log.warning(
+                "%s: another thread than the one that trains has used '%s' while updates wait for "
+                "the forward pass, so that either may see a parameter in the middle of its update: "
+                "call optimizer.drain() after step(), before others use parameters, and let them "
+                "be done before the next step()",
+                self._planner.label,
+                name,
+            )
+
+    def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
+        if self.shards is not None:
+            raise no_whole_gradients("clip with max_grad_norm=, and use them up in step()")
+        if self.reducer.in_flight:
+            self.drain()
+        elif i in self._deferred.unasked:
+            self._apply([i])
+        elif not self._learned and not self._in_step:
+            self._watch.gradient_read(i)
+        release(grad)
+
+    # Backward passes; see `Listener`.
+
+    def on_steps_apart(self, ranks: Sequence[int]) -> None:
+        """Ranks whose updates differ have parameters that do.
+
+        Raises:
+            MismatchError: Always.
+        """
+        named = name_ranks([self._context.ranks[rank] for rank in ranks])
+        self._changes.spoil(
+            f"{self._planner.label}: {named} called no step() between two backward passes that "
+            "sent gradients, and other ranks did, so that their parameters differ"
+        )
+        raise MismatchError(
+            f"{self._changes.torn}: see that all ranks take and leave out the same steps (with a "
+            "GradScaler or batches that are left out, all decide alike) and restart the job from "
+            "its last checkpoint"
+        )
+
+    def before_first_gradient(self, i: int) -> None:
+        """Updates that nobody has asked for are applied now."""
+        # Layers that the forward pass skipped have not asked for their updates. If one of them gets
+        # a gradient all the same, it was read past its gate.
+        self._gates.rest()
+        self._changes.check_whole()
+        if self.shards is None:
+            self._joined.check_step_taken()
+        elif self.reducer.in_flight and self.reducer.dropped(renewed=i):
+            self._drop(self.shards)
+        self._watch.backward_begins(not self._learned)
+        if self._passes and self._defers and self.shards is None:
+            self._stay_with_backward("several backward passes before one step() have come up")
+        self._late = set(self._updates.unasked)
+        self.on_gradient(i)
+        self.apply_all()
+        self._watch.up_to_date()
+
+    def on_gradient(self, i: int) -> None:
+        """Checks that the forward pass has used the parameter as it was to be."""
+        if i in self._late:
+            raise Error(
+                f"parameter '{self._trained.names[i]}' was used in the forward pass before its "
+                "update had been applied, in a way that the first steps did not show; use "
+                'overlap="backward", or call optimizer.synchronize() before the forward pass'
+            )
+
+    def on_backward_end(self) -> None:
+        """Waits for the sums, or has readers wait for them."""
+        self._late = set()
+        self._note_pass()
+        defers = self._defers and not self._in_step and not self.against
+        if self.reducer.shows_parts and self.shards is None:
+            self._stay_with_backward("gradients are parts of memory that the script uses, too")
+            defers = False
+        elif defers and self.shards is None and self._watch.expects_another_pass():
+            defers = False
+        if not defers:
+            self.reducer.settle()
+            self._watch.backward()
+        if defers or not (self._learned or self._in_step or self._settings.overlap == "backward"):
+            self.reducer.hold_gradients(self._fetch_gradient)
+
+    def _note_pass(self) -> None:
+        """Warns once if passes go on without a step, from which alone jobs are learned."""
+        self._passes += 1
+        if self._passes == _PASSES_WITHOUT_STEP and self.reducer.learning:
+            log.warning(
+                "%s: %d backward passes have sent gradients without a call of step(), so that "
+                "communication is not planned: call step() of the DistributedOptimizer. Where the "
+                "wrapped optimizer updates parameters in other methods, as SAM does in "
+                "first_step() and second_step(), wrap the optimizer that it is made of instead: "
+                "sam.base_optimizer = DistributedOptimizer(sam.base_optimizer, ...)",
+                self._planner.label,
+                self._passes,
+            )
+
+    def _stay_with_backward(self, reason: str) -> None:
+        """Under "auto", updates do not wait for the forward pass any more."""
+        if self._settings.overlap == "auto" and not self.against:
+            self.against = reason
+            if self._learned:
+                self.reducer.ask_for_plan()
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _called_in_backward() -> UsageError:
+    return UsageError(
+        "step() or zero_grad() was called inside backward(), as by a hook of a parameter: make one "
+        "DistributedOptimizer for all parameters and call step() once backward() has returned. "
+        'With overlap="forward" each update then runs when its layer needs it, and frees as much '
+        "time as a step in a hook"
+    )

@@ -1,0 +1,140 @@
+"""Whether an optimizer's parameters can be served as was asked for, and by what."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.torch.compression.codecs import Choices, check_momentum, check_relays, choices_of
+from usbyte.torch.optimizer.compat.known_optimizers import check_narrowable
+from usbyte.torch.optimizer.compat.other_reducers import check_unreduced
+from usbyte.torch.optimizer.compat.shared_memory import sharing_memory
+from usbyte.torch.optimizer.fused import FusedUpdate
+from usbyte.torch.optimizer.gradients.flat_buffer import dtype_name
+from usbyte.torch.optimizer.sharded import check_dense
+from usbyte.torch.plan.job import Settings, Trained
+from usbyte.torch.plan.sparse import renormalized_parameters, sparse_parameters
+from usbyte.torch.runtime.device import device_of
+from usbyte.torch.runtime.tensor_checks import check_sendable
+
+log = logging.getLogger("usbyte")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serves them.
+
+    Attributes:
+        updater: Whose `step` updates them.
+        codecs: That there are for them.
+        sparse: Names of those whose gradients travel as the rows that they have.
+    """
+
+    updater: torch.optim.Optimizer | FusedUpdate
+    codecs: Choices
+    sparse: set[str]
+
+
+def serve(
+    optimizer: torch.optim.Optimizer,
+    trained: Trained,
+    settings: Settings,
+    size: int,
+    model: nn.Module | None,
+) -> Served:
+    """Checks all that a rank can by itself, and changes nothing.
+
+    Args:
+        optimizer: The wrapped one.
+        trained: Its parameters.
+        settings: What was asked for.
+        size: Number of ranks.
+        model: That has the parameters, where it is known.
+
+    Raises:
+        UsageError: Some of them cannot be served.
+    """
+    names, params = trained.names, trained.params
+    if not params:
+        raise UsageError("the optimizer has no parameter with elements that requires a gradient")
+    updater = FusedUpdate(optimizer, names, params) if settings.fuses else optimizer
+    for name, param in zip(names, params, strict=True):
+        check_sendable(f"parameter '{name}'", param)
+        dtype_name(name, param)
+    check_unreduced(optimizer, names, params)
+    if settings.sharded:
+        check_dense(names, params)
+    elif settings.overlap == "forward":
+        check_narrowable(optimizer)
+    if settings.sharded or settings.fuses:
+        _check_separate(settings, names, params)
+    codecs = choices_of(settings.compression, names, params)
+    if codecs.optional:
+        _check_chooses(settings)
+    check_momentum(codecs.specs, optimizer.param_groups)
+    if size == 1:  # nothing is sent
+        return Served(updater, codecs, set())
+    if settings.sharded:
+        check_relays(codecs.specs)
+    device_of(names, params)
+    return Served(updater, codecs, _sparse(trained, settings, model))
+
+
+def warn_of_renormalized(
+    label: str, trained: Trained, model: nn.Module | None
+) -> set[nn.Parameter]:
+    """Logs which parameters the forward pass changes, on each rank in another way; returns them."""
+    changed = renormalized_parameters(model)
+    for name, param in zip(trained.names, trained.params, strict=True):
+        if param in changed:
+            log.warning(
+                "%s: the forward pass renormalises rows of '%s' (max_norm), on each rank those "
+                "that it uses, so that ranks come apart, as under DDP: leave max_norm out, or call "
+                "broadcast_parameters now and then",
+                label,
+                name,
+            )
+    return changed
+
+
+def _sparse(trained: Trained, settings: Settings, model: nn.Module | None) -> set[str]:
+    known = set() if settings.densifies else sparse_parameters(model)
+    named = zip(trained.names, trained.params, strict=True)
+    sparse = {name for name, param in named if param in known}
+    if sparse and (settings.sharded or settings.fuses):
+        what = "shard_optimizer=True" if settings.sharded else "fused_update=True"
+        raise UsageError(
+            f"the gradient of '{min(sparse)}' is sparse, which does not go with {what}: pass "
+            "sparse_as_dense=True"
+        )
+    return sparse
+
+
+def _check_separate(
+    settings: Settings, names: Sequence[str], params: Sequence[nn.Parameter]
+) -> None:
+    """Raises UsageError if parameters share memory, which is then to be updated one by one."""
+    for group in sharing_memory(params):
+        what = "shard_optimizer=True" if settings.sharded else "fused_update=True"
+        first, second = (names[i] for i in group[:2])
+        raise UsageError(
+            f"parameters '{first}' and '{second}' share memory, so that each gets the update of "
+            f"both, which does not go with {what}: leave it out, or make them one parameter "
+            "(module.weight = other.weight)"
+        )
+
+
+def _check_chooses(settings: Settings) -> None:
+    policy = settings.policy
+    if policy not in _core.policies():
+        what = f"policy '{policy}'" if isinstance(policy, str) else "a function"
+        raise UsageError(
+            f"{what} cannot choose from several codecs: name one for compression=, or take "
+            'policy="auto"'
+        )

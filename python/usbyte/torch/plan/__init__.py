@@ -1,0 +1,1 @@
+"""From a job's measured times to one plan on all ranks, and its life cycle."""

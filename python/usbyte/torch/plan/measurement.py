@@ -1,0 +1,189 @@
+"""What the first steps show of a job: when gradients are ready and parameters needed."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import nn
+
+from usbyte import _core
+from usbyte.planning.profiles import line
+from usbyte.torch.optimizer.gradients.flat_buffer import USED, dtype_name, rows_of, used_numel
+from usbyte.torch.plan.sparse import sparse_spec
+from usbyte.torch.runtime.device import Mark
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One step under DDP's plan, in backward mode; steady clock seconds.
+
+    Attributes:
+        need_s: By parameter, when the forward pass first used it; NEVER where it was not seen to.
+        ready_s: By parameter, when its gradient was ready.
+        waited_s: Seconds spent waiting for the network after backward.
+        updated_s: Seconds that the optimizer's step took.
+    """
+
+    need_s: Sequence[float]
+    ready_s: Sequence[float]
+    waited_s: float
+    updated_s: float
+
+    @classmethod
+    def of(
+        cls,
+        needed: Sequence[Mark | None],
+        ready: Sequence[float],
+        waited_s: float,
+        updated_s: float,
+    ) -> Iteration:
+        """Waits until all of it has happened."""
+        need = [NEVER if mark is None else float(mark) for mark in needed]
+        return cls(need, ready, waited_s, updated_s)
+
+    @property
+    def start_s(self) -> float:
+        """When the forward pass began, as far as it was seen to."""
+        return min(min(self.need_s), min(self.ready_s))
+
+
+@dataclass
+class Times:
+    """A job's times, as `usbyte._core.Profile` names them; by parameter, seconds."""
+
+    need_s: list[float]
+    ready_s: list[float]
+    need_spread_s: list[float]
+    ready_spread_s: list[float]
+    step_s: float
+    update_s: float
+
+
+class Learning:
+    """Collects iterations until there are enough.
+
+    Args:
+        warm_up: The first ones, which do not count where there are more.
+    """
+
+    def __init__(self, warm_up: int = 1) -> None:
+        self._warm_up = warm_up
+        self._iterations: list[Iteration] = []
+
+    def add(self, iteration: Iteration) -> None:
+        """Takes one more."""
+        self._iterations.append(iteration)
+
+    def __len__(self) -> int:
+        return len(self._iterations)
+
+    def times(self) -> Times:
+        """Medians and spreads over all iterations but those of warm-up."""
+        kept = self._iterations[self._warm_up :] or self._iterations
+        # What the forward pass was not seen to use has no gate: it is needed at once.
+        need = np.array([[_since(t, i.start_s) for t in i.need_s] for i in kept])
+        ready = np.array([[_since(t, i.start_s) for t in i.ready_s] for i in kept])
+        update = float(np.median([i.updated_s for i in kept]))
+        ends = ready.max(axis=1) + [i.updated_s for i in kept]
+        # From one forward pass to the next, less what the network took.
+        periods = [after.start_s - i.start_s - i.waited_s for i, after in pairwise(kept)]
+        step = float(np.median(periods or ends))
+        middle = np.median(ready, axis=0)
+        step = max(step, float(middle.max()) + update)
+        return Times(
+            # What is used again after backward, for the first time, counts as needed last.
+            np.minimum(np.median(need, axis=0), step).tolist(),
+            middle.tolist(),
+            _spread(need),
+            _spread(ready),
+            step,
+            update,
+        )
+
+
+def combine(times: Times, allreduce_max: object) -> Times:
+    """The slowest rank's times, which all ranks then have.
+
+    Args:
+        times: This rank's.
+        allreduce_max: Called with a 1-d float64 tensor, returns its maximum over ranks.
+    """
+    assert callable(allreduce_max)
+    n = len(times.need_s)
+    columns = [times.need_s, times.ready_s, times.need_spread_s, times.ready_spread_s]
+    flat = [value for column in columns for value in column]
+    numbers = torch.tensor([*flat, times.step_s, times.update_s], dtype=torch.float64, device="cpu")
+    values: list[float] = allreduce_max(numbers).tolist()
+    need, ready, need_spread, ready_spread = (values[k * n : (k + 1) * n] for k in range(4))
+    step, update = values[4 * n :]
+    return Times(need, ready, need_spread, ready_spread, max(step, max(ready) + update), update)
+
+
+def job_profile(
+    names: Sequence[str],
+    params: Sequence[nn.Parameter],
+    times: Times,
+    *,
+    flags: bool,
+    sparse: Container[str] = (),
+    model: str = "",
+) -> _core.Profile:
+    """A job's profile, its tensors in the order of the arena.
+
+    Args:
+        names: Of the parameters.
+        params: The parameters.
+        times: Theirs; spreads may be empty.
+        flags: Put the used flags of all parameters, which travel with the gradients, first.
+        sparse: Names of those whose gradients are sparse; they come last, by when they are ready.
+        model: Name of the job.
+
+    Raises:
+        UsageError: The gradients of a parameter cannot be sent.
+    """
+    # One run of each dtype, the largest first, so that blocks can span many tensors.
+    dtypes = [dtype_name(name, param) for name, param in zip(names, params, strict=True)]
+    volume: dict[str, int] = {}
+    there = [i for i, name in enumerate(names) if name not in sparse]
+    for i in there:
+        volume[dtypes[i]] = volume.get(dtypes[i], 0) + params[i].numel()
+    order = sorted(there, key=lambda i: (-volume[dtypes[i]], dtypes[i], times.need_s[i]))
+    rows = [(names[i], params[i].numel(), dtypes[i]) for i in order]
+    first = rows[0][2] if rows else "float32"
+    matrices = {name: rows_of(param) for name, param in zip(names, params, strict=True)}
+    tensors = line([(USED, used_numel(len(names)), first)] * flags + rows, matrices)
+    end = tensors[-1].end if tensors else 0
+    apart = sorted(set(range(len(names))).difference(there), key=lambda i: times.ready_s[i])
+    tensors += [sparse_spec(names[i], params[i], end) for i in apart]
+    order += apart
+
+    def column(values: Sequence[float], first: float) -> list[float]:
+        return [first] * flags + [values[i] for i in order] if values else []
+
+    return _core.Profile(
+        tensors,
+        # The flags are complete when backward is, and the first update may need them.
+        column(times.need_s, 0.0),
+        column(times.ready_s, max(times.ready_s)),
+        times.step_s,
+        times.update_s,
+        model,
+        column(times.need_spread_s, 0.0),
+        column(times.ready_spread_s, 0.0),
+    )
+
+
+def _since(time_s: float, start_s: float) -> float:
+    return max(time_s - start_s, 0.0) if time_s != NEVER else 0.0
+
+
+def _spread(rows: np.ndarray) -> list[float]:
+    low, high = np.percentile(rows, [10, 90], axis=0)
+    spread: list[float] = ((high - low) / 2).tolist()
+    return spread

@@ -1,0 +1,488 @@
+"""From what each rank measured to one plan for all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from usbyte import _core
+from usbyte._util.units import format_cost
+from usbyte.errors import UsageError
+from usbyte.planning import tuning
+from usbyte.planning.cost_fit import Measured, fit
+from usbyte.planning.profiles import dense
+from usbyte.torch.api.collectives import Average, Max, ReduceOp
+from usbyte.torch.comm.hierarchical import told
+from usbyte.torch.compression.codecs import Choices
+from usbyte.torch.optimizer.gradients.flat_buffer import dtype_name
+from usbyte.torch.plan.codec_selection import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along
+from usbyte.torch.plan.decision import Decision
+from usbyte.torch.plan.job import Settings, Trained
+from usbyte.torch.plan.measurement import Times, combine, job_profile
+from usbyte.torch.plan.sparse import Counts, Way, choose_way, to_be_won_s, with_sparse
+from usbyte.torch.runtime.device import Device
+from usbyte.torch.world.consistency import check_alike
+from usbyte.torch.world.world import Context
+
+log = logging.getLogger("usbyte")
+
+
+class Planner:
+    """Makes the plans that all ranks follow.
+
+    Args:
+        context: The ranks.
+        label: Name of the optimizer, the same on all ranks.
+        settings: What was asked for; with overlap "auto" communication may hide behind backward,
+            until `settle_overlap`.
+        trained: The parameters.
+        device: Which they are on.
+        codecs: What they may travel by.
+        sparse: Names of those whose gradients travel as the rows that they have.
+        steps: Completed before; codecs are as in the step after them.
+
+    Raises:
+        MismatchError: Ranks were asked for other things, or have other parameters.
+
+    Attributes:
+        sparse: As given.
+        decision: What the plan in force was made from; None while it is not made from measurements.
+        seed: Of what codecs draw by chance, alike on all ranks.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        label: str,
+        settings: Settings,
+        trained: Trained,
+        device: Device,
+        codecs: Choices,
+        sparse: Collection[str],
+        steps: int,
+    ) -> None:
+        self._context, self.label = context, label
+        names, params, overlap = trained.names, trained.params, settings.overlap
+        self._names, self._params, self.sparse = names, params, sparse
+        self._groups = trained.groups
+        self._ways: Mapping[str, Way] = {}  # of sparse gradients, once they are chosen
+        self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
+        self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
+        self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
+        self._options, self._sharded = dict(settings.options), settings.sharded
+        self._chooses_overlap = overlap == "auto"
+        self._policy, self._tune_steps = settings.policy, settings.tune_steps
+        lists = [dict(zip(names, specs, strict=True)) for specs in codecs.lists]
+        self._codecs = {} if codecs.optional else lists[0]
+        self._choices = lists if codecs.optional else []
+        self._plans = CodedPlans(
+            label,
+            self._options,
+            "backward" if overlap == "auto" else overlap,
+            self._sharded,
+            device.core,
+        )
+        self._steps = steps
+        self._base: _core.Plan | None = None  # the plan in force, by codecs as they end
+        self._stages: list[_core.Codec] = []  # those codecs
+        self._tuner: tuning.Tuner | None = None  # rank 0's, once plans are tried
+        self.decision: Decision | None = None
+        self.seed = zlib.crc32(label.encode())
+        alike = {
+            "shard_optimizer": self._sharded,  # which "overlap" follows from
+            "overlap": overlap,
+            "bucket_bytes": self._options["bucket_bytes"],
+            "USBYTE_LEARNING_STEPS": context.env.learning_steps,
+            "USBYTE_CHECK_STEPS": context.env.check_steps,
+            "op": str(settings.op),
+            "policy": self._policy if isinstance(self._policy, str) else "a function",
+            "max_grad_norm": settings.max_grad_norm,
+            "backward_passes_per_step": settings.passes_per_step,
+            "topology": told(settings.topology, context.size),
+        }
+        check_alike(context, label, alike, self._specs())
+
+    @property
+    def overlap(self) -> str:
+        """What communication may hide behind, in plans to come."""
+        return self._plans.overlap
+
+    def settle_overlap(self, reason: str) -> None:
+        """Plans to come hide communication behind the next forward pass, or have a reason not to.
+
+        Args:
+            reason: Alike on all ranks; empty if there is none.
+        """
+        assert self._chooses_overlap
+        self._plans.overlap = "backward" if reason else "forward"
+        if reason:
+            log.info("%s: updates do not wait for the next forward pass: %s", self.label, reason)
+
+    def learning_plan(self) -> _core.Plan:
+        """DDP's buckets in order of registration."""
+        n = len(self._names)
+        need = [float(i) for i in range(n)]
+        ready = [float(2 * n - i) for i in range(n)]
+        times = Times(need, ready, [], [], 0.0, 0.0)
+        self._ready = dict(zip(self._names, ready, strict=True))
+        network = _core.NetworkModel(self._context.size, [_core.AlphaBeta()])
+        buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
+        plan = _core.make_plan("ddp", dense(self._profile(times)), network, buckets)
+        return self._in_force(self._coded(_core.Plan("learning", plan.tensors, plan.ops)))
+
+    def recodes_at(self, steps: int) -> bool:
+        """Codecs code otherwise once so many steps are completed, which ranks count alike."""
+        return any(c.at_step(steps) != c.at_step(self._steps) for c in self._stages)
+
+    def recoded(self, steps: int) -> _core.Plan:
+        """The plan in force by the codecs as they are after so many steps."""
+        assert self._base is not None
+        self._steps = steps
+        return self._in_force(self._base)
+
+    def decide(
+        self,
+        times: Times,
+        measured: Sequence[Measured],
+        topology: _core.Topology | None,
+        rows: Mapping[str, Counts],
+    ) -> Decision:
+        """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
+
+        Where plans are tried, it is the first of them.
+
+        Args:
+            times: Of this rank.
+            measured: Of the network; rank 0's count.
+            topology: Its dimensions, if ops may be routed through them.
+            rows: Of sparse gradients, by name; ranks' own ones are averaged.
+        """
+        label = self.label
+        times = combine(times, lambda t: self._reduced(f"{label}.times", t, Max))
+        self._ready = dict(zip(self._names, times.ready_s, strict=True))
+        if self.sparse:
+            known = sorted(self.sparse)
+            counts = [rows[name].own if name in rows else 0.0 for name in known]
+            own = torch.tensor(counts, dtype=torch.float32, device="cpu")
+            means = self._reduced(f"{label}.rows", own, Average).tolist()
+            self._rows = {
+                name: Counts(mean, max(mean, rows[name].all))
+                for name, mean in zip(known, means, strict=True)
+                if name in rows
+            }
+        lists = self._choices or [self._codecs]
+        specs = [spec for codecs in lists for spec in codecs.values()]
+        if along := self._plans.line_codecs(specs, topology):
+            # Alike on all ranks, which may have measured other speeds.
+            name = f"{label}.codecs_along"
+            specs += self._context.eager.broadcast_json(name, along, 0, list[str])
+        self._plans.measure(specs, lambda name, numbers: self._reduced(name, numbers, Max))
+
+        def decide() -> Decision:
+            network = fit(self._context.size, measured).with_topology(topology)
+            return self._decide(times, network)
+
+        return self._agree(decide)
+
+    def next_trial(self, step_s: float) -> Decision:
+        """Gives every rank the next plan to try or, at the end, the best one.
+
+        Args:
+            step_s: Seconds that a step of the plan on trial took; rank 0's count, as the
+                collectives keep all ranks at the pace of the slowest.
+        """
+        return self._agree(lambda: self._tell(step_s))
+
+    def is_outdated(self, rows: Mapping[str, Counts]) -> bool:
+        """Sparse gradients would travel otherwise, and clearly faster, if they had such rows.
+
+        Only the sums' rows count, so that all ranks find the same.
+        """
+        decision = self.decision
+        if decision is None:
+            return False
+        named = dict(zip(self._names, self._params, strict=True))
+        won_s = sum(
+            to_be_won_s(
+                name,
+                named[name],
+                self._ways[name],
+                self._rows[name].grown_to(counts.all),
+                decision.network,
+            )
+            for name, counts in rows.items()
+            if name in self._rows
+        )
+        return won_s > _WORTH_LEARNING * decision.predicted_s
+
+    def _reduced(self, name: str, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """The same over the ranks that follow the plans, which need not be all of the run."""
+        result = tensor.clone()
+        self._context.eager.allreduce(name, result, op)
+        return result
+
+    def _agree(self, make: Callable[[], Decision]) -> Decision:
+        """What rank 0 makes, on every rank."""
+        payload, problem = b"", None
+        if self._context.rank == 0:
+            try:
+                payload = make().to_json().encode()
+            except Exception as error:
+                problem = error
+                payload = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+        message = self._context.eager.broadcast_bytes(f"{self.label}.plan", payload, 0).decode()
+        if problem is not None:
+            raise problem
+        decision = Decision.from_json(message)
+        self._ways = decision.sparse
+        self.decision = replace(decision, plan=self._in_force(decision.plan))
+        return self.decision
+
+    def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
+        whole = self._profile(times)
+        profile = dense(whole)
+        named = dict(zip(self._names, self._params, strict=True))
+        self._ways = {n: choose_way(n, named[n], c, network) for n, c in self._rows.items()}
+        trial_steps, overlap = 0, self.overlap
+        if callable(self._policy):
+            plan = self._coded(self._checked_tensors(self._policy(profile, network), profile))
+        elif self._choices:
+            found = self._plans.choose(self._policy, profile, network, self._choices)
+            tries = self._policy == "auto" and self._tune_steps != 0 and not self._sharded
+            if tries and len(found) > 1 and not self._warms_up():
+                usual = self._plans.make("ddp", profile, network, {})
+                usual = _core.Plan("auto", usual.tensors, usual.ops)
+                found.append(tuning.Candidate("no compression, DDP's buckets", usual))
+                search = tuning.Search(found, _CHOICE_STEPS, halve=True, worth=WORTH_A_LOSS)
+                plan, trial_steps, overlap = self._begin_trials(search)
+            else:
+                plan = found[0].plan
+        elif self._policy in tuning.TRIED and self._tune_steps != 0 and not self._warms_up():
+            search = self._search(self._policy, profile, network)
+            plan, trial_steps, overlap = self._begin_trials(search)
+        else:
+            plan = self._plans.make(self._policy, profile, network, self._codecs)
+        decision = self._checked(plan, whole, network, trial_steps, overlap)
+        if self._chooses_overlap and not trial_steps and self._policy == "auto":
+            decision = self._worth_forward(decision)
+        self._log(decision)
+        return decision
+
+    def _search(
+        self, policy: str, profile: _core.Profile, network: _core.NetworkModel
+    ) -> tuning.Search:
+        """What a policy wants to try."""
+        codecs = codecs_of(profile, self._codecs)
+        costs = self._plans.costs_of(codecs)
+        return tuning.TRIED[policy](
+            tuning.Job(
+                profile, network, self._options, self.overlap, self._sharded, codecs, costs,
+                may_end_in_backward=self._chooses_overlap,
+            )
+        )  # fmt: skip
+
+    def _worth_forward(self, decision: Decision) -> Decision:
+        """The decision, or that for DDP's plan if updates in the forward pass would save no 1 %."""
+        profile, network = decision.profile, decision.network
+        plan = self._plans.make("ddp", dense(profile), network, self._codecs, "backward")
+        plan = _core.Plan("auto", plan.tensors, plan.ops)
+        usual = self._checked(plan, profile, network, 0, "backward")
+        worth = decision.predicted_s < usual.predicted_s * (1 - _WORTH_FORWARD)
+        return decision if worth else usual
+
+    def _begin_trials(self, search: tuning.Search) -> tuple[_core.Plan, int, str]:
+        """The first plan to try, for how many steps (0 if there is no other), and its overlap."""
+        steps = self._tune_steps or search.steps
+        if search.space is None and len(search.starts) == 1:
+            return search.starts[0].plan, 0, self.overlap
+        self._tuner = tuning.Tuner(search)
+        first = self._tuner.ask()
+        assert first is not None
+        return first.plan, steps, first.overlap or self.overlap
+
+    def _tell(self, step_s: float) -> Decision:
+        last, tuner = self.decision, self._tuner
+        assert last is not None
+        assert tuner is not None
+        tried = tuner.ask()
+        assert tried is not None
+        tuner.tell(step_s)
+        log.info(
+            "%s: trial %d: %s: %.4g s a step",
+            self.label, tuner.measurements, tried.what, step_s,
+        )  # fmt: skip
+        following = tuner.ask()
+        candidate = following or tuner.best()
+        decision = self._checked(
+            candidate.plan, last.profile, last.network,
+            last.trial_steps if following is not None else 0, candidate.overlap or self.overlap,
+        )  # fmt: skip
+        if following is None:
+            log.info(
+                "%s: %s; overlap %s, predicted %.4g s, bound %.4g s", self.label, tuner.summary(),
+                decision.overlap, decision.predicted_s, decision.bound_s,
+            )  # fmt: skip
+        return decision
+
+    def _checked_tensors(self, plan: _core.Plan, profile: _core.Profile) -> _core.Plan:
+        """The plan, if it is one for the job."""
+        if not isinstance(plan, _core.Plan):
+            raise UsageError(f"the policy gave a {type(plan).__name__} instead of a Plan")
+
+        def kinds(tensors: Sequence[_core.TensorSpec]) -> list[tuple[str, int, str]]:
+            return [(t.name, t.numel, t.dtype) for t in tensors]
+
+        if kinds(plan.tensors) != kinds(profile.tensors):
+            raise UsageError(
+                "the policy's plan is not for the profile's tensors: names, sizes, dtypes and "
+                "order must be the same"
+            )
+        return _core.Plan(plan.policy, profile.tensors, plan.ops)
+
+    def _checked(
+        self,
+        plan: _core.Plan,
+        profile: _core.Profile,
+        network: _core.NetworkModel,
+        trial_steps: int,
+        overlap: str,
+    ) -> Decision:
+        """The decision for a plan, if ranks can follow it."""
+        if self._sharded:
+            if any(op.kind == "all_reduce" for op in plan.ops):
+                raise UsageError(
+                    f"policy '{plan.policy}' plans all_reduces; shard_optimizer=True needs "
+                    "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
+                )
+            plan = flags_apart(plan)
+        plan = self._plans.routed(plan, dense(profile), network, overlap)
+        # Under backward mode an iteration ends with its backward.
+        predicted = self._plans.step_s(self._with_rows(plan), profile, network, overlap)
+        bound = _core.bound_s(profile, network, self.overlap, self._sharded)
+        return Decision(plan, profile, network, predicted, bound, trial_steps, self._ways, overlap)
+
+    def _coded(self, plan: _core.Plan) -> _core.Plan:
+        """A plan that knows nothing of codecs, by those that ranks were given."""
+        codecs = [self._codecs.get(t.name, "none") for t in plan.tensors]
+        return plan if set(codecs) == {"none"} else _core.with_codecs(plan, codecs, self._sharded)
+
+    def _in_force(self, plan: _core.Plan) -> _core.Plan:
+        """Goes over to a plan; by codecs as they are in this step."""
+        self._base = plan
+        made = map(_core.make_codec, sorted({op.codec for op in plan.ops}))
+        self._stages = [codec for codec in made if codec is not None]
+        now = {c.spec: c.at_step(self._steps) for c in self._stages}
+        if not all(now.get(op.codec, op.codec) == op.codec for op in plan.ops):
+            ops = [
+                _core.Op(
+                    op.kind,
+                    op.blocks,
+                    op.window_bytes,
+                    op.fence,
+                    now.get(op.codec, op.codec),
+                    scheme=op.scheme,
+                    route=op.route,
+                    line=op.line,
+                )
+                for op in plan.ops
+            ]
+            plan = _core.Plan(plan.policy, plan.tensors, ops)
+        return self._with_rows(plan)
+
+    def _with_rows(self, plan: _core.Plan) -> _core.Plan:
+        """A plan of the dense gradients with what the sparse ones send."""
+        named = zip(self._names, self._params, strict=True)
+        params = {name: param for name, param in named if name in self.sparse}
+        return with_sparse(plan, params, self._ready, self._ways)
+
+    def _warms_up(self) -> bool:
+        """Steps will take another time as codecs go on, so that plans cannot be compared."""
+        lists = self._choices or [self._codecs]
+        made = map(_core.make_codec, {spec for codecs in lists for spec in codecs.values()})
+        return any(c.at_step(0) != c.at_step(1 << 60) for c in made if c is not None)
+
+    def _told(self, name: str) -> str:
+        """What this rank was told about a parameter's compression."""
+        if self._choices:
+            return " or ".join(["none", *(choice[name] for choice in self._choices)])
+        return self._codecs[name]
+
+    def _log(self, decision: Decision) -> None:
+        plan, profile, network = decision.plan, decision.profile, decision.network
+        for scheme in sorted({op.scheme for op in plan.ops} - {""}):
+            ops = [op for op in plan.ops if op.scheme == scheme]
+            log.info(
+                "%s: what %s picks is added up by %s in %d of %d ops, not gathered",
+                self.label, "/".join(sorted({op.codec for op in ops})), scheme, len(ops),
+                len(plan.ops),
+            )  # fmt: skip
+        if network.topology is not None:
+            routed = sum(op.route is not None for op in plan.ops)
+            log.info(
+                "%s: %d of %d ops go through the network's dimensions in chunks%s",
+                self.label, routed, len(plan.ops), coded_along(plan, network.topology),
+            )  # fmt: skip
+        ddp = _core.make_plan("ddp", dense(profile), network, self._options, self.overlap)
+        reason = ""
+        if plan.policy == "auto" and plan.ops == ddp.ops:
+            reason = ", like DDP's: less than 1 % is to be won"
+        one = network.all_reduce[0]
+        log.info(
+            "%s: policy %s, overlap %s: %d ops for %d gradients%s; a step takes %.4g s without "
+            "communication, predicted %.4g s, bound %.4g s, DDP's buckets %.4g s; all_reduce costs "
+            "%s",
+            self.label, plan.policy, decision.overlap, len(plan.ops), len(self._names), reason,
+            profile.iteration_s, decision.predicted_s, decision.bound_s,
+            _core.simulate(self._with_rows(ddp), profile, network, "backward").step_s,
+            format_cost(one.alpha_s, one.beta_s_per_byte, one.overlap_s),
+        )  # fmt: skip
+
+    def _profile(self, times: Times) -> _core.Profile:
+        return job_profile(self._names, self._params, times, flags=True, sparse=self.sparse)
+
+    def _specs(self) -> list[list[object]]:
+        """What has to be alike on all ranks of each parameter; see `difference_of`."""
+        return [
+            [
+                name,
+                list(p.shape),
+                list(p.stride()),
+                dtype,
+                self._told(name),
+                "sparse" if name in self.sparse else "dense",
+                group,
+            ]
+            for name, p, dtype, group in zip(
+                self._names, self._params, self._dtypes, self._groups, strict=True
+            )
+        ]
+
+
+#: Share of a step that another way to send rows must be predicted to save.
+_WORTH_LEARNING = 0.01
+#: Share of a step that updates in the next forward pass must be predicted to save.
+_WORTH_FORWARD = 0.01
+#: Of each trial of codecs to choose from, as of auto's plans.
+_CHOICE_STEPS = 7
+
+
+def flags_apart(plan: _core.Plan) -> _core.Plan:
+    """The same plan with the used flags in an all_reduce of their own before the first all_gather.
+
+    Whether a parameter is updated must be known to every rank before its shard is.
+    """
+    end = plan.tensors[0].numel
+
+    def without_flags(op: _core.Op) -> _core.Op | None:
+        blocks = [(max(b, end), e) for b, e in op.blocks if e > end]
+        return _core.Op(op.kind, blocks, op.window_bytes, op.fence, op.codec) if blocks else None
+
+    scatters = [without_flags(op) for op in plan.ops if op.kind != "all_gather"]
+    gathers = [without_flags(op) for op in plan.ops if op.kind == "all_gather"]
+    ops = [*scatters, _core.Op("all_reduce", [(0, end)]), *gathers]
+    return _core.Plan(plan.policy, plan.tensors, [op for op in ops if op is not None])

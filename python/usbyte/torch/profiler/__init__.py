@@ -1,0 +1,1 @@
+"""Records what a script does, for planning without usbyte in it."""

@@ -1,0 +1,158 @@
+"""Recording a script that knows nothing of it, by torch's global hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from usbyte import _core
+from usbyte.errors import UsageError
+from usbyte.planning.profiles import without_flags
+from usbyte.torch.profiler.api import NOT_PLANNED, distributed_owner, too_few
+from usbyte.torch.profiler.recorder import Recorder, hook_on_all_steps, names_of, parameters_of
+
+if TYPE_CHECKING:
+    from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
+
+
+class Enough(BaseException):
+    """Ends the script; no `except Exception` of it may come in between."""
+
+
+class Watch:
+    """Waits for the first optimizer step, then records what its optimizer trains.
+
+    Args:
+        skip: Steps of warm-up, of which the first one shows which parameters there are; >= 1.
+        steps: Steps to record after them.
+        name: Of the job; None: the model's class.
+        finish: Called once with the profile, inside the script where that has not ended.
+        stop: Then raise `Enough` in the script.
+    """
+
+    def __init__(
+        self,
+        skip: int,
+        steps: int,
+        name: str | None,
+        finish: Callable[[_core.Profile], None],
+        stop: bool,
+    ) -> None:
+        self._skip, self._steps, self._name = skip, steps, name
+        self._finish, self._stop = finish, stop
+        self._recorder: Recorder | None = None
+        self._distributed: DistributedOptimizer | None = None
+        self._params: list[nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
+        self._optimizer: Optimizer | None = None
+        self._forward: RemovableHandle | None = None
+        self._problem = ""
+        self._over = False
+        self.finished = False
+
+    def __enter__(self) -> Watch:
+        self._handles = hook_on_all_steps(self._before_step, self._after_step)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self._close()
+        self._stop = False
+        if kind is None and not self.finished:  # the plan may have come with the last step
+            self._take_decision("job")
+
+    def missing(self) -> str:
+        """Why there is no profile."""
+        if self._problem:
+            return self._problem
+        if self._distributed is not None:
+            return NOT_PLANNED
+        if self._recorder is None:
+            return "no step of a torch optimizer was seen"
+        seen = 1 + len(self._recorder)
+        return too_few(seen, self._skip + self._steps, self._recorder.unfinished)
+
+    # The hooks of steps stay until the script ends, or between steps: torch does not bear that one
+    # of them removes one.
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._recorder is not None and not self._over:
+            self._recorder.before_step(optimizer, args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._over:
+            return
+        recorder = self._recorder
+        if recorder is None:
+            try:
+                self._begin(optimizer)
+            except UsageError as error:
+                self._fail(str(error))
+            return
+        if optimizer is not self._optimizer and not _all_of(optimizer) <= _all_of(self._optimizer):
+            self._fail(
+                "it steps several optimizers, and which of them belong to the job cannot be told: "
+                "record it with ub.profile(model) inside the script"
+            )
+            return
+        recorder.after_step(optimizer, args, kwargs)
+        if recorder.done:
+            recorder.close()
+            model = type(recorder.roots[0]).__name__ if recorder.roots else "job"
+            names = names_of(self._params, recorder.roots)
+            self._end(recorder.profile(names, self._name or model))
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        params = parameters_of(optimizer)
+        if not params or self._distributed is not None:
+            return
+        self._distributed = distributed_owner(params)
+        if self._distributed is None:
+            self._params, self._optimizer = params, optimizer
+            self._recorder = Recorder(params, self._skip - 1, self._steps, refuse=self._fail)
+            return
+        self._forward = register_module_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        # It defers no update while somebody hooks on to steps.
+        for handle in self._handles:
+            handle.remove()
+        self._take_decision(type(module).__name__)  # the outermost module comes first
+
+    def _fail(self, why: str) -> None:
+        self._problem, self._over = why, True
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._stop:
+            raise Enough
+
+    def _take_decision(self, model: str) -> None:
+        owner = self._distributed
+        if owner is not None and owner.decision is not None and not self._over:
+            self._end(without_flags(owner.decision.profile, self._name or model))
+
+    def _end(self, result: _core.Profile) -> None:
+        self.finished = self._over = True
+        self._finish(result)
+        if self._stop:
+            raise Enough
+
+    def _close(self) -> None:
+        for handle in [*self._handles, self._forward]:
+            if handle is not None:
+                handle.remove()
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def _all_of(optimizer: Optimizer | None) -> set[nn.Parameter]:
+    return {p for g in optimizer.param_groups for p in g["params"]} if optimizer else set()

@@ -1,0 +1,1 @@
+"""The ranks of a run, process sets, and checks that ranks agree."""
