@@ -10,11 +10,12 @@ import torch.distributed as dist
 from _eager import same
 from usbyte.errors import UsageError
 from usbyte.torch.api import collectives as ops
-from usbyte.torch.eager.descriptors import Descriptor, match, name_ranks
+from usbyte.torch.eager.descriptors import Descriptor, match
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.eager.rank_group_ops import Peers
 from usbyte.torch.reduce_op import ReduceOp
 from usbyte.torch.runtime import store
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.world import world
 
 

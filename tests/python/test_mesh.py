@@ -25,7 +25,7 @@ from usbyte.planning.profiles import line
 from usbyte.torch.comm.hierarchical import parse
 from usbyte.torch.comm.topology import sizes_of
 from usbyte.torch.compression.state import Memory
-from usbyte.torch.optimizer.gradients.flat_buffer import USED
+from usbyte.torch.layout import USED
 from usbyte.torch.optimizer.gradients.plan_executor import Transport
 from usbyte.torch.plan.codec_selection import CodedPlans
 

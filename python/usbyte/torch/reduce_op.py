@@ -42,6 +42,12 @@ class ReduceOp(enum.Enum):
     __str__ = __repr__
 
 
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
 _BACKEND = {
     ReduceOp.AVERAGE: dist.ReduceOp.SUM,
     ReduceOp.SUM: dist.ReduceOp.SUM,

@@ -16,7 +16,7 @@ from usbyte.planning.profiles import line
 from usbyte.torch.comm.sparse_exchange import TorchExchange, host_group
 from usbyte.torch.compression.codecs import Codec, Rules, codecs_of
 from usbyte.torch.compression.state import Memory
-from usbyte.torch.optimizer.gradients.flat_buffer import rows_of
+from usbyte.torch.layout import rows_of
 from usbyte.torch.plan.sparse import Rows
 from usbyte.torch.runtime.device import device_of
 

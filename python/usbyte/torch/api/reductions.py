@@ -16,7 +16,7 @@ from usbyte.torch.eager.operation_names import OperationName
 from usbyte.torch.eager.operations import Factors
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.eager.request import Handle
-from usbyte.torch.reduce_op import ReduceOp
+from usbyte.torch.reduce_op import Average, Max, Min, Product, ReduceOp, Sum
 from usbyte.torch.world.process_sets import Members, global_process_set
 
 __all__ = [
@@ -41,11 +41,6 @@ __all__ = [
     "sparse_allreduce_async",
 ]
 
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
 
 
 def allreduce(

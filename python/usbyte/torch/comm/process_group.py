@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.torch.comm.direct_allreduce import OneShot
 from usbyte.torch.runtime.device import Device
+from usbyte.torch.runtime.format import brief
 from usbyte.torch.runtime.process_groups import end
 from usbyte.torch.runtime.ring import (
     abort,
@@ -234,12 +234,6 @@ def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
         while (task := tasks.get()) is not None:
             task()
             del task  # and what it refers to, while this waits for the next one
-
-
-def brief(error: Exception) -> str:
-    """What the backend says went wrong, without the place in its source and its general advice."""
-    text = re.sub(r"^\[[^]]*\] ", "", str(error))
-    return text.split(" This is typically", 1)[0].removesuffix(".")
 
 
 def shards(numel: int, size: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from usbyte import _core
-from usbyte.torch.comm.process_group import brief
+from usbyte.torch.runtime.format import brief
 from usbyte.torch.runtime.process_groups import end
 from usbyte.torch.runtime.ring import abort
 

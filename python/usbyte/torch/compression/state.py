@@ -12,7 +12,7 @@ import torch
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.optimizer.gradients.flat_buffer import USED, is_dense
+from usbyte.torch.layout import USED, is_dense
 from usbyte.torch.runtime.messages import read
 
 log = logging.getLogger("usbyte")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from usbyte.errors import FaultError
-from usbyte.torch.comm.process_group import brief
+from usbyte.torch.runtime.format import brief
 from usbyte.torch.runtime.ring import abort
 from usbyte.torch.world.world import Context
 

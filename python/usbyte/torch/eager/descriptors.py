@@ -11,9 +11,9 @@ import torch
 
 from usbyte.torch.eager.operation_names import OperationName
 from usbyte.torch.reduce_op import ReduceOp
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import read, unreadable
 
-_SHOWN_RANKS = 8  # of a long list of ranks in a message
 _NEUTRAL_ZERO = (ReduceOp.SUM.value, ReduceOp.AVERAGE.value)
 _KINDS = frozenset(
     {
@@ -173,13 +173,6 @@ def match(
         zeros = {rank: replace(ordered[0], rank=rank) for rank in joined}
         return [Verdict(name, error, stand_in=zeros.get(rank)) for rank in ranks]
     return [Verdict(name, sizes=_sizes(ordered, position)) for position in range(len(ranks))]
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """For messages: "rank 3", "ranks 0, 2", or the first few of many."""
-    listed = ", ".join(str(rank) for rank in ranks[:_SHOWN_RANKS])
-    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
 
 
 def _sizes(ordered: Sequence[Descriptor], rank: int) -> list[int]:

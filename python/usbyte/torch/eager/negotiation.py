@@ -13,9 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from usbyte.torch.eager.descriptors import Descriptor, Verdict, match, name_ranks
+from usbyte.torch.eager.descriptors import Descriptor, Verdict, match
 from usbyte.torch.eager.operation_names import OperationName
 from usbyte.torch.eager.request import Request
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import read, unreadable
 from usbyte.torch.runtime.store import clone_store, private_store, read_now
 from usbyte.torch.runtime.worker_thread import Calls, NoAnswerError

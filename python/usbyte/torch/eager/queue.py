@@ -20,12 +20,13 @@ import torch.distributed as dist
 
 from usbyte.errors import Error, FaultError, MismatchError, UsageError
 from usbyte.torch.eager import operations
-from usbyte.torch.eager.descriptors import Verdict, match, name_ranks
+from usbyte.torch.eager.descriptors import Verdict, match
 from usbyte.torch.eager.negotiation import JOIN, Negotiation
 from usbyte.torch.eager.operation_names import OperationName
 from usbyte.torch.eager.rank_group_ops import Peers
 from usbyte.torch.eager.request import Handle, Request
 from usbyte.torch.reduce_op import ReduceOp
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import read
 from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
 

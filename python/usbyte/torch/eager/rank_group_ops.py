@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from usbyte.errors import UsageError
-from usbyte.torch.eager.descriptors import name_ranks
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.ring import abort
 
 

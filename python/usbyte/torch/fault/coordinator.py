@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from usbyte.errors import MismatchError
-from usbyte.torch.comm.process_group import brief
 from usbyte.torch.fault.report import State, behind, last_operations, read_state
+from usbyte.torch.runtime.format import brief
 from usbyte.torch.runtime.message_queue import Mailbox
 from usbyte.torch.runtime.messages import read
 from usbyte.torch.runtime.store import clone_store

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from usbyte.errors import MismatchError
-from usbyte.torch.eager.descriptors import name_ranks
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import check, read
 
 #: Of one rank: "optimizers", by label what `Engine.status` tells or {}, and "eager", what is in

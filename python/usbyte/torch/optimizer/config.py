@@ -12,9 +12,9 @@ from torch import nn
 
 from usbyte.errors import UsageError
 from usbyte.planning import tuning
-from usbyte.torch.api.collectives import Average, ReduceOp, Sum
 from usbyte.torch.optimizer.sharded import check_shardable
 from usbyte.torch.plan.job import Overlap, Policy
+from usbyte.torch.reduce_op import Average, ReduceOp, Sum
 
 
 def check_combination(

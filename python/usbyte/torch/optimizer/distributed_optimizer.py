@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.api.collectives import Average, ReduceOp
 from usbyte.torch.comm.hierarchical import Given, parse
 from usbyte.torch.compression.codecs import Rules
 from usbyte.torch.compression.state import MEMORY, Memory, codes_shards
@@ -37,6 +36,7 @@ from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import Overlap, Policy, Settings, Trained, with_new_names
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import model_of
+from usbyte.torch.reduce_op import Average, ReduceOp
 from usbyte.torch.runtime.device import Device, device_of
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.world.consistency import OtherOrderError, check_order

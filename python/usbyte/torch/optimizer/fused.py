@@ -15,13 +15,8 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import UsageError
+from usbyte.torch.layout import dtype_name, is_dense, laid_out_alike, laid_out_like
 from usbyte.torch.optimizer.compat.known_optimizers import has_step_hooks, step_is_replaced
-from usbyte.torch.optimizer.gradients.flat_buffer import (
-    dtype_name,
-    is_dense,
-    laid_out_alike,
-    laid_out_like,
-)
 from usbyte.torch.runtime.device import device_of
 
 StepClosure = Callable[[], float] | None

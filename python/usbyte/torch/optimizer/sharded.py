@@ -19,19 +19,19 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
-from usbyte.torch.api.collectives import Max, Sum
 from usbyte.torch.comm.process_group import shards
+from usbyte.torch.layout import USED, is_dense, laid_out_like
 from usbyte.torch.lazy_tensor import Fetch
 from usbyte.torch.optimizer.compat.known_optimizers import (
     ELEMENTWISE,
     is_elementwise,
     step_is_replaced,
 )
-from usbyte.torch.optimizer.gradients.flat_buffer import USED, is_dense, laid_out_like
 from usbyte.torch.optimizer.gradients.reducer import Reducer
 from usbyte.torch.optimizer.overlap.deferred_queue import PendingUpdates
 from usbyte.torch.optimizer.param_groups import Groups
 from usbyte.torch.plan.job import Trained
+from usbyte.torch.reduce_op import Max, Sum
 from usbyte.torch.world.world import Context
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.compression.state import Memory
-from usbyte.torch.eager.descriptors import name_ranks
 from usbyte.torch.fault.update_guard import Changes
 from usbyte.torch.lazy_tensor import release, weakly
 from usbyte.torch.optimizer.compat.known_optimizers import (
@@ -38,6 +37,7 @@ from usbyte.torch.plan.job import Settings, Trained
 from usbyte.torch.plan.lifecycle import PlanCycle
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.runtime.device import Device
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
 from usbyte.torch.world.consistency import check_params

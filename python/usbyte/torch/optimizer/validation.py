@@ -12,11 +12,11 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.compression.codecs import Choices, check_momentum, check_relays, choices_of
+from usbyte.torch.layout import dtype_name
 from usbyte.torch.optimizer.compat.known_optimizers import check_narrowable
 from usbyte.torch.optimizer.compat.other_reducers import check_unreduced
 from usbyte.torch.optimizer.compat.shared_memory import sharing_memory
 from usbyte.torch.optimizer.fused import FusedUpdate
-from usbyte.torch.optimizer.gradients.flat_buffer import dtype_name
 from usbyte.torch.optimizer.sharded import check_dense
 from usbyte.torch.plan.job import Settings, Trained
 from usbyte.torch.plan.sparse import renormalized_parameters, sparse_parameters

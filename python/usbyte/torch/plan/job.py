@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.api.collectives import Average, ReduceOp
 from usbyte.torch.comm.hierarchical import Given
 from usbyte.torch.compression.codecs import Rules
+from usbyte.torch.reduce_op import Average, ReduceOp
 
 Overlap = Literal["auto", "backward", "forward"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.planning.profiles import line
-from usbyte.torch.optimizer.gradients.flat_buffer import USED, dtype_name, rows_of, used_numel
+from usbyte.torch.layout import USED, dtype_name, rows_of, used_numel
 from usbyte.torch.plan.sparse import sparse_spec
 from usbyte.torch.runtime.device import Mark
 

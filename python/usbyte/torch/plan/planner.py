@@ -16,15 +16,15 @@ from usbyte.errors import UsageError
 from usbyte.planning import tuning
 from usbyte.planning.cost_fit import Measured, fit
 from usbyte.planning.profiles import dense
-from usbyte.torch.api.collectives import Average, Max, ReduceOp
 from usbyte.torch.comm.hierarchical import told
 from usbyte.torch.compression.codecs import Choices
-from usbyte.torch.optimizer.gradients.flat_buffer import dtype_name
+from usbyte.torch.layout import dtype_name
 from usbyte.torch.plan.codec_selection import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import Settings, Trained
 from usbyte.torch.plan.measurement import Times, combine, job_profile
 from usbyte.torch.plan.sparse import Counts, Way, choose_way, to_be_won_s, with_sparse
+from usbyte.torch.reduce_op import Average, Max, ReduceOp
 from usbyte.torch.runtime.device import Device
 from usbyte.torch.world.consistency import check_alike
 from usbyte.torch.world.world import Context

@@ -15,7 +15,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.optimizer.gradients.flat_buffer import dtype_name
+from usbyte.torch.layout import dtype_name
 from usbyte.torch.runtime.device import Device
 
 log = logging.getLogger("usbyte")

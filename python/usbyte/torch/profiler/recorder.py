@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.api.collectives import Max, allreduce
-from usbyte.torch.optimizer.gradients.flat_buffer import dtype_name
+from usbyte.torch.layout import dtype_name
 from usbyte.torch.optimizer.overlap.forward_hooks import Gates
 from usbyte.torch.plan.measurement import NEVER, Iteration, Learning, combine, job_profile
+from usbyte.torch.reduce_op import Max
 from usbyte.torch.runtime.device import Mark, device_of
 from usbyte.torch.world.world import current, is_initialized
 
@@ -130,7 +130,8 @@ class Recorder:
         """
         times = self._learning.times()
         if is_initialized() and current().size > 1:
-            times = combine(times, lambda t: allreduce(t, name="usbyte.profile.times", op=Max))
+            eager = current().eager
+            times = combine(times, lambda t: eager.allreduce("usbyte.profile.times", t, Max))
         return job_profile(names, self._params, times, flags=False, model=model)
 
     def _begin_iteration(self) -> None:

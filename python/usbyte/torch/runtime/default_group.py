@@ -12,8 +12,8 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.cluster_env import Cluster
 from usbyte.errors import UsageError
-from usbyte.torch.comm.process_group import brief
 from usbyte.torch.runtime.credential import Credential
+from usbyte.torch.runtime.format import brief
 from usbyte.torch.runtime.placement import place_here
 from usbyte.torch.runtime.rendezvous import Met, Rendezvous
 from usbyte.torch.runtime.rendezvous_store import open_store

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from usbyte.errors import EnvError
-from usbyte.torch.eager.descriptors import name_ranks
+from usbyte.torch.runtime.format import name_ranks
 
 
 class Place(NamedTuple):

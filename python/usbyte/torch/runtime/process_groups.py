@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from usbyte.torch.eager.descriptors import name_ranks
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.store import private_store
 from usbyte.torch.runtime.worker_thread import call_within
 

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from usbyte.errors import Error, UsageError
-from usbyte.torch.comm.process_group import brief
-from usbyte.torch.eager.descriptors import name_ranks
 from usbyte.torch.runtime.credential import Credential
+from usbyte.torch.runtime.format import brief, name_ranks
 from usbyte.torch.runtime.placement import Place
 from usbyte.torch.runtime.store import address_of, without_prefixes
 from usbyte.torch.runtime.worker_thread import Calls

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from usbyte.cluster_env import JOB_KEY, Cluster
 from usbyte.errors import UsageError
-from usbyte.torch.comm.process_group import brief
 from usbyte.torch.runtime.credential import Credential
+from usbyte.torch.runtime.format import brief
 
 log = logging.getLogger("usbyte")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from usbyte.errors import MismatchError
-from usbyte.torch.api.collectives import Max
+from usbyte.torch.reduce_op import Max
 from usbyte.torch.world.world import Context
 
 log = logging.getLogger("usbyte")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.eager.descriptors import name_ranks
 from usbyte.torch.eager.queue import EagerQueue
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.process_groups import gloo_group
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from usbyte.errors import UsageError
-from usbyte.torch.eager.descriptors import name_ranks
 from usbyte.torch.eager.queue import EagerQueue
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.process_groups import gloo_group
 from usbyte.torch.world.process_sets import name_of
 from usbyte.torch.world.world import Context

@@ -27,7 +27,6 @@ from usbyte._util import files
 from usbyte._util.fd_limit import allow_open_files
 from usbyte.cluster_env import Cluster, detect
 from usbyte.errors import Error, FaultError, UsageError
-from usbyte.torch.comm.process_group import brief
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.fault.coordinator import FaultBoard
 from usbyte.torch.fault.recovery import Left, judge
@@ -35,6 +34,7 @@ from usbyte.torch.fault.report import State
 from usbyte.torch.lazy_tensor import forget_dead
 from usbyte.torch.optimizer.gradients.engine_handle import Link
 from usbyte.torch.runtime import default_group
+from usbyte.torch.runtime.format import brief
 from usbyte.torch.runtime.log_level import set_level
 from usbyte.torch.runtime.messages import check
 from usbyte.torch.runtime.placement import local_ranks

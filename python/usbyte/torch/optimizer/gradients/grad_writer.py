@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.torch.optimizer.gradients.flat_buffer import Arena, laid_out_alike
+from usbyte.torch.layout import laid_out_alike
+from usbyte.torch.optimizer.gradients.flat_buffer import Arena
 from usbyte.torch.runtime.device import Device
 
 _SMALL_NUMEL = 1 << 15  # up to here torch uses one thread

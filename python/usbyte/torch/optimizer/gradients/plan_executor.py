@@ -14,7 +14,6 @@ import torch
 from usbyte import _core
 from usbyte.errors import FaultError, UsageError
 from usbyte.planning.cost_fit import Measured
-from usbyte.torch.api.collectives import Average
 from usbyte.torch.comm.factory import connect
 from usbyte.torch.comm.host_staged import mesh_of
 from usbyte.torch.comm.probe import LARGEST_BYTES, measure, measure_dimensions
@@ -26,6 +25,7 @@ from usbyte.torch.optimizer.gradients.grad_writer import HostSender, sender
 from usbyte.torch.plan.job import Settings, Trained
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Rows
+from usbyte.torch.reduce_op import Average
 from usbyte.torch.runtime.device import Device, Mark
 from usbyte.torch.world.world import Context
 

@@ -13,12 +13,11 @@ import torch
 from torch.autograd import Variable
 
 from usbyte.errors import UsageError
-from usbyte.torch.api.collectives import Sum
 from usbyte.torch.compression.state import Memory
 from usbyte.torch.fault.recovery import torn
+from usbyte.torch.layout import VOTES
 from usbyte.torch.lazy_tensor import Fetch, release
 from usbyte.torch.optimizer.compat.shared_memory import shares_memory
-from usbyte.torch.optimizer.gradients.flat_buffer import VOTES
 from usbyte.torch.optimizer.gradients.in_flight_grads import SentGradients
 from usbyte.torch.optimizer.gradients.plan_executor import Transport
 from usbyte.torch.optimizer.gradients.step_checksum import StepCheck
@@ -28,6 +27,7 @@ from usbyte.torch.plan.lifecycle import PlanCycle
 from usbyte.torch.plan.measurement import Times
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Counts, Rows, empty_like, sparse_tensor
+from usbyte.torch.reduce_op import Sum
 from usbyte.torch.runtime.device import Fetched, Mark
 from usbyte.torch.runtime.tensor_checks import check_sendable
 

@@ -23,15 +23,15 @@ import torch
 from torch import nn
 
 from usbyte.errors import MismatchError
-from usbyte.torch.eager.descriptors import name_ranks
+from usbyte.torch.layout import CHECK_FLAGS, is_dense
 from usbyte.torch.optimizer.compat.known_optimizers import (
     is_elementwise,
     is_torchs,
     step_is_replaced,
 )
-from usbyte.torch.optimizer.gradients.flat_buffer import CHECK_FLAGS, is_dense
 from usbyte.torch.plan.job import Trained
 from usbyte.torch.runtime.device import Device, Fetched
+from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import read
 
 _FIELDS, _FIELD_BITS = 2, 8

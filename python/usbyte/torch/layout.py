@@ -1,0 +1,85 @@
+"""Where gradients lie in the flat buffer: dtypes, strides, and the control tensor before them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from usbyte.errors import UsageError
+
+#: First tensor of the arena: a flag for each parameter, set by the ranks that used it in this step,
+#: and votes of ranks that want a new plan, that have data, that have none as they have joined, that
+#: have updated parameters with the sums before, and that have left that out. They are flags too: of
+#: numbers as coarse as gradients may be, scaled ones even, the sum would not be how many there are.
+#: Behind the votes are the flags of a checksum; see `StepCheck`.
+#: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
+#: that a bucket can take both.
+USED = "usbyte.used"
+VOTES = 5
+CHECK_FLAGS = 32
+
+_DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+def rows_of(param: torch.Tensor) -> int:
+    """Rows of a parameter as a matrix, for codecs that factor it: its outermost dimension."""
+    if param.dim() < 2 or param.numel() == 0:
+        return 1
+    return max(zip(param.stride(), param.shape, strict=True))[1]
+
+
+def dtype_name(name: str, param: nn.Parameter) -> str:
+    """The core's name of a parameter's dtype; UsageError if its gradients cannot be sent."""
+    try:
+        return _DTYPES[param.dtype]
+    except KeyError:
+        remedy = ""
+        if param.is_complex():
+            remedy = (
+                ": keep it as nn.Parameter(torch.view_as_real(...)), and take "
+                "torch.view_as_complex of that in forward"
+            )
+        raise UsageError(
+            f"parameter '{name}' has dtype {param.dtype}; gradients can be "
+            + ", ".join(_DTYPES.values())
+            + remedy
+        ) from None
+
+
+def is_dense(param: torch.Tensor) -> bool:
+    """Whether the elements are one run of memory, without gaps or overlaps."""
+    # empty_like keeps the strides of what has neither.
+    return torch.empty_like(param, device="meta").stride() == param.stride()
+
+
+def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory of tensors of one shape holds their elements alike and in one order."""
+    if a.dtype != b.dtype or a.is_neg() != b.is_neg():
+        return False
+    strides = a.stride(), b.stride()
+    if strides[0] == strides[1]:
+        return True
+    return all(size <= 1 or x == y for size, x, y in zip(a.shape, *strides, strict=True))
+
+
+def laid_out_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A value for each element of a parameter, in the order of its memory; as it is if it is so.
+
+    A checkpoint need not have the parameter's order.
+    """
+    if value.stride() == param.stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def used_numel(params: int) -> int:
+    """Elements of `USED`: a flag for each parameter, the others, and what aligns gradients behind.
+
+    Kernels move 16 bytes at a time, eight elements of the smallest dtype, where those are aligned.
+    """
+    return -(-(params + VOTES + CHECK_FLAGS) // 8) * 8
