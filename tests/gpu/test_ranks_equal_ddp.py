@@ -87,11 +87,14 @@ def test_four_ranks_closely(compare):
 def routed(transport, rank, size, topology):
     os.environ["USBYTE_TOPOLOGY"] = topology
     moves, plans = (
-        importlib.import_module("usbyte.torch.optimizer.gradients.plan_executor").Transport,
+        importlib.import_module("usbyte.torch.optimizer.gradients.plan_executor").PlanExecutor,
         [],
     )
-    adopt = moves.adopt
-    moves.adopt = lambda self, plan, learning: (plans.append(plan), adopt(self, plan, learning))[1]
+    adopt = moves.switch_plan
+    moves.switch_plan = lambda self, plan, profiler: (
+        plans.append(plan),
+        adopt(self, plan, profiler),
+    )[1]
     modes = [("backward", "themis"), ("forward", "themis")]
     equal(transport, rank, size, 1e-6, [("sgd", modes, FEW)])
     assert any(op.route is not None for plan in plans for op in plan.ops)

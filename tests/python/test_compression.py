@@ -16,7 +16,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, PlanError, UsageError
 from usbyte.torch.compression.codecs import Codec, choices_of, codecs_of
-from usbyte.torch.compression.state import Memory
+from usbyte.torch.compression.state import CodecState
 
 
 def test_names_are_those_of_the_core():
@@ -490,7 +490,7 @@ def doubles():
 def test_memory_goes_over_to_another_order():
     tensors = [_core.TensorSpec("a", 4, offset=0), _core.TensorSpec("b", 6, offset=4)]
     other = [_core.TensorSpec("b", 6, offset=0), _core.TensorSpec("a", 4, offset=6)]
-    memory = Memory()
+    memory = CodecState()
     memory.lay_out(_core.Plan("plain", tensors, [_core.Op("all_reduce", [(0, 10)])]))
     assert memory.address == 0
     coded = [_core.Op("all_reduce", [(0, 10)], codec="int8")]
@@ -506,7 +506,7 @@ def test_memory_goes_over_to_another_order():
 
 
 def test_memory_is_checked_before_it_is_taken():
-    memory = Memory()
+    memory = CodecState()
     plan = _core.Plan(
         "mine", [_core.TensorSpec("a", 4)], [_core.Op("all_reduce", [(0, 4)], codec="int8")]
     )
@@ -526,7 +526,7 @@ def test_memory_is_checked_before_it_is_taken():
         memory.check(shard, {"a": param}, 4)
     memory.load(saved("unsent, velocity", 2, 4), 0)
     assert memory.parts["a"].tolist() == [[1, 1, 1, 1]]
-    later = Memory()
+    later = CodecState()
     later.load(saved("unsent", 1, 4), 0)  # before there is a plan
     later.lay_out(plan)
     assert later.state()["a"]["rows"].tolist() == [[1, 1, 1, 1]]
@@ -541,7 +541,7 @@ def test_codecs_take_over_only_what_means_the_same():
     def by(codec):
         return _core.Plan("mine", tensors, [_core.Op("all_reduce", [(0, 4)], codec=codec)])
 
-    memory = Memory()
+    memory = CodecState()
     memory.lay_out(by("powersgd:1"))
     memory.parts["a"][:] = torch.tensor([[1.0], [2.0]])
     memory.lay_out(by("dgc:0.5"))

@@ -87,7 +87,7 @@ def waits_in_vain(_rank, _size, rank):
         f"rank 1 of 2 has waited 1 s for rank 0 at {where} in vain",
     ][rank]
     with pytest.raises(UsageError, match=said + ".*MASTER_PORT.*raise USBYTE_START_LIMIT_S"):
-        default_group.meet(cluster, Env.read(), timedelta(seconds=1000))
+        default_group.init_default_group(cluster, Env.read(), timedelta(seconds=1000))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

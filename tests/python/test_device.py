@@ -234,7 +234,7 @@ def captures(rank, size):
     while optimizer.decision is None:
         step()
     names = [n for n, _ in model.named_parameters()]
-    assert [names[i] for i in optimizer._stepper._ungated] == ["0.weight", "0.bias"]
+    assert [names[i] for i in optimizer._stepper._unhooked_params] == ["0.weight", "0.bias"]
     optimizer.synchronize()
     loss = model(torch.zeros(1, 64)).sum()
     device.cuda.set_capturing(0, True)

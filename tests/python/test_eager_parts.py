@@ -12,7 +12,7 @@ from usbyte.errors import UsageError
 from usbyte.torch.api import collectives as ops
 from usbyte.torch.eager.descriptors import Descriptor, match
 from usbyte.torch.eager.queue import EagerQueue
-from usbyte.torch.eager.rank_group_ops import Peers
+from usbyte.torch.eager.rank_group_ops import RankGroupOps
 from usbyte.torch.reduce_op import ReduceOp
 from usbyte.torch.runtime import store
 from usbyte.torch.runtime.format import name_ranks
@@ -44,7 +44,7 @@ def test_what_is_aborted_while_its_group_is_made_does_not_run():
         peers.abort()
         return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
 
-    peers = Peers(connect, 0, 2)
+    peers = RankGroupOps(connect, 0, 2)
     with pytest.raises(RuntimeError, match="aborted while they were made"):
         peers.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
 

@@ -24,9 +24,9 @@ from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.planning.profiles import line
 from usbyte.torch.comm.hierarchical import parse
 from usbyte.torch.comm.topology import sizes_of
-from usbyte.torch.compression.state import Memory
-from usbyte.torch.layout import USED
-from usbyte.torch.optimizer.gradients.plan_executor import Transport
+from usbyte.torch.compression.state import CodecState
+from usbyte.torch.layout import CONTROL_TENSOR
+from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.plan.codec_selection import CodedPlans
 
 LEARN_FAST = {"USBYTE_LEARNING_STEPS": "2"}
@@ -121,7 +121,7 @@ def test_themis_takes_hosts_for_dimensions_and_environment_or_file_otherwise(tmp
 def adapted(profile, network):
     """DDP's buckets, picked from by AdaTopK's ratios in both dimensions."""
     usual = _core.make_plan("ddp", profile, network)
-    names = ["none" if t.name == USED else "topk:0.1" for t in profile.tensors]
+    names = ["none" if t.name == CONTROL_TENSOR else "topk:0.1" for t in profile.tensors]
     coded = _core.with_codecs(usual, names)
     mesh = network.topology
     ways = [
@@ -150,7 +150,7 @@ def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
     if on_device:
         emulate()
     plans, masses, left, places = [], [], [], []
-    adopt = Transport.adopt
+    adopt = PlanExecutor.switch_plan
 
     def mass(transport):
         parts = transport._memory.parts
@@ -166,7 +166,7 @@ def compressed(rank, size, topology, spec, policy="ddp", on_device=False):
             left.append(shares(transport._memory._buffer, plan, rank))
         places.append(transport.device.core is not None)
 
-    Transport.adopt = watched
+    PlanExecutor.switch_plan = watched
     got = train(
         "forward", "sgd", rank, size, steps=12, topology=topology,
         policy=adapted if policy == "adapted" else policy,
@@ -308,7 +308,10 @@ def coded_everywhere(profile, network):
     """DDP's small buckets by codecs in both dimensions that lose nothing, or what casts do."""
     usual = _core.make_plan("ddp", profile, network, {"bucket_bytes": 4096})
     names = ["topk:1" if "weight" in t.name else "fp16" for t in profile.tensors]
-    names = ["none" if t.name == USED else n for t, n in zip(profile.tensors, names, strict=True)]
+    names = [
+        "none" if t.name == CONTROL_TENSOR else n
+        for t, n in zip(profile.tensors, names, strict=True)
+    ]
     coded = _core.with_codecs(usual, names)
     codecs = {"topk:1": ("topk:1", "topk:1", "topk:1,feedback=off"), "fp16": ("fp16",) * 3}
     ways = [
@@ -347,7 +350,7 @@ def test_what_is_remembered_moves_to_who_sends_it():
     whole = _core.Plan("t", tensors, [_core.Op("all_reduce", [(0, 7), (7, 13)], codec="topk:0.5")])
     along = _core.along_lines(whole, mesh, [_core.LineWay(1, sum="topk:0.5")])
     both = _core.along_lines(whole, mesh, [_core.LineWay(1, "topk:0.5", "topk:0.5")])
-    ranks = [Memory() for _ in range(4)]
+    ranks = [CodecState() for _ in range(4)]
     generator = torch.Generator().manual_seed(0)
     for rank, memory in enumerate(ranks):
         if rank == 3:  # has remembered nothing yet
@@ -364,14 +367,14 @@ def test_what_is_remembered_moves_to_who_sends_it():
         told = [memory.told() for memory in ranks]
         sums = []
         for memory in ranks:  # first to hear what each has
-            copy = Memory()
+            copy = CodecState()
             copy.parts, copy.kinds = dict(memory.parts), dict(memory.kinds)
-            copy.spread(tensors, told, sums.append)
+            copy.replicate(tensors, told, sums.append)
         mean = sum(sums) / 4
         for rank, memory in enumerate(ranks):
-            memory.spread(tensors, told, lambda rows, mean=mean: rows.copy_(mean))
+            memory.replicate(tensors, told, lambda rows, mean=mean: rows.copy_(mean))
             memory.lay_out(plan)
-            memory.concentrate(plan, mesh, rank)
+            memory.shard(plan, mesh, rank)
         for name in "ab":
             assert torch.allclose(total(name), before[name], atol=1e-6)
         for rank, memory in enumerate(ranks):
@@ -379,10 +382,10 @@ def test_what_is_remembered_moves_to_who_sends_it():
             others = kept[4:7] if rank % 2 == 0 else kept[:4]
             assert (others.abs().max() == 0) == (plan is along)
     state = ranks[0].state()
-    other = Memory()
+    other = CodecState()
     other.load(state, 0)
     assert torch.equal(other.parts["a"], ranks[0].parts["a"])
-    other = Memory()
+    other = CodecState()
     other.load(state, 1)  # another rank's shards
     assert not other.parts
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from usbyte.errors import MismatchError
-from usbyte.torch.eager.descriptors import Descriptor, Verdict, match
+from usbyte.torch.eager.descriptors import Descriptor, MatchResult, match
 from usbyte.torch.eager.operation_names import OperationName
 from usbyte.torch.fault.report import behind, last_operations, read_state
 from usbyte.torch.runtime.messages import read
@@ -31,9 +31,9 @@ DESCRIPTORS = [
     Descriptor(7, "broadcast_bytes", ["uint8"], [[7]], root=7),
 ]
 VERDICTS = [
-    Verdict("user:x", "the ranks disagree"),
-    Verdict("auto:y", sizes=[1, 2]),
-    Verdict("user:z", stand_in=DESCRIPTORS[0]),
+    MatchResult("user:x", "the ranks disagree"),
+    MatchResult("auto:y", sizes=[1, 2]),
+    MatchResult("user:z", join_with_zeros=DESCRIPTORS[0]),
 ]
 STATE = {
     "optimizers": {
@@ -87,7 +87,7 @@ def test_descriptors_and_verdicts_arrive_as_they_are():
         found = Descriptor.from_json(descriptor.to_json())
         assert json.loads(found.to_json()) == json.loads(descriptor.to_json())
     for verdict in VERDICTS:
-        found = Verdict.from_json(verdict.to_json())
+        found = MatchResult.from_json(verdict.to_json())
         assert json.loads(found.to_json()) == json.loads(verdict.to_json())
 
 
@@ -109,18 +109,18 @@ def test_descriptors_that_nobody_sends_are_refused(which, change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"sizes": [-1]}, {"name": 1}, {"stand_in": {}}, {"error": 3}, {"sizes": None}]
+    "change", [{"sizes": [-1]}, {"name": 1}, {"join_with_zeros": {}}, {"error": 3}, {"sizes": None}]
 )
 def test_verdicts_that_nobody_sends_are_refused(change):
     with pytest.raises(MismatchError, match="cannot be read"):
-        Verdict.from_json(json.dumps(json.loads(VERDICTS[1].to_json()) | change))
+        MatchResult.from_json(json.dumps(json.loads(VERDICTS[1].to_json()) | change))
 
 
 def test_no_rank_stands_in_for_what_zeros_change():
     fields = json.loads(VERDICTS[2].to_json())
-    fields["stand_in"]["op"] = "max"
+    fields["join_with_zeros"]["op"] = "max"
     with pytest.raises(MismatchError, match="zeros cannot stand in"):
-        Verdict.from_json(json.dumps(fields))
+        MatchResult.from_json(json.dumps(fields))
 
 
 def test_ranks_agree_only_on_what_they_can_run():

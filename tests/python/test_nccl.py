@@ -17,8 +17,8 @@ from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.torch.comm import factory
 from usbyte.torch.comm.factory import connect
 from usbyte.torch.comm.hierarchical import MeshCommunicator
-from usbyte.torch.comm.host_staged import StagedCommunicator
-from usbyte.torch.comm.nccl import NcclCommunicator, _Offer, _problem, agree, wheels
+from usbyte.torch.comm.host_staged import HostStagedCommunicator
+from usbyte.torch.comm.nccl import NcclCommunicator, _Offer, _problem, all_ranks_can, wheels
 from usbyte.torch.runtime.device import Device
 from usbyte.torch.world.world import current
 
@@ -46,7 +46,7 @@ def chosen(rank, size, library, gpus, variables):
     device.identity = lambda: gpus[rank]
     context = current()
     try:
-        nccl = agree(context.eager, context.env, rank, device, context.env.backend)
+        nccl = all_ranks_can(context.eager, context.env, rank, device, context.env.backend)
     except (UsageError, MismatchError) as error:
         return f"{type(error).__name__}: {error}"
     return nccl.version if nccl is not None else "staged"
@@ -109,7 +109,7 @@ def makes(rank, size, library, other):
     ub.init()
     device = emulate()
     staged = connect(current(), device)
-    assert isinstance(staged, StagedCommunicator)
+    assert isinstance(staged, HostStagedCommunicator)
     staged.close()
     device.identity = lambda: str(rank)
     with pytest.raises(FaultError, match=r"while connecting 2 ranks|CUDA's driver"):

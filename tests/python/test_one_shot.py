@@ -15,7 +15,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import EnvError, FaultError, MismatchError
 from usbyte.planning.profiles import line
-from usbyte.torch.comm.direct_allreduce import OneShot, most_one_shot_bytes
+from usbyte.torch.comm.direct_allreduce import DirectAllReduce, direct_allreduce_max_bytes
 from usbyte.torch.comm.factory import connect
 from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.ring import abort
@@ -32,7 +32,7 @@ def _given(rank, numel, dtype):
 
 def sums(rank, size):
     dist.init_process_group("gloo")
-    one_shot = OneShot(dist.new_group())
+    one_shot = DirectAllReduce(dist.new_group())
     cases = [(dtype, numel) for dtype in _DTYPES for numel in (1, 7, 64, 1000)]
     flats = [_given(rank, numel, dtype) for dtype, numel in cases]
     # Several blocks each, all in flight at once.
@@ -80,7 +80,7 @@ class Job:
 
 def ways(rank, size):
     ub.init()
-    limit = most_one_shot_bytes(size, current().env.one_shot_bytes)
+    limit = direct_allreduce_max_bytes(size, current().env.one_shot_bytes)
     job = Job(
         rank,
         [limit // 4, limit // 4 + 1, 3, 5, 1000, 10],
@@ -126,7 +126,7 @@ def test_it_can_be_turned_off():
     ("size", "sent", "most"), [(1, 100, 0), (2, 1, 0), (2, 100, 96), (16, 1200, 80), (17, 1200, 0)]
 )
 def test_who_goes_this_way(size, sent, most):
-    assert most_one_shot_bytes(size, sent) == most
+    assert direct_allreduce_max_bytes(size, sent) == most
 
 
 def test_a_large_limit_is_refused(monkeypatch):
@@ -171,7 +171,7 @@ def test_a_lost_peer_is_a_fault():
 
 def after(rank, size):
     dist.init_process_group("gloo")
-    one_shot = OneShot(dist.new_group())
+    one_shot = DirectAllReduce(dist.new_group())
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -15,9 +15,9 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.planning.cost_fit import Measured, fit
-from usbyte.torch.comm.process_group import Staging
-from usbyte.torch.plan.drift import Drift
-from usbyte.torch.plan.measurement import NEVER, Iteration, Learning
+from usbyte.torch.comm.process_group import PackBufferPool
+from usbyte.torch.plan.drift import StepTimeMonitor
+from usbyte.torch.plan.measurement import NEVER, Iteration, StepProfiler
 
 
 def every_policy(rank, size, optimizers, tolerance, double):
@@ -69,7 +69,7 @@ def test_operations_of_many_blocks_equal_ddp():
 
 
 def test_memory_to_pack_in_is_kept_for_as_many_as_are_in_flight():
-    staging = Staging()
+    staging = PackBufferPool()
     arena = torch.arange(12.0)
     first = staging.pack([arena[:2], arena[6:9]])
     second = staging.pack([arena[2:4], arena[5:6]])
@@ -214,12 +214,12 @@ def test_one_process_needs_no_probe(single):
 
 
 def test_learning_takes_medians_and_leaves_out_the_first_step_and_the_network():
-    learning = Learning()
+    learning = StepProfiler()
     # Forward begins at 0, 100, 110, 121: steps of 10, 10, 11 s, of which 2 s wait for the network.
     for start, slow in [(0.0, 50.0), (100.0, 0.0), (110.0, 0.0), (121.0, 1.0)]:
         need = [start, NEVER, start + 1]
         ready = [start + 6 + slow, start + 5, start + 4]
-        learning.add(Iteration(need, ready, waited_s=2.0, updated_s=0.5))
+        learning.add(Iteration(need, ready, comm_wait_s=2.0, update_s=0.5))
     times = learning.times()
     assert times.need_s == [0.0, 0.0, 1.0]
     assert times.ready_s == [6.0, 5.0, 4.0]
@@ -251,7 +251,7 @@ def drive(drift, step_s, steps, now=0.0):
 
 
 def test_drift_wants_a_plan_soon_after_steps_have_changed_for_good():
-    drift = Drift()
+    drift = StepTimeMonitor()
     drift.reset()
     quiet, now = drive(drift, 1.0, 20)  # not many after the first plan
     assert quiet is None
@@ -264,7 +264,7 @@ def test_drift_wants_a_plan_soon_after_steps_have_changed_for_good():
 
 def test_drift_waits_until_a_plan_would_have_been_paid():
     for step_s, cost_s in ((1.5, 30.0), (0.5, 30.0), (4.0, 300.0)):
-        drift = Drift()
+        drift = StepTimeMonitor()
         drift.cost_s = cost_s
         drift.reset(1.0)
         after, _ = drive(drift, step_s, 1000)
@@ -273,16 +273,16 @@ def test_drift_waits_until_a_plan_would_have_been_paid():
 
 
 def test_drift_knows_what_steps_took_on_trial():
-    drift = Drift()
+    drift = StepTimeMonitor()
     drift.reset(1.0)
     assert drive(drift, 1.0, 100)[0] is None
-    drift = Drift()
+    drift = StepTimeMonitor()
     drift.reset(1.0)
     assert drive(drift, 1.5, 30)[0] is not None  # the network became slower while plans were tried
 
 
 def test_drift_bears_noise_and_short_changes():
-    drift = Drift()
+    drift = StepTimeMonitor()
     drift.reset()
     now = 0.0
     for k in range(400):
@@ -294,7 +294,7 @@ def test_drift_bears_noise_and_short_changes():
 
 
 def test_drift_asks_ever_more_seldom_where_steps_vary_by_nature():
-    drift = Drift()
+    drift = StepTimeMonitor()
     drift.reset()
     now, asked = 0.0, []
     for k in range(3000):

@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 
 from usbyte.torch.fault.report import behind, last_operations
-from usbyte.torch.runtime.message_queue import Mailbox
-from usbyte.torch.runtime.worker_thread import Calls
+from usbyte.torch.runtime.message_queue import StoreMessageQueue
+from usbyte.torch.runtime.worker_thread import SerialExecutor
 
 
 def test_messages_arrive_once_each_and_in_the_order_of_their_sender():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     boxes = [
-        Mailbox(dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False), rank)
+        StoreMessageQueue(dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False), rank)
         for rank in range(4)
     ]
     received = []
@@ -38,17 +38,17 @@ def test_messages_arrive_once_each_and_in_the_order_of_their_sender():
 
 
 def test_calls_wait_for_those_before_them_only_if_they_are_patient():
-    calls, gate = Calls("test"), threading.Event()
+    calls, gate = SerialExecutor("test"), threading.Event()
     with pytest.raises(RuntimeError, match=r"no answer in 0\.1 s"):
-        calls.make(lambda: gate.wait(30), 0.1)
+        calls.run(lambda: gate.wait(30), 0.1)
     with pytest.raises(RuntimeError, match="no answer to an earlier call"):
-        calls.make(lambda: 1, 30)
+        calls.run(lambda: 1, 30)
     threading.Timer(0.3, gate.set).start()
-    assert calls.make(lambda: 2, 30, patient=True) == 2
-    assert calls.make(lambda: 3, 30) == 3
+    assert calls.run(lambda: 2, 30, ignore_backlog=True) == 2
+    assert calls.run(lambda: 3, 30) == 3
     calls.close()
     with pytest.raises(RuntimeError, match="not asked any more"):
-        calls.make(lambda: 4, 30)
+        calls.run(lambda: 4, 30)
 
 
 def state(step, phase="flight", completed=0, awaited=(), last=(), eager=(), launched=3, held=False):

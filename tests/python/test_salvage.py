@@ -19,9 +19,15 @@ from torch import nn
 import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import FaultError
-from usbyte.torch.compression.state import MEMORY
-from usbyte.torch.fault.recovery import Judgement, Left, Salvage, judge, torn
-from usbyte.torch.lazy_tensor import hold, release
+from usbyte.torch.compression.state import CODEC_STATE_KEY
+from usbyte.torch.fault.recovery import (
+    ParamRecovery,
+    RankProgress,
+    RecoveryDecision,
+    decide_recovery,
+    partial_step_error,
+)
+from usbyte.torch.lazy_tensor import make_lazy, unwrap
 from usbyte.torch.world import world
 from usbyte.torch.world.world import current
 
@@ -126,7 +132,7 @@ def remembered(rank, size, overlap, kills, hooked):
     else:
         train(model, optimizer, rank, STEPS, STEPS - 1)
     optimizer.synchronize()
-    before = optimizer.state_dict()[MEMORY]
+    before = optimizer.state_dict()[CODEC_STATE_KEY]
     ub.barrier()
     if rank == 1 and kills:
         model[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
@@ -135,7 +141,7 @@ def remembered(rank, size, overlap, kills, hooked):
     steps = 2 if kills else 0
     with pytest.raises(FaultError):
         goes_on(model, optimizer, rank, steps)
-    after = optimizer.state_dict().get(MEMORY)
+    after = optimizer.state_dict().get(CODEC_STATE_KEY)
     if after is not None:
         assert all(torch.equal(after[name]["rows"], before[name]["rows"]) for name in before)
     ub.shutdown()
@@ -193,7 +199,7 @@ def ends_while_others_begin(rank, size):
         store.set_timeout(timedelta(seconds=0.5))  # to connect again
         return board(store, *args)
 
-    board, world.FaultBoard = world.FaultBoard, late
+    board, world.FaultCoordinator = world.FaultCoordinator, late
     with pytest.raises(FaultError) as raised:
         ub.init()
     assert not ub.is_initialized()
@@ -347,43 +353,45 @@ def test_a_step_that_a_fault_has_ended_between_evaluations_cannot_be_saved():
 
 
 def left(completed, partial=False, completable=False):
-    return Left(completed, partial, completable)
+    return RankProgress(completed, partial, completable)
 
 
 def test_judgements_name_what_is_wrong():
-    assert judge(0, {0: left(3), 2: left(3)}) == Judgement("")
-    assert judge(0, {0: left(3), 2: left(3, partial=True)}) == Judgement("")
-    assert "cannot be found out" in judge(0, None).reason
-    assert "without this rank" in judge(1, {0: left(3)}).reason
-    assert "not on rank 2" in judge(0, {0: left(4), 2: left(3, partial=True)}).reason
-    assert judge(2, {0: left(4), 2: left(3)}) == Judgement("")
-    assert "step 4 was applied to some" in judge(2, {2: left(3, partial=True)}).reason
+    assert decide_recovery(0, {0: left(3), 2: left(3)}) == RecoveryDecision("")
+    assert decide_recovery(0, {0: left(3), 2: left(3, partial=True)}) == RecoveryDecision("")
+    assert "cannot be found out" in decide_recovery(0, None).reason
+    assert "without this rank" in decide_recovery(1, {0: left(3)}).reason
+    assert "not on rank 2" in decide_recovery(0, {0: left(4), 2: left(3, partial=True)}).reason
+    assert decide_recovery(2, {0: left(4), 2: left(3)}) == RecoveryDecision("")
+    assert "step 4 was applied to some" in decide_recovery(2, {2: left(3, partial=True)}).reason
 
 
 def test_updates_are_completed_where_all_ranks_come_to_the_same():
     part = left(3, partial=True, completable=True)
-    assert judge(0, {0: part, 1: left(4)}) == Judgement("", completes=True)
-    assert judge(1, {0: part, 1: left(4)}) == Judgement("")
+    assert decide_recovery(0, {0: part, 1: left(4)}) == RecoveryDecision("", completes=True)
+    assert decide_recovery(1, {0: part, 1: left(4)}) == RecoveryDecision("")
     whole = left(3, completable=True)
-    assert judge(0, {0: whole, 1: left(3)}) == Judgement("")  # the step before, for all
-    assert judge(0, {0: whole, 1: whole}) == Judgement("", completes=True)
-    assert "step 4 was applied to some" in judge(0, {0: part, 1: left(3)}).reason
+    assert decide_recovery(0, {0: whole, 1: left(3)}) == RecoveryDecision(
+        ""
+    )  # the step before, for all
+    assert decide_recovery(0, {0: whole, 1: whole}) == RecoveryDecision("", completes=True)
+    assert "step 4 was applied to some" in decide_recovery(0, {0: part, 1: left(3)}).reason
 
 
 def test_an_update_that_is_going_on_ends_before_anything_is_decided():
     param = nn.Parameter(torch.ones(3))
     inside = [True]
-    salvage = Salvage([param], lambda: inside[0], lambda completes: None)
+    salvage = ParamRecovery([param], lambda: inside[0], lambda completes: None)
     with torch.no_grad():
         param.add_(1)
     inside[0] = False
-    salvage.hold()
+    salvage.block_reads()
     reader = threading.Thread(target=lambda: seen.append(param.sum().item()))
     seen = []
     reader.start()
     reader.join(0.2)
     assert reader.is_alive()
-    salvage.decide("lost", Judgement(""))
+    salvage.decide("lost", RecoveryDecision(""))
     reader.join(10)
     assert seen == [6.0]
     assert type(param) is nn.Parameter
@@ -392,16 +400,16 @@ def test_an_update_that_is_going_on_ends_before_anything_is_decided():
 def test_nobody_else_lets_go_of_what_is_dirty():
     """As gates do, which note who reads a parameter, and updates."""
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    salvage = Salvage(params, lambda: False, lambda completes: None)
-    salvage.decide("lost", Judgement("step 3 was applied in part"))
+    salvage = ParamRecovery(params, lambda: False, lambda completes: None)
+    salvage.decide("lost", RecoveryDecision("step 3 was applied in part"))
     for param in params:
-        release(param)
-        hold(param, release)
+        unwrap(param)
+        make_lazy(param, unwrap)
         with pytest.raises(FaultError, match="step 3 was applied in part"):
             param.sum()
     with torch.no_grad():
         params[0].copy_(torch.zeros(3))
-    salvage.hold()  # an update has ended late
+    salvage.block_reads()  # an update has ended late
     assert params[0].sum() == 0
     with pytest.raises(FaultError):
         params[1].sum()
@@ -418,8 +426,8 @@ def test_a_clean_up_that_fails_leaves_dirty_parameters():
         inside[0] = False
         raise KeyboardInterrupt
 
-    salvage = Salvage([param], lambda: inside[0], clean_up)
-    salvage.decide("lost", Judgement("", completes=True))
+    salvage = ParamRecovery([param], lambda: inside[0], clean_up)
+    salvage.decide("lost", RecoveryDecision("", completes=True))
     with pytest.raises(KeyboardInterrupt):
         param.sum()
     for _ in range(2):
@@ -432,18 +440,18 @@ def test_a_tensor_that_takes_the_place_of_one_that_was_dirty_is_nobodys():
         pass
 
     for _ in range(50):  # ids are soon used again
-        hold(torch.zeros(1), release, owner=Owner())
+        make_lazy(torch.zeros(1), unwrap, owner=Owner())
         tensor = torch.zeros(1)
-        hold(tensor, release)
+        make_lazy(tensor, unwrap)
         assert tensor.sum() == 0
         assert type(tensor) is torch.Tensor
 
 
 def test_sums_that_have_not_passed_a_device_are_torn_where_updates_used_them():
-    assert not torn({"step": 5, "open_step": 0}, applied=True)
-    assert torn({"step": 5, "open_step": 5}, applied=True)
-    assert not torn({"step": 5, "open_step": 5}, applied=False)
-    assert torn({"step": 5, "open_step": 4}, applied=False)
+    assert not partial_step_error({"step": 5, "open_step": 0}, applied=True)
+    assert partial_step_error({"step": 5, "open_step": 5}, applied=True)
+    assert not partial_step_error({"step": 5, "open_step": 5}, applied=False)
+    assert partial_step_error({"step": 5, "open_step": 4}, applied=False)
 
 
 def faults_while_learning(rank, size):
@@ -474,11 +482,11 @@ def test_dirty_parameters_stay_so_while_uses_are_learned():
 
 def test_who_writes_to_a_whole_tensor_need_not_fetch_it():
     tensor, read = torch.zeros(3), []
-    hold(tensor, read.append, overwritten=release)
+    make_lazy(tensor, read.append, overwritten=unwrap)
     tensor.copy_(torch.ones(3))
     assert not read
     assert tensor.tolist() == [1, 1, 1]
-    hold(tensor, lambda held: (read.append(1), release(held)), overwritten=release)
+    make_lazy(tensor, lambda held: (read.append(1), unwrap(held)), overwritten=unwrap)
     tensor.add_(1)
     assert read == [1]
 

@@ -17,7 +17,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import Error, UsageError
 
-USED = "gradients are used between backward() and step(), that of '0.weight' for one"
+CONTROL_TENSOR = "gradients are used between backward() and step(), that of '0.weight' for one"
 REPEATED = "several backward passes before one step() were sent"
 SHARED = "parameters are used by another thread than the one that trains, '0.weight' for one"
 UNSEEN = "was not seen to, as in compiled code"
@@ -25,10 +25,10 @@ UNSEEN = "was not seen to, as in compiled code"
 #: What "auto" decides for each script, and why not to overlap with the next forward pass.
 EXPECTED = {
     "plain": "",
-    "clips": USED,
-    "scales": USED,
-    "scales_and_unscales": USED,
-    "logs": USED,
+    "clips": CONTROL_TENSOR,
+    "scales": CONTROL_TENSOR,
+    "scales_and_unscales": CONTROL_TENSOR,
+    "logs": CONTROL_TENSOR,
     "logs_seldom": "",
     "averages": "parameters are read between step() and the forward pass, '0.weight' for one",
     "snapshots": SHARED,

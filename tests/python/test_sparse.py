@@ -20,12 +20,12 @@ from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.plan.sparse import (
     Counts,
-    DensityDrift,
+    DensityMonitor,
     RowCounts,
-    choose_way,
+    choose_scheme,
+    potential_gain_s,
     renormalized_parameters,
     sparse_parameters,
-    to_be_won_s,
 )
 
 ROWS, WIDTH = 300, 5
@@ -251,21 +251,21 @@ def test_a_scheme_is_outdated_when_another_one_is_clearly_faster():
     network = _core.NetworkModel.ring(4, 0.0, 125e6)
     param = nn.Parameter(torch.empty(100_000, 64))
     apart, alike = Counts(1000, 4000), Counts(1000, 1000)  # ranks share no row, or all of them
-    doubling, zen = (choose_way("words", param, counts, network) for counts in (apart, alike))
+    doubling, zen = (choose_scheme("words", param, counts, network) for counts in (apart, alike))
     assert (doubling.scheme, zen.scheme) == ("hierarchical", "zen")
-    assert to_be_won_s("words", param, doubling, alike, network) > 0
-    assert to_be_won_s("words", param, doubling, apart, network) == 0
-    assert to_be_won_s("words", param, zen, apart, network) > 0
+    assert potential_gain_s("words", param, doubling, alike, network) > 0
+    assert potential_gain_s("words", param, doubling, apart, network) == 0
+    assert potential_gain_s("words", param, zen, apart, network) > 0
     nearly = Counts(1000, 2500)  # where both take about as long
-    assert to_be_won_s("words", param, zen, nearly, network) == 0
-    assert to_be_won_s("words", param, doubling, nearly, network) == 0
+    assert potential_gain_s("words", param, zen, nearly, network) == 0
+    assert potential_gain_s("words", param, doubling, nearly, network) == 0
     assert Counts(10, 30).grown_to(60) == Counts(20, 60)
     assert Counts(0, 0).grown_to(60) == Counts(60, 60)
 
 
 def test_other_rows_must_last_for_three_windows():
     asked = []
-    drift = DensityDrift(lambda counts: asked.append(counts) or counts["words"].own > 5)
+    drift = DensityMonitor(lambda counts: asked.append(counts) or counts["words"].own > 5)
 
     def steps_until_wanted(rows):
         counts = RowCounts()

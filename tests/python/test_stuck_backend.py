@@ -14,7 +14,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import FaultError
 from usbyte.torch.comm.process_group import TorchCommunicator
-from usbyte.torch.eager.rank_group_ops import Peers
+from usbyte.torch.eager.rank_group_ops import RankGroupOps
 from usbyte.torch.world.world import current
 
 
@@ -49,9 +49,9 @@ def gradients(rank, size):
 
 def metric(rank, size, victim=1):
     ub.init()
-    overlooked(Peers, "_wait")
+    overlooked(RankGroupOps, "_wait")
     if rank == victim:
-        Peers._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        RankGroupOps._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     ub.allreduce(torch.ones(1 << 20), name="metric")
 
 

@@ -23,7 +23,7 @@ from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, UsageError
-from usbyte.torch.fault.coordinator import FaultBoard
+from usbyte.torch.fault.coordinator import FaultCoordinator
 from usbyte.torch.world.world import current
 
 LEARNING = {"USBYTE_LEARNING_STEPS": "2"}
@@ -207,7 +207,7 @@ def test_parameters_are_held_before_anybody_is_told_of_a_fault():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     store = torch.distributed.TCPStore("127.0.0.1", port, 1, True)
-    board = FaultBoard(
+    board = FaultCoordinator(
         store, 0, 1, lambda: {"optimizers": {}, "eager": []},
         lambda verdict: order.append(("held", board.verdict)),
         lambda verdict: order.append(("told", board.verdict == verdict)),

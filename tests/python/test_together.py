@@ -133,7 +133,7 @@ def test_parameters_that_are_views_of_one_tensor_are_updated_together():
 def interrupts(rank, size):
     """A handler of a signal reads a parameter while others are being updated."""
     ub.init()
-    release, results = PENDING.release, []
+    release, results = PENDING.unwrap, []
     for where in (None, 0, 1, 4):
         model = layers()
         calls = -1
@@ -149,13 +149,13 @@ def interrupts(rank, size):
         def arm(model, opt, step, read=read):
             nonlocal calls
             calls = -1
-            PENDING.release = read
+            PENDING.unwrap = read
 
         opt = trained(model, rank, 8, between=arm)
         opt.drain()
         assert opt._stepper._deferred.count == 0
         results.append(flat(model))
-        PENDING.release = release
+        PENDING.unwrap = release
         opt.close()
     for a, b in pairwise(results):
         assert torch.equal(a, b)

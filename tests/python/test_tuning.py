@@ -24,7 +24,7 @@ from usbyte.errors import UsageError
 from usbyte.planning import profiles, tuning
 from usbyte.planning.tuning import searches
 from usbyte.torch.plan import drift, lifecycle
-from usbyte.torch.plan.stopwatch import Stopwatch
+from usbyte.torch.plan.stopwatch import StepTimer
 
 MIB = 1 << 20
 
@@ -262,14 +262,14 @@ def test_trials_must_have_an_interval_to_time(single, policy, steps, message):
 
 
 def test_a_stopwatch_takes_the_median_without_the_first_interval():
-    watch = Stopwatch(5)
+    watch = StepTimer(5)
     for now in (100.0, 109.0, 110.0, 112.0):
         watch.step(now)
         assert not watch.done
     watch.step(115.0)
     assert watch.done
     assert watch.step_s == 2.0
-    short = Stopwatch(2)
+    short = StepTimer(2)
     short.step(1.0)
     short.step(4.0)
     assert (short.done, short.step_s) == (True, 3.0)
@@ -395,7 +395,7 @@ def knows_its_first_trial(rank, size):
     ub.init()
     tuning.TRIED["auto"] = fixed_trials
     took = iter([4.0, 3.0, 2.0, 4.5, 2.5])  # three plans; the two fastest again
-    lifecycle.Stopwatch = type("Fixed", (Stopwatch,), {"step_s": property(lambda _: next(took))})
+    lifecycle.StepTimer = type("Fixed", (StepTimer,), {"step_s": property(lambda _: next(took))})
     seen = []
 
     def on_step(_step, _model, opt):

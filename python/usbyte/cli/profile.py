@@ -77,7 +77,7 @@ def profile(
     if cluster.rank == 0:
         check_writable(output, inputs=[] if module else [script])
     from usbyte.torch.profiler.api import to_json
-    from usbyte.torch.profiler.script_recorder import Enough, Watch
+    from usbyte.torch.profiler.script_recorder import ScriptRecorder, StopRecording
     from usbyte.torch.world.world import is_initialized
 
     def finish(result: _core.Profile) -> None:
@@ -89,14 +89,14 @@ def profile(
             click.echo("times are those of rank 0: the script has not called ub.init()")
         click.echo(f"wrote {output}" + ("" if go_on else f" and stopped {script}"))
 
-    watch = Watch(skip, steps, name, finish, stop=not go_on)
+    watch = ScriptRecorder(skip, steps, name, finish, stop=not go_on)
     with _arguments(script, arguments, module), watch:
         try:
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
-        except Enough:
+        except StopRecording:
             pass
         except SystemExit as ending:
             if ending.code not in (None, 0):

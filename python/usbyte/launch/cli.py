@@ -16,7 +16,7 @@ from usbyte._util.fd_limit import allow_open_files
 from usbyte.launch import hosts, process_tree
 from usbyte.launch.job import Job, Ssh
 from usbyte.launch.output import Output
-from usbyte.launch.restarts import Attempts, Pool
+from usbyte.launch.restarts import Pool, RestartPolicy
 
 _LONGEST_S = 7 * 86400.0
 _MOST_RESTARTS = 1_000_000
@@ -255,7 +255,7 @@ def main(
         output = Output(pool.size, wake.fd, directory)
     except OSError as error:
         raise click.ClickException(f"--output-filename: {error}") from error
-    code = Attempts(job, pool, output, wake, verbose).run()
+    code = RestartPolicy(job, pool, output, wake, verbose).run()
     output.close()
     sys.exit(code)
 

@@ -13,7 +13,7 @@ from typing import Any
 from usbyte.launch import process_tree
 from usbyte.launch.agent import GRACE_SECONDS
 from usbyte.launch.job import Job, agent_env
-from usbyte.launch.launcher_channel import AgentLink
+from usbyte.launch.launcher_channel import AgentConnection
 from usbyte.launch.output import Output
 from usbyte.launch.protocol import EVENT, Frame, decode_event
 
@@ -23,7 +23,7 @@ _HURRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JobOutcome:
     """How a run ends.
 
     Attributes:
@@ -58,14 +58,14 @@ class Launcher:
         self._wake = wake
         self._verbose = verbose
         self._selector = selectors.DefaultSelector()
-        self._links: list[AgentLink] = []
+        self._links: list[AgentConnection] = []
         self._running = set(range(job.size))
         self._all_run = False
-        self._verdict: Verdict | None = None
+        self._verdict: JobOutcome | None = None
         self._master: tuple[str, int] | None = None
         self._deadline: float | None = time.monotonic() + job.start_timeout
 
-    def run(self) -> Verdict:
+    def run(self) -> JobOutcome:
         """Runs the job to its end; nothing of it is left when this returns."""
         earlier = frozenset(process_tree.descendants())
         self._selector.register(self._wake.fd, selectors.EVENT_READ, self._on_signal)
@@ -82,7 +82,7 @@ class Launcher:
             self._selector.close()
         self._output.finish()
         self._on_signal()  # one that came while that waited for its reader
-        verdict = self._verdict or Verdict(1, "no agent was started")
+        verdict = self._verdict or JobOutcome(1, "no agent was started")
         return (verdict.code == 0 and self._lost_output()) or verdict
 
     def _start_agents(self) -> None:
@@ -94,7 +94,7 @@ class Launcher:
                 self._output.note(shlex.join(command))
             spec = self._job.agent_spec(node).encode()
             try:
-                link = AgentLink(
+                link = AgentConnection(
                     placement, command, env, spec, self._selector, self._on_frame, self._on_text
                 )
             except OSError as error:
@@ -124,7 +124,7 @@ class Launcher:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._on_deadline()
 
-    def _on_frame(self, link: AgentLink, frame: Frame) -> None:
+    def _on_frame(self, link: AgentConnection, frame: Frame) -> None:
         if frame.kind != EVENT:
             try:
                 self._output.rank(frame.kind, frame.rank, frame.payload)
@@ -153,7 +153,7 @@ class Launcher:
                     pids = ", ".join(map(str, event["left"]))
                     self._output.note(f"host {link.name}: SIGKILL did not end process {pids}")
 
-    def _on_exit(self, link: AgentLink, rank: int, code: int) -> None:
+    def _on_exit(self, link: AgentConnection, rank: int, code: int) -> None:
         link.check_rank(rank)
         if not -128 < code < 256:
             raise ValueError(f"its agent tells of exit code {code}, which no process has")
@@ -167,14 +167,14 @@ class Launcher:
         if not self._running:
             self._conclude(0)
 
-    def _on_text(self, link: AgentLink, line: bytes) -> None:
+    def _on_text(self, link: AgentConnection, line: bytes) -> None:
         # Before the agent runs, it is what ssh says; the verdict then repeats it.
         if link.greeted or self._verbose:
             self._output.host(link.name, line)
 
     def _on_signal(self) -> None:
         for number in self._wake.take():
-            ended = Verdict(128 + number, f"ended by {number.name}")
+            ended = JobOutcome(128 + number, f"ended by {number.name}")
             if self._verdict is None:
                 self._conclude(ended.code, ended.message)
             else:
@@ -185,13 +185,13 @@ class Launcher:
                 self._tell_all("kill")
                 self._deadline = time.monotonic() + _HURRY_SECONDS
 
-    def _lost_output(self) -> Verdict | None:
+    def _lost_output(self) -> JobOutcome | None:
         error = self._output.stdout.error
         if error is None:
             return None
         if error.errno == errno.EPIPE:
-            return Verdict(128 + signal.SIGPIPE)
-        return Verdict(1, f"cannot write to standard output: {error.strerror}")
+            return JobOutcome(128 + signal.SIGPIPE)
+        return JobOutcome(1, f"cannot write to standard output: {error.strerror}")
 
     def _on_deadline(self) -> None:
         if self._verdict is None:
@@ -220,12 +220,14 @@ class Launcher:
         code: int,
         message: str | None = None,
         restartable: bool = False,
-        lost: Sequence[AgentLink] = (),
+        lost: Sequence[AgentConnection] = (),
     ) -> None:
         """Ends the job; the first verdict stands."""
         if self._verdict is not None:
             return
-        self._verdict = Verdict(code, message, restartable, frozenset(link.name for link in lost))
+        self._verdict = JobOutcome(
+            code, message, restartable, frozenset(link.name for link in lost)
+        )
         self._deadline = time.monotonic() + _END_SECONDS
         if code:
             self._output.hurry()
@@ -235,7 +237,7 @@ class Launcher:
             else:
                 link.kill()
 
-    def _lose(self, link: AgentLink) -> None:
+    def _lose(self, link: AgentConnection) -> None:
         """A host may be what has ended the job even where a rank elsewhere told first."""
         verdict = self._verdict
         if verdict is not None and verdict.restartable:
@@ -246,7 +248,7 @@ class Launcher:
             link.send(command, **fields)
 
 
-def _master(links: list[AgentLink]) -> tuple[str, int]:
+def _master(links: list[AgentConnection]) -> tuple[str, int]:
     """Address and port at which all agents can reach the first one's store.
 
     What ssh's connections tell (client address and port, server address and port) needs no name
@@ -267,7 +269,7 @@ def _master(links: list[AgentLink]) -> tuple[str, int]:
     return address, answers[0]["port"]
 
 
-def _describe_loss(link: AgentLink) -> str:
+def _describe_loss(link: AgentConnection) -> str:
     """Why an agent is gone that should not be."""
     said = f": {link.complaint}" if link.complaint else ""
     if link.started:
@@ -279,7 +281,7 @@ def _describe_loss(link: AgentLink) -> str:
     return f"cannot start the agent on host {link.name} (exit code {link.code}){said}{hint}"
 
 
-def _describe_delay(links: list[AgentLink], job: Job, master: tuple[str, int] | None) -> str:
+def _describe_delay(links: list[AgentConnection], job: Job, master: tuple[str, int] | None) -> str:
     """Why the agents have not met in time."""
     late = [link for link in links if not link.started]
     if master is not None:

@@ -17,7 +17,7 @@ _CHUNK_BYTES = 1 << 16
 _EXIT_SECONDS = 1.0
 
 
-class AgentLink:
+class AgentConnection:
     """An agent, or the ssh that leads to it, and what is known of it.
 
     Nothing here blocks: the launcher must stay able to hear the other hosts.
@@ -50,8 +50,8 @@ class AgentLink:
         env: dict[str, str],
         spec: bytes,
         selector: selectors.BaseSelector,
-        on_frame: "Callable[[AgentLink, Frame], None]",
-        on_text: "Callable[[AgentLink, bytes], None]",
+        on_frame: "Callable[[AgentConnection, Frame], None]",
+        on_text: "Callable[[AgentConnection, bytes], None]",
     ) -> None:
         self.placement = placement
         self.ready: dict[str, Any] | None = None

@@ -74,7 +74,7 @@ class Pool:
         return [host for host in self.hosts if host.name not in absent]
 
 
-class Attempts:
+class RestartPolicy:
     """A job, from its first attempt to its end.
 
     Args:

@@ -18,7 +18,9 @@ MADE_UP = ("vgg16-half", "vgg16-even")
 RECORDED = ("vgg16", "resnet50", "bert-base", "gpt2")
 _FOLDER = Path(__file__).parent / "recorded"
 
-_USED = "usbyte.used"  # flags that travel with the gradients; whoever replays adds its own
+_CONTROL_TENSOR = (
+    "usbyte.used"  # flags that travel with the gradients; whoever replays adds its own
+)
 
 _DIGITS = 9  # of times in seconds
 _MOST_ELEMENTS = 1 << 56  # so that bytes of a job fit 64 bits
@@ -225,7 +227,7 @@ def without_flags(profile: Profile, model: str | None = None) -> Profile:
         profile: The job.
         model: Its new name; None keeps the name.
     """
-    return _only(profile, lambda t: t.name != _USED and not t.sparse, model)
+    return _only(profile, lambda t: t.name != _CONTROL_TENSOR and not t.sparse, model)
 
 
 def _only(
@@ -264,13 +266,13 @@ def matched(profile: Profile, plan: Plan) -> Profile:
     Raises:
         UsageError: The plan was made for other tensors.
     """
-    job = _only(profile, lambda t: t.name != _USED)
+    job = _only(profile, lambda t: t.name != _CONTROL_TENSOR)
     tensors, need_s, ready_s = job.tensors, job.need_s, job.ready_s
     index = {t.name: i for i, t in enumerate(tensors)}
     rows = []
     for spec in plan.tensors:
         i = index.pop(spec.name, None)
-        if spec.name == _USED:
+        if spec.name == _CONTROL_TENSOR:
             rows.append((0.0, profile.backward_end_s))
         elif i is not None and _size(tensors[i]) == _size(spec):
             rows.append((need_s[i], ready_s[i]))

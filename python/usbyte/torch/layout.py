@@ -11,12 +11,12 @@ from usbyte.errors import UsageError
 #: and votes of ranks that want a new plan, that have data, that have none as they have joined, that
 #: have updated parameters with the sums before, and that have left that out. They are flags too: of
 #: numbers as coarse as gradients may be, scaled ones even, the sum would not be how many there are.
-#: Behind the votes are the flags of a checksum; see `StepCheck`.
+#: Behind the votes are the flags of a checksum; see `StepChecksum`.
 #: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
 #: that a bucket can take both.
-USED = "usbyte.used"
-VOTES = 5
-CHECK_FLAGS = 32
+CONTROL_TENSOR = "usbyte.used"
+NUM_VOTES = 5
+NUM_CHECK_FLAGS = 32
 
 _DTYPES = {
     torch.float32: "float32",
@@ -78,8 +78,8 @@ def laid_out_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def used_numel(params: int) -> int:
-    """Elements of `USED`: a flag for each parameter, the others, and what aligns gradients behind.
+    """Elements of `CONTROL_TENSOR`: flags of parameters, votes and checks, aligned for gradients.
 
     Kernels move 16 bytes at a time, eight elements of the smallest dtype, where those are aligned.
     """
-    return -(-(params + VOTES + CHECK_FLAGS) // 8) * 8
+    return -(-(params + NUM_VOTES + NUM_CHECK_FLAGS) // 8) * 8

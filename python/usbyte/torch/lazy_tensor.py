@@ -20,19 +20,22 @@ from torch import nn
 from usbyte.errors import UsageError
 
 #: Called with the tensor, to put its value into it and to release it.
-Fetch = Callable[[torch.Tensor], None]
+MaterializeFn = Callable[[torch.Tensor], None]
 
 # Not attributes of tensors, which are copied and pickled with theirs; by their id, while held.
-_fetches: dict[int, tuple[Fetch, Fetch]] = {}  # for readers, for writers
+_fetches: dict[int, tuple[MaterializeFn, MaterializeFn]] = {}  # for readers, for writers
 _classes: dict[type, type] = {}  # of held tensors, by what they are otherwise
 _bases: dict[type, type] = {}  # the inverse
 _owners: dict[int, tuple[object, weakref.ref[torch.Tensor]]] = {}  # by id, of what has one
 
 
-def hold(
-    tensor: torch.Tensor, fetch: Fetch, overwritten: Fetch | None = None, owner: object = None
+def make_lazy(
+    tensor: torch.Tensor,
+    fetch: MaterializeFn,
+    overwritten: MaterializeFn | None = None,
+    owner: object = None,
 ) -> None:
-    """Has `fetch` called when somebody is about to use the tensor, until `release`.
+    """Has `fetch` called when somebody is about to use the tensor, until `unwrap`.
 
     Whoever holds it must keep it alive until then.
 
@@ -52,7 +55,7 @@ def hold(
         tensor.__class__ = _classes.get(kind) or _class_for(kind)
 
 
-def release(tensor: torch.Tensor, owner: object = None) -> None:
+def unwrap(tensor: torch.Tensor, owner: object = None) -> None:
     """The tensor is again what it was; nothing happens if it was not held, or by another owner."""
     if (_owner_of(tensor) if _owners else None) is not owner:
         return
@@ -64,7 +67,7 @@ def release(tensor: torch.Tensor, owner: object = None) -> None:
         _fetches.pop(id(tensor), None)  # which another thread may have done just now
 
 
-def weakly(method: Callable[..., None], *args: Any) -> Fetch:
+def weak_method(method: Callable[..., None], *args: Any) -> MaterializeFn:
     """Calls the method with these arguments and the tensor, without keeping its object alive.
 
     So that this may go together with its tensors. One that outlives it never gets its value.
@@ -107,7 +110,7 @@ def _owner_of(tensor: torch.Tensor) -> object:
     return owner if of is not None and of() is tensor else None
 
 
-class _Awaited:
+class _LazyTensorMixin:
     """What all classes of held tensors have in common."""
 
     @classmethod
@@ -118,7 +121,7 @@ class _Awaited:
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if getattr(func, "__name__", "") in _WRITERS and isinstance(args[0], _Awaited):
+        if getattr(func, "__name__", "") in _WRITERS and isinstance(args[0], _LazyTensorMixin):
             _fetch(args[0], writes=True)
         for tensor in _held([args, kwargs]):
             _fetch(tensor)
@@ -145,7 +148,7 @@ class _Awaited:
 
 
 def _class_for(base: type) -> type:
-    _classes[base] = kind = type(base)(f"Awaited{base.__name__}", (_Awaited, base), {})
+    _classes[base] = kind = type(base)(f"Awaited{base.__name__}", (_LazyTensorMixin, base), {})
     _bases[kind] = base
     return kind
 
@@ -161,7 +164,7 @@ def _fetch(tensor: Any, writes: bool = False) -> None:
 
 def _held(value: Any) -> Iterator[Any]:
     """The held tensors in arguments, which lists, tuples and dicts may hold."""
-    if isinstance(value, _Awaited):
+    if isinstance(value, _LazyTensorMixin):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from usbyte.errors import Error
-from usbyte.torch.eager.descriptors import Descriptor, Verdict, match
+from usbyte.torch.eager.descriptors import Descriptor, MatchResult, match
 from usbyte.torch.fault.report import behind, last_operations, read_state
 from usbyte.torch.plan.decision import Decision
 
@@ -23,13 +23,13 @@ def one_input(data: bytes) -> None:
             found = Descriptor.from_json(line)
             descriptors[found.rank] = found
         with suppress(Error):
-            Verdict.from_json(line)
+            MatchResult.from_json(line)
         with suppress(Error):
             Decision.from_json(line.decode(errors="surrogateescape"))
     if descriptors:
         for joined in ([], [max(descriptors) + 1]):
             for verdict in match("user:x", list(descriptors.values()), joined):
-                Verdict.from_json(verdict.to_json())
+                MatchResult.from_json(verdict.to_json())
     states = {rank: read_state(rank, line) for rank, line in enumerate(lines)}
     behind(states)
     last_operations(states, [])

@@ -10,12 +10,12 @@ import torch
 
 from usbyte.errors import UsageError
 from usbyte.torch.api.submission import queue_of
-from usbyte.torch.compression.state import MEMORY
+from usbyte.torch.compression.state import CODEC_STATE_KEY
 from usbyte.torch.eager import operations, serialization
 from usbyte.torch.eager.operation_names import OperationName
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.runtime.tensor_checks import check_plain
-from usbyte.torch.world.process_sets import Members, global_process_set
+from usbyte.torch.world.process_sets import ProcessSetLike, global_process_set
 from usbyte.torch.world.world import current
 
 __all__ = [
@@ -31,7 +31,7 @@ log = logging.getLogger("usbyte")
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor],
     root_rank: int = 0,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> None:
     """Overwrites every tensor with the root rank's.
 
@@ -39,7 +39,7 @@ def broadcast_parameters(
         params: `model.state_dict()` or `model.named_parameters()`, whose names must agree on all
             ranks; or tensors alone, in the same order on all ranks.
         root_rank: The rank whose values are sent; in a process set too, its rank in the whole job.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.Members`.
+        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
     """
     current().drain()
     given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
@@ -63,7 +63,7 @@ def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
     model: torch.nn.Module | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> None:
     """Overwrites state and hyper-parameters of `optimizer` with the root rank's.
 
@@ -73,14 +73,16 @@ def broadcast_optimizer_state(
             by them, others by place. What codecs remember is each rank's own, and is not sent.
         root_rank: The rank whose state is sent; in a process set too, its rank in the whole job.
         model: Horovod's; not needed, as no step is taken to make the state.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.Members`.
+        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
     """
     context = current()
     context.drain()
     if model is not None:
         log.warning("broadcast_optimizer_state: model= is not needed, and left out")
     state = optimizer.state_dict()
-    own = {MEMORY: state.pop(MEMORY)} if MEMORY in state else {}  # each rank's
+    own = (
+        {CODEC_STATE_KEY: state.pop(CODEC_STATE_KEY)} if CODEC_STATE_KEY in state else {}
+    )  # each rank's
     names = _names_of(optimizer)
     state, sent_names = broadcast_object([state, names], root_rank, "optimizer_state", process_set)
     if context.rank != root_rank:
@@ -130,7 +132,7 @@ def broadcast_object(
     obj: Any,
     root_rank: int = 0,
     name: str | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Any:
     """The root rank's object, on every rank. Travels as JSON and raw tensors, never as pickle.
 
@@ -139,7 +141,7 @@ def broadcast_object(
             deep; ignored on other ranks.
         root_rank: The rank whose object is sent; in a process set too, its rank in the whole job.
         name: Tells this object from others that are sent at the same time.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.Members`.
+        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
 
     Returns:
         The object; on the root rank the very one that was passed, on others of plain types: a dict
@@ -178,14 +180,14 @@ def broadcast_object(
 
 
 def allgather_object(
-    obj: Any, name: str | None = None, process_set: Members = global_process_set
+    obj: Any, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> list[Any]:
     """The objects of all ranks, in rank order. They travel as JSON and raw tensors, not as pickle.
 
     Args:
         obj: As for `broadcast_object`.
         name: Tells this call from others at the same time.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.Members`.
+        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
 
     Raises:
         UsageError: On every rank: one rank's object holds something else.
@@ -206,7 +208,7 @@ def allgather_object(
 
 
 def _queue_and_name(
-    kind: str, name: str | None, process_set: Members
+    kind: str, name: str | None, process_set: ProcessSetLike
 ) -> tuple[EagerQueue, OperationName]:
     queue, _ = queue_of(kind, name or "object", process_set)
     return queue, OperationName.auto(kind if name is None else f"{kind}.{name}")

@@ -25,7 +25,7 @@ from usbyte.torch.api.reductions import *  # noqa: F403
 from usbyte.torch.api.submission import first_of, queue_of
 from usbyte.torch.eager import autograd, operations
 from usbyte.torch.eager.request import Handle
-from usbyte.torch.world.process_sets import Members, global_process_set
+from usbyte.torch.world.process_sets import ProcessSetLike, global_process_set
 
 __all__ = [
     "allgather",
@@ -47,7 +47,7 @@ Splits = Sequence[int] | torch.Tensor | None
 
 
 def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: Members = global_process_set
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> torch.Tensor:
     """Concatenates the tensors of all ranks along the first dimension, in rank order.
 
@@ -55,14 +55,14 @@ def allgather(
         tensor: Of equal dtype on all ranks, and equal shape but for the first dimension; a scalar
             counts as one row.
         name: What the ranks match it by.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.Members`.
+        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
     """
     queue, called = queue_of("allgather", name, process_set, tensor)
     return _tensor(autograd.Allgather.apply(queue, called, tensor)[0])
 
 
 def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: Members = global_process_set
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Handle:
     """Starts `allgather`; `synchronize` returns the new tensor. Without autograd."""
     queue, called = queue_of("allgather", name, process_set, tensor)
@@ -73,7 +73,7 @@ def allgather_async(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> list[torch.Tensor]:
     """Gathers several tensors as one operation, as `allgather` does each."""
     queue, called = queue_of("grouped_allgather", name, process_set, *tensors)
@@ -83,20 +83,20 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
     """Starts `grouped_allgather`; `synchronize` returns the new tensors. Without autograd."""
     queue, called = queue_of("grouped_allgather", name, process_set, *tensors)
     request = operations.allgather(queue.peers, called, tensors)
-    finish = request.finish
-    return queue.submit(replace(request, finish=lambda value: [t for t, _ in finish(value)]))
+    finish = request.postprocess
+    return queue.submit(replace(request, postprocess=lambda value: [t for t, _ in finish(value)]))
 
 
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Returns the root rank's tensor as a new one on every rank.
 
@@ -104,7 +104,7 @@ def broadcast(
         tensor: Of equal shape and dtype on all ranks.
         root_rank: The rank whose values are sent; in a process set too, its rank in the whole job.
         name: What the ranks match it by.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.Members`.
+        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
     """
     queue, called = queue_of("broadcast", name, process_set, tensor)
     return _tensor(autograd.Broadcast.apply(queue, called, root_rank, tensor))
@@ -114,7 +114,7 @@ def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
     """Starts `broadcast`; `synchronize` returns the new tensor. Without autograd."""
     queue, called = queue_of("broadcast", name, process_set, tensor)
@@ -125,7 +125,7 @@ def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Overwrites the tensor with the root rank's, and returns it. Without autograd."""
     return _tensor(broadcast_async_(tensor, root_rank, name, process_set).synchronize())
@@ -135,7 +135,7 @@ def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
     """Starts `broadcast_`; `synchronize` returns the tensor."""
     queue, called = queue_of("broadcast", name, process_set, tensor)
@@ -146,7 +146,7 @@ def alltoall(
     tensor: torch.Tensor,
     splits: Splits = None,
     name: str | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Sends a run of rows to each rank, and concatenates the runs that arrive, in rank order.
 
@@ -154,7 +154,7 @@ def alltoall(
         tensor: Of equal dtype on all ranks, and equal shape but for the first dimension.
         splits: How many rows go to each rank; evenly if None.
         name: What the ranks match it by.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.Members`.
+        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
 
     Returns:
         The rows received; with `splits`, also how many came from each rank, 1-d, int32 or like
@@ -169,14 +169,14 @@ def alltoall_async(
     tensor: torch.Tensor,
     splits: Splits = None,
     name: str | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
     """Starts `alltoall`; `synchronize` returns a pair, as with `splits`. Without autograd."""
     queue, called = queue_of("alltoall", name, process_set, tensor)
     return queue.submit(operations.alltoall(queue.peers, called, tensor, splits))
 
 
-def barrier(process_set: Members = global_process_set) -> None:
+def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     """Blocks until every rank has come to its n-th barrier."""
     queue, called = queue_of("barrier", None, process_set)
     queue.submit(operations.barrier(queue.peers, called)).synchronize()

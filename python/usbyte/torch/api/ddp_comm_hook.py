@@ -15,7 +15,7 @@ from usbyte.errors import MismatchError, UsageError
 from usbyte.planning.profiles import line
 from usbyte.torch.comm.sparse_exchange import TorchExchange, host_group
 from usbyte.torch.compression.codecs import Codec, Rules, codecs_of
-from usbyte.torch.compression.state import Memory
+from usbyte.torch.compression.state import CodecState
 from usbyte.torch.layout import rows_of
 from usbyte.torch.plan.sparse import Rows
 from usbyte.torch.runtime.device import device_of
@@ -76,7 +76,7 @@ class _CompressedBuckets:
         else:
             codecs_of(compression, [], [])
         self._exchange: TorchExchange | None = None  # once there is a sparse gradient
-        self._memories: dict[str, Memory] = {}  # by parameter's name
+        self._memories: dict[str, CodecState] = {}  # by parameter's name
         self._buckets: dict[int, _Bucket] = {}
         self._steps: dict[int, int] = {}
 
@@ -90,7 +90,7 @@ class _CompressedBuckets:
         known = self._buckets.get(index)
         if known is None or not known.fits(buffer, params, step):
             names = [self._names.setdefault(p, str(len(self._names))) for p in params]
-            memory = Memory()
+            memory = CodecState()
             memory.load(self._remembered(names), dist.get_rank())
             self._memories |= dict.fromkeys(names, memory)
             specs = self._specs(params)
@@ -137,7 +137,7 @@ class _Bucket:
         names: Sequence[str],
         specs: Sequence[str],
         step: int,
-        memory: Memory,
+        memory: CodecState,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._group = group

@@ -39,7 +39,7 @@ def join(device: int = -1) -> int:
     context = current()
     gc.collect()  # what nobody refers to any more counts on no rank
     context.drain()
-    optimizers = context.sending()
+    optimizers = context.active_optimizers()
     if len(optimizers) > 1 or any(o.size != context.size for o in optimizers):
         raise UsageError(
             "join() needs a single DistributedOptimizer, of all ranks: close() the others, or give "
@@ -47,7 +47,7 @@ def join(device: int = -1) -> int:
         )
     context.eager.begin_join()
     for optimizer in optimizers:
-        optimizer.stand_in()
+        optimizer.join_with_zeros()
     last = context.eager.end_join()
     for optimizer in optimizers:
         broadcast_parameters(optimizer.named(), last)

@@ -17,7 +17,7 @@ from usbyte.torch.eager.operations import Factors
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.eager.request import Handle
 from usbyte.torch.reduce_op import Average, Max, Min, Product, ReduceOp, Sum
-from usbyte.torch.world.process_sets import Members, global_process_set
+from usbyte.torch.world.process_sets import ProcessSetLike, global_process_set
 
 __all__ = [
     "Average",
@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 
-
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -51,7 +50,7 @@ def allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Reduces a tensor over all ranks into a new one.
 
@@ -64,7 +63,7 @@ def allreduce(
         op: Average (default), Sum, Min, Max or Product; see `ReduceOp` for how each is rounded.
         prescale_factor: Multiplied before the reduction.
         postscale_factor: Multiplied after it.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.Members`.
+        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
     """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("allreduce", name, process_set, tensor)
@@ -78,7 +77,7 @@ def allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
     """Starts `allreduce`; `synchronize` returns the new tensor. Without autograd."""
     factors = _factors(prescale_factor, postscale_factor)
@@ -93,7 +92,7 @@ def allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Reduces a tensor over all ranks in place, and returns it. Without autograd."""
     reduced: torch.Tensor = allreduce_async_(
@@ -109,7 +108,7 @@ def allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
     """Starts `allreduce_`; `synchronize` returns the tensor."""
     factors = _factors(prescale_factor, postscale_factor)
@@ -125,7 +124,7 @@ def grouped_allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduces several tensors as one operation; those of one dtype travel together.
 
@@ -144,7 +143,7 @@ def grouped_allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
     """Starts `grouped_allreduce`; `synchronize` returns the new tensors. Without autograd."""
     factors = _factors(prescale_factor, postscale_factor)
@@ -159,7 +158,7 @@ def grouped_allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduces several tensors as one operation in place, and returns them. Without autograd."""
     handle = grouped_allreduce_async_(
@@ -175,7 +174,7 @@ def grouped_allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
     """Starts `grouped_allreduce_`; `synchronize` returns the list of tensors."""
     factors = _factors(prescale_factor, postscale_factor)
@@ -187,7 +186,7 @@ def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None = None,
     op: ReduceOp | None = None,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
     """Starts adding up a sparse COO tensor, by gathering indices and values of all ranks.
 
@@ -209,7 +208,7 @@ def reducescatter(
     name: str | None = None,
     compression: Compressor | None = Compression.none,
     op: ReduceOp | None = Average,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
@@ -227,7 +226,7 @@ def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
     op: ReduceOp | None = Average,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
@@ -243,7 +242,7 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: Compressor | None = Compression.none,
     op: ReduceOp | None = Average,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
@@ -257,7 +256,7 @@ def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     op: ReduceOp | None = Average,
-    process_set: Members = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:

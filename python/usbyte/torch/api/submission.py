@@ -13,7 +13,7 @@ from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.eager.request import Request
 from usbyte.torch.runtime.tensor_checks import check_plain
 from usbyte.torch.world import world
-from usbyte.torch.world.process_sets import Members, global_process_set
+from usbyte.torch.world.process_sets import ProcessSetLike, global_process_set
 
 _NAME_BYTES = 4096  # torch's store drops who sends it a key of 8192
 
@@ -29,7 +29,7 @@ class Compressor(Protocol):
 
 
 def queue_of(
-    kind: str, name: str | None, process_set: Members, *tensors: torch.Tensor
+    kind: str, name: str | None, process_set: ProcessSetLike, *tensors: torch.Tensor
 ) -> tuple[EagerQueue, OperationName]:
     """What an operation goes through, and its name there.
 
@@ -73,7 +73,7 @@ def _is_name(name: object) -> bool:
 
 def first_of(request: Request) -> Request:
     """The same operation with only the first part of its result."""
-    return replace(request, finish=lambda value: request.finish(value)[0])
+    return replace(request, postprocess=lambda value: request.postprocess(value)[0])
 
 
 def compressed(

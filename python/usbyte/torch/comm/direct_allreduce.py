@@ -11,7 +11,7 @@ import torch.distributed as dist
 _MOST_RANKS = 16  # as each rank sends a message to each other one
 
 
-def most_one_shot_bytes(size: int, most_sent: int) -> int:
+def direct_allreduce_max_bytes(size: int, most_sent: int) -> int:
     """Payload of the largest all_reduce between `size` ranks that should go in one shot.
 
     Args:
@@ -25,7 +25,7 @@ def most_one_shot_bytes(size: int, most_sent: int) -> int:
     return most_sent // (size - 1) // 8 * 8 if 1 < size <= _MOST_RANKS else 0
 
 
-class OneShot:
+class DirectAllReduce:
     """All_reduces of few bytes, for a latency that large ones beside them hardly change.
 
     Gloo's all_reduce goes in 2 (n - 1) rounds, each of which queues behind what others send over
@@ -46,9 +46,9 @@ class OneShot:
         self._peers = [r for r in range(self._size) if r != self._rank]
         # Those that fail stay here: Gloo's thread would spin on messages for which there is no
         # memory any more.
-        self._in_flight: dict[int, Shot] = {}  # by tag
+        self._in_flight: dict[int, DirectOp] = {}  # by tag
 
-    def start(self, tag: int, views: Sequence[torch.Tensor]) -> Shot:
+    def start(self, tag: int, views: Sequence[torch.Tensor]) -> DirectOp:
         """Sends the views' elements, one after the other, to all ranks. Does not raise.
 
         Args:
@@ -58,7 +58,7 @@ class OneShot:
         numel = sum(view.numel() for view in views)
         parts = views[0].new_empty(self._size, numel)
         torch.cat(list(views), out=parts[self._rank])
-        shot = self._in_flight[tag] = Shot(tag, views, parts)
+        shot = self._in_flight[tag] = DirectOp(tag, views, parts)
         try:
             # Receives first: Gloo sends what its receiver has announced to be ready for.
             for r in self._peers:
@@ -69,7 +69,7 @@ class OneShot:
             shot.error = e
         return shot
 
-    def finish(self, shot: Shot) -> None:
+    def finish(self, shot: DirectOp) -> None:
         """Waits for the messages, without the GIL, and puts the sums into the views.
 
         Raises:
@@ -89,7 +89,7 @@ class OneShot:
 
 
 @dataclass(eq=False)
-class Shot:
+class DirectOp:
     """An operation in flight.
 
     Attributes:

@@ -6,28 +6,32 @@ from typing import TYPE_CHECKING
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.comm.direct_allreduce import most_one_shot_bytes
-from usbyte.torch.comm.hierarchical import Given, MeshCommunicator, of_sizes, parse
-from usbyte.torch.comm.host_staged import StagedCommunicator
-from usbyte.torch.comm.nccl import NcclCommunicator, agree
+from usbyte.torch.comm.direct_allreduce import direct_allreduce_max_bytes
+from usbyte.torch.comm.hierarchical import MeshCommunicator, TopologyLike, of_sizes, parse
+from usbyte.torch.comm.host_staged import HostStagedCommunicator
+from usbyte.torch.comm.nccl import NcclCommunicator, all_ranks_can
 from usbyte.torch.comm.process_group import TorchCommunicator
 from usbyte.torch.comm.topology import host_topology, line_groups, sizes_of
 from usbyte.torch.runtime.device import CudaDevice, Device
 
 if TYPE_CHECKING:
-    from usbyte.torch.world.world import Context
+    from usbyte.torch.world.world import World
 
 #: `core` is for the engine; `allocate` makes an arena, `register` names the one in use.
-EngineCommunicator = TorchCommunicator | MeshCommunicator | StagedCommunicator | NcclCommunicator
+EngineCommunicator = (
+    TorchCommunicator | MeshCommunicator | HostStagedCommunicator | NcclCommunicator
+)
 
 
-def connect(context: Context, device: Device, topology: Given | None = None) -> EngineCommunicator:
+def connect(
+    context: World, device: Device, topology: TopologyLike | None = None
+) -> EngineCommunicator:
     """A communicator between all ranks for gradients on `device`. Collective.
 
     Args:
         context: The ranks.
         device: Where gradients are.
-        topology: Dimensions that all_reduces may be routed through; see `mesh.Given`.
+        topology: Dimensions that all_reduces may be routed through; see `mesh.TopologyLike`.
 
     Raises:
         UsageError: The backend that was asked for cannot be used, or not with dimensions, or
@@ -40,13 +44,15 @@ def connect(context: Context, device: Device, topology: Given | None = None) -> 
         return _on_host(context, mesh)
     env, nccl = context.env, None
     if env.backend in ("", "nccl"):
-        nccl = agree(context.eager, env, context.rank, device, env.backend, mesh is not None)
+        nccl = all_ranks_can(
+            context.eager, env, context.rank, device, env.backend, mesh is not None
+        )
     if nccl is not None:
         return _on_nccl(context, nccl, device, mesh)
-    return StagedCommunicator(device, _on_host(context, mesh), env.chunk_bytes)
+    return HostStagedCommunicator(device, _on_host(context, mesh), env.chunk_bytes)
 
 
-def _mesh(context: Context, given: Given) -> _core.Topology:
+def _mesh(context: World, given: TopologyLike) -> _core.Topology:
     parsed = parse(given, context.size)
     if isinstance(parsed, str):
         parsed = host_topology(context)
@@ -54,7 +60,7 @@ def _mesh(context: Context, given: Given) -> _core.Topology:
 
 
 def _on_nccl(
-    context: Context, nccl: _core.Nccl, device: CudaDevice, mesh: _core.Topology | None
+    context: World, nccl: _core.Nccl, device: CudaDevice, mesh: _core.Topology | None
 ) -> NcclCommunicator | MeshCommunicator:
     flat = NcclCommunicator.of_all(context, nccl, device)
     if mesh is None or not _has_dimensions(mesh):
@@ -64,7 +70,7 @@ def _on_nccl(
     return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh), slots=slots)
 
 
-def _on_host(context: Context, mesh: _core.Topology | None) -> TorchCommunicator | MeshCommunicator:
+def _on_host(context: World, mesh: _core.Topology | None) -> TorchCommunicator | MeshCommunicator:
     flat = _flat(context)
     if mesh is None or not _has_dimensions(mesh):
         return flat
@@ -73,7 +79,7 @@ def _on_host(context: Context, mesh: _core.Topology | None) -> TorchCommunicator
     return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh))
 
 
-def _flat(context: Context) -> TorchCommunicator:
+def _flat(context: World) -> TorchCommunicator:
     sent = context.env.one_shot_bytes
     others = context.eager.allgather_bytes("usbyte.one_shot", str(sent).encode())
     for rank, other in enumerate(others):
@@ -83,12 +89,12 @@ def _flat(context: Context) -> TorchCommunicator:
                 f"{rank}. Give all ranks the same environment."
             )
     # Of the backends that torch brings, Gloo alone sends messages with tags beside collectives.
-    most = most_one_shot_bytes(context.size, sent) if context.host_backend == "gloo" else 0
+    most = direct_allreduce_max_bytes(context.size, sent) if context.host_backend == "gloo" else 0
     group = context.new_group()
     return TorchCommunicator(group, context.new_group() if most > 0 else None, most)
 
 
-def _check_backend(context: Context, device: Device) -> None:
+def _check_backend(context: World, device: Device) -> None:
     env = context.env
     mine = [device.torch_device.type, env.backend, env.chunk_bytes]
     everyone = context.eager.allgather_json("usbyte.backend", mine, tuple[str, str, int])

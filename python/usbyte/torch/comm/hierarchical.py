@@ -18,7 +18,7 @@ from usbyte.torch.comm.topology import sizes_of
 
 #: What users give: "hosts", sizes such as "2x4" or [2, 4], the innermost first, the path of a JSON
 #: file of a topology or a network that `usbyte probe --dimensions` has written, or a topology.
-Given = str | Sequence[int] | _core.Topology
+TopologyLike = str | Sequence[int] | _core.Topology
 
 _SIZES = re.compile(r"\d+(x\d+)*")
 
@@ -55,7 +55,7 @@ class MeshCommunicator:
     ) -> None:
         self.topology, self._flat, self.lines = topology, flat, lines
         self.is_measured = is_measured
-        self.most_one_shot_bytes, self.device = flat.most_one_shot_bytes, flat.device
+        self.direct_allreduce_max_bytes, self.device = flat.direct_allreduce_max_bytes, flat.device
         cores = [line.core if line is not None else None for line in lines]
         self.core: _core.MeshCommunicator | _core.StreamMeshCommunicator
         if isinstance(flat, NcclCommunicator):
@@ -89,7 +89,7 @@ class MeshCommunicator:
         return [self._flat, *(line for line in self.lines if line is not None)]
 
 
-def parse(given: Given, ranks: int) -> str | list[int] | _core.Topology:
+def parse(given: TopologyLike, ranks: int) -> str | list[int] | _core.Topology:
     """What a user gave: "hosts", sizes or, if speeds are given too, a topology.
 
     Raises:
@@ -106,7 +106,7 @@ def parse(given: Given, ranks: int) -> str | list[int] | _core.Topology:
     return given if isinstance(given, _core.Topology) else sizes
 
 
-def told(given: Given | None, ranks: int) -> str:
+def canonical_topology(given: TopologyLike | None, ranks: int) -> str:
     """What `parse` makes of it, or says of it, in words that differ where it does."""
     try:
         parsed = None if given is None else parse(given, ranks)

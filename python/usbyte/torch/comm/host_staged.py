@@ -10,7 +10,7 @@ from usbyte.torch.comm.process_group import TorchCommunicator
 from usbyte.torch.runtime.device import Device
 
 
-class StagedCommunicator:
+class HostStagedCommunicator:
     """The engine's communicator where ranks share a GPU or there is no NCCL.
 
     Args:
@@ -33,7 +33,7 @@ class StagedCommunicator:
         self.core: _core.Communicator = _core.StagedCommunicator(
             device.core, host.core, chunk_bytes=chunk_bytes
         )
-        self.most_one_shot_bytes = host.most_one_shot_bytes
+        self.direct_allreduce_max_bytes = host.direct_allreduce_max_bytes
 
     def allocate(self, size: int) -> torch.Tensor:
         """Memory of so many bytes for an arena, 1-d uint8, zeros."""
@@ -49,5 +49,7 @@ class StagedCommunicator:
 
 def mesh_of(communicator: object) -> MeshCommunicator | None:
     """What carries an engine's messages along lines, perhaps by way of the host; None if flat."""
-    carrier = communicator.host if isinstance(communicator, StagedCommunicator) else communicator
+    carrier = (
+        communicator.host if isinstance(communicator, HostStagedCommunicator) else communicator
+    )
     return carrier if isinstance(carrier, MeshCommunicator) else None

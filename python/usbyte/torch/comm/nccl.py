@@ -20,7 +20,7 @@ from usbyte.torch.runtime.device import CudaDevice
 from usbyte.torch.runtime.messages import unreadable
 
 if TYPE_CHECKING:
-    from usbyte.torch.world.world import Context
+    from usbyte.torch.world.world import World
 
 log = logging.getLogger("usbyte")
 
@@ -92,7 +92,7 @@ def wheels() -> list[str]:
     return [str(path) for path in candidates if path.exists()]
 
 
-def agree(
+def all_ranks_can(
     eager: EagerQueue,
     env: _core.Env,
     rank: int,
@@ -188,7 +188,7 @@ class NcclCommunicator:
         device: As given.
     """
 
-    most_one_shot_bytes = 0
+    direct_allreduce_max_bytes = 0
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class NcclCommunicator:
         )
 
     @classmethod
-    def of_all(cls, context: Context, nccl: _core.Nccl, device: CudaDevice) -> NcclCommunicator:
+    def of_all(cls, context: World, nccl: _core.Nccl, device: CudaDevice) -> NcclCommunicator:
         """Between all ranks."""
         env, rank = context.env, context.rank
         mine = _ids(nccl, env.nccl_communicators) if rank == 0 else []
@@ -223,7 +223,7 @@ class NcclCommunicator:
 
     @classmethod
     def along_lines(
-        cls, context: Context, nccl: _core.Nccl, topology: _core.Topology, device: CudaDevice
+        cls, context: World, nccl: _core.Nccl, topology: _core.Topology, device: CudaDevice
     ) -> list[NcclCommunicator | None]:
         """By dimension between the ranks of this rank's line; None where it is alone."""
         env, rank = context.env, context.rank

@@ -25,11 +25,11 @@ from usbyte.planning.cost_fit import (
 )
 from usbyte.planning.profiles import line
 from usbyte.torch.comm.factory import EngineCommunicator, connect
-from usbyte.torch.comm.hierarchical import Given
+from usbyte.torch.comm.hierarchical import TopologyLike
 from usbyte.torch.comm.host_staged import mesh_of
-from usbyte.torch.comm.process_group import Staging
+from usbyte.torch.comm.process_group import PackBufferPool
 from usbyte.torch.runtime.device import Device, device_at
-from usbyte.torch.world.world import Context, current
+from usbyte.torch.world.world import World, current
 
 __all__ = ["probe"]
 
@@ -62,7 +62,7 @@ _UNLIMITED = 1 << 62
 def probe(
     largest_bytes: int = LARGEST_BYTES,
     device: torch.device | str = "cpu",
-    topology: Given | None = None,
+    topology: TopologyLike | None = None,
 ) -> _core.NetworkModel:
     """Measures the network between all ranks. Collective.
 
@@ -84,7 +84,7 @@ def probe(
     return share(context, "usbyte.probe", network)
 
 
-def share(context: Context, name: str, network: _core.NetworkModel) -> _core.NetworkModel:
+def share(context: World, name: str, network: _core.NetworkModel) -> _core.NetworkModel:
     """Rank 0's model, on every rank."""
     payload = network.to_json().encode()
     return _core.NetworkModel.from_json(
@@ -93,9 +93,9 @@ def share(context: Context, name: str, network: _core.NetworkModel) -> _core.Net
 
 
 def measure_apart(
-    context: Context,
+    context: World,
     device: Device,
-    topology: Given | None,
+    topology: TopologyLike | None,
     largest_bytes: int,
     *,
     repeats: int = _REPEATS,
@@ -110,7 +110,7 @@ def measure_apart(
 
 
 def measure(
-    context: Context,
+    context: World,
     communicator: EngineCommunicator,
     largest_bytes: int,
     *,
@@ -144,7 +144,7 @@ def measure(
         together = context.eager.broadcast_json("usbyte.probe.concurrent", found, 0, int)
         if together > 0:
             break
-    if communicator.most_one_shot_bytes > 0:
+    if communicator.direct_allreduce_max_bytes > 0:
         rows += _time_one_shot(context, communicator, large, repeats)
     for window in _WINDOWS:
         if 1 < window <= (together or max(_WINDOWS)):
@@ -153,7 +153,7 @@ def measure(
 
 
 def measure_dimensions(
-    context: Context,
+    context: World,
     communicator: EngineCommunicator,
     largest_bytes: int,
     *,
@@ -197,7 +197,7 @@ def measure_dimensions(
 
 
 def _line_costs(
-    context: Context, line: EngineCommunicator, largest_bytes: int, repeats: int
+    context: World, line: EngineCommunicator, largest_bytes: int, repeats: int
 ) -> tuple[float, float]:
     """Seconds and seconds per byte of the vector, of a reduce_scatter or all_gather on average."""
     kinds = ["reduce_scatter", "all_gather"]
@@ -232,7 +232,7 @@ class _Sizes:
     @classmethod
     def choose(
         cls,
-        context: Context,
+        context: World,
         communicator: EngineCommunicator,
         kind: str,
         largest_bytes: int,
@@ -269,7 +269,7 @@ class _Sizes:
 
 def _smallest(communicator: EngineCommunicator) -> int:
     """Of the operations that a line is fitted to."""
-    return max(_SMALLEST_BYTES, 1 << communicator.most_one_shot_bytes.bit_length())
+    return max(_SMALLEST_BYTES, 1 << communicator.direct_allreduce_max_bytes.bit_length())
 
 
 def _sizes(low: int, high: int) -> list[int]:
@@ -282,7 +282,7 @@ def _sizes(low: int, high: int) -> list[int]:
 
 
 def _time(
-    context: Context,
+    context: World,
     communicator: EngineCommunicator,
     series: list[list[str]],
     window: int,
@@ -304,14 +304,14 @@ def _time(
 
 
 def _time_packing(
-    context: Context, communicator: EngineCommunicator, size: int, repeats: int
+    context: World, communicator: EngineCommunicator, size: int, repeats: int
 ) -> list[Measured]:
     """Packs two blocks of that many bytes together, on all ranks at once as those of a host do."""
     [tensor] = line([("probe0", 1, "float32")])
     meet = _core.Op("all_reduce", [(tensor.offset, tensor.end)], _UNLIMITED)
     half = size // _FLOAT_BYTES // 2
     floats = torch.zeros(2 * half, dtype=torch.float32, device="cpu")
-    views, staging, rows = [floats[:half], floats[half:]], Staging(), []
+    views, staging, rows = [floats[:half], floats[half:]], PackBufferPool(), []
     buffer = _zeros(communicator, _FLOAT_BYTES)
     with _engine(context, communicator, buffer, _core.Plan("probe", [tensor], [meet])) as engine:
         for _ in range(repeats + 1):
@@ -323,7 +323,7 @@ def _time_packing(
 
 
 def _time_busy(
-    context: Context, communicator: EngineCommunicator, large_bytes: int, ahead: int, repeats: int
+    context: World, communicator: EngineCommunicator, large_bytes: int, ahead: int, repeats: int
 ) -> list[Measured]:
     """Small operations, each posted right behind `ahead` large ones.
 
@@ -341,13 +341,13 @@ def _time_busy(
 
 
 def _time_one_shot(
-    context: Context, communicator: EngineCommunicator, large_bytes: int, repeats: int
+    context: World, communicator: EngineCommunicator, large_bytes: int, repeats: int
 ) -> list[Measured]:
     """Operations of one shot: between small others, several together, and behind a large one."""
     rows = []
     small, numel = (
         bytes_ // _FLOAT_BYTES
-        for bytes_ in (_smallest(communicator), communicator.most_one_shot_bytes)
+        for bytes_ in (_smallest(communicator), communicator.direct_allreduce_max_bytes)
     )
     size = numel * _FLOAT_BYTES
     buffer = _zeros(communicator, _SHOTS * (small + numel) * _FLOAT_BYTES)
@@ -370,7 +370,7 @@ def _time_one_shot(
 
 
 def _time_together(
-    context: Context, communicator: EngineCommunicator, sizes: list[int], repeats: int
+    context: World, communicator: EngineCommunicator, sizes: list[int], repeats: int
 ) -> Iterator[list[tuple[float, float]]]:
     """When all_reduces of these sizes, posted together, have begun and ended, time and again."""
     plan = _plan(["all_reduce"], 1, [size // _FLOAT_BYTES for size in sizes], fences=1)
@@ -383,7 +383,7 @@ def _time_together(
 
 @contextmanager
 def _engine(
-    context: Context, communicator: EngineCommunicator, buffer: torch.Tensor, plan: _core.Plan
+    context: World, communicator: EngineCommunicator, buffer: torch.Tensor, plan: _core.Plan
 ) -> Iterator[_core.Engine]:
     engine = _core.Engine(
         plan,
@@ -393,7 +393,7 @@ def _engine(
         stall_limit_s=context.env.stall_limit_s,
         device=communicator.device.core,
         on_warning=context.warn,
-        on_stall=partial(context.inquire, "probe"),
+        on_stall=partial(context.query_stragglers, "probe"),
         on_fault=context.report_fault,
     )
     try:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from usbyte import _core
-from usbyte.torch.comm.direct_allreduce import OneShot
+from usbyte.torch.comm.direct_allreduce import DirectAllReduce
 from usbyte.torch.runtime.device import Device
-from usbyte.torch.runtime.format import brief
-from usbyte.torch.runtime.process_groups import end
+from usbyte.torch.runtime.format import brief_error
+from usbyte.torch.runtime.process_groups import destroy_group
 from usbyte.torch.runtime.ring import (
     abort,
     all_gather_ranges,
@@ -56,16 +56,16 @@ class TorchCommunicator:
         self,
         group: dist.ProcessGroup,
         small: dist.ProcessGroup | None = None,
-        most_one_shot_bytes: int = 0,
+        direct_allreduce_max_bytes: int = 0,
     ) -> None:
         self._group = group
-        self._one_shot = OneShot(small) if small is not None else None
-        self.most_one_shot_bytes = most_one_shot_bytes
+        self._one_shot = DirectAllReduce(small) if small is not None else None
+        self.direct_allreduce_max_bytes = direct_allreduce_max_bytes
         self.device = Device()
         self._rank, self._size = group.rank(), group.size()
         self._arena: torch.Tensor | None = None
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
-        self._staging = Staging()
+        self._staging = PackBufferPool()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         self._shots: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -97,7 +97,7 @@ class TorchCommunicator:
         """Names the buffer (1-d uint8) of an engine to come; addresses may point into it."""
         self._arena = arena
         self._views.clear()
-        self._staging = Staging()  # as large as the ops need that follow
+        self._staging = PackBufferPool()  # as large as the ops need that follow
 
     def close(self) -> None:
         """Ends the waiters; what is still in flight, after a fault, is aborted."""
@@ -117,7 +117,7 @@ class TorchCommunicator:
         if any(waiter.is_alive() for waiter in self._waiters):
             return  # they may still be inside the groups, which stay; see `abort`
         for group in groups:
-            end(group)
+            destroy_group(group)
         # After a fault this may be kept for long, with the parameters that nobody may read.
         del groups, self._group, self._one_shot
 
@@ -142,7 +142,7 @@ class TorchCommunicator:
     def _launch(self, ticket: int, kind: str, dtype: str, spans: list[tuple[int, int]]) -> None:
         self._in_flight.add(ticket)
         views = [self._view(address, count, dtype) for address, count in spans]
-        small = sum(view.nbytes for view in views) <= self.most_one_shot_bytes
+        small = sum(view.nbytes for view in views) <= self.direct_allreduce_max_bytes
         if small and kind == "all_reduce" and self._one_shot is not None:
             shot = self._one_shot.start(ticket % _TAGS, views)
             self._shots.put(partial(self._finish, ticket, partial(self._one_shot.finish, shot)))
@@ -155,7 +155,7 @@ class TorchCommunicator:
             steps = partial(self._step_by_step, ticket, kind, views)
             self._tasks.put(partial(self._finish, ticket, steps))
 
-    def _settle(self, work: dist.Work, staged: Staged | None) -> None:
+    def _settle(self, work: dist.Work, staged: PackedMessage | None) -> None:
         work.wait()
         if staged is not None:
             self._staging.unpack(staged)
@@ -177,12 +177,12 @@ class TorchCommunicator:
         try:
             wait()
         except Exception as e:
-            error = brief(e)
+            error = brief_error(e)
         self._in_flight.discard(ticket)
         self.core.complete(ticket, error)
 
 
-class Staged(NamedTuple):
+class PackedMessage(NamedTuple):
     """A packed message.
 
     Attributes:
@@ -196,7 +196,7 @@ class Staged(NamedTuple):
     message: torch.Tensor
 
 
-class Staging:
+class PackBufferPool:
     """Memory in which ops of several blocks travel as one message.
 
     It is kept, as new pages cost more than the copy: as many buffers as there were such ops in
@@ -208,7 +208,7 @@ class Staging:
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()  # guards _free
 
-    def pack(self, views: list[torch.Tensor]) -> Staged:
+    def pack(self, views: list[torch.Tensor]) -> PackedMessage:
         """Copies the views' elements into one message."""
         size = sum(view.nbytes for view in views)
         with self._lock:
@@ -218,9 +218,9 @@ class Staging:
         if buffer is None or len(buffer) < size:
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         message = torch.cat(views, out=buffer[:size].view(views[0].dtype))
-        return Staged(views, buffer, message)
+        return PackedMessage(views, buffer, message)
 
-    def unpack(self, staged: Staged) -> None:
+    def unpack(self, staged: PackedMessage) -> None:
         """Copies the elements back; `staged` is not used any more."""
         parts = staged.message.split([view.numel() for view in staged.views])
         for view, part in zip(staged.views, parts, strict=True):

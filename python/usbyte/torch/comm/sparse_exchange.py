@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from usbyte import _core
-from usbyte.torch.runtime.format import brief
-from usbyte.torch.runtime.process_groups import end
+from usbyte.torch.runtime.format import brief_error
+from usbyte.torch.runtime.process_groups import destroy_group
 from usbyte.torch.runtime.ring import abort
 
 _TAG = 0x3FFFFFFE  # which nobody else is likely to use on a group
@@ -42,7 +42,7 @@ class TorchExchange:
 
     def close(self) -> None:
         """Ends the group; nothing is on its way any more."""
-        end(self._group)
+        destroy_group(self._group)
 
     def _transfer(self, legs: list[Leg]) -> str | None:
         """Carries out one transfer; returns what went wrong."""
@@ -61,7 +61,7 @@ class TorchExchange:
                 for work in coming:
                     work.wait()
         except RuntimeError as error:
-            return brief(error)
+            return brief_error(error)
         return None
 
 

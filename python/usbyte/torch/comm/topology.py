@@ -14,10 +14,10 @@ from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 
 if TYPE_CHECKING:
-    from usbyte.torch.world.world import Context
+    from usbyte.torch.world.world import World
 
 
-def host_topology(context: Context) -> list[int]:
+def host_topology(context: World) -> list[int]:
     """The mesh that the launcher has made: slots of a host, and hosts. Collective.
 
     Returns:
@@ -49,12 +49,12 @@ def host_topology(context: Context) -> list[int]:
 
 
 def line_groups(
-    context: Context, topology: _core.Topology | Sequence[int]
+    context: World, topology: _core.Topology | Sequence[int]
 ) -> list[dist.ProcessGroup | None]:
     """Groups of this rank's lines, which nothing else uses. Collective, on all ranks of the run.
 
     Every rank has a part in making the groups of all lines of all dimensions, in one order. They
-    have the backend and the timeout of `Context.new_group`.
+    have the backend and the timeout of `World.new_group`.
 
     Args:
         context: The ranks.

@@ -12,7 +12,7 @@ import torch
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.layout import USED, is_dense
+from usbyte.torch.layout import CONTROL_TENSOR, is_dense
 from usbyte.torch.runtime.messages import read
 
 log = logging.getLogger("usbyte")
@@ -27,10 +27,10 @@ def remembers(op: _core.Op) -> bool:
 _HOST = torch.device("cpu")
 
 #: Where an optimizer's state_dict holds what codecs remember.
-MEMORY = "usbyte_memory"
+CODEC_STATE_KEY = "usbyte_memory"
 
 
-class Memory:
+class CodecState:
     """What codecs remember of each parameter: rows of float32, as many as the codecs need.
 
     Engines work on a buffer beside the arena and in its order. It outlives plans and engines, as
@@ -56,7 +56,7 @@ class Memory:
         self._sender: tuple[int, int] | None = None
         self._before: dict[str, torch.Tensor] = {}  # the step, of what may turn out to be unused
         self._coded = False  # codecs of the plan in force remember something
-        self.ahead = self._torn = False
+        self.uncommitted = self._torn = False
 
     def lay_out(
         self,
@@ -82,7 +82,7 @@ class Memory:
         self.parts = {}
         self._buffer = torch.empty(0, 0, dtype=torch.float32, device=_HOST)
         self._buffer = torch.zeros(rows, plan.numel, dtype=torch.float32, device=device)
-        tensors = [t for t in plan.tensors if t.name != USED and not t.sparse]
+        tensors = [t for t in plan.tensors if t.name != CONTROL_TENSOR and not t.sparse]
         self.parts = {t.name: self._buffer[:, t.offset : t.end] for t in tensors}
         self._placed = {
             name: torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
@@ -99,10 +99,10 @@ class Memory:
         self._settle()
 
     def told(self) -> str:
-        """What `spread` has to know of every rank, as JSON."""
+        """What `replicate` has to know of every rank, as JSON."""
         return json.dumps({n: [len(part), self.kinds.get(n, "")] for n, part in self.parts.items()})
 
-    def spread(
+    def replicate(
         self,
         tensors: Sequence[_core.TensorSpec],
         told: Sequence[str],
@@ -124,7 +124,7 @@ class Memory:
         if rows == 0:
             return
         kinds = {n: kind for each in reversed(everyone) for n, (_, kind) in each.items() if kind}
-        sizes = {t.name: t.numel for t in tensors if t.name != USED}
+        sizes = {t.name: t.numel for t in tensors if t.name != CONTROL_TENSOR}
         whole = torch.zeros(rows, sum(sizes.values()), dtype=torch.float32, device=_HOST)
         parts = dict(zip(sizes, whole.split(list(sizes.values()), dim=1), strict=True))
         for name in parts.keys() & self.parts.keys():
@@ -132,7 +132,7 @@ class Memory:
         average(whole)
         self.parts, self.kinds, self._placed, self._sender = parts, kinds, {}, None
 
-    def concentrate(self, plan: _core.Plan, topology: _core.Topology, rank: int) -> None:
+    def shard(self, plan: _core.Plan, topology: _core.Topology, rank: int) -> None:
         """Leaves what was spread to the ranks that send it, of the shards that a plan adds up.
 
         Where gradients are coded on their way to the shards too, all ranks send.
@@ -158,12 +158,12 @@ class Memory:
         self._sender = rank, math.prod(d.size for d in topology.dimensions)
         self._settle()
 
-    def note(self, name: str) -> None:
+    def snapshot(self, name: str) -> None:
         """This rank sends no gradient for a parameter, and perhaps nobody does in this step."""
         if self.kinds.get(name):
             self._before[name] = self.parts[name].clone()
 
-    def undo(self, name: str) -> None:
+    def rollback(self, name: str) -> None:
         """Nobody has used a parameter that was noted: the step's sum goes nowhere."""
         if (before := self._before.pop(name, None)) is not None:
             self.parts[name].copy_(before)
@@ -172,11 +172,11 @@ class Memory:
     def begin_step(self) -> None:
         """Forgets what was noted of the last one."""
         self._before.clear()
-        self.ahead = True
+        self.uncommitted = True
 
-    def tear(self) -> None:
+    def mark_partial_step(self) -> None:
         """The run has failed: what it is ahead of parameters stays so."""
-        self._torn = self.ahead and self._coded
+        self._torn = self.uncommitted and self._coded
 
     @property
     def address(self) -> int:
@@ -219,7 +219,7 @@ class Memory:
                 raise UsageError(
                     f"load_state_dict: what codecs remember was saved by {part['size']} ranks, "
                     f"each with its shards, and there are {ranks} now: go on with as many, or "
-                    f"without it, after del state_dict['{MEMORY}']"
+                    f"without it, after del state_dict['{CODEC_STATE_KEY}']"
                 )
             if name in params and part["rows"].shape[1:] != (params[name].numel(),):
                 raise UsageError(
@@ -247,7 +247,7 @@ class Memory:
                 rank,
             )
             state = {}
-        self.ahead = self._torn = False
+        self.uncommitted = self._torn = False
         factors = {n: self._scale / part.get("scale", self._scale) for n, part in state.items()}
         loaded = {name: part["rows"].float() * factors[name] for name, part in state.items()}
         if not self.parts:  # no codec has remembered anything yet

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from usbyte.errors import FaultError
-from usbyte.torch.runtime.format import brief
+from usbyte.torch.runtime.format import brief_error
 from usbyte.torch.runtime.ring import abort
-from usbyte.torch.world.world import Context
+from usbyte.torch.world.world import World
 
 log = logging.getLogger("usbyte")
 
@@ -22,7 +22,7 @@ _JOIN_S = 5.0
 _NUMBERS = 1 << 12  # so that sums of numbers over thousands of nodes are exact in float32
 
 
-class Exchange:
+class NodeAverager:
     """One exchange; `NodeExchange.wait` tells when its vectors hold the sums.
 
     Attributes:
@@ -60,7 +60,7 @@ class NodeExchange:
 
     def __init__(
         self,
-        context: Context,
+        context: World,
         label: str,
         node: dist.ProcessGroup | None,
         nodes: dist.ProcessGroup,
@@ -71,11 +71,11 @@ class NodeExchange:
         self.size = dist.get_world_size(nodes)
         self._slots = dist.get_world_size(node) if node is not None else 1
         self._lock = threading.Lock()  # guards the two below
-        self._current: Exchange | None = None
+        self._current: NodeAverager | None = None
         self._failure: str | None = None
         self._started = 0  # exchanges, whose numbers a loaded state may repeat
         self._closed = False
-        self._tasks: SimpleQueue[Exchange | None] = SimpleQueue()
+        self._tasks: SimpleQueue[NodeAverager | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="usbyte-nodes", daemon=True)
         self._thread.start()
 
@@ -84,7 +84,7 @@ class NodeExchange:
         """True after a fault."""
         return self._failure is not None
 
-    def start(self, vectors: Sequence[torch.Tensor], number: int) -> Exchange:
+    def start(self, vectors: Sequence[torch.Tensor], number: int) -> NodeAverager:
         """Begins to add up vectors; nobody touches them before the end, nor starts another.
 
         Args:
@@ -94,7 +94,7 @@ class NodeExchange:
         Raises:
             FaultError: Something has failed before.
         """
-        exchange = Exchange(vectors, number, number % self._slots)
+        exchange = NodeAverager(vectors, number, number % self._slots)
         vectors[0][-1] = number % _NUMBERS
         with self._lock:
             if self._failure is not None:
@@ -105,7 +105,7 @@ class NodeExchange:
         self._tasks.put(exchange)
         return exchange
 
-    def wait(self, exchange: Exchange) -> None:
+    def wait(self, exchange: NodeAverager) -> None:
         """Waits, interruptibly, until the vectors hold the sums.
 
         Raises:
@@ -122,7 +122,7 @@ class NodeExchange:
                 warned += 1
                 topic = f"{self.label}/{self._started}"
                 text += "; a rank may be slow, stuck or lost"
-                self._context.warn(self._context.inquire(topic, text))
+                self._context.warn(self._context.query_stragglers(topic, text))
         if self._failure is not None:
             raise FaultError(self._failure)
 
@@ -158,12 +158,12 @@ class NodeExchange:
                 try:
                     self._carry_out(exchange)
                 except Exception as error:
-                    self._fail_all(f"{self._describe(exchange)} failed: {brief(error)}")
+                    self._fail_all(f"{self._describe(exchange)} failed: {brief_error(error)}")
                 with self._lock:
                     self._current = None
                 exchange.done.set()
 
-    def _carry_out(self, exchange: Exchange) -> None:
+    def _carry_out(self, exchange: NodeAverager) -> None:
         for vector in exchange.vectors:
             if exchange.turn == self._local_rank:
                 dist.all_reduce(vector, group=self._nodes)
@@ -183,5 +183,5 @@ class NodeExchange:
             if group is not None and dist.is_initialized():
                 abort(group)
 
-    def _describe(self, exchange: Exchange) -> str:
+    def _describe(self, exchange: NodeAverager) -> str:
         return f"{self.label}: exchange {exchange.number} of parameters between nodes"

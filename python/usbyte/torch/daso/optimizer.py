@@ -16,16 +16,16 @@ from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.planning import tuning
 from usbyte.torch.comm.topology import host_topology, line_groups, sizes_of
 from usbyte.torch.daso.flat_params import ParameterVectors
-from usbyte.torch.daso.node_averager import Exchange, NodeExchange
+from usbyte.torch.daso.node_averager import NodeAverager, NodeExchange
 from usbyte.torch.daso.schedule import DasoSchedule, Phase, Start
-from usbyte.torch.fault.recovery import Left
+from usbyte.torch.fault.recovery import RankProgress
 from usbyte.torch.optimizer.config import integer
 from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from usbyte.torch.optimizer.param_groups import Groups
+from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.world.consistency import difference_of
-from usbyte.torch.world.subgroup import members_of
-from usbyte.torch.world.world import Context, current
+from usbyte.torch.world.subgroup import subgroup_of
+from usbyte.torch.world.world import World, current
 
 __all__ = ["DasoOptimizer"]
 
@@ -45,7 +45,7 @@ class _InFlight:
         left: Of those, batches still to come.
     """
 
-    exchange: Exchange | None
+    exchange: NodeAverager | None
     wait: int
     left: int
 
@@ -113,8 +113,8 @@ class DasoOptimizer(DistributedOptimizer):
     """
 
     _exchange: NodeExchange | None = None
-    _node: Context | None = None
-    _groups: Groups
+    _node: World | None = None
+    _groups: ParamGroupIndex
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class DasoOptimizer(DistributedOptimizer):
         if groups[1] is not None:
             label = context.next_label()
             first = context.rank - context.rank % slots
-            self._node = members_of(context, list(range(first, first + slots)))
+            self._node = subgroup_of(context, list(range(first, first + slots)))
             self._exchange = NodeExchange(context, label, groups[0], groups[1], self._node.rank)
             self._exchange.owner = self  # whose thread keeps this until it is closed
         elif context.rank == 0:
@@ -240,7 +240,7 @@ class DasoOptimizer(DistributedOptimizer):
             )
         if self._exchange is not None:  # a node of one rank has nobody else to look
             self._trained.check_frozen()
-            self._groups.look_up()
+            self._groups.refresh()
         result = super().step(closure)
         if self._exchange is None:
             return result
@@ -392,12 +392,12 @@ class DasoOptimizer(DistributedOptimizer):
         if self._exchange is not None:
             self._exchange.fail(message)
 
-    def left(self) -> Left | None:
+    def left(self) -> RankProgress | None:
         """See `DistributedOptimizer`; a step ends when other nodes' parameters have been used."""
         left = super().left()
         if left is None or not (self._in_step_end or self._merging):
             return left
-        return Left(left.completed - self._in_step_end, partial=True, completable=False)
+        return RankProgress(left.completed - self._in_step_end, partial=True, completable=False)
 
     def close(self, whole_state: bool = True) -> None:
         """Uses what is in flight, unless communication has failed; then ends all threads.
@@ -406,7 +406,7 @@ class DasoOptimizer(DistributedOptimizer):
         parameters: see `synchronize_nodes`.
         """
         try:
-            works = self._live is None or self._live.works
+            works = self._live is None or self._live.is_healthy
             if self._exchange is not None and not self._exchange.failed and works:
                 self._merge()
         finally:
@@ -427,7 +427,7 @@ class DasoOptimizer(DistributedOptimizer):
     def _lay_out(self) -> None:
         if self._exchange is not None:
             self._vectors = ParameterVectors(self._trained.params)
-            self._groups = Groups(self._inner, self._trained)
+            self._groups = ParamGroupIndex(self._inner, self._trained)
 
     @torch.no_grad()
     def _begin(self, start: Start) -> None:
@@ -492,7 +492,7 @@ def _number(name: str, given: float) -> float:
 
 
 def _check_alike(
-    context: Context, problem: str, arguments: dict[str, Any], specs: list[list[object]]
+    context: World, problem: str, arguments: dict[str, Any], specs: list[list[object]]
 ) -> None:
     """Raises on every rank what is wrong on any."""
     mine = [problem, arguments, specs]

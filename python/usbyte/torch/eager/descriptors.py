@@ -84,7 +84,7 @@ class Descriptor:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MatchResult:
     """What one rank learns when all ranks have submitted an operation.
 
     Attributes:
@@ -93,28 +93,29 @@ class Verdict:
         sizes: For allgather and sparse_allreduce the rows that each rank contributes, of one tensor
             after the other; for alltoall the rows that come from each rank, for broadcast_bytes the
             root's bytes; else empty.
-        stand_in: For a rank that has joined, what it takes part in with zeros, if there is no
+        join_with_zeros: What a rank that has called `join` contributes zeros to, if there is no
             error.
     """
 
     name: str
     error: str | None = None
     sizes: Sequence[int] = ()
-    stand_in: Descriptor | None = None
+    join_with_zeros: Descriptor | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: bytes | str, sender: str = "the outcome of an operation") -> Verdict:
+    def from_json(text: bytes | str, sender: str = "the outcome of an operation") -> MatchResult:
         """Inverse of `to_json`; see `Descriptor.from_json`."""
-        found: Verdict = read(sender, text, Verdict)
+        found: MatchResult = read(sender, text, MatchResult)
         flaw = "negative sizes" if any(size < 0 for size in found.sizes) else ""
-        if found.stand_in is not None and found.error is None:
-            flaw = flaw or _flaw(found.stand_in)
-            if not flaw and not _takes_zeros(found.stand_in):
-                flaw = f"zeros cannot stand in for {found.stand_in.kind} {found.stand_in.op}"
+        if found.join_with_zeros is not None and found.error is None:
+            flaw = flaw or _flaw(found.join_with_zeros)
+            if not flaw and not _takes_zeros(found.join_with_zeros):
+                joined = found.join_with_zeros
+                flaw = f"zeros cannot stand in for {joined.kind} {joined.op}"
         if flaw:
             raise unreadable(sender, flaw)
         return found
@@ -150,7 +151,7 @@ def _flaw(descriptor: Descriptor) -> str:
 
 def match(
     name: str, descriptors: Sequence[Descriptor], joined: Sequence[int] = ()
-) -> list[Verdict]:
+) -> list[MatchResult]:
     """Checks that the ranks mean the same operation.
 
     Args:
@@ -171,8 +172,8 @@ def match(
     )
     if error is not None or joined:
         zeros = {rank: replace(ordered[0], rank=rank) for rank in joined}
-        return [Verdict(name, error, stand_in=zeros.get(rank)) for rank in ranks]
-    return [Verdict(name, sizes=_sizes(ordered, position)) for position in range(len(ranks))]
+        return [MatchResult(name, error, join_with_zeros=zeros.get(rank)) for rank in ranks]
+    return [MatchResult(name, sizes=_sizes(ordered, position)) for position in range(len(ranks))]
 
 
 def _sizes(ordered: Sequence[Descriptor], rank: int) -> list[int]:

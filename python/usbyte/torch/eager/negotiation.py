@@ -13,13 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from usbyte.torch.eager.descriptors import Descriptor, Verdict, match
+from usbyte.torch.eager.descriptors import Descriptor, MatchResult, match
 from usbyte.torch.eager.operation_names import OperationName
 from usbyte.torch.eager.request import Request
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import read, unreadable
 from usbyte.torch.runtime.store import clone_store, private_store, read_now
-from usbyte.torch.runtime.worker_thread import Calls, NoAnswerError
+from usbyte.torch.runtime.worker_thread import NoAnswerError, SerialExecutor
 
 _PATIENCE = timedelta(days=20)  # torch counts it in an int of milliseconds (24.8 days)
 _ANSWER_S = 5.0  # how long the store may take to answer a question about what is missing
@@ -68,7 +68,7 @@ class Negotiation:
         # A connection serves one thread at a time, and the one that waits is always in use.
         self._inbox = clone_store(self._store)
         self._inbox.set_timeout(_PATIENCE)
-        self._calls = Calls("usbyte-ask")
+        self._calls = SerialExecutor("usbyte-ask")
         self._lock = threading.RLock()  # guards the three below; for signal handlers, too
         self._place = 0
         self._woken = False
@@ -83,7 +83,7 @@ class Negotiation:
             MismatchError: Another rank's part of the operation cannot be read.
             RuntimeError: The store is lost, or does not answer for as long as operations may take.
         """
-        self._calls.make(lambda: self._announce(request), self._limit_s, patient=True)
+        self._calls.run(lambda: self._announce(request), self._limit_s, ignore_backlog=True)
 
     def _announce(self, request: Request) -> None:
         name = request.name.key
@@ -127,11 +127,11 @@ class Negotiation:
             RuntimeError: As `announce`.
         """
         text = json.dumps({"joined": self._members[self._rank]})
-        self._calls.make(
-            lambda: self._post([text] * len(self._members)), self._limit_s, patient=True
+        self._calls.run(
+            lambda: self._post([text] * len(self._members)), self._limit_s, ignore_backlog=True
         )
 
-    def next(self, in_flight: Callable[[], Iterable[str]]) -> Verdict | None:
+    def next(self, in_flight: Callable[[], Iterable[str]]) -> MatchResult | None:
         """Waits for the next operation that all ranks have submitted; from one thread.
 
         Args:
@@ -151,11 +151,11 @@ class Negotiation:
             with self._lock:
                 self._joined.append(self._who_joined(message["joined"]))
             for name in in_flight():
-                self._calls.make(partial(self._complete, name), self._limit_s, patient=True)
+                self._calls.run(partial(self._complete, name), self._limit_s, ignore_backlog=True)
             self.advance()
         if text is None:
             return None
-        verdict = Verdict.from_json(text, _ORDER)
+        verdict = MatchResult.from_json(text, _ORDER)
         if verdict.name == JOIN.key:
             with self._lock:
                 if not self._joined:
@@ -209,7 +209,7 @@ class Negotiation:
             self._woken = True
             slot = _slot(self._rank, self._place)
         with suppress(RuntimeError):
-            self._calls.make(lambda: self._store.set(slot, "wake"), timeout_s)
+            self._calls.run(lambda: self._store.set(slot, "wake"), timeout_s)
         self._calls.close()
 
     def missing(self, name: OperationName) -> list[int] | None:
@@ -220,7 +220,7 @@ class Negotiation:
             RuntimeError: The store is lost, or this has ended by `wake`.
         """
         try:
-            found = self._calls.make(lambda: read_now(self._store, f"op/{name.key}"), _ANSWER_S)
+            found = self._calls.run(lambda: read_now(self._store, f"op/{name.key}"), _ANSWER_S)
         except NoAnswerError:
             return None
         if found is None:  # deleted by the rank that completed it

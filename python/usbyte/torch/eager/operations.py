@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from usbyte.errors import UsageError
-from usbyte.torch.eager.descriptors import Descriptor, Verdict
+from usbyte.torch.eager.descriptors import Descriptor, MatchResult
 from usbyte.torch.eager.operation_names import OperationName
-from usbyte.torch.eager.rank_group_ops import Peers
+from usbyte.torch.eager.rank_group_ops import RankGroupOps
 from usbyte.torch.eager.request import Request
 from usbyte.torch.reduce_op import ReduceOp, check_reducible, reduce_flat
 from usbyte.torch.runtime.ring import all_gather_ranges, ring_reduce_scatter
@@ -39,7 +39,7 @@ def index(what: str, number: Any) -> int:
 
 
 def allreduce(
-    peers: Peers,
+    peers: RankGroupOps,
     name: OperationName,
     tensors: Sequence[torch.Tensor],
     op: ReduceOp,
@@ -69,7 +69,7 @@ def allreduce(
 
         reduce_flat(flat, op, factors, peers.size, collective)
 
-    def execute(_: Verdict) -> None:
+    def execute(_: MatchResult) -> None:
         # Made under inference mode, they can be written to under that alone, which is a thread's.
         with torch.inference_mode(any(t.is_inference() for t in staged)):
             for dtype in dict.fromkeys(t.dtype for t in staged):
@@ -93,10 +93,10 @@ def allreduce(
     )
 
 
-def stand_in(peers: Peers, name: OperationName, descriptor: Descriptor) -> Request:
+def join_with_zeros(peers: RankGroupOps, name: OperationName, descriptor: Descriptor) -> Request:
     """Takes part with zeros in the allreduce that `descriptor` tells of. Without a result."""
 
-    def execute(verdict: Verdict) -> None:
+    def execute(verdict: MatchResult) -> None:
         zeros = [
             torch.zeros(list(shape), dtype=getattr(torch, dtype), device="cpu")
             for shape, dtype in zip(descriptor.shapes, descriptor.dtypes, strict=True)
@@ -108,7 +108,7 @@ def stand_in(peers: Peers, name: OperationName, descriptor: Descriptor) -> Reque
     return Request(name, descriptor, execute)
 
 
-def allgather(peers: Peers, name: OperationName, tensors: Sequence[torch.Tensor]) -> Request:
+def allgather(peers: RankGroupOps, name: OperationName, tensors: Sequence[torch.Tensor]) -> Request:
     """Concatenates each tensor along its first dimension, whose length may differ by rank.
 
     A scalar counts as one row. The result is a list: for each tensor the rows of all ranks, and a
@@ -119,7 +119,7 @@ def allgather(peers: Peers, name: OperationName, tensors: Sequence[torch.Tensor]
     rows = [t.reshape(1) if t.dim() == 0 else t for t in tensors]
     staged = [_staged(t, copy=False) for t in rows]
 
-    def execute(verdict: Verdict) -> list[tuple[torch.Tensor, list[int]]]:
+    def execute(verdict: MatchResult) -> list[tuple[torch.Tensor, list[int]]]:
         return [
             (_gathered(peers, tensor, counts), list(counts))
             for tensor, counts in zip(staged, _by_tensor(verdict, peers.size), strict=True)
@@ -132,7 +132,7 @@ def allgather(peers: Peers, name: OperationName, tensors: Sequence[torch.Tensor]
 
 
 def sparse_allreduce(
-    peers: Peers,
+    peers: RankGroupOps,
     name: OperationName,
     tensor: torch.Tensor,
     op: ReduceOp,
@@ -159,7 +159,7 @@ def sparse_allreduce(
         check_plain(what, part)
     staged = [_staged(t, copy=False) for t in (indices, values)]
 
-    def execute(verdict: Verdict) -> tuple[list[torch.Tensor], Sequence[int]]:
+    def execute(verdict: MatchResult) -> tuple[list[torch.Tensor], Sequence[int]]:
         by_tensor = _by_tensor(verdict, peers.size)
         parts = zip(staged, by_tensor, strict=True)
         return [_gathered(peers, part, counts) for part, counts in parts], by_tensor[0]
@@ -186,7 +186,11 @@ def sparse_allreduce(
 
 
 def broadcast(
-    peers: Peers, name: OperationName, tensor: torch.Tensor, root: int, in_place: bool = False
+    peers: RankGroupOps,
+    name: OperationName,
+    tensor: torch.Tensor,
+    root: int,
+    in_place: bool = False,
 ) -> Request:
     """Gives every rank the root's tensor."""
     what = f"broadcast '{name}'"
@@ -197,7 +201,7 @@ def broadcast(
         _check_writable(what, tensor)
     staged = _staged(tensor, copy=not in_place)
 
-    def execute(_: Verdict) -> torch.Tensor:
+    def execute(_: MatchResult) -> torch.Tensor:
         broadcast_flat(peers, bytes_of(staged), source)
         return staged
 
@@ -211,7 +215,7 @@ def broadcast(
 
 
 def reducescatter(
-    peers: Peers,
+    peers: RankGroupOps,
     name: OperationName,
     tensors: Sequence[torch.Tensor],
     op: ReduceOp,
@@ -250,7 +254,7 @@ def reducescatter(
             part.view(like.shape).clone() for part, like in zip(own, parts[peers.rank], strict=True)
         ]
 
-    def execute(_: Verdict) -> list[torch.Tensor]:
+    def execute(_: MatchResult) -> list[torch.Tensor]:
         out = list(staged)
         for dtype in dict.fromkeys(t.dtype for t in staged):
             alike = [i for i, t in enumerate(staged) if t.dtype == dtype]
@@ -270,7 +274,7 @@ def reducescatter(
 
 
 def alltoall(
-    peers: Peers,
+    peers: RankGroupOps,
     name: OperationName,
     tensor: torch.Tensor,
     splits: Sequence[int] | torch.Tensor | None,
@@ -284,7 +288,7 @@ def alltoall(
     sent = _checked_splits(what, tensor, splits, peers.size)
     staged = _staged(tensor, copy=False)
 
-    def execute(verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
+    def execute(verdict: MatchResult) -> tuple[torch.Tensor, torch.Tensor]:
         out = staged.new_empty(sum(verdict.sizes), *tensor.shape[1:])
         row = _row_bytes(tensor)
         if peers.size > 1:
@@ -303,10 +307,10 @@ def alltoall(
     return Request(name, _describe(peers, "alltoall", [tensor], splits=sent), execute, finish)
 
 
-def barrier(peers: Peers, name: OperationName) -> Request:
+def barrier(peers: RankGroupOps, name: OperationName) -> Request:
     """Ends when every rank has come to it."""
 
-    def execute(_: Verdict) -> None:
+    def execute(_: MatchResult) -> None:
         # Not for the verdict's sake: a rank that leaves after it may take the store with it, so all
         # must have read it.
         if peers.size > 1:
@@ -316,11 +320,11 @@ def barrier(peers: Peers, name: OperationName) -> Request:
     return Request(name, Descriptor(peers.name, "barrier"), execute)
 
 
-def allgather_bytes(peers: Peers, name: OperationName, payload: bytes) -> Request:
+def allgather_bytes(peers: RankGroupOps, name: OperationName, payload: bytes) -> Request:
     """Gathers a byte string from every rank. The result is a list of bytes, in rank order."""
     mine = _tensor_of(payload)
 
-    def execute(verdict: Verdict) -> list[bytes]:
+    def execute(verdict: MatchResult) -> list[bytes]:
         out = mine.new_empty(sum(verdict.sizes))
         gather_bytes(peers, mine, out, 1, verdict.sizes)
         return [part.numpy().tobytes() for part in out.split(list(verdict.sizes))]
@@ -328,13 +332,13 @@ def allgather_bytes(peers: Peers, name: OperationName, payload: bytes) -> Reques
     return Request(name, _describe(peers, "allgather", [mine]), execute)
 
 
-def broadcast_bytes(peers: Peers, name: OperationName, payload: bytes, root: int) -> Request:
+def broadcast_bytes(peers: RankGroupOps, name: OperationName, payload: bytes, root: int) -> Request:
     """Gives every rank the root's byte string; the payloads of the others are ignored."""
     root = index(f"broadcast '{name}': root rank", root)
     source = peers.position(f"broadcast '{name}'", root)
     mine = _tensor_of(payload)
 
-    def execute(verdict: Verdict) -> bytes:
+    def execute(verdict: MatchResult) -> bytes:
         flat = mine if peers.rank == source else mine.new_empty(verdict.sizes[0])
         broadcast_flat(peers, flat, source)
         return flat.numpy().tobytes()
@@ -342,14 +346,14 @@ def broadcast_bytes(peers: Peers, name: OperationName, payload: bytes, root: int
     return Request(name, _describe(peers, "broadcast_bytes", [mine], root=root), execute)
 
 
-def _gathered(peers: Peers, mine: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _gathered(peers: RankGroupOps, mine: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Every rank's rows, of which there are rows[rank]."""
     out = mine.new_empty(sum(rows), *mine.shape[1:])
     gather_bytes(peers, bytes_of(mine), bytes_of(out), _row_bytes(mine), rows)
     return out
 
 
-def _by_tensor(verdict: Verdict, size: int) -> list[Sequence[int]]:
+def _by_tensor(verdict: MatchResult, size: int) -> list[Sequence[int]]:
     """A verdict's rows of all ranks, for each tensor."""
     return [verdict.sizes[i : i + size] for i in range(0, len(verdict.sizes), size)]
 
@@ -361,7 +365,7 @@ def shares(rows: int, size: int) -> list[tuple[int, int]]:
 
 
 def gather_bytes(
-    peers: Peers, mine: torch.Tensor, out: torch.Tensor, row: int, rows: Sequence[int]
+    peers: RankGroupOps, mine: torch.Tensor, out: torch.Tensor, row: int, rows: Sequence[int]
 ) -> None:
     """Fills `out` (1-d uint8) with every rank's `mine`, of rows[rank] * row bytes."""
     bounds = list(pairwise(accumulate((n * row for n in rows), initial=0)))
@@ -370,13 +374,15 @@ def gather_bytes(
         all_gather_ranges(out, bounds, peers.group, _TAG)
 
 
-def broadcast_flat(peers: Peers, flat: torch.Tensor, root: int) -> None:
+def broadcast_flat(peers: RankGroupOps, flat: torch.Tensor, root: int) -> None:
     """Overwrites `flat` (1-d uint8) with that of the rank at position `root`."""
     if peers.size > 1 and flat.numel():
         peers.broadcast(flat, root)
 
 
-def _describe(peers: Peers, kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Descriptor:
+def _describe(
+    peers: RankGroupOps, kind: str, tensors: Sequence[torch.Tensor], **more: Any
+) -> Descriptor:
     dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors]
     return Descriptor(peers.name, kind, dtypes, [list(t.shape) for t in tensors], **more)
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from usbyte.errors import Error, FaultError, MismatchError, UsageError
 from usbyte.torch.eager import operations
-from usbyte.torch.eager.descriptors import Verdict, match
+from usbyte.torch.eager.descriptors import MatchResult, match
 from usbyte.torch.eager.negotiation import JOIN, Negotiation
 from usbyte.torch.eager.operation_names import OperationName
-from usbyte.torch.eager.rank_group_ops import Peers
+from usbyte.torch.eager.rank_group_ops import RankGroupOps
 from usbyte.torch.eager.request import Handle, Request
 from usbyte.torch.reduce_op import ReduceOp
 from usbyte.torch.runtime.format import name_ranks
@@ -66,7 +66,7 @@ class EagerQueue:
         on_fault: Callable[[str], str],
         members: Sequence[int] | None = None,
     ) -> None:
-        self.peers = Peers(group, rank, size, members)
+        self.peers = RankGroupOps(group, rank, size, members)
         self._limit_s = stall_limit_s if stall_limit_s > 0 else float("inf")
         self._warning_s = stall_warning_s if stall_warning_s > 0 else float("inf")
         self._on_fault = on_fault
@@ -241,7 +241,7 @@ class EagerQueue:
         if running is not None:
             self.peers.abort()
         for handle in pending:
-            handle.settle(FaultError(message))
+            handle.set_result(FaultError(message))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the thread; what is pending fails. May be called again, and when the store is gone.
@@ -257,7 +257,7 @@ class EagerQueue:
             self._pending.clear()
         for handle in pending:
             where = f"usbyte was shut down on rank {self.peers.name}"
-            handle.settle(FaultError(f"{handle.request} had not ended when {where}"))
+            handle.set_result(FaultError(f"{handle.request} had not ended when {where}"))
         if self._negotiation is not None:
             self._negotiation.wake(timeout_s)
             self._thread.join(timeout_s)
@@ -305,17 +305,17 @@ class EagerQueue:
         if self._failure is not None or self._store_lost is not None:
             self.peers.abort()  # or other ranks go on waiting in the backend
 
-    def _execute(self, verdict: Verdict) -> None:
+    def _execute(self, verdict: MatchResult) -> None:
         with self._lock:
             handle, request = None, None
-            if verdict.stand_in is None:
+            if verdict.join_with_zeros is None:
                 handle = self._pending.get(verdict.name)
                 if handle is not None:
                     request = handle.request
             elif self._failure is None and not self._closed:
                 # Whatever of this name is pending came too late to be meant.
                 name = OperationName.from_key(verdict.name)
-                request = operations.stand_in(self.peers, name, verdict.stand_in)
+                request = operations.join_with_zeros(self.peers, name, verdict.join_with_zeros)
             if request is None:
                 if self._failure is None and not self._closed:
                     name = OperationName.from_key(verdict.name)
@@ -340,7 +340,7 @@ class EagerQueue:
             if handle is not None:
                 self._pending.pop(verdict.name, None)
         if handle is not None:
-            handle.settle(outcome)
+            handle.set_result(outcome)
 
     def _lose_store(self, error: RuntimeError) -> None:
         text = f"rank {self.peers.name} lost the job's store: {error}"

@@ -14,7 +14,7 @@ from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.ring import abort
 
 
-class Peers:
+class RankGroupOps:
     """The ranks of an operation.
 
     Args:

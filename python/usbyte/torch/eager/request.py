@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from usbyte.torch.eager.descriptors import Descriptor, Verdict
+from usbyte.torch.eager.descriptors import Descriptor, MatchResult
 from usbyte.torch.eager.operation_names import OperationName
 
 
@@ -20,14 +20,14 @@ class Request:
         name: What the ranks match it by; unique among the operations in flight.
         descriptor: What the ranks compare.
         execute: Runs the collective, on the queue's thread, without gradients.
-        finish: Turns what `execute` returned into the user's result, on the thread that asks for
+        postprocess: Makes the user's result of what `execute` returned, on the thread that asks for
             it.
     """
 
     name: OperationName
     descriptor: Descriptor
-    execute: Callable[[Verdict], Any]
-    finish: Callable[[Any], Any] = lambda value: value
+    execute: Callable[[MatchResult], Any]
+    postprocess: Callable[[Any], Any] = lambda value: value
 
     def __str__(self) -> str:
         return f"{self.descriptor.kind} '{self.name}'"
@@ -85,7 +85,7 @@ class Handle:
         left = self.next_check - time.monotonic()
         return self._done.wait(max(0.0, min(left, threading.TIMEOUT_MAX)))
 
-    def settle(self, outcome: Any) -> None:
+    def set_result(self, outcome: Any) -> None:
         """Ends the operation with a value or an exception; the first outcome stays."""
         with self._lock:
             if not self._done.is_set():
@@ -104,6 +104,6 @@ class Handle:
                 # traceback.
                 raise type(self._outcome)(*self._outcome.args)
             if not self._finished:
-                self._outcome = self.request.finish(self._outcome)
+                self._outcome = self.request.postprocess(self._outcome)
                 self._finished = True
             return self._outcome

@@ -50,7 +50,7 @@ class Incoming:
 
     Attributes:
         layouts: Of the tensors, in the order in which they travel.
-        tensors: What is to be filled before `finish`; views of the object's tensors.
+        tensors: What is to be filled before `postprocess`; views of the object's tensors.
     """
 
     def __init__(self, root: Any, sender: str) -> None:

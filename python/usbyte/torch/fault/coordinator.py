@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from usbyte.errors import MismatchError
 from usbyte.torch.fault.report import State, behind, last_operations, read_state
-from usbyte.torch.runtime.format import brief
-from usbyte.torch.runtime.message_queue import Mailbox
+from usbyte.torch.runtime.format import brief_error
+from usbyte.torch.runtime.message_queue import StoreMessageQueue
 from usbyte.torch.runtime.messages import read
 from usbyte.torch.runtime.store import clone_store
-from usbyte.torch.runtime.worker_thread import Calls
+from usbyte.torch.runtime.worker_thread import SerialExecutor
 
 log = logging.getLogger("usbyte")
 
@@ -36,7 +36,7 @@ _REMEDY = "Restart the job from its last checkpoint."
 _Verdict = tuple[str, list[int] | None]  # and the ranks that survive, if that is known
 
 
-class FaultBoard:
+class FaultCoordinator:
     """Turns what one rank noticed into one message that every rank raises.
 
     A thread of each rank waits for messages in its mailbox. The first rank to notice a fault writes
@@ -64,12 +64,14 @@ class FaultBoard:
         on_fault: Callable[[str], None],
     ) -> None:
         self._store = clone_store(store)
-        self._answers = clone_store(store)  # the thread's; a connection serves one at a time
+        self._replans = clone_store(store)  # the thread's; a connection serves one at a time
         self._rank, self._size = rank, size
         self._describe, self._hold, self._on_fault = describe, hold, on_fault
         self._lock = threading.Lock()  # guards _verdict and _survivors
-        self._calls = Calls("usbyte-faults-ask")  # on its thread alone _store is used, and written
-        self._mailbox = Mailbox(self._store, rank)
+        self._calls = SerialExecutor(
+            "usbyte-faults-ask"
+        )  # on its thread alone _store is used, and written
+        self._mailbox = StoreMessageQueue(self._store, rank)
         self._verdict: str | None = None
         self._survivors: list[int] | None = None
         self._closing = False
@@ -91,12 +93,12 @@ class FaultBoard:
         if self._verdict is None:
             here = f"rank {self._rank} noticed: {noticed}"
             try:
-                verdict, survivors = self._calls.make(lambda: self._ask(here), _REPORT_S)
+                verdict, survivors = self._calls.run(lambda: self._ask(here), _REPORT_S)
             except RuntimeError as error:
                 verdict, survivors = (
                     (
                         "rank 0 or the launcher, which holds the store of this job, has ended or "
-                        f"cannot be reached ({brief(error)}); {here}. {_REMEDY}"
+                        f"cannot be reached ({brief_error(error)}); {here}. {_REMEDY}"
                     ),
                     None,
                 )
@@ -115,10 +117,10 @@ class FaultBoard:
 
         if self._verdict is None:
             with suppress(RuntimeError):  # if the store is gone, nobody is to be told
-                self._calls.make(tell, _REPORT_S)
+                self._calls.run(tell, _REPORT_S)
             self._decide(verdict, everyone)
 
-    def inquire(self, topic: str) -> str:
+    def query_stragglers(self, topic: str) -> str:
         """Which ranks the others wait for; empty if none is behind, or another rank asks that.
 
         Args:
@@ -130,14 +132,15 @@ class FaultBoard:
                 return []
             self._send_all(f"ask told/{topic}")
             states, silent = self._gather(f"told/{topic}")
-            return [f"rank {r} ({self._who(r)}) does not answer" for r in silent] + behind(states)
+            missing = [f"rank {r} ({self._describe_rank(r)}) does not answer" for r in silent]
+            return missing + behind(states)
 
         if self._verdict is not None:
             return ""
         try:
-            return "; ".join(self._calls.make(ask, _REPORT_S))
+            return "; ".join(self._calls.run(ask, _REPORT_S))
         except RuntimeError as error:
-            return f"the job's store does not answer: {brief(error)}"
+            return f"the job's store does not answer: {brief_error(error)}"
 
     def compare(self, mine: Any) -> dict[int, Any] | None:
         """After a fault: what each rank that survives has put here, by rank; the same on all ranks.
@@ -171,15 +174,15 @@ class FaultBoard:
 
         survivors = self._survivors or []
         try:
-            found = self._calls.make(exchange, _LEFT_S + _GRACE_S)
+            found = self._calls.run(exchange, _LEFT_S + _GRACE_S)
         except RuntimeError:
             return None
         return found if survivors else None
 
-    def leave(self) -> None:
+    def announce_exit(self) -> None:
         """Lets the other ranks know that this one is about to end in good order."""
         with suppress(RuntimeError):
-            self._calls.make(lambda: self._store.set(f"leaving/{self._rank}", "1"), _GRACE_S)
+            self._calls.run(lambda: self._store.set(f"leaving/{self._rank}", "1"), _GRACE_S)
 
     def close(self) -> None:
         """Says goodbye to the other ranks and ends the thread."""
@@ -198,12 +201,12 @@ class FaultBoard:
 
         with suppress(RuntimeError):  # the store's server may have ended first; so does the thread
             others_s = _GOODBYE_S * self._size if self._rank == 0 else 0.0
-            self._calls.make(part, others_s + _GRACE_S)
+            self._calls.run(part, others_s + _GRACE_S)
             self._thread.join(timeout=5)
         self._calls.close()
         if not self._thread.is_alive():
             # Connections: after a fault this may be kept for long, with the parameters.
-            del self._store, self._answers, self._mailbox
+            del self._store, self._replans, self._mailbox
 
     def _ask(self, here: str) -> tuple[str, list[int] | None]:
         if self._store.add("fault", 1) == 1:
@@ -242,16 +245,18 @@ class FaultBoard:
         culprits = []
         for rank in range(self._size):
             if rank != self._rank and self._store.check([f"leaving/{rank}"]):
-                culprits.append(f"rank {rank} ({self._who(rank)}) has shut down, the others go on")
+                known = self._describe_rank(rank)
+                culprits.append(f"rank {rank} ({known}) has shut down, the others go on")
                 states.pop(rank, None)
             elif rank in silent:
                 culprits.append(
-                    f"rank {rank} ({self._who(rank)}) is gone or frozen: it does not answer"
+                    f"rank {rank} ({self._describe_rank(rank)}) is gone or frozen: "
+                    "it does not answer"
                 )
         verdict = "; ".join([*(culprits or behind(states)), here]) + f". {_REMEDY}"
         return verdict, sorted(states)
 
-    def _who(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         key = f"who/{rank}"
         # One whose init() has failed never tells, and the store waits for what nobody tells.
         if not self._store.check([key]):
@@ -275,7 +280,7 @@ class FaultBoard:
                 if not text.startswith("ask "):
                     log.warning("rank %d: a message of no known kind: %.80r", self._rank, text)
                     continue
-                self._answers.set(
+                self._replans.set(
                     f"{text.removeprefix('ask ')}/{self._rank}", json.dumps(self._describe())
                 )
         except RuntimeError:
@@ -285,9 +290,9 @@ class FaultBoard:
         verdict = f"another rank reported a fault and ended before it said which. {_REMEDY}"
         survivors: Sequence[int] | None = None
         with suppress(RuntimeError):
-            self._answers.set(f"answer/{self._rank}", json.dumps(self._describe()))
-            self._answers.wait(["verdict"], timedelta(seconds=_VERDICT_S))
-            verdict, survivors = self._read_verdict(self._answers.get("verdict"))
+            self._replans.set(f"answer/{self._rank}", json.dumps(self._describe()))
+            self._replans.wait(["verdict"], timedelta(seconds=_VERDICT_S))
+            verdict, survivors = self._read_verdict(self._replans.get("verdict"))
         self._decide(verdict, survivors)
 
     def _read_verdict(self, text: str | bytes) -> tuple[str, list[int] | None]:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from usbyte.errors import FaultError
-from usbyte.torch.lazy_tensor import hold, release
+from usbyte.torch.lazy_tensor import make_lazy, unwrap
 
 # A rank needs less to find out what it has left, and as much to hear of the others.
 _DECISION_S = 30.0
 
 
 @dataclass
-class Left:
+class RankProgress:
     """What a fault has left of an optimizer's parameters on a rank.
 
     Attributes:
@@ -38,13 +38,13 @@ class Left:
     completable: bool
 
     @property
-    def reach(self) -> int:
+    def last_reachable_step(self) -> int:
         """The last step that can be completed."""
         return self.completed + self.completable
 
 
 @dataclass
-class Judgement:
+class RecoveryDecision:
     """What is to be done with the parameters of a rank.
 
     Attributes:
@@ -56,7 +56,7 @@ class Judgement:
     completes: bool = False
 
 
-def judge(rank: int, lefts: Mapping[int, Left] | None) -> Judgement:
+def decide_recovery(rank: int, lefts: Mapping[int, RankProgress] | None) -> RecoveryDecision:
     """What is to be done on `rank`.
 
     Args:
@@ -64,22 +64,22 @@ def judge(rank: int, lefts: Mapping[int, Left] | None) -> Judgement:
         lefts: By rank, of those that survive; None if that cannot be found out.
     """
     if lefts is None:
-        return Judgement("how far the other ranks have come cannot be found out")
+        return RecoveryDecision("how far the other ranks have come cannot be found out")
     if rank not in lefts:
-        return Judgement("the others have gone on without this rank")
+        return RecoveryDecision("the others have gone on without this rank")
     mine = lefts[rank]
-    last, least = min((left.reach, other) for other, left in lefts.items())
-    if mine.completable and last == mine.reach:
-        return Judgement("", completes=True)
+    last, least = min((left.last_reachable_step, other) for other, left in lefts.items())
+    if mine.completable and last == mine.last_reachable_step:
+        return RecoveryDecision("", completes=True)
     if mine.partial:
         step = mine.completed + 1
-        return Judgement(f"step {step} was applied to some of the parameters, not to all")
+        return RecoveryDecision(f"step {step} was applied to some of the parameters, not to all")
     if last < mine.completed:
-        return Judgement(f"step {mine.completed} was applied here, but not on rank {least}")
-    return Judgement("")
+        return RecoveryDecision(f"step {mine.completed} was applied here, but not on rank {least}")
+    return RecoveryDecision("")
 
 
-def torn(status: Mapping[str, Any], applied: bool) -> bool:
+def partial_step_error(status: Mapping[str, Any], applied: bool) -> bool:
     """Whether updates may have used sums that were not whole when the run failed.
 
     On a device, updates are enqueued behind operations that may never have ended, or ended early.
@@ -92,7 +92,7 @@ def torn(status: Mapping[str, Any], applied: bool) -> bool:
     return bool(step) and (applied or step < status["step"])
 
 
-class Salvage:
+class ParamRecovery:
     """Keeps the parameters of a run that has failed from being read, until that is decided.
 
     Args:
@@ -116,24 +116,24 @@ class Salvage:
         self._begun = False  # the clean-up
         self._written = [False] * len(params)  # over, by the user
         self._over = False  # all can be read
-        self.hold()
+        self.block_reads()
 
-    def hold(self) -> None:
+    def block_reads(self) -> None:
         """Has readers wait; also again, after an update that was going on has ended."""
         for i, param in enumerate(self._params):
             if not (self._over or self._written[i]):
-                hold(param, self._read, partial(self._overwritten, i), owner=self)
+                make_lazy(param, self._read, partial(self._overwritten, i), owner=self)
 
-    def decide(self, verdict: str, judgement: Judgement) -> None:
+    def decide(self, verdict: str, judgement: RecoveryDecision) -> None:
         """Lets the readers go on, or fails them.
 
         Args:
             verdict: The fault.
-            judgement: See `judge`.
+            judgement: See `decide_recovery`.
         """
         self._verdict = verdict
         if judgement.reason:
-            self._spoil(judgement.reason)
+            self._mark_unusable(judgement.reason)
         self._completes = judgement.completes
         self._decided.set()
 
@@ -152,14 +152,15 @@ class Salvage:
             try:
                 self._on_clean(self._completes)
             except BaseException as error:
-                self._spoil(f"their last updates ended with {type(error).__name__}: {error}")
-                self.hold()
+                found = f"{type(error).__name__}: {error}"
+                self._mark_unusable(f"their last updates ended with {found}")
+                self.block_reads()
                 raise
             self._over = True
             for param in self._params:
-                release(param, owner=self)
+                unwrap(param, owner=self)
 
-    def _spoil(self, reason: str) -> None:
+    def _mark_unusable(self, reason: str) -> None:
         self._error = (
             f"these parameters are not to be used or saved, as {reason}: load the last checkpoint "
             f"into them. The run has failed: {self._verdict}"
@@ -168,8 +169,8 @@ class Salvage:
     def _read(self, param: torch.Tensor) -> None:
         if not self._is_updating():
             self.check()
-        release(param, owner=self)
+        unwrap(param, owner=self)
 
     def _overwritten(self, i: int, param: torch.Tensor) -> None:
         self._written[i] = True
-        release(param, owner=self)
+        unwrap(param, owner=self)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from usbyte.errors import Error, FaultError
-from usbyte.torch.fault.recovery import Judgement, Left, Salvage
+from usbyte.torch.fault.recovery import ParamRecovery, RankProgress, RecoveryDecision
 
 _UPDATE_S = 5.0  # how long one may take to end after a fault
 
 
-class Changes:
+class UpdateGuard:
     """Counts an optimizer's steps by their updates; after a fault, stands before its parameters.
 
     Attributes:
@@ -27,7 +27,7 @@ class Changes:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.salvage: Salvage | None = None
+        self.salvage: ParamRecovery | None = None
         self.torn = ""
         self._completed = 0  # steps whose updates have all been applied
         self._unfinished = False  # those of the next one are being applied
@@ -35,7 +35,7 @@ class Changes:
         self._failure = ""  # which it was
         self._thread: int | None = None  # that holds the lock to change parameters
         self._applier: int | None = None  # the same, for updates that have waited
-        self._goes_on = False  # updates do, after the fault
+        self._recovering = False  # updates do, after the fault
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -43,13 +43,13 @@ class Changes:
         with self.lock:
             outer, self._thread = self._thread, threading.get_ident()
             try:
-                if outer is None and self.salvage is not None and not self._goes_on:
+                if outer is None and self.salvage is not None and not self._recovering:
                     raise FaultError(self._failure)  # what is left has been told
                 yield
             finally:
                 self._thread = outer
                 if outer is None and self.salvage is not None:
-                    self.salvage.hold()
+                    self.salvage.block_reads()
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -62,7 +62,7 @@ class Changes:
                 self._applier = outer
 
     @property
-    def elsewhere(self) -> bool:
+    def updating_in_other_thread(self) -> bool:
         """Another thread than the calling one applies updates that have waited.
 
         That runs no closure, in which the calling thread might be wanted, so it can be waited for.
@@ -73,7 +73,7 @@ class Changes:
     @contextmanager
     def updating_after_fault(self) -> Iterator[None]:
         """Around updates that were judged to be in order; from now on there may be others."""
-        self._goes_on = True
+        self._recovering = True
         with self.updating():
             yield
 
@@ -102,12 +102,12 @@ class Changes:
             return call(evaluate if evaluates_first else closure)
         except BaseException as error:
             if not (evaluating and calls == 1):
-                self.tear(error)
+                self.mark_partial_step(error)
             raise
         finally:
             self._mid_step = False
 
-    def tear(self, error: BaseException) -> None:
+    def mark_partial_step(self, error: BaseException) -> None:
         """A step has ended half-way with this."""
         cause = f"a step ended half-way ({type(error).__name__}: {error})"
         self.torn = self.torn or f"{cause}, so that parameters are not those of any step"
@@ -125,7 +125,7 @@ class Changes:
         """All updates of a step have been applied at once."""
         self._completed += 1
 
-    def put_off(self) -> None:
+    def defer_all(self) -> None:
         """The updates of a step are to come one after the other."""
         self._unfinished = True
 
@@ -147,13 +147,13 @@ class Changes:
         Args:
             message: Of the fault.
             params: The optimizer's.
-            on_clean: See `Salvage`.
+            on_clean: See `ParamRecovery`.
         """
         self._failure = message
-        self.salvage = Salvage(params, self._is_updating, on_clean)
-        self.salvage.hold()  # also what an update has released that did not know of it yet
+        self.salvage = ParamRecovery(params, self._is_updating, on_clean)
+        self.salvage.block_reads()  # also what an update has released that did not know of it yet
 
-    def left(self, examine: Callable[[bool], tuple[bool, bool]]) -> Left | None:
+    def left(self, examine: Callable[[bool], tuple[bool, bool]]) -> RankProgress | None:
         """What the fault has left, after `fail`; None if there was nothing to fail.
 
         Args:
@@ -165,15 +165,15 @@ class Changes:
             return None
         ended = self.lock.acquire(timeout=_UPDATE_S)
         try:
-            self.salvage.hold()
+            self.salvage.block_reads()
             in_part, completable = examine(ended and not (self._mid_step or self.torn))
-            return Left(self._completed, in_part, completable)
+            return RankProgress(self._completed, in_part, completable)
         finally:
             if ended:
                 self.lock.release()
 
-    def settle(self, verdict: str, judgement: Judgement) -> None:
-        """Whether what is left is a state to go on from; see `Salvage.decide`."""
+    def settle(self, verdict: str, judgement: RecoveryDecision) -> None:
+        """Whether what is left is a state to go on from; see `ParamRecovery.decide`."""
         if self.salvage is not None:
             self.salvage.decide(verdict, judgement)
 

@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.comm.hierarchical import Given, parse
+from usbyte.torch.comm.hierarchical import TopologyLike, parse
 from usbyte.torch.compression.codecs import Rules
-from usbyte.torch.compression.state import MEMORY, Memory, codes_shards
-from usbyte.torch.fault.recovery import Judgement, Left
-from usbyte.torch.fault.update_guard import Changes
+from usbyte.torch.compression.state import CODEC_STATE_KEY, CodecState, codes_shards
+from usbyte.torch.fault.recovery import RankProgress, RecoveryDecision
+from usbyte.torch.fault.update_guard import UpdateGuard
 from usbyte.torch.optimizer.compat.known_optimizers import is_known
 from usbyte.torch.optimizer.config import (
     check_combination,
@@ -27,23 +27,27 @@ from usbyte.torch.optimizer.config import (
     positive,
 )
 from usbyte.torch.optimizer.fused import FusedUpdate
-from usbyte.torch.optimizer.gradients.plan_executor import Transport
-from usbyte.torch.optimizer.param_owner import claim, keep
-from usbyte.torch.optimizer.step_controller import Stepper
-from usbyte.torch.optimizer.validation import Served, serve, warn_of_renormalized
+from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
+from usbyte.torch.optimizer.param_owner import register_params, retain_owner
+from usbyte.torch.optimizer.step_controller import StepController
+from usbyte.torch.optimizer.validation import (
+    ValidatedOptimizer,
+    validate_optimizer,
+    warn_of_renormalized,
+)
 from usbyte.torch.optimizer.wrapper import OptimizerWrapper, holds_shards
 from usbyte.torch.plan.decision import Decision
-from usbyte.torch.plan.job import Overlap, Policy, Settings, Trained, with_new_names
+from usbyte.torch.plan.job import Overlap, ParamTable, Policy, Settings, with_new_names
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import model_of
 from usbyte.torch.reduce_op import Average, ReduceOp
 from usbyte.torch.runtime.device import Device, device_of
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.world.consistency import OtherOrderError, check_order
-from usbyte.torch.world.process_sets import Members as SomeRanks
+from usbyte.torch.world.process_sets import ProcessSetLike as SomeRanks
 from usbyte.torch.world.process_sets import ranks_of
-from usbyte.torch.world.subgroup import members_of
-from usbyte.torch.world.world import Context, current
+from usbyte.torch.world.subgroup import subgroup_of
+from usbyte.torch.world.world import World, current
 
 __all__ = [
     "DistributedOptimizer",
@@ -132,7 +136,7 @@ class DistributedOptimizer(OptimizerWrapper):
         MismatchError: Ranks have parameters of other names, shapes or dtypes; raised on every rank.
     """
 
-    _trained: Trained
+    _trained: ParamTable
     _updater: torch.optim.Optimizer | FusedUpdate
 
     def __init__(
@@ -149,12 +153,12 @@ class DistributedOptimizer(OptimizerWrapper):
         fused_update: bool = False,
         max_grad_norm: float | None = None,
         sparse_as_dense: bool = False,
-        topology: Given | None = None,
+        topology: TopologyLike | None = None,
         partition_bytes: int | None = None,
         credit_bytes: int | None = None,
         bucket_bytes: int | None = None,
         tune_steps: int | None = None,
-        ranks: Context | None = None,
+        ranks: World | None = None,
         backward_passes_per_step: int = 1,
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
@@ -177,8 +181,8 @@ class DistributedOptimizer(OptimizerWrapper):
         check_policy(policy, shard_optimizer, tune_steps)
         context = whole
         if process_set is not None:
-            context = members_of(whole, ranks_of(process_set, whole.size))
-        context.close_abandoned()
+            context = subgroup_of(whole, ranks_of(process_set, whole.size))
+        context.close_orphans()
         if num_groups or groups is not None:
             log.warning("num_groups and groups have no effect: what travels together is planned")
         if topology is None and context is current():
@@ -189,10 +193,10 @@ class DistributedOptimizer(OptimizerWrapper):
             op=op,
             model=model,
             compression="none" if compression is None else compression,
-            sharded=shard_optimizer,
-            fuses=fused_update,
+            shard_optimizer=shard_optimizer,
+            fused_update=fused_update,
             max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
-            densifies=sparse_as_dense,
+            sparse_as_dense=sparse_as_dense,
             topology=topology,
             options={
                 "partition_bytes": positive(
@@ -207,10 +211,12 @@ class DistributedOptimizer(OptimizerWrapper):
         self._context = context
         self._owner = model or model_of(named_parameters)
         self._given_names = names_of(named_parameters)
-        self._memory = Memory(self._settings.scale(context.size))
-        self._changes = Changes()
+        self._memory = CodecState(self._settings.scale(context.size))
+        self._changes = UpdateGuard()
         self._planner: Planner | None = None
-        self._stepper: Stepper | None = None  # may have ended, where something of it is wanted
+        self._stepper: StepController | None = (
+            None  # may have ended, where something of it is wanted
+        )
         self._used_up: list[nn.Parameter] = []  # by a step of one rank, as sharded ones do
         self._closed = False
         self._state_hooks: list[RemovableHandle] = []
@@ -256,8 +262,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, up to date. Collective if it is sharded.
 
-        With compression it also holds what this rank's codecs remember, as `MEMORY`, which the
-        wrapped optimizer does not mind: to lose nothing of it, save and load on every rank. After a
+        With compression it also holds this rank's codec state, as `CODEC_STATE_KEY`. The wrapped
+        optimizer ignores it: to lose nothing of it, save and load on every rank. After a
         fault it is left out, with a warning, where they have sent a part of it in a step that is
         not in the parameters.
 
@@ -266,7 +272,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._bring_up_to_date()
         memory = self._memory.state()
-        extra = {MEMORY: memory} if memory else {}
+        extra = {CODEC_STATE_KEY: memory} if memory else {}
         if self._stepper is None or self._stepper.shards is None:
             return self._inner.state_dict() | extra
         sharded = self._inner.state
@@ -284,7 +290,7 @@ class DistributedOptimizer(OptimizerWrapper):
             UsageError: What codecs remember is of other parameters.
         """
         self._drain()
-        memory = state_dict.get(MEMORY, {})
+        memory = state_dict.get(CODEC_STATE_KEY, {})
         self._memory.check(memory, dict(self.named()), self._context.size)
         coded = memory and self.plan is not None and codes_shards(self.plan)
         if coded and not self._memory.is_as(memory):
@@ -292,7 +298,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 "load_state_dict: each rank compresses shards of its own by now, which need not be "
                 "those of the state; load it right after the optimizer is made"
             )
-        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != MEMORY})
+        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != CODEC_STATE_KEY})
         self._memory.load(memory, self._context.rank)
 
     @outside_inference_mode
@@ -311,7 +317,7 @@ class DistributedOptimizer(OptimizerWrapper):
         names = self._given_names
         try:
             self._given_names = with_new_names(names, self._inner, self._owner)
-            self._serve(Trained.of(self._inner, self._given_names))
+            self._serve(ParamTable.of(self._inner, self._given_names))
         except UsageError:
             self._inner.param_groups.pop()
             self._given_names = names
@@ -320,7 +326,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._build(steps_before=0)
             return
         stepper.end_sharding()
-        unsent, steps = stepper.reducer.unsent, stepper.transport.steps
+        unsent, steps = stepper.reducer.has_accumulated, stepper.transport.steps
         try:
             self._build(steps)
         except MismatchError:  # on all ranks
@@ -331,7 +337,7 @@ class DistributedOptimizer(OptimizerWrapper):
         finally:
             if self._stepper is not None:
                 self._stepper.shared, self._stepper.against = stepper.shared, stepper.against
-                self._stepper.reducer.unsent = unsent
+                self._stepper.reducer.has_accumulated = unsent
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r}, overlap={self._settings.overlap!r})"
@@ -370,7 +376,7 @@ class DistributedOptimizer(OptimizerWrapper):
             )
             self._on_updated()
             self._changes.count_step()
-        if self._settings.sharded:
+        if self._settings.shard_optimizer:
             self._used_up = [param for param in self._trained.params if param.grad is not None]
             for param in self._used_up:
                 param.grad = None
@@ -409,16 +415,16 @@ class DistributedOptimizer(OptimizerWrapper):
         if (stepper := self._live) is not None:
             stepper.check_whole_gradients()
             if stepper.reducer.accumulates:
-                stepper.send_kept()
+                stepper.flush_accumulated()
         self.drain()
 
     @_not_compiled
     @outside_inference_mode
-    def send_kept(self) -> None:
+    def flush_accumulated(self) -> None:
         """Sends what this rank has accumulated and not sent, as `step()` would. Collective."""
         self._check_usable()
         if self._stepper is not None:
-            self._stepper.send_kept()
+            self._stepper.flush_accumulated()
 
     @_not_compiled
     def drain(self) -> None:
@@ -488,13 +494,13 @@ class DistributedOptimizer(OptimizerWrapper):
             return None
         return [[names[param] for param in params] for params in groups]
 
-    def stand_in(self) -> None:
+    def join_with_zeros(self) -> None:
         """Takes part in the other ranks' steps, without data, until all ranks do so. Collective."""
         self._check_usable()
         while (stepper := self._live) is not None:
             stepper.drain()
             self.zero_grad()
-            if not stepper.reducer.send_none():
+            if not stepper.reducer.contribute_zeros():
                 break
             self.step()
 
@@ -534,13 +540,13 @@ class DistributedOptimizer(OptimizerWrapper):
         if (transport := self._transport) is not None:
             transport.fail(message)
 
-    def left(self) -> Left | None:
+    def left(self) -> RankProgress | None:
         """What the fault has left here, after `hold`; None if there was nothing to hold."""
         stepper = self._stepper
         return self._changes.left(stepper.examine if stepper is not None else _examine_alone)
 
-    def settle_fault(self, verdict: str, judgement: Judgement) -> None:
-        """Whether what is left is a state to go on from; see `Salvage.decide`."""
+    def settle_fault(self, verdict: str, judgement: RecoveryDecision) -> None:
+        """Whether what is left is a state to go on from; see `ParamRecovery.decide`."""
         self._changes.settle(verdict, judgement)
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
@@ -571,18 +577,18 @@ class DistributedOptimizer(OptimizerWrapper):
             try:
                 stepper.end(whole_state)
             finally:
-                keep(None, self._trained.params)
+                retain_owner(None, self._trained.params)
             if stepper.shards is None and self._changes.salvage is None:
                 self._stepper = None  # with its memory
 
     @property
-    def _live(self) -> Stepper | None:
+    def _live(self) -> StepController | None:
         """What takes the steps, while gradients are sent."""
         stepper = self._stepper
         return None if stepper is None or stepper.ended else stepper
 
     @property
-    def _transport(self) -> Transport | None:
+    def _transport(self) -> PlanExecutor | None:
         """What moves gradients; threads ask for it while the one that trains may end it."""
         return getattr(self._live, "transport", None)
 
@@ -596,7 +602,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _on_new_state(self) -> None:
         if self._stepper is not None and self._stepper.shards is not None:
-            self._stepper.shards.recut()
+            self._stepper.shards.reshard_state()
 
     def _on_updated(self) -> None:
         """The wrapped optimizer has taken a step as a whole, and nobody has read parameters yet."""
@@ -621,7 +627,7 @@ class DistributedOptimizer(OptimizerWrapper):
     def _build(self, steps_before: int) -> None:
         """Everything that depends on which parameters there are. Collective."""
         settings, context = self._settings, self._context
-        trained = Trained.of(self._inner, self._given_names)
+        trained = ParamTable.of(self._inner, self._given_names)
         served = self._serve(trained)
         self._end(whole_state=True)
         self._stepper, self._trained, self._updater = None, trained, served.updater
@@ -646,34 +652,34 @@ class DistributedOptimizer(OptimizerWrapper):
         self._trained, self._planner = trained, planner
         if settings.topology is not None:
             parse(settings.topology, context.size)  # alike, so an error is on all ranks
-        self._stepper = Stepper(
+        self._stepper = StepController(
             context, self._inner, self._updater, settings, trained, changing, device, planner,
             self._changes, self._memory, steps_before, self._on_updated,
         )  # fmt: skip
-        keep(self, trained.params)
+        retain_owner(self, trained.params)
         self._state_hooks = self._hook_state()
         self._closed = False
 
     def _make_planner(
-        self, trained: Trained, device: Device, served: Served, steps_before: int
+        self, trained: ParamTable, device: Device, served: ValidatedOptimizer, steps_before: int
     ) -> Planner:
         return Planner(
             self._context, self.label, self._settings, trained, device, served.codecs,
             served.sparse, steps_before,
         )  # fmt: skip
 
-    def _serve(self, trained: Trained) -> Served:
+    def _serve(self, trained: ParamTable) -> ValidatedOptimizer:
         """Claims parameters.
 
         Raises:
             UsageError: Some of them are not served; nothing has changed.
         """
         settings, size = self._settings, self._context.size
-        served = serve(self._inner, trained, settings, size, self._owner)
-        claim(self, trained.params, trained.names)
+        served = validate_optimizer(self._inner, trained, settings, size, self._owner)
+        register_params(self, trained.params, trained.names)
         return served
 
 
 def _examine_alone(is_quiet: bool) -> tuple[bool, bool]:
-    """See `Changes.left`; a step of a single rank is there as a whole or not."""
+    """See `UpdateGuard.left`; a step of a single rank is there as a whole or not."""
     return not is_quiet, False

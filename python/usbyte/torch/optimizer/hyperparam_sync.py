@@ -8,10 +8,10 @@ from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.eager.serialization import from_bytes, open_message, to_message
 from usbyte.torch.optimizer.gradients.reducer import Reducer
 from usbyte.torch.runtime.messages import unreadable
-from usbyte.torch.world.world import Context
+from usbyte.torch.world.world import World
 
 
-class JoinedOptions:
+class HyperparamSync:
     """Ranks that have joined update their shards as those do that have data.
 
     On a device that would have to be waited for in every step, they keep their own options.
@@ -26,7 +26,7 @@ class JoinedOptions:
 
     def __init__(
         self,
-        context: Context,
+        context: World,
         label: str,
         optimizer: torch.optim.Optimizer,
         reducer: Reducer,
@@ -35,7 +35,7 @@ class JoinedOptions:
         self._context, self._label = context, label
         self._optimizer, self._reducer, self._sharded = optimizer, reducer, sharded
 
-    def follow(self) -> None:
+    def sync(self) -> None:
         """Takes over options before a step, where some ranks have joined. Collective."""
         if not self._others_step():
             return
@@ -43,7 +43,7 @@ class JoinedOptions:
         own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         label = f"{self._label}.options"
         texts = self._context.eager.allgather_bytes(
-            label, b"" if reducer.stands_in else to_message(own)
+            label, b"" if reducer.is_joined else to_message(own)
         )
         # All ranks look at one rank's, so that what it cannot send is the same error everywhere.
         for rank, text in zip(self._context.ranks, texts, strict=True):
@@ -53,7 +53,7 @@ class JoinedOptions:
 
     def _take(self, payload: bytes, rank: int) -> None:
         reducer, groups = self._reducer, self._optimizer.param_groups
-        if not reducer.stands_in:
+        if not reducer.is_joined:
             return
         what = f"{self._label}: what rank {rank} has sent of its optimizer's options"
         options = from_bytes(payload, what)

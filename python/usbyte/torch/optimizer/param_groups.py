@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from usbyte.errors import UsageError
-from usbyte.torch.plan.job import Trained
+from usbyte.torch.plan.job import ParamTable
 
 
-class Groups:
+class ParamGroupIndex:
     """Looks an optimizer's groups up at each step, as scripts write to `param_groups` by hand.
 
     Args:
@@ -20,12 +20,12 @@ class Groups:
         trained: Its parameters when it was wrapped.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, trained: ParamTable) -> None:
         self._optimizer, self._trained = optimizer, trained
         self._known: list[list[torch.Tensor]] = []  # parameters by group, when last looked up
         self._group_of: list[int | None] = []
 
-    def look_up(self) -> Sequence[int | None]:
+    def refresh(self) -> Sequence[int | None]:
         """By parameter, its group now; None where it is in none any more, and not to be updated.
 
         Raises:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _TIE = "_usbyte_tie"
 
 
-class _Tie:
+class ParamOwner:
     """From a parameter to its optimizer; a pickle of the parameter has something empty for it.
 
     Torch swaps no tensor to which there are weak references, and a parameter that it swapped would
@@ -37,13 +37,13 @@ class _Tie:
         return collections.OrderedDict, ()  # which torch.load takes with weights_only, too
 
 
-def owner_of(param: nn.Parameter) -> DistributedOptimizer | None:
+def get_owner(param: nn.Parameter) -> DistributedOptimizer | None:
     """The optimizer that last claimed the parameter, if it still exists."""
     tie = _tie_of(param)
     return tie.owner() if tie is not None else None
 
 
-def claim(
+def register_params(
     owner: DistributedOptimizer, params: Sequence[nn.Parameter], names: Sequence[str]
 ) -> None:
     """Makes parameters the optimizer's.
@@ -52,17 +52,17 @@ def claim(
         UsageError: Another one that is not closed has one of them.
     """
     for param, name in zip(params, names, strict=True):
-        other = owner_of(param)
+        other = get_owner(param)
         if other is not None and other is not owner and not other.closed:
             raise UsageError(
                 f"parameter '{name}' is already wrapped by another DistributedOptimizer, which "
                 "lives on with the model: call its close() first"
             )
     for param in params:
-        setattr(param, _TIE, _Tie(param, owner))
+        setattr(param, _TIE, ParamOwner(param, owner))
 
 
-def keep(owner: DistributedOptimizer | None, params: Sequence[nn.Parameter]) -> None:
+def retain_owner(owner: DistributedOptimizer | None, params: Sequence[nn.Parameter]) -> None:
     """From now on the optimizer that has claimed the parameters lives as long as any of them.
 
     With None, as long as somebody else refers to it.
@@ -72,6 +72,6 @@ def keep(owner: DistributedOptimizer | None, params: Sequence[nn.Parameter]) -> 
             tie.kept = owner
 
 
-def _tie_of(param: nn.Parameter) -> _Tie | None:
+def _tie_of(param: nn.Parameter) -> ParamOwner | None:
     tie = vars(param).get(_TIE)
-    return tie if isinstance(tie, _Tie) and tie.of() is param else None
+    return tie if isinstance(tie, ParamOwner) and tie.of() is param else None

@@ -20,19 +20,19 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.torch.comm.process_group import shards
-from usbyte.torch.layout import USED, is_dense, laid_out_like
-from usbyte.torch.lazy_tensor import Fetch
+from usbyte.torch.layout import CONTROL_TENSOR, is_dense, laid_out_like
+from usbyte.torch.lazy_tensor import MaterializeFn
 from usbyte.torch.optimizer.compat.known_optimizers import (
     ELEMENTWISE,
     is_elementwise,
     step_is_replaced,
 )
 from usbyte.torch.optimizer.gradients.reducer import Reducer
-from usbyte.torch.optimizer.overlap.deferred_queue import PendingUpdates
-from usbyte.torch.optimizer.param_groups import Groups
-from usbyte.torch.plan.job import Trained
+from usbyte.torch.optimizer.overlap.deferred_queue import DeferredUpdateQueue
+from usbyte.torch.optimizer.param_groups import ParamGroupIndex
+from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.reduce_op import Max, Sum
-from usbyte.torch.world.world import Context
+from usbyte.torch.world.world import World
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
@@ -81,7 +81,7 @@ class _Piece:
     end: int
 
 
-class ShardedUpdates(PendingUpdates):
+class ShardedUpdates(DeferredUpdateQueue):
     """Runs an optimizer on this rank's shards.
 
     Args:
@@ -103,15 +103,15 @@ class ShardedUpdates(PendingUpdates):
 
     def __init__(
         self,
-        context: Context,
+        context: World,
         label: str,
         optimizer: torch.optim.Optimizer,
-        trained: Trained,
-        groups: Groups,
+        trained: ParamTable,
+        groups: ParamGroupIndex,
         reducer: Reducer,
         plan: _core.Plan,
         max_grad_norm: float | None,
-        fetch: Sequence[Fetch],
+        fetch: Sequence[MaterializeFn],
         step: Callable[[], Any],
     ) -> None:
         super().__init__(trained, reducer, fetch)
@@ -120,7 +120,7 @@ class ShardedUpdates(PendingUpdates):
         self._optimizer, self._groups = optimizer, groups
         self._max_grad_norm = max_grad_norm
         self.used = [param.grad is not None for param in params]
-        self.spent = True
+        self.grads_consumed = True
         names = {name: i for i, name in enumerate(reducer.names)}
         self._addresses = [param.data_ptr() for param in params]
         self._pieces = [_pieces(plan, names, rank, context.size) for rank in range(context.size)]
@@ -147,8 +147,8 @@ class ShardedUpdates(PendingUpdates):
             view.grad = None
         for param in self._params:
             param.grad = None
-        self.spent = True
-        self.put_off()
+        self.grads_consumed = True
+        self.defer_all()
         self._send()
 
     def drop(self) -> None:
@@ -189,7 +189,7 @@ class ShardedUpdates(PendingUpdates):
 
     @torch.no_grad()
     def _apply(self, due: Sequence[int]) -> None:
-        wanted = self._with_alike(due)
+        wanted = self._expand_shared_storage(due)
         for i in wanted:
             self._reducer.wait_gathered(i)
         taken = self._begin([*wanted, *self._arrived_with(wanted)])
@@ -217,7 +217,7 @@ class ShardedUpdates(PendingUpdates):
             self._gather(key, [state.get(key, _ABSENT) for state in states], whole)
         return whole
 
-    def uncut(self) -> None:
+    def unshard_state(self) -> None:
         """Gives the optimizer back its whole state. Collective."""
         whole = self.whole_state()
         for view in self._views:
@@ -225,7 +225,7 @@ class ShardedUpdates(PendingUpdates):
         for param, state in whole.items():
             self._optimizer.state[param] = state
 
-    def recut(self) -> None:
+    def reshard_state(self) -> None:
         """The optimizer's state is whole again, for example just loaded: keeps this rank's part."""
         self._cut()
 
@@ -308,7 +308,7 @@ class ShardedUpdates(PendingUpdates):
 
     @contextmanager
     def _on_shards(self) -> Iterator[None]:
-        groups, group_of = self._optimizer.param_groups, self._groups.look_up()
+        groups, group_of = self._optimizer.param_groups, self._groups.refresh()
         shards_of: list[list[nn.Parameter]] = [[] for _ in groups]
         for piece, view in zip(self._mine, self._views, strict=True):
             if (g := group_of[piece.param]) is not None:
@@ -368,7 +368,7 @@ def _pieces(plan: _core.Plan, names: dict[str, int], rank: int, size: int) -> li
                 low, high = shards(end - begin, size)[rank]
                 owned.append((begin + low, begin + high))
     pieces = []
-    tensors = [t for t in plan.tensors if t.name != USED]
+    tensors = [t for t in plan.tensors if t.name != CONTROL_TENSOR]
     for begin, end in sorted(owned):
         for tensor in tensors:
             low = max(begin, tensor.offset)

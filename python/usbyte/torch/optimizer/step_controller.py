@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from usbyte.errors import Error, MismatchError, UsageError
-from usbyte.torch.compression.state import Memory
-from usbyte.torch.fault.update_guard import Changes
-from usbyte.torch.lazy_tensor import release, weakly
+from usbyte.torch.compression.state import CodecState
+from usbyte.torch.fault.update_guard import UpdateGuard
+from usbyte.torch.lazy_tensor import unwrap, weak_method
 from usbyte.torch.optimizer.compat.known_optimizers import (
     calls_closure_first,
     has_step_hooks,
@@ -24,31 +24,31 @@ from usbyte.torch.optimizer.compat.known_optimizers import (
 )
 from usbyte.torch.optimizer.compat.other_reducers import check_module, check_unreduced
 from usbyte.torch.optimizer.fused import FusedUpdate
-from usbyte.torch.optimizer.gradients.plan_executor import Transport
+from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.optimizer.gradients.reducer import Reducer, no_whole_gradients
-from usbyte.torch.optimizer.gradients.step_checksum import StepCheck
-from usbyte.torch.optimizer.hyperparam_sync import JoinedOptions
+from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
+from usbyte.torch.optimizer.hyperparam_sync import HyperparamSync
 from usbyte.torch.optimizer.overlap.deferred_updates import DeferredUpdates
-from usbyte.torch.optimizer.overlap.eligibility import Watch, agree
-from usbyte.torch.optimizer.overlap.forward_hooks import Gates
-from usbyte.torch.optimizer.param_groups import Groups
+from usbyte.torch.optimizer.overlap.eligibility import ScriptObserver, agree_on_overlap
+from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
+from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.optimizer.sharded import ShardedUpdates, check_step_own
-from usbyte.torch.plan.job import Settings, Trained
-from usbyte.torch.plan.lifecycle import PlanCycle
+from usbyte.torch.plan.job import ParamTable, Settings
+from usbyte.torch.plan.lifecycle import PlanLifecycle
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
-from usbyte.torch.world.consistency import check_params
-from usbyte.torch.world.world import Context
+from usbyte.torch.world.consistency import warn_if_params_diverge
+from usbyte.torch.world.world import World
 
 log = logging.getLogger("usbyte")
 
 _PASSES_WITHOUT_STEP = 30
 
 
-class Stepper:
+class StepController:
     """Takes the steps of an optimizer whose gradients are summed over several ranks.
 
     While the job is learned, and under a plan that overlaps backward only, a step waits for all
@@ -81,46 +81,46 @@ class Stepper:
 
     def __init__(
         self,
-        context: Context,
+        context: World,
         optimizer: torch.optim.Optimizer,
         updater: torch.optim.Optimizer | FusedUpdate,
         settings: Settings,
-        trained: Trained,
+        trained: ParamTable,
         changing: Collection[nn.Parameter],
         device: Device,
         planner: Planner,
-        changes: Changes,
-        memory: Memory,
+        changes: UpdateGuard,
+        memory: CodecState,
         steps_before: int,
         on_updated: Callable[[], None],
     ) -> None:
         self._context, self._optimizer, self._updater = context, optimizer, updater
         self._settings, self._trained, self._planner = settings, trained, planner
         self._changes, self._memory, self._on_updated = changes, memory, on_updated
-        self._groups = Groups(optimizer, trained)
+        self._groups = ParamGroupIndex(optimizer, trained)
         self._everything = range(len(trained.params))
         self.shards: ShardedUpdates | None = None
         self.ended = False
         self._learned = False  # there is a plan, and a decision on overlap
         self._in_step = False  # of the wrapped optimizer, which may run a closure
         self._set_to_none = True  # when gradients were reset last
-        self._ungated: list[int] = []  # parameters whose use nobody would see
-        self._late: set[int] = set()  # parameters that the forward pass did not ask for
+        self._unhooked_params: list[int] = []  # parameters whose use nobody would see
+        self._missed_pre_forward: set[int] = set()  # parameters, by index
         self._used_up: list[bool] = []  # as `ShardedUpdates.used`, while a plan is learned
         self.shared = self.against = ""
         self._passes = 0  # backward ones that have sent gradients since the last step
         self._told_of_threads = self._told_of_unsent = self._told_of_aliases = False
-        self._watch = Watch(optimizer, trained.names, trained.params)
-        self._fetch_param = [weakly(self._on_param_read, i) for i in self._everything]
-        self._fetch_gradient = [weakly(self._on_gradient_read, i) for i in self._everything]
+        self._watch = ScriptObserver(optimizer, trained.names, trained.params)
+        self._fetch_param = [weak_method(self._on_param_read, i) for i in self._everything]
+        self._fetch_gradient = [weak_method(self._on_gradient_read, i) for i in self._everything]
         named = dict(zip(trained.params, trained.names, strict=True))
-        self._gates = Gates(
+        self._gates = ForwardPreHooks(
             trained.params, self._on_use, self._on_root, device, partial(check_module, named=named)
         )
-        self.transport = Transport(
+        self.transport = PlanExecutor(
             context, settings, trained, device, planner, memory, steps_before
         )
-        cycle = PlanCycle(
+        cycle = PlanLifecycle(
             planner,
             self._gates,
             device,
@@ -129,7 +129,7 @@ class Stepper:
             may_ask=settings.overlap == "auto",
             on_learned=self._on_learned,
         )
-        check = StepCheck(
+        check = StepChecksum(
             planner.label,
             optimizer,
             trained,
@@ -137,28 +137,29 @@ class Stepper:
             device,
             context.env.check_steps,
             context.ranks,
-            self.transport.ask,
+            self.transport.set_enabled,
             changes.spoil,
         )
         self.reducer = Reducer(
             settings, trained, planner, self.transport, cycle, memory, check, self
         )
         self._deferred = DeferredUpdates(
-            optimizer, self._take_deferred, changes.tear, trained, self._groups, self.reducer,
+            optimizer, self._take_deferred, changes.mark_partial_step, trained, self._groups,
+            self.reducer,
             self._fetch_param,
         )  # fmt: skip
-        self._joined = JoinedOptions(
-            context, planner.label, optimizer, self.reducer, settings.sharded
+        self._joined = HyperparamSync(
+            context, planner.label, optimizer, self.reducer, settings.shard_optimizer
         )
         self._gates.install(settings.model)
 
     @property
     def pending(self) -> bool:
         """Some parameters have not got their update yet, or another thread gives it to them."""
-        return self._updates.count > 0 or self._changes.elsewhere
+        return self._updates.count > 0 or self._changes.updating_in_other_thread
 
     @property
-    def works(self) -> bool:
+    def is_healthy(self) -> bool:
         """Neither communication nor a backward pass has failed."""
         return not (self.transport.failed or self.reducer.in_backward)
 
@@ -193,10 +194,10 @@ class Stepper:
         mark_training_thread()
         self._passes = 0
         self._check_threads()
-        self._groups.look_up()  # before anything is given to the optimizer
+        self._groups.refresh()  # before anything is given to the optimizer
         if isinstance(self._updater, FusedUpdate):
             self._updater.check()
-        if self._settings.sharded:
+        if self._settings.shard_optimizer:
             check_step_own(self._optimizer)
         if closure is not None and self._settings.overlap == "forward":
             raise UsageError(
@@ -204,7 +205,7 @@ class Stepper:
                 'the gradients at once: leave out overlap="forward"'
             )
         if closure is None:
-            self.send_kept()
+            self.flush_accumulated()
         reducer = self.reducer
         if self.shards is not None:
             self._step_shards(self.shards)
@@ -218,8 +219,8 @@ class Stepper:
             or closure is not None
             or not reducer.untouched()
         ):
-            return self._step_at_once(closure)
-        self._put_off()
+            return self._step_synchronously(closure)
+        self._defer_step()
         return None
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -233,12 +234,13 @@ class Stepper:
             else:
                 with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and stay so
                     has = [param.grad is not None for param in self._trained.params]
-                used = [h or (u and self.shards.spent) for h, u in zip(has, used, strict=True)]
+                consumed = self.shards.grads_consumed
+                used = [h or (u and consumed) for h, u in zip(has, used, strict=True)]
             self._zero_spent(used)
-            self.shards.spent = not set_to_none  # zeros are gradients too
-        elif self.pending or self._deferred.unasked:
+            self.shards.grads_consumed = not set_to_none  # zeros are gradients too
+        elif self.pending or self._deferred.unvisited:
             with self._changes.lock:  # updates in other threads need their gradients
-                reset = self._deferred if self._deferred.unasked else self._optimizer
+                reset = self._deferred if self._deferred.unvisited else self._optimizer
                 reset.zero_grad(set_to_none)
         else:
             self.drain()
@@ -257,11 +259,11 @@ class Stepper:
                 "call step() right after backward(), and clip with max_grad_norm="
             )
 
-    def send_kept(self) -> None:
+    def flush_accumulated(self) -> None:
         """Sends what backward passes have accumulated on this rank."""
-        if self.reducer.unsent and not self.reducer.in_flight:
+        if self.reducer.has_accumulated and not self.reducer.in_flight:
             self.apply_all()
-            self.reducer.send_kept()
+            self.reducer.flush_accumulated()
 
     @outside_inference_mode
     def drain(self) -> None:
@@ -287,7 +289,7 @@ class Stepper:
     def end_sharding(self) -> None:
         """Gives the optimizer its whole state back, if it is in shards. Collective."""
         if self.shards is not None:
-            self.shards.uncut()
+            self.shards.unshard_state()
             self.shards = None
 
     def end(self, whole_state: bool) -> None:
@@ -298,7 +300,7 @@ class Stepper:
         """
         reducer = self.reducer
         try:
-            if self.works:
+            if self.is_healthy:
                 self.apply_all()
                 if reducer.in_flight and self.shards is None:
                     reducer.settle()
@@ -328,11 +330,11 @@ class Stepper:
             with self._changes.updating_after_fault():
                 self._deferred.apply(self._everything)
         else:
-            self._memory.tear()
+            self._memory.mark_partial_step()
         self._give_up()
 
     def examine(self, is_quiet: bool) -> tuple[bool, bool]:
-        """Whether a step was applied in part, and whether its rest can be; see `Changes.left`."""
+        """Whether a step was applied in part, and whether its rest can be applied."""
         count, reducer = self._updates.count, self.reducer
         # Of sharded parameters a shard each is a step ahead of the rest at once.
         whole = count in (0, 0 if self.shards else len(self._everything))
@@ -382,13 +384,13 @@ class Stepper:
         calls_first = closure is not None and is_known(self._optimizer)
         result = self._changes.step(call, closure, calls_first)
         self.reducer.applied = True  # also what the closure has brought
-        self._memory.ahead = False
+        self._memory.uncommitted = False
         return result
 
-    def _step_at_once(self, closure: Callable[[], float] | None) -> float | None:
+    def _step_synchronously(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer
         self.drain()
-        self._joined.follow()
+        self._joined.sync()
         self._watch.step(closure is not None, self._needs_whole_step(), not self._learned)
         start = reducer.device.now()
         if self._settings.max_grad_norm is not None:
@@ -404,9 +406,9 @@ class Stepper:
             self._learned = False
         elif not self._learned:
             self._finish_learning()
-        if self._settings.sharded:
-            self._use_up()
-        self._gates.ask(reducer.learning or self._defers)
+        if self._settings.shard_optimizer:
+            self._release_grads()
+        self._gates.set_enabled(reducer.learning or self._defers)
         self._watch.step_ends()
         return result
 
@@ -422,16 +424,16 @@ class Stepper:
         finally:
             self._in_step = False
 
-    def _put_off(self) -> None:
+    def _defer_step(self) -> None:
         with self._changes.lock:
             self._deferred.defer(self._updater.step)
-            self._changes.put_off()
+            self._changes.defer_all()
             self.reducer.in_flight = False
             self._watch.step_ends()
             aliased = self._deferred.aliased
         if aliased:
             self._tell_of_aliases(aliased)
-        self._apply([*self._ungated, *aliased])
+        self._apply([*self._unhooked_params, *aliased])
 
     def _tell_of_aliases(self, aliased: Sequence[int]) -> None:
         """Logs once that updates do not wait, as other tensors show the memory of parameters."""
@@ -477,7 +479,7 @@ class Stepper:
                 "shard_optimizer=True does not work with GradScaler or step hooks; leave it out"
             )
         if not self.reducer.in_flight:
-            if shards.spent:
+            if shards.grads_consumed:
                 raise UsageError(
                     "step() again without backward(): with shard_optimizer=True a step uses its "
                     "gradients up; call backward() before the next one"
@@ -491,12 +493,12 @@ class Stepper:
         if self.reducer.dropped():
             self._drop(shards)
             return
-        self._joined.follow()
+        self._joined.sync()
         with self._changes.applying():
             shards.step()
-            self._changes.put_off()
+            self._changes.defer_all()
         self._watch.step_ends()
-        self._apply(self._ungated)
+        self._apply(self._unhooked_params)
         reducer = self.reducer
         if reducer.plan_ends:
             self.apply_all()
@@ -513,12 +515,12 @@ class Stepper:
         with self._changes.updating():
             if not self.reducer.in_flight:  # another thread has done so
                 return
-            self._joined.follow()  # where ranks that have joined wait for this one
+            self._joined.sync()  # where ranks that have joined wait for this one
             try:
                 shards.drop()
             except MismatchError as error:
                 self.transport.check()  # after a fault a device may hold anything
-                self._changes.tear(error)
+                self._changes.mark_partial_step(error)
                 raise
 
     def _begin_sharding(self) -> ShardedUpdates:
@@ -536,7 +538,7 @@ class Stepper:
         )
         return self.shards
 
-    def _use_up(self) -> None:
+    def _release_grads(self) -> None:
         """A step that was taken as a whole resets gradients as one on shards does."""
         params = self._trained.params
         self._used_up = [param.grad is not None for param in params] if not self.shards else []
@@ -555,24 +557,24 @@ class Stepper:
         """All ranks are about to plan: they see that they train alike, and agree on the overlap."""
         label = self._planner.label
         check_unreduced(self._optimizer, self._trained.names, self._trained.params)
-        check_params(self._context, label, self._trained.names, self._trained.params)
-        self._ungated = sorted(self._gates.finish_learning())
+        warn_if_params_diverge(self._context, label, self._trained.names, self._trained.params)
+        self._unhooked_params = sorted(self._gates.finish_learning())
         if self._settings.overlap == "auto":
             self._deferred.look_at_memory()
             aliased = self._deferred.aliased
             reason = self._watch.reason(
-                self._gates, self._ungated, aliased, self.shared, self.against
+                self._gates, self._unhooked_params, aliased, self.shared, self.against
             )
-            self._planner.settle_overlap(agree(self._context, label, reason))
+            self._planner.settle_overlap(agree_on_overlap(self._context, label, reason))
 
     def _finish_learning(self) -> None:
-        if self._settings.sharded:
+        if self._settings.shard_optimizer:
             self._begin_sharding()
         elif self._planner.overlap == "forward":
             log.info(
                 "%s: updates wait for the next forward pass, except %d whose use was not seen",
                 self._planner.label,
-                len(self._ungated),
+                len(self._unhooked_params),
             )
         self._learned = True
 
@@ -590,14 +592,14 @@ class Stepper:
 
     def _on_param_read(self, i: int, param: torch.Tensor) -> None:
         self._on_use([i])
-        release(param)
+        unwrap(param)
 
     def _on_use(self, indices: Sequence[int]) -> None:
         self._note_use(indices[0])
         self._apply(indices)
 
     def _note_use(self, i: int) -> None:
-        if self._updates.unasked or not self._learned:
+        if self._updates.unvisited or not self._learned:
             self._watch.used(i)
 
     def _check_threads(self) -> None:
@@ -624,11 +626,11 @@ class Stepper:
             raise no_whole_gradients("clip with max_grad_norm=, and use them up in step()")
         if self.reducer.in_flight:
             self.drain()
-        elif i in self._deferred.unasked:
+        elif i in self._deferred.unvisited:
             self._apply([i])
         elif not self._learned and not self._in_step:
             self._watch.gradient_read(i)
-        release(grad)
+        unwrap(grad)
 
     # Backward passes; see `Listener`.
 
@@ -653,7 +655,7 @@ class Stepper:
         """Updates that nobody has asked for are applied now."""
         # Layers that the forward pass skipped have not asked for their updates. If one of them gets
         # a gradient all the same, it was read past its gate.
-        self._gates.rest()
+        self._gates.stop_recording()
         self._changes.check_whole()
         if self.shards is None:
             self._joined.check_step_taken()
@@ -662,14 +664,14 @@ class Stepper:
         self._watch.backward_begins(not self._learned)
         if self._passes and self._defers and self.shards is None:
             self._stay_with_backward("several backward passes before one step() have come up")
-        self._late = set(self._updates.unasked)
+        self._missed_pre_forward = set(self._updates.unvisited)
         self.on_gradient(i)
         self.apply_all()
         self._watch.up_to_date()
 
     def on_gradient(self, i: int) -> None:
         """Checks that the forward pass has used the parameter as it was to be."""
-        if i in self._late:
+        if i in self._missed_pre_forward:
             raise Error(
                 f"parameter '{self._trained.names[i]}' was used in the forward pass before its "
                 "update had been applied, in a way that the first steps did not show; use "
@@ -678,7 +680,7 @@ class Stepper:
 
     def on_backward_end(self) -> None:
         """Waits for the sums, or has readers wait for them."""
-        self._late = set()
+        self._missed_pre_forward = set()
         self._note_pass()
         defers = self._defers and not self._in_step and not self.against
         if self.reducer.shows_parts and self.shards is None:

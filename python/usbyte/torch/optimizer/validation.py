@@ -18,7 +18,7 @@ from usbyte.torch.optimizer.compat.other_reducers import check_unreduced
 from usbyte.torch.optimizer.compat.shared_memory import sharing_memory
 from usbyte.torch.optimizer.fused import FusedUpdate
 from usbyte.torch.optimizer.sharded import check_dense
-from usbyte.torch.plan.job import Settings, Trained
+from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.sparse import renormalized_parameters, sparse_parameters
 from usbyte.torch.runtime.device import device_of
 from usbyte.torch.runtime.tensor_checks import check_sendable
@@ -27,7 +27,7 @@ log = logging.getLogger("usbyte")
 
 
 @dataclass(frozen=True)
-class Served:
+class ValidatedOptimizer:
     """What serves them.
 
     Attributes:
@@ -41,13 +41,13 @@ class Served:
     sparse: set[str]
 
 
-def serve(
+def validate_optimizer(
     optimizer: torch.optim.Optimizer,
-    trained: Trained,
+    trained: ParamTable,
     settings: Settings,
     size: int,
     model: nn.Module | None,
-) -> Served:
+) -> ValidatedOptimizer:
     """Checks all that a rank can by itself, and changes nothing.
 
     Args:
@@ -63,31 +63,31 @@ def serve(
     names, params = trained.names, trained.params
     if not params:
         raise UsageError("the optimizer has no parameter with elements that requires a gradient")
-    updater = FusedUpdate(optimizer, names, params) if settings.fuses else optimizer
+    updater = FusedUpdate(optimizer, names, params) if settings.fused_update else optimizer
     for name, param in zip(names, params, strict=True):
         check_sendable(f"parameter '{name}'", param)
         dtype_name(name, param)
     check_unreduced(optimizer, names, params)
-    if settings.sharded:
+    if settings.shard_optimizer:
         check_dense(names, params)
     elif settings.overlap == "forward":
         check_narrowable(optimizer)
-    if settings.sharded or settings.fuses:
+    if settings.shard_optimizer or settings.fused_update:
         _check_separate(settings, names, params)
     codecs = choices_of(settings.compression, names, params)
     if codecs.optional:
         _check_chooses(settings)
     check_momentum(codecs.specs, optimizer.param_groups)
     if size == 1:  # nothing is sent
-        return Served(updater, codecs, set())
-    if settings.sharded:
+        return ValidatedOptimizer(updater, codecs, set())
+    if settings.shard_optimizer:
         check_relays(codecs.specs)
     device_of(names, params)
-    return Served(updater, codecs, _sparse(trained, settings, model))
+    return ValidatedOptimizer(updater, codecs, _sparse(trained, settings, model))
 
 
 def warn_of_renormalized(
-    label: str, trained: Trained, model: nn.Module | None
+    label: str, trained: ParamTable, model: nn.Module | None
 ) -> set[nn.Parameter]:
     """Logs which parameters the forward pass changes, on each rank in another way; returns them."""
     changed = renormalized_parameters(model)
@@ -103,12 +103,12 @@ def warn_of_renormalized(
     return changed
 
 
-def _sparse(trained: Trained, settings: Settings, model: nn.Module | None) -> set[str]:
-    known = set() if settings.densifies else sparse_parameters(model)
+def _sparse(trained: ParamTable, settings: Settings, model: nn.Module | None) -> set[str]:
+    known = set() if settings.sparse_as_dense else sparse_parameters(model)
     named = zip(trained.names, trained.params, strict=True)
     sparse = {name for name, param in named if param in known}
-    if sparse and (settings.sharded or settings.fuses):
-        what = "shard_optimizer=True" if settings.sharded else "fused_update=True"
+    if sparse and (settings.shard_optimizer or settings.fused_update):
+        what = "shard_optimizer=True" if settings.shard_optimizer else "fused_update=True"
         raise UsageError(
             f"the gradient of '{min(sparse)}' is sparse, which does not go with {what}: pass "
             "sparse_as_dense=True"
@@ -121,7 +121,7 @@ def _check_separate(
 ) -> None:
     """Raises UsageError if parameters share memory, which is then to be updated one by one."""
     for group in sharing_memory(params):
-        what = "shard_optimizer=True" if settings.sharded else "fused_update=True"
+        what = "shard_optimizer=True" if settings.shard_optimizer else "fused_update=True"
         first, second = (names[i] for i in group[:2])
         raise UsageError(
             f"parameters '{first}' and '{second}' share memory, so that each gets the update of "

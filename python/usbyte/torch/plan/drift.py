@@ -13,7 +13,7 @@ _THRESHOLD = 0.25  # relative; smaller changes are noise, or not worth a new pla
 _QUIET_STEPS = 100  # after the second plan, doubled with each
 
 
-class Drift:
+class StepTimeMonitor:
     """Watches the times between steps.
 
     A change must last for three windows, and until steps have differed by as much as measuring and
@@ -29,7 +29,7 @@ class Drift:
 
     def __init__(self) -> None:
         self.cost_s = 0.0
-        self._answers = -2  # plans after the first; one comes into force here and now
+        self._replans = -2  # plans after the first; one comes into force here and now
         self.reset()
 
     def reset(self, baseline_s: float | None = None) -> None:
@@ -45,9 +45,9 @@ class Drift:
         self._steps = 0
         self._recent: list[float] = []
         self._suspicious = 0  # windows in a row
-        self._differing_s = 0.0  # all their steps together, from what they should have taken
-        self._answers += 1
-        self._quiet = _QUIET_STEPS * 2 ** (self._answers - 1) if self._answers > 0 else 0
+        self._accumulated_change_s = 0.0  # of all their steps, from what they should have taken
+        self._replans += 1
+        self._quiet = _QUIET_STEPS * 2 ** (self._replans - 1) if self._replans > 0 else 0
 
     def step(self, now: Mark) -> None:
         """A step has ended; looks at those that have, without waiting for the others."""
@@ -71,8 +71,8 @@ class Drift:
         difference = abs(typical - self.baseline_s)
         if difference > _THRESHOLD * self.baseline_s:
             self._suspicious += 1
-            self._differing_s += _WINDOW * difference
+            self._accumulated_change_s += _WINDOW * difference
         else:
-            self._suspicious, self._differing_s = 0, 0.0
-        lasting = self._suspicious >= _LASTING and self._differing_s >= self.cost_s
+            self._suspicious, self._accumulated_change_s = 0, 0.0
+        lasting = self._suspicious >= _LASTING and self._accumulated_change_s >= self.cost_s
         self.wanted = lasting and self._steps >= self._quiet

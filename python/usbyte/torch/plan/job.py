@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.comm.hierarchical import Given
+from usbyte.torch.comm.hierarchical import TopologyLike
 from usbyte.torch.compression.codecs import Rules
 from usbyte.torch.reduce_op import Average, ReduceOp
 
@@ -27,9 +27,9 @@ class Settings:
     """Arguments of a `DistributedOptimizer`, whose docstring tells of each, with their defaults.
 
     Attributes:
-        sharded: Its `shard_optimizer`; overlap is "forward" then.
-        fuses: Its `fused_update`.
-        densifies: Its `sparse_as_dense`.
+        shard_optimizer: Its `shard_optimizer`; overlap is "forward" then.
+        fused_update: Its `fused_update`.
+        sparse_as_dense: Its `sparse_as_dense`.
         options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
         passes_per_step: Its `backward_passes_per_step`.
     """
@@ -39,11 +39,11 @@ class Settings:
     op: ReduceOp
     model: nn.Module | None
     compression: Rules | Sequence[Rules]
-    sharded: bool
-    fuses: bool
+    shard_optimizer: bool
+    fused_update: bool
     max_grad_norm: float | None
-    densifies: bool
-    topology: Given | None
+    sparse_as_dense: bool
+    topology: TopologyLike | None
     options: Mapping[str, int]
     tune_steps: int | None
     passes_per_step: int
@@ -54,7 +54,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Trained:
+class ParamTable:
     """Parameters of an optimizer that get gradients, in the order of its groups.
 
     Attributes:
@@ -72,7 +72,7 @@ class Trained:
     @classmethod
     def of(
         cls, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str] | None
-    ) -> Trained:
+    ) -> ParamTable:
         """What `optimizer` trains.
 
         Args:
@@ -99,11 +99,11 @@ class Trained:
             [p for p, _ in rows if not p.requires_grad],
         )
 
-    def in_order(self, names: Sequence[str]) -> Trained:
+    def in_order(self, names: Sequence[str]) -> ParamTable:
         """The same parameters in the order of these names."""
         place = {name: i for i, name in enumerate(self.names)}
         order = [place[name] for name in names]
-        return Trained(
+        return ParamTable(
             names,
             [self.params[i] for i in order],
             [self.groups[i] for i in order],

@@ -7,19 +7,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from usbyte import _core
-from usbyte.torch.optimizer.overlap.forward_hooks import Gates
+from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
 from usbyte.torch.plan.decision import Decision
-from usbyte.torch.plan.drift import Drift
-from usbyte.torch.plan.measurement import Iteration, Learning, Times
+from usbyte.torch.plan.drift import StepTimeMonitor
+from usbyte.torch.plan.measurement import Iteration, JobTimes, StepProfiler
 from usbyte.torch.plan.planner import Planner
-from usbyte.torch.plan.sparse import Counts, DensityDrift, RowCounts
-from usbyte.torch.plan.stopwatch import Stopwatch
+from usbyte.torch.plan.sparse import Counts, DensityMonitor, RowCounts
+from usbyte.torch.plan.stopwatch import StepTimer
 from usbyte.torch.runtime.device import Device, Mark
 
 log = logging.getLogger("usbyte")
 
 
-class PlanCycle:
+class PlanLifecycle:
     """Says after which step another plan comes into force, and which.
 
     The first `learning_steps` steps are learned from; then all ranks agree on a plan. If it is on
@@ -41,24 +41,24 @@ class PlanCycle:
     def __init__(
         self,
         planner: Planner,
-        gates: Gates,
+        pre_forward_hooks: ForwardPreHooks,
         device: Device,
         learning_steps: int,
         adapt: bool,
         may_ask: bool,
         on_learned: Callable[[], None],
     ) -> None:
-        self._planner, self._gates, self._device = planner, gates, device
+        self._planner, self._gates, self._device = planner, pre_forward_hooks, device
         self._learning_steps, self._on_learned = learning_steps, on_learned
         self._votes_count = adapt or may_ask
-        self._drift = Drift() if adapt else None
-        self._density_drift = DensityDrift(planner.is_outdated)
-        self._learning: Learning | None = Learning()
+        self._drift = StepTimeMonitor() if adapt else None
+        self._density_drift = DensityMonitor(planner.is_outdated)
+        self._learning: StepProfiler | None = StepProfiler()
         self._counts = RowCounts()
         self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
         self._settled: Mark = 0.0  # when that was over
         self._fresh = False  # a backward pass has ended since the last step
-        self._stopwatch: Stopwatch | None = None  # while a plan is on trial
+        self._stopwatch: StepTimer | None = None  # while a plan is on trial
         self._first_s: float | None = None  # a step of the first plan on trial
         self._first_kind: tuple[str, frozenset[str]] | None = None  # of that plan
         self._asked = False  # for a new plan, by this rank
@@ -95,7 +95,7 @@ class PlanCycle:
         """This rank votes for a new plan from now on, until there is one; needs `may_ask`."""
         self._asked = True
 
-    def hear(self, wanted: bool, joined: bool) -> None:
+    def record_votes(self, wanted: bool, joined: bool) -> None:
         """What ranks have voted for in a step, on all ranks alike.
 
         Args:
@@ -105,7 +105,7 @@ class PlanCycle:
         if self._learning is None:
             self._agreed = self._agreed or (wanted and self._votes_count)
         elif joined:
-            self._learning = Learning()
+            self._learning = StepProfiler()
 
     def end_backward(self) -> bool:
         """A backward pass that sends ends, which counts; returns whether to vote for a new plan."""
@@ -120,16 +120,16 @@ class PlanCycle:
             wanted = self._density_drift.wants_plan(self._counts) or self._drift.wanted or wanted
         return wanted
 
-    def counts(self, steps: int) -> bool:
+    def affects_plan(self, steps: int) -> bool:
         """The step that is completed is learned from, or ends a plan; see `plan_ends`."""
         return (self._learning is not None and self._fresh) or self.plan_ends(steps)
 
-    def is_due(self, steps: int) -> bool:
+    def plan_boundary_next(self, steps: int) -> bool:
         """To complete the step is to plan, with all ranks, or to go over to another plan."""
         learned = self._learning is not None and len(self._learning) + 1 >= self._learning_steps
         return (learned and self._fresh) or self.plan_ends(steps)
 
-    def leave_out(self, used: Sequence[bool]) -> None:
+    def skip_step(self, used: Sequence[bool]) -> None:
         """A step is completed that not all ranks count: nothing is learned from it, no plan ends.
 
         Args:
@@ -146,7 +146,7 @@ class PlanCycle:
         began: Mark,
         used: Sequence[bool],
         ready_s: Callable[[], Sequence[float]],
-        decide: Callable[[Times, Mapping[str, Counts]], Decision],
+        decide: Callable[[JobTimes, Mapping[str, Counts]], Decision],
     ) -> _core.Plan | None:
         """The plan to go over to now, which all ranks have alike; None if the old one stays.
 
@@ -175,7 +175,7 @@ class PlanCycle:
         began: Mark,
         used: Sequence[bool],
         ready_s: Callable[[], Sequence[float]],
-        decide: Callable[[Times, Mapping[str, Counts]], Decision],
+        decide: Callable[[JobTimes, Mapping[str, Counts]], Decision],
     ) -> _core.Plan | None:
         if self._agreed:
             self._agreed = self._asked = self._fresh = False
@@ -183,7 +183,7 @@ class PlanCycle:
                 "learning anew, as steps take another time, gradients have other rows, or other "
                 "threads use parameters"
             )
-            self._learning = Learning()
+            self._learning = StepProfiler()
             self._counts.take()
             self._gates.begin_learning()
             return self._planner.learning_plan()
@@ -214,7 +214,7 @@ class PlanCycle:
 
     def _follow(self, decision: Decision, before: _core.Plan) -> _core.Plan | None:
         plan = decision.plan
-        self._stopwatch = Stopwatch(decision.trial_steps) if decision.trial_steps else None
+        self._stopwatch = StepTimer(decision.trial_steps) if decision.trial_steps else None
         self._asked = self._asked and decision.overlap == "forward"  # else it has been answered
         if self._drift is not None and self._stopwatch is None:
             # Those of a kind take about as long, unless the network has changed since.

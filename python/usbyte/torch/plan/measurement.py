@@ -12,7 +12,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.planning.profiles import line
-from usbyte.torch.layout import USED, dtype_name, rows_of, used_numel
+from usbyte.torch.layout import CONTROL_TENSOR, dtype_name, rows_of, used_numel
 from usbyte.torch.plan.sparse import sparse_spec
 from usbyte.torch.runtime.device import Mark
 
@@ -26,26 +26,26 @@ class Iteration:
     Attributes:
         need_s: By parameter, when the forward pass first used it; NEVER where it was not seen to.
         ready_s: By parameter, when its gradient was ready.
-        waited_s: Seconds spent waiting for the network after backward.
-        updated_s: Seconds that the optimizer's step took.
+        comm_wait_s: Seconds spent waiting for the network after backward.
+        update_s: Seconds that the optimizer's step took.
     """
 
     need_s: Sequence[float]
     ready_s: Sequence[float]
-    waited_s: float
-    updated_s: float
+    comm_wait_s: float
+    update_s: float
 
     @classmethod
     def of(
         cls,
         needed: Sequence[Mark | None],
         ready: Sequence[float],
-        waited_s: float,
-        updated_s: float,
+        comm_wait_s: float,
+        update_s: float,
     ) -> Iteration:
         """Waits until all of it has happened."""
         need = [NEVER if mark is None else float(mark) for mark in needed]
-        return cls(need, ready, waited_s, updated_s)
+        return cls(need, ready, comm_wait_s, update_s)
 
     @property
     def start_s(self) -> float:
@@ -54,7 +54,7 @@ class Iteration:
 
 
 @dataclass
-class Times:
+class JobTimes:
     """A job's times, as `usbyte._core.Profile` names them; by parameter, seconds."""
 
     need_s: list[float]
@@ -65,7 +65,7 @@ class Times:
     update_s: float
 
 
-class Learning:
+class StepProfiler:
     """Collects iterations until there are enough.
 
     Args:
@@ -83,20 +83,20 @@ class Learning:
     def __len__(self) -> int:
         return len(self._iterations)
 
-    def times(self) -> Times:
+    def times(self) -> JobTimes:
         """Medians and spreads over all iterations but those of warm-up."""
         kept = self._iterations[self._warm_up :] or self._iterations
         # What the forward pass was not seen to use has no gate: it is needed at once.
         need = np.array([[_since(t, i.start_s) for t in i.need_s] for i in kept])
         ready = np.array([[_since(t, i.start_s) for t in i.ready_s] for i in kept])
-        update = float(np.median([i.updated_s for i in kept]))
-        ends = ready.max(axis=1) + [i.updated_s for i in kept]
+        update = float(np.median([i.update_s for i in kept]))
+        ends = ready.max(axis=1) + [i.update_s for i in kept]
         # From one forward pass to the next, less what the network took.
-        periods = [after.start_s - i.start_s - i.waited_s for i, after in pairwise(kept)]
+        periods = [after.start_s - i.start_s - i.comm_wait_s for i, after in pairwise(kept)]
         step = float(np.median(periods or ends))
         middle = np.median(ready, axis=0)
         step = max(step, float(middle.max()) + update)
-        return Times(
+        return JobTimes(
             # What is used again after backward, for the first time, counts as needed last.
             np.minimum(np.median(need, axis=0), step).tolist(),
             middle.tolist(),
@@ -107,7 +107,7 @@ class Learning:
         )
 
 
-def combine(times: Times, allreduce_max: object) -> Times:
+def combine(times: JobTimes, allreduce_max: object) -> JobTimes:
     """The slowest rank's times, which all ranks then have.
 
     Args:
@@ -122,13 +122,13 @@ def combine(times: Times, allreduce_max: object) -> Times:
     values: list[float] = allreduce_max(numbers).tolist()
     need, ready, need_spread, ready_spread = (values[k * n : (k + 1) * n] for k in range(4))
     step, update = values[4 * n :]
-    return Times(need, ready, need_spread, ready_spread, max(step, max(ready) + update), update)
+    return JobTimes(need, ready, need_spread, ready_spread, max(step, max(ready) + update), update)
 
 
 def job_profile(
     names: Sequence[str],
     params: Sequence[nn.Parameter],
-    times: Times,
+    times: JobTimes,
     *,
     flags: bool,
     sparse: Container[str] = (),
@@ -157,7 +157,7 @@ def job_profile(
     rows = [(names[i], params[i].numel(), dtypes[i]) for i in order]
     first = rows[0][2] if rows else "float32"
     matrices = {name: rows_of(param) for name, param in zip(names, params, strict=True)}
-    tensors = line([(USED, used_numel(len(names)), first)] * flags + rows, matrices)
+    tensors = line([(CONTROL_TENSOR, used_numel(len(names)), first)] * flags + rows, matrices)
     end = tensors[-1].end if tensors else 0
     apart = sorted(set(range(len(names))).difference(there), key=lambda i: times.ready_s[i])
     tensors += [sparse_spec(names[i], params[i], end) for i in apart]

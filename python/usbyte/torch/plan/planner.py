@@ -16,18 +16,24 @@ from usbyte.errors import UsageError
 from usbyte.planning import tuning
 from usbyte.planning.cost_fit import Measured, fit
 from usbyte.planning.profiles import dense
-from usbyte.torch.comm.hierarchical import told
+from usbyte.torch.comm.hierarchical import canonical_topology
 from usbyte.torch.compression.codecs import Choices
 from usbyte.torch.layout import dtype_name
 from usbyte.torch.plan.codec_selection import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along
 from usbyte.torch.plan.decision import Decision
-from usbyte.torch.plan.job import Settings, Trained
-from usbyte.torch.plan.measurement import Times, combine, job_profile
-from usbyte.torch.plan.sparse import Counts, Way, choose_way, to_be_won_s, with_sparse
+from usbyte.torch.plan.job import ParamTable, Settings
+from usbyte.torch.plan.measurement import JobTimes, combine, job_profile
+from usbyte.torch.plan.sparse import (
+    Counts,
+    SparseRoute,
+    choose_scheme,
+    potential_gain_s,
+    with_sparse,
+)
 from usbyte.torch.reduce_op import Average, Max, ReduceOp
 from usbyte.torch.runtime.device import Device
-from usbyte.torch.world.consistency import check_alike
-from usbyte.torch.world.world import Context
+from usbyte.torch.world.consistency import verify_same_on_all_ranks
+from usbyte.torch.world.world import World
 
 log = logging.getLogger("usbyte")
 
@@ -57,10 +63,10 @@ class Planner:
 
     def __init__(
         self,
-        context: Context,
+        context: World,
         label: str,
         settings: Settings,
-        trained: Trained,
+        trained: ParamTable,
         device: Device,
         codecs: Choices,
         sparse: Collection[str],
@@ -70,11 +76,11 @@ class Planner:
         names, params, overlap = trained.names, trained.params, settings.overlap
         self._names, self._params, self.sparse = names, params, sparse
         self._groups = trained.groups
-        self._ways: Mapping[str, Way] = {}  # of sparse gradients, once they are chosen
+        self._ways: Mapping[str, SparseRoute] = {}  # of sparse gradients, once they are chosen
         self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
         self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
-        self._options, self._sharded = dict(settings.options), settings.sharded
+        self._options, self._sharded = dict(settings.options), settings.shard_optimizer
         self._chooses_overlap = overlap == "auto"
         self._policy, self._tune_steps = settings.policy, settings.tune_steps
         lists = [dict(zip(names, specs, strict=True)) for specs in codecs.lists]
@@ -103,9 +109,9 @@ class Planner:
             "policy": self._policy if isinstance(self._policy, str) else "a function",
             "max_grad_norm": settings.max_grad_norm,
             "backward_passes_per_step": settings.passes_per_step,
-            "topology": told(settings.topology, context.size),
+            "topology": canonical_topology(settings.topology, context.size),
         }
-        check_alike(context, label, alike, self._specs())
+        verify_same_on_all_ranks(context, label, alike, self._specs())
 
     @property
     def overlap(self) -> str:
@@ -128,7 +134,7 @@ class Planner:
         n = len(self._names)
         need = [float(i) for i in range(n)]
         ready = [float(2 * n - i) for i in range(n)]
-        times = Times(need, ready, [], [], 0.0, 0.0)
+        times = JobTimes(need, ready, [], [], 0.0, 0.0)
         self._ready = dict(zip(self._names, ready, strict=True))
         network = _core.NetworkModel(self._context.size, [_core.AlphaBeta()])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
@@ -147,7 +153,7 @@ class Planner:
 
     def decide(
         self,
-        times: Times,
+        times: JobTimes,
         measured: Sequence[Measured],
         topology: _core.Topology | None,
         rows: Mapping[str, Counts],
@@ -208,7 +214,7 @@ class Planner:
             return False
         named = dict(zip(self._names, self._params, strict=True))
         won_s = sum(
-            to_be_won_s(
+            potential_gain_s(
                 name,
                 named[name],
                 self._ways[name],
@@ -243,11 +249,11 @@ class Planner:
         self.decision = replace(decision, plan=self._in_force(decision.plan))
         return self.decision
 
-    def _decide(self, times: Times, network: _core.NetworkModel) -> Decision:
+    def _decide(self, times: JobTimes, network: _core.NetworkModel) -> Decision:
         whole = self._profile(times)
         profile = dense(whole)
         named = dict(zip(self._names, self._params, strict=True))
-        self._ways = {n: choose_way(n, named[n], c, network) for n, c in self._rows.items()}
+        self._ways = {n: choose_scheme(n, named[n], c, network) for n, c in self._rows.items()}
         trial_steps, overlap = 0, self.overlap
         if callable(self._policy):
             plan = self._coded(self._checked_tensors(self._policy(profile, network), profile))
@@ -442,7 +448,7 @@ class Planner:
             format_cost(one.alpha_s, one.beta_s_per_byte, one.overlap_s),
         )  # fmt: skip
 
-    def _profile(self, times: Times) -> _core.Profile:
+    def _profile(self, times: JobTimes) -> _core.Profile:
         return job_profile(self._names, self._params, times, flags=True, sparse=self.sparse)
 
     def _specs(self) -> list[list[object]]:

@@ -8,7 +8,7 @@ from statistics import median
 from usbyte.torch.runtime.device import Mark
 
 
-class Stopwatch:
+class StepTimer:
     """Times steps from the end of one backward pass to the next.
 
     The first such time does not count if there are others: it pays for fresh memory. The step

@@ -18,7 +18,7 @@ from usbyte._util import files
 from usbyte.cluster_env import detect
 from usbyte.errors import UsageError
 from usbyte.planning.profiles import dumps, without_flags
-from usbyte.torch.optimizer.param_owner import owner_of
+from usbyte.torch.optimizer.param_owner import get_owner
 from usbyte.torch.profiler.recorder import Recorder, hook_on_all_steps, names_of, parameters_of
 from usbyte.torch.world.world import current, is_initialized
 
@@ -219,7 +219,7 @@ def distributed_owner(params: Sequence[nn.Parameter]) -> DistributedOptimizer | 
     """
     found: list[DistributedOptimizer] = []
     for param in params:
-        owner = owner_of(param)
+        owner = get_owner(param)
         if owner is not None and owner.plan is not None and all(owner is not o for o in found):
             found.append(owner)
     if len(found) > 1:

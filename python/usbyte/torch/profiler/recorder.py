@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.layout import dtype_name
-from usbyte.torch.optimizer.overlap.forward_hooks import Gates
-from usbyte.torch.plan.measurement import NEVER, Iteration, Learning, combine, job_profile
+from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
+from usbyte.torch.plan.measurement import NEVER, Iteration, StepProfiler, combine, job_profile
 from usbyte.torch.reduce_op import Max
 from usbyte.torch.runtime.device import Mark, device_of
 from usbyte.torch.world.world import current, is_initialized
@@ -63,8 +63,8 @@ class Recorder:
             dtype_name(name, param)
         self._device = device_of(names, params)
         self._wanted = skip + steps
-        self._learning = Learning(skip)
-        self._gates = Gates(params, lambda _: None, lambda _: None, self._device)
+        self._learning = StepProfiler(skip)
+        self._gates = ForwardPreHooks(params, lambda _: None, lambda _: None, self._device)
         self._gates.install(model)
         self._begin_iteration()
         self._step_began: Mark = 0.0
@@ -87,16 +87,16 @@ class Recorder:
         return len(self._waiting)
 
     @property
-    def roots(self) -> list[nn.Module]:
+    def root_modules(self) -> list[nn.Module]:
         """The outermost modules in which parameters were found."""
-        return self._gates.roots
+        return self._gates.root_modules
 
     def before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """A pre-hook of optimizers."""
         if self._depth == 0:
             if self._captures("step()"):
                 return
-            self._gates.rest()
+            self._gates.stop_recording()
             self._step_began = self._device.now()
         self._depth += 1
 

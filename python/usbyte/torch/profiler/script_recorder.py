@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 
 
-class Enough(BaseException):
+class StopRecording(BaseException):
     """Ends the script; no `except Exception` of it may come in between."""
 
 
-class Watch:
+class ScriptRecorder:
     """Waits for the first optimizer step, then records what its optimizer trains.
 
     Args:
@@ -33,7 +33,7 @@ class Watch:
         steps: Steps to record after them.
         name: Of the job; None: the model's class.
         finish: Called once with the profile, inside the script where that has not ended.
-        stop: Then raise `Enough` in the script.
+        stop: Then raise `StopRecording` in the script.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Watch:
         self._over = False
         self.finished = False
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ScriptRecorder:
         self._handles = hook_on_all_steps(self._before_step, self._after_step)
         return self
 
@@ -107,8 +107,8 @@ class Watch:
         recorder.after_step(optimizer, args, kwargs)
         if recorder.done:
             recorder.close()
-            model = type(recorder.roots[0]).__name__ if recorder.roots else "job"
-            names = names_of(self._params, recorder.roots)
+            model = type(recorder.root_modules[0]).__name__ if recorder.root_modules else "job"
+            names = names_of(self._params, recorder.root_modules)
             self._end(recorder.profile(names, self._name or model))
 
     def _begin(self, optimizer: Optimizer) -> None:
@@ -133,7 +133,7 @@ class Watch:
         if self._recorder is not None:
             self._recorder.close()
         if self._stop:
-            raise Enough
+            raise StopRecording
 
     def _take_decision(self, model: str) -> None:
         owner = self._distributed
@@ -144,7 +144,7 @@ class Watch:
         self.finished = self._over = True
         self._finish(result)
         if self._stop:
-            raise Enough
+            raise StopRecording
 
     def _close(self) -> None:
         for handle in [*self._handles, self._forward]:

@@ -13,7 +13,7 @@ from usbyte import _core
 from usbyte.cluster_env import Cluster
 from usbyte.errors import UsageError
 from usbyte.torch.runtime.credential import Credential
-from usbyte.torch.runtime.format import brief
+from usbyte.torch.runtime.format import brief_error
 from usbyte.torch.runtime.placement import place_here
 from usbyte.torch.runtime.rendezvous import Met, Rendezvous
 from usbyte.torch.runtime.rendezvous_store import open_store
@@ -24,7 +24,7 @@ _own: dist.ProcessGroup | None = None  # the default group, if made here
 _runs = 0
 
 
-def meet(cluster: Cluster, env: _core.Env, timeout: timedelta) -> Met:
+def init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> Met:
     """Makes the default group unless there is one. Collective.
 
     Args:
@@ -61,13 +61,13 @@ def meet(cluster: Cluster, env: _core.Env, timeout: timedelta) -> Met:
     return Met(private_store(met.store, "run"), met.places)
 
 
-def end() -> None:
+def destroy_default_group() -> None:
     """Destroys the default group if it was made here."""
     if dist.is_initialized() and _is_own():
         dist.destroy_process_group()
 
 
-def orphan() -> Any:
+def detach_after_fork() -> Any:
     """In a process that was forked: gives what has threads, which are not here."""
     global _own
     group, _own = _own, None
@@ -88,7 +88,7 @@ def _check_network(rank: int, size: int) -> None:
         dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     except RuntimeError as error:
         raise UsageError(
-            f"rank {rank} of {size} can make no connections: {brief(error)}. Set "
+            f"rank {rank} of {size} can make no connections: {brief_error(error)}. Set "
             "GLOO_SOCKET_IFNAME to the interface of its host that connects it to the others"
         ) from error
 

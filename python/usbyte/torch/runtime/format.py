@@ -15,7 +15,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
 
 
-def brief(error: Exception) -> str:
+def brief_error(error: Exception) -> str:
     """What the backend says went wrong, without the place in its source and its general advice."""
     text = re.sub(r"^\[[^]]*\] ", "", str(error))
     return text.split(" This is typically", 1)[0].removesuffix(".")

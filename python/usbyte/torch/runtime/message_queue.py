@@ -15,7 +15,7 @@ from usbyte.torch.runtime.store import clone_store
 _FOREVER = timedelta(days=20)
 
 
-class Mailbox:
+class StoreMessageQueue:
     """Of one rank: it reads its own and writes to others'.
 
     The messages of a box have the keys mail/RANK/1, mail/RANK/2, ...; who writes takes the first

@@ -62,7 +62,7 @@ def connect_all(
     return made
 
 
-def end(group: dist.ProcessGroup) -> None:
+def destroy_group(group: dist.ProcessGroup) -> None:
     """Ends a group that nobody uses any more; one that is by itself ends with its last user."""
     if dist.is_initialized() and not isinstance(group, dist.ProcessGroupGloo):
         dist.destroy_process_group(group)

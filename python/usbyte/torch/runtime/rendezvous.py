@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from usbyte.errors import Error, UsageError
 from usbyte.torch.runtime.credential import Credential
-from usbyte.torch.runtime.format import brief, name_ranks
+from usbyte.torch.runtime.format import brief_error, name_ranks
 from usbyte.torch.runtime.placement import Place
 from usbyte.torch.runtime.store import address_of, without_prefixes
-from usbyte.torch.runtime.worker_thread import Calls
+from usbyte.torch.runtime.worker_thread import SerialExecutor
 
 log = logging.getLogger("usbyte")
 
@@ -172,12 +172,14 @@ class Rendezvous:
         Raises:
             UsageError: A rank did not come in time, came twice, or ended meanwhile.
         """
-        calls = Calls("usbyte-rendezvous")  # of the host of the store nobody knows yet if it lives
+        calls = SerialExecutor(
+            "usbyte-rendezvous"
+        )  # of the host of the store nobody knows yet if it lives
         self._deadline = time.monotonic() + limit_s
         self._notice = time.monotonic() + _NOTICE_S
         self._limit_s = limit_s
         try:
-            calls.make(self._join, limit_s)
+            calls.run(self._join, limit_s)
             outcome = self._wait(calls)
         except RuntimeError as error:
             if isinstance(error, Error):
@@ -185,8 +187,8 @@ class Rendezvous:
                 raise
             raise UsageError(
                 f"rank {self._rank} of {self._size} has not met the others at {self._where}: the "
-                f"store there does not answer ({brief(error)}). See that rank 0 and the launcher "
-                "are alive, and what they have said"
+                f"store there does not answer ({brief_error(error)}). See that rank 0 and the "
+                "launcher are alive, and what they have said"
             ) from error
         except BaseException as error:
             self._tell(calls, f"{type(error).__name__}: {error}")
@@ -195,20 +197,20 @@ class Rendezvous:
             calls.close()
         return self._read(outcome)
 
-    def _wait(self, calls: Calls) -> list[Any]:
+    def _wait(self, calls: SerialExecutor) -> list[Any]:
         """The outcome."""
         pause, longest = _FIRST_PAUSE_S, max(0.02, self._size * 1e-4)
         while True:
-            outcome = calls.make(self._step, self._left())
+            outcome = calls.run(self._step, self._left())
             if outcome is None and time.monotonic() > self._deadline:
-                outcome = calls.make(self._give_up, self._left())
+                outcome = calls.run(self._give_up, self._left())
             if outcome is not None:
                 if outcome[0] == "failed":
                     self._part(calls)
                 return outcome
             if time.monotonic() > self._notice:
                 self._notice += _NOTICE_S
-                calls.make(self._tell_who_is_missing, self._left())
+                calls.run(self._tell_who_is_missing, self._left())
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
@@ -351,27 +353,27 @@ class Rendezvous:
                 raise UsageError(f"rank {self._rank} of {self._size}: {reason}")
         raise UsageError(f"the store at {self._where} holds what no rank of this job has written")
 
-    def _tell(self, calls: Calls, reason: str) -> None:
+    def _tell(self, calls: SerialExecutor, reason: str) -> None:
         """Lets no other rank wait for this one, which ends."""
         if self._start is not None:
             text = (
                 f"rank {self._rank} ({self._mine.who()}) ended before all ranks had met: {reason}"
             )
             with suppress(RuntimeError):
-                calls.make(lambda: self._decide(["failed", text]), 1.0)
+                calls.run(lambda: self._decide(["failed", text]), 1.0)
             self._part(calls)
 
-    def _part(self, calls: Calls) -> None:
+    def _part(self, calls: SerialExecutor) -> None:
         """Lets rank 0, which may serve the store, end after those that read there why it ends."""
         start = self._start
         if start is None:
             return
         with suppress(RuntimeError):
-            calls.make(lambda: start.set(f"parted/{self._rank}", ""), 1.0)
+            calls.run(lambda: start.set(f"parted/{self._rank}", ""), 1.0)
             keys = [f"parted/{rank}" for rank in self._proven]  # rank 0 waits, and nobody else
             deadline = time.monotonic() + _PART_S
             while keys and time.monotonic() < deadline:
-                if calls.make(lambda: start.check(keys), 1.0):
+                if calls.run(lambda: start.check(keys), 1.0):
                     break
                 time.sleep(0.02)
 

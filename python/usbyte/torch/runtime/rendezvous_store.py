@@ -12,7 +12,7 @@ import torch.distributed as dist
 from usbyte.cluster_env import JOB_KEY, Cluster
 from usbyte.errors import UsageError
 from usbyte.torch.runtime.credential import Credential
-from usbyte.torch.runtime.format import brief
+from usbyte.torch.runtime.format import brief_error
 
 log = logging.getLogger("usbyte")
 
@@ -59,9 +59,9 @@ def _serve(cluster: Cluster, credential: Credential, limit_s: float) -> dist.TCP
         where = _address(cluster)
         if not _listens(cluster):
             raise UsageError(
-                f"rank 0 of {cluster.size} cannot serve a store at {where}: {brief(error)}. See "
-                "that MASTER_ADDR is the address of this host, and that its other ranks can reach "
-                "it"
+                f"rank 0 of {cluster.size} cannot serve a store at {where}: {brief_error(error)}. "
+                "See that MASTER_ADDR is the address of this host, and that its other ranks can "
+                "reach it"
             ) from error
         # The port may belong to the store of another job, which is the cause then.
         credential.check_mark(_connect(cluster, _CONNECT_S), where)
@@ -85,8 +85,8 @@ def _connect(cluster: Cluster, limit_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         raise UsageError(
             f"rank {cluster.rank} of {cluster.size}: what listens at {_address(cluster)} is no "
-            f"store of torch.distributed ({brief(error)}). See that MASTER_ADDR and MASTER_PORT "
-            "are those of rank 0, or choose another MASTER_PORT"
+            f"store of torch.distributed ({brief_error(error)}). See that MASTER_ADDR and "
+            "MASTER_PORT are those of rank 0, or choose another MASTER_PORT"
         ) from error
 
 

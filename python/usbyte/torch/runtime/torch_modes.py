@@ -32,7 +32,7 @@ def outside_inference_mode(method: _F) -> _F:
 
 
 @contextmanager
-def shielded(device: str) -> Iterator[None]:
+def disable_user_modes(device: str) -> Iterator[None]:
     """Runs what is inside as if nothing were around it.
 
     Neither modes (inference, autocast, fake tensors, counters of operations) nor transforms of

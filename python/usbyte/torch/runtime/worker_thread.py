@@ -14,7 +14,7 @@ class NoAnswerError(RuntimeError):
     """A call has not ended in time; it may yet."""
 
 
-class Calls:
+class SerialExecutor:
     """Makes calls one after another on a thread of its own, for whoever cannot wait for ever.
 
     The thread is started early: Python 3.12 and later start none while the interpreter ends.
@@ -29,13 +29,13 @@ class Calls:
         self._closed = False
         threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
-    def make(self, call: Callable[[], T], seconds: float, patient: bool = False) -> T:
+    def run(self, call: Callable[[], T], seconds: float, ignore_backlog: bool = False) -> T:
         """What the call returns; interruptible.
 
         Args:
             call: What to do.
             seconds: For the call, and those that were asked for before it.
-            patient: Wait that long even if one of those has taken too long already.
+            ignore_backlog: Wait that long even if one of those has taken too long already.
 
         Raises:
             NoAnswerError: The call did not end in time, or one before it does not.
@@ -56,7 +56,7 @@ class Calls:
 
         if self._closed:
             raise RuntimeError("the store is not asked any more")
-        if self._hangs and not patient:
+        if self._hangs and not ignore_backlog:
             raise NoAnswerError("no answer to an earlier call")
         self._queue.put(carry_out)
         if not ended.wait(min(seconds, threading.TIMEOUT_MAX)):
@@ -85,9 +85,9 @@ def call_within(seconds: float, name: str, call: Callable[[], T]) -> T:
         NoAnswerError: The call did not end in time.
         Exception: The call raised it.
     """
-    calls = Calls(name)
+    calls = SerialExecutor(name)
     try:
-        return calls.make(call, seconds)
+        return calls.run(call, seconds)
     finally:
         calls.close()
 

@@ -12,7 +12,7 @@ import torch
 
 from usbyte.errors import MismatchError
 from usbyte.torch.reduce_op import Max
-from usbyte.torch.world.world import Context
+from usbyte.torch.world.world import World
 
 log = logging.getLogger("usbyte")
 
@@ -34,8 +34,8 @@ class OtherOrderError(MismatchError):
         self.names = names
 
 
-def check_alike(
-    context: Context, label: str, settings: Mapping[str, object], specs: Sequence[list[object]]
+def verify_same_on_all_ranks(
+    context: World, label: str, settings: Mapping[str, object], specs: Sequence[list[object]]
 ) -> None:
     """Compares all ranks. Collective.
 
@@ -71,7 +71,7 @@ def check_alike(
     raise MismatchError(f"{label}: {difference}. Build the same model on all ranks.")
 
 
-def check_order(context: Context, label: str, params: Sequence[torch.Tensor]) -> None:
+def check_order(context: World, label: str, params: Sequence[torch.Tensor]) -> None:
     """Compares the order of parameters that have no names, by their values. Collective.
 
     Ranks whose parameters have not been made equal yet tell nothing of their order.
@@ -80,7 +80,7 @@ def check_order(context: Context, label: str, params: Sequence[torch.Tensor]) ->
         MismatchError: Ranks have the same values in different places; it is alike on all ranks.
     """
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        mine = torch.stack([_print_of(param) for param in params]).cpu().nan_to_num()
+        mine = torch.stack([_param_checksum(param) for param in params]).cpu().nan_to_num()
     first, *others = context.eager.allgather_json(
         f"{label}.order", mine.tolist(), list[list[float]]
     )
@@ -94,8 +94,8 @@ def check_order(context: Context, label: str, params: Sequence[torch.Tensor]) ->
             )
 
 
-def check_params(
-    context: Context, label: str, names: Sequence[str], params: Sequence[torch.Tensor]
+def warn_if_params_diverge(
+    context: World, label: str, names: Sequence[str], params: Sequence[torch.Tensor]
 ) -> None:
     """Warns on rank 0 if ranks have other parameters than by rounding. Collective.
 
@@ -106,7 +106,9 @@ def check_params(
         params: None of which waits for an update.
     """
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        mine = torch.stack([_print_of(param) for param in params]).flatten().cpu().nan_to_num()
+        mine = (
+            torch.stack([_param_checksum(param) for param in params]).flatten().cpu().nan_to_num()
+        )
     spread = torch.stack([mine, -mine])
     context.eager.allreduce(f"{label}.spread", spread, Max)
     largest, least = spread[0].view(-1, 2), -spread[1].view(-1, 2)
@@ -139,7 +141,7 @@ def check_params(
     )
 
 
-def _print_of(param: torch.Tensor) -> torch.Tensor:
+def _param_checksum(param: torch.Tensor) -> torch.Tensor:
     """Sum and norm; norms alone are nearly the same for all large layers that are drawn alike."""
     dtype = torch.promote_types(param.dtype, torch.float32)  # a wider one takes a copy
     norm = torch.linalg.vector_norm(param, dtype=dtype)

@@ -21,7 +21,7 @@ from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.process_groups import gloo_group
 
 if TYPE_CHECKING:
-    from usbyte.torch.world.world import Context
+    from usbyte.torch.world.world import World
 
 __all__ = ["ProcessSet", "global_process_set"]
 
@@ -98,14 +98,14 @@ global_process_set.ranks, global_process_set.process_set_id = [], 0
 #: What stands for some of the ranks: a set, their numbers in the whole job, a group of
 #: torch.distributed's, or a mesh of one dimension. For all but the first, only those ranks need to
 #: call, and what they share is kept until `shutdown`.
-Members = ProcessSet | Sequence[int] | dist.ProcessGroup | DeviceMesh
+ProcessSetLike = ProcessSet | Sequence[int] | dist.ProcessGroup | DeviceMesh
 
 
-def ranks_of(members: Members, size: int) -> list[int]:
+def ranks_of(members: ProcessSetLike, size: int) -> list[int]:
     """The ranks, in the whole job and ascending, that `process_set=` means. Not collective.
 
     Args:
-        members: See `Members`.
+        members: See `ProcessSetLike`.
         size: Number of ranks in the job.
 
     Raises:
@@ -148,7 +148,7 @@ class ProcessSets:
         timeout: Of the backend.
     """
 
-    def __init__(self, context: Context, timeout: timedelta) -> None:
+    def __init__(self, context: World, timeout: timedelta) -> None:
         self._context, self._timeout = context, timeout
         self._ids = itertools.count(1)  # equal on all ranks, who add sets in one order
         self._lock = threading.RLock()  # guards what is below; signal handlers may use this
@@ -216,13 +216,13 @@ class ProcessSets:
             queue.close()
         return True
 
-    def queue(self, what: str, members: Members) -> EagerQueue:
+    def queue(self, what: str, members: ProcessSetLike) -> EagerQueue:
         """What operations among `members` go through. Not collective.
 
         Args:
             what: Name of the operation, for messages.
-            members: See `Members`. What is no `ProcessSet` means the same set, of its own, whenever
-                it has the same ranks.
+            members: A list of ranks that is no `ProcessSet` means the same set whenever it has the
+                same ranks.
 
         Raises:
             UsageError: This rank is not one of them, or see `ranks_of`.

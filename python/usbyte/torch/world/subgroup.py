@@ -13,13 +13,13 @@ from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.process_groups import gloo_group
 from usbyte.torch.world.process_sets import name_of
-from usbyte.torch.world.world import Context
+from usbyte.torch.world.world import World
 
 if TYPE_CHECKING:
     from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 
 
-def members_of(whole: Context, ranks: Sequence[int]) -> Context:
+def subgroup_of(whole: World, ranks: Sequence[int]) -> World:
     """These ranks, once for each run. Collective among them.
 
     Args:
@@ -39,7 +39,7 @@ def members_of(whole: Context, ranks: Sequence[int]) -> Context:
     key = tuple(ranks)
     if key not in whole.members:
         whole.check()
-        made = Members(whole, ranks, name_of(ranks))
+        made = Subgroup(whole, ranks, name_of(ranks))
         whole.members[key] = made  # so that it is told of a fault from now on
         try:
             whole.check()
@@ -50,7 +50,7 @@ def members_of(whole: Context, ranks: Sequence[int]) -> Context:
     return whole.members[key]
 
 
-class Members(Context):
+class Subgroup(World):
     """What an optimizer sees of the run if it is to know these ranks alone.
 
     What is collective is so among them. Faults, timelines and shutdown stay those of the whole run.
@@ -61,7 +61,7 @@ class Members(Context):
         name: Of the set, the same on its ranks and of no other set.
     """
 
-    def __init__(self, whole: Context, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, whole: World, ranks: Sequence[int], name: str) -> None:
         # Not the parent's: that one joins the other ranks, and this is already done.
         self._whole, self.env, self._timeout = whole, whole.env, whole._timeout
         self.ranks = list(ranks)
@@ -71,7 +71,7 @@ class Members(Context):
         self.local_rank, self.local_size = here.index(self.rank), len(here)
         self._name = name
         self.store = dist.PrefixStore(f"members.{name}", whole.store)
-        self._abandoned = whole._abandoned  # which is told of faults
+        self._orphans = whole._orphans  # which is told of faults
         self._groups = itertools.count()  # equal on these ranks
         self._labels = 0
         self.eager = EagerQueue(
@@ -113,28 +113,28 @@ class Members(Context):
         return gloo_group(store, list(ranks).index(self.rank), len(ranks), self._timeout)
 
     def next_label(self) -> str:
-        """See `Context`; tells whose the optimizer is."""
+        """See `World`; tells whose the optimizer is."""
         self._labels += 1
         return f"optimizer.{self._labels} of {self._name}"
 
     def add(self, optimizer: DistributedOptimizer) -> None:
-        """See `Context`."""
+        """See `World`."""
         self._whole.add(optimizer)
 
     def check(self) -> None:
-        """See `Context`."""
+        """See `World`."""
         self._whole.check()
 
     def warn(self, text: str) -> None:
-        """See `Context`."""
+        """See `World`."""
         self._whole.warn(text)
 
-    def inquire(self, topic: str, text: str) -> str:
-        """See `Context`."""
-        return self._whole.inquire(topic, text)
+    def query_stragglers(self, topic: str, text: str) -> str:
+        """See `World`."""
+        return self._whole.query_stragglers(topic, text)
 
     def report_fault(self, noticed: str) -> str:
-        """See `Context`."""
+        """See `World`."""
         where = f"in the process set of {name_ranks(self.ranks)}, which counts from 0"
         return self._whole.report_fault(f"{noticed} ({where})")
 

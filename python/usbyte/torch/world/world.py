@@ -28,13 +28,13 @@ from usbyte._util.fd_limit import allow_open_files
 from usbyte.cluster_env import Cluster, detect
 from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.eager.queue import EagerQueue
-from usbyte.torch.fault.coordinator import FaultBoard
-from usbyte.torch.fault.recovery import Left, judge
+from usbyte.torch.fault.coordinator import FaultCoordinator
+from usbyte.torch.fault.recovery import RankProgress, decide_recovery
 from usbyte.torch.fault.report import State
 from usbyte.torch.lazy_tensor import forget_dead
-from usbyte.torch.optimizer.gradients.engine_handle import Link
+from usbyte.torch.optimizer.gradients.engine_handle import EngineHandle
 from usbyte.torch.runtime import default_group
-from usbyte.torch.runtime.format import brief
+from usbyte.torch.runtime.format import brief_error
 from usbyte.torch.runtime.log_level import set_level
 from usbyte.torch.runtime.messages import check
 from usbyte.torch.runtime.placement import local_ranks
@@ -54,7 +54,7 @@ log = logging.getLogger("usbyte")
 _BACKEND_GRACE_S = 30.0
 
 
-class Context:
+class World:
     """What `init` makes and `shutdown` ends.
 
     Attributes:
@@ -76,7 +76,7 @@ class Context:
         self._timeout = timedelta(seconds=env.stall_limit_s + _BACKEND_GRACE_S)
         if warning := allow_open_files(cluster.size):
             log.warning("rank %d: %s", cluster.rank, warning)
-        met = default_group.meet(cluster, env, self._timeout)
+        met = default_group.init_default_group(cluster, env, self._timeout)
         self._local = local_ranks(met.places)
         self.machines = [place.machine for place in met.places]
         self.store = store = met.store
@@ -85,11 +85,11 @@ class Context:
         self.local_rank, self.local_size = self._local[self.rank]
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
         self._adding = threading.RLock()  # a set must not grow while another thread goes through it
-        self._abandoned: list[Link] = []
+        self._orphans: list[EngineHandle] = []
         self._labels = 0
-        self.members: dict[tuple[int, ...], Context] = {}
+        self.members: dict[tuple[int, ...], World] = {}
         self._writer: _core.TimelineWriter | None = None
-        self._faults: FaultBoard | None = None
+        self._faults: FaultCoordinator | None = None
         self.process_sets = ProcessSets(self, self._timeout)
         # The queue moves CPU tensors and closes the group after a fault, so nobody else has it.
         group = connect_all(
@@ -109,7 +109,7 @@ class Context:
         self._uncaught = UncaughtExceptions(self.rank, self._announce)
         try:
             if self.size > 1:
-                self._faults = FaultBoard(
+                self._faults = FaultCoordinator(
                     store, self.rank, self.size, self._describe, self._hold, self._on_fault
                 )
             if env.timeline:
@@ -147,7 +147,7 @@ class Context:
         try:
             return dist.new_group(ranks, backend=backend, timeout=self._timeout)
         except RuntimeError as error:  # which may be that of another rank, and names none
-            noticed = f"a process group could not be made: {brief(error)}"
+            noticed = f"a process group could not be made: {brief_error(error)}"
             raise FaultError(self.report_fault(noticed)) from error
 
     @property
@@ -166,36 +166,36 @@ class Context:
             self._optimizers.add(optimizer)
         optimizer.set_timeline(self._writer)
 
-    def abandon(self, link: Link) -> None:
+    def adopt_orphan(self, link: EngineHandle) -> None:
         """Takes over what is to be closed; Python's collector calls this, in any thread."""
-        link.abandoned = True
-        self._abandoned.append(link)
+        link.orphaned = True
+        self._orphans.append(link)
 
-    def close_abandoned(self) -> None:
+    def close_orphans(self) -> None:
         """Closes what all ranks have abandoned. Collective."""
-        if current().sending():
+        if current().active_optimizers():
             gc.collect()  # which by itself comes late, as it does not know how large tensors are
         forget_dead()
-        mine = {link.label: link for link in self._abandoned if link.context is self}
+        mine = {link.label: link for link in self._orphans if link.context is self}
         everyone = self.eager.allgather_json("usbyte.abandoned", sorted(mine), list[str])
         for label in sorted(set(mine).intersection(*everyone)):
-            self._abandoned.remove(mine[label])
+            self._orphans.remove(mine[label])
             try:
                 mine[label].close()
             except Error as error:  # of no concern to the optimizer that is being made
                 log.warning("%s: %s", label, error)
 
-    def sending(self) -> list[DistributedOptimizer]:
+    def active_optimizers(self) -> list[DistributedOptimizer]:
         """Optimizers whose gradients, or parameters, go to other ranks."""
-        return [o for o in self._living() if o.sends]
+        return [o for o in self._live_optimizers() if o.sends]
 
     def warn(self, text: str) -> None:
         """Logs a warning of the engine."""
         log.warning("rank %d: %s", self.rank, text)
 
-    def inquire(self, topic: str, text: str) -> str:
+    def query_stragglers(self, topic: str, text: str) -> str:
         """Adds to a warning which ranks are behind, where this rank is the first to ask."""
-        more = self._faults.inquire(topic) if self._faults else ""
+        more = self._faults.query_stragglers(topic) if self._faults else ""
         return f"{text}: {more}" if more else text
 
     def check(self) -> None:
@@ -209,7 +209,7 @@ class Context:
 
     def drain(self) -> None:
         """Applies every pending update."""
-        for optimizer in self._living():
+        for optimizer in self._live_optimizers():
             optimizer.drain()
 
     def start_timeline(self, path: str, steps: str = "0:") -> None:
@@ -219,22 +219,22 @@ class Context:
             self.stop_timeline()
             return
         self._writer = _core.TimelineWriter(path.replace("%r", str(self.rank)), self.rank, steps)
-        for optimizer in self._living():
+        for optimizer in self._live_optimizers():
             optimizer.set_timeline(self._writer)
 
     def stop_timeline(self) -> None:
         """Writes out what is complete and stops recording."""
         self._writer = None
-        for optimizer in self._living():
+        for optimizer in self._live_optimizers():
             optimizer.set_timeline(None)
-        for link in list(self._abandoned):
+        for link in list(self._orphans):
             link.stop_timeline()
 
     def close(self) -> None:
         """Applies pending updates and ends every thread; after a fault only the latter."""
         self._uncaught.restore()
         errors: list[BaseException] = []
-        for end in self._ends():
+        for end in self._shutdown_steps():
             try:
                 end()
             except BaseException as error:  # an interrupt too: what is left has threads
@@ -242,13 +242,13 @@ class Context:
         if errors:
             raise next((e for e in errors if not isinstance(e, Exception)), errors[0])
 
-    def _ends(self) -> Iterator[Callable[[], None]]:
+    def _shutdown_steps(self) -> Iterator[Callable[[], None]]:
         """What `close` consists of."""
         if self._faults is not None:
-            yield self._faults.leave
+            yield self._faults.announce_exit
         for optimizer in self._in_order():  # as communicators may end together only
             yield partial(optimizer.close, whole_state=False)
-        for link in sorted(self._abandoned, key=lambda link: link.label):
+        for link in sorted(self._orphans, key=lambda link: link.label):
             if self._faults is not None and (verdict := self._faults.verdict) is not None:
                 link.fail(verdict)  # which may have come when nobody knew of it
             yield link.close
@@ -263,15 +263,15 @@ class Context:
         """In a process that was forked: everything that has threads, which are not here."""
         # Without the lock, which a thread may have held that is not here.
         optimizers = [each for o in list(self._optimizers) for each in o.orphan()]
-        return [self, *optimizers, *self._abandoned, *self.members.values()]
+        return [self, *optimizers, *self._orphans, *self.members.values()]
 
-    def _living(self) -> list[DistributedOptimizer]:
+    def _live_optimizers(self) -> list[DistributedOptimizer]:
         with self._adding:
             return list(self._optimizers)
 
     def _in_order(self) -> list[DistributedOptimizer]:
         """Those that there are, in an order that is the same on all ranks."""
-        return sorted(self._living(), key=lambda optimizer: optimizer.label)
+        return sorted(self._live_optimizers(), key=lambda optimizer: optimizer.label)
 
     def _describe(self) -> State:
         found: dict[str, dict[str, Any]] = {}
@@ -279,25 +279,25 @@ class Context:
             found[optimizer.label] = {}
             with suppress(UsageError):  # of one that is being closed
                 found |= optimizer.states()
-        for link in list(self._abandoned):
+        for link in list(self._orphans):
             with suppress(UsageError):
                 found[link.label] = link.status()
         return {"optimizers": found, "eager": self.eager.pending()}
 
     def _hold(self, verdict: str) -> None:
         """Nobody gets to know of a fault and then reads parameters as if there were none."""
-        for optimizer in self._living():
+        for optimizer in self._live_optimizers():
             optimizer.hold(verdict)
 
     def _on_fault(self, verdict: str) -> None:
-        optimizers = self._living()
+        optimizers = self._live_optimizers()
         everyone = None
         try:
             state = self._describe()
             for optimizer in optimizers:
                 with suppress(UsageError):  # one that is being closed
                     optimizer.fail(verdict)
-            for link in list(self._abandoned):
+            for link in list(self._orphans):
                 link.fail(verdict)
             self.eager.fail(verdict)
             self.process_sets.fail(verdict)
@@ -307,7 +307,9 @@ class Context:
             assert self._faults is not None
             mine = {o.label: asdict(left) for o in optimizers if (left := o.left()) is not None}
             if (found := self._faults.compare(mine)) is not None:
-                everyone = {rank: check(row, dict[str, Left]) for rank, row in found.items()}
+                everyone = {
+                    rank: check(row, dict[str, RankProgress]) for rank, row in found.items()
+                }
         except Exception:  # readers of parameters wait for what is decided below
             log.exception("what the fault has left cannot be found out")
         for optimizer in optimizers:
@@ -316,7 +318,7 @@ class Context:
                 for rank, theirs in everyone.items()
                 if optimizer.label in theirs
             }
-            optimizer.settle_fault(verdict, judge(self.rank, lefts))
+            optimizer.settle_fault(verdict, decide_recovery(self.rank, lefts))
 
     def _record_flight(self, verdict: str, state: State) -> None:
         if not self.env.flight:
@@ -334,7 +336,7 @@ class Context:
             self._faults.announce(verdict)
 
 
-_current: Context | None = None
+_current: World | None = None
 
 
 def init(
@@ -374,7 +376,7 @@ def init(
     set_level(env)
     cluster = detect()
     try:
-        _current = Context(cluster, env)
+        _current = World(cluster, env)
     except (Error, NotImplementedError, RecursionError):
         raise
     except RuntimeError as error:  # torch's, which names no rank
@@ -382,9 +384,9 @@ def init(
         if dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
         raise FaultError(
-            f"init() on rank {rank} of {size} has failed: {brief(error)}. Where that is about the "
-            "network, another rank may have ended meanwhile (see what each has said), or this one "
-            "uses a wrong interface (GLOO_SOCKET_IFNAME)"
+            f"init() on rank {rank} of {size} has failed: {brief_error(error)}. Where that is "
+            "about the network, another rank may have ended meanwhile (see what each has said), or "
+            "this one uses a wrong interface (GLOO_SOCKET_IFNAME)"
         ) from error
     try:
         if added:
@@ -418,7 +420,10 @@ def _after_fork_in_child() -> None:
     if _current is not None:
         context, _current = _current, None
         context._uncaught.restore()
-        for each in [*context.orphan(), default_group.orphan()]:  # or threads would be joined
+        for each in [
+            *context.orphan(),
+            default_group.detach_after_fork(),
+        ]:  # or threads would be joined
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
@@ -435,7 +440,7 @@ def _shutdown_at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    default_group.end()
+    default_group.destroy_default_group()
 
 
 def is_initialized() -> bool:
@@ -443,7 +448,7 @@ def is_initialized() -> bool:
     return _current is not None
 
 
-def current() -> Context:
+def current() -> World:
     """The running context.
 
     Raises:

@@ -27,7 +27,7 @@ def _after_sending(method: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if isinstance(optimizer, DistributedOptimizer) and scaler.is_enabled():
-            optimizer.send_kept()
+            optimizer.flush_accumulated()
         return method(scaler, optimizer, *args, **kwargs)
 
     return after_sending

@@ -12,10 +12,10 @@ from usbyte.errors import UsageError
 if TYPE_CHECKING:
     from usbyte.torch.comm.factory import EngineCommunicator
     from usbyte.torch.comm.sparse_exchange import TorchExchange
-    from usbyte.torch.world.world import Context
+    from usbyte.torch.world.world import World
 
 
-class Link:
+class EngineHandle:
     """An engine, what it sends through, and the memory that it reads by address.
 
     It knows neither parameters nor whoever uses it, so that Python's collector may take a model and
@@ -34,25 +34,27 @@ class Link:
         abandoned: Nobody on this rank waits for it any more, so that a fault of it is nobody's.
     """
 
-    def __init__(self, context: Context, label: str, communicator: EngineCommunicator) -> None:
+    def __init__(self, context: World, label: str, communicator: EngineCommunicator) -> None:
         self.context, self.label, self.communicator = context, label, communicator
         self.exchange: TorchExchange | None = None
-        self.abandoned = False
+        self.orphaned = False
         self._engine: _core.Engine | None = None
         self._memory: tuple[object, ...] = ()
 
-    def drive(self, engine: _core.Engine, *memory: object) -> None:
+    def attach_engine(self, engine: _core.Engine, *memory: object) -> None:
         """From now on this is the engine, and `memory` what is to live as long as it works."""
         self._engine, self._memory = engine, memory
 
     def on_stall(self, text: str) -> str:
         """See `EngineOptions.on_stall`."""
         steps = self._engine.steps if self._engine is not None else 0
-        return text if self.abandoned else self.context.inquire(f"{self.label}.step{steps}", text)
+        if self.orphaned:
+            return text
+        return self.context.query_stragglers(f"{self.label}.step{steps}", text)
 
     def on_fault(self, noticed: str) -> str:
         """See `EngineOptions.on_fault`."""
-        return noticed if self.abandoned else self.context.report_fault(noticed)
+        return noticed if self.orphaned else self.context.report_fault(noticed)
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`. Empty without an engine."""

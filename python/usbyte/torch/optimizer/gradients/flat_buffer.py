@@ -8,20 +8,20 @@ import torch
 from torch import nn
 
 from usbyte._core import Plan, TensorSpec
-from usbyte.torch.layout import CHECK_FLAGS, VOTES, is_dense
+from usbyte.torch.layout import NUM_CHECK_FLAGS, NUM_VOTES, is_dense
 
 
-class Arena:
+class FlatBuffer:
     """Buffer and views for one plan.
 
     Args:
-        plan: Its tensors are `USED` and then the parameters' gradients.
-        params: In the plan's order, without `USED`; sparse ones last.
+        plan: Its tensors are `CONTROL_TENSOR` and then the parameters' gradients.
+        params: In the plan's order, without `CONTROL_TENSOR`; sparse ones last.
         buffer: 1-d uint8 of the plan's size, where they are.
 
     Attributes:
         buffer: 1-d uint8.
-        flags: 1-d, all of `USED`.
+        flags: 1-d, all of `CONTROL_TENSOR`.
         used: 1-d, of those the flags, one for each parameter, in the plan's order, the votes and
             the flags of a checksum.
         votes: 1-d, the votes and those.
@@ -39,7 +39,7 @@ class Arena:
         self.buffer = buffer
         flags, *tensors = plan.tensors
         self.flags = self._flat(plan, flags)
-        self.used = self.flags[: len(params) + VOTES + CHECK_FLAGS]
+        self.used = self.flags[: len(params) + NUM_VOTES + NUM_CHECK_FLAGS]
         self.votes = self.used[len(params) :]
         self.grads = []
         for spec, param in zip(tensors, params, strict=True):

@@ -9,13 +9,13 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.torch.layout import laid_out_alike
-from usbyte.torch.optimizer.gradients.flat_buffer import Arena
+from usbyte.torch.optimizer.gradients.flat_buffer import FlatBuffer
 from usbyte.torch.runtime.device import Device
 
 _SMALL_NUMEL = 1 << 15  # up to here torch uses one thread
 
 
-class HostSender:
+class HostGradWriter:
     """Writes each gradient to the arena, scaled, as it comes.
 
     Args:
@@ -31,7 +31,7 @@ class HostSender:
         self,
         params: Sequence[nn.Parameter],
         at_slot: Sequence[int],
-        arena: Arena,
+        arena: FlatBuffer,
         engine: _core.Engine,
         scale: float,
     ) -> None:
@@ -81,7 +81,7 @@ class HostSender:
         self._engine.ready(0)
 
 
-class DeviceSender(HostSender):
+class DeviceGradWriter(HostGradWriter):
     """Gives gradients to the engine, which packs them, scaled, once it has all of an operation.
 
     Until then they stay where they are, also for who reads `param.grad`. Into the arena itself only
@@ -89,7 +89,7 @@ class DeviceSender(HostSender):
 
     Args:
         device: Where all of it is.
-        args: As of `HostSender`; the engine scales.
+        args: As of `HostGradWriter`; the engine scales.
     """
 
     def __init__(
@@ -97,42 +97,42 @@ class DeviceSender(HostSender):
         device: Device,
         params: Sequence[nn.Parameter],
         at_slot: Sequence[int],
-        arena: Arena,
+        arena: FlatBuffer,
         engine: _core.Engine,
     ) -> None:
         super().__init__(params, at_slot, arena, engine, 1.0)
         self._device = device
         self._sources: dict[int, torch.Tensor] = {}  # not packed yet, by slot
         # By slot until then: what the parameter has as its gradient, and what it is to have.
-        self._shown: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._user_visible_grads: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._flags: Sequence[float] = ()
         self._flags_there = arena.flags[:0]
 
     def begin(self) -> None:
-        """See `HostSender`."""
+        """See `HostGradWriter`."""
         self._engine.begin_step(self._device.stream())
 
     def send(self, i: int, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
-        """Sends the gradient of parameter i; see `HostSender.send`."""
+        """Sends the gradient of parameter i; see `HostGradWriter.send`."""
         view = self._views[i]
         if shown is not None:
-            self._shown[self._slot[i]] = self._params[i].grad, shown
+            self._user_visible_grads[self._slot[i]] = self._params[i].grad, shown
         if grad is shown:
-            self._give(self._slot[i], None)
+            self._submit(self._slot[i], None)
         elif laid_out_alike(grad, view):
-            self._give(self._slot[i], grad)
+            self._submit(self._slot[i], grad)
         else:
             laid_out = torch.empty_strided(
                 view.shape, view.stride(), dtype=view.dtype, device=view.device
             )
-            self._give(self._slot[i], laid_out.copy_(grad))
+            self._submit(self._slot[i], laid_out.copy_(grad))
 
     def send_zeros(self, i: int) -> None:
-        """See `HostSender`."""
-        self._give(self._slot[i], torch.zeros_like(self._views[i]))
+        """See `HostGradWriter`."""
+        self._submit(self._slot[i], torch.zeros_like(self._views[i]))
 
     def send_flags(self, flags: Sequence[float]) -> None:
-        """See `HostSender`; they seldom change, and are on the device then."""
+        """See `HostGradWriter`; they seldom change, and are on the device then."""
         if flags != self._flags:
             there = torch.zeros_like(self._arena.flags, device="cpu")
             there[: len(flags)] = _on_host(flags)
@@ -140,9 +140,9 @@ class DeviceSender(HostSender):
                 flags,
                 there.to(self._arena.flags.device, non_blocking=True),
             )
-        self._give(0, self._flags_there)
+        self._submit(0, self._flags_there)
 
-    def _give(self, slot: int, source: torch.Tensor | None) -> None:
+    def _submit(self, slot: int, source: torch.Tensor | None) -> None:
         address = 0
         if source is not None:
             address = source.data_ptr()
@@ -153,7 +153,7 @@ class DeviceSender(HostSender):
         used = [self._sources.pop(k) for k in packed if k in self._sources]
         self._device.keep(used)
         for k in packed:
-            before, shown = self._shown.pop(k, (None, None))
+            before, shown = self._user_visible_grads.pop(k, (None, None))
             # A hook may have put another one there.
             if shown is not None and (param := self._params[self._at_slot[k - 1]]).grad is before:
                 param.grad = shown
@@ -167,11 +167,11 @@ def sender(
     device: Device,
     params: Sequence[nn.Parameter],
     at_slot: Sequence[int],
-    arena: Arena,
+    arena: FlatBuffer,
     engine: _core.Engine,
     scale: float,
-) -> HostSender:
+) -> HostGradWriter:
     """The one for the device."""
     if device.core is None:
-        return HostSender(params, at_slot, arena, engine, scale)
-    return DeviceSender(device, params, at_slot, arena, engine)
+        return HostGradWriter(params, at_slot, arena, engine, scale)
+    return DeviceGradWriter(device, params, at_slot, arena, engine)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import dlpack
 
 from usbyte.errors import Error, UsageError
-from usbyte.torch.lazy_tensor import Fetch, hold, release
+from usbyte.torch.lazy_tensor import MaterializeFn, make_lazy, unwrap
 
 
 def _two_lists_references() -> int:
@@ -25,7 +25,7 @@ _OWN_REFERENCES = _two_lists_references()
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-class SentGradients:
+class InFlightGrads:
     """Where each gradient is on its way, and whether anybody has touched it since it was sent.
 
     `param.grad` usually is a tensor over the arena's memory, which the next backward pass writes
@@ -69,14 +69,14 @@ class SentGradients:
         self._lent = False  # all parameters have gradients, until they are final
         self._held = False  # some may be
 
-    def move(self, buffer: torch.Tensor, views: Sequence[torch.Tensor | None]) -> None:
+    def rebind(self, buffer: torch.Tensor, views: Sequence[torch.Tensor | None]) -> None:
         """Goes over to another arena. `param.grad` stays the tensor that it is, with its values.
 
         Args:
             buffer: All of the arena, 1-d uint8.
             views: By parameter, its gradient in the arena; None if it is sparse.
         """
-        self.release()
+        self.unwrap()
         # A storage of its own tells who else uses the memory that scripts get to see.
         self._buffer = dlpack.from_dlpack(dlpack.to_dlpack(buffer))
         self._views = views
@@ -96,7 +96,7 @@ class SentGradients:
         if self.shown[i] is old:
             self.shown[i] = there
         self.tensors[i] = there
-        self.seal(i)
+        self.record_version(i)
 
     def _in_arena(self, i: int) -> torch.Tensor:
         """A new tensor, with a version counter of its own, over parameter i's part of the arena."""
@@ -141,7 +141,7 @@ class SentGradients:
             self.tensors[i] = self.shown[i]
         else:
             self.tensors[i] = self._in_arena(i)
-        self.seal(i)
+        self.record_version(i)
 
     def show(self, i: int, grad: torch.Tensor, is_shared: bool) -> torch.Tensor | None:
         """Notes by which tensor parameter i shows the gradient that is about to be sent.
@@ -179,13 +179,13 @@ class SentGradients:
 
     def begin(self) -> None:
         """A step begins, for which nothing has been sent yet."""
-        self.release()
+        self.unwrap()
         self._lent = False
         self.own = [False] * len(self._params)
         self.shows_others = False
-        self._take_back()
+        self._rebind_storage()
 
-    def _take_back(self) -> None:
+    def _rebind_storage(self) -> None:
         """What was given other memory, as by `param.grad.data = ...`, lies in the arena again.
 
         So do modules that are moved, or made of another dtype, with the gradients that they have.
@@ -197,7 +197,7 @@ class SentGradients:
                     param.grad = grad.detach()  # the user's own from now on
                 grad.data = self._in_arena(i)
 
-    def seal(self, i: int) -> None:
+    def record_version(self, i: int) -> None:
         """Parameter i's is sent: who changes it from now on is noticed."""
         self._versions[i] = self.shown[i]._version
 
@@ -210,24 +210,25 @@ class SentGradients:
                 "optimizer.synchronize() before you touch gradients."
             )
 
-    def hold(self, fetch: Sequence[Fetch], lend: bool) -> None:
+    def make_lazy(self, fetch: Sequence[MaterializeFn], expose_remote: bool) -> None:
         """Who reads a gradient has it fetched first, until it was waited for or released.
 
         Args:
             fetch: By parameter, what to call.
-            lend: Parameters that have none show the other ranks', which may turn out to be none.
+            expose_remote: Parameters without a gradient here show the other ranks'; these may
+                turn out to have none either.
         """
-        self._lent, self._held = lend, True
+        self._lent, self._held = expose_remote, True
         for i, each in enumerate(fetch):
-            if lend and not self.own[i] and not self._sparse[i]:
+            if expose_remote and not self.own[i] and not self._sparse[i]:
                 self._params[i].grad = self.show_sum(i)
-            hold(self.shown[i], each)
+            make_lazy(self.shown[i], each)
 
-    def release(self) -> None:
+    def unwrap(self) -> None:
         """Who reads a gradient gets it as it is."""
         if self._held:
             for grad in self.shown:
-                release(grad)
+                unwrap(grad)
             self._held = False
 
     def show_sum(self, i: int) -> torch.Tensor:
@@ -236,10 +237,10 @@ class SentGradients:
         self.shown[i] = there
         if self._private[i]:
             self.shown[i], self.shows_others = torch.empty_like(there), True
-        self.seal(i)
+        self.record_version(i)
         return self.shown[i]
 
-    def is_gone(self, i: int) -> bool:
+    def was_reset_by_user(self, i: int) -> bool:
         """Whether the user has reset what parameter i showed without a gradient of its own."""
         return self._params[i].grad is None and self._lent and not self._sparse[i]
 
@@ -253,7 +254,8 @@ class SentGradients:
         with torch._C.DisableTorchFunctionSubclass():  # gradients are held
             for i, param in enumerate(self._params):
                 if param.grad is not self.shown[i]:
-                    same = same and not self.own[i] and param.grad is None and not self.is_gone(i)
+                    absent = not self.own[i] and param.grad is None
+                    same = same and absent and not self.was_reset_by_user(i)
                 else:
                     self.check(i)
         return same
@@ -262,7 +264,8 @@ class SentGradients:
         """Raises UsageError if parameters have others, or none, right after all were sent."""
         for i, (param, grad) in enumerate(zip(self._params, self.shown, strict=True)):
             if self.shows_others and grad is not self.tensors[i]:
-                self.seal(i)  # as backward() has written to views of the same buffer since
+                # backward() has written to views of the same buffer since.
+                self.record_version(i)
             if param.grad is not grad and self.own[i]:
                 what = "reset" if param.grad is None else "replaced"
                 raise UsageError(

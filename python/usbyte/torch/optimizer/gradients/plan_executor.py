@@ -18,16 +18,16 @@ from usbyte.torch.comm.factory import connect
 from usbyte.torch.comm.host_staged import mesh_of
 from usbyte.torch.comm.probe import LARGEST_BYTES, measure, measure_dimensions
 from usbyte.torch.comm.sparse_exchange import TorchExchange
-from usbyte.torch.compression.state import Memory, coded_shards, codes_shards
-from usbyte.torch.optimizer.gradients.engine_handle import Link
-from usbyte.torch.optimizer.gradients.flat_buffer import Arena
-from usbyte.torch.optimizer.gradients.grad_writer import HostSender, sender
-from usbyte.torch.plan.job import Settings, Trained
+from usbyte.torch.compression.state import CodecState, coded_shards, codes_shards
+from usbyte.torch.optimizer.gradients.engine_handle import EngineHandle
+from usbyte.torch.optimizer.gradients.flat_buffer import FlatBuffer
+from usbyte.torch.optimizer.gradients.grad_writer import HostGradWriter, sender
+from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Rows
 from usbyte.torch.reduce_op import Average
 from usbyte.torch.runtime.device import Device, Mark
-from usbyte.torch.world.world import Context
+from usbyte.torch.world.world import World
 
 # How long the network is probed goes by what there is to gain: jobs of fewer bytes than this get a
 # share of the time, down to the least.
@@ -45,7 +45,7 @@ class _Orphan:
         )
 
 
-class Transport:
+class PlanExecutor:
     """An arena and the engine that sums it over all ranks, as the plan in force says.
 
     With another plan both are made anew; the communicator and what codecs remember stay.
@@ -64,35 +64,36 @@ class Transport:
         engine: Runs the plan in force.
         arena: What it sends.
         sender: Takes gradients into the arena.
-        slot: By parameter, which tensor of the plan it is.
+        tensor_of_param: By parameter, which tensor of the plan it is.
         at_slot: Parameters in the plan's order.
-        together: By parameter, those for whose sums it takes no operations but those for its own.
+        co_arriving: By parameter, those whose gradients are complete as soon as its own is, since
+            they need no other ops.
         rows: On their way, by parameter, of sparse gradients.
         writer: Of a timeline; None if none is recorded.
     """
 
     engine: _core.Engine
-    arena: Arena
-    sender: HostSender
+    arena: FlatBuffer
+    sender: HostGradWriter
 
     def __init__(
         self,
-        context: Context,
+        context: World,
         settings: Settings,
-        trained: Trained,
+        trained: ParamTable,
         device: Device,
         planner: Planner,
-        memory: Memory,
+        memory: CodecState,
         steps_before: int,
     ) -> None:
         self._context, self.device, self._planner, self._memory = context, device, planner, memory
         self._names, self._params = trained.names, trained.params
-        self._scale, self._sharded = settings.scale(context.size), settings.sharded
+        self._scale, self._sharded = settings.scale(context.size), settings.shard_optimizer
         self.rows: dict[int, Rows] = {}
         self.writer: _core.TimelineWriter | None = None
         self._communicator = connect(context, device, settings.topology)
-        self._link = Link(context, planner.label, self._communicator)
-        self._let_go = weakref.finalize(self, context.abandon, self._link)
+        self._link = EngineHandle(context, planner.label, self._communicator)
+        self._let_go = weakref.finalize(self, context.adopt_orphan, self._link)
         self._let_go.atexit = False  # `shutdown` closes what there is
         # Held while an engine takes another's place: what other threads ask or tell waits for it.
         self._exchanging = threading.RLock()
@@ -103,7 +104,7 @@ class Transport:
         self._lay_out(plan)
         self._start(plan, steps_before, learning=True)
 
-    def ask(self, name: str, answer: bytes) -> list[bytes]:
+    def set_enabled(self, name: str, answer: bytes) -> list[bytes]:
         """What the ranks answer, by rank. Collective."""
         return self._context.eager.allgather_bytes(f"{self._planner.label}.{name}", answer)
 
@@ -122,22 +123,22 @@ class Transport:
         """True after a fault."""
         return bool(self._failure or self.engine.fault)
 
-    def views(self) -> list[torch.Tensor | None]:
+    def grad_views(self) -> list[torch.Tensor | None]:
         """By parameter, of its gradient in the arena; None if it is sparse."""
         return [
             None if name in self._planner.sparse else self.arena.grads[slot - 1]
-            for name, slot in zip(self._names, self.slot, strict=True)
+            for name, slot in zip(self._names, self.tensor_of_param, strict=True)
         ]
 
     def ready_s(self) -> list[float]:
         """By parameter, when its gradient was ready in the last step, steady clock seconds."""
         ready = self.engine.ready_times()
-        return [ready[slot] for slot in self.slot]
+        return [ready[slot] for slot in self.tensor_of_param]
 
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
         """Adds an update of parameters that began at `start` and is over to the timeline."""
         if self.writer is not None:
-            slots = [self.slot[i] for i in indices]
+            slots = [self.tensor_of_param[i] for i in indices]
             self.device.record_update(self.engine, slots, start, self.device.now())
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
@@ -193,7 +194,7 @@ class Transport:
         if (mesh := mesh_of(self._communicator)) and topology:
             mesh.set_speeds(topology)
 
-    def adopt(self, plan: _core.Plan, learning: bool) -> None:
+    def switch_plan(self, plan: _core.Plan, learning: bool) -> None:
         """Goes over to another plan; everything is drained. Collective.
 
         Args:
@@ -206,7 +207,7 @@ class Transport:
             told = self._context.eager.allgather_bytes(
                 "usbyte.memory.kinds", self._memory.told().encode()
             )
-            self._memory.spread(plan.tensors, [text.decode() for text in told], self._average)
+            self._memory.replicate(plan.tensors, [text.decode() for text in told], self._average)
         self._restart(plan, learning, concentrates=moves and codes_shards(plan))
 
     def renew(self, learning: bool) -> None:
@@ -216,7 +217,7 @@ class Transport:
         ranks would have to come.
 
         Args:
-            learning: As for `adopt`.
+            learning: As for `switch_plan`.
         """
         self._retired.append(self.arena.buffer)  # which may be registered
         memory = torch.zeros(
@@ -235,7 +236,7 @@ class Transport:
 
         Args:
             plan: To go over to.
-            learning: As for `adopt`.
+            learning: As for `switch_plan`.
             concentrates: Each rank keeps codecs' memory of its own shards alone.
             memory: For the arena; None lets the communicator allocate it, which is collective.
         """
@@ -249,7 +250,7 @@ class Transport:
             self._lay_out(plan, memory)
             mesh = mesh_of(self._communicator)
             if concentrates and mesh is not None:
-                self._memory.concentrate(plan, mesh.topology, self._context.rank)
+                self._memory.shard(plan, mesh.topology, self._context.rank)
             self._start(plan, steps, learning)
         if self.writer is not None:
             self.engine.set_timeline(self.writer)
@@ -264,13 +265,14 @@ class Transport:
 
     def _lay_out(self, plan: _core.Plan, memory: torch.Tensor | None = None) -> None:
         position = {t.name: k for k, t in enumerate(plan.tensors)}
-        self.slot = [position[name] for name in self._names]
-        self.at_slot = sorted(range(len(self.slot)), key=self.slot.__getitem__)
-        self.together = arriving_together(plan, self.slot)
+        self.tensor_of_param = [position[name] for name in self._names]
+        tensors = self.tensor_of_param
+        self.param_of_tensor = sorted(range(len(tensors)), key=tensors.__getitem__)
+        self.co_arriving = co_arriving(plan, self.tensor_of_param)
         if memory is None:
             memory = self._communicator.allocate(plan.arena_bytes)
             self._retired.clear()
-        self.arena = Arena(plan, [self._params[i] for i in self.at_slot], memory)
+        self.arena = FlatBuffer(plan, [self._params[i] for i in self.param_of_tensor], memory)
         params = dict(zip(self._names, self._params, strict=True))
         self._memory.lay_out(plan, self.device.torch_device, params)
         self._communicator.register(self.arena.buffer)
@@ -295,24 +297,24 @@ class Transport:
             on_stall=self._link.on_stall,
             on_fault=self._link.on_fault,
         )
-        self._link.drive(self.engine, self.arena.buffer, self._memory, self.rows)
+        self._link.attach_engine(self.engine, self.arena.buffer, self._memory, self.rows)
         self.sender = sender(
-            self.device, self._params, self.at_slot, self.arena, self.engine, self._scale
+            self.device, self._params, self.param_of_tensor, self.arena, self.engine, self._scale
         )
 
 
-def arriving_together(plan: _core.Plan, slot: Sequence[int]) -> list[list[int]]:
+def co_arriving(plan: _core.Plan, tensor_of_param: Sequence[int]) -> list[list[int]]:
     """By parameter, those for whose sums it takes no operations but those for its own.
 
     Args:
         plan: Which operations bring a sum.
-        slot: By parameter, which tensor of the plan it is.
+        tensor_of_param: By parameter, which tensor of the plan it is.
     """
     bringing: list[set[int]] = [set() for _ in plan.tensors]
     for k, op in enumerate(plan.ops):
         for tensor in plan.tensors_of(op):
             bringing[tensor].add(k)
-    ops_of = [frozenset(bringing[tensor]) for tensor in slot]
+    ops_of = [frozenset(bringing[tensor]) for tensor in tensor_of_param]
     brought: dict[frozenset[int], list[int]] = {}
     for i, ops in enumerate(ops_of):
         brought.setdefault(ops, []).append(i)

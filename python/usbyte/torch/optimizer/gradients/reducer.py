@@ -13,18 +13,18 @@ import torch
 from torch.autograd import Variable
 
 from usbyte.errors import UsageError
-from usbyte.torch.compression.state import Memory
-from usbyte.torch.fault.recovery import torn
-from usbyte.torch.layout import VOTES
-from usbyte.torch.lazy_tensor import Fetch, release
+from usbyte.torch.compression.state import CodecState
+from usbyte.torch.fault.recovery import partial_step_error
+from usbyte.torch.layout import NUM_VOTES
+from usbyte.torch.lazy_tensor import MaterializeFn, unwrap
 from usbyte.torch.optimizer.compat.shared_memory import shares_memory
-from usbyte.torch.optimizer.gradients.in_flight_grads import SentGradients
-from usbyte.torch.optimizer.gradients.plan_executor import Transport
-from usbyte.torch.optimizer.gradients.step_checksum import StepCheck
+from usbyte.torch.optimizer.gradients.in_flight_grads import InFlightGrads
+from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
+from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
 from usbyte.torch.plan.decision import Decision
-from usbyte.torch.plan.job import Settings, Trained
-from usbyte.torch.plan.lifecycle import PlanCycle
-from usbyte.torch.plan.measurement import Times
+from usbyte.torch.plan.job import ParamTable, Settings
+from usbyte.torch.plan.lifecycle import PlanLifecycle
+from usbyte.torch.plan.measurement import JobTimes
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Counts, Rows, empty_like, sparse_tensor
 from usbyte.torch.reduce_op import Sum
@@ -69,7 +69,7 @@ class Reducer:
     """Sums the gradients of parameters over all ranks, step after step.
 
     Hooks send them as backward passes give them. The first steps follow DDP's plan over the order
-    of registration, later ones the plans that `PlanCycle` has all ranks agree on.
+    of registration, later ones the plans that `PlanLifecycle` has all ranks agree on.
 
     Args:
         settings: What was asked for.
@@ -96,25 +96,25 @@ class Reducer:
     def __init__(
         self,
         settings: Settings,
-        trained: Trained,
+        trained: ParamTable,
         planner: Planner,
-        transport: Transport,
-        cycle: PlanCycle,
-        memory: Memory,
-        check: StepCheck,
+        transport: PlanExecutor,
+        cycle: PlanLifecycle,
+        memory: CodecState,
+        check: StepChecksum,
         listener: Listener,
     ) -> None:
         self.names, self.device = trained.names, transport.device
         self._params, self._sparse = trained.params, [n in planner.sparse for n in trained.names]
         self._planner, self._transport, self._cycle = planner, transport, cycle
         self._memory, self._check, self._listener = memory, check, listener
-        self._sharded, self._densifies = settings.sharded, settings.densifies
+        self._sharded, self._densifies = settings.shard_optimizer, settings.sparse_as_dense
         self._sums = settings.op == Sum
-        self.in_flight = self.in_backward = self.applied = self.unsent = False
-        self.stands_in = self.shows_parts = False
+        self.in_flight = self.in_backward = self.applied = self.has_accumulated = False
+        self.is_joined = self.shows_parts = False
         self._sync = self._has_data = True
         self._vote = _SILENT  # on the sums before the last ones
-        self._votes: deque[tuple[bytes, Fetched]] = deque()  # by step; see `_hear`
+        self._votes: deque[tuple[bytes, Fetched]] = deque()  # by step; see `_process_votes`
         self._voted = False  # the arena has those of a step that are not there
         self._completed = True  # what was sent last, by a step
         self._has_sums = False  # something has been sent
@@ -126,8 +126,8 @@ class Reducer:
         self._holds_result = [False] * len(self._params)
         self._at_reset = self._gradients_now()  # those that were there then
         self._waits_no_more = False  # after a fault
-        self._sent = SentGradients(self.names, self._params, self._sparse)
-        self._sent.move(transport.arena.buffer, transport.views())
+        self._sent = InFlightGrads(self.names, self._params, self._sparse)
+        self._sent.rebind(transport.arena.buffer, transport.grad_views())
         this = weakref.ref(self)  # see `ownership`
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(_hook, this, i))
@@ -145,12 +145,12 @@ class Reducer:
         return self._cycle.plan_ends(self._transport.steps) and not self._any_joined()
 
     def ask_for_plan(self) -> None:
-        """This rank votes for a new plan; see `PlanCycle`."""
+        """This rank votes for a new plan; see `PlanLifecycle`."""
         self._cycle.ask_for_plan()
 
     def close(self) -> None:
         """Removes the hooks."""
-        self._sent.release()
+        self._sent.unwrap()
         for handle in self._handles:
             handle.remove()
 
@@ -158,12 +158,12 @@ class Reducer:
 
     def wait(self, i: int) -> torch.Tensor | None:
         """The reduced gradient of parameter i, once it has arrived; see `sum`."""
-        self._wait_for(self._transport.slot[i])
+        self._wait_for(self._transport.tensor_of_param[i])
         return self.sum(i)
 
-    def arrives_with(self, indices: Sequence[int]) -> set[int]:
+    def co_arriving(self, indices: Sequence[int]) -> set[int]:
         """Parameters that this rank had gradients for, whose sums are there when those of these."""
-        together = self._transport.together
+        together = self._transport.co_arriving
         lists = {id(alike): alike for alike in (together[i] for i in indices)}
         return {j for alike in lists.values() for j in alike if self._sent.own[j]}
 
@@ -173,15 +173,15 @@ class Reducer:
         Raises:
             Error: Somebody wrote to it while it was in flight.
         """
-        slot = self._transport.slot[i]
-        release(self._sent.shown[i])
+        slot = self._transport.tensor_of_param[i]
+        unwrap(self._sent.shown[i])
         self._sent.check(i)
         if i in self._transport.rows:
             self._take_rows(i)
         if not self._sent.own[i]:
             self._wait_for(0)
             if not self._used_by_slot()[slot]:
-                self._memory.undo(self.names[i])
+                self._memory.rollback(self.names[i])
                 return None
         return self._sent.result(i)
 
@@ -190,11 +190,11 @@ class Reducer:
             self._transport.engine.wait(slot, self.device.stream())
 
     def _take_rows(self, i: int) -> None:
-        found = self._transport.engine.take_rows(self._transport.slot[i])
+        found = self._transport.engine.take_rows(self._transport.tensor_of_param[i])
         # Whoever has the gradient that was sent has the sum from now on, as with dense ones.
         self._sent.tensors[i].data = sparse_tensor(found, self._params[i], self.device)
         self._cycle.count_rows(self.names[i], found[2].own_rows, len(found[0]))
-        self._sent.seal(i)
+        self._sent.record_version(i)
         del self._transport.rows[i]
 
     def settle(self) -> None:
@@ -210,11 +210,11 @@ class Reducer:
             start = self.device.now()
             self._transport.engine.drain(stream)
             self._cycle.waited(start, self.device.now())
-        sent.release()
+        sent.unwrap()
         for i, param in enumerate(self._params):
             sent.check(i)
             if not sent.own[i]:
-                gone = sent.is_gone(i)
+                gone = sent.was_reset_by_user(i)
                 if param.grad is None and not gone and not self._sparse[i]:
                     sent.show_sum(i)
                 total = self.wait(i)
@@ -229,16 +229,16 @@ class Reducer:
         """What `param.grad` of parameter i was set to when its gradient was sent."""
         return self._sent.shown[i]
 
-    def hold_gradients(self, fetch: Sequence[Fetch]) -> None:
+    def hold_gradients(self, fetch: Sequence[MaterializeFn]) -> None:
         """Who reads a gradient has it fetched first, until it was waited for or released."""
-        self._sent.hold(fetch, lend=self.in_flight)
+        self._sent.make_lazy(fetch, expose_remote=self.in_flight)
 
     def untouched(self) -> bool:
-        """See `SentGradients`."""
+        """See `InFlightGrads`."""
         return self._sent.untouched()
 
     def dropped(self, renewed: int = -1) -> bool:
-        """See `SentGradients`."""
+        """See `InFlightGrads`."""
         return self._sent.dropped(renewed)
 
     def unsent_gradient(self) -> int:
@@ -265,11 +265,11 @@ class Reducer:
             return [None if p.grad is None else _state_of(p.grad) for p in self._params]
 
     def begin_update(self) -> Mark:
-        """For `Transport.record_update`."""
+        """For `PlanExecutor.record_update`."""
         return self.device.now() if self._transport.writer is not None else 0.0
 
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
-        """See `Transport`."""
+        """See `PlanExecutor`."""
         self._transport.record_update(indices, start)
 
     # Shards.
@@ -293,10 +293,10 @@ class Reducer:
         if all(self._sent.own):
             return list(self._sent.own)  # a device need not be waited for
         by_slot = self._used_by_slot()
-        used = [by_slot[slot] for slot in self._transport.slot]
+        used = [by_slot[slot] for slot in self._transport.tensor_of_param]
         for name, was_used in zip(self.names, used, strict=True):
             if not was_used:
-                self._memory.undo(name)
+                self._memory.rollback(name)
         return used
 
     def _used_by_slot(self) -> list[bool]:
@@ -317,7 +317,7 @@ class Reducer:
 
     def wait_gathered(self, i: int) -> None:
         """Waits until `gathered(i)` holds parameter i's new value."""
-        self._transport.engine.wait(self._transport.slot[i], self.device.stream())
+        self._transport.engine.wait(self._transport.tensor_of_param[i], self.device.stream())
 
     # After a fault.
 
@@ -329,7 +329,9 @@ class Reducer:
 
     def is_torn(self) -> bool:
         """Whether updates may have used sums on the device that were not whole."""
-        return self.device.core is not None and torn(self._transport.status(), self.applied)
+        return self.device.core is not None and partial_step_error(
+            self._transport.status(), self.applied
+        )
 
     def stop_waiting(self) -> None:
         """Gradients are taken as they are, which `has_all` has found to be in order."""
@@ -349,19 +351,19 @@ class Reducer:
         if self._completed:
             return  # a step with the same sums once more
         self._completed = True
-        if self._cycle.counts(transport.steps):
+        if self._cycle.affects_plan(transport.steps):
             if self._any_joined():
-                return self._cycle.leave_out(self._sent.own)
-            due = self._cycle.is_due(transport.steps)
-            self._hear(0)  # of earlier steps first; and the arena may go
-            if due and not self._all_take_it(_TAKEN):
-                return self._cycle.leave_out(self._sent.own)
+                return self._cycle.skip_step(self._sent.own)
+            due = self._cycle.plan_boundary_next(transport.steps)
+            self._process_votes(0)  # of earlier steps first; and the arena may go
+            if due and not self._all_ranks_step(_TAKEN):
+                return self._cycle.skip_step(self._sent.own)
         plan = self._cycle.end_step(
             transport.steps, transport.plan, began, self._sent.own, transport.ready_s, self._decide
         )
         if plan is not None:
-            transport.adopt(plan, self.learning)
-            self._sent.move(transport.arena.buffer, transport.views())
+            transport.switch_plan(plan, self.learning)
+            self._sent.rebind(transport.arena.buffer, transport.grad_views())
 
     def _any_joined(self) -> bool:
         """Ranks have sent nothing, which do not see whether the others take a step with it.
@@ -371,18 +373,18 @@ class Reducer:
         self._wait_for(0)
         return any(self.device.fetch(self._transport.arena.votes[2:3]).get())
 
-    def _all_take_it(self, vote: bytes) -> bool:
+    def _all_ranks_step(self, vote: bytes) -> bool:
         """Whether all ranks take a step. Collective.
 
         Raises:
             MismatchError: Some have left out what others have taken.
         """
-        votes = self._transport.ask("stepped", vote)
+        votes = self._transport.set_enabled("stepped", vote)
         if _TAKEN in votes and _LEFT_OUT in votes:
             self._listener.on_steps_apart([r for r, vote in enumerate(votes) if vote == _LEFT_OUT])
         return set(votes) == {_TAKEN}
 
-    def _decide(self, times: Times, rows: Mapping[str, Counts]) -> Decision:
+    def _decide(self, times: JobTimes, rows: Mapping[str, Counts]) -> Decision:
         """Plans with the other ranks, from what they have learned and a probe of the network."""
         measured, topology = self._transport.probe()
         decision = self._planner.decide(times, measured, topology, rows)
@@ -399,14 +401,14 @@ class Reducer:
     @property
     def accumulates(self) -> bool:
         """Some of several backward passes until the next sum have been seen."""
-        return self._passes_per_step > 1 and self.unsent
+        return self._passes_per_step > 1 and self.has_accumulated
 
-    def send_kept(self) -> None:
+    def flush_accumulated(self) -> None:
         """Sends what was accumulated without sync, as if a backward pass had ended now."""
         self._begin()
         self._end()
 
-    def send_none(self) -> bool:
+    def contribute_zeros(self) -> bool:
         """Takes part in a step of the other ranks with nothing; waits for them.
 
         All gradients of this rank must be reset.
@@ -416,7 +418,7 @@ class Reducer:
         """
         self._has_data = False
         try:
-            self.send_kept()
+            self.flush_accumulated()
         finally:
             self._has_data = True
         self._transport.engine.wait(0, self.device.stream())
@@ -428,7 +430,7 @@ class Reducer:
         self.settle()
         return False
 
-    def take(self, i: int) -> None:
+    def on_grad_ready(self, i: int) -> None:
         """Inside `backward()`: the gradient of parameter i is there."""
         if not self._in_pass:
             task = torch._C._current_graph_task_id()
@@ -440,9 +442,9 @@ class Reducer:
                 self._begin_pass()
         self._listener.on_gradient(i)
         if self.in_backward:
-            self._collect(i)
+            self._enqueue_grad(i)
         else:
-            self.unsent = True
+            self.has_accumulated = True
 
     def _check_not_captured(self) -> None:
         # Replays would neither be sent nor reach `param.grad`, which is the arena's from then on.
@@ -475,20 +477,20 @@ class Reducer:
         self._transport.engine.drain(stream)
         in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
         # Who joins is given the parameters of the others.
-        silent = self.stands_in or in_shards or not (self._has_data and self._has_sums)
+        silent = self.is_joined or in_shards or not (self._has_data and self._has_sums)
         vote = _SILENT if silent else _TAKEN if self.applied else _LEFT_OUT
-        due = not self._completed and self._cycle.is_due(self._transport.steps)
+        due = not self._completed and self._cycle.plan_boundary_next(self._transport.steps)
         due = due and not self._any_joined()
-        self._hear(0 if due or self.learning else self.device.lag)
+        self._process_votes(0 if due or self.learning else self.device.lag)
         if due:
-            self._all_take_it(vote)  # those that complete it ask, too
+            self._all_ranks_step(vote)  # those that complete it ask, too
         self._vote = vote
         self._check.begin(self._transport.steps)
         self._sent.begin()
         self._leave_kept_gradients()
         self._memory.begin_step()
-        self.unsent = self.applied = self.shows_parts = False
-        self.stands_in = not self._has_data
+        self.has_accumulated = self.applied = self.shows_parts = False
+        self.is_joined = not self._has_data
         self._transport.sender.begin()
         self._used = None
         self.in_backward = True
@@ -499,9 +501,9 @@ class Reducer:
             return  # scripts see no gradients, and the shards' views share the arena's memory
         if self._sent.leave_kept():
             self._transport.renew(self.learning)
-            self._sent.move(self._transport.arena.buffer, self._transport.views())
+            self._sent.rebind(self._transport.arena.buffer, self._transport.grad_views())
 
-    def _hear(self, lag: int) -> None:
+    def _process_votes(self, lag: int) -> None:
         """Looks at the votes of all steps but the last `lag`, which may have yet to arrive."""
         if self._voted:
             self._votes.append((self._vote, self.device.fetch(self._transport.arena.votes)))
@@ -509,13 +511,13 @@ class Reducer:
         while len(self._votes) > lag:
             own, votes = self._votes.popleft()
             flags = votes.get()
-            wanted, _, joined, taken, left_out = map(bool, flags[:VOTES])
-            self._cycle.hear(wanted, joined)
-            self._check.hear(flags[VOTES:])
+            wanted, _, joined, taken, left_out = map(bool, flags[:NUM_VOTES])
+            self._cycle.record_votes(wanted, joined)
+            self._check.record_votes(flags[NUM_VOTES:])
             if taken and left_out:
-                self._all_take_it(own)  # they do not
+                self._all_ranks_step(own)  # they do not
 
-    def _collect(self, i: int) -> None:
+    def _enqueue_grad(self, i: int) -> None:
         if self._sent.own[i]:
             raise UsageError(
                 f"backward() has given a second gradient of '{self.names[i]}' after the first was "
@@ -565,13 +567,13 @@ class Reducer:
                 "the model's dtype is changed"
             )
         self._transport.sender.send(i, grad, sent.show(i, grad, is_shared))
-        sent.seal(i)
+        sent.record_version(i)
 
     def _send_rows(self, i: int, grad: torch.Tensor) -> None:
         self._transport.rows[i] = Rows(self.names[i], grad, self._params[i], self.device)
-        self._transport.rows[i].give(self._transport.engine, self._transport.slot[i])
+        self._transport.rows[i].give(self._transport.engine, self._transport.tensor_of_param[i])
         self._sent.tensors[i] = self._sent.shown[i] = grad
-        self._sent.seal(i)
+        self._sent.record_version(i)
 
     def _check_not_summed(self, i: int) -> None:
         # Averaging an average changes nothing; summing a sum multiplies it.
@@ -589,13 +591,13 @@ class Reducer:
             if param.grad is None and self._sparse[i]:
                 self._send_rows(i, empty_like(param))
             elif param.grad is None:
-                self._memory.note(self.names[i])
+                self._memory.snapshot(self.names[i])
                 self._transport.sender.send_zeros(i)
                 self._sent.shown[i] = self._sent.tensors[i]
-                self._sent.seal(i)
+                self._sent.record_version(i)
             else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP
                 self._send(i)
-        used = [self._sent.own[i] for i in self._transport.at_slot]
+        used = [self._sent.own[i] for i in self._transport.param_of_tensor]
         wanted, has_data = self._cycle.end_backward(), self._has_data
         votes = wanted, has_data, not has_data, self._vote == _TAKEN, self._vote == _LEFT_OUT
         checks = self._check.flags(self._transport.steps - 1, not has_data)
@@ -629,4 +631,4 @@ def _hook(of: weakref.ref[Reducer], i: int, _param: object) -> None:
             "a parameter has a gradient that its DistributedOptimizer does not see, as that is "
             "gone: make one for the parameters that are trained"
         )
-    reducer.take(i)
+    reducer.on_grad_ready(i)

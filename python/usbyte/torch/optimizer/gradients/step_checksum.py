@@ -23,20 +23,20 @@ import torch
 from torch import nn
 
 from usbyte.errors import MismatchError
-from usbyte.torch.layout import CHECK_FLAGS, is_dense
+from usbyte.torch.layout import NUM_CHECK_FLAGS, is_dense
 from usbyte.torch.optimizer.compat.known_optimizers import (
     is_elementwise,
     is_torchs,
     step_is_replaced,
 )
-from usbyte.torch.plan.job import Trained
+from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.runtime.device import Device, Fetched
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import read
 
 _FIELDS, _FIELD_BITS = 2, 8
-assert CHECK_FLAGS == 2 * _FIELDS * _FIELD_BITS
-_NO_FLAGS = [0.0] * CHECK_FLAGS
+assert NUM_CHECK_FLAGS == 2 * _FIELDS * _FIELD_BITS
+_NO_FLAGS = [0.0] * NUM_CHECK_FLAGS
 
 # What is read of parameters for a checksum: few of them at a time, and few elements of large ones.
 _PARAMS, _ELEMENTS = 8, 1 << 15
@@ -68,7 +68,7 @@ class _Record:
         return json.dumps({"options": self.options, "params": params})
 
 
-class StepCheck:
+class StepChecksum:
     """Compares the ranks' hyper-parameters and parameters, every so many steps.
 
     Args:
@@ -87,7 +87,7 @@ class StepCheck:
         self,
         label: str,
         optimizer: torch.optim.Optimizer,
-        trained: Trained,
+        trained: ParamTable,
         changing: Collection[nn.Parameter],
         device: Device,
         every: int,
@@ -137,7 +137,7 @@ class StepCheck:
         self._sent.append(record)
         return _NO_FLAGS if record is None or is_silent else self._flags_of(record)
 
-    def hear(self, flags: Sequence[float]) -> None:
+    def record_votes(self, flags: Sequence[float]) -> None:
         """Takes the sum of what all ranks have sent in a step, one after the other.
 
         Raises:

@@ -9,15 +9,15 @@ from contextlib import ExitStack
 import torch
 
 from usbyte.errors import Error
-from usbyte.torch.lazy_tensor import Fetch, hold, release
+from usbyte.torch.lazy_tensor import MaterializeFn, make_lazy, unwrap
 from usbyte.torch.optimizer.compat.shared_memory import Aliases, sharing_memory
 from usbyte.torch.optimizer.gradients.reducer import Reducer
-from usbyte.torch.plan.job import Trained
+from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.runtime.device import Fence
-from usbyte.torch.runtime.torch_modes import shielded
+from usbyte.torch.runtime.torch_modes import disable_user_modes
 
 
-class PendingUpdates(ABC):
+class DeferredUpdateQueue(ABC):
     """What a step has put off, for a subclass to apply.
 
     Whoever reads a parameter asks for its update first. What has arrived together is applied
@@ -34,16 +34,18 @@ class PendingUpdates(ABC):
         aliased: Parameters whose memory other tensors show, as of the last `look_at_memory`.
     """
 
-    def __init__(self, trained: Trained, reducer: Reducer, fetch: Sequence[Fetch]) -> None:
+    def __init__(
+        self, trained: ParamTable, reducer: Reducer, fetch: Sequence[MaterializeFn]
+    ) -> None:
         self._params, self._reducer, self._fetch = trained.params, reducer, fetch
         self._versions: list[int] = []  # when updates were put off
         # By parameter, those that are updated together: they share memory or a version counter.
-        self._alike: dict[int, list[int]] = {}
+        self._shared_version_groups: dict[int, list[int]] = {}
         self._aliases = Aliases([])
         self.aliased: Sequence[int] = []
-        self._behind: dict[int, Fence] = {}  # by parameter, the update, if that is on a device
+        self._update_events: dict[int, Fence] = {}  # by parameter, where updates run on a device
         self.pending: set[int] = set()
-        self.unasked: set[int] = set()
+        self.unvisited: set[int] = set()
 
     @property
     def count(self) -> int:
@@ -53,31 +55,31 @@ class PendingUpdates(ABC):
     @property
     def is_done(self) -> bool:
         """`apply` has nothing to do, whatever it is asked for."""
-        return not (self.unasked or self._behind)
+        return not (self.unvisited or self._update_events)
 
-    def put_off(self) -> None:
+    def defer_all(self) -> None:
         """From now on the update of every parameter is pending."""
         self._versions = [param._version for param in self._params]
         self.look_at_memory()
-        self._behind = {}
+        self._update_events = {}
         self.pending = set(range(len(self._params)))
-        self.unasked = set(self.pending)
+        self.unvisited = set(self.pending)
         for param, fetch in zip(self._params, self._fetch, strict=True):
-            hold(param, fetch)
+            make_lazy(param, fetch)
 
     def look_at_memory(self) -> None:
         """Notices other memory of parameters, and other tensors over it; none may be held."""
         self.aliased = self._aliases.find()
         if self._aliases.are_outdated:
-            self._alike = _sharing(self._params)
+            self._shared_version_groups = _sharing(self._params)
             self._aliases = Aliases(self._params)
             self.aliased = self._aliases.find()
 
     def forget(self) -> None:
         """Drops the updates that are pending."""
-        self.pending, self.unasked = set(), set()
+        self.pending, self.unvisited = set(), set()
         for param in self._params:
-            release(param)
+            unwrap(param)
 
     def apply(self, indices: Sequence[int]) -> None:
         """Applies pending updates of these parameters, waiting for what they need.
@@ -86,40 +88,40 @@ class PendingUpdates(ABC):
         """
         due = [i for i in indices if i in self.pending] if self.pending else []
         if due:
-            with shielded(self._reducer.device.torch_device.type):
+            with disable_user_modes(self._reducer.device.torch_device.type):
                 self._apply(due)
-        for i in self.unasked.intersection(indices):
-            self.unasked.discard(i)
-            release(self._params[i])
-        self._come_behind(indices)
+        for i in self.unvisited.intersection(indices):
+            self.unvisited.discard(i)
+            unwrap(self._params[i])
+        self._wait_on_stream(indices)
 
     @abstractmethod
     def _apply(self, due: Sequence[int]) -> None:
         """Applies the pending updates of these parameters and of those that arrive with them."""
 
-    def _come_behind(self, indices: Sequence[int]) -> None:
+    def _wait_on_stream(self, indices: Sequence[int]) -> None:
         """Later work on the current stream comes behind updates on others."""
-        if behind := self._behind:  # another thread may put another in its place
+        if behind := self._update_events:  # another thread may put another in its place
             stream = self._reducer.device.stream()
             for fence in {behind[i] for i in indices if i in behind}:
                 fence.wait(stream)
 
-    def _with_alike(self, due: Sequence[int]) -> list[int]:
+    def _expand_shared_storage(self, due: Sequence[int]) -> list[int]:
         """Adds pending ones that share memory with these.
 
         Or a version counter: autograd would take a later update for a change of what it has saved.
         """
-        if not self._alike:
+        if not self._shared_version_groups:
             return list(due)
-        wanted = {j for i in due for j in self._alike.get(i, (i,))}
+        wanted = {j for i in due for j in self._shared_version_groups.get(i, (i,))}
         return sorted(self.pending & wanted)
 
     def _arrived_with(self, due: Sequence[int]) -> list[int]:
         """Others whose updates are pending and have what they need once those of `due` have."""
         if len(due) == len(self.pending):
             return []
-        found = self.pending.intersection(self._reducer.arrives_with(due)).difference(due)
-        return sorted(found.difference(self._alike))
+        found = self.pending.intersection(self._reducer.co_arriving(due)).difference(due)
+        return sorted(found.difference(self._shared_version_groups))
 
     def _begin(self, due: Sequence[int]) -> list[int]:
         """Lets an update of these parameters begin, whose gradients are there.
@@ -143,7 +145,7 @@ class PendingUpdates(ABC):
                     "optimizer.synchronize() before you change parameters"
                 )
             for i in taken:
-                release(self._params[i])
+                unwrap(self._params[i])
         except BaseException:
             # An interrupt may have come before what was taken was noted as such. What somebody else
             # has updated meanwhile is written to.
@@ -164,16 +166,16 @@ class PendingUpdates(ABC):
         update, and is an error of the next backward pass.
         """
         if (fence := self._reducer.device.fence()) is not None:
-            self._behind.update(dict.fromkeys(updated, fence))
-        for i in self.unasked.intersection(updated).difference(asked):
-            hold(self._params[i], self._fetch[i])
+            self._update_events.update(dict.fromkeys(updated, fence))
+        for i in self.unvisited.intersection(updated).difference(asked):
+            make_lazy(self._params[i], self._fetch[i])
 
     def _put_back(self, taken: Sequence[int]) -> None:
         """What was to be updated still is to be."""
         self.pending.update(taken)
-        self.unasked.update(taken)
+        self.unvisited.update(taken)
         for i in taken:
-            hold(self._params[i], self._fetch[i])
+            make_lazy(self._params[i], self._fetch[i])
 
 
 def _sharing(params: Sequence[torch.Tensor]) -> dict[int, list[int]]:

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from usbyte.errors import UsageError
-from usbyte.torch.lazy_tensor import Fetch
+from usbyte.torch.lazy_tensor import MaterializeFn
 from usbyte.torch.optimizer.compat.known_optimizers import is_known, without_step_hooks
 from usbyte.torch.optimizer.gradients.reducer import Reducer
 from usbyte.torch.optimizer.hyperparam_snapshot import hyper_parameters, is_same
-from usbyte.torch.optimizer.overlap.deferred_queue import PendingUpdates
-from usbyte.torch.optimizer.param_groups import Groups
-from usbyte.torch.plan.job import Trained
+from usbyte.torch.optimizer.overlap.deferred_queue import DeferredUpdateQueue
+from usbyte.torch.optimizer.param_groups import ParamGroupIndex
+from usbyte.torch.plan.job import ParamTable
 
 # Steps whose updates are checked to change nothing but their own parameters.
 _CHECKED_STEPS = 10
 
 
-class DeferredUpdates(PendingUpdates):
+class DeferredUpdates(DeferredUpdateQueue):
     """Applies an optimizer's step to the parameters whose gradients have arrived.
 
     An update is the optimizer's own `step`, with its groups narrowed to those parameters and with
@@ -44,14 +44,14 @@ class DeferredUpdates(PendingUpdates):
         optimizer: torch.optim.Optimizer,
         step: Callable[[Callable[[], Any]], Any],
         tear: Callable[[BaseException], None],
-        trained: Trained,
-        groups: Groups,
+        trained: ParamTable,
+        groups: ParamGroupIndex,
         reducer: Reducer,
-        fetch: Sequence[Fetch],
+        fetch: Sequence[MaterializeFn],
     ) -> None:
         super().__init__(trained, reducer, fetch)
         self._optimizer, self._step, self._tear = optimizer, step, tear
-        self._groups, self._group_of = groups, groups.look_up()
+        self._groups, self._group_of = groups, groups.refresh()
         self._hyper: list[dict[str, Any]] = []
         self._call: Callable[[], Any] = optimizer.step
         # Gradients that the user has zeroed meanwhile, by parameter.
@@ -65,16 +65,16 @@ class DeferredUpdates(PendingUpdates):
     def defer(self, call: Callable[[], Any]) -> None:
         """Puts off the update of every parameter, which calls this function."""
         self._call = call
-        self._group_of = self._groups.look_up()
+        self._group_of = self._groups.refresh()
         self._hyper = [hyper_parameters(group) for group in self._optimizer.param_groups]
         self._zero_after.clear()
         self._checks = self._to_check > 0
         self._to_check -= self._checks
-        self.put_off()
+        self.defer_all()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Resets the gradients that the user sees; pending updates still get theirs."""
-        self._come_behind(range(len(self._params)))
+        self._wait_on_stream(range(len(self._params)))
         with torch._C.DisableTorchFunctionSubclass():  # parameters are held
             for i, param in enumerate(self._params):
                 if set_to_none:
@@ -88,7 +88,7 @@ class DeferredUpdates(PendingUpdates):
 
     def _apply(self, due: Sequence[int]) -> None:
         reducer = self._reducer
-        wanted = self._with_alike(due)
+        wanted = self._expand_shared_storage(due)
         sums = {i: reducer.wait(i) for i in wanted}
         sums |= {i: reducer.sum(i) for i in self._arrived_with(wanted)}
         updated = self._begin(list(sums))

@@ -13,8 +13,8 @@ from torch import nn
 from usbyte.errors import UsageError
 from usbyte.torch.optimizer.compat.known_optimizers import is_known, step_is_replaced
 from usbyte.torch.optimizer.overlap.deferred_updates import check_groups_unchanged
-from usbyte.torch.optimizer.overlap.forward_hooks import Gates
-from usbyte.torch.world.world import Context
+from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
+from usbyte.torch.world.world import World
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Seen:
     reads: set[int] = field(default_factory=set)  # since the last backward pass
 
 
-class Watch:
+class ScriptObserver:
     """Notes what a script does between `backward()`, `step()` and the next forward pass.
 
     Deferred updates are right whatever it does, as who reads a gradient or a parameter gets it
@@ -156,7 +156,7 @@ class Watch:
 
     def reason(
         self,
-        gates: Gates,
+        gates: ForwardPreHooks,
         ungated: Sequence[int],
         aliased: Sequence[int],
         shared: str,
@@ -181,7 +181,9 @@ class Watch:
             reasons.append(against)
         return "; ".join(reasons)
 
-    def _reasons(self, gates: Gates, ungated: Sequence[int], shared: str) -> Iterator[str]:
+    def _reasons(
+        self, gates: ForwardPreHooks, ungated: Sequence[int], shared: str
+    ) -> Iterator[str]:
         kind, seen = type(self._optimizer), self._seen
         if step_is_replaced(self._optimizer):
             yield (
@@ -235,7 +237,7 @@ _keeps_graph: Callable[[], bool] = getattr(
 )
 
 
-def agree(context: Context, label: str, reason: str) -> str:
+def agree_on_overlap(context: World, label: str, reason: str) -> str:
     """The reason of the first rank that has one, the same on all ranks. Collective."""
     reasons: list[str] = context.eager.allgather_json(f"{label}.overlap", reason, str)
     for rank, each in enumerate(reasons):

@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from usbyte.torch.lazy_tensor import hold, release, weakly
+from usbyte.torch.lazy_tensor import make_lazy, unwrap, weak_method
 from usbyte.torch.runtime.device import Device, Mark
 
 # Their forward does nothing but to call what they contain.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class Gates:
+class ForwardPreHooks:
     """Calls `arrive` with the parameters that a module is about to use.
 
     While learning it also notes when each parameter is first used in an iteration, by its module or
@@ -64,15 +64,15 @@ class Gates:
         self._hooks: list[tuple[nn.Module, _Hook]] = []
         self._handles: list[RemovableHandle] = []  # of those, while they ask
         self._installed: set[nn.Module] = set()
-        self.roots: list[nn.Module] = []
-        self._unseen: set[int] = set()  # got gradients, but nobody was seen to use them
-        self._opaque: set[int] = set()  # what compiled or scripted code or graphs read unseen
+        self.root_modules: list[nn.Module] = []
+        self._unobserved_params: set[int] = set()  # got gradients, but nobody was seen to use them
+        self._compiled_params: set[int] = set()  # read without a hook, by compiled or scripted code
         self._learning, self._watching = True, False
         self._begun = False  # the forward pass of this iteration
         self.needed: list[Mark | None] = [None] * len(params)
         self.read_early = [0] * len(params)
         self.iterations = 0
-        self._fetch = weakly(self._read)
+        self._fetch = weak_method(self._read)
         self._finder: RemovableHandle | None = None
 
     def install(self, model: nn.Module | None) -> None:
@@ -94,10 +94,10 @@ class Gates:
         """
         unseen = {i for i, n in enumerate(self.needed) if n is None and used[i]}
         if self._watching:
-            self._unseen |= unseen
+            self._unobserved_params |= unseen
             self.iterations += 1
         elif _has_compiled():
-            self._opaque |= unseen
+            self._compiled_params |= unseen
         self._watching, self._begun = True, False
         self.needed = [None] * len(self.needed)
         self._watch()
@@ -115,14 +115,14 @@ class Gates:
         Returns:
             The indices whose use was not seen, so that their updates cannot wait for it.
         """
-        self.rest()
+        self.stop_recording()
         self._learning = self._watching = False
         if self._finder is not None:
             self._finder.remove()
             self._finder = None
-        return self._unseen | self._opaque
+        return self._unobserved_params | self._compiled_params
 
-    def ask(self, wanted: bool) -> None:
+    def set_enabled(self, wanted: bool) -> None:
         """Whether modules ask for their parameters from now on; else they run without hooks."""
         if wanted and not self._handles:
             self._handles = [m.register_forward_pre_hook(hook) for m, hook in self._hooks]
@@ -131,19 +131,19 @@ class Gates:
                 handle.remove()
             self._handles = []
 
-    def rest(self) -> None:
+    def stop_recording(self) -> None:
         """Notes nothing more in this iteration: the optimizer is about to use all parameters."""
         for param in self._params if self._learning else ():
-            release(param)
+            unwrap(param)
 
     def close(self) -> None:
         """Removes every hook."""
-        self.rest()
-        self.ask(False)
+        self.stop_recording()
+        self.set_enabled(False)
         if self._finder is not None:
             self._finder.remove()
 
-    def find(self, module: nn.Module, args: Any) -> None:
+    def discover(self, module: nn.Module, args: Any) -> None:
         """Installs gates below a module that is about to run, if it has parameters of these."""
         if module in self._installed:
             return
@@ -155,8 +155,8 @@ class Gates:
 
     def _install(self, root: nn.Module) -> list[Callable[..., None]]:
         """Puts gates below a root; returns the hooks of the root itself."""
-        self.roots.append(root)
-        self._opaque.update(self._index[p] for p in _scripted(root) if p in self._index)
+        self.root_modules.append(root)
+        self._compiled_params.update(self._index[p] for p in _scripted(root) if p in self._index)
         here: list[Callable[..., None]] = []
         for module, params in _gated(root):
             if module in self._installed:
@@ -165,14 +165,16 @@ class Gates:
             own = [self._index[p] for p in params if p in self._index]
             below = [self._index[p] for p in module.parameters() if p in self._index]
             if own or module is root or (below and type(module) not in _CONTAINERS):
-                hook = _Hook(partial(self._at_gate, own, below, module is root))
+                hook = _Hook(partial(self._pre_forward, own, below, module is root))
                 self._hooks.append((module, hook))
                 self._handles.append(module.register_forward_pre_hook(hook))
                 here += [hook] * (module is root)
         self._installed.update(root.modules())
         return here
 
-    def _at_gate(self, own: list[int], below: list[int], is_root: bool, module: nn.Module) -> None:
+    def _pre_forward(
+        self, own: list[int], below: list[int], is_root: bool, module: nn.Module
+    ) -> None:
         if torch.compiler.is_compiling():
             return
         if is_root:
@@ -186,7 +188,7 @@ class Gates:
             if torch.is_grad_enabled():  # evaluation needs them too, but not as the next step does
                 self._use(wanted)
             for i in wanted:
-                release(self._params[i])
+                unwrap(self._params[i])
         self._arrive(wanted)
 
     def _pass_root(self, module: nn.Module) -> None:
@@ -195,14 +197,15 @@ class Gates:
         trains = module.training and torch.is_grad_enabled()
         self._enter(trains)
         if not trains:
-            self.rest()  # torch looks for overridden tensors before it takes its fast paths
+            # Torch looks for overridden tensors before it takes its fast paths.
+            self.stop_recording()
         elif self._learning and not self._begun:
             self._begun = True
             self._watch()
 
     def _use(self, indices: Sequence[int]) -> None:
         if self._device.capturing():  # replays are not seen
-            self._opaque.update(indices)
+            self._compiled_params.update(indices)
             return
         now = self._device.now()
         for i in indices:
@@ -213,11 +216,11 @@ class Gates:
         """Notes who is the first to use a parameter that has not been used yet."""
         if self._watching:
             for i, param in enumerate(self._params):
-                if self.needed[i] is None and i not in self._opaque:
-                    hold(param, self._fetch)
+                if self.needed[i] is None and i not in self._compiled_params:
+                    make_lazy(param, self._fetch)
 
     def _read(self, param: torch.Tensor) -> None:
-        release(param)
+        unwrap(param)
         i = self._index[param]  # type: ignore[index]
         if not self._begun:
             self.read_early[i] += 1
@@ -228,7 +231,7 @@ class Gates:
 class _Finder:
     """Watches all modules, and keeps nothing alive."""
 
-    def __init__(self, gates: Gates) -> None:
+    def __init__(self, gates: ForwardPreHooks) -> None:
         self._gates = weakref.ref(gates)
         self.handle = register_module_forward_pre_hook(self)
 
@@ -238,7 +241,7 @@ class _Finder:
             return
         gates = self._gates()
         if gates is not None:
-            gates.find(module, args)
+            gates.discover(module, args)
         else:
             self.handle.remove()
 
