@@ -257,7 +257,7 @@ def feedback(rank, size, spec):
         if not seen or opt.plan.hash() != seen[-1]:
             seen.append(opt.plan.hash())
         if step in (5, 10) and rank == 0:
-            opt._stepper.reducer.ask_for_plan()
+            opt._controller.reducer.ask_for_plan()
         if step == 14:  # what is remembered is saved, and outlives the engine
             saved = opt.state_dict()
             for part in opt._memory.parts.values():
@@ -409,7 +409,7 @@ def changes_layout(rank, size):
         conv.to(memory_format=layout)
         steps(0)
         steps(3)  # with the plan of before
-        opt._stepper.reducer.ask_for_plan()
+        opt._controller.reducer.ask_for_plan()
         steps(6)
     opt.close()
 

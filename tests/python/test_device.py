@@ -209,11 +209,11 @@ def votes(rank, size):
 
     for _ in range(7):
         step()
-    reducer = optimizer._stepper.reducer
+    reducer = optimizer._controller.reducer
     assert not reducer.learning
     if rank == 1:
-        reducer._cycle._drift.wanted = True
-        reducer._cycle._drift.step = lambda now: None
+        reducer._lifecycle._step_time_monitor.wanted = True
+        reducer._lifecycle._step_time_monitor.step = lambda now: None
     steps = 0
     while not reducer.learning:
         step()
@@ -234,7 +234,7 @@ def captures(rank, size):
     while optimizer.decision is None:
         step()
     names = [n for n, _ in model.named_parameters()]
-    assert [names[i] for i in optimizer._stepper._unhooked_params] == ["0.weight", "0.bias"]
+    assert [names[i] for i in optimizer._controller._unhooked_params] == ["0.weight", "0.bias"]
     optimizer.synchronize()
     loss = model(torch.zeros(1, 64)).sum()
     device.cuda.set_capturing(0, True)

@@ -299,7 +299,7 @@ def is_ahead(rank, size):
     train(model, optimizer, rank)
     begin(model, optimizer, rank, STEPS)
     if rank == 1:
-        while optimizer.status().get("step") and not optimizer._stepper.transport.failed:
+        while optimizer.status().get("step") and not optimizer._controller.executor.failed:
             time.sleep(0.05)
         answer = found(model, optimizer)
     else:
@@ -460,7 +460,7 @@ def faults_while_learning(rank, size):
     train(model, optimizer, rank, 2)
     begin(model, optimizer, rank, 2)
     if rank == 1:
-        while not optimizer._stepper.transport.failed:
+        while not optimizer._controller.executor.failed:
             time.sleep(0.05)
     else:
         optimizer.step()

@@ -232,7 +232,9 @@ def has_other_rows(rank, size):
         optimizer.step()
         learning.append(optimizer.plan.policy == "learning")
         if step == 8 and rank == 1:
-            optimizer._stepper.reducer._cycle._density_drift._outdated = lambda counts: True
+            optimizer._controller.reducer._lifecycle._density_monitor._outdated = lambda counts: (
+                True
+            )
     optimizer.synchronize()
     got, expected = model.state_dict(), train_alone("sgd", size, steps=steps)
     optimizer.close()

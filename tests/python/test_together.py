@@ -153,7 +153,7 @@ def interrupts(rank, size):
 
         opt = trained(model, rank, 8, between=arm)
         opt.drain()
-        assert opt._stepper._deferred.count == 0
+        assert opt._controller._deferred.count == 0
         results.append(flat(model))
         PENDING.unwrap = release
         opt.close()
@@ -180,14 +180,14 @@ def interrupt_once(owner, name, after=False):
 
 PLACES = {
     "none": lambda opt: None,
-    "sums are there": lambda opt: interrupt_once(opt._stepper.reducer, "begin_update"),
-    "gradients are set": lambda opt: interrupt_once(opt._stepper._deferred, "_narrowed"),
+    "sums are there": lambda opt: interrupt_once(opt._controller.reducer, "begin_update"),
+    "gradients are set": lambda opt: interrupt_once(opt._controller._deferred, "_narrowed"),
     "being released": lambda opt: interrupt_once(PENDING, "release"),
     "released": lambda opt: interrupt_once(PENDING, "release", after=True),
 }
 SHARD_PLACES = {
     "none": lambda opt: None,
-    "gathered": lambda opt: interrupt_once(opt._stepper.reducer, "gathered"),
+    "gathered": lambda opt: interrupt_once(opt._controller.reducer, "gathered"),
     "copied": lambda opt: interrupt_once(torch, "_foreach_copy_", after=True),
     "being released": lambda opt: interrupt_once(PENDING, "release"),
 }
@@ -244,7 +244,7 @@ def two_streams(rank, size):
         fences.append(Fence(current))
         return fences[-1]
 
-    device = opt._stepper.reducer.device  # the host, which has no streams of its own
+    device = opt._controller.reducer.device  # the host, which has no streams of its own
     device.stream, device.fence = lambda: current, fence
     for _ in range(6):
         fences.clear()

@@ -63,7 +63,7 @@ class TorchCommunicator:
         self.direct_allreduce_max_bytes = direct_allreduce_max_bytes
         self.device = Device()
         self._rank, self._size = group.rank(), group.size()
-        self._arena: torch.Tensor | None = None
+        self._flat_buffer: torch.Tensor | None = None
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
         self._staging = PackBufferPool()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -95,7 +95,7 @@ class TorchCommunicator:
 
     def register(self, arena: torch.Tensor) -> None:
         """Names the buffer (1-d uint8) of an engine to come; addresses may point into it."""
-        self._arena = arena
+        self._flat_buffer = arena
         self._views.clear()
         self._staging = PackBufferPool()  # as large as the ops need that follow
 
@@ -130,9 +130,9 @@ class TorchCommunicator:
         if view is None:
             kind: torch.dtype = getattr(torch, dtype)
             size = count * kind.itemsize
-            begin = -1 if self._arena is None else address - self._arena.data_ptr()
-            if self._arena is not None and 0 <= begin <= len(self._arena) - size:
-                view = self._arena[begin : begin + size].view(kind)
+            begin = -1 if self._flat_buffer is None else address - self._flat_buffer.data_ptr()
+            if self._flat_buffer is not None and 0 <= begin <= len(self._flat_buffer) - size:
+                view = self._flat_buffer[begin : begin + size].view(kind)
             else:  # the engine's own memory, which outlives what is in flight
                 memory = (ctypes.c_byte * size).from_address(address)
                 view = torch.frombuffer(memory, dtype=kind)

@@ -239,7 +239,7 @@ class DasoOptimizer(DistributedOptimizer):
                 "different ones: use bfloat16, which needs none"
             )
         if self._exchange is not None:  # a node of one rank has nobody else to look
-            self._trained.check_frozen()
+            self._param_table.check_frozen()
             self._groups.refresh()
         result = super().step(closure)
         if self._exchange is None:
@@ -310,7 +310,7 @@ class DasoOptimizer(DistributedOptimizer):
         different parameters and optimizer states in the cycling phase: to go on exactly, save and
         load on one rank of each node, or call `synchronize_nodes` first to go on from one.
         """
-        self._changes.check_whole()
+        self._update_guard.check_whole()
         own: dict[str, Any] = {"schedule": self._schedule.state(), "in_flight": None}
         flight = self._in_flight
         if flight is not None and self._exchange is not None and self._vectors is not None:
@@ -382,9 +382,11 @@ class DasoOptimizer(DistributedOptimizer):
     def hold(self, message: str) -> None:
         """See `DistributedOptimizer`."""
         super().hold(message)
-        alone = self._exchange is not None and self._changes.salvage is None  # on its node
+        alone = self._exchange is not None and self._update_guard.recovery is None  # on its node
         if alone and not self._closed:
-            self._changes.fail(message, self._trained.params, lambda _: self._changes.forget())
+            self._update_guard.fail(
+                message, self._param_table.params, lambda _: self._update_guard.forget()
+            )
 
     def fail(self, message: str) -> None:
         """See `DistributedOptimizer`."""
@@ -418,7 +420,7 @@ class DasoOptimizer(DistributedOptimizer):
     # Inside.
 
     def _check_usable(self) -> None:
-        self._changes.check_whole()
+        self._update_guard.check_whole()
         if self._closed:
             raise UsageError("this DasoOptimizer is closed; wrap the optimizer anew")
         super()._check_usable()
@@ -426,8 +428,8 @@ class DasoOptimizer(DistributedOptimizer):
     @outside_inference_mode
     def _lay_out(self) -> None:
         if self._exchange is not None:
-            self._vectors = ParameterVectors(self._trained.params)
-            self._groups = ParamGroupIndex(self._inner, self._trained)
+            self._vectors = ParameterVectors(self._param_table.params)
+            self._groups = ParamGroupIndex(self._inner, self._param_table)
 
     @torch.no_grad()
     def _begin(self, start: Start) -> None:
@@ -456,7 +458,7 @@ class DasoOptimizer(DistributedOptimizer):
         self._merging = True
         self._arrive(flight)
         self._in_flight = None
-        with self._changes.updating():
+        with self._update_guard.updating():
             self._vectors.merge(flight.wait, self._exchange.size)
             self._merging = False
 

@@ -71,7 +71,7 @@ class FaultCoordinator:
         self._calls = SerialExecutor(
             "usbyte-faults-ask"
         )  # on its thread alone _store is used, and written
-        self._mailbox = StoreMessageQueue(self._store, rank)
+        self._messages = StoreMessageQueue(self._store, rank)
         self._verdict: str | None = None
         self._survivors: list[int] | None = None
         self._closing = False
@@ -192,7 +192,7 @@ class FaultCoordinator:
 
         def part() -> None:
             self._store.set(f"bye/{self._rank}", "1")
-            self._mailbox.send(self._rank, "bye")
+            self._messages.send(self._rank, "bye")
             if self._rank == 0 and self._verdict is None:
                 # The store may end with this process; the others may still read from it.
                 for rank in range(1, self._size):
@@ -206,7 +206,7 @@ class FaultCoordinator:
         self._calls.close()
         if not self._thread.is_alive():
             # Connections: after a fault this may be kept for long, with the parameters.
-            del self._store, self._replans, self._mailbox
+            del self._store, self._replans, self._messages
 
     def _ask(self, here: str) -> tuple[str, list[int] | None]:
         if self._store.add("fault", 1) == 1:
@@ -222,7 +222,7 @@ class FaultCoordinator:
     def _send_all(self, text: str) -> None:
         for rank in range(self._size):
             if rank != self._rank:
-                self._mailbox.send(rank, text)
+                self._messages.send(rank, text)
 
     def _gather(self, key: str) -> tuple[dict[int, State], list[int]]:
         """The states of all ranks that answer under KEY/RANK, and the ranks that do not."""
@@ -274,7 +274,7 @@ class FaultCoordinator:
 
     def _watch(self) -> None:
         try:
-            while (text := self._mailbox.receive()) != "fault":
+            while (text := self._messages.receive()) != "fault":
                 if text == "bye":
                     return
                 if not text.startswith("ask "):

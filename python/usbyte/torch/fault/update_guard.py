@@ -27,7 +27,7 @@ class UpdateGuard:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.salvage: ParamRecovery | None = None
+        self.recovery: ParamRecovery | None = None
         self.torn = ""
         self._completed = 0  # steps whose updates have all been applied
         self._unfinished = False  # those of the next one are being applied
@@ -43,13 +43,13 @@ class UpdateGuard:
         with self.lock:
             outer, self._thread = self._thread, threading.get_ident()
             try:
-                if outer is None and self.salvage is not None and not self._recovering:
+                if outer is None and self.recovery is not None and not self._recovering:
                     raise FaultError(self._failure)  # what is left has been told
                 yield
             finally:
                 self._thread = outer
-                if outer is None and self.salvage is not None:
-                    self.salvage.block_reads()
+                if outer is None and self.recovery is not None:
+                    self.recovery.block_reads()
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -150,8 +150,8 @@ class UpdateGuard:
             on_clean: See `ParamRecovery`.
         """
         self._failure = message
-        self.salvage = ParamRecovery(params, self._is_updating, on_clean)
-        self.salvage.block_reads()  # also what an update has released that did not know of it yet
+        self.recovery = ParamRecovery(params, self._is_updating, on_clean)
+        self.recovery.block_reads()  # also what an update has released that did not know of it yet
 
     def left(self, examine: Callable[[bool], tuple[bool, bool]]) -> RankProgress | None:
         """What the fault has left, after `fail`; None if there was nothing to fail.
@@ -161,11 +161,11 @@ class UpdateGuard:
                 under the lock. Returns whether parameters hold a part of a step, and whether the
                 pending updates can be applied.
         """
-        if self.salvage is None:
+        if self.recovery is None:
             return None
         ended = self.lock.acquire(timeout=_UPDATE_S)
         try:
-            self.salvage.block_reads()
+            self.recovery.block_reads()
             in_part, completable = examine(ended and not (self._mid_step or self.torn))
             return RankProgress(self._completed, in_part, completable)
         finally:
@@ -174,8 +174,8 @@ class UpdateGuard:
 
     def settle(self, verdict: str, judgement: RecoveryDecision) -> None:
         """Whether what is left is a state to go on from; see `ParamRecovery.decide`."""
-        if self.salvage is not None:
-            self.salvage.decide(verdict, judgement)
+        if self.recovery is not None:
+            self.recovery.decide(verdict, judgement)
 
     def _is_updating(self) -> bool:
         return self._thread == threading.get_ident()

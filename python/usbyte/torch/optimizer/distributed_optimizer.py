@@ -136,7 +136,7 @@ class DistributedOptimizer(OptimizerWrapper):
         MismatchError: Ranks have parameters of other names, shapes or dtypes; raised on every rank.
     """
 
-    _trained: ParamTable
+    _param_table: ParamTable
     _updater: torch.optim.Optimizer | FusedUpdate
 
     def __init__(
@@ -212,9 +212,9 @@ class DistributedOptimizer(OptimizerWrapper):
         self._owner = model or model_of(named_parameters)
         self._given_names = names_of(named_parameters)
         self._memory = CodecState(self._settings.scale(context.size))
-        self._changes = UpdateGuard()
+        self._update_guard = UpdateGuard()
         self._planner: Planner | None = None
-        self._stepper: StepController | None = (
+        self._controller: StepController | None = (
             None  # may have ended, where something of it is wanted
         )
         self._used_up: list[nn.Parameter] = []  # by a step of one rank, as sharded ones do
@@ -233,11 +233,11 @@ class DistributedOptimizer(OptimizerWrapper):
 
         GradScaler and others take them from here to change them, in ways that leave no trace.
         """
-        stepper = self._live
-        if stepper is not None and stepper.reducer.in_flight:
-            stepper.drain()
-        if stepper is not None and stepper.pending:
-            with self._changes.lock:  # whoever applies updates narrows them meanwhile
+        controller = self._live
+        if controller is not None and controller.reducer.in_flight:
+            controller.drain()
+        if controller is not None and controller.pending:
+            with self._update_guard.lock:  # whoever applies updates narrows them meanwhile
                 return self._inner.param_groups
         return self._inner.param_groups
 
@@ -273,10 +273,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self._bring_up_to_date()
         memory = self._memory.state()
         extra = {CODEC_STATE_KEY: memory} if memory else {}
-        if self._stepper is None or self._stepper.shards is None:
+        if self._controller is None or self._controller.shards is None:
             return self._inner.state_dict() | extra
         sharded = self._inner.state
-        self._inner.state = self._stepper.shards.whole_state()  # type: ignore[assignment]
+        self._inner.state = self._controller.shards.whole_state()  # type: ignore[assignment]
         try:
             return self._inner.state_dict() | extra
         finally:
@@ -309,9 +309,9 @@ class DistributedOptimizer(OptimizerWrapper):
             UsageError: The group cannot be served; it is not added.
             MismatchError: Ranks have different groups, which none of them adds.
         """
-        stepper = self._live
-        if stepper is not None:
-            stepper.check_whole_gradients()
+        controller = self._live
+        if controller is not None:
+            controller.check_whole_gradients()
         self._drain()
         self._inner.add_param_group(param_group)
         names = self._given_names
@@ -322,11 +322,11 @@ class DistributedOptimizer(OptimizerWrapper):
             self._inner.param_groups.pop()
             self._given_names = names
             raise
-        if stepper is None:
+        if controller is None:
             self._build(steps_before=0)
             return
-        stepper.end_sharding()
-        unsent, steps = stepper.reducer.has_accumulated, stepper.transport.steps
+        controller.end_sharding()
+        unsent, steps = controller.reducer.has_accumulated, controller.executor.steps
         try:
             self._build(steps)
         except MismatchError:  # on all ranks
@@ -335,9 +335,12 @@ class DistributedOptimizer(OptimizerWrapper):
             self._build(steps)
             raise
         finally:
-            if self._stepper is not None:
-                self._stepper.shared, self._stepper.against = stepper.shared, stepper.against
-                self._stepper.reducer.has_accumulated = unsent
+            if self._controller is not None:
+                self._controller.shared, self._controller.against = (
+                    controller.shared,
+                    controller.against,
+                )
+                self._controller.reducer.has_accumulated = unsent
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r}, overlap={self._settings.overlap!r})"
@@ -360,24 +363,24 @@ class DistributedOptimizer(OptimizerWrapper):
             FaultError: Communication failed, on any rank.
         """
         self._check_usable()
-        if (stepper := self._stepper) is not None:
-            if closure is None or not stepper.evaluates_first:
-                return stepper.step(closure)
-            loss = stepper.evaluate(closure)
+        if (controller := self._controller) is not None:
+            if closure is None or not controller.evaluates_first:
+                return controller.step(closure)
+            loss = controller.evaluate(closure)
             DistributedOptimizer.step(self)  # and not that of a subclass, which calls this one
             return loss
         if isinstance(self._updater, FusedUpdate):
             self._updater.check()
         if self._settings.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._trained.params, self._settings.max_grad_norm)
-        with self._changes.updating():
-            result: float | None = self._changes.step(
+            nn.utils.clip_grad_norm_(self._param_table.params, self._settings.max_grad_norm)
+        with self._update_guard.updating():
+            result: float | None = self._update_guard.step(
                 self._updater.step, closure, is_known(self._inner)
             )
             self._on_updated()
-            self._changes.count_step()
+            self._update_guard.count_step()
         if self._settings.shard_optimizer:
-            self._used_up = [param for param in self._trained.params if param.grad is not None]
+            self._used_up = [param for param in self._param_table.params if param.grad is not None]
             for param in self._used_up:
                 param.grad = None
         return result
@@ -391,8 +394,8 @@ class DistributedOptimizer(OptimizerWrapper):
         the other ranks, which are to do so too.
         """
         self._check_usable()
-        if self._stepper is not None:
-            self._stepper.zero_grad(set_to_none)
+        if self._controller is not None:
+            self._controller.zero_grad(set_to_none)
         else:
             if not set_to_none:  # zeros are gradients too
                 for param in self._used_up:
@@ -412,10 +415,10 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             UsageError: Gradients of a sharded optimizer are on their way, which nobody has whole.
         """
-        if (stepper := self._live) is not None:
-            stepper.check_whole_gradients()
-            if stepper.reducer.accumulates:
-                stepper.flush_accumulated()
+        if (controller := self._live) is not None:
+            controller.check_whole_gradients()
+            if controller.reducer.accumulates:
+                controller.flush_accumulated()
         self.drain()
 
     @_not_compiled
@@ -423,15 +426,15 @@ class DistributedOptimizer(OptimizerWrapper):
     def flush_accumulated(self) -> None:
         """Sends what this rank has accumulated and not sent, as `step()` would. Collective."""
         self._check_usable()
-        if self._stepper is not None:
-            self._stepper.flush_accumulated()
+        if self._controller is not None:
+            self._controller.flush_accumulated()
 
     @_not_compiled
     def drain(self) -> None:
         """Makes final what is on its way, and sends nothing: for this rank alone to call."""
-        if (stepper := self._live) is not None:
-            stepper.drain()
-            stepper.up_to_date()
+        if (controller := self._live) is not None:
+            controller.drain()
+            controller.up_to_date()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -445,11 +448,11 @@ class DistributedOptimizer(OptimizerWrapper):
         So does `step()`, where none has followed.
         """
         self._check_usable()
-        if self._stepper is None:
+        if self._controller is None:
             yield
             return
-        self._stepper.apply_all()
-        reducer = self._stepper.reducer
+        self._controller.apply_all()
+        reducer = self._controller.reducer
         before = reducer.set_sync(False)
         try:
             yield
@@ -459,8 +462,8 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def plan(self) -> _core.Plan | None:
         """The plan in force; None with a single rank."""
-        stepper = self._live
-        return stepper.transport.plan if stepper is not None else None
+        controller = self._live
+        return controller.executor.plan if controller is not None else None
 
     @property
     def decision(self) -> Decision | None:
@@ -470,10 +473,10 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def settled(self) -> bool:
         """True while the plan is there to stay: nothing is being learned or tried."""
-        stepper, decision = self._live, self.decision
-        if stepper is None:
+        controller, decision = self._live, self.decision
+        if controller is None:
             return True
-        return not stepper.reducer.learning and decision is not None and not decision.trial_steps
+        return not controller.reducer.profiler and decision is not None and not decision.trial_steps
 
     # Used by `join`.
 
@@ -484,7 +487,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are sent, with their names."""
-        return list(zip(self._trained.names, self._trained.params, strict=True))
+        return list(zip(self._param_table.names, self._param_table.params, strict=True))
 
     def names_of_groups(self) -> list[list[str]] | None:
         """By group, the names that its parameters were given; None if some have none."""
@@ -497,10 +500,10 @@ class DistributedOptimizer(OptimizerWrapper):
     def join_with_zeros(self) -> None:
         """Takes part in the other ranks' steps, without data, until all ranks do so. Collective."""
         self._check_usable()
-        while (stepper := self._live) is not None:
-            stepper.drain()
+        while (controller := self._live) is not None:
+            controller.drain()
             self.zero_grad()
-            if not stepper.reducer.contribute_zeros():
+            if not controller.reducer.contribute_zeros():
                 break
             self.step()
 
@@ -518,13 +521,13 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def orphan(self) -> list[Any]:
         """In a process that was forked, which reads the model: gives what is never to be ended."""
-        stepper = self._live
-        return [self] if stepper is None else [self, stepper.transport.orphan()]
+        controller = self._live
+        return [self] if controller is None else [self, controller.executor.orphan()]
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`. Empty if nothing is sent."""
-        transport = self._transport
-        return transport.status() if transport is not None else {}
+        executor = self._executor
+        return executor.status() if executor is not None else {}
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Of all that it waits for other ranks in, by label."""
@@ -532,27 +535,29 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def hold(self, message: str) -> None:
         """After a fault: from now on who reads parameters waits, until `settle_fault`."""
-        if (stepper := self._live) is not None:
-            self._changes.fail(message, self._trained.params, stepper.clean_up)
+        if (controller := self._live) is not None:
+            self._update_guard.fail(message, self._param_table.params, controller.clean_up)
 
     def fail(self, message: str) -> None:
         """Every wait from now on raises FaultError with this message; to be called after `hold`."""
-        if (transport := self._transport) is not None:
-            transport.fail(message)
+        if (executor := self._executor) is not None:
+            executor.fail(message)
 
     def left(self) -> RankProgress | None:
         """What the fault has left here, after `hold`; None if there was nothing to hold."""
-        stepper = self._stepper
-        return self._changes.left(stepper.examine if stepper is not None else _examine_alone)
+        controller = self._controller
+        return self._update_guard.left(
+            controller.examine if controller is not None else _examine_alone
+        )
 
     def settle_fault(self, verdict: str, judgement: RecoveryDecision) -> None:
         """Whether what is left is a state to go on from; see `ParamRecovery.decide`."""
-        self._changes.settle(verdict, judgement)
+        self._update_guard.settle(verdict, judgement)
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records from the next step on; None stops."""
-        if (stepper := self._live) is not None:
-            stepper.transport.set_timeline(writer)
+        if (controller := self._live) is not None:
+            controller.executor.set_timeline(writer)
 
     def close(self, whole_state: bool = True) -> None:
         """Applies pending updates, unless communication has failed; then ends the engine.
@@ -573,46 +578,46 @@ class DistributedOptimizer(OptimizerWrapper):
         for handle in self._state_hooks:
             handle.remove()
         self._state_hooks = []
-        if (stepper := self._live) is not None:
+        if (controller := self._live) is not None:
             try:
-                stepper.end(whole_state)
+                controller.end(whole_state)
             finally:
-                retain_owner(None, self._trained.params)
-            if stepper.shards is None and self._changes.salvage is None:
-                self._stepper = None  # with its memory
+                retain_owner(None, self._param_table.params)
+            if controller.shards is None and self._update_guard.recovery is None:
+                self._controller = None  # with its memory
 
     @property
     def _live(self) -> StepController | None:
         """What takes the steps, while gradients are sent."""
-        stepper = self._stepper
-        return None if stepper is None or stepper.ended else stepper
+        controller = self._controller
+        return None if controller is None or controller.ended else controller
 
     @property
-    def _transport(self) -> PlanExecutor | None:
+    def _executor(self) -> PlanExecutor | None:
         """What moves gradients; threads ask for it while the one that trains may end it."""
         return getattr(self._live, "transport", None)
 
     def _drain(self) -> None:
-        if (stepper := self._live) is not None:
-            stepper.drain()
+        if (controller := self._live) is not None:
+            controller.drain()
 
     def _apply_pending(self) -> None:
-        if (stepper := self._live) is not None:
-            stepper.apply_all()
+        if (controller := self._live) is not None:
+            controller.apply_all()
 
     def _on_new_state(self) -> None:
-        if self._stepper is not None and self._stepper.shards is not None:
-            self._stepper.shards.reshard_state()
+        if self._controller is not None and self._controller.shards is not None:
+            self._controller.shards.reshard_state()
 
     def _on_updated(self) -> None:
         """The wrapped optimizer has taken a step as a whole, and nobody has read parameters yet."""
 
     def _bring_up_to_date(self) -> None:
-        if self._changes.salvage is not None:
-            self._changes.salvage.check()
+        if self._update_guard.recovery is not None:
+            self._update_guard.recovery.check()
         else:
             if self._context.size > 1:
-                self._changes.check_whole()
+                self._update_guard.check_whole()
             self._drain()
 
     def _check_usable(self) -> None:
@@ -620,17 +625,17 @@ class DistributedOptimizer(OptimizerWrapper):
             return
         if self._closed:
             raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
-        if (stepper := self._live) is not None:
-            stepper.check()
+        if (controller := self._live) is not None:
+            controller.check()
 
     @outside_inference_mode
     def _build(self, steps_before: int) -> None:
         """Everything that depends on which parameters there are. Collective."""
         settings, context = self._settings, self._context
-        trained = ParamTable.of(self._inner, self._given_names)
-        served = self._serve(trained)
+        param_table = ParamTable.of(self._inner, self._given_names)
+        served = self._serve(param_table)
         self._end(whole_state=True)
-        self._stepper, self._trained, self._updater = None, trained, served.updater
+        self._controller, self._param_table, self._updater = None, param_table, served.updater
         if holds_shards(self._inner):
             raise UsageError(
                 "this optimizer holds shards of its state from before a shutdown: make it anew and "
@@ -639,44 +644,44 @@ class DistributedOptimizer(OptimizerWrapper):
         if context.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
-        changing = warn_of_renormalized(self.label, trained, self._owner)
-        device = device_of(trained.names, trained.params)
+        changing = warn_of_renormalized(self.label, param_table, self._owner)
+        device = device_of(param_table.names, param_table.params)
         try:
-            planner = self._make_planner(trained, device, served, steps_before)
+            planner = self._make_planner(param_table, device, served, steps_before)
         except OtherOrderError as error:  # on all ranks, which take the order of the first
-            trained = trained.in_order(error.names)
-            served = self._serve(trained)
-            planner = self._make_planner(trained, device, served, steps_before)
+            param_table = param_table.in_order(error.names)
+            served = self._serve(param_table)
+            planner = self._make_planner(param_table, device, served, steps_before)
         if self._given_names is None:
-            check_order(context, self.label, trained.params)
-        self._trained, self._planner = trained, planner
+            check_order(context, self.label, param_table.params)
+        self._param_table, self._planner = param_table, planner
         if settings.topology is not None:
             parse(settings.topology, context.size)  # alike, so an error is on all ranks
-        self._stepper = StepController(
-            context, self._inner, self._updater, settings, trained, changing, device, planner,
-            self._changes, self._memory, steps_before, self._on_updated,
+        self._controller = StepController(
+            context, self._inner, self._updater, settings, param_table, changing, device, planner,
+            self._update_guard, self._memory, steps_before, self._on_updated,
         )  # fmt: skip
-        retain_owner(self, trained.params)
+        retain_owner(self, param_table.params)
         self._state_hooks = self._hook_state()
         self._closed = False
 
     def _make_planner(
-        self, trained: ParamTable, device: Device, served: ValidatedOptimizer, steps_before: int
+        self, param_table: ParamTable, device: Device, served: ValidatedOptimizer, steps_before: int
     ) -> Planner:
         return Planner(
-            self._context, self.label, self._settings, trained, device, served.codecs,
+            self._context, self.label, self._settings, param_table, device, served.codecs,
             served.sparse, steps_before,
         )  # fmt: skip
 
-    def _serve(self, trained: ParamTable) -> ValidatedOptimizer:
+    def _serve(self, param_table: ParamTable) -> ValidatedOptimizer:
         """Claims parameters.
 
         Raises:
             UsageError: Some of them are not served; nothing has changed.
         """
         settings, size = self._settings, self._context.size
-        served = validate_optimizer(self._inner, trained, settings, size, self._owner)
-        register_params(self, trained.params, trained.names)
+        served = validate_optimizer(self._inner, param_table, settings, size, self._owner)
+        register_params(self, param_table.params, param_table.names)
         return served
 
 

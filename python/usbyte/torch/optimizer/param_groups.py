@@ -20,8 +20,8 @@ class ParamGroupIndex:
         trained: Its parameters when it was wrapped.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, trained: ParamTable) -> None:
-        self._optimizer, self._trained = optimizer, trained
+    def __init__(self, optimizer: torch.optim.Optimizer, param_table: ParamTable) -> None:
+        self._optimizer, self._param_table = optimizer, param_table
         self._known: list[list[torch.Tensor]] = []  # parameters by group, when last looked up
         self._group_of: list[int | None] = []
 
@@ -40,8 +40,8 @@ class ParamGroupIndex:
         return self._group_of
 
     def _find(self, groups: Sequence[dict[str, Any]]) -> list[int | None]:
-        index = {id(param): i for i, param in enumerate(self._trained.params)}
-        others = {id(param) for param in self._trained.frozen}
+        index = {id(param): i for i, param in enumerate(self._param_table.params)}
+        others = {id(param) for param in self._param_table.frozen}
         found: list[int | None] = [None] * len(index)
         for g, group in enumerate(groups):
             for param in group["params"]:
@@ -57,8 +57,8 @@ class ParamGroupIndex:
                         )
                 elif found[i] is not None:
                     raise UsageError(
-                        f"parameter '{self._trained.names[i]}' is in groups {found[i]} and {g} of "
-                        "the optimizer: leave it in one"
+                        f"parameter '{self._param_table.names[i]}' is in groups {found[i]} and {g} "
+                        "of the optimizer: leave it in one"
                     )
                 else:
                     found[i] = g

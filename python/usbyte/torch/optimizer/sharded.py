@@ -106,7 +106,7 @@ class ShardedUpdates(DeferredUpdateQueue):
         context: World,
         label: str,
         optimizer: torch.optim.Optimizer,
-        trained: ParamTable,
+        param_table: ParamTable,
         groups: ParamGroupIndex,
         reducer: Reducer,
         plan: _core.Plan,
@@ -114,8 +114,8 @@ class ShardedUpdates(DeferredUpdateQueue):
         fetch: Sequence[MaterializeFn],
         step: Callable[[], Any],
     ) -> None:
-        super().__init__(trained, reducer, fetch)
-        self._step, params = step, trained.params
+        super().__init__(param_table, reducer, fetch)
+        self._step, params = step, param_table.params
         self._context, self._label = context, label
         self._optimizer, self._groups = optimizer, groups
         self._max_grad_norm = max_grad_norm

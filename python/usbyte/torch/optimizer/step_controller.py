@@ -85,20 +85,20 @@ class StepController:
         optimizer: torch.optim.Optimizer,
         updater: torch.optim.Optimizer | FusedUpdate,
         settings: Settings,
-        trained: ParamTable,
+        param_table: ParamTable,
         changing: Collection[nn.Parameter],
         device: Device,
         planner: Planner,
-        changes: UpdateGuard,
+        update_guard: UpdateGuard,
         memory: CodecState,
         steps_before: int,
         on_updated: Callable[[], None],
     ) -> None:
         self._context, self._optimizer, self._updater = context, optimizer, updater
-        self._settings, self._trained, self._planner = settings, trained, planner
-        self._changes, self._memory, self._on_updated = changes, memory, on_updated
-        self._groups = ParamGroupIndex(optimizer, trained)
-        self._everything = range(len(trained.params))
+        self._settings, self._param_table, self._planner = settings, param_table, planner
+        self._update_guard, self._memory, self._on_updated = update_guard, memory, on_updated
+        self._groups = ParamGroupIndex(optimizer, param_table)
+        self._everything = range(len(param_table.params))
         self.shards: ShardedUpdates | None = None
         self.ended = False
         self._learned = False  # there is a plan, and a decision on overlap
@@ -110,19 +110,23 @@ class StepController:
         self.shared = self.against = ""
         self._passes = 0  # backward ones that have sent gradients since the last step
         self._told_of_threads = self._told_of_unsent = self._told_of_aliases = False
-        self._watch = ScriptObserver(optimizer, trained.names, trained.params)
+        self._watch = ScriptObserver(optimizer, param_table.names, param_table.params)
         self._fetch_param = [weak_method(self._on_param_read, i) for i in self._everything]
         self._fetch_gradient = [weak_method(self._on_gradient_read, i) for i in self._everything]
-        named = dict(zip(trained.params, trained.names, strict=True))
-        self._gates = ForwardPreHooks(
-            trained.params, self._on_use, self._on_root, device, partial(check_module, named=named)
+        named = dict(zip(param_table.params, param_table.names, strict=True))
+        self._forward_hooks = ForwardPreHooks(
+            param_table.params,
+            self._on_use,
+            self._on_root,
+            device,
+            partial(check_module, named=named),
         )
-        self.transport = PlanExecutor(
-            context, settings, trained, device, planner, memory, steps_before
+        self.executor = PlanExecutor(
+            context, settings, param_table, device, planner, memory, steps_before
         )
-        cycle = PlanLifecycle(
+        lifecycle = PlanLifecycle(
             planner,
-            self._gates,
+            self._forward_hooks,
             device,
             context.env.learning_steps,
             adapt=settings.policy == "auto",
@@ -132,41 +136,45 @@ class StepController:
         check = StepChecksum(
             planner.label,
             optimizer,
-            trained,
+            param_table,
             changing,
             device,
             context.env.check_steps,
             context.ranks,
-            self.transport.set_enabled,
-            changes.spoil,
+            self.executor.set_enabled,
+            update_guard.spoil,
         )
         self.reducer = Reducer(
-            settings, trained, planner, self.transport, cycle, memory, check, self
+            settings, param_table, planner, self.executor, lifecycle, memory, check, self
         )
         self._deferred = DeferredUpdates(
-            optimizer, self._take_deferred, changes.mark_partial_step, trained, self._groups,
+            optimizer,
+            self._take_deferred,
+            update_guard.mark_partial_step,
+            param_table,
+            self._groups,
             self.reducer,
             self._fetch_param,
-        )  # fmt: skip
+        )
         self._joined = HyperparamSync(
             context, planner.label, optimizer, self.reducer, settings.shard_optimizer
         )
-        self._gates.install(settings.model)
+        self._forward_hooks.install(settings.model)
 
     @property
     def pending(self) -> bool:
         """Some parameters have not got their update yet, or another thread gives it to them."""
-        return self._updates.count > 0 or self._changes.updating_in_other_thread
+        return self._updates.count > 0 or self._update_guard.updating_in_other_thread
 
     @property
     def is_healthy(self) -> bool:
         """Neither communication nor a backward pass has failed."""
-        return not (self.transport.failed or self.reducer.in_backward)
+        return not (self.executor.failed or self.reducer.in_backward)
 
     def check(self) -> None:
         """Raises an error unless training can go on."""
-        self.transport.check()
-        self._changes.check_whole()
+        self.executor.check()
+        self._update_guard.check_whole()
         if self.reducer.in_backward:
             if _is_in_backward():
                 raise _called_in_backward()
@@ -174,7 +182,7 @@ class StepController:
                 "the last backward() did not end, so the other ranks wait for its gradients in "
                 "vain; restart the job from its last checkpoint"
             )
-        self._trained.check_frozen()
+        self._param_table.check_frozen()
 
     @property
     def evaluates_first(self) -> bool:
@@ -210,7 +218,7 @@ class StepController:
         if self.shards is not None:
             self._step_shards(self.shards)
             return None
-        if closure is None and (reducer.learning or reducer.applied):  # looked for seldom
+        if closure is None and (reducer.profiler or reducer.applied):  # looked for seldom
             self._tell_of_unsent()
         if (
             not reducer.in_flight
@@ -233,13 +241,13 @@ class StepController:
                 used = self.shards.used
             else:
                 with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and stay so
-                    has = [param.grad is not None for param in self._trained.params]
+                    has = [param.grad is not None for param in self._param_table.params]
                 consumed = self.shards.grads_consumed
                 used = [h or (u and consumed) for h, u in zip(has, used, strict=True)]
             self._zero_spent(used)
             self.shards.grads_consumed = not set_to_none  # zeros are gradients too
         elif self.pending or self._deferred.unvisited:
-            with self._changes.lock:  # updates in other threads need their gradients
+            with self._update_guard.lock:  # updates in other threads need their gradients
                 reset = self._deferred if self._deferred.unvisited else self._optimizer
                 reset.zero_grad(set_to_none)
         else:
@@ -247,7 +255,7 @@ class StepController:
             self._joined.check_step_taken()
             self._optimizer.zero_grad(set_to_none)
             if self._used_up and not set_to_none:  # zeros are gradients too
-                rows = zip(self._used_up, self._trained.params, strict=True)
+                rows = zip(self._used_up, self._param_table.params, strict=True)
                 self._zero_spent([u or param.grad is not None for u, param in rows])
             self._used_up = []
         self.reducer.forget_results(set_to_none)
@@ -272,7 +280,7 @@ class StepController:
         if self.reducer.in_flight and self.shards is not None:
             self.reducer.wait_reduced()
         elif self.reducer.in_flight:
-            with self._changes.lock:
+            with self._update_guard.lock:
                 if self.reducer.in_flight:
                     self.reducer.settle()
                 else:  # another thread has put the updates off meanwhile
@@ -308,18 +316,18 @@ class StepController:
                     self.end_sharding()
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt, which would else wait again below
-                self.transport.fail(f"this rank's end was interrupted by {type(error).__name__}")
+                self.executor.fail(f"this rank's end was interrupted by {type(error).__name__}")
             raise
         finally:
-            if self._changes.salvage is None:
+            if self._update_guard.recovery is None:
                 self._give_up()
-            self._gates.close()
+            self._forward_hooks.close()
             reducer.close()
-            self.transport.close()
+            self.executor.close()
             self.ended = True
-            if self._changes.salvage is None:  # or pending updates might still be asked for
+            if self._update_guard.recovery is None:  # or pending updates might still be asked for
                 # They refer to this one too; their memory goes now, not when a collector comes.
-                del self._gates, self._deferred, self._joined, self.reducer, self.transport
+                del self._forward_hooks, self._deferred, self._joined, self.reducer, self.executor
 
     # After a fault.
 
@@ -327,7 +335,7 @@ class StepController:
         """Somebody goes on from the parameters as they are, with pending updates or without."""
         if completes:
             self.reducer.stop_waiting()
-            with self._changes.updating_after_fault():
+            with self._update_guard.updating_after_fault():
                 self._deferred.apply(self._everything)
         else:
             self._memory.mark_partial_step()
@@ -347,7 +355,7 @@ class StepController:
 
     def _give_up(self) -> None:
         """Forgets the updates that are pending, as those of a run that has failed."""
-        self._changes.forget()
+        self._update_guard.forget()
         self._deferred.forget()
 
     # Steps.
@@ -382,7 +390,7 @@ class StepController:
     def _run(self, call: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         self.reducer.applied = self.reducer.applied or closure is None
         calls_first = closure is not None and is_known(self._optimizer)
-        result = self._changes.step(call, closure, calls_first)
+        result = self._update_guard.step(call, closure, calls_first)
         self.reducer.applied = True  # also what the closure has brought
         self._memory.uncommitted = False
         return result
@@ -394,13 +402,13 @@ class StepController:
         self._watch.step(closure is not None, self._needs_whole_step(), not self._learned)
         start = reducer.device.now()
         if self._settings.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._trained.params, self._settings.max_grad_norm)
-        with self._changes.updating():
+            nn.utils.clip_grad_norm_(self._param_table.params, self._settings.max_grad_norm)
+        with self._update_guard.updating():
             result: float | None = self._step_watched(closure)
             self._on_updated()
-            self._changes.count_step()
+            self._update_guard.count_step()
         reducer.finish_step(start)
-        if reducer.learning:
+        if reducer.profiler:
             if self._learned:
                 self._watch.begin()
             self._learned = False
@@ -408,7 +416,7 @@ class StepController:
             self._finish_learning()
         if self._settings.shard_optimizer:
             self._release_grads()
-        self._gates.set_enabled(reducer.learning or self._defers)
+        self._forward_hooks.set_enabled(reducer.profiler or self._defers)
         self._watch.step_ends()
         return result
 
@@ -425,9 +433,9 @@ class StepController:
             self._in_step = False
 
     def _defer_step(self) -> None:
-        with self._changes.lock:
+        with self._update_guard.lock:
             self._deferred.defer(self._updater.step)
-            self._changes.defer_all()
+            self._update_guard.defer_all()
             self.reducer.in_flight = False
             self._watch.step_ends()
             aliased = self._deferred.aliased
@@ -445,15 +453,15 @@ class StepController:
                 "copy what you keep (copy.deepcopy), or take it anew each time",
                 self._planner.label,
                 len(aliased),
-                len(self._trained.params),
-                self._trained.names[aliased[0]],
+                len(self._param_table.params),
+                self._param_table.names[aliased[0]],
             )
 
     def _apply(self, indices: Sequence[int]) -> None:
         if self.pending:
-            with self._changes.applying():
+            with self._update_guard.applying():
                 self._updates.apply(indices)
-                self._changes.count_applied(self._updates.count)
+                self._update_guard.count_applied(self._updates.count)
         elif not self._updates.is_done:
             self._updates.apply(indices)
 
@@ -468,7 +476,7 @@ class StepController:
             "%s: the gradient of '%s' was set by hand, and only those that backward() gives are "
             "summed: ranks come apart unless all set the same, as with usbyte.torch.allreduce",
             self._planner.label,
-            self._trained.names[i],
+            self._param_table.names[i],
         )
 
     # With shards.
@@ -486,7 +494,7 @@ class StepController:
                 )
             if (i := self.reducer.unsent_gradient()) >= 0:
                 raise UsageError(
-                    f"the gradient of '{self._trained.names[i]}' was set by hand, and with "
+                    f"the gradient of '{self._param_table.names[i]}' was set by hand, and with "
                     "shard_optimizer=True a step uses what backward() has sent: leave it out"
                 )
             return
@@ -494,9 +502,9 @@ class StepController:
             self._drop(shards)
             return
         self._joined.sync()
-        with self._changes.applying():
+        with self._update_guard.applying():
             shards.step()
-            self._changes.defer_all()
+            self._update_guard.defer_all()
         self._watch.step_ends()
         self._apply(self._unhooked_params)
         reducer = self.reducer
@@ -504,7 +512,7 @@ class StepController:
             self.apply_all()
             self.end_sharding()
             reducer.finish_step(reducer.device.now())
-            if reducer.learning:
+            if reducer.profiler:
                 self._learned = False
                 self._used_up = list(shards.used)
             else:
@@ -512,15 +520,15 @@ class StepController:
 
     def _drop(self, shards: ShardedUpdates) -> None:
         """Gradients in flight are of no use any more, here and on all ranks."""
-        with self._changes.updating():
+        with self._update_guard.updating():
             if not self.reducer.in_flight:  # another thread has done so
                 return
             self._joined.sync()  # where ranks that have joined wait for this one
             try:
                 shards.drop()
             except MismatchError as error:
-                self.transport.check()  # after a fault a device may hold anything
-                self._changes.mark_partial_step(error)
+                self.executor.check()  # after a fault a device may hold anything
+                self._update_guard.mark_partial_step(error)
                 raise
 
     def _begin_sharding(self) -> ShardedUpdates:
@@ -528,10 +536,10 @@ class StepController:
             self._context,
             self._planner.label,
             self._optimizer,
-            self._trained,
+            self._param_table,
             self._groups,
             self.reducer,
-            self.transport.plan,
+            self.executor.plan,
             self._settings.max_grad_norm,
             self._fetch_param,
             self._take_step,
@@ -540,7 +548,7 @@ class StepController:
 
     def _release_grads(self) -> None:
         """A step that was taken as a whole resets gradients as one on shards does."""
-        params = self._trained.params
+        params = self._param_table.params
         self._used_up = [param.grad is not None for param in params] if not self.shards else []
         for param in params:
             param.grad = None
@@ -548,7 +556,7 @@ class StepController:
     def _zero_spent(self, used: Sequence[bool]) -> None:
         """Resets gradients that a sharded step has used up, as the user last did."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and may stay so
-            for param, was_used in zip(self._trained.params, used, strict=True):
+            for param, was_used in zip(self._param_table.params, used, strict=True):
                 param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
 
     # Learning.
@@ -556,14 +564,16 @@ class StepController:
     def _on_learned(self) -> None:
         """All ranks are about to plan: they see that they train alike, and agree on the overlap."""
         label = self._planner.label
-        check_unreduced(self._optimizer, self._trained.names, self._trained.params)
-        warn_if_params_diverge(self._context, label, self._trained.names, self._trained.params)
-        self._unhooked_params = sorted(self._gates.finish_learning())
+        check_unreduced(self._optimizer, self._param_table.names, self._param_table.params)
+        warn_if_params_diverge(
+            self._context, label, self._param_table.names, self._param_table.params
+        )
+        self._unhooked_params = sorted(self._forward_hooks.finish_learning())
         if self._settings.overlap == "auto":
             self._deferred.look_at_memory()
             aliased = self._deferred.aliased
             reason = self._watch.reason(
-                self._gates, self._unhooked_params, aliased, self.shared, self.against
+                self._forward_hooks, self._unhooked_params, aliased, self.shared, self.against
             )
             self._planner.settle_overlap(agree_on_overlap(self._context, label, reason))
 
@@ -641,13 +651,13 @@ class StepController:
             MismatchError: Always.
         """
         named = name_ranks([self._context.ranks[rank] for rank in ranks])
-        self._changes.spoil(
+        self._update_guard.spoil(
             f"{self._planner.label}: {named} called no step() between two backward passes that "
             "sent gradients, and other ranks did, so that their parameters differ"
         )
         raise MismatchError(
-            f"{self._changes.torn}: see that all ranks take and leave out the same steps (with a "
-            "GradScaler or batches that are left out, all decide alike) and restart the job from "
+            f"{self._update_guard.torn}: see that all ranks take and leave out the same steps "
+            "(with a GradScaler or batches that are left out, all decide alike) and restart the job from "
             "its last checkpoint"
         )
 
@@ -655,8 +665,8 @@ class StepController:
         """Updates that nobody has asked for are applied now."""
         # Layers that the forward pass skipped have not asked for their updates. If one of them gets
         # a gradient all the same, it was read past its gate.
-        self._gates.stop_recording()
-        self._changes.check_whole()
+        self._forward_hooks.stop_recording()
+        self._update_guard.check_whole()
         if self.shards is None:
             self._joined.check_step_taken()
         elif self.reducer.in_flight and self.reducer.dropped(renewed=i):
@@ -673,7 +683,7 @@ class StepController:
         """Checks that the forward pass has used the parameter as it was to be."""
         if i in self._missed_pre_forward:
             raise Error(
-                f"parameter '{self._trained.names[i]}' was used in the forward pass before its "
+                f"parameter '{self._param_table.names[i]}' was used in the forward pass before its "
                 "update had been applied, in a way that the first steps did not show; use "
                 'overlap="backward", or call optimizer.synchronize() before the forward pass'
             )
@@ -697,7 +707,7 @@ class StepController:
     def _note_pass(self) -> None:
         """Warns once if passes go on without a step, from which alone jobs are learned."""
         self._passes += 1
-        if self._passes == _PASSES_WITHOUT_STEP and self.reducer.learning:
+        if self._passes == _PASSES_WITHOUT_STEP and self.reducer.profiler:
             log.warning(
                 "%s: %d backward passes have sent gradients without a call of step(), so that "
                 "communication is not planned: call step() of the DistributedOptimizer. Where the "

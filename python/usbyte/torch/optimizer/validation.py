@@ -43,7 +43,7 @@ class ValidatedOptimizer:
 
 def validate_optimizer(
     optimizer: torch.optim.Optimizer,
-    trained: ParamTable,
+    param_table: ParamTable,
     settings: Settings,
     size: int,
     model: nn.Module | None,
@@ -52,7 +52,7 @@ def validate_optimizer(
 
     Args:
         optimizer: The wrapped one.
-        trained: Its parameters.
+        param_table: Its parameters.
         settings: What was asked for.
         size: Number of ranks.
         model: That has the parameters, where it is known.
@@ -60,7 +60,7 @@ def validate_optimizer(
     Raises:
         UsageError: Some of them cannot be served.
     """
-    names, params = trained.names, trained.params
+    names, params = param_table.names, param_table.params
     if not params:
         raise UsageError("the optimizer has no parameter with elements that requires a gradient")
     updater = FusedUpdate(optimizer, names, params) if settings.fused_update else optimizer
@@ -83,15 +83,15 @@ def validate_optimizer(
     if settings.shard_optimizer:
         check_relays(codecs.specs)
     device_of(names, params)
-    return ValidatedOptimizer(updater, codecs, _sparse(trained, settings, model))
+    return ValidatedOptimizer(updater, codecs, _sparse(param_table, settings, model))
 
 
 def warn_of_renormalized(
-    label: str, trained: ParamTable, model: nn.Module | None
+    label: str, param_table: ParamTable, model: nn.Module | None
 ) -> set[nn.Parameter]:
     """Logs which parameters the forward pass changes, on each rank in another way; returns them."""
     changed = renormalized_parameters(model)
-    for name, param in zip(trained.names, trained.params, strict=True):
+    for name, param in zip(param_table.names, param_table.params, strict=True):
         if param in changed:
             log.warning(
                 "%s: the forward pass renormalises rows of '%s' (max_norm), on each rank those "
@@ -103,9 +103,9 @@ def warn_of_renormalized(
     return changed
 
 
-def _sparse(trained: ParamTable, settings: Settings, model: nn.Module | None) -> set[str]:
+def _sparse(param_table: ParamTable, settings: Settings, model: nn.Module | None) -> set[str]:
     known = set() if settings.sparse_as_dense else sparse_parameters(model)
-    named = zip(trained.names, trained.params, strict=True)
+    named = zip(param_table.names, param_table.params, strict=True)
     sparse = {name for name, param in named if param in known}
     if sparse and (settings.shard_optimizer or settings.fused_update):
         what = "shard_optimizer=True" if settings.shard_optimizer else "fused_update=True"

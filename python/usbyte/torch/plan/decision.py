@@ -9,7 +9,7 @@ from typing import Any
 
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
-from usbyte.torch.plan.sparse import SparseRoute
+from usbyte.torch.plan.sparse import SchemeChoice
 from usbyte.torch.runtime.messages import check, read, unreadable
 
 
@@ -34,7 +34,7 @@ class Decision:
     predicted_s: float
     bound_s: float
     trial_steps: int = 0
-    sparse: Mapping[str, SparseRoute] = field(default_factory=dict)
+    sparse: Mapping[str, SchemeChoice] = field(default_factory=dict)
     overlap: str = "forward"
 
     def to_json(self) -> str:
@@ -88,7 +88,7 @@ class Decision:
             told.predicted_s,
             told.bound_s,
             told.trial_steps,
-            {name: SparseRoute(*way) for name, way in told.sparse.items()},
+            {name: SchemeChoice(*way) for name, way in told.sparse.items()},
             told.overlap,
         )
 

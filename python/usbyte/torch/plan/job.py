@@ -88,14 +88,14 @@ class ParamTable:
                 "the optimizer has a parameter without a shape, of a lazy module: run one batch "
                 "through the model before the optimizer is wrapped"
             )
-        trained = [(p, g) for p, g in rows if p.requires_grad and p.numel()]
-        params = [p for p, _ in trained]
+        param_table = [(p, g) for p, g in rows if p.requires_grad and p.numel()]
+        params = [p for p, _ in param_table]
         return cls(
             _named(params, names)
             if names is not None
-            else [f"group{g}.param{i}" for i, (_, g) in enumerate(trained)],
+            else [f"group{g}.param{i}" for i, (_, g) in enumerate(param_table)],
             params,
-            [g for _, g in trained],
+            [g for _, g in param_table],
             [p for p, _ in rows if not p.requires_grad],
         )
 

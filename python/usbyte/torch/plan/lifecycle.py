@@ -48,12 +48,12 @@ class PlanLifecycle:
         may_ask: bool,
         on_learned: Callable[[], None],
     ) -> None:
-        self._planner, self._gates, self._device = planner, pre_forward_hooks, device
+        self._planner, self._forward_hooks, self._device = planner, pre_forward_hooks, device
         self._learning_steps, self._on_learned = learning_steps, on_learned
         self._votes_count = adapt or may_ask
-        self._drift = StepTimeMonitor() if adapt else None
-        self._density_drift = DensityMonitor(planner.is_outdated)
-        self._learning: StepProfiler | None = StepProfiler()
+        self._step_time_monitor = StepTimeMonitor() if adapt else None
+        self._density_monitor = DensityMonitor(planner.is_outdated)
+        self._profiler: StepProfiler | None = StepProfiler()
         self._counts = RowCounts()
         self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
         self._settled: Mark = 0.0  # when that was over
@@ -65,9 +65,9 @@ class PlanLifecycle:
         self._agreed = False  # on a new plan, by all
 
     @property
-    def learning(self) -> bool:
+    def profiler(self) -> bool:
         """True until the plan is made from measurements."""
-        return self._learning is not None
+        return self._profiler is not None
 
     def plan_ends(self, steps: int) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken.
@@ -88,7 +88,7 @@ class PlanLifecycle:
 
     def count_rows(self, name: str, own: int, every: int) -> None:
         """Takes the rows of the sparse gradient of that name: this rank's own, and the sum's."""
-        if self._learning is not None or self._drift is not None:
+        if self._profiler is not None or self._step_time_monitor is not None:
             self._counts.add(name, own, every)
 
     def ask_for_plan(self) -> None:
@@ -102,10 +102,10 @@ class PlanLifecycle:
             wanted: Some, for a new plan.
             joined: Some had joined, and may have left out a step before that others learned from.
         """
-        if self._learning is None:
+        if self._profiler is None:
             self._agreed = self._agreed or (wanted and self._votes_count)
         elif joined:
-            self._learning = StepProfiler()
+            self._profiler = StepProfiler()
 
     def end_backward(self) -> bool:
         """A backward pass that sends ends, which counts; returns whether to vote for a new plan."""
@@ -115,18 +115,22 @@ class PlanLifecycle:
             self._stopwatch.step(self._device.now())
             return False
         wanted = self._asked
-        if self._drift is not None and self._learning is None:
-            self._drift.step(self._device.now())
-            wanted = self._density_drift.wants_plan(self._counts) or self._drift.wanted or wanted
+        if self._step_time_monitor is not None and self._profiler is None:
+            self._step_time_monitor.step(self._device.now())
+            wanted = (
+                self._density_monitor.wants_plan(self._counts)
+                or self._step_time_monitor.wanted
+                or wanted
+            )
         return wanted
 
     def affects_plan(self, steps: int) -> bool:
         """The step that is completed is learned from, or ends a plan; see `plan_ends`."""
-        return (self._learning is not None and self._fresh) or self.plan_ends(steps)
+        return (self._profiler is not None and self._fresh) or self.plan_ends(steps)
 
     def plan_boundary_next(self, steps: int) -> bool:
         """To complete the step is to plan, with all ranks, or to go over to another plan."""
-        learned = self._learning is not None and len(self._learning) + 1 >= self._learning_steps
+        learned = self._profiler is not None and len(self._profiler) + 1 >= self._learning_steps
         return (learned and self._fresh) or self.plan_ends(steps)
 
     def skip_step(self, used: Sequence[bool]) -> None:
@@ -136,8 +140,8 @@ class PlanLifecycle:
             used: By parameter, whether it got a gradient.
         """
         self._fresh = False
-        if self._learning is not None:
-            self._gates.begin_iteration(used)
+        if self._profiler is not None:
+            self._forward_hooks.begin_iteration(used)
 
     def end_step(
         self,
@@ -165,8 +169,8 @@ class PlanLifecycle:
         following = self._next_plan(plan, began, used, ready_s, decide)
         if self._planner.recodes_at(steps):  # of what follows, if anything does
             following = self._planner.recoded(steps)
-            if self._drift is not None and self._learning is None:
-                self._drift.reset()
+            if self._step_time_monitor is not None and self._profiler is None:
+                self._step_time_monitor.reset()
         return following
 
     def _next_plan(
@@ -183,32 +187,32 @@ class PlanLifecycle:
                 "learning anew, as steps take another time, gradients have other rows, or other "
                 "threads use parameters"
             )
-            self._learning = StepProfiler()
+            self._profiler = StepProfiler()
             self._counts.take()
-            self._gates.begin_learning()
+            self._forward_hooks.begin_learning()
             return self._planner.learning_plan()
         if self._stopwatch is not None and self._stopwatch.done:
             took_s = self._stopwatch.step_s
             if self._first_s is None and self._stopwatch.steady:
                 self._first_s, self._first_kind = took_s, _kind_of(plan)
             return self._follow(self._planner.next_trial(took_s), plan)
-        if self._learning is None or not self._fresh:
+        if self._profiler is None or not self._fresh:
             return None
         self._fresh = False
         updated_s = float(self._device.now()) - max(float(began), float(self._settled))
         waited_s = sum(float(end) - float(start) for start, end in self._waits)
-        self._learning.add(Iteration.of(self._gates.needed, ready_s(), waited_s, updated_s))
+        self._profiler.add(Iteration.of(self._forward_hooks.needed, ready_s(), waited_s, updated_s))
         self._device.anchor()
-        self._gates.begin_iteration(used)
-        if len(self._learning) < self._learning_steps:
+        self._forward_hooks.begin_iteration(used)
+        if len(self._profiler) < self._learning_steps:
             return None
-        times = self._learning.times()
+        times = self._profiler.times()
         self._on_learned()
         start = time.monotonic()
         decision = decide(times, self._counts.take())
-        if self._drift is not None:
-            self._drift.cost_s = time.monotonic() - start
-        self._learning = None
+        if self._step_time_monitor is not None:
+            self._step_time_monitor.cost_s = time.monotonic() - start
+        self._profiler = None
         self._first_s = None
         return self._follow(decision, plan)
 
@@ -216,11 +220,11 @@ class PlanLifecycle:
         plan = decision.plan
         self._stopwatch = StepTimer(decision.trial_steps) if decision.trial_steps else None
         self._asked = self._asked and decision.overlap == "forward"  # else it has been answered
-        if self._drift is not None and self._stopwatch is None:
+        if self._step_time_monitor is not None and self._stopwatch is None:
             # Those of a kind take about as long, unless the network has changed since.
             alike = self._first_s is not None and _kind_of(plan) == self._first_kind
-            self._drift.reset(self._first_s if alike else None)
-            self._density_drift.reset()
+            self._step_time_monitor.reset(self._first_s if alike else None)
+            self._density_monitor.reset()
             self._counts.take()
         return plan if plan.hash() != before.hash() else None
 

@@ -25,7 +25,7 @@ from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.measurement import JobTimes, combine, job_profile
 from usbyte.torch.plan.sparse import (
     Counts,
-    SparseRoute,
+    SchemeChoice,
     choose_scheme,
     potential_gain_s,
     with_sparse,
@@ -66,17 +66,17 @@ class Planner:
         context: World,
         label: str,
         settings: Settings,
-        trained: ParamTable,
+        param_table: ParamTable,
         device: Device,
         codecs: Choices,
         sparse: Collection[str],
         steps: int,
     ) -> None:
         self._context, self.label = context, label
-        names, params, overlap = trained.names, trained.params, settings.overlap
+        names, params, overlap = param_table.names, param_table.params, settings.overlap
         self._names, self._params, self.sparse = names, params, sparse
-        self._groups = trained.groups
-        self._ways: Mapping[str, SparseRoute] = {}  # of sparse gradients, once they are chosen
+        self._groups = param_table.groups
+        self._ways: Mapping[str, SchemeChoice] = {}  # of sparse gradients, once they are chosen
         self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
         self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]

@@ -65,7 +65,7 @@ def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
 
 
 @dataclass(frozen=True)
-class SparseRoute:
+class SchemeChoice:
     """How a sparse gradient travels.
 
     Attributes:
@@ -87,7 +87,7 @@ def with_sparse(
     plan: _core.Plan,
     params: Mapping[str, nn.Parameter],
     ready: Mapping[str, float],
-    ways: Mapping[str, SparseRoute],
+    ways: Mapping[str, SchemeChoice],
 ) -> _core.Plan:
     """The plan with a sparse_all_reduce for each of these parameters.
 
@@ -95,7 +95,7 @@ def with_sparse(
         plan: Of the other parameters.
         params: Sparse ones, by name.
         ready: When gradients are ready, by name, those of the plan's tensors too.
-        ways: How they travel, where that has been chosen; else as `SparseRoute` says.
+        ways: How they travel, where that has been chosen; else as `SchemeChoice` says.
     """
     if not params:
         return plan
@@ -104,7 +104,7 @@ def with_sparse(
     tensors = [*plan.tensors, *(sparse_spec(n, params[n], plan.numel) for n in at)]
 
     def op_of(name: str) -> _core.Op:
-        way = ways.get(name, SparseRoute())
+        way = ways.get(name, SchemeChoice())
         sparse = _core.SparseOp(at[name], way.scheme, way.bytes)
         return _core.Op("sparse_all_reduce", sparse=sparse)
 
@@ -138,7 +138,7 @@ class Counts:
 
 def choose_scheme(
     name: str, param: nn.Parameter, counts: Counts, network: _core.NetworkModel
-) -> SparseRoute:
+) -> SchemeChoice:
     """The fastest by what was measured; logs it."""
     found, rows = _choices(name, param, counts, network), param.shape[0]
     log.info(
@@ -146,11 +146,11 @@ def choose_scheme(
         name, 100 * counts.own / rows, rows, 100 * counts.all / rows,
         ", then ".join(f"{c.scheme} ({c.bytes / 1e6:.3g} MB, {c.seconds:.3g} s)" for c in found),
     )  # fmt: skip
-    return SparseRoute(found[0].scheme, found[0].bytes)
+    return SchemeChoice(found[0].scheme, found[0].bytes)
 
 
 def potential_gain_s(
-    name: str, param: nn.Parameter, way: SparseRoute, counts: Counts, network: _core.NetworkModel
+    name: str, param: nn.Parameter, way: SchemeChoice, counts: Counts, network: _core.NetworkModel
 ) -> float:
     """Seconds by which another way is predicted to be faster by now; 0 unless clearly so."""
     found = {choice.scheme: choice.seconds for choice in _choices(name, param, counts, network)}

@@ -64,8 +64,8 @@ class Recorder:
         self._device = device_of(names, params)
         self._wanted = skip + steps
         self._learning = StepProfiler(skip)
-        self._gates = ForwardPreHooks(params, lambda _: None, lambda _: None, self._device)
-        self._gates.install(model)
+        self._forward_hooks = ForwardPreHooks(params, lambda _: None, lambda _: None, self._device)
+        self._forward_hooks.install(model)
         self._begin_iteration()
         self._step_began: Mark = 0.0
         self._depth = 0  # of steps in steps: those of a subclass call its base class's
@@ -89,14 +89,14 @@ class Recorder:
     @property
     def root_modules(self) -> list[nn.Module]:
         """The outermost modules in which parameters were found."""
-        return self._gates.root_modules
+        return self._forward_hooks.root_modules
 
     def before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """A pre-hook of optimizers."""
         if self._depth == 0:
             if self._captures("step()"):
                 return
-            self._gates.stop_recording()
+            self._forward_hooks.stop_recording()
             self._step_began = self._device.now()
         self._depth += 1
 
@@ -117,7 +117,7 @@ class Recorder:
 
     def close(self) -> None:
         """Removes every hook."""
-        self._gates.close()
+        self._forward_hooks.close()
         for handle in self._handles:
             handle.remove()
 
@@ -149,9 +149,9 @@ class Recorder:
         ready = [min(s, end) for s in ready]
         # A closure has run backward inside the step.
         updated_s = sum(float(end) - max(float(a), float(b)) for a, b, end in self._updates)
-        self._learning.add(Iteration.of(self._gates.needed, ready, 0.0, updated_s))
+        self._learning.add(Iteration.of(self._forward_hooks.needed, ready, 0.0, updated_s))
         self._device.anchor()
-        self._gates.begin_iteration(used)
+        self._forward_hooks.begin_iteration(used)
         self._begin_iteration()
 
     def _refuse_communication(self, module: nn.Module, _args: Any) -> None:

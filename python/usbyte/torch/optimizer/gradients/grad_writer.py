@@ -31,14 +31,14 @@ class HostGradWriter:
         self,
         params: Sequence[nn.Parameter],
         at_slot: Sequence[int],
-        arena: FlatBuffer,
+        flat_buffer: FlatBuffer,
         engine: _core.Engine,
         scale: float,
     ) -> None:
         self._params, self._at_slot = params, at_slot
         self._slot = {i: k + 1 for k, i in enumerate(at_slot)}  # 0: the flags
-        self._views = dict(zip(at_slot, arena.grads, strict=False))  # sparse ones have none
-        self._arena, self._engine = arena, engine
+        self._views = dict(zip(at_slot, flat_buffer.grads, strict=False))  # sparse ones have none
+        self._flat_buffer, self._engine = flat_buffer, engine
         # Of a number torch would make a tensor each time.
         self._scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
         # By parameter, the layout in which the core scales in less time than torch needs to begin.
@@ -77,7 +77,7 @@ class HostGradWriter:
 
     def send_flags(self, flags: Sequence[float]) -> None:
         """Sends this rank's flags."""
-        self._arena.used.copy_(_on_host(flags))
+        self._flat_buffer.used.copy_(_on_host(flags))
         self._engine.ready(0)
 
 
@@ -97,16 +97,16 @@ class DeviceGradWriter(HostGradWriter):
         device: Device,
         params: Sequence[nn.Parameter],
         at_slot: Sequence[int],
-        arena: FlatBuffer,
+        flat_buffer: FlatBuffer,
         engine: _core.Engine,
     ) -> None:
-        super().__init__(params, at_slot, arena, engine, 1.0)
+        super().__init__(params, at_slot, flat_buffer, engine, 1.0)
         self._device = device
         self._sources: dict[int, torch.Tensor] = {}  # not packed yet, by slot
         # By slot until then: what the parameter has as its gradient, and what it is to have.
         self._user_visible_grads: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._flags: Sequence[float] = ()
-        self._flags_there = arena.flags[:0]
+        self._flags_there = flat_buffer.flags[:0]
 
     def begin(self) -> None:
         """See `HostGradWriter`."""
@@ -134,11 +134,11 @@ class DeviceGradWriter(HostGradWriter):
     def send_flags(self, flags: Sequence[float]) -> None:
         """See `HostGradWriter`; they seldom change, and are on the device then."""
         if flags != self._flags:
-            there = torch.zeros_like(self._arena.flags, device="cpu")
+            there = torch.zeros_like(self._flat_buffer.flags, device="cpu")
             there[: len(flags)] = _on_host(flags)
             self._flags, self._flags_there = (
                 flags,
-                there.to(self._arena.flags.device, non_blocking=True),
+                there.to(self._flat_buffer.flags.device, non_blocking=True),
             )
         self._submit(0, self._flags_there)
 
@@ -167,11 +167,11 @@ def sender(
     device: Device,
     params: Sequence[nn.Parameter],
     at_slot: Sequence[int],
-    arena: FlatBuffer,
+    flat_buffer: FlatBuffer,
     engine: _core.Engine,
     scale: float,
 ) -> HostGradWriter:
     """The one for the device."""
     if device.core is None:
-        return HostGradWriter(params, at_slot, arena, engine, scale)
-    return DeviceGradWriter(device, params, at_slot, arena, engine)
+        return HostGradWriter(params, at_slot, flat_buffer, engine, scale)
+    return DeviceGradWriter(device, params, at_slot, flat_buffer, engine)

@@ -73,27 +73,27 @@ class PlanExecutor:
     """
 
     engine: _core.Engine
-    arena: FlatBuffer
+    flat_buffer: FlatBuffer
     sender: HostGradWriter
 
     def __init__(
         self,
         context: World,
         settings: Settings,
-        trained: ParamTable,
+        param_table: ParamTable,
         device: Device,
         planner: Planner,
         memory: CodecState,
         steps_before: int,
     ) -> None:
         self._context, self.device, self._planner, self._memory = context, device, planner, memory
-        self._names, self._params = trained.names, trained.params
+        self._names, self._params = param_table.names, param_table.params
         self._scale, self._sharded = settings.scale(context.size), settings.shard_optimizer
         self.rows: dict[int, Rows] = {}
         self.writer: _core.TimelineWriter | None = None
         self._communicator = connect(context, device, settings.topology)
-        self._link = EngineHandle(context, planner.label, self._communicator)
-        self._let_go = weakref.finalize(self, context.adopt_orphan, self._link)
+        self._engine_handle = EngineHandle(context, planner.label, self._communicator)
+        self._let_go = weakref.finalize(self, context.adopt_orphan, self._engine_handle)
         self._let_go.atexit = False  # `shutdown` closes what there is
         # Held while an engine takes another's place: what other threads ask or tell waits for it.
         self._exchanging = threading.RLock()
@@ -126,7 +126,7 @@ class PlanExecutor:
     def grad_views(self) -> list[torch.Tensor | None]:
         """By parameter, of its gradient in the arena; None if it is sparse."""
         return [
-            None if name in self._planner.sparse else self.arena.grads[slot - 1]
+            None if name in self._planner.sparse else self.flat_buffer.grads[slot - 1]
             for name, slot in zip(self._names, self.tensor_of_param, strict=True)
         ]
 
@@ -173,7 +173,7 @@ class PlanExecutor:
 
     def close(self) -> None:
         """Ends the engine and the communicator."""
-        self._link.close()
+        self._engine_handle.close()
         self._let_go.detach()
 
     def probe(self) -> tuple[list[Measured], _core.Topology | None]:
@@ -187,7 +187,7 @@ class PlanExecutor:
                 measure_dimensions(self._context, self._communicator, largest),
             )
         finally:  # should no plan come of it, the old one goes on
-            self._communicator.register(self.arena.buffer)
+            self._communicator.register(self.flat_buffer.buffer)
 
     def set_speeds(self, topology: _core.Topology | None) -> None:
         """Operations on routes go by these from now on."""
@@ -219,7 +219,7 @@ class PlanExecutor:
         Args:
             learning: As for `switch_plan`.
         """
-        self._retired.append(self.arena.buffer)  # which may be registered
+        self._retired.append(self.flat_buffer.buffer)  # which may be registered
         memory = torch.zeros(
             self.plan.arena_bytes, dtype=torch.uint8, device=self.device.torch_device
         )
@@ -246,7 +246,7 @@ class PlanExecutor:
         with self._exchanging:
             if self._failure:
                 raise FaultError(self._failure)
-            self.device.keep([self.arena.buffer])
+            self.device.keep([self.flat_buffer.buffer])
             self._lay_out(plan, memory)
             mesh = mesh_of(self._communicator)
             if concentrates and mesh is not None:
@@ -260,8 +260,8 @@ class PlanExecutor:
 
     def _provide_exchange(self, plan: _core.Plan) -> None:
         """For a plan that adds up rows, to which all ranks go over together."""
-        if self._link.exchange is None and any(op.sparse or op.scheme for op in plan.ops):
-            self._link.exchange = TorchExchange(self._context.new_group())
+        if self._engine_handle.exchange is None and any(op.sparse or op.scheme for op in plan.ops):
+            self._engine_handle.exchange = TorchExchange(self._context.new_group())
 
     def _lay_out(self, plan: _core.Plan, memory: torch.Tensor | None = None) -> None:
         position = {t.name: k for k, t in enumerate(plan.tensors)}
@@ -272,16 +272,16 @@ class PlanExecutor:
         if memory is None:
             memory = self._communicator.allocate(plan.arena_bytes)
             self._retired.clear()
-        self.arena = FlatBuffer(plan, [self._params[i] for i in self.param_of_tensor], memory)
+        self.flat_buffer = FlatBuffer(plan, [self._params[i] for i in self.param_of_tensor], memory)
         params = dict(zip(self._names, self._params, strict=True))
         self._memory.lay_out(plan, self.device.torch_device, params)
-        self._communicator.register(self.arena.buffer)
+        self._communicator.register(self.flat_buffer.buffer)
 
     def _start(self, plan: _core.Plan, steps_before: int, learning: bool) -> None:
-        env, exchange = self._context.env, self._link.exchange
+        env, exchange = self._context.env, self._engine_handle.exchange
         self.engine = _core.Engine(
             plan,
-            self.arena.buffer.data_ptr(),
+            self.flat_buffer.buffer.data_ptr(),
             self._communicator.core,
             stall_warning_s=env.stall_warning_s,
             stall_limit_s=env.stall_limit_s,
@@ -294,12 +294,19 @@ class PlanExecutor:
             seed=self._planner.seed,
             timed=learning,
             on_warning=self._context.warn,
-            on_stall=self._link.on_stall,
-            on_fault=self._link.on_fault,
+            on_stall=self._engine_handle.on_stall,
+            on_fault=self._engine_handle.on_fault,
         )
-        self._link.attach_engine(self.engine, self.arena.buffer, self._memory, self.rows)
+        self._engine_handle.attach_engine(
+            self.engine, self.flat_buffer.buffer, self._memory, self.rows
+        )
         self.sender = sender(
-            self.device, self._params, self.param_of_tensor, self.arena, self.engine, self._scale
+            self.device,
+            self._params,
+            self.param_of_tensor,
+            self.flat_buffer,
+            self.engine,
+            self._scale,
         )
 
 

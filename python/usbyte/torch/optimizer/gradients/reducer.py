@@ -96,17 +96,20 @@ class Reducer:
     def __init__(
         self,
         settings: Settings,
-        trained: ParamTable,
+        param_table: ParamTable,
         planner: Planner,
-        transport: PlanExecutor,
-        cycle: PlanLifecycle,
+        executor: PlanExecutor,
+        lifecycle: PlanLifecycle,
         memory: CodecState,
         check: StepChecksum,
         listener: Listener,
     ) -> None:
-        self.names, self.device = trained.names, transport.device
-        self._params, self._sparse = trained.params, [n in planner.sparse for n in trained.names]
-        self._planner, self._transport, self._cycle = planner, transport, cycle
+        self.names, self.device = param_table.names, executor.device
+        self._params, self._sparse = (
+            param_table.params,
+            [n in planner.sparse for n in param_table.names],
+        )
+        self._planner, self._executor, self._lifecycle = planner, executor, lifecycle
         self._memory, self._check, self._listener = memory, check, listener
         self._sharded, self._densifies = settings.shard_optimizer, settings.sparse_as_dense
         self._sums = settings.op == Sum
@@ -126,8 +129,8 @@ class Reducer:
         self._holds_result = [False] * len(self._params)
         self._at_reset = self._gradients_now()  # those that were there then
         self._waits_no_more = False  # after a fault
-        self._sent = InFlightGrads(self.names, self._params, self._sparse)
-        self._sent.rebind(transport.arena.buffer, transport.grad_views())
+        self._in_flight = InFlightGrads(self.names, self._params, self._sparse)
+        self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
         this = weakref.ref(self)  # see `ownership`
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(_hook, this, i))
@@ -135,22 +138,22 @@ class Reducer:
         ]
 
     @property
-    def learning(self) -> bool:
+    def profiler(self) -> bool:
         """True until the plan is made from measurements."""
-        return self._cycle.learning
+        return self._lifecycle.profiler
 
     @property
     def plan_ends(self) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken."""
-        return self._cycle.plan_ends(self._transport.steps) and not self._any_joined()
+        return self._lifecycle.plan_ends(self._executor.steps) and not self._any_joined()
 
     def ask_for_plan(self) -> None:
         """This rank votes for a new plan; see `PlanLifecycle`."""
-        self._cycle.ask_for_plan()
+        self._lifecycle.ask_for_plan()
 
     def close(self) -> None:
         """Removes the hooks."""
-        self._sent.unwrap()
+        self._in_flight.unwrap()
         for handle in self._handles:
             handle.remove()
 
@@ -158,14 +161,14 @@ class Reducer:
 
     def wait(self, i: int) -> torch.Tensor | None:
         """The reduced gradient of parameter i, once it has arrived; see `sum`."""
-        self._wait_for(self._transport.tensor_of_param[i])
+        self._wait_for(self._executor.tensor_of_param[i])
         return self.sum(i)
 
     def co_arriving(self, indices: Sequence[int]) -> set[int]:
         """Parameters that this rank had gradients for, whose sums are there when those of these."""
-        together = self._transport.co_arriving
+        together = self._executor.co_arriving
         lists = {id(alike): alike for alike in (together[i] for i in indices)}
-        return {j for alike in lists.values() for j in alike if self._sent.own[j]}
+        return {j for alike in lists.values() for j in alike if self._in_flight.own[j]}
 
     def sum(self, i: int) -> torch.Tensor | None:
         """The reduced gradient of parameter i, which has arrived; None if no rank used it.
@@ -173,29 +176,29 @@ class Reducer:
         Raises:
             Error: Somebody wrote to it while it was in flight.
         """
-        slot = self._transport.tensor_of_param[i]
-        unwrap(self._sent.shown[i])
-        self._sent.check(i)
-        if i in self._transport.rows:
+        slot = self._executor.tensor_of_param[i]
+        unwrap(self._in_flight.shown[i])
+        self._in_flight.check(i)
+        if i in self._executor.rows:
             self._take_rows(i)
-        if not self._sent.own[i]:
+        if not self._in_flight.own[i]:
             self._wait_for(0)
             if not self._used_by_slot()[slot]:
                 self._memory.rollback(self.names[i])
                 return None
-        return self._sent.result(i)
+        return self._in_flight.result(i)
 
     def _wait_for(self, slot: int) -> None:
         if not self._waits_no_more:
-            self._transport.engine.wait(slot, self.device.stream())
+            self._executor.engine.wait(slot, self.device.stream())
 
     def _take_rows(self, i: int) -> None:
-        found = self._transport.engine.take_rows(self._transport.tensor_of_param[i])
+        found = self._executor.engine.take_rows(self._executor.tensor_of_param[i])
         # Whoever has the gradient that was sent has the sum from now on, as with dense ones.
-        self._sent.tensors[i].data = sparse_tensor(found, self._params[i], self.device)
-        self._cycle.count_rows(self.names[i], found[2].own_rows, len(found[0]))
-        self._sent.record_version(i)
-        del self._transport.rows[i]
+        self._in_flight.tensors[i].data = sparse_tensor(found, self._params[i], self.device)
+        self._lifecycle.count_rows(self.names[i], found[2].own_rows, len(found[0]))
+        self._in_flight.record_version(i)
+        del self._executor.rows[i]
 
     def settle(self) -> None:
         """Waits for everything in flight and makes every `param.grad` final.
@@ -203,13 +206,13 @@ class Reducer:
         Raises:
             Error: Somebody wrote to a gradient while it was in flight.
         """
-        stream, sent = self.device.stream(), self._sent
-        if not self.learning:
-            self._transport.engine.drain(stream)
+        stream, sent = self.device.stream(), self._in_flight
+        if not self.profiler:
+            self._executor.engine.drain(stream)
         else:
             start = self.device.now()
-            self._transport.engine.drain(stream)
-            self._cycle.waited(start, self.device.now())
+            self._executor.engine.drain(stream)
+            self._lifecycle.waited(start, self.device.now())
         sent.unwrap()
         for i, param in enumerate(self._params):
             sent.check(i)
@@ -227,19 +230,19 @@ class Reducer:
 
     def gradient(self, i: int) -> torch.Tensor:
         """What `param.grad` of parameter i was set to when its gradient was sent."""
-        return self._sent.shown[i]
+        return self._in_flight.shown[i]
 
     def hold_gradients(self, fetch: Sequence[MaterializeFn]) -> None:
         """Who reads a gradient has it fetched first, until it was waited for or released."""
-        self._sent.make_lazy(fetch, expose_remote=self.in_flight)
+        self._in_flight.make_lazy(fetch, expose_remote=self.in_flight)
 
     def untouched(self) -> bool:
         """See `InFlightGrads`."""
-        return self._sent.untouched()
+        return self._in_flight.untouched()
 
     def dropped(self, renewed: int = -1) -> bool:
         """See `InFlightGrads`."""
-        return self._sent.dropped(renewed)
+        return self._in_flight.dropped(renewed)
 
     def unsent_gradient(self) -> int:
         """A parameter whose gradient nobody has sent since gradients were last reset, or -1.
@@ -266,34 +269,34 @@ class Reducer:
 
     def begin_update(self) -> Mark:
         """For `PlanExecutor.record_update`."""
-        return self.device.now() if self._transport.writer is not None else 0.0
+        return self.device.now() if self._executor.writer is not None else 0.0
 
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
         """See `PlanExecutor`."""
-        self._transport.record_update(indices, start)
+        self._executor.record_update(indices, start)
 
     # Shards.
 
     def gathered(self, i: int) -> torch.Tensor:
         """Where the arena holds parameter i's gradient and then, once gathered, its new value."""
         with torch._C.DisableTorchFunctionSubclass():  # the gradient is held
-            return self._sent.tensors[i].detach()
+            return self._in_flight.tensors[i].detach()
 
     def check_untouched(self) -> None:
         """Raises an error if the user has changed, replaced or removed a gradient in flight."""
-        if not self._sent.untouched():
+        if not self._in_flight.untouched():
             raise no_whole_gradients("do not replace or remove any between backward() and step()")
 
     def wait_reduced(self) -> None:
         """Waits until this rank's shards hold sums over all ranks."""
-        self._transport.engine.wait_reduced(self.device.stream())
+        self._executor.engine.wait_reduced(self.device.stream())
 
     def used_anywhere(self) -> list[bool]:
         """By parameter, whether any rank has a gradient for it; valid once reduced."""
-        if all(self._sent.own):
-            return list(self._sent.own)  # a device need not be waited for
+        if all(self._in_flight.own):
+            return list(self._in_flight.own)  # a device need not be waited for
         by_slot = self._used_by_slot()
-        used = [by_slot[slot] for slot in self._transport.tensor_of_param]
+        used = [by_slot[slot] for slot in self._executor.tensor_of_param]
         for name, was_used in zip(self.names, used, strict=True):
             if not was_used:
                 self._memory.rollback(name)
@@ -302,40 +305,40 @@ class Reducer:
     def _used_by_slot(self) -> list[bool]:
         """Looked at once in a step, as a device has to be waited for."""
         if self._used is None:
-            self._used = [True, *map(bool, self._transport.arena.used.tolist())]
+            self._used = [True, *map(bool, self._executor.flat_buffer.used.tolist())]
         return self._used
 
     def joined_in_part(self) -> bool:
         """Some ranks have joined, others have sent gradients; waits, on a device too."""
         self.wait_reduced()
-        return all(self._transport.arena.votes[1:3].tolist())
+        return all(self._executor.flat_buffer.votes[1:3].tolist())
 
     def release_gathers(self) -> None:
         """The shards hold new values: lets the all_gathers go."""
-        self._transport.engine.release_gathers(self.device.stream())
+        self._executor.engine.release_gathers(self.device.stream())
         self.in_flight = False
 
     def wait_gathered(self, i: int) -> None:
         """Waits until `gathered(i)` holds parameter i's new value."""
-        self._transport.engine.wait(self._transport.tensor_of_param[i], self.device.stream())
+        self._executor.engine.wait(self._executor.tensor_of_param[i], self.device.stream())
 
     # After a fault.
 
     def has_all(self) -> bool:
         """Whether the sums of the last step are all in the host's memory."""
-        if self.device.core is not None or self._transport.rows:
+        if self.device.core is not None or self._executor.rows:
             return False
-        return bool(self._transport.status()["phase"] == "idle")
+        return bool(self._executor.status()["phase"] == "idle")
 
     def is_torn(self) -> bool:
         """Whether updates may have used sums on the device that were not whole."""
         return self.device.core is not None and partial_step_error(
-            self._transport.status(), self.applied
+            self._executor.status(), self.applied
         )
 
     def stop_waiting(self) -> None:
         """Gradients are taken as they are, which `has_all` has found to be in order."""
-        self._waits_no_more, self._transport.writer = True, None
+        self._waits_no_more, self._executor.writer = True, None
 
     # Plans.
 
@@ -347,23 +350,28 @@ class Reducer:
         Args:
             began: When the optimizer's step began; a closure may have run backward in it.
         """
-        transport = self._transport
+        executor = self._executor
         if self._completed:
             return  # a step with the same sums once more
         self._completed = True
-        if self._cycle.affects_plan(transport.steps):
+        if self._lifecycle.affects_plan(executor.steps):
             if self._any_joined():
-                return self._cycle.skip_step(self._sent.own)
-            due = self._cycle.plan_boundary_next(transport.steps)
+                return self._lifecycle.skip_step(self._in_flight.own)
+            due = self._lifecycle.plan_boundary_next(executor.steps)
             self._process_votes(0)  # of earlier steps first; and the arena may go
             if due and not self._all_ranks_step(_TAKEN):
-                return self._cycle.skip_step(self._sent.own)
-        plan = self._cycle.end_step(
-            transport.steps, transport.plan, began, self._sent.own, transport.ready_s, self._decide
+                return self._lifecycle.skip_step(self._in_flight.own)
+        plan = self._lifecycle.end_step(
+            executor.steps,
+            executor.plan,
+            began,
+            self._in_flight.own,
+            executor.ready_s,
+            self._decide,
         )
         if plan is not None:
-            transport.switch_plan(plan, self.learning)
-            self._sent.rebind(transport.arena.buffer, transport.grad_views())
+            executor.switch_plan(plan, self.profiler)
+            self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
 
     def _any_joined(self) -> bool:
         """Ranks have sent nothing, which do not see whether the others take a step with it.
@@ -371,7 +379,7 @@ class Reducer:
         Those may leave it out, as a GradScaler does, or run backward again before it.
         """
         self._wait_for(0)
-        return any(self.device.fetch(self._transport.arena.votes[2:3]).get())
+        return any(self.device.fetch(self._executor.flat_buffer.votes[2:3]).get())
 
     def _all_ranks_step(self, vote: bytes) -> bool:
         """Whether all ranks take a step. Collective.
@@ -379,16 +387,16 @@ class Reducer:
         Raises:
             MismatchError: Some have left out what others have taken.
         """
-        votes = self._transport.set_enabled("stepped", vote)
+        votes = self._executor.set_enabled("stepped", vote)
         if _TAKEN in votes and _LEFT_OUT in votes:
             self._listener.on_steps_apart([r for r, vote in enumerate(votes) if vote == _LEFT_OUT])
         return set(votes) == {_TAKEN}
 
     def _decide(self, times: JobTimes, rows: Mapping[str, Counts]) -> Decision:
         """Plans with the other ranks, from what they have learned and a probe of the network."""
-        measured, topology = self._transport.probe()
+        measured, topology = self._executor.probe()
         decision = self._planner.decide(times, measured, topology, rows)
-        self._transport.set_speeds(decision.network.topology)
+        self._executor.set_speeds(decision.network.topology)
         return decision
 
     # Backward passes.
@@ -421,10 +429,10 @@ class Reducer:
             self.flush_accumulated()
         finally:
             self._has_data = True
-        self._transport.engine.wait(0, self.device.stream())
-        if self._transport.arena.votes[1].item():
+        self._executor.engine.wait(0, self.device.stream())
+        if self._executor.flat_buffer.votes[1].item():
             return True
-        if self._sharded and not self.learning:
+        if self._sharded and not self.profiler:
             self.wait_reduced()
             self.release_gathers()  # of nothing, which nobody is going to take
         self.settle()
@@ -474,51 +482,51 @@ class Reducer:
                 f"under optimizer.no_sync(), or {other}."
             )
         stream = self.device.stream()
-        self._transport.engine.drain(stream)
-        in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
+        self._executor.engine.drain(stream)
+        in_shards = self._sharded and not self.profiler  # which compare what is dropped themselves
         # Who joins is given the parameters of the others.
         silent = self.is_joined or in_shards or not (self._has_data and self._has_sums)
         vote = _SILENT if silent else _TAKEN if self.applied else _LEFT_OUT
-        due = not self._completed and self._cycle.plan_boundary_next(self._transport.steps)
+        due = not self._completed and self._lifecycle.plan_boundary_next(self._executor.steps)
         due = due and not self._any_joined()
-        self._process_votes(0 if due or self.learning else self.device.lag)
+        self._process_votes(0 if due or self.profiler else self.device.lag)
         if due:
             self._all_ranks_step(vote)  # those that complete it ask, too
         self._vote = vote
-        self._check.begin(self._transport.steps)
-        self._sent.begin()
+        self._check.begin(self._executor.steps)
+        self._in_flight.begin()
         self._leave_kept_gradients()
         self._memory.begin_step()
         self.has_accumulated = self.applied = self.shows_parts = False
         self.is_joined = not self._has_data
-        self._transport.sender.begin()
+        self._executor.sender.begin()
         self._used = None
         self.in_backward = True
 
     def _leave_kept_gradients(self) -> None:
         """Lets a script keep gradients in the arena that the next ones would overwrite."""
-        if self._sharded and not self.learning:
+        if self._sharded and not self.profiler:
             return  # scripts see no gradients, and the shards' views share the arena's memory
-        if self._sent.leave_kept():
-            self._transport.renew(self.learning)
-            self._sent.rebind(self._transport.arena.buffer, self._transport.grad_views())
+        if self._in_flight.leave_kept():
+            self._executor.renew(self.profiler)
+            self._in_flight.rebind(self._executor.flat_buffer.buffer, self._executor.grad_views())
 
     def _process_votes(self, lag: int) -> None:
         """Looks at the votes of all steps but the last `lag`, which may have yet to arrive."""
         if self._voted:
-            self._votes.append((self._vote, self.device.fetch(self._transport.arena.votes)))
+            self._votes.append((self._vote, self.device.fetch(self._executor.flat_buffer.votes)))
             self._voted = False
         while len(self._votes) > lag:
             own, votes = self._votes.popleft()
             flags = votes.get()
             wanted, _, joined, taken, left_out = map(bool, flags[:NUM_VOTES])
-            self._cycle.record_votes(wanted, joined)
+            self._lifecycle.record_votes(wanted, joined)
             self._check.record_votes(flags[NUM_VOTES:])
             if taken and left_out:
                 self._all_ranks_step(own)  # they do not
 
     def _enqueue_grad(self, i: int) -> None:
-        if self._sent.own[i]:
+        if self._in_flight.own[i]:
             raise UsageError(
                 f"backward() has given a second gradient of '{self.names[i]}' after the first was "
                 "sent, as where checkpoint() runs a module twice: pass use_reentrant=False there, "
@@ -529,7 +537,7 @@ class Reducer:
 
     def _send(self, i: int) -> None:
         """Sends the gradient that parameter i has. Callers must hold no reference to it."""
-        param, sent = self._params[i], self._sent
+        param, sent = self._params[i], self._in_flight
         grad = param.grad
         if grad is None:
             raise UsageError(
@@ -566,14 +574,14 @@ class Reducer:
                 f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
                 "the model's dtype is changed"
             )
-        self._transport.sender.send(i, grad, sent.show(i, grad, is_shared))
+        self._executor.sender.send(i, grad, sent.show(i, grad, is_shared))
         sent.record_version(i)
 
     def _send_rows(self, i: int, grad: torch.Tensor) -> None:
-        self._transport.rows[i] = Rows(self.names[i], grad, self._params[i], self.device)
-        self._transport.rows[i].give(self._transport.engine, self._transport.tensor_of_param[i])
-        self._sent.tensors[i] = self._sent.shown[i] = grad
-        self._sent.record_version(i)
+        self._executor.rows[i] = Rows(self.names[i], grad, self._params[i], self.device)
+        self._executor.rows[i].give(self._executor.engine, self._executor.tensor_of_param[i])
+        self._in_flight.tensors[i] = self._in_flight.shown[i] = grad
+        self._in_flight.record_version(i)
 
     def _check_not_summed(self, i: int) -> None:
         # Averaging an average changes nothing; summing a sum multiplies it.
@@ -586,26 +594,26 @@ class Reducer:
 
     def _end(self) -> None:
         for i, param in enumerate(self._params):
-            if self._sent.own[i]:
+            if self._in_flight.own[i]:
                 continue
             if param.grad is None and self._sparse[i]:
                 self._send_rows(i, empty_like(param))
             elif param.grad is None:
                 self._memory.snapshot(self.names[i])
-                self._transport.sender.send_zeros(i)
-                self._sent.shown[i] = self._sent.tensors[i]
-                self._sent.record_version(i)
+                self._executor.sender.send_zeros(i)
+                self._in_flight.shown[i] = self._in_flight.tensors[i]
+                self._in_flight.record_version(i)
             else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP
                 self._send(i)
-        used = [self._sent.own[i] for i in self._transport.param_of_tensor]
-        wanted, has_data = self._cycle.end_backward(), self._has_data
+        used = [self._in_flight.own[i] for i in self._executor.param_of_tensor]
+        wanted, has_data = self._lifecycle.end_backward(), self._has_data
         votes = wanted, has_data, not has_data, self._vote == _TAKEN, self._vote == _LEFT_OUT
-        checks = self._check.flags(self._transport.steps - 1, not has_data)
-        self._transport.sender.send_flags([*map(float, used), *map(float, votes), *checks])
-        self._transport.engine.end_backward()
+        checks = self._check.flags(self._executor.steps - 1, not has_data)
+        self._executor.sender.send_flags([*map(float, used), *map(float, votes), *checks])
+        self._executor.engine.end_backward()
         self._voted = self._has_sums = True
         self._completed = False
-        self._sent.check_kept()
+        self._in_flight.check_kept()
         self._passes = 0
         self.in_backward = False
         self.in_flight = True

@@ -87,7 +87,7 @@ class StepChecksum:
         self,
         label: str,
         optimizer: torch.optim.Optimizer,
-        trained: ParamTable,
+        param_table: ParamTable,
         changing: Collection[nn.Parameter],
         device: Device,
         every: int,
@@ -95,15 +95,15 @@ class StepChecksum:
         ask: Callable[[str, bytes], list[bytes]],
         tear: Callable[[str], None],
     ) -> None:
-        self._label, self._optimizer, self._trained = label, optimizer, trained
+        self._label, self._optimizer, self._param_table = label, optimizer, param_table
         self._device, self._every, self._ranks = device, every, ranks
         self._ask, self._tear = ask, tear
-        self._compared = [i for i, param in enumerate(trained.params) if param not in changing]
+        self._compared = [i for i, param in enumerate(param_table.params) if param not in changing]
         self._next = 0  # of these, to look at
         self._exact: bool | None = None  # equal parameters have equal bits; None: not known yet
         self._taken: deque[_Record] = deque()  # whose checksums are to be sent
         # By step whose flags are to be heard: what they are of.
-        self._sent: deque[_Record | None] = deque()
+        self._in_flight: deque[_Record | None] = deque()
 
     def begin(self, step: int) -> None:
         """Looks at hyper-parameters and parameters if it is time to; no update may be pending.
@@ -120,7 +120,7 @@ class StepChecksum:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             number = _checksum if self._exact else _square_sum
-            found = [number(self._trained.params[i], step) for i in indices]
+            found = [number(self._param_table.params[i], step) for i in indices]
             numbers = self._device.fetch(torch.stack(found))
         self._taken.append(_Record(step, options_of(self._optimizer), indices, numbers))
 
@@ -134,7 +134,7 @@ class StepChecksum:
         record = None
         if self._taken and step >= self._taken[0].step + self._device.lag:
             record = self._taken.popleft()
-        self._sent.append(record)
+        self._in_flight.append(record)
         return _NO_FLAGS if record is None or is_silent else self._flags_of(record)
 
     def record_votes(self, flags: Sequence[float]) -> None:
@@ -143,7 +143,7 @@ class StepChecksum:
         Raises:
             MismatchError: Ranks differ. It names what and which rank, and is alike on all ranks.
         """
-        record = self._sent.popleft()
+        record = self._in_flight.popleft()
         if record is None:
             return
         pairs = list(zip(flags[0::2], flags[1::2], strict=True))
@@ -152,7 +152,7 @@ class StepChecksum:
             for k in range(_FIELDS)
         ]
         if any(differ) if self._exact else all(differ):
-            answers = self._ask("checked", record.to_json(self._trained.names).encode())
+            answers = self._ask("checked", record.to_json(self._param_table.names).encode())
             records = [
                 read(f"what rank {rank} has compared", answer, dict[str, dict[str, Any]])
                 for rank, answer in zip(self._ranks, answers, strict=True)

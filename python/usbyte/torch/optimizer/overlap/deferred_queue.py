@@ -35,9 +35,9 @@ class DeferredUpdateQueue(ABC):
     """
 
     def __init__(
-        self, trained: ParamTable, reducer: Reducer, fetch: Sequence[MaterializeFn]
+        self, param_table: ParamTable, reducer: Reducer, fetch: Sequence[MaterializeFn]
     ) -> None:
-        self._params, self._reducer, self._fetch = trained.params, reducer, fetch
+        self._params, self._reducer, self._fetch = param_table.params, reducer, fetch
         self._versions: list[int] = []  # when updates were put off
         # By parameter, those that are updated together: they share memory or a version counter.
         self._shared_version_groups: dict[int, list[int]] = {}

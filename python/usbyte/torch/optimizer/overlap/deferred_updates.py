@@ -44,12 +44,12 @@ class DeferredUpdates(DeferredUpdateQueue):
         optimizer: torch.optim.Optimizer,
         step: Callable[[Callable[[], Any]], Any],
         tear: Callable[[BaseException], None],
-        trained: ParamTable,
+        param_table: ParamTable,
         groups: ParamGroupIndex,
         reducer: Reducer,
         fetch: Sequence[MaterializeFn],
     ) -> None:
-        super().__init__(trained, reducer, fetch)
+        super().__init__(param_table, reducer, fetch)
         self._optimizer, self._step, self._tear = optimizer, step, tear
         self._groups, self._group_of = groups, groups.refresh()
         self._hyper: list[dict[str, Any]] = []

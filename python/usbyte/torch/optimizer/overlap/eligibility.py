@@ -145,18 +145,18 @@ class ScriptObserver:
         Raises:
             UsageError: It does, if `strict`.
         """
-        with check_groups_unchanged(self._optimizer) as changes:
+        with check_groups_unchanged(self._optimizer) as changed:
             yield
-        if changes and strict:
+        if changed and strict:
             raise UsageError(
-                f"{type(self._optimizer).__name__}.step() changes its group's '{changes[0]}', so "
+                f"{type(self._optimizer).__name__}.step() changes its group's '{changed[0]}', so "
                 'it cannot be applied layer by layer; leave out overlap="forward"'
             )
-        self._seen.changed = next(iter(changes), self._seen.changed)
+        self._seen.changed = next(iter(changed), self._seen.changed)
 
     def reason(
         self,
-        gates: ForwardPreHooks,
+        forward_hooks: ForwardPreHooks,
         ungated: Sequence[int],
         aliased: Sequence[int],
         shared: str,
@@ -165,13 +165,13 @@ class ScriptObserver:
         """Why updates should not wait for the next forward pass; empty if they may.
 
         Args:
-            gates: What they have seen.
+            forward_hooks: What they have seen.
             ungated: Parameters whose use they have not.
             aliased: Parameters whose memory other tensors of the script's show.
             shared: Name of a parameter that another thread has used; empty if none has.
             against: A reason that was found later; empty if none was.
         """
-        reasons = list(self._reasons(gates, ungated, shared))
+        reasons = list(self._reasons(forward_hooks, ungated, shared))
         if 2 * sum(self._bytes[i] for i in aliased) > sum(self._bytes):
             reasons.append(
                 f"the script keeps other tensors over the memory of '{self._names[aliased[0]]}', "
@@ -182,7 +182,7 @@ class ScriptObserver:
         return "; ".join(reasons)
 
     def _reasons(
-        self, gates: ForwardPreHooks, ungated: Sequence[int], shared: str
+        self, forward_hooks: ForwardPreHooks, ungated: Sequence[int], shared: str
     ) -> Iterator[str]:
         kind, seen = type(self._optimizer), self._seen
         if step_is_replaced(self._optimizer):
@@ -212,7 +212,7 @@ class ScriptObserver:
                 f"'{self._names[seen.first_read]}' for one"
             )
         whole = sum(self._bytes)
-        early = [2 * n > gates.iterations for n in gates.read_early]
+        early = [2 * n > forward_hooks.iterations for n in forward_hooks.read_early]
         read = [i for i, is_early in enumerate(early) if is_early]
         if 2 * sum(self._bytes[i] for i in read) > whole:
             yield (
