@@ -657,8 +657,8 @@ class StepController:
         )
         raise MismatchError(
             f"{self._update_guard.torn}: see that all ranks take and leave out the same steps "
-            "(with a GradScaler or batches that are left out, all decide alike) and restart the job from "
-            "its last checkpoint"
+            "(with a GradScaler or batches that are left out, all decide alike) and restart the "
+            "job from its last checkpoint"
         )
 
     def before_first_gradient(self, i: int) -> None:
