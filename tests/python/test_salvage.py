@@ -244,7 +244,7 @@ def cannot_make_a_group(rank, size):
         raise RuntimeError("Resource temporarily unavailable")
 
     ub.init()
-    current()._timeout = timedelta(seconds=5)  # rank 1 is to notice first
+    current().timeout = timedelta(seconds=5)  # rank 1 is to notice first
     if rank == 1:
         torch.distributed.new_group = refuse
     with pytest.raises(FaultError) as raised:

@@ -6,6 +6,7 @@ import gc
 
 from usbyte.errors import UsageError
 from usbyte.torch.api.broadcast import broadcast_optimizer_state, broadcast_parameters
+from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from usbyte.torch.world.world import current
 
 __all__ = ["join"]
@@ -39,7 +40,7 @@ def join(device: int = -1) -> int:
     context = current()
     gc.collect()  # what nobody refers to any more counts on no rank
     context.drain()
-    optimizers = context.active_optimizers()
+    optimizers = [o for o in context.active_optimizers() if isinstance(o, DistributedOptimizer)]
     if len(optimizers) > 1 or any(o.size != context.size for o in optimizers):
         raise UsageError(
             "join() needs a single DistributedOptimizer, of all ranks: close() the others, or give "

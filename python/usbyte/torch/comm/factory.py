@@ -15,7 +15,7 @@ from usbyte.torch.comm.topology import host_topology, line_groups, sizes_of
 from usbyte.torch.runtime.device import CudaDevice, Device
 
 if TYPE_CHECKING:
-    from usbyte.torch.world.world import World
+    from usbyte.torch.world.rank_group import RankGroup
 
 #: `core` is for the engine; `allocate` makes an arena, `register` names the one in use.
 EngineCommunicator = (
@@ -24,12 +24,12 @@ EngineCommunicator = (
 
 
 def connect(
-    context: World, device: Device, topology: TopologyLike | None = None
+    rank_group: RankGroup, device: Device, topology: TopologyLike | None = None
 ) -> EngineCommunicator:
     """A communicator between all ranks for gradients on `device`. Collective.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         device: Where gradients are.
         topology: Dimensions that all_reduces may be routed through; see `mesh.TopologyLike`.
 
@@ -38,71 +38,77 @@ def connect(
             there is no such mesh.
         MismatchError: The ranks would communicate in different ways.
     """
-    mesh = None if topology is None else _mesh(context, topology)
-    _check_backend(context, device)
+    mesh = None if topology is None else _mesh(rank_group, topology)
+    _check_backend(rank_group, device)
     if not isinstance(device, CudaDevice):
-        return _on_host(context, mesh)
-    env, nccl = context.env, None
+        return _on_host(rank_group, mesh)
+    env, nccl = rank_group.env, None
     if env.backend in ("", "nccl"):
         nccl = all_ranks_can(
-            context.eager, env, context.rank, device, env.backend, mesh is not None
+            rank_group.eager, env, rank_group.rank, device, env.backend, mesh is not None
         )
     if nccl is not None:
-        return _on_nccl(context, nccl, device, mesh)
-    return HostStagedCommunicator(device, _on_host(context, mesh), env.chunk_bytes)
+        return _on_nccl(rank_group, nccl, device, mesh)
+    return HostStagedCommunicator(device, _on_host(rank_group, mesh), env.chunk_bytes)
 
 
-def _mesh(context: World, given: TopologyLike) -> _core.Topology:
-    parsed = parse(given, context.size)
+def _mesh(rank_group: RankGroup, given: TopologyLike) -> _core.Topology:
+    parsed = parse(given, rank_group.size)
     if isinstance(parsed, str):
-        parsed = host_topology(context)
+        parsed = host_topology(rank_group)
     return parsed if isinstance(parsed, _core.Topology) else of_sizes(parsed)
 
 
 def _on_nccl(
-    context: World, nccl: _core.Nccl, device: CudaDevice, mesh: _core.Topology | None
+    rank_group: RankGroup, nccl: _core.Nccl, device: CudaDevice, mesh: _core.Topology | None
 ) -> NcclCommunicator | MeshCommunicator:
-    flat = NcclCommunicator.of_all(context, nccl, device)
+    flat = NcclCommunicator.of_all(rank_group, nccl, device)
     if mesh is None or not _has_dimensions(mesh):
         return flat
-    lines = NcclCommunicator.along_lines(context, nccl, mesh, device)
-    slots = context.env.nccl_communicators
+    lines = NcclCommunicator.along_lines(rank_group, nccl, mesh, device)
+    slots = rank_group.env.nccl_communicators
     return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh), slots=slots)
 
 
-def _on_host(context: World, mesh: _core.Topology | None) -> TorchCommunicator | MeshCommunicator:
-    flat = _flat(context)
+def _on_host(
+    rank_group: RankGroup, mesh: _core.Topology | None
+) -> TorchCommunicator | MeshCommunicator:
+    flat = _flat(rank_group)
     if mesh is None or not _has_dimensions(mesh):
         return flat
-    groups = line_groups(context, mesh)
+    groups = line_groups(rank_group, mesh)
     lines = [TorchCommunicator(group) if group is not None else None for group in groups]
     return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh))
 
 
-def _flat(context: World) -> TorchCommunicator:
-    sent = context.env.one_shot_bytes
-    others = context.eager.allgather_bytes("usbyte.one_shot", str(sent).encode())
+def _flat(rank_group: RankGroup) -> TorchCommunicator:
+    sent = rank_group.env.one_shot_bytes
+    others = rank_group.eager.allgather_bytes("usbyte.one_shot", str(sent).encode())
     for rank, other in enumerate(others):
         if int(other) != sent:
             raise MismatchError(
-                f"USBYTE_ONE_SHOT_BYTES is {sent} on rank {context.rank} but {int(other)} on rank "
-                f"{rank}. Give all ranks the same environment."
+                f"USBYTE_ONE_SHOT_BYTES is {sent} on rank {rank_group.rank} but {int(other)} on "
+                f"rank {rank}. Give all ranks the same environment."
             )
     # Of the backends that torch brings, Gloo alone sends messages with tags beside collectives.
-    most = direct_allreduce_max_bytes(context.size, sent) if context.host_backend == "gloo" else 0
-    group = context.new_group()
-    return TorchCommunicator(group, context.new_group() if most > 0 else None, most)
+    most = (
+        direct_allreduce_max_bytes(rank_group.size, sent)
+        if rank_group.host_backend == "gloo"
+        else 0
+    )
+    group = rank_group.new_group()
+    return TorchCommunicator(group, rank_group.new_group() if most > 0 else None, most)
 
 
-def _check_backend(context: World, device: Device) -> None:
-    env = context.env
+def _check_backend(rank_group: RankGroup, device: Device) -> None:
+    env = rank_group.env
     mine = [device.torch_device.type, env.backend, env.chunk_bytes]
-    everyone = context.eager.allgather_json("usbyte.backend", mine, tuple[str, str, int])
+    everyone = rank_group.eager.allgather_json("usbyte.backend", mine, tuple[str, str, int])
     for rank, other in enumerate(everyone):
         if list(other) != mine:
             raise MismatchError(
                 f"parameters are on '{mine[0]}', USBYTE_BACKEND is '{mine[1]}' and "
-                f"USBYTE_CHUNK_BYTES {mine[2]} on rank {context.rank}, but '{other[0]}', "
+                f"USBYTE_CHUNK_BYTES {mine[2]} on rank {rank_group.rank}, but '{other[0]}', "
                 f"'{other[1]}' and {other[2]} on rank {rank}. Give all ranks the same."
             )
     if env.backend == "nccl" and device.core is None:

@@ -20,7 +20,7 @@ from usbyte.torch.runtime.device import CudaDevice
 from usbyte.torch.runtime.messages import unreadable
 
 if TYPE_CHECKING:
-    from usbyte.torch.world.world import World
+    from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
 
@@ -214,25 +214,27 @@ class NcclCommunicator:
         )
 
     @classmethod
-    def of_all(cls, context: World, nccl: _core.Nccl, device: CudaDevice) -> NcclCommunicator:
+    def of_all(
+        cls, rank_group: RankGroup, nccl: _core.Nccl, device: CudaDevice
+    ) -> NcclCommunicator:
         """Between all ranks."""
-        env, rank = context.env, context.rank
+        env, rank = rank_group.env, rank_group.rank
         mine = _ids(nccl, env.nccl_communicators) if rank == 0 else []
-        sent = context.eager.broadcast_json("usbyte.nccl.ids", mine, 0, list[str])
-        return cls(env, nccl, rank, context.size, _from_text(sent), device)
+        sent = rank_group.eager.broadcast_json("usbyte.nccl.ids", mine, 0, list[str])
+        return cls(env, nccl, rank, rank_group.size, _from_text(sent), device)
 
     @classmethod
     def along_lines(
-        cls, context: World, nccl: _core.Nccl, topology: _core.Topology, device: CudaDevice
+        cls, rank_group: RankGroup, nccl: _core.Nccl, topology: _core.Topology, device: CudaDevice
     ) -> list[NcclCommunicator | None]:
         """By dimension between the ranks of this rank's line; None where it is alone."""
-        env, rank = context.env, context.rank
+        env, rank = rank_group.env, rank_group.rank
         lines = [topology.line(rank, d) for d in range(len(topology.dimensions))]
         mine = [
             _ids(nccl, _PHASES_IN_HAND) if len(line) > 1 and line[0] == rank else []
             for line in lines
         ]
-        ids = context.eager.allgather_json("usbyte.nccl.lines", mine, list[list[str]])
+        ids = rank_group.eager.allgather_json("usbyte.nccl.lines", mine, list[list[str]])
         return [
             cls(env, nccl, line.index(rank), len(line), _from_text(ids[line[0]][d]), device)
             if len(line) > 1

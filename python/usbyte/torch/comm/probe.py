@@ -29,7 +29,8 @@ from usbyte.torch.comm.hierarchical import TopologyLike
 from usbyte.torch.comm.host_staged import mesh_of
 from usbyte.torch.comm.process_group import PackBufferPool
 from usbyte.torch.runtime.device import Device, device_at
-from usbyte.torch.world.world import World, current
+from usbyte.torch.world.rank_group import RankGroup
+from usbyte.torch.world.world import current
 
 __all__ = ["probe"]
 
@@ -75,25 +76,25 @@ def probe(
     Returns:
         The same model on every rank.
     """
-    context = current()
-    if context.size == 1:
+    rank_group = current()
+    if rank_group.size == 1:
         return _core.NetworkModel(1, [_core.AlphaBeta()])
     place = device_at(torch.device(device))
-    rows, found = measure_apart(context, place, topology, largest_bytes)
-    network = fit(context.size, rows).with_topology(found)
-    return share(context, "usbyte.probe", network)
+    rows, found = measure_apart(rank_group, place, topology, largest_bytes)
+    network = fit(rank_group.size, rows).with_topology(found)
+    return share(rank_group, "usbyte.probe", network)
 
 
-def share(context: World, name: str, network: _core.NetworkModel) -> _core.NetworkModel:
+def share(rank_group: RankGroup, name: str, network: _core.NetworkModel) -> _core.NetworkModel:
     """Rank 0's model, on every rank."""
     payload = network.to_json().encode()
     return _core.NetworkModel.from_json(
-        context.eager.broadcast_bytes(f"{name}.network", payload, 0).decode(errors="replace")
+        rank_group.eager.broadcast_bytes(f"{name}.network", payload, 0).decode(errors="replace")
     )
 
 
 def measure_apart(
-    context: World,
+    rank_group: RankGroup,
     device: Device,
     topology: TopologyLike | None,
     largest_bytes: int,
@@ -101,16 +102,16 @@ def measure_apart(
     repeats: int = _REPEATS,
 ) -> tuple[list[Measured], _core.Topology | None]:
     """Over a communicator of its own. Collective; see `measure` and `measure_dimensions`."""
-    communicator = connect(context, device, topology)
+    communicator = connect(rank_group, device, topology)
     try:
-        rows = measure(context, communicator, largest_bytes, repeats=repeats)
-        return rows, measure_dimensions(context, communicator, largest_bytes, repeats=repeats)
+        rows = measure(rank_group, communicator, largest_bytes, repeats=repeats)
+        return rows, measure_dimensions(rank_group, communicator, largest_bytes, repeats=repeats)
     finally:
         communicator.close()
 
 
 def measure(
-    context: World,
+    rank_group: RankGroup,
     communicator: EngineCommunicator,
     largest_bytes: int,
     *,
@@ -120,7 +121,7 @@ def measure(
     """Times collectives over the communicator, which nothing else uses meanwhile. Collective.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         communicator: Its registered buffer is replaced.
         largest_bytes: Upper limit to the payloads that lines are fitted to, though these are no
             smaller than a line needs. What runs beside a small operation, or is packed, is up to
@@ -128,24 +129,26 @@ def measure(
         repeats: Measurements of each size.
         care: How long each of them lasts, as a share of what is usual.
     """
-    sizes = _Sizes.choose(context, communicator, "all_reduce", largest_bytes, care)
+    sizes = _Sizes.choose(rank_group, communicator, "all_reduce", largest_bytes, care)
     largest = sizes.largest
 
     def time_window(window: int) -> list[Measured]:
-        return _time(context, communicator, _WINDOWS[window], window, sizes.groups(window), repeats)
+        return _time(
+            rank_group, communicator, _WINDOWS[window], window, sizes.groups(window), repeats
+        )
 
     rows = time_window(1)
     large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
     if communicator.device.core is None:  # devices pack on the way, or not at all
-        rows += _time_packing(context, communicator, large, repeats)
+        rows += _time_packing(rank_group, communicator, large, repeats)
     for ahead in range(1, _MOST_AHEAD + 1):
-        rows += _time_busy(context, communicator, large, ahead, repeats)
+        rows += _time_busy(rank_group, communicator, large, ahead, repeats)
         found = concurrent(rows) or 0  # on which all ranks must agree
-        together = context.eager.broadcast_json("usbyte.probe.concurrent", found, 0, int)
+        together = rank_group.eager.broadcast_json("usbyte.probe.concurrent", found, 0, int)
         if together > 0:
             break
     if communicator.direct_allreduce_max_bytes > 0:
-        rows += _time_one_shot(context, communicator, large, repeats)
+        rows += _time_one_shot(rank_group, communicator, large, repeats)
     for window in _WINDOWS:
         if 1 < window <= (together or max(_WINDOWS)):
             rows += time_window(window)
@@ -153,7 +156,7 @@ def measure(
 
 
 def measure_dimensions(
-    context: World,
+    rank_group: RankGroup,
     communicator: EngineCommunicator,
     largest_bytes: int,
     *,
@@ -164,7 +167,7 @@ def measure_dimensions(
     Lines share what they share in training, such as the interface of a host. The slowest counts.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         communicator: Nothing else uses it, or its host's, meanwhile.
         largest_bytes: Upper limit to the payloads, as of `measure`.
         repeats: Measurements of each size.
@@ -180,8 +183,8 @@ def measure_dimensions(
         return mesh.topology
     found = []
     for dimension, its in zip(mesh.topology.dimensions, mesh.lines, strict=True):
-        costs = None if its is None else _line_costs(context, its, largest_bytes, repeats)
-        everyone = context.eager.allgather_json(
+        costs = None if its is None else _line_costs(rank_group, its, largest_bytes, repeats)
+        everyone = rank_group.eager.allgather_json(
             "usbyte.probe.dimension", costs, tuple[float, float] | None
         )
         known = [row for row in everyone if row is not None]
@@ -197,12 +200,12 @@ def measure_dimensions(
 
 
 def _line_costs(
-    context: World, line: EngineCommunicator, largest_bytes: int, repeats: int
+    rank_group: RankGroup, line: EngineCommunicator, largest_bytes: int, repeats: int
 ) -> tuple[float, float]:
     """Seconds and seconds per byte of the vector, of a reduce_scatter or all_gather on average."""
     kinds = ["reduce_scatter", "all_gather"]
-    sizes = _Sizes.choose(context, line, kinds[0], largest_bytes)
-    rows = _time(context, line, [kinds], 1, sizes.groups(1), repeats)
+    sizes = _Sizes.choose(rank_group, line, kinds[0], largest_bytes)
+    rows = _time(rank_group, line, [kinds], 1, sizes.groups(1), repeats)
     costs = [found.cost for found in fit_lines(rows)]
     # A whole overlap is what too few sizes to tell look like, and chunks would seem free.
     startup_s = fmean(cost.alpha_s - _CREDITED * cost.overlap_s for cost in costs)
@@ -232,7 +235,7 @@ class _Sizes:
     @classmethod
     def choose(
         cls,
-        context: World,
+        rank_group: RankGroup,
         communicator: EngineCommunicator,
         kind: str,
         largest_bytes: int,
@@ -243,11 +246,11 @@ class _Sizes:
         some = max(min(1 << 20, largest_bytes), 2 * smallest) // _FLOAT_BYTES * _FLOAT_BYTES
         fewest = {smallest: _FEWEST_GROUPS, some: _FEWEST_GROUPS}
         kinds = next(kinds for kinds in _WINDOWS[1] if kind in kinds)
-        timed = _time(context, communicator, [kinds], 1, fewest, 2)
+        timed = _time(rank_group, communicator, [kinds], 1, fewest, 2)
         rows = [row for row in timed if row.kind == kind]
         small_s, some_s = (median(r.seconds for r in rows if r.bytes == size) for size in fewest)
         # Every rank must choose the same sizes and numbers of groups.
-        times = context.eager.broadcast_json(
+        times = rank_group.eager.broadcast_json(
             "usbyte.probe.times", [small_s, some_s], 0, tuple[float, float]
         )
         small_s, some_s = (max(seconds, 1e-6) for seconds in times)
@@ -282,7 +285,7 @@ def _sizes(low: int, high: int) -> list[int]:
 
 
 def _time(
-    context: World,
+    rank_group: RankGroup,
     communicator: EngineCommunicator,
     series: list[list[str]],
     window: int,
@@ -296,7 +299,7 @@ def _time(
     # All sizes anew in each repetition, so that no disturbance meets all measurements of one.
     for _, size, kinds in product(range(repeats), groups, series):
         plan = _plan(kinds, window, [size // _FLOAT_BYTES] * (groups[size] + 1))
-        with _engine(context, communicator, buffer, plan) as engine:
+        with _engine(rank_group, communicator, buffer, plan) as engine:
             _run(engine, len(plan.tensors), communicator.device.stream())
             for kind, ends in zip(kinds, _ends(engine, window), strict=True):
                 rows.append(Measured(kind, window, window * size, _mean_s(ends)))
@@ -304,7 +307,7 @@ def _time(
 
 
 def _time_packing(
-    context: World, communicator: EngineCommunicator, size: int, repeats: int
+    rank_group: RankGroup, communicator: EngineCommunicator, size: int, repeats: int
 ) -> list[Measured]:
     """Packs two blocks of that many bytes together, on all ranks at once as those of a host do."""
     [tensor] = line([("probe0", 1, "float32")])
@@ -313,7 +316,7 @@ def _time_packing(
     floats = torch.zeros(2 * half, dtype=torch.float32, device="cpu")
     views, staging, rows = [floats[:half], floats[half:]], PackBufferPool(), []
     buffer = _zeros(communicator, _FLOAT_BYTES)
-    with _engine(context, communicator, buffer, _core.Plan("probe", [tensor], [meet])) as engine:
+    with _engine(rank_group, communicator, buffer, _core.Plan("probe", [tensor], [meet])) as engine:
         for _ in range(repeats + 1):
             _run(engine, 1, communicator.device.stream())
             start = _core.now_s()
@@ -323,7 +326,11 @@ def _time_packing(
 
 
 def _time_busy(
-    context: World, communicator: EngineCommunicator, large_bytes: int, ahead: int, repeats: int
+    rank_group: RankGroup,
+    communicator: EngineCommunicator,
+    large_bytes: int,
+    ahead: int,
+    repeats: int,
 ) -> list[Measured]:
     """Small operations, each posted right behind `ahead` large ones.
 
@@ -331,7 +338,7 @@ def _time_busy(
     """
     sizes = [*[large_bytes] * ahead, _smallest(communicator)]
     rows = []
-    for times in _time_together(context, communicator, sizes, repeats):
+    for times in _time_together(rank_group, communicator, sizes, repeats):
         posted, done = times[-1]
         rows.append(Measured(BUSY, ahead + 1, ahead * large_bytes, done - posted))
         if ahead == 1:
@@ -341,7 +348,7 @@ def _time_busy(
 
 
 def _time_one_shot(
-    context: World, communicator: EngineCommunicator, large_bytes: int, repeats: int
+    rank_group: RankGroup, communicator: EngineCommunicator, large_bytes: int, repeats: int
 ) -> list[Measured]:
     """Operations of one shot: between small others, several together, and behind a large one."""
     rows = []
@@ -352,30 +359,30 @@ def _time_one_shot(
     size = numel * _FLOAT_BYTES
     buffer = _zeros(communicator, _SHOTS * (small + numel) * _FLOAT_BYTES)
     alternating = _plan(["all_reduce"], 1, [small, numel] * _SHOTS)
-    with _engine(context, communicator, buffer, alternating) as engine:
+    with _engine(rank_group, communicator, buffer, alternating) as engine:
         for _ in range(repeats):
             _run(engine, len(alternating.tensors), communicator.device.stream())
             [ends] = _ends(engine, 1)
             rows.append(Measured(ONE_SHOT, 1, size, _mean_s(ends, every=2)))
     together = _plan(["all_reduce"], 1, [small] + [numel] * _SHOTS, fences=2)
-    with _engine(context, communicator, buffer, together) as engine:
+    with _engine(rank_group, communicator, buffer, together) as engine:
         for _ in range(repeats):
             _run(engine, len(together.tensors), communicator.device.stream())
             [(before, *ends)] = _ends(engine, 1)
             rows.append(Measured(SHOTS, _SHOTS, _SHOTS * size, max(ends) - before))
-    for times in _time_together(context, communicator, [large_bytes, size], repeats):
+    for times in _time_together(rank_group, communicator, [large_bytes, size], repeats):
         posted, done = times[1]
         rows.append(Measured(SHOT_BUSY, 1, size, done - posted))
     return rows
 
 
 def _time_together(
-    context: World, communicator: EngineCommunicator, sizes: list[int], repeats: int
+    rank_group: RankGroup, communicator: EngineCommunicator, sizes: list[int], repeats: int
 ) -> Iterator[list[tuple[float, float]]]:
     """When all_reduces of these sizes, posted together, have begun and ended, time and again."""
     plan = _plan(["all_reduce"], 1, [size // _FLOAT_BYTES for size in sizes], fences=1)
     buffer = _zeros(communicator, sum(sizes))
-    with _engine(context, communicator, buffer, plan) as engine:
+    with _engine(rank_group, communicator, buffer, plan) as engine:
         for _ in range(repeats):
             _run(engine, len(sizes), communicator.device.stream())
             yield engine.op_times()
@@ -383,18 +390,18 @@ def _time_together(
 
 @contextmanager
 def _engine(
-    context: World, communicator: EngineCommunicator, buffer: torch.Tensor, plan: _core.Plan
+    rank_group: RankGroup, communicator: EngineCommunicator, buffer: torch.Tensor, plan: _core.Plan
 ) -> Iterator[_core.Engine]:
     engine = _core.Engine(
         plan,
         buffer.data_ptr(),
         communicator.core,
-        stall_warning_s=context.env.stall_warning_s,
-        stall_limit_s=context.env.stall_limit_s,
+        stall_warning_s=rank_group.env.stall_warning_s,
+        stall_limit_s=rank_group.env.stall_limit_s,
         device=communicator.device.core,
-        on_warning=context.warn,
-        on_stall=partial(context.query_stragglers, "probe"),
-        on_fault=context.report_fault,
+        on_warning=rank_group.warn,
+        on_stall=partial(rank_group.query_stragglers, "probe"),
+        on_fault=rank_group.report_fault,
     )
     try:
         yield engine

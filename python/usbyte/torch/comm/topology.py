@@ -14,10 +14,10 @@ from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 
 if TYPE_CHECKING:
-    from usbyte.torch.world.world import World
+    from usbyte.torch.world.rank_group import RankGroup
 
 
-def host_topology(context: World) -> list[int]:
+def host_topology(rank_group: RankGroup) -> list[int]:
     """The mesh that the launcher has made: slots of a host, and hosts. Collective.
 
     Returns:
@@ -27,8 +27,8 @@ def host_topology(context: World) -> list[int]:
         UsageError: Hosts have different numbers of ranks, or the ranks of one do not follow one
             another; raised on every rank, and names the hosts.
     """
-    mine = [socket.gethostname(), context.local_rank, context.local_size]
-    rows: list[tuple[str, int, int]] = context.eager.allgather_json(
+    mine = [socket.gethostname(), rank_group.local_rank, rank_group.local_size]
+    rows: list[tuple[str, int, int]] = rank_group.eager.allgather_json(
         "usbyte.hosts", mine, tuple[str, int, int]
     )
     slots = rows[0][2]
@@ -49,15 +49,15 @@ def host_topology(context: World) -> list[int]:
 
 
 def line_groups(
-    context: World, topology: _core.Topology | Sequence[int]
+    rank_group: RankGroup, topology: _core.Topology | Sequence[int]
 ) -> list[dist.ProcessGroup | None]:
     """Groups of this rank's lines, which nothing else uses. Collective, on all ranks of the run.
 
     Every rank has a part in making the groups of all lines of all dimensions, in one order. They
-    have the backend and the timeout of `World.new_group`.
+    have the backend and the timeout of `RankGroup.new_group`.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         topology: The mesh, or its sizes, the innermost dimension first: rank = c0 + c1 * P0 + ...
 
     Returns:
@@ -70,24 +70,24 @@ def line_groups(
         MismatchError: The ranks were given different meshes; raised on every rank.
     """
     sizes = sizes_of(topology)
-    for rank, other in enumerate(context.eager.allgather_json("usbyte.lines", sizes, list[int])):
+    for rank, other in enumerate(rank_group.eager.allgather_json("usbyte.lines", sizes, list[int])):
         if other != sizes:
             raise MismatchError(
-                f"the mesh has sizes {_shape(sizes)} on rank {context.rank} but {_shape(other)} on "
-                f"rank {rank}. Give all ranks the same."
+                f"the mesh has sizes {_shape(sizes)} on rank {rank_group.rank} but {_shape(other)} "
+                f"on rank {rank}. Give all ranks the same."
             )
-    if math.prod(sizes) != context.size or min(sizes, default=0) < 1:
+    if math.prod(sizes) != rank_group.size or min(sizes, default=0) < 1:
         raise UsageError(
-            f"a mesh of sizes {_shape(sizes)} is not one of this job's {context.size} ranks"
+            f"a mesh of sizes {_shape(sizes)} is not one of this job's {rank_group.size} ranks"
         )
     groups: list[dist.ProcessGroup | None] = []
     stride = 1
     for size in sizes:
         mine: dist.ProcessGroup | None = None
-        for first in range(context.size if size > 1 else 0):
+        for first in range(rank_group.size if size > 1 else 0):
             if first // stride % size == 0:
                 line = range(first, first + size * stride, stride)
-                mine = context.new_group_of(line) or mine
+                mine = rank_group.new_group_of(line) or mine
         groups.append(mine)
         stride *= size
     return groups

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from usbyte.errors import FaultError
 from usbyte.torch.runtime.format import brief_error
 from usbyte.torch.runtime.ring import abort
-from usbyte.torch.world.world import World
+from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
 
@@ -45,7 +45,7 @@ class NodeExchange:
     ranks, while this rank computes. A fault aborts it.
 
     Args:
-        context: The run.
+        rank_group: The ranks that take part.
         label: Name of the optimizer, for messages.
         node: The ranks of this node by local index; None if it is one.
         nodes: The ranks of this rank's local index, by node.
@@ -60,13 +60,13 @@ class NodeExchange:
 
     def __init__(
         self,
-        context: World,
+        rank_group: RankGroup,
         label: str,
         node: dist.ProcessGroup | None,
         nodes: dist.ProcessGroup,
         local_rank: int,
     ) -> None:
-        self._context, self.label = context, label
+        self._rank_group, self.label = rank_group, label
         self._node, self._nodes, self._local_rank = node, nodes, local_rank
         self.size = dist.get_world_size(nodes)
         self._slots = dist.get_world_size(node) if node is not None else 1
@@ -111,7 +111,7 @@ class NodeExchange:
         Raises:
             FaultError: A rank is lost, stuck or elsewhere; on every rank.
         """
-        env, began = self._context.env, time.monotonic()
+        env, began = self._rank_group.env, time.monotonic()
         warned = 0
         while not exchange.done.wait(0.5):
             waited_s = time.monotonic() - began
@@ -122,7 +122,7 @@ class NodeExchange:
                 warned += 1
                 topic = f"{self.label}/{self._started}"
                 text += "; a rank may be slow, stuck or lost"
-                self._context.warn(self._context.query_stragglers(topic, text))
+                self._rank_group.warn(self._rank_group.query_stragglers(topic, text))
         if self._failure is not None:
             raise FaultError(self._failure)
 
@@ -176,7 +176,7 @@ class NodeExchange:
 
     def _fail_all(self, noticed: str) -> None:
         if self._failure is None:
-            self.fail(self._context.report_fault(noticed))
+            self.fail(self._rank_group.report_fault(noticed))
 
     def _abort(self) -> None:
         for group in (self._node, self._nodes):

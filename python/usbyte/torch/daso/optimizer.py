@@ -24,8 +24,9 @@ from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.world.consistency import difference_of
+from usbyte.torch.world.rank_group import RankGroup
 from usbyte.torch.world.subgroup import subgroup_of
-from usbyte.torch.world.world import World, current
+from usbyte.torch.world.world import current
 
 __all__ = ["DasoOptimizer"]
 
@@ -113,7 +114,7 @@ class DasoOptimizer(DistributedOptimizer):
     """
 
     _exchange: NodeExchange | None = None
-    _node: World | None = None
+    _node: RankGroup | None = None
     _groups: ParamGroupIndex
 
     def __init__(
@@ -132,8 +133,8 @@ class DasoOptimizer(DistributedOptimizer):
         policy: str | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        context = current()
-        policy = policy or context.env.policy or "auto"
+        rank_group = current()
+        policy = policy or rank_group.env.policy or "auto"
         named = None if named_parameters is None else list(named_parameters)
         arguments: dict[str, Any] = {}
         sizes: list[int] | None = None
@@ -161,29 +162,29 @@ class DasoOptimizer(DistributedOptimizer):
         settings = {
             "topology": sizes,
             "policy": policy,
-            "USBYTE_BACKEND": context.env.backend,
-            "USBYTE_LEARNING_STEPS": context.env.learning_steps,
-            "USBYTE_ONE_SHOT_BYTES": context.env.one_shot_bytes,
-            "USBYTE_BUCKET_BYTES": context.env.bucket_bytes,
+            "USBYTE_BACKEND": rank_group.env.backend,
+            "USBYTE_LEARNING_STEPS": rank_group.env.learning_steps,
+            "USBYTE_ONE_SHOT_BYTES": rank_group.env.one_shot_bytes,
+            "USBYTE_BUCKET_BYTES": rank_group.env.bucket_bytes,
         }
-        _check_alike(context, problem, arguments | settings, _specs(optimizer, named))
-        sizes = host_topology(context) if sizes is None else sizes
+        _check_alike(rank_group, problem, arguments | settings, _specs(optimizer, named))
+        sizes = host_topology(rank_group) if sizes is None else sizes
         slots, nodes = sizes[0] if sizes else 1, math.prod(sizes[1:])
-        groups = line_groups(context, [slots, nodes])
+        groups = line_groups(rank_group, [slots, nodes])
         self._schedule = schedule
         self._in_flight: _InFlight | None = None
         self._vectors: ParameterVectors | None = None
         self._in_step_end = False  # the node's own update is done, and the step is not
         self._merging = False  # other nodes' parameters are about to be used
         self._has_settled = False
-        self._whole = context
+        self._whole = rank_group
         if groups[1] is not None:
-            label = context.next_label()
-            first = context.rank - context.rank % slots
-            self._node = subgroup_of(context, list(range(first, first + slots)))
-            self._exchange = NodeExchange(context, label, groups[0], groups[1], self._node.rank)
+            label = rank_group.next_label()
+            first = rank_group.rank - rank_group.rank % slots
+            self._node = subgroup_of(rank_group, list(range(first, first + slots)))
+            self._exchange = NodeExchange(rank_group, label, groups[0], groups[1], self._node.rank)
             self._exchange.owner = self  # whose thread keeps this until it is closed
-        elif context.rank == 0:
+        elif rank_group.rank == 0:
             log.warning("DASO: there is one node only, so gradients are averaged and no more")
         try:
             super().__init__(
@@ -494,12 +495,12 @@ def _number(name: str, given: float) -> float:
 
 
 def _check_alike(
-    context: World, problem: str, arguments: dict[str, Any], specs: list[list[object]]
+    rank_group: RankGroup, problem: str, arguments: dict[str, Any], specs: list[list[object]]
 ) -> None:
     """Raises on every rank what is wrong on any."""
     mine = [problem, arguments, specs]
     kind = tuple[str, dict[str, Any], list[list[Any]]]
-    rows = context.eager.allgather_json("usbyte.daso", mine, kind)
+    rows = rank_group.eager.allgather_json("usbyte.daso", mine, kind)
     for rank, (wrong, _, _) in enumerate(rows):
         if wrong:
             raise UsageError(wrong if wrong == problem else f"on rank {rank}: {wrong}")

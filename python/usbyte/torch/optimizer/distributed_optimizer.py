@@ -46,8 +46,9 @@ from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.world.consistency import OtherOrderError, check_order
 from usbyte.torch.world.process_sets import ProcessSetLike as SomeRanks
 from usbyte.torch.world.process_sets import ranks_of
+from usbyte.torch.world.rank_group import RankGroup
 from usbyte.torch.world.subgroup import subgroup_of
-from usbyte.torch.world.world import World, current
+from usbyte.torch.world.world import current
 
 __all__ = [
     "DistributedOptimizer",
@@ -158,7 +159,7 @@ class DistributedOptimizer(OptimizerWrapper):
         credit_bytes: int | None = None,
         bucket_bytes: int | None = None,
         tune_steps: int | None = None,
-        ranks: World | None = None,
+        ranks: RankGroup | None = None,
         backward_passes_per_step: int = 1,
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
@@ -179,13 +180,13 @@ class DistributedOptimizer(OptimizerWrapper):
         env = whole.env
         policy = policy or env.policy or "auto"
         check_policy(policy, shard_optimizer, tune_steps)
-        context = whole
+        rank_group = whole
         if process_set is not None:
-            context = subgroup_of(whole, ranks_of(process_set, whole.size))
-        context.close_orphans()
+            rank_group = subgroup_of(current(), ranks_of(process_set, current().size))
+        rank_group.close_orphans()
         if num_groups or groups is not None:
             log.warning("num_groups and groups have no effect: what travels together is planned")
-        if topology is None and context is current():
+        if topology is None and rank_group is current():
             topology = env.topology or ("hosts" if policy == "themis" else None)
         self._settings = Settings(
             overlap="forward" if shard_optimizer else overlap,
@@ -208,10 +209,10 @@ class DistributedOptimizer(OptimizerWrapper):
             tune_steps=None if tune_steps is None else integer("tune_steps", tune_steps),
             passes_per_step=integer("backward_passes_per_step", backward_passes_per_step),
         )
-        self._context = context
+        self._rank_group = rank_group
         self._owner = model or model_of(named_parameters)
         self._given_names = names_of(named_parameters)
-        self._memory = CodecState(self._settings.scale(context.size))
+        self._memory = CodecState(self._settings.scale(rank_group.size))
         self._update_guard = UpdateGuard()
         self._planner: Planner | None = None
         self._controller: StepController | None = (
@@ -220,10 +221,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self._used_up: list[nn.Parameter] = []  # by a step of one rank, as sharded ones do
         self._closed = False
         self._state_hooks: list[RemovableHandle] = []
-        self.label = context.next_label()
+        self.label = rank_group.next_label()
         self._inner = optimizer  # from now on, what is not declared here is its own
         self._build(steps_before=0)
-        context.add(self)
+        rank_group.add(self)
 
     # What torch.optim.Optimizer promises, by delegation.
 
@@ -291,7 +292,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._drain()
         memory = state_dict.get(CODEC_STATE_KEY, {})
-        self._memory.check(memory, dict(self.named()), self._context.size)
+        self._memory.check(memory, dict(self.named()), self._rank_group.size)
         coded = memory and self.plan is not None and codes_shards(self.plan)
         if coded and not self._memory.is_as(memory):
             raise UsageError(
@@ -299,7 +300,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 "those of the state; load it right after the optimizer is made"
             )
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != CODEC_STATE_KEY})
-        self._memory.load(memory, self._context.rank)
+        self._memory.load(memory, self._rank_group.rank)
 
     @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -483,7 +484,7 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def size(self) -> int:
         """Number of ranks that share gradients."""
-        return self._context.size
+        return self._rank_group.size
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are sent, with their names."""
@@ -616,12 +617,12 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._update_guard.recovery is not None:
             self._update_guard.recovery.check()
         else:
-            if self._context.size > 1:
+            if self._rank_group.size > 1:
                 self._update_guard.check_whole()
             self._drain()
 
     def _check_usable(self) -> None:
-        if self._context.size == 1:
+        if self._rank_group.size == 1:
             return
         if self._closed:
             raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
@@ -631,7 +632,7 @@ class DistributedOptimizer(OptimizerWrapper):
     @outside_inference_mode
     def _build(self, steps_before: int) -> None:
         """Everything that depends on which parameters there are. Collective."""
-        settings, context = self._settings, self._context
+        settings, rank_group = self._settings, self._rank_group
         param_table = ParamTable.of(self._inner, self._given_names)
         served = self._serve(param_table)
         self._end(whole_state=True)
@@ -641,7 +642,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 "this optimizer holds shards of its state from before a shutdown: make it anew and "
                 "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
             )
-        if context.size == 1:
+        if rank_group.size == 1:
             self._closed = False
             return  # nothing to send: the wrapped optimizer as it is
         changing = warn_of_renormalized(self.label, param_table, self._owner)
@@ -653,14 +654,24 @@ class DistributedOptimizer(OptimizerWrapper):
             served = self._serve(param_table)
             planner = self._make_planner(param_table, device, served, steps_before)
         if self._given_names is None:
-            check_order(context, self.label, param_table.params)
+            check_order(rank_group, self.label, param_table.params)
         self._param_table, self._planner = param_table, planner
         if settings.topology is not None:
-            parse(settings.topology, context.size)  # alike, so an error is on all ranks
+            parse(settings.topology, rank_group.size)  # alike, so an error is on all ranks
         self._controller = StepController(
-            context, self._inner, self._updater, settings, param_table, changing, device, planner,
-            self._update_guard, self._memory, steps_before, self._on_updated,
-        )  # fmt: skip
+            rank_group,
+            self._inner,
+            self._updater,
+            settings,
+            param_table,
+            changing,
+            device,
+            planner,
+            self._update_guard,
+            self._memory,
+            steps_before,
+            self._on_updated,
+        )
         retain_owner(self, param_table.params)
         self._state_hooks = self._hook_state()
         self._closed = False
@@ -669,7 +680,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self, param_table: ParamTable, device: Device, served: ValidatedOptimizer, steps_before: int
     ) -> Planner:
         return Planner(
-            self._context, self.label, self._settings, param_table, device, served.codecs,
+            self._rank_group, self.label, self._settings, param_table, device, served.codecs,
             served.sparse, steps_before,
         )  # fmt: skip
 
@@ -679,7 +690,7 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             UsageError: Some of them are not served; nothing has changed.
         """
-        settings, size = self._settings, self._context.size
+        settings, size = self._settings, self._rank_group.size
         served = validate_optimizer(self._inner, param_table, settings, size, self._owner)
         register_params(self, param_table.params, param_table.names)
         return served

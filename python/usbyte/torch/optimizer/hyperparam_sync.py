@@ -8,7 +8,7 @@ from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.eager.serialization import from_bytes, open_message, to_message
 from usbyte.torch.optimizer.gradients.reducer import Reducer
 from usbyte.torch.runtime.messages import unreadable
-from usbyte.torch.world.world import World
+from usbyte.torch.world.rank_group import RankGroup
 
 
 class HyperparamSync:
@@ -17,7 +17,7 @@ class HyperparamSync:
     On a device that would have to be waited for in every step, they keep their own options.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         label: Name of the optimizer, for messages.
         optimizer: The wrapped one.
         reducer: Knows who has data.
@@ -26,13 +26,13 @@ class HyperparamSync:
 
     def __init__(
         self,
-        context: World,
+        rank_group: RankGroup,
         label: str,
         optimizer: torch.optim.Optimizer,
         reducer: Reducer,
         sharded: bool,
     ) -> None:
-        self._context, self._label = context, label
+        self._rank_group, self._label = rank_group, label
         self._optimizer, self._reducer, self._sharded = optimizer, reducer, sharded
 
     def sync(self) -> None:
@@ -42,11 +42,11 @@ class HyperparamSync:
         reducer, groups = self._reducer, self._optimizer.param_groups
         own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         label = f"{self._label}.options"
-        texts = self._context.eager.allgather_bytes(
+        texts = self._rank_group.eager.allgather_bytes(
             label, b"" if reducer.is_joined else to_message(own)
         )
         # All ranks look at one rank's, so that what it cannot send is the same error everywhere.
-        for rank, text in zip(self._context.ranks, texts, strict=True):
+        for rank, text in zip(self._rank_group.ranks, texts, strict=True):
             if text:
                 self._take(open_message(text, label, rank), rank)
                 return
@@ -62,7 +62,7 @@ class HyperparamSync:
         if len(options) != len(groups):
             raise MismatchError(
                 f"{self._label}: the optimizer has {len(options)} parameter groups on rank {rank} "
-                f"but {len(groups)} on rank {self._context.rank}. Give all ranks the same."
+                f"but {len(groups)} on rank {self._rank_group.rank}. Give all ranks the same."
             )
         for group, row in zip(groups, options, strict=True):
             group.update(row)

@@ -32,7 +32,7 @@ from usbyte.torch.optimizer.overlap.deferred_queue import DeferredUpdateQueue
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.reduce_op import Max, Sum
-from usbyte.torch.world.world import World
+from usbyte.torch.world.rank_group import RankGroup
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
@@ -85,7 +85,7 @@ class ShardedUpdates(DeferredUpdateQueue):
     """Runs an optimizer on this rank's shards.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         label: Name of the optimizer, the same on all ranks.
         optimizer: The wrapped optimizer; its state has been whole so far and is cut here.
         trained: Its parameters.
@@ -103,7 +103,7 @@ class ShardedUpdates(DeferredUpdateQueue):
 
     def __init__(
         self,
-        context: World,
+        rank_group: RankGroup,
         label: str,
         optimizer: torch.optim.Optimizer,
         param_table: ParamTable,
@@ -116,15 +116,17 @@ class ShardedUpdates(DeferredUpdateQueue):
     ) -> None:
         super().__init__(param_table, reducer, fetch)
         self._step, params = step, param_table.params
-        self._context, self._label = context, label
+        self._rank_group, self._label = rank_group, label
         self._optimizer, self._groups = optimizer, groups
         self._max_grad_norm = max_grad_norm
         self.used = [param.grad is not None for param in params]
         self.grads_consumed = True
         names = {name: i for i, name in enumerate(reducer.names)}
         self._addresses = [param.data_ptr() for param in params]
-        self._pieces = [_pieces(plan, names, rank, context.size) for rank in range(context.size)]
-        self._mine = self._pieces[context.rank]
+        self._pieces = [
+            _pieces(plan, names, rank, rank_group.size) for rank in range(rank_group.size)
+        ]
+        self._mine = self._pieces[rank_group.rank]
         self._views = [nn.Parameter(_flat(params[p.param])[p.begin : p.end]) for p in self._mine]
         for view in self._views:
             view._usbyte_shard = True  # type: ignore[attr-defined]
@@ -211,7 +213,7 @@ class ShardedUpdates(DeferredUpdateQueue):
         states = [self._optimizer.state.get(view, {}) for view in self._views]
         mine = "\n".join(sorted({key for state in states for key in state}))
         # Every rank takes part in the same gathers, in the same order.
-        texts = self._context.eager.allgather_bytes(f"{self._label}.state_dict()", mine.encode())
+        texts = self._rank_group.eager.allgather_bytes(f"{self._label}.state_dict()", mine.encode())
         whole: dict[nn.Parameter, dict[str, Any]] = {}
         for key in sorted({key for text in texts for key in text.decode().splitlines()}):
             self._gather(key, [state.get(key, _ABSENT) for state in states], whole)
@@ -246,7 +248,7 @@ class ShardedUpdates(DeferredUpdateQueue):
     def _gather(
         self, key: str, values: Sequence[Any], whole: dict[nn.Parameter, dict[str, Any]]
     ) -> None:
-        name, eager = f"{self._label}.state.{key}", self._context.eager
+        name, eager = f"{self._label}.state.{key}", self._rank_group.eager
         # Whether a parameter has this state, and of which kind, is the same on all its owners.
         kinds = torch.zeros(len(self._params), dtype=torch.int64, device="cpu")
         scalars = torch.full(kinds.shape, -math.inf, dtype=torch.float64, device="cpu")
@@ -301,7 +303,7 @@ class ShardedUpdates(DeferredUpdateQueue):
             or [torch.zeros((), dtype=torch.float64, device="cpu")]
         )
         total = squares.sum().reshape(1)
-        self._context.eager.allreduce(f"{self._label}.norm", total, Sum)
+        self._rank_group.eager.allreduce(f"{self._label}.norm", total, Sum)
         factor = min(max_norm / (total.sqrt().item() + 1e-6), 1.0)
         for grad in mine:
             grad.mul_(factor)

@@ -41,7 +41,7 @@ from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
 from usbyte.torch.world.consistency import warn_if_params_diverge
-from usbyte.torch.world.world import World
+from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
 
@@ -56,7 +56,7 @@ class StepController:
     readers of parameters have their updates applied. Closed by `end`.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         optimizer: The wrapped one.
         updater: Whose `step` updates parameters; the same, or what fuses its updates.
         settings: What was asked for.
@@ -81,7 +81,7 @@ class StepController:
 
     def __init__(
         self,
-        context: World,
+        rank_group: RankGroup,
         optimizer: torch.optim.Optimizer,
         updater: torch.optim.Optimizer | FusedUpdate,
         settings: Settings,
@@ -94,7 +94,7 @@ class StepController:
         steps_before: int,
         on_updated: Callable[[], None],
     ) -> None:
-        self._context, self._optimizer, self._updater = context, optimizer, updater
+        self._rank_group, self._optimizer, self._updater = rank_group, optimizer, updater
         self._settings, self._param_table, self._planner = settings, param_table, planner
         self._update_guard, self._memory, self._on_updated = update_guard, memory, on_updated
         self._groups = ParamGroupIndex(optimizer, param_table)
@@ -122,13 +122,13 @@ class StepController:
             partial(check_module, named=named),
         )
         self.executor = PlanExecutor(
-            context, settings, param_table, device, planner, memory, steps_before
+            rank_group, settings, param_table, device, planner, memory, steps_before
         )
         lifecycle = PlanLifecycle(
             planner,
             self._forward_hooks,
             device,
-            context.env.learning_steps,
+            rank_group.env.learning_steps,
             adapt=settings.policy == "auto",
             may_ask=settings.overlap == "auto",
             on_learned=self._on_learned,
@@ -139,8 +139,8 @@ class StepController:
             param_table,
             changing,
             device,
-            context.env.check_steps,
-            context.ranks,
+            rank_group.env.check_steps,
+            rank_group.ranks,
             self.executor.set_enabled,
             update_guard.spoil,
         )
@@ -157,7 +157,7 @@ class StepController:
             self._fetch_param,
         )
         self._joined = HyperparamSync(
-            context, planner.label, optimizer, self.reducer, settings.shard_optimizer
+            rank_group, planner.label, optimizer, self.reducer, settings.shard_optimizer
         )
         self._forward_hooks.install(settings.model)
 
@@ -533,7 +533,7 @@ class StepController:
 
     def _begin_sharding(self) -> ShardedUpdates:
         self.shards = ShardedUpdates(
-            self._context,
+            self._rank_group,
             self._planner.label,
             self._optimizer,
             self._param_table,
@@ -566,7 +566,7 @@ class StepController:
         label = self._planner.label
         check_unreduced(self._optimizer, self._param_table.names, self._param_table.params)
         warn_if_params_diverge(
-            self._context, label, self._param_table.names, self._param_table.params
+            self._rank_group, label, self._param_table.names, self._param_table.params
         )
         self._unhooked_params = sorted(self._forward_hooks.finish_learning())
         if self._settings.overlap == "auto":
@@ -575,7 +575,7 @@ class StepController:
             reason = self._watch.reason(
                 self._forward_hooks, self._unhooked_params, aliased, self.shared, self.against
             )
-            self._planner.settle_overlap(agree_on_overlap(self._context, label, reason))
+            self._planner.settle_overlap(agree_on_overlap(self._rank_group, label, reason))
 
     def _finish_learning(self) -> None:
         if self._settings.shard_optimizer:
@@ -650,7 +650,7 @@ class StepController:
         Raises:
             MismatchError: Always.
         """
-        named = name_ranks([self._context.ranks[rank] for rank in ranks])
+        named = name_ranks([self._rank_group.ranks[rank] for rank in ranks])
         self._update_guard.spoil(
             f"{self._planner.label}: {named} called no step() between two backward passes that "
             "sent gradients, and other ranks did, so that their parameters differ"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from usbyte import _core
-from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.drift import StepTimeMonitor
 from usbyte.torch.plan.measurement import Iteration, JobTimes, StepProfiler
@@ -17,6 +17,24 @@ from usbyte.torch.plan.stopwatch import StepTimer
 from usbyte.torch.runtime.device import Device, Mark
 
 log = logging.getLogger("usbyte")
+
+
+class ParameterUseTracker(Protocol):
+    """Records when the forward pass needs each parameter."""
+
+    @property
+    def needed(self) -> list[Mark | None]:
+        """By parameter, when it was first used in the current iteration; None: not yet."""
+
+    def begin_iteration(self, used: Sequence[bool]) -> None:
+        """Forgets the times of the iteration before.
+
+        Args:
+            used: By parameter, whether it got a gradient in it.
+        """
+
+    def begin_learning(self) -> None:
+        """Records uses from now on."""
 
 
 class PlanLifecycle:
@@ -29,7 +47,7 @@ class PlanLifecycle:
 
     Args:
         planner: Makes the plans.
-        gates: Knows when the forward pass needs each parameter.
+        uses: Knows when the forward pass needs each parameter.
         device: Where the parameters are.
         learning_steps: Steps to learn from.
         adapt: Learn and plan anew when the time of a step changes, or how many rows sparse
@@ -41,14 +59,14 @@ class PlanLifecycle:
     def __init__(
         self,
         planner: Planner,
-        pre_forward_hooks: ForwardPreHooks,
+        uses: ParameterUseTracker,
         device: Device,
         learning_steps: int,
         adapt: bool,
         may_ask: bool,
         on_learned: Callable[[], None],
     ) -> None:
-        self._planner, self._forward_hooks, self._device = planner, pre_forward_hooks, device
+        self._planner, self._uses, self._device = planner, uses, device
         self._learning_steps, self._on_learned = learning_steps, on_learned
         self._votes_count = adapt or may_ask
         self._step_time_monitor = StepTimeMonitor() if adapt else None
@@ -141,7 +159,7 @@ class PlanLifecycle:
         """
         self._fresh = False
         if self._profiler is not None:
-            self._forward_hooks.begin_iteration(used)
+            self._uses.begin_iteration(used)
 
     def end_step(
         self,
@@ -189,7 +207,7 @@ class PlanLifecycle:
             )
             self._profiler = StepProfiler()
             self._counts.take()
-            self._forward_hooks.begin_learning()
+            self._uses.begin_learning()
             return self._planner.learning_plan()
         if self._stopwatch is not None and self._stopwatch.done:
             took_s = self._stopwatch.step_s
@@ -201,9 +219,9 @@ class PlanLifecycle:
         self._fresh = False
         updated_s = float(self._device.now()) - max(float(began), float(self._settled))
         waited_s = sum(float(end) - float(start) for start, end in self._waits)
-        self._profiler.add(Iteration.of(self._forward_hooks.needed, ready_s(), waited_s, updated_s))
+        self._profiler.add(Iteration.of(self._uses.needed, ready_s(), waited_s, updated_s))
         self._device.anchor()
-        self._forward_hooks.begin_iteration(used)
+        self._uses.begin_iteration(used)
         if len(self._profiler) < self._learning_steps:
             return None
         times = self._profiler.times()

@@ -33,7 +33,7 @@ from usbyte.torch.plan.sparse import (
 from usbyte.torch.reduce_op import Average, Max, ReduceOp
 from usbyte.torch.runtime.device import Device
 from usbyte.torch.world.consistency import verify_same_on_all_ranks
-from usbyte.torch.world.world import World
+from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
 
@@ -42,7 +42,7 @@ class Planner:
     """Makes the plans that all ranks follow.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         label: Name of the optimizer, the same on all ranks.
         settings: What was asked for; with overlap "auto" communication may hide behind backward,
             until `settle_overlap`.
@@ -63,7 +63,7 @@ class Planner:
 
     def __init__(
         self,
-        context: World,
+        rank_group: RankGroup,
         label: str,
         settings: Settings,
         param_table: ParamTable,
@@ -72,7 +72,7 @@ class Planner:
         sparse: Collection[str],
         steps: int,
     ) -> None:
-        self._context, self.label = context, label
+        self._rank_group, self.label = rank_group, label
         names, params, overlap = param_table.names, param_table.params, settings.overlap
         self._names, self._params, self.sparse = names, params, sparse
         self._groups = param_table.groups
@@ -103,15 +103,15 @@ class Planner:
             "shard_optimizer": self._sharded,  # which "overlap" follows from
             "overlap": overlap,
             "bucket_bytes": self._options["bucket_bytes"],
-            "USBYTE_LEARNING_STEPS": context.env.learning_steps,
-            "USBYTE_CHECK_STEPS": context.env.check_steps,
+            "USBYTE_LEARNING_STEPS": rank_group.env.learning_steps,
+            "USBYTE_CHECK_STEPS": rank_group.env.check_steps,
             "op": str(settings.op),
             "policy": self._policy if isinstance(self._policy, str) else "a function",
             "max_grad_norm": settings.max_grad_norm,
             "backward_passes_per_step": settings.passes_per_step,
-            "topology": canonical_topology(settings.topology, context.size),
+            "topology": canonical_topology(settings.topology, rank_group.size),
         }
-        verify_same_on_all_ranks(context, label, alike, self._specs())
+        verify_same_on_all_ranks(rank_group, label, alike, self._specs())
 
     @property
     def overlap(self) -> str:
@@ -136,7 +136,7 @@ class Planner:
         ready = [float(2 * n - i) for i in range(n)]
         times = JobTimes(need, ready, [], [], 0.0, 0.0)
         self._ready = dict(zip(self._names, ready, strict=True))
-        network = _core.NetworkModel(self._context.size, [_core.AlphaBeta()])
+        network = _core.NetworkModel(self._rank_group.size, [_core.AlphaBeta()])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
         plan = _core.make_plan("ddp", dense(self._profile(times)), network, buckets)
         return self._in_force(self._coded(_core.Plan("learning", plan.tensors, plan.ops)))
@@ -186,11 +186,11 @@ class Planner:
         if along := self._plans.line_codecs(specs, topology):
             # Alike on all ranks, which may have measured other speeds.
             name = f"{label}.codecs_along"
-            specs += self._context.eager.broadcast_json(name, along, 0, list[str])
+            specs += self._rank_group.eager.broadcast_json(name, along, 0, list[str])
         self._plans.measure(specs, lambda name, numbers: self._reduced(name, numbers, Max))
 
         def decide() -> Decision:
-            network = fit(self._context.size, measured).with_topology(topology)
+            network = fit(self._rank_group.size, measured).with_topology(topology)
             return self._decide(times, network)
 
         return self._agree(decide)
@@ -229,19 +229,19 @@ class Planner:
     def _reduced(self, name: str, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """The same over the ranks that follow the plans, which need not be all of the run."""
         result = tensor.clone()
-        self._context.eager.allreduce(name, result, op)
+        self._rank_group.eager.allreduce(name, result, op)
         return result
 
     def _agree(self, make: Callable[[], Decision]) -> Decision:
         """What rank 0 makes, on every rank."""
         payload, problem = b"", None
-        if self._context.rank == 0:
+        if self._rank_group.rank == 0:
             try:
                 payload = make().to_json().encode()
             except Exception as error:
                 problem = error
                 payload = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
-        message = self._context.eager.broadcast_bytes(f"{self.label}.plan", payload, 0).decode()
+        message = self._rank_group.eager.broadcast_bytes(f"{self.label}.plan", payload, 0).decode()
         if problem is not None:
             raise problem
         decision = Decision.from_json(message)

@@ -12,7 +12,7 @@ import torch
 
 from usbyte.errors import MismatchError
 from usbyte.torch.reduce_op import Max
-from usbyte.torch.world.world import World
+from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
 
@@ -35,12 +35,12 @@ class OtherOrderError(MismatchError):
 
 
 def verify_same_on_all_ranks(
-    context: World, label: str, settings: Mapping[str, object], specs: Sequence[list[object]]
+    rank_group: RankGroup, label: str, settings: Mapping[str, object], specs: Sequence[list[object]]
 ) -> None:
     """Compares all ranks. Collective.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         label: Whose parameters these are.
         settings: By the names that users know.
         specs: As `difference_of` takes them, of this rank.
@@ -51,7 +51,7 @@ def verify_same_on_all_ranks(
     """
     mine = [dict(settings), specs]
     text = json.dumps(mine).encode()
-    eager, name = context.eager, f"{label}.parameters"
+    eager, name = rank_group.eager, f"{label}.parameters"
     digests = eager.allgather_bytes(f"{name}.hash", hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
@@ -71,7 +71,7 @@ def verify_same_on_all_ranks(
     raise MismatchError(f"{label}: {difference}. Build the same model on all ranks.")
 
 
-def check_order(context: World, label: str, params: Sequence[torch.Tensor]) -> None:
+def check_order(rank_group: RankGroup, label: str, params: Sequence[torch.Tensor]) -> None:
     """Compares the order of parameters that have no names, by their values. Collective.
 
     Ranks whose parameters have not been made equal yet tell nothing of their order.
@@ -81,26 +81,26 @@ def check_order(context: World, label: str, params: Sequence[torch.Tensor]) -> N
     """
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         mine = torch.stack([_param_checksum(param) for param in params]).cpu().nan_to_num()
-    first, *others = context.eager.allgather_json(
+    first, *others = rank_group.eager.allgather_json(
         f"{label}.order", mine.tolist(), list[list[float]]
     )
     for rank, other in enumerate(others, 1):
         if other != first and sorted(other) == sorted(first):
             raise MismatchError(
                 f"{label}: the optimizer has the same parameters in another order on rank "
-                f"{context.ranks[rank]} than on rank {context.ranks[0]}, and would sum gradients "
-                "of different ones: pass named_parameters=model.named_parameters(), by which they "
-                "are matched, or give the optimizer model.parameters() on all ranks"
+                f"{rank_group.ranks[rank]} than on rank {rank_group.ranks[0]}, and would sum "
+                "gradients of different ones: pass named_parameters=model.named_parameters(), by "
+                "which they are matched, or give the optimizer model.parameters() on all ranks"
             )
 
 
 def warn_if_params_diverge(
-    context: World, label: str, names: Sequence[str], params: Sequence[torch.Tensor]
+    rank_group: RankGroup, label: str, names: Sequence[str], params: Sequence[torch.Tensor]
 ) -> None:
     """Warns on rank 0 if ranks have other parameters than by rounding. Collective.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         label: Of their optimizer.
         names: Of the parameters.
         params: None of which waits for an update.
@@ -110,15 +110,15 @@ def warn_if_params_diverge(
             torch.stack([_param_checksum(param) for param in params]).flatten().cpu().nan_to_num()
         )
     spread = torch.stack([mine, -mine])
-    context.eager.allreduce(f"{label}.spread", spread, Max)
+    rank_group.eager.allreduce(f"{label}.spread", spread, Max)
     largest, least = spread[0].view(-1, 2), -spread[1].view(-1, 2)
     apart = ((largest - least) > _ROUNDING * largest[:, 1:]).any(1)
     if not apart.any():
         return
     first = int(apart.nonzero()[0])
     own = mine.view(-1, 2)[first].tolist()
-    told = context.eager.allgather_json(f"{label}.apart", own, tuple[float, float])
-    if context.rank > 0:
+    told = rank_group.eager.allgather_json(f"{label}.apart", own, tuple[float, float])
+    if rank_group.rank > 0:
         return
     rank = max(
         range(len(told)), key=lambda r: max(abs(x - y) for x, y in zip(told[r], own, strict=True))
@@ -132,10 +132,10 @@ def warn_if_params_diverge(
         names[first],
         own[1],
         own[0],
-        context.ranks[0],
+        rank_group.ranks[0],
         told[rank][1],
         told[rank][0],
-        context.ranks[rank],
+        rank_group.ranks[rank],
         int(apart.sum()),
         len(names),
     )

@@ -21,7 +21,7 @@ from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.process_groups import gloo_group
 
 if TYPE_CHECKING:
-    from usbyte.torch.world.world import World
+    from usbyte.torch.world.rank_group import RankGroup
 
 __all__ = ["ProcessSet", "global_process_set"]
 
@@ -144,19 +144,19 @@ class ProcessSets:
     """The process sets of a run, and what its operations go through on this rank.
 
     Args:
-        context: The run; `eager` and `store` are used, which all ranks have.
+        rank_group: The ranks that take part.
         timeout: Of the backend.
     """
 
-    def __init__(self, context: World, timeout: timedelta) -> None:
-        self._context, self._timeout = context, timeout
+    def __init__(self, rank_group: RankGroup, timeout: timedelta) -> None:
+        self._rank_group, self._timeout = rank_group, timeout
         self._ids = itertools.count(1)  # equal on all ranks, who add sets in one order
         self._lock = threading.RLock()  # guards what is below; signal handlers may use this
         self._sets: dict[int, ProcessSet] = {}
         self._queues: dict[str, EagerQueue] = {}
         self._failure: str | None = None
-        global_process_set.ranks = list(range(context.size))
-        global_process_set.enter(0, context.rank)
+        global_process_set.ranks = list(range(rank_group.size))
+        global_process_set.enter(0, rank_group.rank)
 
     def add(self, *given: ProcessSet | Sequence[int]) -> list[ProcessSet]:
         """Makes sets part of the run, all or none. Collective among all ranks of the job.
@@ -165,7 +165,7 @@ class ProcessSets:
             UsageError: On every rank: one rank's argument cannot be used, or there is such a set.
             MismatchError: On every rank: the ranks mean different sets.
         """
-        size, problem = self._context.size, None
+        size, problem = self._rank_group.size, None
         added: list[ProcessSet] = []
         try:
             added = [s if isinstance(s, ProcessSet) else ProcessSet(s) for s in given]
@@ -185,7 +185,7 @@ class ProcessSets:
             for process_set in added:
                 number = next(self._ids)
                 self._sets[number] = process_set
-                process_set.enter(number, self._context.rank)
+                process_set.enter(number, self._rank_group.rank)
         return added
 
     def remove(self, process_set: ProcessSet) -> bool:
@@ -227,13 +227,13 @@ class ProcessSets:
         Raises:
             UsageError: This rank is not one of them, or see `ranks_of`.
         """
-        context = self._context
-        ranks = ranks_of(members, context.size)
-        if len(ranks) == context.size:
-            return context.eager
-        if context.rank not in ranks:
+        rank_group = self._rank_group
+        ranks = ranks_of(members, rank_group.size)
+        if len(ranks) == rank_group.size:
+            return rank_group.eager
+        if rank_group.rank not in ranks:
             raise UsageError(
-                f"{what}: rank {context.rank} is not in the process set of {name_ranks(ranks)}: "
+                f"{what}: rank {rank_group.rank} is not in the process set of {name_ranks(ranks)}: "
                 "call it on these ranks only, as process_set.included() tells"
             )
         key = name_of(ranks)
@@ -269,17 +269,17 @@ class ProcessSets:
         global_process_set.ranks, global_process_set.process_set_id = [], 0
 
     def _open(self, key: str, ranks: Sequence[int]) -> EagerQueue:
-        context, position = self._context, ranks.index(self._context.rank)
-        store = dist.PrefixStore(key, context.store)
+        rank_group, position = self._rank_group, ranks.index(self._rank_group.rank)
+        store = dist.PrefixStore(key, rank_group.store)
 
         return EagerQueue(
             partial(gloo_group, store, position, len(ranks), self._timeout),
             store,
             position,
             len(ranks),
-            stall_limit_s=context.env.stall_limit_s,
-            stall_warning_s=context.env.stall_warning_s,
-            on_fault=lambda text: context.report_fault(
+            stall_limit_s=rank_group.env.stall_limit_s,
+            stall_warning_s=rank_group.env.stall_warning_s,
+            on_fault=lambda text: rank_group.report_fault(
                 f"{text} (in the process set of {name_ranks(ranks)})"
             ),
             members=ranks,
@@ -287,7 +287,7 @@ class ProcessSets:
 
     def _agree(self, what: str, meant: list[Any], problem: str | None) -> None:
         """Raises on every rank if one has a problem or the ranks do not mean the same."""
-        answers = self._context.eager.allgather_json(
+        answers = self._rank_group.eager.allgather_json(
             f"usbyte.{what}", [problem, meant], tuple[str | None, list[Any]]
         )
         for rank, (found, _) in enumerate(answers):

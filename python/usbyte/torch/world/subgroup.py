@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -13,65 +12,63 @@ from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.process_groups import gloo_group
 from usbyte.torch.world.process_sets import name_of
+from usbyte.torch.world.rank_group import OrphanedEngine, Participant, RankGroup
 from usbyte.torch.world.world import World
 
-if TYPE_CHECKING:
-    from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 
-
-def subgroup_of(whole: World, ranks: Sequence[int]) -> World:
-    """These ranks, once for each run. Collective among them.
+def subgroup_of(world: World, ranks: Sequence[int]) -> RankGroup:
+    """Returns the group of these ranks, the same one for each call. Collective among them.
 
     Args:
-        whole: The run.
-        ranks: Of the run, ascending.
+        world: All ranks of the job.
+        ranks: Some or all of them, ascending.
 
     Raises:
         UsageError: This rank is not one of them.
     """
-    if len(ranks) == whole.size:
-        return whole
-    if whole.rank not in ranks:
+    if len(ranks) == world.size:
+        return world
+    if world.rank not in ranks:
         raise UsageError(
-            f"rank {whole.rank} is not in the process set of {name_ranks(ranks)}: make the "
+            f"rank {world.rank} is not in the process set of {name_ranks(ranks)}: make the "
             "optimizer on these ranks only"
         )
     key = tuple(ranks)
-    if key not in whole.members:
-        whole.check()
-        made = Subgroup(whole, ranks, name_of(ranks))
-        whole.members[key] = made  # so that it is told of a fault from now on
+    if key not in world.subgroups:
+        world.check()
+        made = Subgroup(world, ranks, name_of(ranks))
+        world.subgroups[key] = made  # so that it is told of a fault from now on
         try:
-            whole.check()
+            world.check()
         except BaseException:
-            del whole.members[key]
+            del world.subgroups[key]
             made.close()
             raise
-    return whole.members[key]
+    return world.subgroups[key]
 
 
-class Subgroup(World):
-    """What an optimizer sees of the run if it is to know these ranks alone.
+class Subgroup:
+    """Some ranks of the world that share gradients among themselves; implements `RankGroup`.
 
-    What is collective is so among them. Faults, timelines and shutdown stay those of the whole run.
+    Collective calls are collective among these ranks. Faults, timelines and shutdown are the
+    world's.
 
     Args:
-        whole: The run.
-        ranks: Of the run, this one among them, ascending.
-        name: Of the set, the same on its ranks and of no other set.
+        world: All ranks of the job.
+        ranks: Ranks of the world, this one among them, ascending.
+        name: The same on these ranks, and of no other set.
     """
 
-    def __init__(self, whole: World, ranks: Sequence[int], name: str) -> None:
-        # Not the parent's: that one joins the other ranks, and this is already done.
-        self._whole, self.env, self._timeout = whole, whole.env, whole._timeout
+    def __init__(self, world: World, ranks: Sequence[int], name: str) -> None:
+        self._world, self.env, self._timeout = world, world.env, world.timeout
         self.ranks = list(ranks)
-        self.rank, self.size = self.ranks.index(whole.rank), len(self.ranks)
-        self.machines = [whole.machines[rank] for rank in self.ranks]
+        self.rank, self.size = self.ranks.index(world.rank), len(self.ranks)
+        self.machines = [world.machines[rank] for rank in self.ranks]
         here = [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
         self._name = name
-        self.store = dist.PrefixStore(f"members.{name}", whole.store)
-        self._orphans = whole._orphans  # which is told of faults
+        self.store: dist.Store = dist.PrefixStore(f"members.{name}", world.store)
+        self._orphans = world.orphans
         self._groups = itertools.count()  # equal on these ranks
         self._labels = 0
         self.eager = EagerQueue(
@@ -113,30 +110,43 @@ class Subgroup(World):
         return gloo_group(store, list(ranks).index(self.rank), len(ranks), self._timeout)
 
     def next_label(self) -> str:
-        """See `World`; tells whose the optimizer is."""
+        """Returns the next optimizer's name, which tells the group."""
         self._labels += 1
         return f"optimizer.{self._labels} of {self._name}"
 
-    def add(self, optimizer: DistributedOptimizer) -> None:
-        """See `World`."""
-        self._whole.add(optimizer)
+    @property
+    def host_backend(self) -> str:
+        """Backend of torch.distributed for tensors on the CPU."""
+        return self._world.host_backend
+
+    def add(self, optimizer: Participant) -> None:
+        """Lets the optimizer take part in the world's timelines, faults and shutdown."""
+        self._world.add(optimizer)
+
+    def adopt_orphan(self, engine: OrphanedEngine) -> None:
+        """Takes over an engine that all ranks still have to close; any thread may call this."""
+        self._orphans.add(engine)
+
+    def close_orphans(self) -> None:
+        """Closes the engines that are orphaned on all of these ranks. Collective among them."""
+        self._orphans.close_common(self, collect=bool(self._world.active_optimizers()))
 
     def check(self) -> None:
-        """See `World`."""
-        self._whole.check()
+        """Raises FaultError after a fault of any rank of the world."""
+        self._world.check()
 
     def warn(self, text: str) -> None:
-        """See `World`."""
-        self._whole.warn(text)
+        """Logs a warning that names this rank."""
+        self._world.warn(text)
 
     def query_stragglers(self, topic: str, text: str) -> str:
-        """See `World`."""
-        return self._whole.query_stragglers(topic, text)
+        """Adds the ranks that are behind to a warning, if this rank is the first to ask."""
+        return self._world.query_stragglers(topic, text)
 
     def report_fault(self, noticed: str) -> str:
-        """See `World`."""
+        """Asks the world's ranks what happened; returns what every rank is going to raise."""
         where = f"in the process set of {name_ranks(self.ranks)}, which counts from 0"
-        return self._whole.report_fault(f"{noticed} ({where})")
+        return self._world.report_fault(f"{noticed} ({where})")
 
     def close(self) -> None:
         """Ends the thread of `eager`."""

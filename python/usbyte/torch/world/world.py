@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -31,8 +30,6 @@ from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.fault.coordinator import FaultCoordinator
 from usbyte.torch.fault.recovery import RankProgress, decide_recovery
 from usbyte.torch.fault.report import State
-from usbyte.torch.lazy_tensor import forget_dead
-from usbyte.torch.optimizer.gradients.engine_handle import EngineHandle
 from usbyte.torch.runtime import default_group
 from usbyte.torch.runtime.format import brief_error
 from usbyte.torch.runtime.log_level import set_level
@@ -40,10 +37,9 @@ from usbyte.torch.runtime.messages import check
 from usbyte.torch.runtime.placement import local_ranks
 from usbyte.torch.runtime.process_groups import connect_all
 from usbyte.torch.runtime.uncaught_exceptions import UncaughtExceptions
+from usbyte.torch.world.orphaned_engines import OrphanedEngines
 from usbyte.torch.world.process_sets import ProcessSet, ProcessSets
-
-if TYPE_CHECKING:
-    from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from usbyte.torch.world.rank_group import OrphanedEngine, Participant, RankGroup
 
 __all__ = ["init", "is_initialized", "shutdown"]
 
@@ -60,6 +56,7 @@ class World:
     Attributes:
         rank: 0 <= rank < size.
         size: Number of ranks.
+        timeout: Of process groups, later than the stall limit of usbyte itself.
         ranks: What they are called in the whole job.
         local_rank: Position among the ranks on this host.
         local_size: Ranks on this host.
@@ -67,33 +64,34 @@ class World:
         env: The USBYTE_* knobs.
         eager: Collectives outside the plan.
         process_sets: The same among some of the ranks.
-        members: Ranks that share gradients among themselves, this one among them; see `Members`.
+        subgroups: By ranks, those that share gradients among themselves, this rank among them.
+        orphans: Engines that are to be closed with the other ranks.
         store: Keys of this run, which its ranks share.
     """
 
     def __init__(self, cluster: Cluster, env: _core.Env) -> None:
         self.env = env
-        self._timeout = timedelta(seconds=env.stall_limit_s + _BACKEND_GRACE_S)
+        self.timeout = timedelta(seconds=env.stall_limit_s + _BACKEND_GRACE_S)
         if warning := allow_open_files(cluster.size):
             log.warning("rank %d: %s", cluster.rank, warning)
-        met = default_group.init_default_group(cluster, env, self._timeout)
+        met = default_group.init_default_group(cluster, env, self.timeout)
         self._local = local_ranks(met.places)
         self.machines = [place.machine for place in met.places]
         self.store = store = met.store
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = list(range(self.size))
         self.local_rank, self.local_size = self._local[self.rank]
-        self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Participant] = weakref.WeakSet()
         self._adding = threading.RLock()  # a set must not grow while another thread goes through it
-        self._orphans: list[EngineHandle] = []
+        self.orphans = OrphanedEngines()
         self._labels = 0
-        self.members: dict[tuple[int, ...], World] = {}
+        self.subgroups: dict[tuple[int, ...], RankGroup] = {}
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultCoordinator | None = None
-        self.process_sets = ProcessSets(self, self._timeout)
+        self.process_sets = ProcessSets(self, self.timeout)
         # The queue moves CPU tensors and closes the group after a fault, so nobody else has it.
         group = connect_all(
-            partial(dist.new_group, backend="gloo", timeout=self._timeout),
+            partial(dist.new_group, backend="gloo", timeout=self.timeout),
             dist.PrefixStore("connected", store),
             *(self.rank, self.size, timedelta(seconds=env.start_limit_s)),
         )
@@ -145,7 +143,7 @@ class World:
 
     def _make_group(self, ranks: list[int] | None, backend: str) -> object:
         try:
-            return dist.new_group(ranks, backend=backend, timeout=self._timeout)
+            return dist.new_group(ranks, backend=backend, timeout=self.timeout)
         except RuntimeError as error:  # which may be that of another rank, and names none
             noticed = f"a process group could not be made: {brief_error(error)}"
             raise FaultError(self.report_fault(noticed)) from error
@@ -160,32 +158,21 @@ class World:
         self._labels += 1
         return f"optimizer.{self._labels}"
 
-    def add(self, optimizer: DistributedOptimizer) -> None:
+    def add(self, optimizer: Participant) -> None:
         """Lets the optimizer take part in timelines, faults and shutdown."""
         with self._adding:
             self._optimizers.add(optimizer)
         optimizer.set_timeline(self._writer)
 
-    def adopt_orphan(self, link: EngineHandle) -> None:
-        """Takes over what is to be closed; Python's collector calls this, in any thread."""
-        link.orphaned = True
-        self._orphans.append(link)
+    def adopt_orphan(self, engine: OrphanedEngine) -> None:
+        """Takes over an engine that all ranks still have to close; any thread may call this."""
+        self.orphans.add(engine)
 
     def close_orphans(self) -> None:
-        """Closes what all ranks have abandoned. Collective."""
-        if current().active_optimizers():
-            gc.collect()  # which by itself comes late, as it does not know how large tensors are
-        forget_dead()
-        mine = {link.label: link for link in self._orphans if link.context is self}
-        everyone = self.eager.allgather_json("usbyte.abandoned", sorted(mine), list[str])
-        for label in sorted(set(mine).intersection(*everyone)):
-            self._orphans.remove(mine[label])
-            try:
-                mine[label].close()
-            except Error as error:  # of no concern to the optimizer that is being made
-                log.warning("%s: %s", label, error)
+        """Closes the engines that are orphaned on all ranks. Collective."""
+        self.orphans.close_common(self, collect=bool(self.active_optimizers()))
 
-    def active_optimizers(self) -> list[DistributedOptimizer]:
+    def active_optimizers(self) -> list[Participant]:
         """Optimizers whose gradients, or parameters, go to other ranks."""
         return [o for o in self._live_optimizers() if o.sends]
 
@@ -227,8 +214,8 @@ class World:
         self._writer = None
         for optimizer in self._live_optimizers():
             optimizer.set_timeline(None)
-        for link in list(self._orphans):
-            link.stop_timeline()
+        for engine in self.orphans:
+            engine.stop_timeline()
 
     def close(self) -> None:
         """Applies pending updates and ends every thread; after a fault only the latter."""
@@ -248,12 +235,12 @@ class World:
             yield self._faults.announce_exit
         for optimizer in self._in_order():  # as communicators may end together only
             yield partial(optimizer.close, whole_state=False)
-        for link in sorted(self._orphans, key=lambda link: link.label):
+        for engine in sorted(self.orphans, key=lambda engine: engine.label):
             if self._faults is not None and (verdict := self._faults.verdict) is not None:
-                link.fail(verdict)  # which may have come when nobody knew of it
-            yield link.close
-        for context in self.members.values():
-            yield context.close
+                engine.fail(verdict)  # which may have come when nobody knew of it
+            yield engine.close
+        for subgroup in self.subgroups.values():
+            yield subgroup.close
         yield self.process_sets.close
         yield self.eager.close
         if self._faults is not None:
@@ -263,13 +250,13 @@ class World:
         """In a process that was forked: everything that has threads, which are not here."""
         # Without the lock, which a thread may have held that is not here.
         optimizers = [each for o in list(self._optimizers) for each in o.orphan()]
-        return [self, *optimizers, *self._orphans, *self.members.values()]
+        return [self, *optimizers, *self.orphans, *self.subgroups.values()]
 
-    def _live_optimizers(self) -> list[DistributedOptimizer]:
+    def _live_optimizers(self) -> list[Participant]:
         with self._adding:
             return list(self._optimizers)
 
-    def _in_order(self) -> list[DistributedOptimizer]:
+    def _in_order(self) -> list[Participant]:
         """Those that there are, in an order that is the same on all ranks."""
         return sorted(self._live_optimizers(), key=lambda optimizer: optimizer.label)
 
@@ -279,9 +266,9 @@ class World:
             found[optimizer.label] = {}
             with suppress(UsageError):  # of one that is being closed
                 found |= optimizer.states()
-        for link in list(self._orphans):
+        for engine in self.orphans:
             with suppress(UsageError):
-                found[link.label] = link.status()
+                found[engine.label] = engine.status()
         return {"optimizers": found, "eager": self.eager.pending()}
 
     def _hold(self, verdict: str) -> None:
@@ -297,12 +284,12 @@ class World:
             for optimizer in optimizers:
                 with suppress(UsageError):  # one that is being closed
                     optimizer.fail(verdict)
-            for link in list(self._orphans):
-                link.fail(verdict)
+            for engine in self.orphans:
+                engine.fail(verdict)
             self.eager.fail(verdict)
             self.process_sets.fail(verdict)
-            for context in list(self.members.values()):
-                context.eager.fail(verdict)
+            for subgroup in list(self.subgroups.values()):
+                subgroup.eager.fail(verdict)
             self._record_flight(verdict, state)
             assert self._faults is not None
             mine = {o.label: asdict(left) for o in optimizers if (left := o.left()) is not None}

@@ -12,7 +12,7 @@ from usbyte.errors import UsageError
 if TYPE_CHECKING:
     from usbyte.torch.comm.factory import EngineCommunicator
     from usbyte.torch.comm.sparse_exchange import TorchExchange
-    from usbyte.torch.world.world import World
+    from usbyte.torch.world.rank_group import RankGroup
 
 
 class EngineHandle:
@@ -22,20 +22,20 @@ class EngineHandle:
     its optimizer while the engine is still at work; the context closes what they leave.
 
     Args:
-        context: Its ranks.
+        rank_group: The ranks that take part.
         label: Of the optimizer, the same on all ranks.
         communicator: Nothing else uses it.
 
     Attributes:
-        context: As given.
+        rank_group: The ranks that take part.
         label: As given.
         communicator: As given.
         exchange: What sparse gradients travel over, once there are any.
         abandoned: Nobody on this rank waits for it any more, so that a fault of it is nobody's.
     """
 
-    def __init__(self, context: World, label: str, communicator: EngineCommunicator) -> None:
-        self.context, self.label, self.communicator = context, label, communicator
+    def __init__(self, rank_group: RankGroup, label: str, communicator: EngineCommunicator) -> None:
+        self.rank_group, self.label, self.communicator = rank_group, label, communicator
         self.exchange: TorchExchange | None = None
         self.orphaned = False
         self._engine: _core.Engine | None = None
@@ -50,11 +50,11 @@ class EngineHandle:
         steps = self._engine.steps if self._engine is not None else 0
         if self.orphaned:
             return text
-        return self.context.query_stragglers(f"{self.label}.step{steps}", text)
+        return self.rank_group.query_stragglers(f"{self.label}.step{steps}", text)
 
     def on_fault(self, noticed: str) -> str:
         """See `EngineOptions.on_fault`."""
-        return noticed if self.orphaned else self.context.report_fault(noticed)
+        return noticed if self.orphaned else self.rank_group.report_fault(noticed)
 
     def status(self) -> dict[str, Any]:
         """How far this rank has come; see `Engine.status`. Empty without an engine."""

@@ -27,7 +27,7 @@ from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Rows
 from usbyte.torch.reduce_op import Average
 from usbyte.torch.runtime.device import Device, Mark
-from usbyte.torch.world.world import World
+from usbyte.torch.world.rank_group import RankGroup
 
 # How long the network is probed goes by what there is to gain: jobs of fewer bytes than this get a
 # share of the time, down to the least.
@@ -51,7 +51,7 @@ class PlanExecutor:
     With another plan both are made anew; the communicator and what codecs remember stay.
 
     Args:
-        context: The ranks.
+        rank_group: The ranks that take part.
         settings: What was asked for.
         trained: The parameters.
         device: Where they are.
@@ -78,7 +78,7 @@ class PlanExecutor:
 
     def __init__(
         self,
-        context: World,
+        rank_group: RankGroup,
         settings: Settings,
         param_table: ParamTable,
         device: Device,
@@ -86,14 +86,19 @@ class PlanExecutor:
         memory: CodecState,
         steps_before: int,
     ) -> None:
-        self._context, self.device, self._planner, self._memory = context, device, planner, memory
+        self._rank_group, self.device, self._planner, self._memory = (
+            rank_group,
+            device,
+            planner,
+            memory,
+        )
         self._names, self._params = param_table.names, param_table.params
-        self._scale, self._sharded = settings.scale(context.size), settings.shard_optimizer
+        self._scale, self._sharded = settings.scale(rank_group.size), settings.shard_optimizer
         self.rows: dict[int, Rows] = {}
         self.writer: _core.TimelineWriter | None = None
-        self._communicator = connect(context, device, settings.topology)
-        self._engine_handle = EngineHandle(context, planner.label, self._communicator)
-        self._let_go = weakref.finalize(self, context.adopt_orphan, self._engine_handle)
+        self._communicator = connect(rank_group, device, settings.topology)
+        self._engine_handle = EngineHandle(rank_group, planner.label, self._communicator)
+        self._let_go = weakref.finalize(self, rank_group.adopt_orphan, self._engine_handle)
         self._let_go.atexit = False  # `shutdown` closes what there is
         # Held while an engine takes another's place: what other threads ask or tell waits for it.
         self._exchanging = threading.RLock()
@@ -106,7 +111,7 @@ class PlanExecutor:
 
     def set_enabled(self, name: str, answer: bytes) -> list[bytes]:
         """What the ranks answer, by rank. Collective."""
-        return self._context.eager.allgather_bytes(f"{self._planner.label}.{name}", answer)
+        return self._rank_group.eager.allgather_bytes(f"{self._planner.label}.{name}", answer)
 
     @property
     def plan(self) -> _core.Plan:
@@ -183,8 +188,8 @@ class PlanExecutor:
         care = min(max(total / _CAREFUL_BYTES, _LEAST_CARE), 1.0)
         try:
             return (
-                measure(self._context, self._communicator, largest, care=care),
-                measure_dimensions(self._context, self._communicator, largest),
+                measure(self._rank_group, self._communicator, largest, care=care),
+                measure_dimensions(self._rank_group, self._communicator, largest),
             )
         finally:  # should no plan come of it, the old one goes on
             self._communicator.register(self.flat_buffer.buffer)
@@ -204,7 +209,7 @@ class PlanExecutor:
         self._provide_exchange(plan)
         moves = coded_shards(plan) != coded_shards(self.plan)
         if moves:  # others send elements than those that remember what of these was not sent
-            told = self._context.eager.allgather_bytes(
+            told = self._rank_group.eager.allgather_bytes(
                 "usbyte.memory.kinds", self._memory.told().encode()
             )
             self._memory.replicate(plan.tensors, [text.decode() for text in told], self._average)
@@ -250,18 +255,18 @@ class PlanExecutor:
             self._lay_out(plan, memory)
             mesh = mesh_of(self._communicator)
             if concentrates and mesh is not None:
-                self._memory.shard(plan, mesh.topology, self._context.rank)
+                self._memory.shard(plan, mesh.topology, self._rank_group.rank)
             self._start(plan, steps, learning)
         if self.writer is not None:
             self.engine.set_timeline(self.writer)
 
     def _average(self, tensor: torch.Tensor) -> None:
-        self._context.eager.allreduce("usbyte.memory", tensor, Average)
+        self._rank_group.eager.allreduce("usbyte.memory", tensor, Average)
 
     def _provide_exchange(self, plan: _core.Plan) -> None:
         """For a plan that adds up rows, to which all ranks go over together."""
         if self._engine_handle.exchange is None and any(op.sparse or op.scheme for op in plan.ops):
-            self._engine_handle.exchange = TorchExchange(self._context.new_group())
+            self._engine_handle.exchange = TorchExchange(self._rank_group.new_group())
 
     def _lay_out(self, plan: _core.Plan, memory: torch.Tensor | None = None) -> None:
         position = {t.name: k for k, t in enumerate(plan.tensors)}
@@ -278,7 +283,7 @@ class PlanExecutor:
         self._communicator.register(self.flat_buffer.buffer)
 
     def _start(self, plan: _core.Plan, steps_before: int, learning: bool) -> None:
-        env, exchange = self._context.env, self._engine_handle.exchange
+        env, exchange = self._rank_group.env, self._engine_handle.exchange
         self.engine = _core.Engine(
             plan,
             self.flat_buffer.buffer.data_ptr(),
@@ -293,7 +298,7 @@ class PlanExecutor:
             memory=self._memory.address,
             seed=self._planner.seed,
             timed=learning,
-            on_warning=self._context.warn,
+            on_warning=self._rank_group.warn,
             on_stall=self._engine_handle.on_stall,
             on_fault=self._engine_handle.on_fault,
         )

@@ -14,7 +14,7 @@ from usbyte.errors import UsageError
 from usbyte.torch.optimizer.compat.known_optimizers import is_known, step_is_replaced
 from usbyte.torch.optimizer.overlap.deferred_updates import check_groups_unchanged
 from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
-from usbyte.torch.world.world import World
+from usbyte.torch.world.rank_group import RankGroup
 
 
 @dataclass
@@ -237,9 +237,9 @@ _keeps_graph: Callable[[], bool] = getattr(
 )
 
 
-def agree_on_overlap(context: World, label: str, reason: str) -> str:
+def agree_on_overlap(rank_group: RankGroup, label: str, reason: str) -> str:
     """The reason of the first rank that has one, the same on all ranks. Collective."""
-    reasons: list[str] = context.eager.allgather_json(f"{label}.overlap", reason, str)
+    reasons: list[str] = rank_group.eager.allgather_json(f"{label}.overlap", reason, str)
     for rank, each in enumerate(reasons):
         if each:
             alike = all(other == each for other in reasons)

@@ -67,7 +67,7 @@ class ForwardPreHooks:
         self.root_modules: list[nn.Module] = []
         self._unobserved_params: set[int] = set()  # got gradients, but nobody was seen to use them
         self._compiled_params: set[int] = set()  # read without a hook, by compiled or scripted code
-        self._profiler, self._watching = True, False
+        self._learning, self._watching = True, False
         self._begun = False  # the forward pass of this iteration
         self.needed: list[Mark | None] = [None] * len(params)
         self.read_early = [0] * len(params)
@@ -104,7 +104,7 @@ class ForwardPreHooks:
 
     def begin_learning(self) -> None:
         """Watches again when parameters are used."""
-        self._profiler, self._watching, self._begun = True, False, False
+        self._learning, self._watching, self._begun = True, False, False
         self.needed = [None] * len(self.needed)
         self.read_early = [0] * len(self.needed)
         self.iterations = 0
@@ -116,7 +116,7 @@ class ForwardPreHooks:
             The indices whose use was not seen, so that their updates cannot wait for it.
         """
         self.stop_recording()
-        self._profiler = self._watching = False
+        self._learning = self._watching = False
         if self._finder is not None:
             self._finder.remove()
             self._finder = None
@@ -133,7 +133,7 @@ class ForwardPreHooks:
 
     def stop_recording(self) -> None:
         """Notes nothing more in this iteration: the optimizer is about to use all parameters."""
-        for param in self._params if self._profiler else ():
+        for param in self._params if self._learning else ():
             unwrap(param)
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class ForwardPreHooks:
         wanted = own if module.training and torch.is_grad_enabled() else below
         if not wanted:
             return
-        if self._profiler:
+        if self._learning:
             if torch.is_grad_enabled():  # evaluation needs them too, but not as the next step does
                 self._use(wanted)
             for i in wanted:
@@ -192,14 +192,14 @@ class ForwardPreHooks:
         self._arrive(wanted)
 
     def _pass_root(self, module: nn.Module) -> None:
-        if self._profiler:
+        if self._learning:
             self._check(module)
         trains = module.training and torch.is_grad_enabled()
         self._enter(trains)
         if not trains:
             # Torch looks for overridden tensors before it takes its fast paths.
             self.stop_recording()
-        elif self._profiler and not self._begun:
+        elif self._learning and not self._begun:
             self._begun = True
             self._watch()
 

@@ -1,0 +1,52 @@
+"""Engines whose optimizers are gone before all ranks have closed them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+
+from usbyte.errors import Error
+from usbyte.torch.lazy_tensor import forget_dead
+from usbyte.torch.world.rank_group import OrphanedEngine, RankGroup
+
+log = logging.getLogger("usbyte")
+
+
+class OrphanedEngines:
+    """Keeps engines until all ranks can close them together.
+
+    A communicator ends on all ranks or on none, but garbage collectors take models at different
+    times.
+    """
+
+    def __init__(self) -> None:
+        self._engines: list[OrphanedEngine] = []
+
+    def __iter__(self) -> Iterator[OrphanedEngine]:
+        return iter(list(self._engines))
+
+    def add(self, engine: OrphanedEngine) -> None:
+        """Takes over an engine; the garbage collector calls this, in any thread."""
+        engine.orphaned = True
+        self._engines.append(engine)
+
+    def close_common(self, rank_group: RankGroup, collect: bool) -> None:
+        """Closes the engines that are orphaned on all ranks. Collective.
+
+        Args:
+            rank_group: Whose engines to close.
+            collect: Run the garbage collector first. By itself it comes late, as it does not know
+                how large tensors are.
+        """
+        if collect:
+            gc.collect()
+        forget_dead()
+        mine = {e.label: e for e in self._engines if e.rank_group is rank_group}
+        everyone = rank_group.eager.allgather_json("usbyte.abandoned", sorted(mine), list[str])
+        for label in sorted(set(mine).intersection(*everyone)):
+            self._engines.remove(mine[label])
+            try:
+                mine[label].close()
+            except Error as error:  # of no concern to the optimizer that is being made
+                log.warning("%s: %s", label, error)
