@@ -26,7 +26,7 @@ import usbyte.torch as ub
 from _convergence_jobs import JOBS, Job
 from _daso_page import EPOCHS, SYNCHRONOUS, VARIANTS, Result, Variant, page
 from usbyte.cli._options import Parsed, check_writable, listed, write_text
-from usbyte.torch.comm.topology import host_topology
+from usbyte.torch.comm.axis_groups import host_topology
 from usbyte.torch.world.world import current
 
 _SEEDS = {"digits": 2, "char_gpt": 1, "char_gpt_sgd": 1}

@@ -14,7 +14,7 @@ from _hosts import on_hosts
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.comm.topology import host_topology, line_groups
+from usbyte.torch.comm.axis_groups import axis_groups, host_topology
 from usbyte.torch.world.world import current
 
 
@@ -24,7 +24,7 @@ def members(rank, size, sizes, as_topology):
     if as_topology:
         rows = [_core.Dimension(f"d{k}", n, 1e9) for k, n in enumerate(sizes)]
         topology = _core.Topology(rows)
-    groups = line_groups(current(), topology)
+    groups = axis_groups(current(), topology)
     sums = []
     for group in groups:
         one = torch.tensor([2.0**rank])
@@ -81,9 +81,9 @@ def round_robin(rank, size):
 def other_meshes(rank, size):
     ub.init()
     with pytest.raises(MismatchError, match=r"has sizes .x. on rank . but .x. on rank ."):
-        line_groups(current(), [2, 1] if rank else [1, 2])
+        axis_groups(current(), [2, 1] if rank else [1, 2])
     with pytest.raises(UsageError, match="sizes 2x2 is not one of this job's 2 ranks"):
-        line_groups(current(), [2, 2])
+        axis_groups(current(), [2, 2])
     ub.shutdown()
 
 

@@ -22,8 +22,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.planning.profiles import line
-from usbyte.torch.comm.hierarchical import parse
-from usbyte.torch.comm.topology import sizes_of
+from usbyte.torch.comm.topology import parse, sizes_of
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.layout import CONTROL_TENSOR
 from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor

@@ -111,7 +111,7 @@ def probe(
 
     import usbyte.torch as ub
     from usbyte.planning.cost_fit import concurrent, fit, fit_lines
-    from usbyte.torch.comm.probe import measure_apart
+    from usbyte.torch.comm.probe_network import measure_apart
     from usbyte.torch.runtime.device import device_at
     from usbyte.torch.world.world import current
 

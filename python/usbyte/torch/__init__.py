@@ -15,7 +15,7 @@ from usbyte.torch.api.collectives import *
 from usbyte.torch.api.ddp_comm_hook import *
 from usbyte.torch.api.join import *
 from usbyte.torch.api.reductions import *
-from usbyte.torch.comm.probe import *
+from usbyte.torch.comm.probe_network import *
 from usbyte.torch.compression.codecs import Compression as Compression
 from usbyte.torch.daso.optimizer import *
 from usbyte.torch.optimizer.compat import grad_scaler as _scaling  # noqa: F401

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
+from usbyte.torch.comm.axis_groups import axis_groups, host_topology
+from usbyte.torch.comm.base import EngineCommunicator
 from usbyte.torch.comm.direct_allreduce import direct_allreduce_max_bytes
-from usbyte.torch.comm.hierarchical import MeshCommunicator, TopologyLike, of_sizes, parse
+from usbyte.torch.comm.hierarchical import MeshCommunicator
 from usbyte.torch.comm.host_staged import HostStagedCommunicator
 from usbyte.torch.comm.nccl import NcclCommunicator, all_ranks_can
 from usbyte.torch.comm.process_group import TorchCommunicator
-from usbyte.torch.comm.topology import host_topology, line_groups, sizes_of
+from usbyte.torch.comm.topology import TopologyLike, of_sizes, parse, sizes_of
 from usbyte.torch.runtime.device import CudaDevice, Device
-
-if TYPE_CHECKING:
-    from usbyte.torch.world.rank_group import RankGroup
-
-#: `core` is for the engine; `allocate` makes an arena, `register` names the one in use.
-EngineCommunicator = (
-    TorchCommunicator | MeshCommunicator | HostStagedCommunicator | NcclCommunicator
-)
+from usbyte.torch.world.rank_group import RankGroup
 
 
 def connect(
@@ -31,7 +24,7 @@ def connect(
     Args:
         rank_group: The ranks that take part.
         device: Where gradients are.
-        topology: Dimensions that all_reduces may be routed through; see `mesh.TopologyLike`.
+        topology: Dimensions that all_reduces may be routed through; see `TopologyLike`.
 
     Raises:
         UsageError: The backend that was asked for cannot be used, or not with dimensions, or
@@ -61,22 +54,20 @@ def _mesh(rank_group: RankGroup, given: TopologyLike) -> _core.Topology:
 
 def _on_nccl(
     rank_group: RankGroup, nccl: _core.Nccl, device: CudaDevice, mesh: _core.Topology | None
-) -> NcclCommunicator | MeshCommunicator:
+) -> EngineCommunicator:
     flat = NcclCommunicator.of_all(rank_group, nccl, device)
     if mesh is None or not _has_dimensions(mesh):
         return flat
-    lines = NcclCommunicator.along_lines(rank_group, nccl, mesh, device)
+    lines = NcclCommunicator.along_axes(rank_group, nccl, mesh, device)
     slots = rank_group.env.nccl_communicators
     return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh), slots=slots)
 
 
-def _on_host(
-    rank_group: RankGroup, mesh: _core.Topology | None
-) -> TorchCommunicator | MeshCommunicator:
+def _on_host(rank_group: RankGroup, mesh: _core.Topology | None) -> EngineCommunicator:
     flat = _flat(rank_group)
     if mesh is None or not _has_dimensions(mesh):
         return flat
-    groups = line_groups(rank_group, mesh)
+    groups = axis_groups(rank_group, mesh)
     lines = [TorchCommunicator(group) if group is not None else None for group in groups]
     return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh))
 

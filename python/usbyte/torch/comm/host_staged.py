@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from usbyte import _core
-from usbyte.torch.comm.hierarchical import MeshCommunicator
-from usbyte.torch.comm.process_group import TorchCommunicator
+from usbyte.torch.comm.base import EngineCommunicator, MeshLike
 from usbyte.torch.runtime.device import Device
 
 
@@ -25,15 +24,18 @@ class HostStagedCommunicator:
         host: As given.
     """
 
-    def __init__(
-        self, device: Device, host: TorchCommunicator | MeshCommunicator, chunk_bytes: int
-    ) -> None:
+    def __init__(self, device: Device, host: EngineCommunicator, chunk_bytes: int) -> None:
         assert device.core is not None
         self.device, self.host = device, host
         self.core: _core.Communicator = _core.StagedCommunicator(
             device.core, host.core, chunk_bytes=chunk_bytes
         )
         self.direct_allreduce_max_bytes = host.direct_allreduce_max_bytes
+
+    @property
+    def mesh(self) -> MeshLike | None:
+        """The host communicator's mesh."""
+        return self.host.mesh
 
     def allocate(self, size: int) -> torch.Tensor:
         """Memory of so many bytes for an arena, 1-d uint8, zeros."""
@@ -45,11 +47,3 @@ class HostStagedCommunicator:
     def close(self) -> None:
         """Ends the host's threads."""
         self.host.close()
-
-
-def mesh_of(communicator: object) -> MeshCommunicator | None:
-    """What carries an engine's messages along lines, perhaps by way of the host; None if flat."""
-    carrier = (
-        communicator.host if isinstance(communicator, HostStagedCommunicator) else communicator
-    )
-    return carrier if isinstance(carrier, MeshCommunicator) else None

@@ -9,18 +9,15 @@ import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.eager.queue import EagerQueue
+from usbyte.torch.comm.base import MeshLike
 from usbyte.torch.runtime.device import CudaDevice
 from usbyte.torch.runtime.messages import unreadable
-
-if TYPE_CHECKING:
-    from usbyte.torch.world.rank_group import RankGroup
+from usbyte.torch.world.rank_group import EagerCollectives, RankGroup
 
 log = logging.getLogger("usbyte")
 
@@ -93,7 +90,7 @@ def wheels() -> list[str]:
 
 
 def all_ranks_can(
-    eager: EagerQueue,
+    eager: EagerCollectives,
     env: _core.Env,
     rank: int,
     device: CudaDevice,
@@ -224,7 +221,7 @@ class NcclCommunicator:
         return cls(env, nccl, rank, rank_group.size, _from_text(sent), device)
 
     @classmethod
-    def along_lines(
+    def along_axes(
         cls, rank_group: RankGroup, nccl: _core.Nccl, topology: _core.Topology, device: CudaDevice
     ) -> list[NcclCommunicator | None]:
         """By dimension between the ranks of this rank's line; None where it is alone."""
@@ -241,6 +238,11 @@ class NcclCommunicator:
             else None
             for d, line in enumerate(lines)
         ]
+
+    @property
+    def mesh(self) -> MeshLike | None:
+        """None: operations go between all ranks at once."""
+        return None
 
     def allocate(self, size: int) -> torch.Tensor:
         """Memory of so many bytes for an arena, 1-d uint8, zeros. Collective."""

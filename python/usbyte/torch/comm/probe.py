@@ -20,19 +20,12 @@ from usbyte.planning.cost_fit import (
     SHOTS,
     Measured,
     concurrent,
-    fit,
     fit_lines,
 )
 from usbyte.planning.profiles import line
-from usbyte.torch.comm.factory import EngineCommunicator, connect
-from usbyte.torch.comm.hierarchical import TopologyLike
-from usbyte.torch.comm.host_staged import mesh_of
+from usbyte.torch.comm.base import EngineCommunicator
 from usbyte.torch.comm.process_group import PackBufferPool
-from usbyte.torch.runtime.device import Device, device_at
 from usbyte.torch.world.rank_group import RankGroup
-from usbyte.torch.world.world import current
-
-__all__ = ["probe"]
 
 # By operations posted together.
 _WINDOWS = {
@@ -43,7 +36,7 @@ _WINDOWS = {
 _SMALLEST_BYTES = 4 << 10  # or more, as smaller ones may go in one shot
 LARGEST_BYTES = 32 << 20
 _STEP_S = 0.05  # about how long the largest operation may take
-_REPEATS = 4
+REPEATS = 4
 _GROWTH = 4  # from one size to the next
 _LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
 # operation beside it is through
@@ -60,31 +53,6 @@ _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
 
 
-def probe(
-    largest_bytes: int = LARGEST_BYTES,
-    device: torch.device | str = "cpu",
-    topology: TopologyLike | None = None,
-) -> _core.NetworkModel:
-    """Measures the network between all ranks. Collective.
-
-    Args:
-        largest_bytes: Upper limit to the payloads, which are chosen so that an operation takes
-            about 0.05 s.
-        device: Where the payloads are, as gradients are on the device of their parameters.
-        topology: Dimensions whose lines are measured too, as `DistributedOptimizer` takes it.
-
-    Returns:
-        The same model on every rank.
-    """
-    rank_group = current()
-    if rank_group.size == 1:
-        return _core.NetworkModel(1, [_core.AlphaBeta()])
-    place = device_at(torch.device(device))
-    rows, found = measure_apart(rank_group, place, topology, largest_bytes)
-    network = fit(rank_group.size, rows).with_topology(found)
-    return share(rank_group, "usbyte.probe", network)
-
-
 def share(rank_group: RankGroup, name: str, network: _core.NetworkModel) -> _core.NetworkModel:
     """Rank 0's model, on every rank."""
     payload = network.to_json().encode()
@@ -93,29 +61,12 @@ def share(rank_group: RankGroup, name: str, network: _core.NetworkModel) -> _cor
     )
 
 
-def measure_apart(
-    rank_group: RankGroup,
-    device: Device,
-    topology: TopologyLike | None,
-    largest_bytes: int,
-    *,
-    repeats: int = _REPEATS,
-) -> tuple[list[Measured], _core.Topology | None]:
-    """Over a communicator of its own. Collective; see `measure` and `measure_dimensions`."""
-    communicator = connect(rank_group, device, topology)
-    try:
-        rows = measure(rank_group, communicator, largest_bytes, repeats=repeats)
-        return rows, measure_dimensions(rank_group, communicator, largest_bytes, repeats=repeats)
-    finally:
-        communicator.close()
-
-
 def measure(
     rank_group: RankGroup,
     communicator: EngineCommunicator,
     largest_bytes: int,
     *,
-    repeats: int = _REPEATS,
+    repeats: int = REPEATS,
     care: float = 1.0,
 ) -> list[Measured]:
     """Times collectives over the communicator, which nothing else uses meanwhile. Collective.
@@ -160,7 +111,7 @@ def measure_dimensions(
     communicator: EngineCommunicator,
     largest_bytes: int,
     *,
-    repeats: int = _REPEATS,
+    repeats: int = REPEATS,
 ) -> _core.Topology | None:
     """Times the lines of a mesh, one dimension after the other, all its lines at once. Collective.
 
@@ -176,7 +127,7 @@ def measure_dimensions(
         The dimensions as rings, as which they are used, the same on every rank; None if the
         communicator has none. Those whose speeds were given stay.
     """
-    mesh = mesh_of(communicator)
+    mesh = communicator.mesh
     if mesh is None:
         return None
     if mesh.is_measured:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from usbyte import _core
+from usbyte.torch.comm.base import MeshLike
 from usbyte.torch.comm.direct_allreduce import DirectAllReduce
 from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.format import brief_error
@@ -88,6 +89,11 @@ class TorchCommunicator:
             method(ticket, kind, dtype, spans)
 
         self.core = _core.PythonCommunicator(self._rank, self._size, call)
+
+    @property
+    def mesh(self) -> MeshLike | None:
+        """None: operations go between all ranks at once."""
+        return None
 
     def allocate(self, size: int) -> torch.Tensor:
         """Memory of so many bytes for an arena, 1-d uint8, zeros."""

@@ -1,96 +1,22 @@
-"""Process groups along a mesh's lines, whose ranks differ in one coordinate only."""
+"""The shape of the network, as users give it."""
 
 from __future__ import annotations
 
 import math
 import operator
-import socket
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch.distributed as dist
+from pathlib import Path
 
 from usbyte import _core
-from usbyte.errors import MismatchError, UsageError
+from usbyte._util import files
+from usbyte.errors import UsageError
 
-if TYPE_CHECKING:
-    from usbyte.torch.world.rank_group import RankGroup
+#: What users give: "hosts", sizes such as "2x4" or [2, 4], the innermost first, the path of a JSON
+#: file of a topology or a network that `usbyte probe --dimensions` has written, or a topology.
+TopologyLike = str | Sequence[int] | _core.Topology
 
-
-def host_topology(rank_group: RankGroup) -> list[int]:
-    """The mesh that the launcher has made: slots of a host, and hosts. Collective.
-
-    Returns:
-        [ranks of each host, hosts]: sizes, the innermost dimension first, either of them maybe 1.
-
-    Raises:
-        UsageError: Hosts have different numbers of ranks, or the ranks of one do not follow one
-            another; raised on every rank, and names the hosts.
-    """
-    mine = [socket.gethostname(), rank_group.local_rank, rank_group.local_size]
-    rows: list[tuple[str, int, int]] = rank_group.eager.allgather_json(
-        "usbyte.hosts", mine, tuple[str, int, int]
-    )
-    slots = rows[0][2]
-    for rank, (host, local_rank, local_size) in enumerate(rows):
-        if local_size != slots:
-            raise UsageError(
-                f"host '{rows[0][0]}' (rank 0) has {slots} ranks and host '{host}' (rank {rank}) "
-                f"{local_size}: start as many on each"
-            )
-        first = rank - rank % slots
-        if local_rank != rank - first or host != rows[first][0]:
-            raise UsageError(
-                f"rank {rank} is number {local_rank} of the {slots} on host '{host}' and rank "
-                f"{first} number {rows[first][1]} on host '{rows[first][0]}', but ranks "
-                f"{first}-{first + slots - 1} should share a host: fill one after the other"
-            )
-    return [slots, len(rows) // slots]
-
-
-def line_groups(
-    rank_group: RankGroup, topology: _core.Topology | Sequence[int]
-) -> list[dist.ProcessGroup | None]:
-    """Groups of this rank's lines, which nothing else uses. Collective, on all ranks of the run.
-
-    Every rank has a part in making the groups of all lines of all dimensions, in one order. They
-    have the backend and the timeout of `RankGroup.new_group`.
-
-    Args:
-        rank_group: The ranks that take part.
-        topology: The mesh, or its sizes, the innermost dimension first: rank = c0 + c1 * P0 + ...
-
-    Returns:
-        By dimension the group of the ranks that differ from this one in that coordinate only, this
-        one among them, in the order of the coordinate; None where the dimension's size is 1. Who
-        asked for a group ends it, by torch.distributed.destroy_process_group.
-
-    Raises:
-        UsageError: It is a mesh of another number of ranks.
-        MismatchError: The ranks were given different meshes; raised on every rank.
-    """
-    sizes = sizes_of(topology)
-    for rank, other in enumerate(rank_group.eager.allgather_json("usbyte.lines", sizes, list[int])):
-        if other != sizes:
-            raise MismatchError(
-                f"the mesh has sizes {_shape(sizes)} on rank {rank_group.rank} but {_shape(other)} "
-                f"on rank {rank}. Give all ranks the same."
-            )
-    if math.prod(sizes) != rank_group.size or min(sizes, default=0) < 1:
-        raise UsageError(
-            f"a mesh of sizes {_shape(sizes)} is not one of this job's {rank_group.size} ranks"
-        )
-    groups: list[dist.ProcessGroup | None] = []
-    stride = 1
-    for size in sizes:
-        mine: dist.ProcessGroup | None = None
-        for first in range(rank_group.size if size > 1 else 0):
-            if first // stride % size == 0:
-                line = range(first, first + size * stride, stride)
-                mine = rank_group.new_group_of(line) or mine
-        groups.append(mine)
-        stride *= size
-    return groups
+_SIZES = re.compile(r"\d+(x\d+)*")
 
 
 def sizes_of(topology: _core.Topology | Sequence[int]) -> list[int]:
@@ -107,5 +33,57 @@ def sizes_of(topology: _core.Topology | Sequence[int]) -> list[int]:
         raise UsageError(f"topology must be sizes such as [2, 4], not {topology!r}") from None
 
 
-def _shape(sizes: Sequence[int]) -> str:
-    return "x".join(map(str, sizes)) or "of no dimension"
+def parse(given: TopologyLike, ranks: int) -> str | list[int] | _core.Topology:
+    """What a user gave: "hosts", sizes or, if speeds are given too, a topology.
+
+    Raises:
+        UsageError: It is none of these, or not one of so many ranks.
+    """
+    if isinstance(given, str) and given != "hosts":
+        given = _from_text(given)
+    if isinstance(given, str):
+        return given
+    sizes = sizes_of(given)
+    if min(sizes, default=0) < 1 or math.prod(sizes) != ranks:
+        shape = "x".join(map(str, sizes)) or "no dimensions"
+        raise UsageError(f"topology {shape} is not one of this job's {ranks} ranks")
+    return given if isinstance(given, _core.Topology) else sizes
+
+
+def canonical_topology(given: TopologyLike | None, ranks: int) -> str:
+    """What `parse` makes of it, or says of it, in words that differ where it does."""
+    try:
+        parsed = None if given is None else parse(given, ranks)
+    except UsageError as error:
+        return str(error)
+    return parsed.to_json() if isinstance(parsed, _core.Topology) else str(parsed)
+
+
+def _from_text(text: str) -> list[int] | _core.Topology:
+    if _SIZES.fullmatch(text):
+        return [int(size) for size in text.split("x")]
+    try:
+        content = files.read_text(Path(text))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(
+            f"topology {text!r} is neither 'hosts', nor sizes such as '2x4', nor a file that can "
+            f"be read ({reason})"
+        ) from None
+    try:
+        if '"usbyte-network-1"' in content:
+            measured = _core.NetworkModel.from_json(content).topology
+            if measured is None:
+                raise UsageError("the network has no dimensions; probe it with --dimensions")
+            return measured
+        return _core.Topology.from_json(content)
+    except UsageError as error:
+        raise UsageError(f"topology '{text}': {error}") from None
+
+
+def of_sizes(sizes: Sequence[int]) -> _core.Topology:
+    """A mesh whose speeds are not known yet."""
+    names = ["inside", "between"] if len(sizes) == 2 else [f"d{i}" for i in range(len(sizes))]
+    return _core.Topology(
+        [_core.Dimension(name, size, 1.0) for name, size in zip(names, sizes, strict=True)]
+    )

@@ -14,7 +14,8 @@ from torch import nn
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
 from usbyte.planning import tuning
-from usbyte.torch.comm.topology import host_topology, line_groups, sizes_of
+from usbyte.torch.comm.axis_groups import axis_groups, host_topology
+from usbyte.torch.comm.topology import sizes_of
 from usbyte.torch.daso.flat_params import ParameterVectors
 from usbyte.torch.daso.node_averager import NodeAverager, NodeExchange
 from usbyte.torch.daso.schedule import DasoSchedule, Phase, Start
@@ -170,7 +171,7 @@ class DasoOptimizer(DistributedOptimizer):
         _check_alike(rank_group, problem, arguments | settings, _specs(optimizer, named))
         sizes = host_topology(rank_group) if sizes is None else sizes
         slots, nodes = sizes[0] if sizes else 1, math.prod(sizes[1:])
-        groups = line_groups(rank_group, [slots, nodes])
+        groups = axis_groups(rank_group, [slots, nodes])
         self._schedule = schedule
         self._in_flight: _InFlight | None = None
         self._vectors: ParameterVectors | None = None

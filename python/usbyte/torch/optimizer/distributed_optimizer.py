@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.comm.hierarchical import TopologyLike, parse
+from usbyte.torch.comm.topology import TopologyLike, parse
 from usbyte.torch.compression.codecs import Rules
 from usbyte.torch.compression.state import CODEC_STATE_KEY, CodecState, codes_shards
 from usbyte.torch.fault.recovery import RankProgress, RecoveryDecision

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -59,3 +61,16 @@ def _snapshot(value: Any) -> Any:
             whole[key] = _snapshot(item)
         return whole
     return value
+
+
+@contextmanager
+def check_groups_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[str]]:
+    """Gives a list, which after the step inside names what it has changed in its groups.
+
+    Narrowing would repeat that.
+    """
+    before = [hyper_parameters(group) for group in optimizer.param_groups]
+    changed: list[str] = []
+    yield changed
+    for old, group in zip(before, optimizer.param_groups, strict=True):
+        changed += [key for key, value in old.items() if not is_same(group[key], value)]

@@ -5,18 +5,23 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from usbyte.errors import UsageError
 
-if TYPE_CHECKING:
-    from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
-
 # Torch keeps hooks where Python's collector does not look, so they refer to the optimizer weakly.
 # As an attribute of its parameters it lives as long as one of these, and goes with the last.
 _TIE = "_usbyte_tie"
+
+
+class Owner(Protocol):
+    """A DistributedOptimizer, as its parameters know it."""
+
+    @property
+    def closed(self) -> bool:
+        """True once it sends nothing any more."""
 
 
 class ParamOwner:
@@ -26,9 +31,9 @@ class ParamOwner:
     leave its hook behind.
     """
 
-    def __init__(self, param: nn.Parameter, owner: DistributedOptimizer) -> None:
+    def __init__(self, param: nn.Parameter, owner: Owner) -> None:
         self.of, self.owner = weakref.ref(param), weakref.ref(owner)
-        self.kept: DistributedOptimizer | None = None
+        self.kept: Owner | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -37,15 +42,13 @@ class ParamOwner:
         return collections.OrderedDict, ()  # which torch.load takes with weights_only, too
 
 
-def get_owner(param: nn.Parameter) -> DistributedOptimizer | None:
+def get_owner(param: nn.Parameter) -> Owner | None:
     """The optimizer that last claimed the parameter, if it still exists."""
     tie = _tie_of(param)
     return tie.owner() if tie is not None else None
 
 
-def register_params(
-    owner: DistributedOptimizer, params: Sequence[nn.Parameter], names: Sequence[str]
-) -> None:
+def register_params(owner: Owner, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
     """Makes parameters the optimizer's.
 
     Raises:
@@ -62,7 +65,7 @@ def register_params(
         setattr(param, _TIE, ParamOwner(param, owner))
 
 
-def retain_owner(owner: DistributedOptimizer | None, params: Sequence[nn.Parameter]) -> None:
+def retain_owner(owner: Owner | None, params: Sequence[nn.Parameter]) -> None:
     """From now on the optimizer that has claimed the parameters lives as long as any of them.
 
     With None, as long as somebody else refers to it.

@@ -115,6 +115,7 @@ class ShardedUpdates(DeferredUpdateQueue):
         step: Callable[[], Any],
     ) -> None:
         super().__init__(param_table, reducer, fetch)
+        self._reducer: Reducer = reducer
         self._step, params = step, param_table.params
         self._rank_group, self._label = rank_group, label
         self._optimizer, self._groups = optimizer, groups

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.torch.comm.hierarchical import TopologyLike
+from usbyte.torch.comm.topology import TopologyLike
 from usbyte.torch.compression.codecs import Rules
 from usbyte.torch.reduce_op import Average, ReduceOp
 

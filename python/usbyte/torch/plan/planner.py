@@ -16,7 +16,7 @@ from usbyte.errors import UsageError
 from usbyte.planning import tuning
 from usbyte.planning.cost_fit import Measured, fit
 from usbyte.planning.profiles import dense
-from usbyte.torch.comm.hierarchical import canonical_topology
+from usbyte.torch.comm.topology import canonical_topology
 from usbyte.torch.compression.codecs import Choices
 from usbyte.torch.layout import dtype_name
 from usbyte.torch.plan.codec_selection import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along

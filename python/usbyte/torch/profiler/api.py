@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,12 +17,10 @@ from usbyte._util import files
 from usbyte.cluster_env import detect
 from usbyte.errors import UsageError
 from usbyte.planning.profiles import dumps, without_flags
+from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from usbyte.torch.optimizer.param_owner import get_owner
 from usbyte.torch.profiler.recorder import Recorder, hook_on_all_steps, names_of, parameters_of
 from usbyte.torch.world.world import current, is_initialized
-
-if TYPE_CHECKING:
-    from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 
 __all__ = ["Recording", "profile"]
 
@@ -220,7 +217,9 @@ def distributed_owner(params: Sequence[nn.Parameter]) -> DistributedOptimizer | 
     found: list[DistributedOptimizer] = []
     for param in params:
         owner = get_owner(param)
-        if owner is not None and owner.plan is not None and all(owner is not o for o in found):
+        if not isinstance(owner, DistributedOptimizer) or owner.plan is None:
+            continue
+        if all(owner is not other for other in found):
             found.append(owner)
     if len(found) > 1:
         raise UsageError(

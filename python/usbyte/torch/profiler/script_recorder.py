@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -14,11 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.planning.profiles import without_flags
+from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from usbyte.torch.profiler.api import NOT_PLANNED, distributed_owner, too_few
 from usbyte.torch.profiler.recorder import Recorder, hook_on_all_steps, names_of, parameters_of
-
-if TYPE_CHECKING:
-    from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 
 
 class StopRecording(BaseException):

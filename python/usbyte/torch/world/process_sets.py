@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,9 +19,7 @@ from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.process_groups import gloo_group
-
-if TYPE_CHECKING:
-    from usbyte.torch.world.rank_group import RankGroup
+from usbyte.torch.world.rank_group import RankGroup
 
 __all__ = ["ProcessSet", "global_process_set"]
 
@@ -144,12 +142,13 @@ class ProcessSets:
     """The process sets of a run, and what its operations go through on this rank.
 
     Args:
-        rank_group: The ranks that take part.
+        rank_group: All ranks of the job.
+        eager: Collectives among all ranks.
         timeout: Of the backend.
     """
 
-    def __init__(self, rank_group: RankGroup, timeout: timedelta) -> None:
-        self._rank_group, self._timeout = rank_group, timeout
+    def __init__(self, rank_group: RankGroup, eager: EagerQueue, timeout: timedelta) -> None:
+        self._rank_group, self._eager, self._timeout = rank_group, eager, timeout
         self._ids = itertools.count(1)  # equal on all ranks, who add sets in one order
         self._lock = threading.RLock()  # guards what is below; signal handlers may use this
         self._sets: dict[int, ProcessSet] = {}
@@ -230,7 +229,7 @@ class ProcessSets:
         rank_group = self._rank_group
         ranks = ranks_of(members, rank_group.size)
         if len(ranks) == rank_group.size:
-            return rank_group.eager
+            return self._eager
         if rank_group.rank not in ranks:
             raise UsageError(
                 f"{what}: rank {rank_group.rank} is not in the process set of {name_ranks(ranks)}: "

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from usbyte import _core
-from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.fault.recovery import RankProgress, RecoveryDecision
+from usbyte.torch.reduce_op import ReduceOp
 
 
 class Participant(Protocol):
@@ -77,6 +78,31 @@ class OrphanedEngine(Protocol):
         """Ends all threads. Collective."""
 
 
+class EagerCollectives(Protocol):
+    """Blocking collectives among the group's ranks, matched by their names."""
+
+    def allreduce(self, label: str, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces a tensor in place."""
+
+    def allgather(self, label: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenates the tensors of all ranks along the first dimension."""
+
+    def allgather_bytes(self, label: str, payload: bytes) -> list[bytes]:
+        """Gathers a byte string of any length from every rank, in rank order."""
+
+    def allgather_json(self, label: str, value: Any, kind: Any) -> list[Any]:
+        """Gathers a value of the type `kind` from every rank, in rank order."""
+
+    def broadcast_bytes(self, label: str, payload: bytes, root: int) -> bytes:
+        """Returns the root's byte string; other ranks' payloads are ignored."""
+
+    def broadcast_json(self, label: str, value: Any, root: int, kind: Any) -> Any:
+        """Returns the root's value of the type `kind`."""
+
+    def fail(self, message: str) -> None:
+        """Ends every pending and later operation with FaultError(message)."""
+
+
 class RankGroup(Protocol):
     """The ranks that share gradients: `World`, or a `Subgroup` of it.
 
@@ -88,7 +114,6 @@ class RankGroup(Protocol):
         local_size: The group's ranks on this host.
         machines: By rank, an identity of its host; equal where ranks share one.
         env: The USBYTE_* settings.
-        eager: Collectives outside of the plan.
         store: Keys that only these ranks use.
     """
 
@@ -99,8 +124,11 @@ class RankGroup(Protocol):
     local_rank: int
     local_size: int
     machines: list[str]
-    eager: EagerQueue
     store: dist.Store
+
+    @property
+    def eager(self) -> EagerCollectives:
+        """Collectives outside of the plan."""
 
     @property
     def host_backend(self) -> str:

@@ -88,7 +88,6 @@ class World:
         self.subgroups: dict[tuple[int, ...], RankGroup] = {}
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultCoordinator | None = None
-        self.process_sets = ProcessSets(self, self.timeout)
         # The queue moves CPU tensors and closes the group after a fault, so nobody else has it.
         group = connect_all(
             partial(dist.new_group, backend="gloo", timeout=self.timeout),
@@ -104,6 +103,7 @@ class World:
             stall_warning_s=env.stall_warning_s,
             on_fault=self.report_fault,
         )
+        self.process_sets = ProcessSets(self, self.eager, self.timeout)
         self._uncaught = UncaughtExceptions(self.rank, self._announce)
         try:
             if self.size > 1:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from usbyte import _core
 from usbyte.errors import UsageError
-
-if TYPE_CHECKING:
-    from usbyte.torch.comm.factory import EngineCommunicator
-    from usbyte.torch.comm.sparse_exchange import TorchExchange
-    from usbyte.torch.world.rank_group import RankGroup
+from usbyte.torch.comm.base import EngineCommunicator
+from usbyte.torch.comm.sparse_exchange import TorchExchange
+from usbyte.torch.world.rank_group import RankGroup
 
 
 class EngineHandle:

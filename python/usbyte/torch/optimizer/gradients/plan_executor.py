@@ -15,7 +15,6 @@ from usbyte import _core
 from usbyte.errors import FaultError, UsageError
 from usbyte.planning.cost_fit import Measured
 from usbyte.torch.comm.factory import connect
-from usbyte.torch.comm.host_staged import mesh_of
 from usbyte.torch.comm.probe import LARGEST_BYTES, measure, measure_dimensions
 from usbyte.torch.comm.sparse_exchange import TorchExchange
 from usbyte.torch.compression.state import CodecState, coded_shards, codes_shards
@@ -196,7 +195,7 @@ class PlanExecutor:
 
     def set_speeds(self, topology: _core.Topology | None) -> None:
         """Operations on routes go by these from now on."""
-        if (mesh := mesh_of(self._communicator)) and topology:
+        if (mesh := self._communicator.mesh) and topology:
             mesh.set_speeds(topology)
 
     def switch_plan(self, plan: _core.Plan, learning: bool) -> None:
@@ -253,7 +252,7 @@ class PlanExecutor:
                 raise FaultError(self._failure)
             self.device.keep([self.flat_buffer.buffer])
             self._lay_out(plan, memory)
-            mesh = mesh_of(self._communicator)
+            mesh = self._communicator.mesh
             if concentrates and mesh is not None:
                 self._memory.shard(plan, mesh.topology, self._rank_group.rank)
             self._start(plan, steps, learning)

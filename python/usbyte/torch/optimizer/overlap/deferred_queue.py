@@ -11,7 +11,7 @@ import torch
 from usbyte.errors import Error
 from usbyte.torch.lazy_tensor import MaterializeFn, make_lazy, unwrap
 from usbyte.torch.optimizer.compat.shared_memory import Aliases, sharing_memory
-from usbyte.torch.optimizer.gradients.reducer import Reducer
+from usbyte.torch.optimizer.overlap.reduced_gradients import ReducedGradients
 from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.runtime.device import Fence
 from usbyte.torch.runtime.torch_modes import disable_user_modes
@@ -35,7 +35,7 @@ class DeferredUpdateQueue(ABC):
     """
 
     def __init__(
-        self, param_table: ParamTable, reducer: Reducer, fetch: Sequence[MaterializeFn]
+        self, param_table: ParamTable, reducer: ReducedGradients, fetch: Sequence[MaterializeFn]
     ) -> None:
         self._params, self._reducer, self._fetch = param_table.params, reducer, fetch
         self._versions: list[int] = []  # when updates were put off

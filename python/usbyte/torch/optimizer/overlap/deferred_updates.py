@@ -12,9 +12,9 @@ from torch import nn
 from usbyte.errors import UsageError
 from usbyte.torch.lazy_tensor import MaterializeFn
 from usbyte.torch.optimizer.compat.known_optimizers import is_known, without_step_hooks
-from usbyte.torch.optimizer.gradients.reducer import Reducer
-from usbyte.torch.optimizer.hyperparam_snapshot import hyper_parameters, is_same
+from usbyte.torch.optimizer.hyperparam_snapshot import hyper_parameters
 from usbyte.torch.optimizer.overlap.deferred_queue import DeferredUpdateQueue
+from usbyte.torch.optimizer.overlap.reduced_gradients import ReducedGradients
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.plan.job import ParamTable
 
@@ -46,7 +46,7 @@ class DeferredUpdates(DeferredUpdateQueue):
         tear: Callable[[BaseException], None],
         param_table: ParamTable,
         groups: ParamGroupIndex,
-        reducer: Reducer,
+        reducer: ReducedGradients,
         fetch: Sequence[MaterializeFn],
     ) -> None:
         super().__init__(param_table, reducer, fetch)
@@ -161,16 +161,3 @@ class DeferredUpdates(DeferredUpdateQueue):
             yield
         finally:
             self._optimizer.param_groups = everything
-
-
-@contextmanager
-def check_groups_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[str]]:
-    """Gives a list, which after the step inside names what it has changed in its groups.
-
-    Narrowing would repeat that.
-    """
-    before = [hyper_parameters(group) for group in optimizer.param_groups]
-    changed: list[str] = []
-    yield changed
-    for old, group in zip(before, optimizer.param_groups, strict=True):
-        changed += [key for key, value in old.items() if not is_same(group[key], value)]

@@ -12,7 +12,7 @@ from torch import nn
 
 from usbyte.errors import UsageError
 from usbyte.torch.optimizer.compat.known_optimizers import is_known, step_is_replaced
-from usbyte.torch.optimizer.overlap.deferred_updates import check_groups_unchanged
+from usbyte.torch.optimizer.hyperparam_snapshot import check_groups_unchanged
 from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
 from usbyte.torch.world.rank_group import RankGroup
 

@@ -1,0 +1,94 @@
+"""Process groups along the axes of a mesh: their ranks differ in one coordinate only."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from usbyte import _core
+from usbyte.errors import MismatchError, UsageError
+from usbyte.torch.comm.topology import sizes_of
+from usbyte.torch.world.rank_group import RankGroup
+
+
+def host_topology(rank_group: RankGroup) -> list[int]:
+    """The mesh that the launcher has made: slots of a host, and hosts. Collective.
+
+    Returns:
+        [ranks of each host, hosts]: sizes, the innermost dimension first, either of them maybe 1.
+
+    Raises:
+        UsageError: Hosts have different numbers of ranks, or the ranks of one do not follow one
+            another; raised on every rank, and names the hosts.
+    """
+    mine = [socket.gethostname(), rank_group.local_rank, rank_group.local_size]
+    rows: list[tuple[str, int, int]] = rank_group.eager.allgather_json(
+        "usbyte.hosts", mine, tuple[str, int, int]
+    )
+    slots = rows[0][2]
+    for rank, (host, local_rank, local_size) in enumerate(rows):
+        if local_size != slots:
+            raise UsageError(
+                f"host '{rows[0][0]}' (rank 0) has {slots} ranks and host '{host}' (rank {rank}) "
+                f"{local_size}: start as many on each"
+            )
+        first = rank - rank % slots
+        if local_rank != rank - first or host != rows[first][0]:
+            raise UsageError(
+                f"rank {rank} is number {local_rank} of the {slots} on host '{host}' and rank "
+                f"{first} number {rows[first][1]} on host '{rows[first][0]}', but ranks "
+                f"{first}-{first + slots - 1} should share a host: fill one after the other"
+            )
+    return [slots, len(rows) // slots]
+
+
+def axis_groups(
+    rank_group: RankGroup, topology: _core.Topology | Sequence[int]
+) -> list[dist.ProcessGroup | None]:
+    """Makes this rank's process group along each axis of a mesh. Collective, on all ranks.
+
+    Every rank takes part in making the groups of all axes, in one order. The groups have the
+    backend and the timeout of `RankGroup.new_group`; nothing else uses them.
+
+    Args:
+        rank_group: The ranks that take part.
+        topology: The mesh, or its sizes, the innermost dimension first: rank = c0 + c1 * P0 + ...
+
+    Returns:
+        By axis, the group of the ranks that differ from this one in that coordinate only, this one
+        among them, in the order of the coordinate; None where the axis has size 1. The caller
+        destroys them by torch.distributed.destroy_process_group.
+
+    Raises:
+        UsageError: It is a mesh of another number of ranks.
+        MismatchError: The ranks were given different meshes; raised on every rank.
+    """
+    sizes = sizes_of(topology)
+    for rank, other in enumerate(rank_group.eager.allgather_json("usbyte.lines", sizes, list[int])):
+        if other != sizes:
+            raise MismatchError(
+                f"the mesh has sizes {_shape(sizes)} on rank {rank_group.rank} but {_shape(other)} "
+                f"on rank {rank}. Give all ranks the same."
+            )
+    if math.prod(sizes) != rank_group.size or min(sizes, default=0) < 1:
+        raise UsageError(
+            f"a mesh of sizes {_shape(sizes)} is not one of this job's {rank_group.size} ranks"
+        )
+    groups: list[dist.ProcessGroup | None] = []
+    stride = 1
+    for size in sizes:
+        mine: dist.ProcessGroup | None = None
+        for first in range(rank_group.size if size > 1 else 0):
+            if first // stride % size == 0:
+                line = range(first, first + size * stride, stride)
+                mine = rank_group.new_group_of(line) or mine
+        groups.append(mine)
+        stride *= size
+    return groups
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes)) or "of no dimension"

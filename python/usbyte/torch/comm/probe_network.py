@@ -1,0 +1,58 @@
+"""Measures the network over a communicator that is made for it."""
+
+from __future__ import annotations
+
+import torch
+
+from usbyte import _core
+from usbyte.planning.cost_fit import Measured, fit
+from usbyte.torch.comm.factory import connect
+from usbyte.torch.comm.probe import LARGEST_BYTES, REPEATS, measure, measure_dimensions, share
+from usbyte.torch.comm.topology import TopologyLike
+from usbyte.torch.runtime.device import Device, device_at
+from usbyte.torch.world.rank_group import RankGroup
+from usbyte.torch.world.world import current
+
+__all__ = ["probe"]
+
+
+def probe(
+    largest_bytes: int = LARGEST_BYTES,
+    device: torch.device | str = "cpu",
+    topology: TopologyLike | None = None,
+) -> _core.NetworkModel:
+    """Measures the network between all ranks. Collective.
+
+    Args:
+        largest_bytes: Upper limit to the payloads, which are chosen so that an operation takes
+            about 0.05 s.
+        device: Where the payloads are, as gradients are on the device of their parameters.
+        topology: Dimensions whose lines are measured too, as `DistributedOptimizer` takes it.
+
+    Returns:
+        The same model on every rank.
+    """
+    rank_group = current()
+    if rank_group.size == 1:
+        return _core.NetworkModel(1, [_core.AlphaBeta()])
+    place = device_at(torch.device(device))
+    rows, found = measure_apart(rank_group, place, topology, largest_bytes)
+    network = fit(rank_group.size, rows).with_topology(found)
+    return share(rank_group, "usbyte.probe", network)
+
+
+def measure_apart(
+    rank_group: RankGroup,
+    device: Device,
+    topology: TopologyLike | None,
+    largest_bytes: int,
+    *,
+    repeats: int = REPEATS,
+) -> tuple[list[Measured], _core.Topology | None]:
+    """Over a communicator of its own. Collective; see `measure` and `measure_dimensions`."""
+    communicator = connect(rank_group, device, topology)
+    try:
+        rows = measure(rank_group, communicator, largest_bytes, repeats=repeats)
+        return rows, measure_dimensions(rank_group, communicator, largest_bytes, repeats=repeats)
+    finally:
+        communicator.close()
