@@ -18,6 +18,8 @@ from torch.utils._device import _device_constructors
 
 import usbyte.torch as ub
 from _ranks import run_ranks
+from usbyte.torch import torch_private
+from usbyte.torch.torch_private import broken
 
 ROOT = Path(__file__).parents[2]
 CHECK = ROOT / "tools" / "check_factory_calls.py"
@@ -222,3 +224,45 @@ def load_check() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+CHANGES_NOTHING = """
+import sys, threading, torch
+from torch.nn.modules import module
+
+def state():
+    hooks = [module._global_forward_pre_hooks, module._global_forward_hooks]
+    return [
+        torch.amp.GradScaler.step, torch.amp.GradScaler.unscale_, torch.optim.SGD.step,
+        torch.Tensor.__torch_function__, torch.optim.Optimizer.__init__, torch.nn.Module.__call__,
+        sys.excepthook, threading.excepthook, *[dict(each) for each in hooks],
+    ]
+
+before = state()
+import usbyte.torch as ub
+assert state() == before
+ub.init()
+optimizer = ub.DistributedOptimizer(
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+)
+assert state() != before
+ub.shutdown()
+assert state() == before
+ub.init()  # and once more
+ub.shutdown()
+assert state() == before
+"""
+
+
+def test_importing_changes_nothing_and_shutdown_undoes_what_init_did():
+    done = subprocess.run([sys.executable, "-c", CHANGES_NOTHING], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_has_the_private_symbols_that_are_used():
+    assert broken() == []
+
+
+def test_a_changed_private_symbol_is_named(monkeypatch):
+    monkeypatch.setattr(torch_private, "backward_id", lambda: -1)
+    assert [what.partition(":")[0] for what in broken()] == ["backward passes"]

@@ -18,7 +18,6 @@ from usbyte.torch.api.reductions import *
 from usbyte.torch.comm.probe_network import *
 from usbyte.torch.compression.codecs import Compression as Compression
 from usbyte.torch.daso.optimizer import *
-from usbyte.torch.optimizer.compat import grad_scaler as _scaling  # noqa: F401
 from usbyte.torch.optimizer.distributed_optimizer import *
 from usbyte.torch.profiler.api import *
 from usbyte.torch.world.process_sets import *

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from usbyte.errors import UsageError
+from usbyte.torch.torch_private import DisableTorchFunction, not_compiled
 
 #: Called with the tensor, to put its value into it and to release it.
 MaterializeFn = Callable[[torch.Tensor], None]
@@ -119,7 +120,7 @@ class _LazyTensorMixin:
     ) -> Any:
         kwargs = kwargs or {}
         if _is_metadata(func):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunction():
                 return func(*args, **kwargs)
         if getattr(func, "__name__", "") in _WRITERS and isinstance(args[0], _LazyTensorMixin):
             _fetch(args[0], writes=True)
@@ -153,7 +154,7 @@ def _class_for(base: type) -> type:
     return kind
 
 
-@torch._disable_dynamo  # who traces a tensor that is held has it released under its hands
+@not_compiled  # who traces a tensor that is held has it released under its hands
 def _fetch(tensor: Any, writes: bool = False) -> None:
     held = _fetches.get(id(tensor))
     if held is not None:

@@ -92,6 +92,18 @@ def _torch(torch: ModuleType | None, error: str) -> Iterator[Finding]:
         yield Finding("versions", "torch", f"{text}: no torch.distributed", "broken", remedy)
     else:
         yield Finding("versions", "torch", text)
+        yield from _torch_internals()
+
+
+def _torch_internals() -> Iterator[Finding]:
+    from usbyte.torch.torch_private import broken
+
+    changed = broken()
+    for what in changed:
+        remedy = "Report it with this page, and use the latest torch that usbyte was tested with."
+        yield Finding("versions", "torch internals", f"changed: {what}", "broken", remedy)
+    if not changed:
+        yield Finding("versions", "torch internals", "as usbyte expects")
 
 
 def _cuda(core: Any, torch: ModuleType | None) -> Iterator[Finding]:

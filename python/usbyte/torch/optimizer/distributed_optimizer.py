@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from usbyte.torch.compression.codecs import Rules
 from usbyte.torch.compression.state import CODEC_STATE_KEY, CodecState, codes_shards
 from usbyte.torch.fault.recovery import RankProgress, RecoveryDecision
 from usbyte.torch.fault.update_guard import UpdateGuard
+from usbyte.torch.optimizer import grad_scaler
 from usbyte.torch.optimizer.compat.known_optimizers import is_known
 from usbyte.torch.optimizer.config import (
     check_combination,
@@ -43,6 +44,7 @@ from usbyte.torch.plan.sparse import model_of
 from usbyte.torch.reduce_op import Average, ReduceOp
 from usbyte.torch.runtime.device import Device, device_of
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
+from usbyte.torch.torch_private import not_compiled
 from usbyte.torch.world.consistency import OtherOrderError, check_order
 from usbyte.torch.world.process_sets import ProcessSetLike as SomeRanks
 from usbyte.torch.world.process_sets import ranks_of
@@ -61,7 +63,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _not_compiled(method: _F) -> _F:
     """Runs as it is inside of what is compiled, as the methods of torch's optimizers do."""
-    return cast("_F", torch._disable_dynamo(method))
+    return not_compiled(method)
 
 
 class DistributedOptimizer(OptimizerWrapper):
@@ -215,15 +217,16 @@ class DistributedOptimizer(OptimizerWrapper):
         self._memory = CodecState(self._settings.scale(rank_group.size))
         self._update_guard = UpdateGuard()
         self._planner: Planner | None = None
-        self._controller: StepController | None = (
-            None  # may have ended, where something of it is wanted
-        )
+        # May have ended, where something of it is wanted.
+        self._controller: StepController | None = None
         self._used_up: list[nn.Parameter] = []  # by a step of one rank, as sharded ones do
         self._closed = False
         self._state_hooks: list[RemovableHandle] = []
         self.label = rank_group.next_label()
         self._inner = optimizer  # from now on, what is not declared here is its own
         self._build(steps_before=0)
+        grad_scaler.install()
+        current().on_close(grad_scaler.uninstall)
         rank_group.add(self)
 
     # What torch.optim.Optimizer promises, by delegation.

@@ -18,6 +18,7 @@ from usbyte.errors import UsageError
 from usbyte.torch.layout import dtype_name, is_dense, laid_out_alike, laid_out_like
 from usbyte.torch.optimizer.compat.known_optimizers import has_step_hooks, step_is_replaced
 from usbyte.torch.runtime.device import device_of
+from usbyte.torch.torch_private import DisableTorchFunction
 
 StepClosure = Callable[[], float] | None
 
@@ -83,7 +84,7 @@ class FusedUpdate:
     def _check_options(self) -> None:
         if has_step_hooks(self._optimizer):
             raise UsageError("fused_update=True does not call step hooks: leave one of them out")
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
+        with DisableTorchFunction():  # parameters may be held
             for group in self._optimizer.param_groups:
                 self._check(group)
 

@@ -32,6 +32,7 @@ from usbyte.torch.optimizer.overlap.deferred_queue import DeferredUpdateQueue
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.reduce_op import Max, Sum
+from usbyte.torch.torch_private import copy_all
 from usbyte.torch.world.rank_group import RankGroup
 
 
@@ -200,7 +201,7 @@ class ShardedUpdates(DeferredUpdateQueue):
             return
         try:
             values = [self._reducer.gathered(i) for i in taken]
-            torch._foreach_copy_([self._params[i] for i in taken], values)
+            copy_all([self._params[i] for i in taken], values)
         except BaseException:  # to take them once more changes nothing
             for i in taken:
                 self._versions[i] = self._params[i]._version

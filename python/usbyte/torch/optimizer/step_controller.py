@@ -40,6 +40,7 @@ from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
+from usbyte.torch.torch_private import DisableTorchFunction, backward_id
 from usbyte.torch.world.consistency import warn_if_params_diverge
 from usbyte.torch.world.rank_group import RankGroup
 
@@ -240,7 +241,7 @@ class StepController:
                 self._drop(self.shards)
                 used = self.shards.used
             else:
-                with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and stay so
+                with DisableTorchFunction():  # parameters are held, and stay so
                     has = [param.grad is not None for param in self._param_table.params]
                 consumed = self.shards.grads_consumed
                 used = [h or (u and consumed) for h, u in zip(has, used, strict=True)]
@@ -555,7 +556,7 @@ class StepController:
 
     def _zero_spent(self, used: Sequence[bool]) -> None:
         """Resets gradients that a sharded step has used up, as the user last did."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters are held, and may stay so
+        with DisableTorchFunction():  # parameters are held, and may stay so
             for param, was_used in zip(self._param_table.params, used, strict=True):
                 param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
 
@@ -727,7 +728,7 @@ class StepController:
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 def _called_in_backward() -> UsageError:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from usbyte.errors import UsageError
+from usbyte.torch.torch_private import OPTIMIZER_HOOKS
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -162,13 +163,6 @@ def _forwarded(name: str) -> property:
     return property(attrgetter(f"_inner.{name}"), write)
 
 
-for _name in (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-):
+for _name in OPTIMIZER_HOOKS:
     # Hooks registered on the wrapper are hooks of the wrapped optimizer.
     setattr(OptimizerWrapper, _name, _forwarded(_name))

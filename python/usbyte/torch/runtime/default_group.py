@@ -19,6 +19,7 @@ from usbyte.torch.runtime.rendezvous import Met, Rendezvous
 from usbyte.torch.runtime.rendezvous_store import open_store
 from usbyte.torch.runtime.store import private_store
 from usbyte.torch.runtime.worker_thread import call_within
+from usbyte.torch.torch_private import default_store
 
 _own: dist.ProcessGroup | None = None  # the default group, if made here
 _runs = 0
@@ -39,7 +40,7 @@ def init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> 
     global _runs
     run = _runs + 1  # of this process, equal on all ranks
     if dist.is_initialized():
-        rank, size, base = dist.get_rank(), dist.get_world_size(), _default_store()
+        rank, size, base = dist.get_rank(), dist.get_world_size(), default_store()
     else:
         rank, size, base = cluster.rank, cluster.size, None
     told = (cluster.local_rank, cluster.local_size) if size == cluster.size else (None, None)
@@ -47,7 +48,7 @@ def init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> 
     if size == 1:
         if base is None:
             _make(cluster, env, timeout, dist.HashStore())
-        return Met(_default_store(), [place])
+        return Met(default_store(), [place])
     credential = Credential(cluster, env.job_token)
     if base is None:
         base = open_store(cluster, credential, env.start_limit_s, timeout)
@@ -76,10 +77,6 @@ def detach_after_fork() -> Any:
 
 def _is_own() -> bool:
     return _own is not None and _own is dist.group.WORLD
-
-
-def _default_store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _check_network(rank: int, size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 
 from usbyte import _core
 from usbyte.errors import UsageError
+from usbyte.torch.torch_private import raw_stream
 
 
 class Mark(Protocol):
@@ -91,7 +92,7 @@ class CudaDevice(Device):
 
     def stream(self) -> int:
         """See `Device`."""
-        return _raw_stream(self.torch_device.index)
+        return raw_stream(self.torch_device.index)
 
     def capturing(self) -> bool:
         """See `Device`."""
@@ -212,14 +213,6 @@ class _HasDevice(Protocol):
 def passed(mark: Mark) -> bool:
     """Whether `float(mark)` does not have to wait."""
     return not isinstance(mark, DeviceMark) or mark.passed()
-
-
-def _stream_of(index: int) -> int:
-    return int(torch.cuda.current_stream(index).cuda_stream)
-
-
-# What torch's own compiler uses, without the object around the number.
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 @cache

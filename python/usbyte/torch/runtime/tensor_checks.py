@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from usbyte.errors import UsageError
+from usbyte.torch.torch_private import is_functorch_tensor
 
 
 def check_plain(what: str, tensor: torch.Tensor, or_sparse: bool = False) -> None:
@@ -75,7 +76,7 @@ def flaw_of(tensor: torch.Tensor, or_sparse: bool = False) -> tuple[str, str] | 
 
 def _flaw_of_class(tensor: torch.Tensor) -> tuple[str, str] | None:
     kind = type(tensor)
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_tensor(tensor):
         return "inside a torch.func transform", "call this outside of grad(), vmap() and the like"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return "whose values are not in memory of its own", _instead_of(kind)

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import _ops
-from torch.utils import _python_dispatch
+
+from usbyte.torch.torch_private import no_user_modes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -44,17 +44,7 @@ def disable_user_modes(device: str) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch._C._DisableFuncTorch())
-        if torch._C._len_torch_dispatch_stack() or _ops._len_torch_dispatch_stack_pre_dispatch():
-            stack.enter_context(_python_dispatch._disable_current_modes())
+        stack.enter_context(no_user_modes())
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
-        tracing = torch._C._get_tracing_state()
-        if tracing is not None:
-            set_tracing = torch._C._set_tracing_state  # type: ignore[attr-defined]
-            set_tracing(None)
-            stack.callback(set_tracing, tracing)
-        if getattr(torch.compiler, "_is_compiling_flag", False):
-            stack.callback(setattr, torch.compiler, "_is_compiling_flag", True)
-            torch.compiler._is_compiling_flag = False
         yield

@@ -12,6 +12,7 @@ import torch
 
 from usbyte.errors import MismatchError
 from usbyte.torch.reduce_op import Max
+from usbyte.torch.torch_private import DisableTorchFunction
 from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
@@ -79,7 +80,7 @@ def check_order(rank_group: RankGroup, label: str, params: Sequence[torch.Tensor
     Raises:
         MismatchError: Ranks have the same values in different places; it is alike on all ranks.
     """
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), DisableTorchFunction():
         mine = torch.stack([_param_checksum(param) for param in params]).cpu().nan_to_num()
     first, *others = rank_group.eager.allgather_json(
         f"{label}.order", mine.tolist(), list[list[float]]
@@ -105,7 +106,7 @@ def warn_if_params_diverge(
         names: Of the parameters.
         params: None of which waits for an update.
     """
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), DisableTorchFunction():
         mine = (
             torch.stack([_param_checksum(param) for param in params]).flatten().cpu().nan_to_num()
         )

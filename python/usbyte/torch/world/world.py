@@ -85,6 +85,7 @@ class World:
         self._adding = threading.RLock()  # a set must not grow while another thread goes through it
         self.orphans = OrphanedEngines()
         self._labels = 0
+        self._on_close: list[Callable[[], None]] = []
         self.subgroups: dict[tuple[int, ...], RankGroup] = {}
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultCoordinator | None = None
@@ -163,6 +164,11 @@ class World:
         with self._adding:
             self._optimizers.add(optimizer)
         optimizer.set_timeline(self._writer)
+
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Has `close` call this, once: what was changed outside of usbyte is undone there."""
+        if undo not in self._on_close:
+            self._on_close.append(undo)
 
     def adopt_orphan(self, engine: OrphanedEngine) -> None:
         """Takes over an engine that all ranks still have to close; any thread may call this."""
@@ -245,6 +251,7 @@ class World:
         yield self.eager.close
         if self._faults is not None:
             yield self._faults.close
+        yield from self._on_close
 
     def orphan(self) -> list[Any]:
         """In a process that was forked: everything that has threads, which are not here."""
@@ -407,6 +414,8 @@ def _after_fork_in_child() -> None:
     if _current is not None:
         context, _current = _current, None
         context._uncaught.restore()
+        for undo in context._on_close:
+            undo()
         for each in [
             *context.orphan(),
             default_group.detach_after_fork(),

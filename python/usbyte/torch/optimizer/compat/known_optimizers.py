@@ -8,9 +8,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 from usbyte.errors import UsageError
+from usbyte.torch.torch_private import step_hooks
 
 #: Classes of torch.optim whose updates treat every element by itself.
 ELEMENTWISE = (
@@ -123,13 +123,13 @@ def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody is called before or after each step of the optimizer."""
-    return any(_step_hooks(optimizer))
+    return any(step_hooks(optimizer))
 
 
 @contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Runs the update of a step that was taken before any of the present hooks was registered."""
-    hooks = [each for each in _step_hooks(optimizer) if each]
+    hooks = [each for each in step_hooks(optimizer) if each]
     registered = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()  # in place, as the handles refer to these
@@ -140,14 +140,6 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             meanwhile = dict(each)
             each.clear()
             each.update(before | meanwhile)
-
-
-def _step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[dict[int, Any]]:
-    # An optimizer that does not call Optimizer.__init__ has no hooks of its own.
-    yield getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    yield getattr(optimizer, "_optimizer_step_post_hooks", {})
-    yield torch_optimizer._global_optimizer_pre_hooks
-    yield torch_optimizer._global_optimizer_post_hooks
 
 
 def mixes_dtypes(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from usbyte.errors import UsageError
+from usbyte.torch.torch_private import gradient_hooks
 
 # Names of classes, in whichever library: asking for the classes would import those.
 _MODULES = frozenset(
@@ -45,7 +46,7 @@ def check_unreduced(
         )
     named = dict(zip(params, names, strict=True))
     for param, name in named.items():
-        for library in map(_library_of, _hooks_of(param)):
+        for library in map(_library_of, gradient_hooks(param)):
             if library in _LIBRARIES:
                 raise _reduced_twice(name, f"a hook of {library}'s")
     if _first_reduced(_living(), named) is not None:
@@ -110,11 +111,6 @@ def _reduced_twice(name: str, by: str) -> UsageError:
         "Face Trainer under a launcher, Accelerate's prepare(model) and Lightning's default "
         "strategy wrap models by themselves: docs/migrating.md tells how to keep them from it"
     )
-
-
-def _hooks_of(param: nn.Parameter) -> list[Any]:
-    hooks = [getattr(param, "_backward_hooks", None), param._post_accumulate_grad_hooks]
-    return [hook for some in hooks if some for hook in some.values()]
 
 
 def _library_of(hook: Any) -> str:

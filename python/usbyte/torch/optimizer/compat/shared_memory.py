@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-# Counts the tensors that share a storage. Private, and looked up so that a torch without it works.
-_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+from usbyte.torch.torch_private import storage_handle, storage_use_count
+
 _OWN_USES = 2  # of a storage: its tensor, and the object by which Python asks
 
 
@@ -35,12 +35,12 @@ class Aliases:
 
     def find(self) -> list[int]:
         """Indices of the parameters whose memory other tensors use."""
-        if _storage_use_count is None:
+        if storage_use_count is None:
             self.are_outdated = False  # as far as can be told
             return []
         if not self._numbers:
             return []
-        uses = list(map(_storage_use_count, self._numbers))
+        uses = list(map(storage_use_count, self._numbers))
         if uses == self._expected:
             self.are_outdated = False
             return []
@@ -88,6 +88,6 @@ def _span_of(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 def shares_memory(tensor: torch.Tensor) -> bool:
     """Whether other tensors have parts of the same storage; False where torch cannot tell."""
-    if _storage_use_count is None or tensor.layout is not torch.strided:
+    if storage_use_count is None or tensor.layout is not torch.strided:
         return False
-    return _storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
+    return storage_use_count(storage_handle(tensor)) > _OWN_USES

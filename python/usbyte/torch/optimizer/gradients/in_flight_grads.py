@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.utils import dlpack
 
 from usbyte.errors import Error, UsageError
 from usbyte.torch.lazy_tensor import MaterializeFn, make_lazy, unwrap
+from usbyte.torch.torch_private import DisableTorchFunction, storage_use_count
 
 
 def _two_lists_references() -> int:
@@ -21,8 +22,6 @@ def _two_lists_references() -> int:
 
 
 _OWN_REFERENCES = _two_lists_references()
-# Counts the tensors that share a storage. Private, and looked up so that a torch without it works.
-_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class InFlightGrads:
@@ -85,8 +84,8 @@ class InFlightGrads:
             if view is not None:
                 self._move(i)
         self._storage = self._buffer.untyped_storage()
-        if _storage_use_count is not None:
-            self._storage_uses = _storage_use_count(self._storage._cdata)
+        if storage_use_count is not None:
+            self._storage_uses = storage_use_count(self._storage._cdata)
 
     def _move(self, i: int) -> None:
         old, there = self.tensors[i], self._in_arena(i)
@@ -118,9 +117,9 @@ class InFlightGrads:
             for i, count in enumerate(references):
                 if count > _OWN_REFERENCES and self._is_left(i):
                     self._leave(i)
-        if _storage_use_count is None or self._storage is None:
+        if storage_use_count is None or self._storage is None:
             return False
-        if _storage_use_count(self._storage._cdata) <= self._storage_uses:
+        if storage_use_count(self._storage._cdata) <= self._storage_uses:
             return False
         left = [i for i in range(len(self._params)) if self._is_left(i)]
         for i in left:
@@ -251,7 +250,7 @@ class InFlightGrads:
             Error: One of those was changed since backward.
         """
         same = True
-        with torch._C.DisableTorchFunctionSubclass():  # gradients are held
+        with DisableTorchFunction():  # gradients are held
             for i, param in enumerate(self._params):
                 if param.grad is not self.shown[i]:
                     absent = not self.own[i] and param.grad is None
@@ -280,7 +279,7 @@ class InFlightGrads:
         Args:
             renewed: The parameter that has got one again, which is another tensor then.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # parameters are held
+        with DisableTorchFunction():  # parameters are held
             return all(
                 p.grad is None if i != renewed else p.grad is not grad
                 for i, (p, grad) in enumerate(zip(self._params, self.shown, strict=True))

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch.autograd import Variable
 
 from usbyte.errors import UsageError
 from usbyte.torch.compression.state import CodecState
@@ -30,6 +29,12 @@ from usbyte.torch.plan.sparse import Counts, Rows, empty_like, sparse_tensor
 from usbyte.torch.reduce_op import Sum
 from usbyte.torch.runtime.device import Fetched, Mark
 from usbyte.torch.runtime.tensor_checks import check_sendable
+from usbyte.torch.torch_private import (
+    DisableTorchFunction,
+    backward_id,
+    call_after_backward,
+    not_compiled,
+)
 
 
 def _one_reference() -> int:
@@ -249,7 +254,7 @@ class Reducer:
 
         Zeros do not count, with which torch.distributed.checkpoint has optimizers make their state.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
+        with DisableTorchFunction():  # parameters may be held
             for i, param in enumerate(self._params):
                 own = param.grad
                 if own is None or self._holds_result[i] or _state_of(own) == self._at_reset[i]:
@@ -264,7 +269,7 @@ class Reducer:
         self._at_reset = [None] * len(self._params) if set_to_none else self._gradients_now()
 
     def _gradients_now(self) -> list[tuple[int, int] | None]:
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may be held
+        with DisableTorchFunction():  # parameters may be held
             return [None if p.grad is None else _state_of(p.grad) for p in self._params]
 
     def begin_update(self) -> Mark:
@@ -279,7 +284,7 @@ class Reducer:
 
     def gathered(self, i: int) -> torch.Tensor:
         """Where the arena holds parameter i's gradient and then, once gathered, its new value."""
-        with torch._C.DisableTorchFunctionSubclass():  # the gradient is held
+        with DisableTorchFunction():  # the gradient is held
             return self._in_flight.tensors[i].detach()
 
     def check_untouched(self) -> None:
@@ -441,7 +446,7 @@ class Reducer:
     def on_grad_ready(self, i: int) -> None:
         """Inside `backward()`: the gradient of parameter i is there."""
         if not self._in_pass:
-            task = torch._C._current_graph_task_id()
+            task = backward_id()
             if self._sync or task != self._task:
                 self._task = task
                 self._check_not_captured()
@@ -466,7 +471,7 @@ class Reducer:
         if self._passes + 1 == self._passes_per_step:
             self._begin()
         self._in_pass = True
-        Variable._execution_engine.queue_callback(self._end_pass)
+        call_after_backward(self._end_pass)
 
     def _end_pass(self) -> None:
         self._in_pass = False
@@ -620,7 +625,7 @@ class Reducer:
         self._listener.on_backward_end()
 
 
-@torch._disable_dynamo
+@not_compiled
 def _is_older(grad: torch.Tensor) -> bool:
     """Whether torch has not just made it."""
     return grad._version > 0

@@ -33,6 +33,7 @@ from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.runtime.device import Device, Fetched
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import read
+from usbyte.torch.torch_private import DisableTorchFunction
 
 _FIELDS, _FIELD_BITS = 2, 8
 assert NUM_CHECK_FLAGS == 2 * _FIELDS * _FIELD_BITS
@@ -118,7 +119,7 @@ class StepChecksum:
         indices = self._choose()
         if not indices:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), DisableTorchFunction():
             number = _checksum if self._exact else _square_sum
             found = [number(self._param_table.params[i], step) for i in indices]
             numbers = self._device.fetch(torch.stack(found))

@@ -15,6 +15,7 @@ from usbyte.torch.optimizer.overlap.reduced_gradients import ReducedGradients
 from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.runtime.device import Fence
 from usbyte.torch.runtime.torch_modes import disable_user_modes
+from usbyte.torch.torch_private import DisableTorchFunction, preserve_version
 
 
 class DeferredUpdateQueue(ABC):
@@ -156,7 +157,7 @@ class DeferredUpdateQueue(ABC):
 
     def _written(self, indices: Sequence[int]) -> list[int]:
         """Those of these parameters that were written to since their updates were put off."""
-        with torch._C.DisableTorchFunctionSubclass():  # they may be held
+        with DisableTorchFunction():  # they may be held
             return [i for i in indices if self._params[i]._version != self._versions[i]]
 
     def _end(self, updated: Sequence[int], asked: Sequence[int]) -> None:
@@ -190,9 +191,9 @@ def _sharing(params: Sequence[torch.Tensor]) -> dict[int, list[int]]:
 def _one_version(params: Sequence[torch.Tensor]) -> list[list[int]]:
     """Which parameters share a version counter, as those made of views of one tensor do."""
     found: list[list[int]] = []
-    with torch._C.DisableTorchFunctionSubclass(), ExitStack() as stack:  # they may be held
+    with DisableTorchFunction(), ExitStack() as stack:  # they may be held
         for param in params:
-            stack.enter_context(torch.autograd._unsafe_preserve_version_counter(param))
+            stack.enter_context(preserve_version(param))
         before = [param._version for param in params]
         for param in params:
             torch.autograd.graph.increment_version(param)

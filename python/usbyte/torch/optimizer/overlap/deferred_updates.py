@@ -17,6 +17,7 @@ from usbyte.torch.optimizer.overlap.deferred_queue import DeferredUpdateQueue
 from usbyte.torch.optimizer.overlap.reduced_gradients import ReducedGradients
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.plan.job import ParamTable
+from usbyte.torch.torch_private import DisableTorchFunction
 
 # Steps whose updates are checked to change nothing but their own parameters.
 _CHECKED_STEPS = 10
@@ -75,7 +76,7 @@ class DeferredUpdates(DeferredUpdateQueue):
     def zero_grad(self, set_to_none: bool) -> None:
         """Resets the gradients that the user sees; pending updates still get theirs."""
         self._wait_on_stream(range(len(self._params)))
-        with torch._C.DisableTorchFunctionSubclass():  # parameters are held
+        with DisableTorchFunction():  # parameters are held
             for i, param in enumerate(self._params):
                 if set_to_none:
                     param.grad = None
@@ -144,7 +145,7 @@ class DeferredUpdates(DeferredUpdateQueue):
             )
 
     def _versions_now(self, indices: Sequence[int]) -> dict[int, int]:
-        with torch._C.DisableTorchFunctionSubclass():  # they may be held
+        with DisableTorchFunction():  # they may be held
             return {i: self._params[i]._version for i in indices}
 
     @contextmanager

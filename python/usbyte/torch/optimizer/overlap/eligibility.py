@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from usbyte.errors import UsageError
 from usbyte.torch.optimizer.compat.known_optimizers import is_known, step_is_replaced
 from usbyte.torch.optimizer.hyperparam_snapshot import check_groups_unchanged
 from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
+from usbyte.torch.torch_private import backward_id, keeps_graph
 from usbyte.torch.world.rank_group import RankGroup
 
 
@@ -73,7 +74,7 @@ class ScriptObserver:
 
     def backward_begins(self, learns: bool) -> None:
         """Called inside `backward()`; the job is being learned, or not."""
-        self._retains = _keeps_graph()
+        self._retains = keeps_graph()
         self._seen.retained = self._seen.retained or (learns and self._retains)
 
     def expects_another_pass(self) -> bool:
@@ -91,12 +92,12 @@ class ScriptObserver:
     def used(self, i: int) -> None:
         """The calling thread is about to use a parameter whose update waits, or might have."""
         # Autograd has threads of its own for backward passes, which the training thread waits for.
-        if self._trainer is not None and torch._C._current_graph_task_id() == -1:
+        if self._trainer is not None and backward_id() == -1:
             self._users.setdefault(threading.get_ident(), i)
 
     def up_to_date(self) -> None:
         """Updates do not wait any more; counts in the training thread, or in a backward pass."""
-        here, in_backward = threading.get_ident(), torch._C._current_graph_task_id() != -1
+        here, in_backward = threading.get_ident(), backward_id() != -1
         if in_backward:  # on the CPU this is the thread that has run the forward pass, too
             self._users.pop(here, None)
         if in_backward or here == self._trainer:
@@ -229,12 +230,6 @@ class ScriptObserver:
                 f"what uses '{self._names[ungated[0]]}', and more, was not seen to, as in compiled "
                 "code"
             )
-
-
-# Of the backward pass that runs; private, and missing in older torch, which then tells nothing.
-_keeps_graph: Callable[[], bool] = getattr(
-    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False
-)
 
 
 def agree_on_overlap(rank_group: RankGroup, label: str, reason: str) -> str:

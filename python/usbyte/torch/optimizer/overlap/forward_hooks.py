@@ -9,7 +9,6 @@ their updates do not wait.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte.torch.lazy_tensor import make_lazy, unwrap, weak_method
 from usbyte.torch.runtime.device import Device, Mark
+from usbyte.torch.torch_private import compiled_frames, is_compiled
 
 # Their forward does nothing but to call what they contain.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -96,7 +96,7 @@ class ForwardPreHooks:
         if self._watching:
             self._unobserved_params |= unseen
             self.iterations += 1
-        elif _has_compiled():
+        elif compiled_frames():
             self._compiled_params |= unseen
         self._watching, self._begun = True, False
         self.needed = [None] * len(self.needed)
@@ -290,7 +290,7 @@ def _no_gate() -> Callable[..., None]:
 
 def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """Modules whose hooks run, with the parameters that each is to be asked for."""
-    if _is_compiled_in_place(root) or isinstance(root, torch.jit.RecursiveScriptModule):
+    if is_compiled(root) or isinstance(root, torch.jit.RecursiveScriptModule):
         return  # the hooks of the root itself are traced, or refused
     own = list(root.parameters(recurse=False))
     if hasattr(root, "_orig_mod") or isinstance(root, torch.jit.ScriptModule):
@@ -298,7 +298,7 @@ def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
         return
     inside = []
     for child in root.children():
-        if _is_compiled_in_place(child):
+        if is_compiled(child):
             own += child.parameters()
         else:
             inside.append(child)
@@ -312,14 +312,3 @@ def _scripted(root: nn.Module) -> Iterator[nn.Parameter]:
     for module in root.modules():
         if isinstance(module, torch.jit.RecursiveScriptModule):
             yield from module.parameters(recurse=False)
-
-
-def _is_compiled_in_place(module: nn.Module) -> bool:
-    """By `module.compile()`, which compiles its hooks too."""
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])
