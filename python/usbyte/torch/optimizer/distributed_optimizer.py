@@ -480,7 +480,7 @@ class DistributedOptimizer(OptimizerWrapper):
         controller, decision = self._live, self.decision
         if controller is None:
             return True
-        return not controller.reducer.profiler and decision is not None and not decision.trial_steps
+        return not controller.reducer.learning and decision is not None and not decision.trial_steps
 
     # Used by `join`.
 
@@ -599,7 +599,7 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def _executor(self) -> PlanExecutor | None:
         """What moves gradients; threads ask for it while the one that trains may end it."""
-        return getattr(self._live, "transport", None)
+        return getattr(self._live, "executor", None)
 
     def _drain(self) -> None:
         if (controller := self._live) is not None:

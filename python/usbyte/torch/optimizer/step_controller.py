@@ -219,7 +219,7 @@ class StepController:
         if self.shards is not None:
             self._step_shards(self.shards)
             return None
-        if closure is None and (reducer.profiler or reducer.applied):  # looked for seldom
+        if closure is None and (reducer.learning or reducer.applied):  # looked for seldom
             self._tell_of_unsent()
         if (
             not reducer.in_flight
@@ -409,7 +409,7 @@ class StepController:
             self._on_updated()
             self._update_guard.count_step()
         reducer.finish_step(start)
-        if reducer.profiler:
+        if reducer.learning:
             if self._learned:
                 self._watch.begin()
             self._learned = False
@@ -417,7 +417,7 @@ class StepController:
             self._finish_learning()
         if self._settings.shard_optimizer:
             self._release_grads()
-        self._forward_hooks.set_enabled(reducer.profiler or self._defers)
+        self._forward_hooks.set_enabled(reducer.learning or self._defers)
         self._watch.step_ends()
         return result
 
@@ -513,7 +513,7 @@ class StepController:
             self.apply_all()
             self.end_sharding()
             reducer.finish_step(reducer.device.now())
-            if reducer.profiler:
+            if reducer.learning:
                 self._learned = False
                 self._used_up = list(shards.used)
             else:
@@ -708,7 +708,7 @@ class StepController:
     def _note_pass(self) -> None:
         """Warns once if passes go on without a step, from which alone jobs are learned."""
         self._passes += 1
-        if self._passes == _PASSES_WITHOUT_STEP and self.reducer.profiler:
+        if self._passes == _PASSES_WITHOUT_STEP and self.reducer.learning:
             log.warning(
                 "%s: %d backward passes have sent gradients without a call of step(), so that "
                 "communication is not planned: call step() of the DistributedOptimizer. Where the "

@@ -83,7 +83,7 @@ class PlanLifecycle:
         self._agreed = False  # on a new plan, by all
 
     @property
-    def profiler(self) -> bool:
+    def learning(self) -> bool:
         """True until the plan is made from measurements."""
         return self._profiler is not None
 

@@ -143,9 +143,9 @@ class Reducer:
         ]
 
     @property
-    def profiler(self) -> bool:
+    def learning(self) -> bool:
         """True until the plan is made from measurements."""
-        return self._lifecycle.profiler
+        return self._lifecycle.learning
 
     @property
     def plan_ends(self) -> bool:
@@ -212,7 +212,7 @@ class Reducer:
             Error: Somebody wrote to a gradient while it was in flight.
         """
         stream, sent = self.device.stream(), self._in_flight
-        if not self.profiler:
+        if not self.learning:
             self._executor.engine.drain(stream)
         else:
             start = self.device.now()
@@ -375,7 +375,7 @@ class Reducer:
             self._decide,
         )
         if plan is not None:
-            executor.switch_plan(plan, self.profiler)
+            executor.switch_plan(plan, self.learning)
             self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
 
     def _any_joined(self) -> bool:
@@ -437,7 +437,7 @@ class Reducer:
         self._executor.engine.wait(0, self.device.stream())
         if self._executor.flat_buffer.votes[1].item():
             return True
-        if self._sharded and not self.profiler:
+        if self._sharded and not self.learning:
             self.wait_reduced()
             self.release_gathers()  # of nothing, which nobody is going to take
         self.settle()
@@ -488,13 +488,13 @@ class Reducer:
             )
         stream = self.device.stream()
         self._executor.engine.drain(stream)
-        in_shards = self._sharded and not self.profiler  # which compare what is dropped themselves
+        in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
         # Who joins is given the parameters of the others.
         silent = self.is_joined or in_shards or not (self._has_data and self._has_sums)
         vote = _SILENT if silent else _TAKEN if self.applied else _LEFT_OUT
         due = not self._completed and self._lifecycle.plan_boundary_next(self._executor.steps)
         due = due and not self._any_joined()
-        self._process_votes(0 if due or self.profiler else self.device.lag)
+        self._process_votes(0 if due or self.learning else self.device.lag)
         if due:
             self._all_ranks_step(vote)  # those that complete it ask, too
         self._vote = vote
@@ -510,10 +510,10 @@ class Reducer:
 
     def _leave_kept_gradients(self) -> None:
         """Lets a script keep gradients in the arena that the next ones would overwrite."""
-        if self._sharded and not self.profiler:
+        if self._sharded and not self.learning:
             return  # scripts see no gradients, and the shards' views share the arena's memory
         if self._in_flight.leave_kept():
-            self._executor.renew(self.profiler)
+            self._executor.renew(self.learning)
             self._in_flight.rebind(self._executor.flat_buffer.buffer, self._executor.grad_views())
 
     def _process_votes(self, lag: int) -> None:
