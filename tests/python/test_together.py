@@ -182,14 +182,14 @@ PLACES = {
     "none": lambda opt: None,
     "sums are there": lambda opt: interrupt_once(opt._controller.reducer, "begin_update"),
     "gradients are set": lambda opt: interrupt_once(opt._controller._deferred, "_narrowed"),
-    "being released": lambda opt: interrupt_once(PENDING, "release"),
-    "released": lambda opt: interrupt_once(PENDING, "release", after=True),
+    "being released": lambda opt: interrupt_once(PENDING, "unwrap"),
+    "released": lambda opt: interrupt_once(PENDING, "unwrap", after=True),
 }
 SHARD_PLACES = {
     "none": lambda opt: None,
     "gathered": lambda opt: interrupt_once(opt._controller.reducer, "gathered"),
     "copied": lambda opt: interrupt_once(torch, "_foreach_copy_", after=True),
-    "being released": lambda opt: interrupt_once(PENDING, "release"),
+    "being released": lambda opt: interrupt_once(PENDING, "unwrap"),
 }
 
 

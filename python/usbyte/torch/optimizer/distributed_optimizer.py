@@ -19,6 +19,7 @@ from usbyte.torch.compression.state import CODEC_STATE_KEY, CodecState, codes_sh
 from usbyte.torch.fault.recovery import RankProgress, RecoveryDecision
 from usbyte.torch.fault.update_guard import UpdateGuard
 from usbyte.torch.optimizer import grad_scaler
+from usbyte.torch.optimizer.backward_driver import BackwardDriver
 from usbyte.torch.optimizer.compat.known_optimizers import is_known
 from usbyte.torch.optimizer.config import (
     check_combination,
@@ -219,6 +220,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._planner: Planner | None = None
         # May have ended, where something of it is wanted.
         self._controller: StepController | None = None
+        self._driver: BackwardDriver | None = None
         self._used_up: list[nn.Parameter] = []  # by a step of one rank, as sharded ones do
         self._closed = False
         self._state_hooks: list[RemovableHandle] = []
@@ -421,7 +423,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         if (controller := self._live) is not None:
             controller.check_whole_gradients()
-            if controller.reducer.accumulates:
+            if self._driver is not None and self._driver.accumulates:
                 controller.flush_accumulated()
         self.drain()
 
@@ -456,12 +458,12 @@ class DistributedOptimizer(OptimizerWrapper):
             yield
             return
         self._controller.apply_all()
-        reducer = self._controller.reducer
-        before = reducer.set_sync(False)
+        assert self._driver is not None
+        driver, before = self._driver, self._driver.set_sync(False)
         try:
             yield
         finally:
-            reducer.set_sync(before)
+            driver.set_sync(before)
 
     @property
     def plan(self) -> _core.Plan | None:
@@ -507,7 +509,7 @@ class DistributedOptimizer(OptimizerWrapper):
         while (controller := self._live) is not None:
             controller.drain()
             self.zero_grad()
-            if not controller.reducer.contribute_zeros():
+            if not controller.contribute_zeros():
                 break
             self.step()
 
@@ -586,9 +588,11 @@ class DistributedOptimizer(OptimizerWrapper):
             try:
                 controller.end(whole_state)
             finally:
+                assert self._driver is not None
+                self._driver.close()
                 retain_owner(None, self._param_table.params)
             if controller.shards is None and self._update_guard.recovery is None:
-                self._controller = None  # with its memory
+                self._controller = self._driver = None  # with its memory
 
     @property
     def _live(self) -> StepController | None:
@@ -639,7 +643,8 @@ class DistributedOptimizer(OptimizerWrapper):
         param_table = ParamTable.of(self._inner, self._given_names)
         served = self._serve(param_table)
         self._end(whole_state=True)
-        self._controller, self._param_table, self._updater = None, param_table, served.updater
+        self._controller = self._driver = None
+        self._param_table, self._updater = param_table, served.updater
         if holds_shards(self._inner):
             raise UsageError(
                 "this optimizer holds shards of its state from before a shutdown: make it anew and "
@@ -674,6 +679,9 @@ class DistributedOptimizer(OptimizerWrapper):
             self._memory,
             steps_before,
             self._on_updated,
+        )
+        self._driver = BackwardDriver(
+            self._controller, param_table.params, settings.passes_per_step
         )
         retain_owner(self, param_table.params)
         self._state_hooks = self._hook_state()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from usbyte.errors import Error, MismatchError, UsageError
+from usbyte.errors import Error, UsageError
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.fault.update_guard import UpdateGuard
 from usbyte.torch.lazy_tensor import unwrap, weak_method
@@ -27,26 +27,26 @@ from usbyte.torch.optimizer.fused import FusedUpdate
 from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.optimizer.gradients.reducer import Reducer, no_whole_gradients
 from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
+from usbyte.torch.optimizer.gradients.step_consensus import StepConsensus
 from usbyte.torch.optimizer.hyperparam_sync import HyperparamSync
 from usbyte.torch.optimizer.overlap.deferred_updates import DeferredUpdates
 from usbyte.torch.optimizer.overlap.eligibility import ScriptObserver, agree_on_overlap
 from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.optimizer.sharded import ShardedUpdates, check_step_own
+from usbyte.torch.optimizer.sharded_steps import ShardedSteps
+from usbyte.torch.optimizer.step_warnings import StepWarnings
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.lifecycle import PlanLifecycle
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.runtime.device import Device
-from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
-from usbyte.torch.torch_private import DisableTorchFunction, backward_id
+from usbyte.torch.torch_private import backward_id
 from usbyte.torch.world.consistency import warn_if_params_diverge
 from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
-
-_PASSES_WITHOUT_STEP = 30
 
 
 class StepController:
@@ -76,7 +76,6 @@ class StepController:
         reducer: Sends them, and gives their sums.
         shared: A parameter that another thread than the one that trains has used; empty if none.
         against: What speaks against updates that wait, if it was found after the first steps.
-        shards: Of parameters, each updated by the rank that owns it; None unless they are.
         ended: After `end`.
     """
 
@@ -100,17 +99,13 @@ class StepController:
         self._update_guard, self._memory, self._on_updated = update_guard, memory, on_updated
         self._groups = ParamGroupIndex(optimizer, param_table)
         self._everything = range(len(param_table.params))
-        self.shards: ShardedUpdates | None = None
         self.ended = False
         self._learned = False  # there is a plan, and a decision on overlap
         self._in_step = False  # of the wrapped optimizer, which may run a closure
-        self._set_to_none = True  # when gradients were reset last
         self._unhooked_params: list[int] = []  # parameters whose use nobody would see
-        self._missed_pre_forward: set[int] = set()  # parameters, by index
-        self._used_up: list[bool] = []  # as `ShardedUpdates.used`, while a plan is learned
         self.shared = self.against = ""
         self._passes = 0  # backward ones that have sent gradients since the last step
-        self._told_of_threads = self._told_of_unsent = self._told_of_aliases = False
+        self._warnings = StepWarnings(planner.label, param_table.names)
         self._watch = ScriptObserver(optimizer, param_table.names, param_table.params)
         self._fetch_param = [weak_method(self._on_param_read, i) for i in self._everything]
         self._fetch_gradient = [weak_method(self._on_gradient_read, i) for i in self._everything]
@@ -142,11 +137,14 @@ class StepController:
             device,
             rank_group.env.check_steps,
             rank_group.ranks,
-            self.executor.set_enabled,
+            self.executor.gather_answers,
             update_guard.spoil,
         )
+        consensus = StepConsensus(
+            planner.label, rank_group.ranks, self.executor, lifecycle, check, update_guard
+        )
         self.reducer = Reducer(
-            settings, param_table, planner, self.executor, lifecycle, memory, check, self
+            settings, param_table, planner, self.executor, lifecycle, memory, check, consensus
         )
         self._deferred = DeferredUpdates(
             optimizer,
@@ -160,7 +158,26 @@ class StepController:
         self._joined = HyperparamSync(
             rank_group, planner.label, optimizer, self.reducer, settings.shard_optimizer
         )
+        self._sharded = ShardedSteps(
+            rank_group,
+            planner.label,
+            optimizer,
+            param_table,
+            self._groups,
+            self.reducer,
+            self.executor,
+            settings.max_grad_norm,
+            self._fetch_param,
+            self._take_step,
+            update_guard,
+            self._joined,
+        )
         self._forward_hooks.install(settings.model)
+
+    @property
+    def shards(self) -> ShardedUpdates | None:
+        """Shards of parameters, each updated by the rank that owns it; None unless there are."""
+        return self._sharded.shards
 
     @property
     def pending(self) -> bool:
@@ -234,19 +251,8 @@ class StepController:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """See `DistributedOptimizer`."""
-        self._set_to_none = set_to_none
-        if self.shards is not None:
-            used = self.shards.used
-            if self.reducer.in_flight:
-                self._drop(self.shards)
-                used = self.shards.used
-            else:
-                with DisableTorchFunction():  # parameters are held, and stay so
-                    has = [param.grad is not None for param in self._param_table.params]
-                consumed = self.shards.grads_consumed
-                used = [h or (u and consumed) for h, u in zip(has, used, strict=True)]
-            self._zero_spent(used)
-            self.shards.grads_consumed = not set_to_none  # zeros are gradients too
+        if self._sharded.zero_grad(set_to_none):
+            pass
         elif self.pending or self._deferred.unvisited:
             with self._update_guard.lock:  # updates in other threads need their gradients
                 reset = self._deferred if self._deferred.unvisited else self._optimizer
@@ -255,24 +261,32 @@ class StepController:
             self.drain()
             self._joined.check_step_taken()
             self._optimizer.zero_grad(set_to_none)
-            if self._used_up and not set_to_none:  # zeros are gradients too
-                rows = zip(self._used_up, self._param_table.params, strict=True)
-                self._zero_spent([u or param.grad is not None for u, param in rows])
-            self._used_up = []
+            self._sharded.zero_consumed(set_to_none)
         self.reducer.forget_results(set_to_none)
 
     def check_whole_gradients(self) -> None:
         """Raises UsageError while gradients are on their way of which ranks get shards only."""
-        if self.shards is not None and self.reducer.in_flight:
-            raise no_whole_gradients(
-                "call step() right after backward(), and clip with max_grad_norm="
-            )
+        self._sharded.check_whole_gradients()
 
     def flush_accumulated(self) -> None:
         """Sends what backward passes have accumulated on this rank."""
         if self.reducer.has_accumulated and not self.reducer.in_flight:
             self.apply_all()
-            self.reducer.flush_accumulated()
+            self.reducer.begin()
+            self.reducer.end()
+            self.finish_backward()
+
+    def contribute_zeros(self) -> bool:
+        """Takes part in a step of the other ranks with nothing; waits for them.
+
+        Returns:
+            Whether any rank has sent something; if not, nothing is in flight any more.
+        """
+        others_send = self.reducer.send_zeros()
+        self.finish_backward()
+        if not others_send:
+            self.reducer.drop_zeros()
+        return others_send
 
     @outside_inference_mode
     def drain(self) -> None:
@@ -297,9 +311,7 @@ class StepController:
 
     def end_sharding(self) -> None:
         """Gives the optimizer its whole state back, if it is in shards. Collective."""
-        if self.shards is not None:
-            self.shards.unshard_state()
-            self.shards = None
+        self._sharded.end()
 
     def end(self, whole_state: bool) -> None:
         """Applies pending updates, unless communication has failed; then ends the engine.
@@ -328,7 +340,8 @@ class StepController:
             self.ended = True
             if self._update_guard.recovery is None:  # or pending updates might still be asked for
                 # They refer to this one too; their memory goes now, not when a collector comes.
-                del self._forward_hooks, self._deferred, self._joined, self.reducer, self.executor
+                del self._forward_hooks, self._deferred, self._joined
+                del self.reducer, self.executor
 
     # After a fault.
 
@@ -389,10 +402,11 @@ class StepController:
         return self._run(call, None)
 
     def _run(self, call: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        self.reducer.applied = self.reducer.applied or closure is None
+        if closure is None:
+            self.reducer.mark_applied()
         calls_first = closure is not None and is_known(self._optimizer)
         result = self._update_guard.step(call, closure, calls_first)
-        self.reducer.applied = True  # also what the closure has brought
+        self.reducer.mark_applied()  # also what the closure has brought
         self._memory.uncommitted = False
         return result
 
@@ -416,7 +430,7 @@ class StepController:
         elif not self._learned:
             self._finish_learning()
         if self._settings.shard_optimizer:
-            self._release_grads()
+            self._sharded.release_grads()
         self._forward_hooks.set_enabled(reducer.learning or self._defers)
         self._watch.step_ends()
         return result
@@ -437,26 +451,12 @@ class StepController:
         with self._update_guard.lock:
             self._deferred.defer(self._updater.step)
             self._update_guard.defer_all()
-            self.reducer.in_flight = False
+            self.reducer.defer()
             self._watch.step_ends()
             aliased = self._deferred.aliased
         if aliased:
-            self._tell_of_aliases(aliased)
+            self._warnings.aliases(aliased)
         self._apply([*self._unhooked_params, *aliased])
-
-    def _tell_of_aliases(self, aliased: Sequence[int]) -> None:
-        """Logs once that updates do not wait, as other tensors show the memory of parameters."""
-        if not self._told_of_aliases:
-            self._told_of_aliases = True
-            log.warning(
-                "%s: a script keeps other tensors over the memory of %d of %d parameters, '%s' for "
-                "one, as a state_dict() or p.data are, so that step() waits for their gradients: "
-                "copy what you keep (copy.deepcopy), or take it anew each time",
-                self._planner.label,
-                len(aliased),
-                len(self._param_table.params),
-                self._param_table.names[aliased[0]],
-            )
 
     def _apply(self, indices: Sequence[int]) -> None:
         if self.pending:
@@ -468,17 +468,11 @@ class StepController:
 
     def _tell_of_unsent(self) -> None:
         """Warns once of gradients that no backward pass has given, which nobody sends."""
-        if self._told_of_unsent or (i := self.reducer.unsent_gradient()) < 0:
+        if (i := self.reducer.unsent_gradient()) < 0:
             return
         if _is_in_backward():  # in a hook that comes before usbyte's
             raise _called_in_backward()
-        self._told_of_unsent = True
-        log.warning(
-            "%s: the gradient of '%s' was set by hand, and only those that backward() gives are "
-            "summed: ranks come apart unless all set the same, as with usbyte.torch.allreduce",
-            self._planner.label,
-            self._param_table.names[i],
-        )
+        self._warnings.set_by_hand(i)
 
     # With shards.
 
@@ -487,78 +481,15 @@ class StepController:
             raise UsageError(
                 "shard_optimizer=True does not work with GradScaler or step hooks; leave it out"
             )
-        if not self.reducer.in_flight:
-            if shards.grads_consumed:
-                raise UsageError(
-                    "step() again without backward(): with shard_optimizer=True a step uses its "
-                    "gradients up; call backward() before the next one"
-                )
-            if (i := self.reducer.unsent_gradient()) >= 0:
-                raise UsageError(
-                    f"the gradient of '{self._param_table.names[i]}' was set by hand, and with "
-                    "shard_optimizer=True a step uses what backward() has sent: leave it out"
-                )
+        if not self._sharded.step(shards):
             return
-        if self.reducer.dropped():
-            self._drop(shards)
-            return
-        self._joined.sync()
-        with self._update_guard.applying():
-            shards.step()
-            self._update_guard.defer_all()
         self._watch.step_ends()
         self._apply(self._unhooked_params)
-        reducer = self.reducer
-        if reducer.plan_ends:
+        if self.reducer.plan_ends:
             self.apply_all()
-            self.end_sharding()
-            reducer.finish_step(reducer.device.now())
-            if reducer.learning:
+            self._sharded.change_plan(shards)
+            if self.reducer.learning:
                 self._learned = False
-                self._used_up = list(shards.used)
-            else:
-                self._begin_sharding().used = shards.used
-
-    def _drop(self, shards: ShardedUpdates) -> None:
-        """Gradients in flight are of no use any more, here and on all ranks."""
-        with self._update_guard.updating():
-            if not self.reducer.in_flight:  # another thread has done so
-                return
-            self._joined.sync()  # where ranks that have joined wait for this one
-            try:
-                shards.drop()
-            except MismatchError as error:
-                self.executor.check()  # after a fault a device may hold anything
-                self._update_guard.mark_partial_step(error)
-                raise
-
-    def _begin_sharding(self) -> ShardedUpdates:
-        self.shards = ShardedUpdates(
-            self._rank_group,
-            self._planner.label,
-            self._optimizer,
-            self._param_table,
-            self._groups,
-            self.reducer,
-            self.executor.plan,
-            self._settings.max_grad_norm,
-            self._fetch_param,
-            self._take_step,
-        )
-        return self.shards
-
-    def _release_grads(self) -> None:
-        """A step that was taken as a whole resets gradients as one on shards does."""
-        params = self._param_table.params
-        self._used_up = [param.grad is not None for param in params] if not self.shards else []
-        for param in params:
-            param.grad = None
-
-    def _zero_spent(self, used: Sequence[bool]) -> None:
-        """Resets gradients that a sharded step has used up, as the user last did."""
-        with DisableTorchFunction():  # parameters are held, and may stay so
-            for param, was_used in zip(self._param_table.params, used, strict=True):
-                param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)
 
     # Learning.
 
@@ -580,7 +511,7 @@ class StepController:
 
     def _finish_learning(self) -> None:
         if self._settings.shard_optimizer:
-            self._begin_sharding()
+            self._sharded.begin()
         elif self._planner.overlap == "forward":
             log.info(
                 "%s: updates wait for the next forward pass, except %d whose use was not seen",
@@ -621,16 +552,7 @@ class StepController:
             return
         if self._settings.overlap == "auto":
             self.reducer.ask_for_plan()
-        if not self._told_of_threads:
-            self._told_of_threads = True
-            log.warning(
-                "%s: another thread than the one that trains has used '%s' while updates wait for "
-                "the forward pass, so that either may see a parameter in the middle of its update: "
-                "call optimizer.drain() after step(), before others use parameters, and let them "
-                "be done before the next step()",
-                self._planner.label,
-                name,
-            )
+        self._warnings.thread(name)
 
     def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
         if self.shards is not None:
@@ -643,56 +565,44 @@ class StepController:
             self._watch.gradient_read(i)
         unwrap(grad)
 
-    # Backward passes; see `Listener`.
+    # Backward passes.
 
-    def on_steps_apart(self, ranks: Sequence[int]) -> None:
-        """Ranks whose updates differ have parameters that do.
+    def prepare_backward(self, i: int) -> set[int]:
+        """Before the first gradient of a backward pass, that of parameter i, is sent.
 
-        Raises:
-            MismatchError: Always.
+        Returns:
+            Parameters whose updates the forward pass did not wait for. If one of them gets a
+            gradient, the forward pass has read it without its hook: see `missed_use`.
         """
-        named = name_ranks([self._rank_group.ranks[rank] for rank in ranks])
-        self._update_guard.spoil(
-            f"{self._planner.label}: {named} called no step() between two backward passes that "
-            "sent gradients, and other ranks did, so that their parameters differ"
-        )
-        raise MismatchError(
-            f"{self._update_guard.torn}: see that all ranks take and leave out the same steps "
-            "(with a GradScaler or batches that are left out, all decide alike) and restart the "
-            "job from its last checkpoint"
-        )
-
-    def before_first_gradient(self, i: int) -> None:
-        """Updates that nobody has asked for are applied now."""
-        # Layers that the forward pass skipped have not asked for their updates. If one of them gets
-        # a gradient all the same, it was read past its gate.
         self._forward_hooks.stop_recording()
         self._update_guard.check_whole()
         if self.shards is None:
             self._joined.check_step_taken()
         elif self.reducer.in_flight and self.reducer.dropped(renewed=i):
-            self._drop(self.shards)
+            self._sharded.drop(self.shards)
         self._watch.backward_begins(not self._learned)
         if self._passes and self._defers and self.shards is None:
             self._stay_with_backward("several backward passes before one step() have come up")
-        self._missed_pre_forward = set(self._updates.unvisited)
-        self.on_gradient(i)
+        return set(self._updates.unvisited)
+
+    def finish_updates(self) -> None:
+        """Applies the updates of layers that the forward pass has skipped."""
         self.apply_all()
         self._watch.up_to_date()
 
-    def on_gradient(self, i: int) -> None:
-        """Checks that the forward pass has used the parameter as it was to be."""
-        if i in self._missed_pre_forward:
-            raise Error(
-                f"parameter '{self._param_table.names[i]}' was used in the forward pass before its "
-                "update had been applied, in a way that the first steps did not show; use "
-                'overlap="backward", or call optimizer.synchronize() before the forward pass'
-            )
+    def missed_use(self, i: int) -> Error:
+        """Returns the error of a parameter that the forward pass has read before its update."""
+        return Error(
+            f"parameter '{self._param_table.names[i]}' was used in the forward pass before its "
+            "update had been applied, in a way that the first steps did not show; use "
+            'overlap="backward", or call optimizer.synchronize() before the forward pass'
+        )
 
-    def on_backward_end(self) -> None:
-        """Waits for the sums, or has readers wait for them."""
-        self._missed_pre_forward = set()
-        self._note_pass()
+    def finish_backward(self) -> None:
+        """After all gradients were sent: waits for the sums, or has their first reads wait."""
+        self._passes += 1
+        if self.reducer.learning:
+            self._warnings.no_step(self._passes)
         defers = self._defers and not self._in_step and not self.against
         if self.reducer.shows_parts and self.shards is None:
             self._stay_with_backward("gradients are parts of memory that the script uses, too")
@@ -704,20 +614,6 @@ class StepController:
             self._watch.backward()
         if defers or not (self._learned or self._in_step or self._settings.overlap == "backward"):
             self.reducer.hold_gradients(self._fetch_gradient)
-
-    def _note_pass(self) -> None:
-        """Warns once if passes go on without a step, from which alone jobs are learned."""
-        self._passes += 1
-        if self._passes == _PASSES_WITHOUT_STEP and self.reducer.learning:
-            log.warning(
-                "%s: %d backward passes have sent gradients without a call of step(), so that "
-                "communication is not planned: call step() of the DistributedOptimizer. Where the "
-                "wrapped optimizer updates parameters in other methods, as SAM does in "
-                "first_step() and second_step(), wrap the optimizer that it is made of instead: "
-                "sam.base_optimizer = DistributedOptimizer(sam.base_optimizer, ...)",
-                self._planner.label,
-                self._passes,
-            )
 
     def _stay_with_backward(self, reason: str) -> None:
         """Under "auto", updates do not wait for the forward pass any more."""

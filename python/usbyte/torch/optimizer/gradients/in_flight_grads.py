@@ -49,6 +49,9 @@ class InFlightGrads:
             above, or one that has memory of its own.
         shows_others: Some of those are not the tensors in the arena.
         own: By parameter, whether this rank had a gradient for it in the last step.
+        versions: By parameter, the version of `shown` when it was sent; a write since then is
+            found by it.
+        has_private: Some `shown` are never the flat buffer's memory.
     """
 
     def __init__(
@@ -58,13 +61,14 @@ class InFlightGrads:
         self.tensors = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in params]
         self.shown, self.shows_others = list(self.tensors), False
         self.own = [False] * len(params)
-        self._versions = [0] * len(params)
+        self.versions = [0] * len(params)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: Sequence[torch.Tensor | None] = []  # by parameter, its part of the arena
         self._addresses = [0] * len(params)
         self._storage: torch.UntypedStorage | None = None  # of all `tensors` that are not sparse
         self._storage_uses = 0  # of that storage, when the script refers to none of it
         self._private = [False] * len(params)  # by parameter, `shown` is never the arena's memory
+        self.has_private = False
         self._lent = False  # all parameters have gradients, until they are final
         self._held = False  # some may be
 
@@ -123,7 +127,7 @@ class InFlightGrads:
             return False
         left = [i for i in range(len(self._params)) if self._is_left(i)]
         for i in left:
-            self._private[i] = True
+            self._private[i] = self.has_private = True
         return bool(left)
 
     def _is_left(self, i: int) -> bool:
@@ -198,16 +202,21 @@ class InFlightGrads:
 
     def record_version(self, i: int) -> None:
         """Parameter i's is sent: who changes it from now on is noticed."""
-        self._versions[i] = self.shown[i]._version
+        self.versions[i] = self.shown[i]._version
 
-    def check(self, i: int) -> None:
-        """Raises Error if parameter i's was changed on its way."""
-        if self.shown[i]._version != self._versions[i]:
-            raise Error(
-                f"the gradient of '{self._names[i]}' was modified after backward() while it was on "
-                'its way to the other ranks. Use overlap="backward", or call '
-                "optimizer.synchronize() before you touch gradients."
-            )
+    def check_all(self) -> None:
+        """Raises Error if a gradient was written to on its way."""
+        for i, (shown, version) in enumerate(zip(self.shown, self.versions, strict=True)):
+            if shown._version != version:
+                raise self.modified(i)
+
+    def modified(self, i: int) -> Error:
+        """Returns the error that says so of parameter i's gradient."""
+        return Error(
+            f"the gradient of '{self._names[i]}' was modified after backward() while it was on its "
+            'way to the other ranks. Use overlap="backward", or call optimizer.synchronize() '
+            "before you touch gradients."
+        )
 
     def make_lazy(self, fetch: Sequence[MaterializeFn], expose_remote: bool) -> None:
         """Who reads a gradient has it fetched first, until it was waited for or released.
@@ -255,8 +264,8 @@ class InFlightGrads:
                 if param.grad is not self.shown[i]:
                     absent = not self.own[i] and param.grad is None
                     same = same and absent and not self.was_reset_by_user(i)
-                else:
-                    self.check(i)
+                elif self.shown[i]._version != self.versions[i]:
+                    raise self.modified(i)
         return same
 
     def check_kept(self) -> None:

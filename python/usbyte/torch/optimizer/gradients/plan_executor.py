@@ -108,9 +108,13 @@ class PlanExecutor:
         self._lay_out(plan)
         self._start(plan, steps_before, learning=True)
 
-    def set_enabled(self, name: str, answer: bytes) -> list[bytes]:
+    def gather_answers(self, name: str, answer: bytes) -> list[bytes]:
         """What the ranks answer, by rank. Collective."""
         return self._rank_group.eager.allgather_bytes(f"{self._planner.label}.{name}", answer)
+
+    def wait_for_control(self) -> None:
+        """Waits for the sum of the control tensor."""
+        self.engine.wait(0, self.device.stream())
 
     @property
     def plan(self) -> _core.Plan:

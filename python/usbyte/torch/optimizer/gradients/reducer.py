@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import sys
-import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Protocol
 
 import torch
 
 from usbyte.errors import UsageError
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.fault.recovery import partial_step_error
-from usbyte.torch.layout import NUM_VOTES
 from usbyte.torch.lazy_tensor import MaterializeFn, unwrap
 from usbyte.torch.optimizer.compat.shared_memory import shares_memory
 from usbyte.torch.optimizer.gradients.in_flight_grads import InFlightGrads
 from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
+from usbyte.torch.optimizer.gradients.step_consensus import StepConsensus, StepVote
+from usbyte.torch.optimizer.gradients.step_phase import StepPhase, advance
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.lifecycle import PlanLifecycle
@@ -27,14 +24,9 @@ from usbyte.torch.plan.measurement import JobTimes
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Counts, Rows, empty_like, sparse_tensor
 from usbyte.torch.reduce_op import Sum
-from usbyte.torch.runtime.device import Fetched, Mark
+from usbyte.torch.runtime.device import Mark
 from usbyte.torch.runtime.tensor_checks import check_sendable
-from usbyte.torch.torch_private import (
-    DisableTorchFunction,
-    backward_id,
-    call_after_backward,
-    not_compiled,
-)
+from usbyte.torch.torch_private import DisableTorchFunction, not_compiled
 
 
 def _one_reference() -> int:
@@ -45,25 +37,6 @@ def _one_reference() -> int:
 
 _ONE_REFERENCE = _one_reference()
 
-# What a rank has done with sums.
-_TAKEN, _LEFT_OUT, _SILENT = b"taken", b"left out", b""
-
-
-class Listener(Protocol):
-    """Who turns sums into updates; called by the thread that trains."""
-
-    def on_steps_apart(self, ranks: Sequence[int]) -> None:
-        """On all ranks: these have left out a step that others have taken."""
-
-    def before_first_gradient(self, i: int) -> None:
-        """Inside `backward()`, before the first gradient of a pass is taken: parameter i's."""
-
-    def on_gradient(self, i: int) -> None:
-        """Inside `backward()`: the gradient of parameter i is there."""
-
-    def on_backward_end(self) -> None:
-        """Inside `backward()`: the last gradient is on its way."""
-
 
 def no_whole_gradients(remedy: str) -> UsageError:
     """Somebody wants what a rank has a shard of only."""
@@ -73,29 +46,28 @@ def no_whole_gradients(remedy: str) -> UsageError:
 class Reducer:
     """Sums the gradients of parameters over all ranks, step after step.
 
-    Hooks send them as backward passes give them. The first steps follow DDP's plan over the order
-    of registration, later ones the plans that `PlanLifecycle` has all ranks agree on.
+    A backward pass calls `begin`, `send` for each gradient, and `end`. The first steps follow DDP's
+    plan over the order of registration, later ones the plans that `PlanLifecycle` has all ranks
+    agree on.
 
     Args:
-        settings: What was asked for.
-        trained: The parameters.
+        settings: Arguments of the DistributedOptimizer.
+        param_table: The parameters.
         planner: Makes the plans.
-        transport: Moves the gradients.
-        cycle: Says how long plans stay in force.
-        memory: Of codecs.
+        executor: Runs the plan in force.
+        lifecycle: Decides how long plans stay in force.
+        memory: State of the codecs.
         check: Compares what ranks are about to apply.
-        listener: Told of backward passes.
+        consensus: Agrees with the other ranks about steps.
 
     Attributes:
-        names: Of the parameters.
-        device: Where they are.
-        in_flight: Gradients of the last backward have not been waited for.
-        in_backward: A backward pass that sends has begun and not ended.
-        applied: Updates may have used sums of the last step; for the optimizer to set.
+        names: By parameter, its name.
+        device: Where parameters are.
+        phase: Of the step whose gradients were sent last.
+        has_accumulated: This rank has accumulated gradients since it last sent any.
+        passes: Backward passes since gradients were last sent, of those that count.
         shows_parts: Gradients of the last backward pass lie in memory that the script uses in other
             ways, such as a flat buffer.
-        unsent: This rank has accumulated gradients since it last sent any.
-        stands_in: This rank takes part in the last step that was sent without data of its own.
     """
 
     def __init__(
@@ -107,28 +79,18 @@ class Reducer:
         lifecycle: PlanLifecycle,
         memory: CodecState,
         check: StepChecksum,
-        listener: Listener,
+        consensus: StepConsensus,
     ) -> None:
         self.names, self.device = param_table.names, executor.device
-        self._params, self._sparse = (
-            param_table.params,
-            [n in planner.sparse for n in param_table.names],
-        )
+        self._params = param_table.params
+        self._sparse = [name in planner.sparse for name in param_table.names]
         self._planner, self._executor, self._lifecycle = planner, executor, lifecycle
-        self._memory, self._check, self._listener = memory, check, listener
+        self._memory, self._check, self._consensus = memory, check, consensus
         self._sharded, self._densifies = settings.shard_optimizer, settings.sparse_as_dense
         self._sums = settings.op == Sum
-        self.in_flight = self.in_backward = self.applied = self.has_accumulated = False
-        self.is_joined = self.shows_parts = False
-        self._sync = self._has_data = True
-        self._vote = _SILENT  # on the sums before the last ones
-        self._votes: deque[tuple[bytes, Fetched]] = deque()  # by step; see `_process_votes`
-        self._voted = False  # the arena has those of a step that are not there
-        self._completed = True  # what was sent last, by a step
-        self._has_sums = False  # something has been sent
-        self._passes_per_step, self._passes = settings.passes_per_step, 0  # of backward, with sync
-        self._in_pass = False  # one of those
-        self._task = -1  # autograd's, of the last pass that had begun
+        self.phase = StepPhase.NOTHING_SENT
+        self.has_accumulated = self.shows_parts = False
+        self.passes = 0
         self._used: list[bool] | None = None  # by any rank, by tensor of the plan, once it is known
         # By parameter, a gradient was sent since gradients were last reset.
         self._holds_result = [False] * len(self._params)
@@ -136,11 +98,38 @@ class Reducer:
         self._waits_no_more = False  # after a fault
         self._in_flight = InFlightGrads(self.names, self._params, self._sparse)
         self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
-        this = weakref.ref(self)  # see `ownership`
-        self._handles = [
-            p.register_post_accumulate_grad_hook(partial(_hook, this, i))
-            for i, p in enumerate(self._params)
-        ]
+
+    @property
+    def in_flight(self) -> bool:
+        """Gradients of the last backward pass have not been waited for."""
+        return self.phase in (StepPhase.IN_FLIGHT, StepPhase.APPLYING_SHARDS)
+
+    @property
+    def in_backward(self) -> bool:
+        """A backward pass that sends has begun and not ended."""
+        return self.phase is StepPhase.IN_BACKWARD
+
+    @property
+    def applied(self) -> bool:
+        """Updates may have used sums of the last step."""
+        applying = (StepPhase.APPLYING_SHARDS, StepPhase.APPLIED, StepPhase.COMPLETED)
+        return self.phase in applying
+
+    @property
+    def is_joined(self) -> bool:
+        """This rank contributed zeros to what was sent last."""
+        return self._consensus.is_joined
+
+    def defer(self) -> None:
+        """Each update waits for its own gradient from now on."""
+        self.phase = advance(self.phase, StepPhase.DEFERRED)
+
+    def mark_applied(self) -> None:
+        """An update is about to use sums, or has."""
+        if self.phase is StepPhase.IN_FLIGHT:
+            self.phase = advance(self.phase, StepPhase.APPLYING_SHARDS)
+        elif self.phase in (StepPhase.REDUCED, StepPhase.DEFERRED):
+            self.phase = advance(self.phase, StepPhase.APPLIED)
 
     @property
     def learning(self) -> bool:
@@ -150,23 +139,24 @@ class Reducer:
     @property
     def plan_ends(self) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken."""
-        return self._lifecycle.plan_ends(self._executor.steps) and not self._any_joined()
+        ends = self._lifecycle.plan_ends(self._executor.steps)
+        return ends and not self._consensus.any_joined()
 
     def ask_for_plan(self) -> None:
         """This rank votes for a new plan; see `PlanLifecycle`."""
         self._lifecycle.ask_for_plan()
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Makes gradients plain tensors again."""
         self._in_flight.unwrap()
-        for handle in self._handles:
-            handle.remove()
 
     # Sums.
 
     def wait(self, i: int) -> torch.Tensor | None:
-        """The reduced gradient of parameter i, once it has arrived; see `sum`."""
-        self._wait_for(self._executor.tensor_of_param[i])
+        """Waits for the reduced gradient of parameter i; None if no rank had one."""
+        if not self._waits_no_more:
+            executor = self._executor
+            executor.engine.wait(executor.tensor_of_param[i], self.device.stream())
         return self.sum(i)
 
     def co_arriving(self, indices: Sequence[int]) -> set[int]:
@@ -181,21 +171,19 @@ class Reducer:
         Raises:
             Error: Somebody wrote to it while it was in flight.
         """
-        slot = self._executor.tensor_of_param[i]
-        unwrap(self._in_flight.shown[i])
-        self._in_flight.check(i)
+        sent = self._in_flight
+        unwrap(sent.shown[i])
+        if sent.shown[i]._version != sent.versions[i]:
+            raise sent.modified(i)
         if i in self._executor.rows:
             self._take_rows(i)
-        if not self._in_flight.own[i]:
-            self._wait_for(0)
-            if not self._used_by_slot()[slot]:
+        if not sent.own[i]:
+            if not self._waits_no_more:
+                self._executor.wait_for_control()
+            if not self._used_by_slot()[self._executor.tensor_of_param[i]]:
                 self._memory.rollback(self.names[i])
                 return None
-        return self._in_flight.result(i)
-
-    def _wait_for(self, slot: int) -> None:
-        if not self._waits_no_more:
-            self._executor.engine.wait(slot, self.device.stream())
+        return sent.result(i) if sent.shows_others or sent.has_private else sent.shown[i]
 
     def _take_rows(self, i: int) -> None:
         found = self._executor.engine.take_rows(self._executor.tensor_of_param[i])
@@ -219,8 +207,8 @@ class Reducer:
             self._executor.engine.drain(stream)
             self._lifecycle.waited(start, self.device.now())
         sent.unwrap()
+        sent.check_all()
         for i, param in enumerate(self._params):
-            sent.check(i)
             if not sent.own[i]:
                 gone = sent.was_reset_by_user(i)
                 if param.grad is None and not gone and not self._sparse[i]:
@@ -231,7 +219,7 @@ class Reducer:
                 self.wait(i)
             elif sent.shows_others:
                 sent.bring(i)
-        self.in_flight = False
+        self.phase = advance(self.phase, StepPhase.REDUCED)
 
     def gradient(self, i: int) -> torch.Tensor:
         """What `param.grad` of parameter i was set to when its gradient was sent."""
@@ -321,7 +309,8 @@ class Reducer:
     def release_gathers(self) -> None:
         """The shards hold new values: lets the all_gathers go."""
         self._executor.engine.release_gathers(self.device.stream())
-        self.in_flight = False
+        applied = self.phase is StepPhase.APPLYING_SHARDS
+        self.phase = advance(self.phase, StepPhase.APPLIED if applied else StepPhase.REDUCED)
 
     def wait_gathered(self, i: int) -> None:
         """Waits until `gathered(i)` holds parameter i's new value."""
@@ -355,16 +344,16 @@ class Reducer:
         Args:
             began: When the optimizer's step began; a closure may have run backward in it.
         """
-        executor = self._executor
-        if self._completed:
+        executor, consensus = self._executor, self._consensus
+        if self.phase in (StepPhase.NOTHING_SENT, StepPhase.COMPLETED):
             return  # a step with the same sums once more
-        self._completed = True
+        self.phase = advance(self.phase, StepPhase.COMPLETED)
         if self._lifecycle.affects_plan(executor.steps):
-            if self._any_joined():
+            if consensus.any_joined():
                 return self._lifecycle.skip_step(self._in_flight.own)
             due = self._lifecycle.plan_boundary_next(executor.steps)
-            self._process_votes(0)  # of earlier steps first; and the arena may go
-            if due and not self._all_ranks_step(_TAKEN):
+            consensus.process_votes(0)  # of earlier steps first; and the flat buffer may go
+            if due and not consensus.all_ranks_step(StepVote.STEPPED):
                 return self._lifecycle.skip_step(self._in_flight.own)
         plan = self._lifecycle.end_step(
             executor.steps,
@@ -378,25 +367,6 @@ class Reducer:
             executor.switch_plan(plan, self.learning)
             self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
 
-    def _any_joined(self) -> bool:
-        """Ranks have sent nothing, which do not see whether the others take a step with it.
-
-        Those may leave it out, as a GradScaler does, or run backward again before it.
-        """
-        self._wait_for(0)
-        return any(self.device.fetch(self._executor.flat_buffer.votes[2:3]).get())
-
-    def _all_ranks_step(self, vote: bytes) -> bool:
-        """Whether all ranks take a step. Collective.
-
-        Raises:
-            MismatchError: Some have left out what others have taken.
-        """
-        votes = self._executor.set_enabled("stepped", vote)
-        if _TAKEN in votes and _LEFT_OUT in votes:
-            self._listener.on_steps_apart([r for r, vote in enumerate(votes) if vote == _LEFT_OUT])
-        return set(votes) == {_TAKEN}
-
     def _decide(self, times: JobTimes, rows: Mapping[str, Counts]) -> Decision:
         """Plans with the other ranks, from what they have learned and a probe of the network."""
         measured, topology = self._executor.probe()
@@ -406,107 +376,54 @@ class Reducer:
 
     # Backward passes.
 
-    def set_sync(self, sync: bool) -> bool:
-        """With False, backward only accumulates gradients locally. Returns what it was before."""
-        before, self._sync = self._sync, sync
-        return before
-
-    @property
-    def accumulates(self) -> bool:
-        """Some of several backward passes until the next sum have been seen."""
-        return self._passes_per_step > 1 and self.has_accumulated
-
-    def flush_accumulated(self) -> None:
-        """Sends what was accumulated without sync, as if a backward pass had ended now."""
-        self._begin()
-        self._end()
-
-    def contribute_zeros(self) -> bool:
+    def send_zeros(self) -> bool:
         """Takes part in a step of the other ranks with nothing; waits for them.
 
         All gradients of this rank must be reset.
 
         Returns:
-            Whether any rank has sent something; if not, nothing is in flight any more.
+            Whether any rank has sent something; if not, `drop_zeros` is to follow.
         """
-        self._has_data = False
+        self._consensus.has_data = False
         try:
-            self.flush_accumulated()
+            self.begin()
+            self.end()
         finally:
-            self._has_data = True
-        self._executor.engine.wait(0, self.device.stream())
-        if self._executor.flat_buffer.votes[1].item():
-            return True
+            self._consensus.has_data = True
+        self._executor.wait_for_control()
+        return bool(self._executor.flat_buffer.votes[1].item())
+
+    def drop_zeros(self) -> None:
+        """No rank has sent anything: nothing is in flight any more."""
         if self._sharded and not self.learning:
             self.wait_reduced()
             self.release_gathers()  # of nothing, which nobody is going to take
         self.settle()
-        return False
 
-    def on_grad_ready(self, i: int) -> None:
-        """Inside `backward()`: the gradient of parameter i is there."""
-        if not self._in_pass:
-            task = backward_id()
-            if self._sync or task != self._task:
-                self._task = task
-                self._check_not_captured()
-                self._listener.before_first_gradient(i)
-            if self._sync:
-                self._begin_pass()
-        self._listener.on_gradient(i)
-        if self.in_backward:
-            self._enqueue_grad(i)
-        else:
-            self.has_accumulated = True
+    def begin(self) -> None:
+        """A backward pass is about to send gradients.
 
-    def _check_not_captured(self) -> None:
-        # Replays would neither be sent nor reach `param.grad`, which is the arena's from then on.
-        if self.device.capturing():
-            raise UsageError(
-                "a backward pass is being captured into a CUDA graph, and what a replay adds to "
-                "gradients would be lost: leave backward() out of the capture"
-            )
-
-    def _begin_pass(self) -> None:
-        if self._passes + 1 == self._passes_per_step:
-            self._begin()
-        self._in_pass = True
-        call_after_backward(self._end_pass)
-
-    def _end_pass(self) -> None:
-        self._in_pass = False
-        self._passes += 1
-        if self.in_backward:
-            self._end()
-
-    def _begin(self) -> None:
+        Raises:
+            UsageError: Those of the last one are on their way.
+            MismatchError: On all ranks: some have skipped a step that others have taken.
+        """
         if self.in_flight:
             other = "leave out shard_optimizer" if self._sharded else 'use overlap="backward"'
             raise UsageError(
                 "backward() ran again before step() while gradients were on their way. Accumulate "
                 f"under optimizer.no_sync(), or {other}."
             )
-        stream = self.device.stream()
-        self._executor.engine.drain(stream)
-        in_shards = self._sharded and not self.learning  # which compare what is dropped themselves
-        # Who joins is given the parameters of the others.
-        silent = self.is_joined or in_shards or not (self._has_data and self._has_sums)
-        vote = _SILENT if silent else _TAKEN if self.applied else _LEFT_OUT
-        due = not self._completed and self._lifecycle.plan_boundary_next(self._executor.steps)
-        due = due and not self._any_joined()
-        self._process_votes(0 if due or self.learning else self.device.lag)
-        if due:
-            self._all_ranks_step(vote)  # those that complete it ask, too
-        self._vote = vote
+        self._executor.engine.drain(self.device.stream())
+        self._consensus.begin_step(self.phase, self._sharded and not self.learning)
         self._check.begin(self._executor.steps)
         self._in_flight.begin()
         self._leave_kept_gradients()
         self._memory.begin_step()
-        self.has_accumulated = self.applied = self.shows_parts = False
-        self.is_joined = not self._has_data
+        self.has_accumulated = self.shows_parts = False
+        self._consensus.record_participation()
         self._executor.sender.begin()
         self._used = None
-        self.in_backward = True
+        self.phase = advance(self.phase, StepPhase.IN_BACKWARD)
 
     def _leave_kept_gradients(self) -> None:
         """Lets a script keep gradients in the arena that the next ones would overwrite."""
@@ -516,33 +433,11 @@ class Reducer:
             self._executor.renew(self.learning)
             self._in_flight.rebind(self._executor.flat_buffer.buffer, self._executor.grad_views())
 
-    def _process_votes(self, lag: int) -> None:
-        """Looks at the votes of all steps but the last `lag`, which may have yet to arrive."""
-        if self._voted:
-            self._votes.append((self._vote, self.device.fetch(self._executor.flat_buffer.votes)))
-            self._voted = False
-        while len(self._votes) > lag:
-            own, votes = self._votes.popleft()
-            flags = votes.get()
-            wanted, _, joined, taken, left_out = map(bool, flags[:NUM_VOTES])
-            self._lifecycle.record_votes(wanted, joined)
-            self._check.record_votes(flags[NUM_VOTES:])
-            if taken and left_out:
-                self._all_ranks_step(own)  # they do not
-
-    def _enqueue_grad(self, i: int) -> None:
-        if self._in_flight.own[i]:
-            raise UsageError(
-                f"backward() has given a second gradient of '{self.names[i]}' after the first was "
-                "sent, as where checkpoint() runs a module twice: pass use_reentrant=False there, "
-                "or run backward() under optimizer.no_sync(), so that step() sends the sum. If an "
-                "earlier backward() has failed, restart the job from its last checkpoint"
-            )
-        self._send(i)
-
-    def _send(self, i: int) -> None:
+    def send(self, i: int) -> None:
         """Sends the gradient that parameter i has. Callers must hold no reference to it."""
         param, sent = self._params[i], self._in_flight
+        if sent.own[i]:
+            raise self._second_gradient(i)
         grad = param.grad
         if grad is None:
             raise UsageError(
@@ -579,8 +474,20 @@ class Reducer:
                 f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
                 "the model's dtype is changed"
             )
-        self._executor.sender.send(i, grad, sent.show(i, grad, is_shared))
-        sent.record_version(i)
+        if is_shared or sent.has_private:
+            shown = sent.show(i, grad, is_shared)
+        else:
+            sent.shown[i] = shown = sent.tensors[i]
+        self._executor.sender.send(i, grad, shown)
+        sent.versions[i] = sent.shown[i]._version
+
+    def _second_gradient(self, i: int) -> UsageError:
+        return UsageError(
+            f"backward() has given a second gradient of '{self.names[i]}' after the first was "
+            "sent, as where checkpoint() runs a module twice: pass use_reentrant=False there, or "
+            "run backward() under optimizer.no_sync(), so that step() sends the sum. If an earlier "
+            "backward() has failed, restart the job from its last checkpoint"
+        )
 
     def _send_rows(self, i: int, grad: torch.Tensor) -> None:
         self._executor.rows[i] = Rows(self.names[i], grad, self._params[i], self.device)
@@ -597,7 +504,8 @@ class Reducer:
                 "under optimizer.no_sync()"
             )
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """All gradients of the backward pass are there: sends zeros for those that it has not."""
         for i, param in enumerate(self._params):
             if self._in_flight.own[i]:
                 continue
@@ -609,20 +517,14 @@ class Reducer:
                 self._in_flight.shown[i] = self._in_flight.tensors[i]
                 self._in_flight.record_version(i)
             else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP
-                self._send(i)
+                self.send(i)
         used = [self._in_flight.own[i] for i in self._executor.param_of_tensor]
-        wanted, has_data = self._lifecycle.end_backward(), self._has_data
-        votes = wanted, has_data, not has_data, self._vote == _TAKEN, self._vote == _LEFT_OUT
-        checks = self._check.flags(self._executor.steps - 1, not has_data)
-        self._executor.sender.send_flags([*map(float, used), *map(float, votes), *checks])
+        votes = self._consensus.flags(wants_plan=self._lifecycle.end_backward())
+        self._executor.sender.send_flags([*map(float, used), *votes])
         self._executor.engine.end_backward()
-        self._voted = self._has_sums = True
-        self._completed = False
         self._in_flight.check_kept()
-        self._passes = 0
-        self.in_backward = False
-        self.in_flight = True
-        self._listener.on_backward_end()
+        self.passes = 0
+        self.phase = advance(self.phase, StepPhase.IN_FLIGHT)
 
 
 @not_compiled
@@ -634,14 +536,3 @@ def _is_older(grad: torch.Tensor) -> bool:
 def _state_of(grad: torch.Tensor) -> tuple[int, int]:
     """Changes when the gradient is replaced or written to. Keeps no reference to it."""
     return id(grad), grad._version
-
-
-def _hook(of: weakref.ref[Reducer], i: int, _param: object) -> None:
-    # What torch passes is what a hook before this one has returned, if it has returned something.
-    reducer = of()
-    if reducer is None:
-        raise UsageError(
-            "a parameter has a gradient that its DistributedOptimizer does not see, as that is "
-            "gone: make one for the parameters that are trained"
-        )
-    reducer.on_grad_ready(i)

@@ -1,0 +1,106 @@
+"""Follows backward passes: sends each gradient as autograd makes it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from usbyte.errors import UsageError
+from usbyte.torch.optimizer.gradients.step_phase import StepPhase
+from usbyte.torch.optimizer.step_controller import StepController
+from usbyte.torch.torch_private import backward_id, call_after_backward
+
+
+class BackwardDriver:
+    """Has hooks on parameters, by which autograd calls it; calls the controller and the reducer.
+
+    Args:
+        controller: Takes the steps.
+        params: The parameters.
+        passes_per_step: Backward passes that accumulate before gradients are sent.
+    """
+
+    def __init__(
+        self, controller: StepController, params: Sequence[nn.Parameter], passes_per_step: int
+    ) -> None:
+        self._controller, self._passes_per_step = controller, passes_per_step
+        self._reducer = controller.reducer
+        self._sync = True
+        self._in_pass = False  # a backward pass, with sync
+        self._backward_id = -1  # of the last pass that has begun
+        self._missed: set[int] = set()  # parameters that the forward pass did not ask for
+        # Torch keeps hooks where Python's garbage collector does not look.
+        this = weakref.ref(self)
+        self._handles = [
+            param.register_post_accumulate_grad_hook(partial(_on_grad_ready, this, i))
+            for i, param in enumerate(params)
+        ]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def set_sync(self, sync: bool) -> bool:
+        """With False, backward passes only accumulate gradients. Returns the value before."""
+        before, self._sync = self._sync, sync
+        return before
+
+    @property
+    def accumulates(self) -> bool:
+        """True between the first and the last of several backward passes of a step."""
+        return self._passes_per_step > 1 and self._reducer.has_accumulated
+
+    def _begin_pass(self, i: int) -> None:
+        """Before the first gradient of a pass is sent, that of parameter i."""
+        current = backward_id()
+        if self._sync or current != self._backward_id:
+            self._backward_id = current
+            self._check_not_captured()
+            self._missed = self._controller.prepare_backward(i)
+            if i in self._missed:
+                raise self._controller.missed_use(i)
+            self._controller.finish_updates()
+        if self._sync:
+            if self._reducer.passes + 1 == self._passes_per_step:
+                self._reducer.begin()
+            self._in_pass = True
+            call_after_backward(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._in_pass = False
+        self._reducer.passes += 1
+        if self._reducer.phase is StepPhase.IN_BACKWARD:
+            self._reducer.end()
+            self._missed = set()
+            self._controller.finish_backward()
+
+    def _check_not_captured(self) -> None:
+        # Replays would neither be sent nor reach `param.grad`, which is the flat buffer's then.
+        if self._reducer.device.capturing():
+            raise UsageError(
+                "a backward pass is being captured into a CUDA graph, and what a replay adds to "
+                "gradients would be lost: leave backward() out of the capture"
+            )
+
+
+def _on_grad_ready(of: weakref.ref[BackwardDriver], i: int, _param: object) -> None:
+    # What torch passes is what a hook before this one has returned, if it has returned something.
+    driver = of()
+    if driver is None:
+        raise UsageError(
+            "a parameter has a gradient that its DistributedOptimizer does not see, as that is "
+            "gone: make one for the parameters that are trained"
+        )
+    if not driver._in_pass:
+        driver._begin_pass(i)
+    if i in driver._missed:
+        raise driver._controller.missed_use(i)
+    reducer = driver._reducer
+    if reducer.phase is StepPhase.IN_BACKWARD:
+        reducer.send(i)
+    else:
+        reducer.has_accumulated = True

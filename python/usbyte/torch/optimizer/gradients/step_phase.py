@@ -1,0 +1,51 @@
+"""Where an optimizer's step stands, from its first gradient to its end."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from usbyte.errors import Error
+
+
+class StepPhase(Enum):
+    """What has happened to the gradients that were sent last.
+
+    `TRANSITIONS` lists what may follow.
+    """
+
+    NOTHING_SENT = "nothing was sent yet"
+    IN_BACKWARD = "a backward pass sends gradients"
+    IN_FLIGHT = "all gradients were sent, and none was waited for"
+    DEFERRED = "step() was called, and each update waits for its gradient"
+    REDUCED = "all sums are there, or nobody wants them"
+    APPLYING_SHARDS = "this rank's shards are updated, and not gathered"
+    APPLIED = "updates have used sums"
+    COMPLETED = "step() is over"
+
+
+TRANSITIONS: dict[StepPhase, frozenset[StepPhase]] = {
+    StepPhase.NOTHING_SENT: frozenset({StepPhase.IN_BACKWARD}),
+    StepPhase.IN_BACKWARD: frozenset({StepPhase.IN_FLIGHT}),
+    StepPhase.IN_FLIGHT: frozenset(
+        {StepPhase.REDUCED, StepPhase.DEFERRED, StepPhase.APPLYING_SHARDS}
+    ),
+    StepPhase.DEFERRED: frozenset({StepPhase.APPLIED, StepPhase.IN_BACKWARD}),
+    StepPhase.REDUCED: frozenset({StepPhase.APPLIED, StepPhase.IN_BACKWARD}),
+    StepPhase.APPLYING_SHARDS: frozenset({StepPhase.APPLIED}),
+    StepPhase.APPLIED: frozenset({StepPhase.COMPLETED, StepPhase.IN_BACKWARD}),
+    StepPhase.COMPLETED: frozenset({StepPhase.IN_BACKWARD}),
+}
+
+
+def advance(before: StepPhase, after: StepPhase) -> StepPhase:
+    """Returns `after`.
+
+    Raises:
+        Error: `after` cannot follow `before`, which is a fault of usbyte itself.
+    """
+    if after is not before and after not in TRANSITIONS[before]:
+        raise Error(
+            f"a step cannot go from '{before.value}' to '{after.value}': report this as a bug, and "
+            "restart the job from its last checkpoint"
+        )
+    return after

@@ -1,0 +1,184 @@
+"""Steps in which each rank updates a shard of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from usbyte.errors import MismatchError, UsageError
+from usbyte.torch.fault.update_guard import UpdateGuard
+from usbyte.torch.lazy_tensor import MaterializeFn
+from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
+from usbyte.torch.optimizer.gradients.reducer import Reducer, no_whole_gradients
+from usbyte.torch.optimizer.hyperparam_sync import HyperparamSync
+from usbyte.torch.optimizer.param_groups import ParamGroupIndex
+from usbyte.torch.optimizer.sharded import ShardedUpdates
+from usbyte.torch.plan.job import ParamTable
+from usbyte.torch.torch_private import DisableTorchFunction
+from usbyte.torch.world.rank_group import RankGroup
+
+
+class ShardedSteps:
+    """Begins and ends the sharding of optimizer state, and resets gradients that a step consumed.
+
+    Args:
+        rank_group: The ranks that take part.
+        label: Name of the optimizer.
+        optimizer: The wrapped optimizer.
+        param_table: Its parameters.
+        groups: Their places in its param_groups.
+        reducer: Has their gradients.
+        executor: Runs the plan in force.
+        max_grad_norm: Norm to clip gradients to; None: they are not clipped.
+        fetch: By parameter, what the first read of it calls.
+        take_step: Calls the wrapped optimizer's step.
+        update_guard: Counts steps.
+        joined: Syncs hyper-parameters with ranks that have joined.
+
+    Attributes:
+        shards: The shards; None while a plan is learned, or without shard_optimizer.
+    """
+
+    def __init__(
+        self,
+        rank_group: RankGroup,
+        label: str,
+        optimizer: torch.optim.Optimizer,
+        param_table: ParamTable,
+        groups: ParamGroupIndex,
+        reducer: Reducer,
+        executor: PlanExecutor,
+        max_grad_norm: float | None,
+        fetch: Sequence[MaterializeFn],
+        take_step: Callable[[], Any],
+        update_guard: UpdateGuard,
+        joined: HyperparamSync,
+    ) -> None:
+        self._rank_group, self._label, self._optimizer = rank_group, label, optimizer
+        self._param_table, self._groups = param_table, groups
+        self._reducer, self._executor = reducer, executor
+        self._max_grad_norm, self._fetch, self._take_step = max_grad_norm, fetch, take_step
+        self._update_guard, self._joined = update_guard, joined
+        self.shards: ShardedUpdates | None = None
+        self._set_to_none = True  # when gradients were reset last
+        self._consumed: list[bool] = []  # as `ShardedUpdates.used`, while a plan is learned
+
+    def begin(self) -> ShardedUpdates:
+        """Shards the optimizer's state under the plan in force."""
+        self.shards = ShardedUpdates(
+            self._rank_group,
+            self._label,
+            self._optimizer,
+            self._param_table,
+            self._groups,
+            self._reducer,
+            self._executor.plan,
+            self._max_grad_norm,
+            self._fetch,
+            self._take_step,
+        )
+        return self.shards
+
+    def end(self) -> None:
+        """Gives the optimizer its whole state back, if it is in shards. Collective."""
+        if self.shards is not None:
+            self.shards.unshard_state()
+            self.shards = None
+
+    def step(self, shards: ShardedUpdates) -> bool:
+        """Updates this rank's shards with the gradients in flight.
+
+        Returns:
+            False where there is nothing to update with.
+
+        Raises:
+            UsageError: The last step has used the gradients up, or one was set by hand.
+        """
+        if not self._reducer.in_flight:
+            if shards.grads_consumed:
+                raise UsageError(
+                    "step() again without backward(): with shard_optimizer=True a step uses its "
+                    "gradients up; call backward() before the next one"
+                )
+            if (i := self._reducer.unsent_gradient()) >= 0:
+                raise UsageError(
+                    f"the gradient of '{self._param_table.names[i]}' was set by hand, and with "
+                    "shard_optimizer=True a step uses what backward() has sent: leave it out"
+                )
+            return False
+        if self._reducer.dropped():
+            self.drop(shards)
+            return False
+        self._joined.sync()
+        with self._update_guard.applying():
+            shards.step()
+            self._update_guard.defer_all()
+        return True
+
+    def drop(self, shards: ShardedUpdates) -> None:
+        """Nobody wants the gradients in flight any more, here and on all ranks."""
+        with self._update_guard.updating():
+            if not self._reducer.in_flight:  # another thread has done so
+                return
+            self._joined.sync()  # where ranks that have joined wait for this one
+            try:
+                shards.drop()
+            except MismatchError as error:
+                self._executor.check()  # after a fault a device may hold anything
+                self._update_guard.mark_partial_step(error)
+                raise
+
+    def change_plan(self, shards: ShardedUpdates) -> None:
+        """Ends the step after which the plan changes; everything is applied."""
+        self.end()
+        self._reducer.finish_step(self._reducer.device.now())
+        if self._reducer.learning:
+            self._consumed = list(shards.used)
+        else:
+            self.begin().used = shards.used
+
+    def release_grads(self) -> None:
+        """Resets gradients after a step that was taken as a whole, as one on shards does."""
+        params = self._param_table.params
+        self._consumed = [param.grad is not None for param in params] if not self.shards else []
+        for param in params:
+            param.grad = None
+
+    def zero_grad(self, set_to_none: bool) -> bool:
+        """Resets gradients if there are shards; returns False otherwise."""
+        self._set_to_none = set_to_none
+        if self.shards is None:
+            return False
+        used = self.shards.used
+        if self._reducer.in_flight:
+            self.drop(self.shards)
+            used = self.shards.used
+        else:
+            with DisableTorchFunction():  # parameters are lazy, and stay so
+                has = [param.grad is not None for param in self._param_table.params]
+            consumed = self.shards.grads_consumed
+            used = [h or (u and consumed) for h, u in zip(has, used, strict=True)]
+        self._zero(used)
+        self.shards.grads_consumed = not set_to_none  # zeros are gradients too
+        return True
+
+    def zero_consumed(self, set_to_none: bool) -> None:
+        """While a plan is learned: resets gradients that the last step has consumed."""
+        if self._consumed and not set_to_none:  # zeros are gradients too
+            rows = zip(self._consumed, self._param_table.params, strict=True)
+            self._zero([used or param.grad is not None for used, param in rows])
+        self._consumed = []
+
+    def check_whole_gradients(self) -> None:
+        """Raises UsageError while gradients are on their way of which ranks get shards only."""
+        if self.shards is not None and self._reducer.in_flight:
+            raise no_whole_gradients(
+                "call step() right after backward(), and clip with max_grad_norm="
+            )
+
+    def _zero(self, used: Sequence[bool]) -> None:
+        with DisableTorchFunction():  # parameters are lazy, and may stay so
+            for param, was_used in zip(self._param_table.params, used, strict=True):
+                param.grad = None if self._set_to_none or not was_used else torch.zeros_like(param)

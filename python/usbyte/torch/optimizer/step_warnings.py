@@ -1,0 +1,79 @@
+"""Warnings about a script, each of which is logged once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+log = logging.getLogger("usbyte")
+
+_PASSES_WITHOUT_STEP = 30
+
+
+class StepWarnings:
+    """Logs what a script does that costs speed or equal parameters.
+
+    Args:
+        label: Name of the optimizer.
+        names: By parameter, its name.
+    """
+
+    def __init__(self, label: str, names: Sequence[str]) -> None:
+        self._label, self._names = label, names
+        self._told: set[str] = set()
+
+    def is_new(self, topic: str) -> bool:
+        """Returns True the first time."""
+        if topic in self._told:
+            return False
+        self._told.add(topic)
+        return True
+
+    def aliases(self, aliased: Sequence[int]) -> None:
+        """Updates of these parameters do not wait, as other tensors show their memory."""
+        if self.is_new("aliases"):
+            log.warning(
+                "%s: a script keeps other tensors over the memory of %d of %d parameters, '%s' for "
+                "one, as a state_dict() or p.data are, so that step() waits for their gradients: "
+                "copy what you keep (copy.deepcopy), or take it anew each time",
+                self._label,
+                len(aliased),
+                len(self._names),
+                self._names[aliased[0]],
+            )
+
+    def set_by_hand(self, i: int) -> None:
+        """No backward pass has given the gradient of parameter i, so nobody sends it."""
+        if self.is_new("unsent"):
+            log.warning(
+                "%s: the gradient of '%s' was set by hand, and only those that backward() gives "
+                "are summed: ranks come apart unless all set the same, as with "
+                "usbyte.torch.allreduce",
+                self._label,
+                self._names[i],
+            )
+
+    def thread(self, name: str) -> None:
+        """Another thread than the one that trains has used a parameter while updates wait."""
+        if self.is_new("threads"):
+            log.warning(
+                "%s: another thread than the one that trains has used '%s' while updates wait for "
+                "the forward pass, so that either may see a parameter in the middle of its update: "
+                "call optimizer.drain() after step(), before others use parameters, and let them "
+                "be done before the next step()",
+                self._label,
+                name,
+            )
+
+    def no_step(self, passes: int) -> None:
+        """So many backward passes have sent gradients, and no step has followed."""
+        if passes == _PASSES_WITHOUT_STEP:
+            log.warning(
+                "%s: %d backward passes have sent gradients without a call of step(), so that "
+                "communication is not planned: call step() of the DistributedOptimizer. Where the "
+                "wrapped optimizer updates parameters in other methods, as SAM does in "
+                "first_step() and second_step(), wrap the optimizer that it is made of instead: "
+                "sam.base_optimizer = DistributedOptimizer(sam.base_optimizer, ...)",
+                self._label,
+                passes,
+            )
