@@ -78,7 +78,9 @@ class FaultCoordinator:
         self._survivors: list[int] | None = None
         self._closing = False
         self._store.set(f"who/{rank}", f"host {socket.gethostname()}, pid {os.getpid()}")
-        self._thread = threading.Thread(target=self._receive_messages, name="usbyte-faults", daemon=True)
+        self._thread = threading.Thread(
+            target=self._receive_messages, name="usbyte-faults", daemon=True
+        )
         self._thread.start()
 
     @property
