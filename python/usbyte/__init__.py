@@ -1,6 +1,6 @@
-"""usbyte: gradient communication for PyTorch, planned as a whole.
+"""usbyte: planned gradient communication for PyTorch.
 
-`import usbyte.torch as ub` is what training scripts use.
+Training scripts use `import usbyte.torch as ub`.
 """
 
 __version__ = "0.1.0"

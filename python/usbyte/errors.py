@@ -1,4 +1,4 @@
-"""The exceptions usbyte raises, each the Python side of a C++ class of the same name."""
+"""The exceptions that usbyte raises; each is the C++ exception class of the same name."""
 
 from usbyte._core import EnvError, Error, FaultError, MismatchError, PlanError, UsageError
 

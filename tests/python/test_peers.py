@@ -166,6 +166,6 @@ def test_what_has_no_memory_of_its_own_is_refused_by_all_collectives(single):
 
 def test_a_verdict_for_what_was_never_submitted_is_no_operation(single):
     queue = current().eager
-    verdict = operations.Verdict(OperationName.user("x").key)
+    verdict = operations.MatchResult(OperationName.user("x").key)
     with pytest.raises(MismatchError, match="'x' is to run on rank 0, which has not submitted it"):
         queue._execute(verdict)

@@ -47,7 +47,7 @@ def test_calls_wait_for_those_before_them_only_if_they_are_patient():
     assert calls.run(lambda: 2, 30, ignore_backlog=True) == 2
     assert calls.run(lambda: 3, 30) == 3
     calls.close()
-    with pytest.raises(RuntimeError, match="not asked any more"):
+    with pytest.raises(RuntimeError, match="connection is closed"):
         calls.run(lambda: 4, 30)
 
 

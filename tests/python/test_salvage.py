@@ -25,7 +25,7 @@ from usbyte.torch.fault.recovery import (
     RankProgress,
     RecoveryDecision,
     decide_recovery,
-    partial_step_error,
+    has_partial_step,
 )
 from usbyte.torch.lazy_tensor import make_lazy, unwrap
 from usbyte.torch.world import world
@@ -448,10 +448,10 @@ def test_a_tensor_that_takes_the_place_of_one_that_was_dirty_is_nobodys():
 
 
 def test_sums_that_have_not_passed_a_device_are_torn_where_updates_used_them():
-    assert not partial_step_error({"step": 5, "open_step": 0}, applied=True)
-    assert partial_step_error({"step": 5, "open_step": 5}, applied=True)
-    assert not partial_step_error({"step": 5, "open_step": 5}, applied=False)
-    assert partial_step_error({"step": 5, "open_step": 4}, applied=False)
+    assert not has_partial_step({"step": 5, "open_step": 0}, applied=True)
+    assert has_partial_step({"step": 5, "open_step": 5}, applied=True)
+    assert not has_partial_step({"step": 5, "open_step": 5}, applied=False)
+    assert has_partial_step({"step": 5, "open_step": 4}, applied=False)
 
 
 def faults_while_learning(rank, size):

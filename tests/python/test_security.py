@@ -82,8 +82,8 @@ def test_processes_without_the_jobs_token_are_refused_and_the_job_goes_on(start:
     for rank, token, problem in [
         (0, None, "this process has no USBYTE_JOB_TOKEN"),
         (1, None, "this process has no USBYTE_JOB_TOKEN"),
-        (1, "0" * 32, "its USBYTE_JOB_TOKEN is of another job"),
-        (0, "0" * 32, "its USBYTE_JOB_TOKEN is of another job"),
+        (1, "0" * 32, "this process has the USBYTE_JOB_TOKEN of another job"),
+        (0, "0" * 32, "this process has the USBYTE_JOB_TOKEN of another job"),
     ]:
         ended = intrude(port, rank, token)
         assert ended.returncode == 1

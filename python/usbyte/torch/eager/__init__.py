@@ -1,1 +1,1 @@
-"""Collectives outside of the plan: negotiated by name, one after another, among any ranks."""
+"""Eager collectives: matched by name across ranks, run one at a time, outside of the plan."""

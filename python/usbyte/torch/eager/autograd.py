@@ -1,9 +1,9 @@
-"""Autograd through eager collectives, with the gradients that Horovod gives them.
+"""Autograd functions of the eager collectives, with Horovod's gradients.
 
-Horovod's convention: the loss is the mean of the ranks' losses, and an averaging collective hands
-its gradient back averaged, a summing one summed. Every rank must run backward through the
-collective, and through several in one order, since each blocks. The backward collective bears the
-forward one's name, for the messages.
+Horovod defines the loss as the mean of the ranks' losses. The gradient of an averaging collective
+is averaged, and that of a summing collective is summed. Every rank must run backward through the
+collective. Each backward collective blocks, so all ranks must run several of them in one order.
+A backward collective has the name of its forward collective, with `.backward` appended.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Allreduce(torch.autograd.Function):
         factors: Factors,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Reduces a group of tensors."""
+        """Reduces the tensors elementwise across ranks; returns one result for each."""
         ctx.call = queue, name.backward(), op, factors
         request = operations.allreduce(queue.peers, name, tensors, op, factors)
         return tuple(queue.submit(request).synchronize())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
-        """Reduces the gradients."""
+        """Reduces the gradients of the outputs in the same way as the inputs."""
         queue, name, op, factors = ctx.call
         _check_differentiable(name, op)
         return (None, None, None, None, *Allreduce.apply(queue, name, op, factors, *grads))
@@ -51,14 +51,15 @@ class Allreduce(torch.autograd.Function):
 class Allgather(torch.autograd.Function):
     """Gradient of each input: this rank's rows of the average of the output's gradients.
 
-    What has no gradients, such as a mask, may travel along, whether it can be averaged or not.
+    Tensors that have no gradient (for example an integer or bool mask) may be gathered in the same
+    call, even if their dtype cannot be averaged.
     """
 
     @staticmethod
     def forward(
         ctx: Any, queue: EagerQueue, name: OperationName, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Gathers a group of tensors."""
+        """Concatenates each tensor's rows of all ranks; returns one result for each tensor."""
         request = operations.allgather(queue.peers, name, tensors)
         gathered = queue.submit(request).synchronize()
         rank = queue.peers.rank
@@ -69,23 +70,23 @@ class Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
-        """Averages the gradients and cuts out this rank's rows."""
+        """Averages the gradients and returns this rank's rows of them."""
         queue, name = ctx.call
-        mine: list[Grad] = [None] * len(grads)
+        local: list[Grad] = [None] * len(grads)
         some = [i for i, g in enumerate(grads) if g.is_floating_point() or g.is_complex()]
         for i, mean in zip(some, _averaged(queue, name, [grads[i] for i in some]), strict=True):
-            mine[i] = mean.narrow(0, *ctx.own[i]).reshape(ctx.shapes[i])
-        return None, None, *mine
+            local[i] = mean.narrow(0, *ctx.own[i]).reshape(ctx.shapes[i])
+        return None, None, *local
 
 
 class Broadcast(torch.autograd.Function):
-    """Gradient of the input: on the root the average of the outputs' gradients, elsewhere zero."""
+    """Gradient of the input: the average of the outputs' gradients on the root, else zero."""
 
     @staticmethod
     def forward(
         ctx: Any, queue: EagerQueue, name: OperationName, root: int, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """Broadcasts a tensor."""
+        """Returns the tensor of the rank `root` on every rank."""
         ctx.call = queue, name.backward()
         ctx.is_root = queue.peers.name == root
         request = operations.broadcast(queue.peers, name, tensor, root)
@@ -94,14 +95,17 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
-        """Averages the gradient."""
+        """Averages the gradient across ranks; returns zeros on ranks other than the root."""
         queue, name = ctx.call
         mean = _averaged(queue, name, grads)[0]
         return None, None, None, mean if ctx.is_root else torch.zeros_like(mean)
 
 
 class Reducescatter(torch.autograd.Function):
-    """Gradient of each input: the gathered gradients of the output; for Sum times the ranks."""
+    """Gradient of each input: the gathered gradients of the outputs.
+
+    They are multiplied by the prescale and postscale factors, and for Sum by the number of ranks.
+    """
 
     @staticmethod
     def forward(
@@ -112,7 +116,7 @@ class Reducescatter(torch.autograd.Function):
         factors: Factors,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Reduces and scatters a group of tensors."""
+        """Reduces the tensors elementwise; returns this rank's rows of each."""
         ctx.call = queue, name.backward(), op
         ctx.scale = factors[0] * factors[1] * (queue.peers.size if op is ReduceOp.SUM else 1)
         request = operations.reducescatter(queue.peers, name, tensors, op, factors)
@@ -120,7 +124,7 @@ class Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
-        """Gathers the gradients."""
+        """Scales the gradients and gathers those of all ranks."""
         queue, name, op = ctx.call
         _check_differentiable(name, op)
         scaled = [grad * ctx.scale for grad in grads]
@@ -128,13 +132,13 @@ class Reducescatter(torch.autograd.Function):
 
 
 class Alltoall(torch.autograd.Function):
-    """Gradient of the input: every row's gradient, sent back to where the row came from."""
+    """Gradient of the input: each row's gradient, sent back to the rank that the row is from."""
 
     @staticmethod
     def forward(
         ctx: Any, queue: EagerQueue, name: OperationName, splits: Any, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchanges the rows of a tensor."""
+        """Sends `splits[r]` rows to each rank r; returns the received rows and their counts."""
         request = operations.alltoall(queue.peers, name, tensor, splits)
         out, received = queue.submit(request).synchronize()
         ctx.call = queue, name.backward(), received
@@ -143,7 +147,7 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, ...]:
-        """Exchanges the gradient's rows in the other direction."""
+        """Returns each row's gradient to the rank that sent the row."""
         queue, name, received = ctx.call
         return None, None, None, Alltoall.apply(queue, name, received, grads[0])[0]
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other about an eager operation, and how it is checked."""
+"""Descriptors of eager collectives, and the check that all ranks submitted the same one."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ _DTYPES = frozenset(
 
 @dataclass(frozen=True)
 class Descriptor:
-    """One rank's side of an operation.
+    """The facts of an eager collective that one rank submitted.
 
     Attributes:
-        rank: The rank that submitted it.
+        rank: The rank that submitted the operation.
         kind: "allreduce", "sparse_allreduce", "allgather", "broadcast", "reducescatter",
-            "alltoall", "barrier", or "broadcast_bytes", for which only the root's shape counts.
-        dtypes: Of each tensor, without "torch.".
-        shapes: Of each tensor.
-        op: Name of the reduction; "" where nothing is reduced.
+            "alltoall", "barrier", or "broadcast_bytes". For "broadcast_bytes" only the root's shape
+            counts.
+        dtypes: Dtype of each tensor, as "float32" (without "torch.").
+        shapes: Shape of each tensor.
+        op: Name of the reduction; "" for kinds that reduce nothing.
         factors: Prescale and postscale factor of a reduction.
-        root: Rank that broadcasts; -1 where there is none.
-        splits: For alltoall, the rows of the first dimension for each rank.
-        whole: For sparse_allreduce, the shape of the tensor of which `shapes` has those of indices
-            (as rows) and values.
+        root: Rank that broadcasts; -1 for kinds without a root.
+        splits: For "alltoall", how many rows of the first dimension go to each rank.
+        whole: For "sparse_allreduce", the shape of the sparse tensor. `shapes` then has the shape
+            of its indices ([nnz, sparse dimensions]) and of its values.
     """
 
     rank: int
@@ -63,19 +64,19 @@ class Descriptor:
     whole: Sequence[int] = ()
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Returns the descriptor as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: bytes | str, sender: str = "a rank's part of an operation") -> Descriptor:
-        """Inverse of `to_json`.
+        """Parses and checks a descriptor that `to_json` made on another rank.
 
         Args:
-            text: What another rank has sent.
-            sender: Who has sent what, for the error message.
+            text: One JSON object.
+            sender: Names the message and its sender; the error message begins with it.
 
         Raises:
-            MismatchError: It is no descriptor that this version of usbyte sends.
+            MismatchError: The text is not a descriptor of this version of usbyte.
         """
         found: Descriptor = read(sender, text, Descriptor)
         if flaw := _flaw(found):
@@ -88,13 +89,14 @@ class MatchResult:
     """What one rank learns when all ranks have submitted an operation.
 
     Attributes:
-        name: Of the operation.
-        error: Why it cannot run, or None.
-        sizes: For allgather and sparse_allreduce the rows that each rank contributes, of one tensor
-            after the other; for alltoall the rows that come from each rank, for broadcast_bytes the
-            root's bytes; else empty.
-        join_with_zeros: What a rank that has called `join` contributes zeros to, if there is no
-            error.
+        name: Key of the operation's name (`OperationName.key`).
+        error: Why the operation cannot run; None if it can.
+        sizes: For "allgather" and "sparse_allreduce", the rows of each rank's first tensor, then
+            of each rank's second tensor, and so on. For "alltoall", the rows that this rank
+            receives from each rank. For "broadcast_bytes", the length of the root's payload in
+            bytes. Empty for other kinds.
+        join_with_zeros: Set only for a rank that has called `join`: the operation to which it
+            contributes zeros, if `error` is None.
     """
 
     name: str
@@ -103,12 +105,20 @@ class MatchResult:
     join_with_zeros: Descriptor | None = None
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Returns the match result as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: bytes | str, sender: str = "the outcome of an operation") -> MatchResult:
-        """Inverse of `to_json`; see `Descriptor.from_json`."""
+        """Parses and checks a match result that `to_json` made on another rank.
+
+        Args:
+            text: One JSON object.
+            sender: Names the message and its sender; the error message begins with it.
+
+        Raises:
+            MismatchError: The text is not a match result of this version of usbyte.
+        """
         found: MatchResult = read(sender, text, MatchResult)
         flaw = "negative sizes" if any(size < 0 for size in found.sizes) else ""
         if found.join_with_zeros is not None and found.error is None:
@@ -122,7 +132,7 @@ class MatchResult:
 
 
 def _flaw(descriptor: Descriptor) -> str:
-    """Why a descriptor is none that usbyte sends; "" if it is one."""
+    """Returns why usbyte cannot have sent this descriptor; "" if it is valid."""
     kind, shapes = descriptor.kind, descriptor.shapes
     if kind not in _KINDS:
         return f"'{kind:.80}' is no kind of operation"
@@ -152,15 +162,17 @@ def _flaw(descriptor: Descriptor) -> str:
 def match(
     name: str, descriptors: Sequence[Descriptor], joined: Sequence[int] = ()
 ) -> list[MatchResult]:
-    """Checks that the ranks mean the same operation.
+    """Checks that all ranks submitted the same operation under one name.
 
     Args:
-        name: The operation's key; see `OperationName`.
-        descriptors: One for each rank that has submitted it, in any order; at least one.
-        joined: The other ranks, which have joined.
+        name: Key of the operation's name (`OperationName.key`).
+        descriptors: One descriptor for each rank that submitted the operation, in any order; at
+            least one.
+        joined: All other ranks of the operation. They have called `join`.
 
     Returns:
-        One verdict for each rank, by ascending rank; either all or none of them carry an error.
+        One match result for each rank, by ascending rank. Either all or none of them have an
+        error.
     """
     ordered = sorted(descriptors, key=lambda d: d.rank)
     ranks = sorted([*(d.rank for d in ordered), *joined])
@@ -188,26 +200,26 @@ def _sizes(ordered: Sequence[Descriptor], rank: int) -> list[int]:
 
 
 def _unanswered(name: str, descriptor: Descriptor, joined: Sequence[int]) -> str | None:
-    """Why ranks that have joined cannot take part with zeros."""
+    """Returns why the ranks that joined cannot contribute zeros; None if they can."""
     if not joined or _takes_zeros(descriptor):
         return None
     which = f"{descriptor.kind} '{name}'"
     if descriptor.op:
         which += f" with {ReduceOp(descriptor.op)}"
     return (
-        f"{which}: {name_ranks(joined)} ran out of data and called join(). What is answered then "
-        "is allreduce with Sum or Average, as zeros. Submit anything else before a rank joins or "
-        "after all have."
+        f"{which}: {name_ranks(joined)} ran out of data and called join(). From then on only "
+        "allreduce with Sum or Average can run; the joined ranks contribute zeros to it. Submit "
+        "other operations before a rank calls join() or after all ranks have."
     )
 
 
 def _takes_zeros(descriptor: Descriptor) -> bool:
-    """Whether a rank that has joined can take part with zeros."""
+    """Whether a rank that has joined can contribute zeros to this operation."""
     return descriptor.kind == "allreduce" and descriptor.op in _NEUTRAL_ZERO
 
 
 def _impossible(name: str, ordered: Sequence[Descriptor], ranks: Sequence[int]) -> str | None:
-    """Why these ranks cannot run an operation that they agree on."""
+    """Returns why the operation cannot run although the descriptors agree; None if it can."""
     first = ordered[0]
     if first.kind in ("broadcast", "broadcast_bytes") and first.root not in ranks:
         return f"{first.kind} '{name}': root rank {first.root} is not one of {name_ranks(ranks)}"
@@ -216,7 +228,7 @@ def _impossible(name: str, ordered: Sequence[Descriptor], ranks: Sequence[int]) 
             if len(descriptor.splits) != len(ranks):
                 return (
                     f"alltoall '{name}': rank {descriptor.rank} has {len(descriptor.splits)} "
-                    f"splits for {len(ranks)} ranks"
+                    f"splits for {len(ranks)} ranks: pass one number for each rank"
                 )
     return None
 
@@ -236,9 +248,10 @@ def _disagreement(name: str, ordered: Sequence[Descriptor]) -> str | None:
 
 
 def _compared(ordered: Sequence[Descriptor]) -> Iterator[tuple[str, list[Any]]]:
-    """Everything that must be equal, the most telling first: what it is, and each rank's value.
+    """Yields each fact that must be equal, as its name and one value for each rank.
 
-    Each pair presumes that the ones before it were equal.
+    The most telling facts come first, because the error names the first difference. Each fact may
+    only be read if all facts before it are equal: a dtype of tensor i needs equal tensor counts.
     """
     kind, count = ordered[0].kind, len(ordered[0].shapes)
     yield "kind of operation", [d.kind for d in ordered]

@@ -1,4 +1,7 @@
-"""How ranks agree through a store on one order of operations that each submits in its own."""
+"""Protocol by which ranks, through a store, put eager collectives into one global order.
+
+Each rank may submit its operations in an order of its own.
+"""
 
 from __future__ import annotations
 
@@ -21,40 +24,41 @@ from usbyte.torch.runtime.messages import read, unreadable
 from usbyte.torch.runtime.store import clone_store, private_store, read_now
 from usbyte.torch.runtime.worker_thread import NoAnswerError, SerialExecutor
 
-_PATIENCE = timedelta(days=20)  # torch counts it in an int of milliseconds (24.8 days)
-_ANSWER_S = 5.0  # how long the store may take to answer a question about what is missing
+_PATIENCE = timedelta(days=20)  # torch keeps it as an int of milliseconds: 24.8 days at most
+_ANSWER_S = 5.0  # timeout of the store call that finds the missing ranks
 _ORDER = "the order of operations that another rank has written"
 
-#: The operation with which all ranks end what `Negotiation.join` began.
+#: Name of the operation that ends the join: every rank submits it, and it runs when all have.
 JOIN = OperationName.internal("usbyte.join")
 
 
 class Negotiation:
-    """The protocol, and nothing else.
+    """One rank's side of the protocol.
 
     1. A rank appends its descriptor to the key `op/<name>`, then adds 1 to `count/<name>`. Names
        are the keys of `OperationName`.
-    2. A rank whose addition completes the count reads all descriptors and claims the operation, by
-       changing the count from just as many. Who succeeds deletes both keys, checks the descriptors
-       against each other, draws the operation's place in the global order from the counter
-       `order`, and writes a verdict to `inbox/<rank>/<place>` of every rank. Deleting comes first:
-       whoever has seen a verdict may submit the same name again.
+    2. The rank whose addition completes the count reads all descriptors. It claims the operation:
+       a compare-and-set replaces the count if the count equals the number of descriptors. The rank
+       whose claim succeeds deletes both keys and checks the descriptors against each other. It
+       draws the operation's place in the global order from the counter `order`, and writes a match
+       result to `inbox/<rank>/<place>` of every rank. The keys are deleted first, because a rank
+       that has read its match result may submit the same name again.
     3. One thread in each rank blocks on `inbox/<rank>/<next>` (the server answers when the key
        appears), runs the operation, and deletes the key.
-    4. A rank that joins draws a place too, and writes there that it has. From there on, each rank
-       takes the descriptors for complete without it, and looks again at what it has submitted
-       itself; hence the claims, as several ranks can find the same complete. The last rank to
-       submit an operation and to know who has joined sees both, so that none is overlooked.
-       Operations of usbyte's own wait for all ranks as before.
+    4. A rank that joins draws a place too, and writes there that it has joined. After that place,
+       each rank completes operations without the joined rank, and looks again at the operations
+       that it has submitted itself. Several ranks can then find the same operation complete, so
+       claims are needed. No operation is overlooked: the last rank to both submit it and learn of
+       the join sees all descriptors. Internal operations of usbyte still wait for all ranks.
 
-    So all ranks run the same operations in the same order, and every key has one last reader, which
-    deletes it.
+    All ranks therefore run the same operations in the same order. Every key has one last reader,
+    which deletes it.
 
     Args:
-        store: Store of this run; connections and keys are made from it.
-        rank: This rank's position among the members.
-        members: What descriptors call the ranks, ascending; at least 2.
-        limit_s: How long the store may take for an announcement.
+        store: Store of this run. The object makes its own connections and key prefix.
+        rank: This rank's position in `members`.
+        members: Rank numbers that descriptors use, ascending; at least 2.
+        limit_s: Seconds that the store may take to accept an announcement.
 
     Raises:
         UsageError: The store is not served over TCP.
@@ -65,23 +69,24 @@ class Negotiation:
     ) -> None:
         self._rank, self._members, self._limit_s = rank, members, limit_s
         self._store: Any = private_store(store, "eager")  # torch's stubs lack half of its methods
-        # A connection serves one thread at a time, and the one that waits is always in use.
+        # A connection serves one thread at a time, and `next` blocks on this one.
         self._inbox = clone_store(self._store)
         self._inbox.set_timeout(_PATIENCE)
         self._calls = SerialExecutor("usbyte-ask")
-        self._lock = threading.RLock()  # guards the three below; for signal handlers, too
+        # Guards _place, _woken and _joined. Reentrant, because signal handlers may use it, too.
+        self._lock = threading.RLock()
         self._place = 0
         self._woken = False
-        self._joined: list[int] = []  # in the order in which they came
-        #: The rank that joined last, once all have.
+        self._joined: list[int] = []  # in the order in which they joined
+        #: The rank that joined last, set when all ranks have joined.
         self.last = self._members[-1]
 
     def announce(self, request: Request) -> None:
-        """Tells the other ranks of an operation; from any thread.
+        """Submits an operation to the other ranks. May be called from any thread.
 
         Raises:
-            MismatchError: Another rank's part of the operation cannot be read.
-            RuntimeError: The store is lost, or does not answer for as long as operations may take.
+            MismatchError: Another rank's descriptor of the operation cannot be read.
+            RuntimeError: The store is lost, or has not answered within `limit_s`.
         """
         self._calls.run(lambda: self._announce(request), self._limit_s, ignore_backlog=True)
 
@@ -93,7 +98,7 @@ class Negotiation:
             self._complete(name)
 
     def _complete(self, name: str) -> None:
-        """Lets an operation run if all ranks have submitted it that are going to."""
+        """Publishes the match result if every rank that has not joined submitted the operation."""
         absent, count = self._absent(name), read_now(self._store, f"count/{name}")
         if count is None or int(count) + len(absent) < len(self._members):
             return
@@ -105,26 +110,27 @@ class Negotiation:
         if not joined <= set(absent):
             return
         claim = str(-1 - self._rank)
-        whole = str(len(descriptors))  # or else somebody has appended who has not added yet
+        # A count that differs means: some rank has appended its descriptor and not yet counted it.
+        whole = str(len(descriptors))
         if self._store.compare_set(f"count/{name}", whole, claim) != claim.encode():
             return
         self._store.delete_key(f"op/{name}")
         self._store.delete_key(f"count/{name}")
-        self._post([verdict.to_json() for verdict in match(name, descriptors, sorted(joined))])
+        self._post([result.to_json() for result in match(name, descriptors, sorted(joined))])
 
     def _post(self, texts: Sequence[str]) -> None:
         place = self._store.add("order", 1) - 1
         self._store.multi_set([_slot(rank, place) for rank in range(len(texts))], texts)
 
     def _absent(self, name: str) -> list[int]:
-        """Ranks that need not submit this operation."""
+        """Returns the joined ranks, which need not submit this operation; none if internal."""
         return [] if OperationName.from_key(name).is_internal else self.joined()
 
     def join(self) -> None:
-        """Tells all ranks to go on without this one, up to the operation `JOIN`.
+        """Declares that this rank submits no user operations until the operation `JOIN` ends.
 
         Raises:
-            RuntimeError: As `announce`.
+            RuntimeError: The store is lost, or has not answered within `limit_s`.
         """
         text = json.dumps({"joined": self._members[self._rank]})
         self._calls.run(
@@ -132,16 +138,16 @@ class Negotiation:
         )
 
     def next(self, in_flight: Callable[[], Iterable[str]]) -> MatchResult | None:
-        """Waits for the next operation that all ranks have submitted; from one thread.
+        """Waits for the next operation that all ranks have submitted. Call it from one thread.
 
         Args:
-            in_flight: Names what this rank has submitted and has not seen the end of.
+            in_flight: Returns the keys of the operations that this rank has in flight.
 
         Returns:
-            Its verdict, or None after `wake`.
+            The match result of the operation, or None after `wake`.
 
         Raises:
-            MismatchError: Another rank has sent what cannot be read.
+            MismatchError: A message of another rank cannot be read.
             RuntimeError: The store is lost.
         """
         while (text := self._read()) is not None:
@@ -155,14 +161,14 @@ class Negotiation:
             self.advance()
         if text is None:
             return None
-        verdict = MatchResult.from_json(text, _ORDER)
-        if verdict.name == JOIN.key:
+        result = MatchResult.from_json(text, _ORDER)
+        if result.name == JOIN.key:
             with self._lock:
                 if not self._joined:
-                    raise unreadable(_ORDER, "join() ends, which no rank has called")
+                    raise unreadable(_ORDER, "join() ends, but no rank has called it")
                 self.last = self._joined[-1]
                 self._joined.clear()
-        return verdict
+        return result
 
     def _who_joined(self, rank: object) -> int:
         if type(rank) is not int or rank not in self._members or rank in self._joined:
@@ -170,7 +176,7 @@ class Negotiation:
         return rank
 
     def _descriptors(self, name: str, found: bytes) -> list[Descriptor]:
-        """What ranks have appended to an operation."""
+        """Parses the descriptors that ranks have appended for the operation `name`."""
         what = f"what the ranks have sent for '{OperationName.from_key(name)}'"
         lines = found.split(b"\n")
         if lines.pop():
@@ -193,7 +199,7 @@ class Negotiation:
         return text
 
     def advance(self) -> None:
-        """Ends the operation that `next` returned.
+        """Marks the operation that `next` returned as done and moves to the next place.
 
         Raises:
             RuntimeError: The store is lost.
@@ -204,7 +210,13 @@ class Negotiation:
         self._inbox.delete_key(done)
 
     def wake(self, timeout_s: float) -> None:
-        """Makes `next` return None from now on; from any other thread, also without a store."""
+        """Makes `next` return None from now on. Works without a store, too.
+
+        Call it from a thread other than the one in `next`.
+
+        Args:
+            timeout_s: Seconds that the store may take to wake the thread in `next`.
+        """
         with self._lock:
             self._woken = True
             slot = _slot(self._rank, self._place)
@@ -213,11 +225,16 @@ class Negotiation:
         self._calls.close()
 
     def missing(self, name: OperationName) -> list[int] | None:
-        """Ranks that have not submitted what this rank has; None if the store does not answer.
+        """Returns the ranks that have not submitted an operation that this rank has submitted.
+
+        Ranks that contribute zeros because they joined are not missing.
+
+        Returns:
+            The missing ranks, or None if the store does not answer.
 
         Raises:
-            MismatchError: Another rank's part of the operation cannot be read.
-            RuntimeError: The store is lost, or this has ended by `wake`.
+            MismatchError: Another rank's descriptor of the operation cannot be read.
+            RuntimeError: The store is lost, or `wake` was called.
         """
         try:
             found = self._calls.run(lambda: read_now(self._store, f"op/{name.key}"), _ANSWER_S)
@@ -226,11 +243,11 @@ class Negotiation:
         if found is None:  # deleted by the rank that completed it
             return []
         submitted = {d.rank for d in self._descriptors(name.key, found)}
-        here = submitted.union(self._absent(name.key))
-        return [rank for rank in self._members if rank not in here]
+        not_missing = submitted.union(self._absent(name.key))
+        return [rank for rank in self._members if rank not in not_missing]
 
     def joined(self) -> list[int]:
-        """Ranks that go without data."""
+        """Returns the ranks that have called `join`, in that order."""
         with self._lock:
             return list(self._joined)
 

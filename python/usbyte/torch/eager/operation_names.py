@@ -1,4 +1,7 @@
-"""Names of eager operations, in spaces of their own: users', usbyte's, and what is made of them."""
+"""Names of eager operations.
+
+Names given by users, by usbyte, and derived names are in separate name spaces and never collide.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ _USER, _AUTO, _PART, _INTERNAL = "user", "auto", "part", "internal"
 
 @dataclass(frozen=True)
 class OperationName:
-    """What ranks match an operation by.
+    """The name by which ranks match an operation.
 
     Attributes:
-        space: Names of different spaces never meet.
-        label: What messages call the operation.
+        space: Name space. Equal labels of different spaces are different operations.
+        label: The name that log and error messages show.
     """
 
     space: str
@@ -21,22 +24,22 @@ class OperationName:
 
     @classmethod
     def user(cls, label: str) -> OperationName:
-        """A name that the user has given."""
+        """Returns the name of an operation that the user named."""
         return cls(_USER, label)
 
     @classmethod
     def auto(cls, label: str) -> OperationName:
-        """A name that usbyte gives to an operation of the user's."""
+        """Returns the name that usbyte gave to an operation that the user did not name."""
         return cls(_AUTO, label)
 
     @classmethod
     def internal(cls, label: str) -> OperationName:
-        """The name of an operation of usbyte's own, which ranks that have joined submit too."""
+        """Returns the name of an internal operation; ranks that have joined submit it, too."""
         return cls(_INTERNAL, label)
 
     @classmethod
     def from_key(cls, key: str) -> OperationName:
-        """Inverse of `key`."""
+        """Returns the name whose `key` is this."""
         space, _, label = key.partition(":")
         return cls(space, label)
 
@@ -47,15 +50,15 @@ class OperationName:
 
     @property
     def is_internal(self) -> bool:
-        """Whether the operation is usbyte's own."""
+        """Whether the operation is internal to usbyte."""
         return self.space == _INTERNAL
 
     def part(self, which: str) -> OperationName:
-        """The name of one of several operations that make up this one."""
+        """Returns the name of one of the operations that this operation consists of."""
         return OperationName(_PART, f"{self.label}.{which}")
 
     def backward(self) -> OperationName:
-        """The name of what this operation's backward pass submits."""
+        """Returns the name of the operation that this operation's backward pass submits."""
         return replace(self, space=f"{self.space}.backward", label=f"{self.label}.backward")
 
     def __str__(self) -> str:

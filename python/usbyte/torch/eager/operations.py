@@ -1,8 +1,8 @@
-"""Eager operations on tensors: what each tells the other ranks, and what it runs.
+"""Builds the requests of eager collectives: the descriptor and the code that runs.
 
-Every function returns a `Request`. Inputs are read when the operation runs, so they must not be
-changed before it has been synchronized. Tensors that are not contiguous or not on the CPU are
-staged through a copy.
+Every function here returns a `Request`. Its docstring describes the result of the request. Inputs
+are read when the operation runs, so they must not be changed before it has been synchronized.
+Tensors that are not contiguous or not on the CPU are staged through a copy.
 """
 
 from __future__ import annotations
@@ -25,13 +25,21 @@ from usbyte.torch.reduce_op import ReduceOp, check_reducible, reduce_flat
 from usbyte.torch.runtime.ring import all_gather_ranges, ring_reduce_scatter
 from usbyte.torch.runtime.tensor_checks import check_plain
 
-_TAG = 0  # of rings; the queue runs one operation at a time
+_TAG = 0  # one tag suffices for all rings, because the queue runs one operation at a time
 
 Factors = tuple[float, float]
 
 
 def index(what: str, number: Any) -> int:
-    """A whole number as Python's, of whatever kind it is; UsageError if it is none."""
+    """Converts any integer type to int.
+
+    Args:
+        what: Names the argument; the error message begins with it.
+        number: An object with `__index__`.
+
+    Raises:
+        UsageError: `number` is not an integer.
+    """
     try:
         return int(operator.index(number))
     except TypeError:
@@ -46,7 +54,22 @@ def allreduce(
     factors: Factors = (1.0, 1.0),
     in_place: bool = False,
 ) -> Request:
-    """Reduces tensors elementwise, those of one dtype together. The result is a list of tensors."""
+    """Reduces tensors elementwise across ranks; tensors of one dtype share one collective.
+
+    The result is a list of tensors, in the order of `tensors`.
+
+    Args:
+        peers: The ranks.
+        name: Name of the operation.
+        tensors: Dense tensors; the same shapes and dtypes on every rank.
+        op: The reduction.
+        factors: Multiplied into the values before and after the reduction.
+        in_place: Write the results into `tensors` and return these.
+
+    Raises:
+        UsageError: A tensor has no memory of its own, its dtype does not suit `op`, or it cannot
+            be written to with `in_place`.
+    """
     what = f"allreduce '{name}'"
     for tensor in tensors:
         check_plain(what, tensor)
@@ -60,17 +83,18 @@ def allreduce(
             if peers.size == 1 or not numbers.numel():
                 return
             if numbers.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX):
-                # Gloo's own keeps or loses a NaN, depending on which rank has it.
-                spans = shares(numbers.numel(), peers.size)
-                ring_reduce_scatter(numbers, spans, peers.group, kind, _TAG)
-                all_gather_ranges(numbers, spans, peers.group, _TAG)
+                # Gloo's own Min and Max propagate or drop a NaN, depending on which rank has it.
+                ranges = shares(numbers.numel(), peers.size)
+                ring_reduce_scatter(numbers, ranges, peers.group, kind, _TAG)
+                all_gather_ranges(numbers, ranges, peers.group, _TAG)
             else:
                 peers.all_reduce(numbers, kind)
 
         reduce_flat(flat, op, factors, peers.size, collective)
 
     def execute(_: MatchResult) -> None:
-        # Made under inference mode, they can be written to under that alone, which is a thread's.
+        # Inference tensors can only be written to in inference mode. That mode is per thread, and
+        # this runs in the queue's thread.
         with torch.inference_mode(any(t.is_inference() for t in staged)):
             for dtype in dict.fromkeys(t.dtype for t in staged):
                 reduce_alike([t for t in staged if t.dtype == dtype])
@@ -94,16 +118,16 @@ def allreduce(
 
 
 def join_with_zeros(peers: RankGroupOps, name: OperationName, descriptor: Descriptor) -> Request:
-    """Takes part with zeros in the allreduce that `descriptor` tells of. Without a result."""
+    """Contributes zeros to the allreduce that `descriptor` describes. The result is None."""
 
-    def execute(verdict: MatchResult) -> None:
+    def execute(match_result: MatchResult) -> None:
         zeros = [
             torch.zeros(list(shape), dtype=getattr(torch, dtype), device="cpu")
             for shape, dtype in zip(descriptor.shapes, descriptor.dtypes, strict=True)
         ]
         before, after = descriptor.factors
         op = ReduceOp(descriptor.op)
-        allreduce(peers, name, zeros, op, (before, after), in_place=True).execute(verdict)
+        allreduce(peers, name, zeros, op, (before, after), in_place=True).execute(match_result)
 
     return Request(name, descriptor, execute)
 
@@ -111,18 +135,18 @@ def join_with_zeros(peers: RankGroupOps, name: OperationName, descriptor: Descri
 def allgather(peers: RankGroupOps, name: OperationName, tensors: Sequence[torch.Tensor]) -> Request:
     """Concatenates each tensor along its first dimension, whose length may differ by rank.
 
-    A scalar counts as one row. The result is a list: for each tensor the rows of all ranks, and a
-    list of how many each rank gave.
+    A scalar counts as one row. The result is a list with a pair for each tensor: the rows of all
+    ranks in rank order, and a list of the row counts by rank.
     """
     for tensor in tensors:
         check_plain(f"allgather '{name}'", tensor)
     rows = [t.reshape(1) if t.dim() == 0 else t for t in tensors]
     staged = [_staged(t, copy=False) for t in rows]
 
-    def execute(verdict: MatchResult) -> list[tuple[torch.Tensor, list[int]]]:
+    def execute(match_result: MatchResult) -> list[tuple[torch.Tensor, list[int]]]:
         return [
             (_gathered(peers, tensor, counts), list(counts))
-            for tensor, counts in zip(staged, _by_tensor(verdict, peers.size), strict=True)
+            for tensor, counts in zip(staged, _by_tensor(match_result, peers.size), strict=True)
         ]
 
     def finish(value: list[tuple[torch.Tensor, list[int]]]) -> list[tuple[torch.Tensor, list[int]]]:
@@ -138,10 +162,21 @@ def sparse_allreduce(
     op: ReduceOp,
     factors: Factors = (1.0, 1.0),
 ) -> Request:
-    """Adds up a sparse COO tensor: gathers every rank's indices and values.
+    """Reduces a sparse COO tensor by gathering every rank's indices and values.
 
-    The result is a sparse tensor, not coalesced: what several ranks have occurs several times. It
-    is a UsageError on every rank if the indices of one are beyond the tensor's shape.
+    The result is a sparse tensor that is not coalesced: an index that several ranks have occurs
+    several times. If a rank's indices are outside of the tensor's shape, every rank raises
+    UsageError.
+
+    Args:
+        peers: The ranks.
+        name: Name of the operation.
+        tensor: Sparse COO tensor; the same shape and dtype on every rank.
+        op: Sum, or Average for floating-point and complex tensors.
+        factors: Multiplied into the values before and after the reduction.
+
+    Raises:
+        UsageError: The tensor is not a sparse COO tensor, or its dtype does not suit `op`.
     """
     what = f"allreduce '{name}'"
     check_plain(what, tensor, or_sparse=True)
@@ -151,7 +186,7 @@ def sparse_allreduce(
         raise UsageError(f"{what} of a sparse tensor needs Sum or Average, not {op!r}")
     check_reducible(what, tensor.dtype, op)
     if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
-        # Each rank's values would be truncated, and not their sum.
+        # Each value would be divided, and so truncated, before the values are added.
         raise UsageError(f"{what} cannot average a sparse tensor of {tensor.dtype}: use Sum")
     plain = tensor.detach()
     indices, values = plain._indices().t(), plain._values()
@@ -159,8 +194,8 @@ def sparse_allreduce(
         check_plain(what, part)
     staged = [_staged(t, copy=False) for t in (indices, values)]
 
-    def execute(verdict: MatchResult) -> tuple[list[torch.Tensor], Sequence[int]]:
-        by_tensor = _by_tensor(verdict, peers.size)
+    def execute(match_result: MatchResult) -> tuple[list[torch.Tensor], Sequence[int]]:
+        by_tensor = _by_tensor(match_result, peers.size)
         parts = zip(staged, by_tensor, strict=True)
         return [_gathered(peers, part, counts) for part, counts in parts], by_tensor[0]
 
@@ -168,7 +203,7 @@ def sparse_allreduce(
         (places, numbers), counts = value
         _check_places(what, places, counts, peers.members, tensor.shape)
         reduce_flat(_flat(numbers), op, factors, peers.size, lambda *_: None)
-        # Every rank's part is of a tensor of this shape.
+        # Descriptors have shown that all ranks' tensors have this shape.
         whole = torch.sparse_coo_tensor(
             places.t(), numbers, tensor.shape, check_invariants=False, device=numbers.device
         )
@@ -192,7 +227,19 @@ def broadcast(
     root: int,
     in_place: bool = False,
 ) -> Request:
-    """Gives every rank the root's tensor."""
+    """Copies the root's tensor to every rank. The result is a tensor.
+
+    Args:
+        peers: The ranks.
+        name: Name of the operation.
+        tensor: Dense tensor; the same shape and dtype on every rank.
+        root: Global rank whose tensor is sent.
+        in_place: Write the result into `tensor` and return it.
+
+    Raises:
+        UsageError: `root` is not one of the ranks, the tensor has no memory of its own, or it
+            cannot be written to with `in_place`.
+    """
     what = f"broadcast '{name}'"
     root = index(f"{what}: root rank", root)
     source = peers.position(what, root)
@@ -208,7 +255,8 @@ def broadcast(
     def finish(value: torch.Tensor) -> torch.Tensor:
         if not in_place:
             return value.to(tensor.device)
-        # Where a backward needs the values from before, the root gets the others' error too.
+        # The root's values do not change. Its version counter is still bumped, so that a backward
+        # that needs the previous values raises the same error on all ranks.
         return _changed(tensor) if peers.rank == source else _delivered(value, tensor)
 
     return Request(name, _describe(peers, "broadcast", [tensor], root=root), execute, finish)
@@ -221,9 +269,20 @@ def reducescatter(
     op: ReduceOp,
     factors: Factors = (1.0, 1.0),
 ) -> Request:
-    """Reduces tensors elementwise, those of one dtype together.
+    """Reduces tensors elementwise and scatters the rows; tensors of one dtype go together.
 
-    The result is a list: of each tensor this rank's `shares` of the first dimension.
+    The result is a list of tensors: this rank's rows of each, as `shares` splits them.
+
+    Args:
+        peers: The ranks.
+        name: Name of the operation.
+        tensors: Dense tensors of at least one dimension; equal shapes and dtypes on every rank.
+        op: The reduction.
+        factors: Multiplied into the values before and after the reduction.
+
+    Raises:
+        UsageError: A tensor has no memory of its own or no dimension, or its dtype does not suit
+            `op`.
     """
     what = f"reducescatter '{name}'"
     for tensor in tensors:
@@ -231,22 +290,22 @@ def reducescatter(
         check_reducible(what, tensor.dtype, op)
         if tensor.dim() == 0:
             raise UsageError(f"{what} needs a first dimension to scatter; the tensor has none")
-    staged = [_staged(t, copy=False) for t in tensors]  # torch.cat copies
+    staged = [_staged(t, copy=False) for t in tensors]  # torch.cat copies below
     rows = [shares(t.shape[0], peers.size) for t in tensors]
 
     def reduced(alike: list[int]) -> list[torch.Tensor]:
-        """This rank's shares of tensors of one dtype, by their numbers."""
-        # Every rank's shares side by side, so that each rank's are one range.
+        """Returns this rank's reduced rows of tensors of one dtype, given their indices."""
+        # The rows of one rank, of all tensors, must be one range of the flat tensor.
         parts = [[staged[i][slice(*rows[i][r])] for i in alike] for r in range(peers.size)]
-        counts = [[part.numel() for part in group] for group in parts]
-        flat = torch.cat([_flat(part) for group in parts for part in group])
-        bounds = list(pairwise(accumulate((sum(group) for group in counts), initial=0)))
+        counts = [[part.numel() for part in of_rank] for of_rank in parts]
+        flat = torch.cat([_flat(part) for of_rank in parts for part in of_rank])
+        bounds = list(pairwise(accumulate((sum(of_rank) for of_rank in counts), initial=0)))
 
         def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
             if peers.size > 1 and numbers.numel():
-                each = numbers.numel() // flat.numel()  # 2 of a complex number
-                spans = [(begin * each, end * each) for begin, end in bounds]
-                ring_reduce_scatter(numbers, spans, peers.group, kind, _TAG)
+                each = numbers.numel() // flat.numel()  # 2 for complex elements
+                ranges = [(begin * each, end * each) for begin, end in bounds]
+                ring_reduce_scatter(numbers, ranges, peers.group, kind, _TAG)
 
         reduce_flat(flat, op, factors, peers.size, collective)
         own = flat[slice(*bounds[peers.rank])].split(counts[peers.rank])
@@ -279,24 +338,35 @@ def alltoall(
     tensor: torch.Tensor,
     splits: Sequence[int] | torch.Tensor | None,
 ) -> Request:
-    """Sends the r-th run of rows to rank r.
+    """Sends the first `splits[0]` rows to rank 0, the next `splits[1]` rows to rank 1, and so on.
 
-    The result is a pair: the rows received, and how many came from each rank.
+    The result is a pair: the rows received in rank order, and an int32 tensor with the number of
+    rows from each rank. If `splits` is a tensor, the second has its dtype and device.
+
+    Args:
+        peers: The ranks.
+        name: Name of the operation.
+        tensor: Dense tensor of at least one dimension.
+        splits: For each rank, the number of rows to send to it; they add up to the tensor's rows.
+            None splits the rows evenly.
+
+    Raises:
+        UsageError: The tensor has no memory of its own or no dimension, or `splits` does not fit.
     """
     what = f"alltoall '{name}'"
     check_plain(what, tensor)
     sent = _checked_splits(what, tensor, splits, peers.size)
     staged = _staged(tensor, copy=False)
 
-    def execute(verdict: MatchResult) -> tuple[torch.Tensor, torch.Tensor]:
-        out = staged.new_empty(sum(verdict.sizes), *tensor.shape[1:])
+    def execute(match_result: MatchResult) -> tuple[torch.Tensor, torch.Tensor]:
+        out = staged.new_empty(sum(match_result.sizes), *tensor.shape[1:])
         row = _row_bytes(tensor)
         if peers.size > 1:
-            received = [n * row for n in verdict.sizes]
+            received = [n * row for n in match_result.sizes]
             peers.all_to_all(bytes_of(out), bytes_of(staged), received, [n * row for n in sent])
         else:
             out.copy_(staged)
-        return out, torch.tensor(verdict.sizes, dtype=torch.int32, device="cpu")
+        return out, torch.tensor(match_result.sizes, dtype=torch.int32, device="cpu")
 
     def finish(value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         rows, received = value
@@ -308,11 +378,11 @@ def alltoall(
 
 
 def barrier(peers: RankGroupOps, name: OperationName) -> Request:
-    """Ends when every rank has come to it."""
+    """Waits until every rank has submitted it. The result is None."""
 
     def execute(_: MatchResult) -> None:
-        # Not for the verdict's sake: a rank that leaves after it may take the store with it, so all
-        # must have read it.
+        # The match result alone shows that all ranks came. A rank that exits after the barrier may
+        # end the store, so the all-reduce waits until all ranks have read their match results.
         if peers.size > 1:
             nothing = torch.zeros(1, dtype=torch.float32, device="cpu")
             peers.all_reduce(nothing, dist.ReduceOp.SUM)
@@ -322,44 +392,47 @@ def barrier(peers: RankGroupOps, name: OperationName) -> Request:
 
 def allgather_bytes(peers: RankGroupOps, name: OperationName, payload: bytes) -> Request:
     """Gathers a byte string from every rank. The result is a list of bytes, in rank order."""
-    mine = _tensor_of(payload)
+    local = _tensor_of(payload)
 
-    def execute(verdict: MatchResult) -> list[bytes]:
-        out = mine.new_empty(sum(verdict.sizes))
-        gather_bytes(peers, mine, out, 1, verdict.sizes)
-        return [part.numpy().tobytes() for part in out.split(list(verdict.sizes))]
+    def execute(match_result: MatchResult) -> list[bytes]:
+        out = local.new_empty(sum(match_result.sizes))
+        gather_bytes(peers, local, out, 1, match_result.sizes)
+        return [part.numpy().tobytes() for part in out.split(list(match_result.sizes))]
 
-    return Request(name, _describe(peers, "allgather", [mine]), execute)
+    return Request(name, _describe(peers, "allgather", [local]), execute)
 
 
 def broadcast_bytes(peers: RankGroupOps, name: OperationName, payload: bytes, root: int) -> Request:
-    """Gives every rank the root's byte string; the payloads of the others are ignored."""
+    """Copies the root's byte string to every rank; the payloads of other ranks are ignored."""
     root = index(f"broadcast '{name}': root rank", root)
     source = peers.position(f"broadcast '{name}'", root)
-    mine = _tensor_of(payload)
+    local = _tensor_of(payload)
 
-    def execute(verdict: MatchResult) -> bytes:
-        flat = mine if peers.rank == source else mine.new_empty(verdict.sizes[0])
+    def execute(match_result: MatchResult) -> bytes:
+        flat = local if peers.rank == source else local.new_empty(match_result.sizes[0])
         broadcast_flat(peers, flat, source)
         return flat.numpy().tobytes()
 
-    return Request(name, _describe(peers, "broadcast_bytes", [mine], root=root), execute)
+    return Request(name, _describe(peers, "broadcast_bytes", [local], root=root), execute)
 
 
-def _gathered(peers: RankGroupOps, mine: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Every rank's rows, of which there are rows[rank]."""
-    out = mine.new_empty(sum(rows), *mine.shape[1:])
-    gather_bytes(peers, bytes_of(mine), bytes_of(out), _row_bytes(mine), rows)
+def _gathered(peers: RankGroupOps, local: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Returns the concatenated rows of all ranks; rank r contributes `rows[r]` rows."""
+    out = local.new_empty(sum(rows), *local.shape[1:])
+    gather_bytes(peers, bytes_of(local), bytes_of(out), _row_bytes(local), rows)
     return out
 
 
-def _by_tensor(verdict: MatchResult, size: int) -> list[Sequence[int]]:
-    """A verdict's rows of all ranks, for each tensor."""
-    return [verdict.sizes[i : i + size] for i in range(0, len(verdict.sizes), size)]
+def _by_tensor(match_result: MatchResult, size: int) -> list[Sequence[int]]:
+    """Returns for each tensor the row counts of all ranks."""
+    return [match_result.sizes[i : i + size] for i in range(0, len(match_result.sizes), size)]
 
 
 def shares(rows: int, size: int) -> list[tuple[int, int]]:
-    """Half-open ranges that split `rows` over ranks, the first rows % size with one row more."""
+    """Splits `rows` into one half-open range for each rank.
+
+    The first `rows % size` ranks get one row more than the others.
+    """
     base, more = divmod(rows, size)
     return list(pairwise(accumulate((base + (r < more) for r in range(size)), initial=0)))
 
@@ -367,7 +440,15 @@ def shares(rows: int, size: int) -> list[tuple[int, int]]:
 def gather_bytes(
     peers: RankGroupOps, mine: torch.Tensor, out: torch.Tensor, row: int, rows: Sequence[int]
 ) -> None:
-    """Fills `out` (1-d uint8) with every rank's `mine`, of rows[rank] * row bytes."""
+    """Fills `out` with every rank's `mine`, in rank order.
+
+    Args:
+        peers: The ranks.
+        mine: 1-d uint8 tensor of `rows[rank] * row` bytes.
+        out: 1-d uint8 tensor of `sum(rows) * row` bytes.
+        row: Bytes of one row.
+        rows: Number of rows of each rank.
+    """
     bounds = list(pairwise(accumulate((n * row for n in rows), initial=0)))
     out[slice(*bounds[peers.rank])] = mine
     if peers.size > 1:
@@ -375,7 +456,7 @@ def gather_bytes(
 
 
 def broadcast_flat(peers: RankGroupOps, flat: torch.Tensor, root: int) -> None:
-    """Overwrites `flat` (1-d uint8) with that of the rank at position `root`."""
+    """Overwrites `flat` (1-d uint8) with the `flat` of the rank at position `root`."""
     if peers.size > 1 and flat.numel():
         peers.broadcast(flat, root)
 
@@ -394,9 +475,10 @@ def _check_places(
     ranks: Sequence[int],
     shape: Sequence[int],
 ) -> None:
-    """Whether the indices that ranks have sent, so many each, are inside a tensor of this shape.
+    """Raises UsageError if a gathered index is outside of a sparse tensor of shape `shape`.
 
-    All ranks have gathered the same, and so find the same.
+    Rank `ranks[i]` sent `counts[i]` rows of `places` ([nnz, sparse dimensions]). All ranks check
+    the same gathered indices, so all of them raise, or none does.
     """
     if not places.numel():
         return
@@ -413,22 +495,23 @@ def _check_places(
 
 
 def _staged(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """The values as a contiguous CPU tensor without autograd; the same memory unless `copy`.
+    """Returns the values as a contiguous CPU tensor without autograd.
 
     Args:
-        tensor: One that `check_plain` takes.
-        copy: Give it memory of its own.
+        tensor: A tensor that `check_plain` accepts.
+        copy: Whether the result must not share memory with `tensor`. If False, it shares memory
+            where `tensor` is contiguous and on the CPU.
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     moved = plain.to("cpu").contiguous()
-    check_plain("a collective", moved)  # a mode such as FakeTensorMode makes others
+    check_plain("a collective", moved)  # under FakeTensorMode and the like, `to` makes others
     shared = moved.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     return moved.clone() if copy and shared else moved
 
 
 def _check_writable(what: str, tensor: torch.Tensor) -> None:
     shared = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if shared and tensor.numel():  # an empty one has such strides in channels_last, too
+    if shared and tensor.numel():  # empty channels_last tensors have strides of 0, too
         raise UsageError(
             f"{what} cannot write to a tensor whose elements share memory, as those of expand() "
             "do: pass tensor.contiguous()"
@@ -436,27 +519,31 @@ def _check_writable(what: str, tensor: torch.Tensor) -> None:
 
 
 def _delivered(staged: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Writes a result into the tensor the user passed, where it is not already there."""
+    """Copies a result into the user's tensor, unless both are the same memory."""
     if staged.data_ptr() != target.data_ptr() or staged.device != target.device:
         target.detach().copy_(staged)
     return _changed(target)
 
 
 def _changed(target: torch.Tensor) -> torch.Tensor:
-    """Lets autograd refuse a backward that needs the values from before; returns the tensor."""
-    if not target.is_inference():  # those have no version
-        torch.autograd.graph.increment_version(target)  # backends write past it
+    """Bumps the version counter, so that a backward that needs the previous values raises.
+
+    Returns:
+        `target`.
+    """
+    if not target.is_inference():  # inference tensors have no version counter
+        torch.autograd.graph.increment_version(target)  # backends write without doing so
     return target
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as 1-d uint8, which moves whatever the dtype."""
+    """Returns a contiguous tensor's memory as 1-d uint8, so that any dtype can be sent."""
     return _flat(tensor).view(torch.uint8)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in one dimension, over the same memory."""
-    # view(-1) keeps odd strides of tensors with one element, which view(dtype) then refuses.
+    """Returns a contiguous tensor as a 1-d view of the same memory."""
+    # view(-1) keeps unusual strides of tensors with one element; view(dtype) then raises.
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -465,7 +552,7 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 def _tensor_of(payload: bytes) -> torch.Tensor:
-    if not payload:  # which frombuffer refuses
+    if not payload:  # frombuffer raises for an empty buffer
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 

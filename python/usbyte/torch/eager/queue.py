@@ -1,7 +1,7 @@
-"""Collectives that ranks may submit in any order: matched by name, run in one order everywhere.
+"""The queue of eager collectives: ranks submit in any order, all ranks run them in one order.
 
-The planned path never negotiates; this is for everything else: metrics, broadcasts, the user's own
-operations.
+Ops of a plan do not pass through this queue. It serves everything else: metrics, broadcasts, and
+the user's own collectives.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ class EagerQueue:
     """Submits, matches and runs eager operations. Close it before the interpreter exits.
 
     Args:
-        group: Process group with a CPU backend (Gloo), which nothing else uses, or what makes it
-            when all ranks have come to their first operation. Its own timeout should be no shorter
-            than the stall limit.
-        store: Store of this run; the queue makes its own connections and keys.
-        rank: This rank in the group.
+        group: Process group with a CPU backend (Gloo) that nothing else uses, or a function that
+            makes it. The function is called when all ranks have submitted their first operation.
+            The group's own timeout should be no shorter than the stall limit.
+        store: Store of this run. The queue makes its own connections and key prefix.
+        rank: This rank's position in the group.
         size: Number of ranks in the group.
-        stall_limit_s: Seconds after which an operation that does not proceed is a fault; 0 or less:
+        stall_limit_s: Seconds without progress after which an operation is a fault; 0 or less:
             never.
-        stall_warning_s: Seconds after which such an operation is logged, and again after as many; 0
-            or less: never.
-        on_fault: Told what this rank noticed; returns the text that every handle then fails with.
-        members: What users call the ranks of the group, ascending; 0, 1, ... if left out. Messages
-            and root ranks are in these terms.
+        stall_warning_s: Seconds without progress after which a warning is logged, and between
+            warnings; 0 or less: never.
+        on_fault: Called with a description of a fault that this rank noticed. Returns the message
+            with which every handle then fails.
+        members: Global ranks of the group, ascending; default 0, 1, ... Messages and root ranks
+            use these numbers.
 
     Raises:
         UsageError: The group works on GPU tensors only, or the store is not served over TCP.
@@ -70,15 +71,16 @@ class EagerQueue:
         self._limit_s = stall_limit_s if stall_limit_s > 0 else float("inf")
         self._warning_s = stall_warning_s if stall_warning_s > 0 else float("inf")
         self._on_fault = on_fault
-        self._lock = threading.RLock()  # guards what is below; signal handlers may use this
-        self._unnamed: Counter[str] = Counter()  # operations so far, by kind
+        # Guards the fields below. Reentrant, because signal handlers may use the queue, too.
+        self._lock = threading.RLock()
+        self._unnamed: Counter[str] = Counter()  # number of unnamed operations so far, by kind
         self._joined = False
         self._pending: dict[str, Handle] = {}  # by the key of the operation's name
         self._failure: str | None = None
-        self._store_lost: RuntimeError | None = None  # while nothing was in flight
+        self._store_lost: RuntimeError | None = None  # set if nothing was in flight at the time
         self._closed = False
         self._running: Request | None = None
-        self._progressed = time.monotonic()  # when an operation last began or ended, or steps
+        self._progressed = time.monotonic()  # last begin or end of an operation, or `end_join`
         self._negotiation: Negotiation | None = None
         if size > 1:
             if not callable(group) and dist.get_backend(group) == "nccl":
@@ -93,17 +95,20 @@ class EagerQueue:
             self._thread.start()
 
     def auto_name(self, kind: str) -> OperationName:
-        """A name for an unnamed operation: the n-th of its kind here meets the n-th elsewhere."""
+        """Returns a name for an unnamed operation.
+
+        The n-th unnamed operation of a kind on this rank matches the n-th on every other rank.
+        """
         with self._lock:
             self._unnamed[kind] += 1
             return OperationName.auto(f"{kind}.noname.{self._unnamed[kind]}")
 
     def submit(self, request: Request) -> Handle:
-        """Puts an operation in flight.
+        """Submits an operation and returns its handle. May be called from any thread.
 
         Raises:
-            UsageError: An operation of this name is in flight on this rank, which may have joined,
-                or the queue is closed.
+            UsageError: An operation of this name is in flight on this rank, this rank is inside
+                join(), or the queue is closed.
             FaultError: The run has failed.
         """
         mark_training_thread()
@@ -118,8 +123,9 @@ class EagerQueue:
                 raise UsageError(f"{request}: usbyte is shut down: call usbyte.torch.init() first")
             if self._joined and not request.name.is_internal:
                 raise UsageError(
-                    f"{request}: rank {self.peers.name} is inside join() and answers others with "
-                    "zeros: let threads and step hooks submit nothing meanwhile"
+                    f"{request}: rank {self.peers.name} is inside join() and contributes zeros to "
+                    "the other ranks' allreduce: submit nothing from threads and step hooks until "
+                    "join() has returned"
                 )
             if request.name.key in self._pending:
                 raise UsageError(
@@ -135,21 +141,21 @@ class EagerQueue:
         return handle
 
     def pending(self) -> list[str]:
-        """What is in flight on this rank, for messages."""
+        """Returns kind and name of each operation in flight on this rank, for messages."""
         with self._lock:
             return [str(handle.request) for handle in self._pending.values()]
 
-    # What usbyte itself does, under names that never meet those of users' operations.
+    # Internal operations of usbyte. Their names never match those of users' operations.
 
     def allreduce(self, label: str, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces a tensor in place, blocking."""
+        """Reduces a tensor in place; blocks until it is done."""
         name = OperationName.internal(label)
         self.submit(
             operations.allreduce(self.peers, name, [tensor], op, in_place=True)
         ).synchronize()
 
     def allgather(self, label: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenates the tensors of all ranks along the first dimension, blocking."""
+        """Concatenates the tensors of all ranks along the first dimension; blocks."""
         name = OperationName.internal(label)
         [(gathered, _)] = self.submit(
             operations.allgather(self.peers, name, [tensor])
@@ -158,7 +164,7 @@ class EagerQueue:
         return whole
 
     def allgather_bytes(self, label: str, payload: bytes) -> list[bytes]:
-        """Gathers a byte string of any length from every rank, in rank order, blocking."""
+        """Gathers a byte string of any length from every rank, in rank order; blocks."""
         name = OperationName.internal(label)
         gathered: list[bytes] = self.submit(
             operations.allgather_bytes(self.peers, name, payload)
@@ -166,15 +172,16 @@ class EagerQueue:
         return gathered
 
     def allgather_json(self, label: str, value: Any, kind: Any) -> list[Any]:
-        """Gathers a value from every rank, in rank order, blocking.
+        """Gathers a value from every rank, in rank order; blocks.
 
         Args:
-            label: Of the operation.
-            value: What JSON can carry.
-            kind: What every rank's value must be; see `usbyte.torch.runtime.messages.read`.
+            label: Name of the operation.
+            value: This rank's value, of types that JSON has.
+            kind: Type hint that every rank's value must satisfy, as for
+                `usbyte.torch.runtime.messages.read`.
 
         Raises:
-            MismatchError: On every rank: one rank has sent something else.
+            MismatchError: A rank's value is not of this kind; raised on every rank.
         """
         texts = self.allgather_bytes(label, json.dumps(value).encode())
         return [
@@ -183,7 +190,7 @@ class EagerQueue:
         ]
 
     def broadcast_bytes(self, label: str, payload: bytes, root: int) -> bytes:
-        """Gives every rank the root's byte string, blocking; other payloads are ignored."""
+        """Returns the root's byte string on every rank; blocks. Other payloads are ignored."""
         name = OperationName.internal(label)
         received: bytes = self.submit(
             operations.broadcast_bytes(self.peers, name, payload, root)
@@ -191,12 +198,23 @@ class EagerQueue:
         return received
 
     def broadcast_json(self, label: str, value: Any, root: int, kind: Any) -> Any:
-        """Gives every rank the root's value, blocking; see `allgather_json`."""
+        """Returns the root's value on every rank; blocks.
+
+        Args:
+            label: Name of the operation.
+            value: This rank's value, of types that JSON has; ignored on other ranks than the root.
+            root: Global rank whose value is sent.
+            kind: Type hint that the value must satisfy, as for
+                `usbyte.torch.runtime.messages.read`.
+
+        Raises:
+            MismatchError: The root's value is not of this kind; raised on every rank.
+        """
         text = self.broadcast_bytes(label, json.dumps(value).encode(), root)
         return read(f"what rank {root} has sent for '{label}'", text, kind)
 
     def begin_join(self) -> None:
-        """Answers other ranks' allreduce with zeros, up to `end_join`.
+        """Makes this rank contribute zeros to the other ranks' allreduce until `end_join`.
 
         Raises:
             FaultError: The job's store is lost.
@@ -206,30 +224,32 @@ class EagerQueue:
         self._tell("join()", Negotiation.join)
 
     def end_join(self) -> int:
-        """Waits until all ranks have come here; returns which of them began last.
+        """Waits until all ranks have called this; returns the rank that joined last.
 
-        What this rank submitted before ends first: others answer it with zeros only inside.
+        First waits for the operations that this rank submitted before it joined: other ranks
+        contribute zeros to them only while they are inside join() themselves.
 
         Raises:
-            FaultError: See `Handle.synchronize`.
+            FaultError: An operation stalled, a peer is lost, or another rank reported a fault.
         """
         with self._lock:
             before = [h for h in self._pending.values() if not h.request.name.is_internal]
-            self._progressed = time.monotonic()  # by steps, which this rank had a part in
-            mine = dict(self._unnamed)
+            # The training steps inside join() count as progress, because this rank took part.
+            self._progressed = time.monotonic()
+            unnamed = dict(self._unnamed)
         for handle in before:
             handle.wait()
-        counts = self.allgather_json(JOIN.label, mine, dict[str, int])
-        with self._lock:  # from here on the n-th meets the n-th again
+        counts = self.allgather_json(JOIN.label, unnamed, dict[str, int])
+        with self._lock:  # equal counts on all ranks: the n-th unnamed operations match again
             self._unnamed = reduce(Counter.__or__, map(Counter, counts))
             self._joined = False
         return self._negotiation.last if self._negotiation is not None else self.peers.name
 
     def fail(self, message: str) -> None:
-        """Ends every pending and later operation with FaultError(message); the first call counts.
+        """Ends every pending and later operation with FaultError(message).
 
-        A collective that runs at this moment is aborted first, so that nothing writes to its
-        tensors any more.
+        Only the first call has an effect. A collective that is running is aborted before its
+        handle fails, so that nothing writes to its tensors afterwards.
         """
         with self._lock:
             if self._failure is not None:
@@ -244,10 +264,12 @@ class EagerQueue:
             handle.set_result(FaultError(message))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the thread; what is pending fails. May be called again, and when the store is gone.
+        """Ends the thread; pending operations fail with FaultError.
+
+        May be called more than once, and after the store is lost.
 
         Args:
-            timeout_s: How long to wait for a collective that is running; then it is aborted.
+            timeout_s: Seconds to wait for a collective that is running before it is aborted.
         """
         with self._lock:
             if self._closed:
@@ -266,16 +288,24 @@ class EagerQueue:
                 self.peers.abort()
                 self._thread.join(timeout_s)
             if self._thread.is_alive():
-                return  # it may still be inside the group, which stays; see `abort`
+                return  # the thread may still use the group, which therefore must not be closed
         self.peers.close()
 
     def _tell(self, what: str, call: Callable[[Negotiation], None]) -> None:
-        """Tells the other ranks something, if there are any."""
+        """Runs `call` on the negotiation, if there are other ranks. A failure is a fault.
+
+        Args:
+            what: Names what is submitted, for messages.
+            call: Submits it.
+
+        Raises:
+            FaultError: The call failed.
+        """
         if self._negotiation is None:
             return
         try:
             call(self._negotiation)
-        except Error as error:  # which another rank's message is to blame for
+        except Error as error:  # another rank's message cannot be read
             raise FaultError(self._fault(f"{what} could not be submitted: {error}")) from error
         except RuntimeError as error:
             raise FaultError(self._fault(_unsubmitted(what, error))) from error
@@ -287,12 +317,12 @@ class EagerQueue:
 
         try:
             with torch.no_grad():
-                while verdict := negotiation.next(in_flight):
-                    self._execute(verdict)
+                while match_result := negotiation.next(in_flight):
+                    self._execute(match_result)
                     if self._failure is not None:
                         break
                     negotiation.advance()
-        except Error as error:  # which another rank's message is to blame for
+        except Error as error:  # another rank's message cannot be read
             self._fault(f"rank {self.peers.name} cannot go on with eager operations: {error}")
         except RuntimeError as error:
             self._lose_store(error)
@@ -303,22 +333,22 @@ class EagerQueue:
                 f"{type(error).__name__}: {error}"
             )
         if self._failure is not None or self._store_lost is not None:
-            self.peers.abort()  # or other ranks go on waiting in the backend
+            self.peers.abort()  # otherwise other ranks keep waiting in the backend
 
-    def _execute(self, verdict: MatchResult) -> None:
+    def _execute(self, match_result: MatchResult) -> None:
         with self._lock:
             handle, request = None, None
-            if verdict.join_with_zeros is None:
-                handle = self._pending.get(verdict.name)
+            if match_result.join_with_zeros is None:
+                handle = self._pending.get(match_result.name)
                 if handle is not None:
                     request = handle.request
             elif self._failure is None and not self._closed:
-                # Whatever of this name is pending came too late to be meant.
-                name = OperationName.from_key(verdict.name)
-                request = operations.join_with_zeros(self.peers, name, verdict.join_with_zeros)
+                # A pending operation of this name was submitted too late for this match.
+                name = OperationName.from_key(match_result.name)
+                request = operations.join_with_zeros(self.peers, name, match_result.join_with_zeros)
             if request is None:
                 if self._failure is None and not self._closed:
-                    name = OperationName.from_key(verdict.name)
+                    name = OperationName.from_key(match_result.name)
                     raise MismatchError(
                         f"'{name}' is to run on rank {self.peers.name}, which has not submitted it"
                     )
@@ -327,10 +357,10 @@ class EagerQueue:
             self._progressed = time.monotonic()
         outcome: Any
         try:
-            if verdict.error is not None:
-                outcome = MismatchError(verdict.error)
+            if match_result.error is not None:
+                outcome = MismatchError(match_result.error)
             else:
-                outcome = request.execute(verdict)
+                outcome = request.execute(match_result)
         except Exception as error:
             self._fault(f"{request} failed on rank {self.peers.name}: {error}")
             return
@@ -338,7 +368,7 @@ class EagerQueue:
             self._running = None
             self._progressed = time.monotonic()
             if handle is not None:
-                self._pending.pop(verdict.name, None)
+                self._pending.pop(match_result.name, None)
         if handle is not None:
             handle.set_result(outcome)
 
@@ -347,30 +377,34 @@ class EagerQueue:
         with self._lock:
             if idle := not self._pending:
                 self._store_lost = error
-        if idle:  # as in an orderly end, when the rank that serves the store leaves first
+        if idle:  # normal at the end of a run, if the rank that serves the store exits first
             log.info(text)
         else:
             self._fault(text)
 
     def _fault(self, text: str) -> str:
-        """Fails everything with what `on_fault` makes of the text; returns the text that counts."""
+        """Calls `on_fault` with the text and fails all operations with the message it returns.
+
+        Returns:
+            The message of the first fault.
+        """
         if self._failure is None:
             try:
-                if not self._closed:  # what fails after that is nobody's concern
+                if not self._closed:  # failures during shutdown are not faults
                     text = self._on_fault(text)
             except Exception:
-                log.exception("the handler of faults failed")
+                log.exception("the fault handler failed")
             self.fail(text)
         return self._failure or text
 
     def _check_stall(self, handle: Handle) -> None:
         try:
             text, since = self._diagnose(handle)
-        except Error as error:  # which another rank's message is to blame for
+        except Error as error:  # another rank's message cannot be read
             self._fault(f"{handle.request} cannot go on: {error}")
             return
-        except RuntimeError as error:  # the backend may wait for the very rank that served it
-            if not handle.done():  # as it is if `close` came in between
+        except RuntimeError as error:  # the store is lost: its rank may be the one that is awaited
+            if not handle.done():  # it is done if `close` was called meanwhile
                 self._lose_store(error)
             return
         stalled = time.monotonic() - since
@@ -382,7 +416,11 @@ class EagerQueue:
         handle.next_check = min(time.monotonic() + self._warning_s, since + self._limit_s)
 
     def _diagnose(self, handle: Handle) -> tuple[str, float]:
-        """Why an operation has not ended, and since when nothing proceeds (monotonic, seconds)."""
+        """Finds out why an operation has not ended.
+
+        Returns:
+            The reason, and the time since which nothing has progressed (monotonic clock, seconds).
+        """
         assert self._negotiation is not None
         missing = self._negotiation.missing(handle.request.name)
         with self._lock:
@@ -392,13 +430,18 @@ class EagerQueue:
         if missing is None:
             return f"{waits}, and the job's store does not answer", handle.submitted
         if missing:
-            # Who has joined waits for as long as the others find work for it.
+            # A rank inside join() waits while the others have data. That is no stall as long as
+            # operations progress.
             name = handle.request.name
             joining = name == JOIN or (inside and not name.is_internal)
             since = max(handle.submitted, progressed) if joining else handle.submitted
             joined = [rank for rank in missing if rank in self._negotiation.joined()]
             if joined and not joining:
-                return f"{waits} for {name_ranks(joined)}, in join(), where this is not done", since
+                return (
+                    f"{waits} for {name_ranks(joined)}, which called join() and cannot take part: "
+                    "make this call before a rank calls join() or after join() has returned",
+                    since,
+                )
             return (
                 f"{waits} for {name_ranks(missing)}, which did not submit it: see that every rank "
                 "is alive and comes to this call, under the same name",

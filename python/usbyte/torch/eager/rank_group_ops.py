@@ -15,14 +15,14 @@ from usbyte.torch.runtime.ring import abort
 
 
 class RankGroupOps:
-    """The ranks of an operation.
+    """A group of ranks and its blocking collectives.
 
     Args:
-        group: Process group with a CPU backend, or what makes it when the first collective runs;
-            unused where `size` is 1.
+        group: Process group with a CPU backend, or a function that makes it when the first
+            collective runs. Unused if `size` is 1.
         rank: This rank's position in the group.
         size: Number of ranks in the group.
-        members: What users call the ranks of the group, ascending; 0, 1, ... if left out.
+        members: Global ranks of the group, ascending; default 0, 1, ...
     """
 
     def __init__(
@@ -41,29 +41,36 @@ class RankGroupOps:
 
     @property
     def name(self) -> int:
-        """What users call this rank."""
+        """Global rank of this process."""
         return self.members[self.rank]
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group. Whoever asks first makes it, together with the other ranks; from one thread.
+        """The process group. The first access makes it, which is collective among the ranks.
+
+        Access it from one thread only.
 
         Raises:
-            RuntimeError: It was aborted meanwhile, or cannot be made.
+            RuntimeError: `abort` was called while it was made, or it cannot be made.
         """
         if self._group is None:
             assert self._make_group is not None
             self._group = self._make_group()
-            # `abort` writes and reads these in the other order, so that one of the two sees both.
+            # This writes _group and then reads _aborted; `abort` writes _aborted and then reads
+            # _group. So at least one of the two threads sees both.
             if self._aborted:
                 raise RuntimeError("the connections were aborted while they were made")
         return self._group
 
     def position(self, what: str, root: int) -> int:
-        """Position in the group of the rank that users call `root`.
+        """Returns the position in the group of the global rank `root`.
+
+        Args:
+            what: Names the operation; the error message begins with it.
+            root: Global rank.
 
         Raises:
-            UsageError: It is not one of the ranks; `what` goes before the message.
+            UsageError: `root` is not one of the ranks.
         """
         if root in self.members:
             return self.members.index(root)
@@ -75,13 +82,18 @@ class RankGroupOps:
         )
 
     def all_reduce(self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduces `flat` in place, without the GIL."""
+        """Reduces `flat` in place; blocks without the GIL."""
         options = dist.AllreduceOptions()
-        options.reduceOp = cast(dist.ReduceOp, op)  # a constant of it
+        options.reduceOp = cast(dist.ReduceOp, op)  # RedOpType converts to it at run time
         self._wait(self.group.allreduce([flat], options))
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Overwrites `flat` with that of the rank at position `root`, without the GIL."""
+        """Overwrites `flat` with the `flat` of the rank at position `root`; blocks without the GIL.
+
+        Args:
+            flat: Contiguous tensor, of the same size on every rank.
+            root: Position in the group, not a global rank.
+        """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         self._wait(self.group.broadcast([flat], options))
@@ -89,28 +101,36 @@ class RankGroupOps:
     def all_to_all(
         self, out: torch.Tensor, flat: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
-        """Fills `out` with parts of the others' `flat`, of so many elements, without the GIL."""
+        """Sends a range of `flat` to each rank and fills `out`; blocks without the GIL.
+
+        Args:
+            out: Tensor of `sum(received)` elements.
+            flat: Tensor of `sum(sent)` elements.
+            received: Elements from each rank, by position.
+            sent: Elements to each rank, by position.
+        """
         options = dist.AllToAllOptions()
         self._wait(self.group.alltoall_base(out, flat, list(received), list(sent), options))
 
     def abort(self) -> None:
-        """Ends the collective that is running, on this rank and on those that wait for it."""
+        """Ends the running collective, on this rank and on the ranks that wait for this one."""
         self._aborted = True
         if self._group is not None:
-            # It may have been destroyed by the user meanwhile.
+            # The user may have destroyed it meanwhile.
             with suppress(RuntimeError, ValueError, AssertionError):
                 abort(self._group)
 
     def close(self) -> None:
-        """Gives up the group.
+        """Destroys the group.
 
-        Its destructor joins Gloo's threads, in older torch with the GIL held. A thread that just
-        then drops the last reference to a tensor of its collective would need the GIL, so the last
-        collective is kept until the group is gone.
+        The group's destructor joins Gloo's threads, in older torch with the GIL held. A Gloo thread
+        that drops the last reference to a tensor of its collective needs the GIL, which would
+        deadlock. The reference to the last collective is therefore dropped after the group.
         """
         group, self._group = self._group, None
         if group is not None and self._make_group is None and self.size > 1:
-            with suppress(RuntimeError, ValueError, AssertionError):  # destroyed by the user before
+            # The user may have destroyed it before.
+            with suppress(RuntimeError, ValueError, AssertionError):
                 dist.destroy_process_group(group)
         del group
         self._work = None

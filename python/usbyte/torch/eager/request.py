@@ -1,4 +1,4 @@
-"""An eager operation from its submission to its result."""
+"""Requests and handles of eager operations, from submission to result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from usbyte.torch.eager.operation_names import OperationName
 
 @dataclass(frozen=True)
 class Request:
-    """An operation as its rank submits it.
+    """An operation that a rank submits.
 
     Attributes:
-        name: What the ranks match it by; unique among the operations in flight.
-        descriptor: What the ranks compare.
-        execute: Runs the collective, on the queue's thread, without gradients.
-        postprocess: Makes the user's result of what `execute` returned, on the thread that asks for
-            it.
+        name: The name by which ranks match it; unique among the operations in flight on this rank.
+        descriptor: The facts that must agree on all ranks.
+        execute: Runs the collective. Called on the queue's thread, without autograd.
+        postprocess: Turns the value that `execute` returned into the user's result. Called on the
+            first thread that asks for the result; default: returns the value.
     """
 
     name: OperationName
@@ -35,13 +35,13 @@ class Request:
 
 @dataclass(eq=False)
 class Handle:
-    """An operation in flight; what `poll` and `synchronize` take.
+    """A submitted operation; `poll` and `synchronize` of the API take it.
 
     Attributes:
-        request: What was submitted.
-        next_check: When to look for a stall, seconds on the monotonic clock.
-        check_stall: Looks for one, and sets `next_check` again; the queue's.
-        submitted: When it was submitted, on the same clock.
+        request: The submitted request.
+        next_check: When to check for a stall, in seconds of the monotonic clock.
+        check_stall: The queue's function that checks for a stall and sets `next_check` anew.
+        submitted: When it was submitted, in seconds of the monotonic clock.
     """
 
     request: Request
@@ -54,53 +54,57 @@ class Handle:
     _finished: bool = False
 
     def done(self) -> bool:
-        """Whether the operation has ended, well or not."""
+        """Whether the operation has ended, with a result or an error."""
         return self._done.is_set()
 
     def poll(self) -> bool:
-        """Whether the operation has ended, so that `synchronize` will not wait."""
+        """Whether the operation has ended, so that `synchronize` does not wait.
+
+        Also checks for a stall when that is due.
+        """
         if not self.done() and time.monotonic() >= self.next_check:
             self.check_stall(self)
         return self.done()
 
     def synchronize(self) -> Any:
-        """Waits for the operation, interruptibly, and returns its result.
+        """Waits for the operation and returns its result. Signals can interrupt the wait.
 
         Raises:
-            MismatchError: The ranks did not mean the same operation; raised on every rank.
+            MismatchError: The ranks submitted different operations under this name; raised on
+                every rank.
             FaultError: The operation stalled, a peer is lost, or another rank reported a fault.
         """
         self.wait()
         return self.result()
 
-    __call__ = synchronize  # as what Horovod's sparse_allreduce_async returns
+    __call__ = synchronize  # Horovod's sparse_allreduce_async returns a callable
 
     def wait(self) -> None:
-        """Waits, interruptibly, until the operation has ended, well or not."""
+        """Waits until the operation has ended, with a result or an error. Does not raise for it."""
         while not self.wait_for_check():
             self.check_stall(self)
 
     def wait_for_check(self) -> bool:
-        """Waits, interruptibly, for the end or `next_check`; returns whether it is the end."""
+        """Waits for the end of the operation or for `next_check`; returns whether it has ended."""
         left = self.next_check - time.monotonic()
         return self._done.wait(max(0.0, min(left, threading.TIMEOUT_MAX)))
 
     def set_result(self, outcome: Any) -> None:
-        """Ends the operation with a value or an exception; the first outcome stays."""
+        """Ends the operation with a value or an exception. Only the first call has an effect."""
         with self._lock:
             if not self._done.is_set():
                 self._outcome = outcome
                 self._done.set()
 
     def result(self) -> Any:
-        """The result of an operation that has ended, the same on every call.
+        """Returns the result of an operation that has ended; the same object on every call.
 
         Raises:
             Error: The operation failed.
         """
         with self._lock:
             if isinstance(self._outcome, Exception):
-                # A fresh exception each time: several threads may raise it, each with its own
+                # Several threads may raise it, so each gets a fresh exception with its own
                 # traceback.
                 raise type(self._outcome)(*self._outcome.args)
             if not self._finished:

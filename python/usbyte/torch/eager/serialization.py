@@ -1,7 +1,6 @@
-"""Objects on the wire: JSON for structure, raw bytes for tensors, never pickle.
+"""Serializes objects for other ranks: JSON for structure, raw bytes for tensors, never pickle.
 
-Tensors and arrays keep their strides, so that what is computed from them is rounded alike on all
-ranks.
+Tensors and arrays keep their strides, so that computations on them round alike on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from usbyte.torch.eager.serialized_reader import DEEPEST, Incoming, parse, spars
 from usbyte.torch.runtime.messages import unreadable
 from usbyte.torch.runtime.tensor_checks import flaw_of
 
-_MOST_INT_BITS = 2048  # Python refuses to print more than 640 digits where it is told to
+_MOST_INT_BITS = 2048  # below Python's smallest int-to-str limit (640 digits)
 _HEADER_BYTES = 8
 _BYTE = torch.uint8
 _SHOWN_CHARS = 160
@@ -31,11 +30,14 @@ def encode(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Splits an object into its structure and its tensors.
 
     Args:
-        obj: None, bool, int, float, str, list, tuple, dict, torch.Tensor, numpy arrays and scalars,
-            nested at will.
+        obj: None, bool, int, float, str, list, tuple, dict, torch.Tensor, NumPy array or NumPy
+            scalar; containers may be nested up to `DEEPEST` levels.
+
+    Returns:
+        The structure as JSON, and views that contain the elements to send, in that order.
 
     Raises:
-        UsageError: Anything else; the message names its type and place.
+        UsageError: The object contains something else. The message names its type and place.
     """
     tensors: list[torch.Tensor] = []
     try:
@@ -43,19 +45,22 @@ def encode(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         return json.dumps(packed, ensure_ascii=False).encode("utf-8", "surrogatepass"), tensors
     except Error:
         raise
-    except Exception as error:  # of the object's own methods, for example
+    except Exception as error:  # raised by the object's own methods, for example
         raise UsageError(f"the object cannot be sent: {type(error).__name__}: {error}") from error
 
 
 def decode(structure: bytes, sender: str = "another rank's object") -> Incoming:
-    """Inverse of `encode`: an object whose tensors are to be filled in place.
+    """Checks a structure from `encode` and allocates its tensors, which the caller fills.
 
     Args:
-        structure: What `encode` has given on another rank.
-        sender: Who has sent what, for error messages.
+        structure: JSON that `encode` returned on another rank.
+        sender: Names the message and its sender; error messages begin with it.
+
+    Returns:
+        The object. Fill its `tensors` in place, then call `finish()`.
 
     Raises:
-        MismatchError: It is nothing that `encode` gives.
+        MismatchError: `encode` cannot have returned this structure.
         UsageError: There is no memory for its tensors.
     """
     incoming = parse(structure, sender)
@@ -64,10 +69,10 @@ def decode(structure: bytes, sender: str = "another rank's object") -> Incoming:
 
 
 def to_bytes(obj: Any) -> bytes:
-    """An object, its tensors included, as one byte string.
+    """Serializes an object, its tensors included, as one byte string.
 
     Raises:
-        UsageError: See `encode`.
+        UsageError: The object contains a type that `encode` does not accept.
     """
     structure, tensors = encode(obj)
     parts = [len(structure).to_bytes(_HEADER_BYTES, "little"), structure]
@@ -75,28 +80,36 @@ def to_bytes(obj: Any) -> bytes:
 
 
 def from_bytes(payload: bytes, sender: str = "another rank's object") -> Any:
-    """Inverse of `to_bytes`.
+    """Returns the object that `to_bytes` serialized.
+
+    Args:
+        payload: A byte string from another rank.
+        sender: Names the message and its sender; error messages begin with it.
 
     Raises:
-        MismatchError: It is nothing that `to_bytes` gives.
+        MismatchError: `to_bytes` cannot have returned this byte string.
         UsageError: There is no memory for its tensors.
     """
     begin = _HEADER_BYTES + int.from_bytes(payload[:_HEADER_BYTES], "little")
     incoming = parse(payload[_HEADER_BYTES:begin], sender)
-    told = sum(layout.bytes for layout in incoming.layouts)
-    if begin + told != len(payload):
-        raise unreadable(sender, f"it has {len(payload)} bytes instead of {begin + told}")
+    expected = begin + sum(layout.bytes for layout in incoming.layouts)
+    if expected != len(payload):
+        raise unreadable(sender, f"it has {len(payload)} bytes instead of {expected}")
     incoming.allocate()
     for tensor, layout in zip(incoming.tensors, incoming.layouts, strict=True):
         if layout.bytes:
-            held = torch.frombuffer(bytearray(payload[begin : begin + layout.bytes]), dtype=_BYTE)
-            tensor.copy_(held.view(tensor.dtype).view(tensor.shape))
+            raw = torch.frombuffer(bytearray(payload[begin : begin + layout.bytes]), dtype=_BYTE)
+            tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
         begin += layout.bytes
     return incoming.finish()
 
 
 def to_message(obj: Any) -> bytes:
-    """An object as `to_bytes` gives it, or else why it cannot be sent, for the others to raise."""
+    """Returns a message with the serialized object.
+
+    If the object cannot be serialized, the message has the reason, and `open_message` raises it on
+    the receiving ranks.
+    """
     try:
         return _OBJECT + to_bytes(obj)
     except UsageError as error:
@@ -104,26 +117,26 @@ def to_message(obj: Any) -> bytes:
 
 
 def structure_message(structure: bytes) -> bytes:
-    """A structure, as `open_message` takes it."""
+    """Returns a message with a structure, for `open_message`."""
     return _OBJECT + structure
 
 
 def problem_message(problem: Exception) -> bytes:
-    """Why something cannot be sent, for the others to raise."""
+    """Returns a message with an error, which `open_message` raises on the receiving ranks."""
     return _PROBLEM + str(problem).encode("utf-8", "backslashreplace")
 
 
 def open_message(message: bytes, what: str, rank: int) -> bytes:
-    """What one of the three functions above has wrapped.
+    """Returns the content of a message from one of the three functions above.
 
     Args:
-        message: From a rank.
-        what: The call that it belongs to.
-        rank: Which rank has sent it.
+        message: Byte string from another rank.
+        what: Names the API call, for error messages.
+        rank: Rank that sent the message.
 
     Raises:
-        UsageError: That rank could not send its object.
-        MismatchError: It is no message.
+        UsageError: That rank could not serialize its object.
+        MismatchError: The byte string is not such a message.
     """
     kind, content = message[:1], message[1:]
     if kind == _PROBLEM:
@@ -134,7 +147,7 @@ def open_message(message: bytes, what: str, rank: int) -> bytes:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as 1-d uint8."""
+    """Returns the values as 1-d uint8."""
     return bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
 
 
@@ -149,7 +162,7 @@ def _pack(obj: Any, where: str, tensors: list[torch.Tensor], depth: int) -> Any:
             )
         return obj
     if isinstance(obj, np.generic) and isinstance(obj.item(), bool | int | float | str):
-        if obj.dtype.kind not in "biufU":  # dates, whose numbers alone say too little
+        if obj.dtype.kind not in "biufU":  # a date's number means nothing without its unit
             raise _not_sent(obj, where)
         return _pack(obj.item(), where, tensors, depth)
     if isinstance(obj, list | tuple | dict):
@@ -186,27 +199,28 @@ def _pack_item(
 
 
 def _check_key(packed: Any, where: str) -> None:
-    """Refuses keys that would be no keys, or other ones, on the ranks that receive them."""
+    """Raises UsageError for a dict key that would be unhashable or unequal after it was sent."""
     if isinstance(packed, float) and math.isnan(packed):
-        raise UsageError(f"{where} is NaN, which no look-up finds; send another key, or None")
+        raise UsageError(f"{where} is NaN, which is unequal to itself; use another key, or None")
     if not isinstance(packed, dict):
         return
     for part in packed.get("tuple", ()):
         _check_key(part, where)
     if packed.keys() & {"list", "dict", "array"}:
         raise UsageError(
-            f"{where} has a class of its own that can be hashed, and would arrive as one that "
-            "cannot; send numbers, strings or tuples as keys"
+            f"{where} is hashable here, but would arrive as a list, dict or array, which is not; "
+            "use numbers, strings or tuples as keys"
         )
 
 
 def _pack_array(obj: np.ndarray[Any, Any], where: str, tensors: list[torch.Tensor]) -> Any:
     array = np.asarray(obj)
-    if not array.flags.writeable:  # of which torch warns
+    if not array.flags.writeable:  # torch.from_numpy warns for read-only arrays
         array = array.copy(order="K")
     try:
         if min(array.strides, default=0) < 0 or any(s % array.itemsize for s in array.strides):
-            array = np.ascontiguousarray(array).reshape(array.shape)  # torch has no such strides
+            # Torch has no negative strides, and none that are not a multiple of the element size.
+            array = np.ascontiguousarray(array).reshape(array.shape)
         tensor = torch.from_numpy(array)
     except (TypeError, ValueError, ZeroDivisionError):
         raise UsageError(
@@ -229,7 +243,7 @@ def _pack_tensor(obj: torch.Tensor, where: str, tensors: list[torch.Tensor]) -> 
             sparse_tensor(parts[0], parts[1], obj.shape, obj.is_coalesced())
         except RuntimeError as error:
             raise UsageError(
-                f"{where} is a sparse tensor that is none: {str(error).splitlines()[0]}; make it "
+                f"{where} is an invalid sparse tensor: {str(error).splitlines()[0]}; make it "
                 "with check_invariants=True to see where that comes from"
             ) from error
         return {
@@ -249,9 +263,9 @@ def _pack_tensor(obj: torch.Tensor, where: str, tensors: list[torch.Tensor]) -> 
 
 
 def _add_tensor(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> list[int]:
-    """Lets a tensor travel; returns the strides that it has on the other ranks."""
+    """Appends the tensor's elements to `tensors`; returns its strides on the receiving ranks."""
     if not travels(tensor.shape, tensor.stride()):
-        tensor = tensor.clone()  # without gaps, its dimensions in the same order
+        tensor = tensor.clone()  # removes gaps and keeps the order of dimensions
     if not travels(tensor.shape, tensor.stride()):
         tensor = tensor.contiguous()
     tensors.append(distinct(tensor))

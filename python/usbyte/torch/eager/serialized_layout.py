@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and which of their elements travel."""
+"""Memory layouts of serialized tensors, and which elements are sent."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-# Elements of memory for each element: a column of a large matrix must not take the matrix's memory.
+# Largest ratio of spanned memory to elements. A column of a large matrix must not take as much
+# memory on the receiving rank as the whole matrix.
 _MOST_GAPS = 8
 
-#: By name, what can travel.
+#: Dtypes that can be sent, by name without "torch.".
 DTYPES = {
     str(found).removeprefix("torch."): found
     for found in vars(torch).values()
@@ -21,13 +22,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How the elements of a tensor lie in memory.
+    """Shape, strides, dtype and device of a tensor.
 
     Attributes:
-        shape: Of the tensor.
-        strides: In elements.
-        dtype: Of the tensor.
-        device: Type of its device.
+        shape: Sizes of the dimensions.
+        strides: Strides of the dimensions, in elements.
+        dtype: Dtype of the elements.
+        device: Device type, such as "cpu" or "cuda".
     """
 
     shape: list[int]
@@ -37,11 +38,11 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """What travels: every element of memory once."""
+        """Bytes that are sent: elements that share memory are sent once."""
         return _distinct_numel(self.shape, self.strides) * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """An uninitialised tensor; on the CPU if this rank has no such device."""
+        """Allocates an uninitialised tensor; on the CPU if this rank has no such device."""
         try:
             return self._empty_on(self.device)
         except torch.cuda.OutOfMemoryError:
@@ -56,14 +57,18 @@ class Layout:
 
 
 def _distinct_numel(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements of memory that a tensor's elements are in."""
+    """Returns the number of distinct memory elements of a tensor."""
     if 0 in shape:
         return 0
     return math.prod(n for n, step in zip(shape, strides, strict=True) if step > 0)
 
 
 def travels(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements share memory along whole dimensions only, and gaps are not too large."""
+    """Whether a tensor of this layout can be sent with its strides.
+
+    Elements may share memory only along whole dimensions (stride 0), and gaps must be limited:
+    at most `_MOST_GAPS` memory elements for each element.
+    """
     if 0 in shape:
         return True
     reach = 1
@@ -75,15 +80,15 @@ def travels(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that has every element of memory once, in the order of memory."""
+    """Returns a view with each memory element once, its dimensions in memory order."""
     if 0 not in tensor.shape:
         for dim, step in enumerate(tensor.stride()):
-            if step == 0:  # as expand() makes it
+            if step == 0:  # made by expand()
                 tensor = tensor.narrow(dim, 0, 1)
     strides = tensor.stride()
     return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The dtype as `DTYPES` names it."""
+    """Returns the name of the tensor's dtype, as in `DTYPES`."""
     return str(tensor.dtype).removeprefix("torch.")

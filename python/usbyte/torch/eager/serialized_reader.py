@@ -1,4 +1,4 @@
-"""Objects from other ranks: checks what they are made of, and puts them together."""
+"""Reads serialized objects of other ranks: checks their structure and rebuilds them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from usbyte.errors import Error, UsageError
 from usbyte.torch.eager.serialized_layout import DTYPES, Layout, distinct, travels
 from usbyte.torch.runtime.messages import check, unreadable
 
-#: Lists in lists; Python's own stack must hold a few frames for each.
+#: Most levels of nested containers; each takes a few frames of Python's stack.
 DEEPEST = 100
 _MOST_DIMS = 64
 
@@ -42,15 +42,18 @@ class _SparseNode:
 
 
 class Incoming:
-    """An object from another rank, whose tensors are on their way.
+    """An object from another rank whose tensors have not been received yet.
+
+    Call `allocate`, fill `tensors`, then call `finish`.
 
     Args:
-        root: What JSON has given.
-        sender: Who has sent it.
+        root: The structure, as `json.loads` returned it.
+        sender: Names the message and its sender; error messages begin with it.
 
     Attributes:
-        layouts: Of the tensors, in the order in which they travel.
-        tensors: What is to be filled before `postprocess`; views of the object's tensors.
+        layouts: Layouts of the object's tensors, in the order in which they are sent.
+        tensors: Views of the object's tensors that the caller fills before `finish`; empty before
+            `allocate`.
     """
 
     def __init__(self, root: Any, sender: str) -> None:
@@ -61,15 +64,15 @@ class Incoming:
         self._scan(root, 0)
 
     def allocate(self) -> None:
-        """Makes the tensors.
+        """Allocates the object's tensors.
 
         Raises:
-            UsageError: There is no memory for them.
+            UsageError: A tensor cannot be allocated.
         """
         for layout in self.layouts:
             try:
                 self._whole.append(layout.empty())
-            except Exception as error:  # torch's, of a device that this build does not know, too
+            except Exception as error:  # torch raises various types for an unknown device, too
                 reason = str(error).partition("\n")[0]
                 raise UsageError(
                     f"{self._sender}: no tensor of shape {layout.shape} can be made on "
@@ -78,11 +81,11 @@ class Incoming:
         self.tensors = [distinct(tensor) for tensor in self._whole]
 
     def finish(self) -> Any:
-        """The object, once its tensors are filled.
+        """Returns the object. Call it after its tensors have been filled.
 
         Raises:
-            MismatchError: It cannot be put together, as a sparse tensor whose indices are out of
-                range.
+            MismatchError: The object is invalid, for example a sparse tensor whose indices are out
+                of range.
         """
         try:
             return self._build(self._root, iter(self._whole))
@@ -98,7 +101,7 @@ class Incoming:
         if depth > DEEPEST:
             raise ValueError(f"it is nested more than {DEEPEST} deep")
         if type(node) is not dict:
-            raise ValueError(f"a {type(node).__name__} is nothing that is sent")
+            raise ValueError(f"it contains a {type(node).__name__}, which usbyte never sends")
         for part in self._parts_of(node):
             self._scan(part, depth + 1)
 
@@ -122,18 +125,18 @@ class Incoming:
 
     def _add(self, shape: list[int], strides: list[int], dtype: str, device: str) -> None:
         if dtype not in DTYPES:
-            raise ValueError(f"'{dtype:.80}' is no dtype that is sent")
+            raise ValueError(f"'{dtype:.80}' is not a dtype that can be sent")
         if not device.isalpha() or not device.isascii() or device == "meta":
-            raise ValueError(f"'{device:.80}' is no device that is sent")
+            raise ValueError(f"'{device:.80}' is not a device type that can be sent")
         if len(shape) != len(strides) or len(shape) > _MOST_DIMS:
             raise ValueError(f"{len(shape)} sizes with {len(strides)} strides")
         if min(shape, default=0) < 0 or min(strides, default=0) < 0:
             raise ValueError("a negative size or stride")
-        # What torch and NumPy count in bytes, of elements of up to 16.
+        # Torch and NumPy count bytes in int64, and an element has up to 16 bytes.
         if math.prod(filter(None, shape)) >= 1 << 58 or sum(strides) >= 1 << 58:
             raise ValueError(f"shape {shape} and strides {strides} are too large")
         if not travels(shape, strides):
-            raise ValueError(f"strides {strides} are none of shape {shape} that are sent")
+            raise ValueError(f"strides {strides} of shape {shape} cannot be sent")
         self.layouts.append(Layout(shape, strides, DTYPES[dtype], device))
 
     def _build(self, node: Any, filled: Iterator[torch.Tensor]) -> Any:
@@ -156,14 +159,14 @@ class Incoming:
 
 
 def parse(structure: bytes, sender: str) -> Incoming:
-    """Checks a structure; no tensor is made yet.
+    """Parses and checks a structure; allocates no tensors.
 
     Args:
-        structure: JSON.
-        sender: Who has sent what, for error messages.
+        structure: JSON in UTF-8.
+        sender: Names the message and its sender; error messages begin with it.
 
     Raises:
-        MismatchError: It is nothing that usbyte sends.
+        MismatchError: usbyte does not send such a structure.
     """
     try:
         return Incoming(json.loads(structure.decode("utf-8", "surrogatepass")), sender)
@@ -174,10 +177,10 @@ def parse(structure: bytes, sender: str) -> Incoming:
 def sparse_tensor(
     indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], coalesced: bool
 ) -> torch.Tensor:
-    """A sparse tensor of this very memory.
+    """Makes a sparse COO tensor that shares memory with `indices` and `values`.
 
     Raises:
-        RuntimeError: An index is out of range, or something else does not fit together.
+        RuntimeError: The tensor is invalid, for example because an index is out of range.
     """
     return torch.sparse_coo_tensor(
         indices,

@@ -1,1 +1,1 @@
-"""What happens when a rank fails: one verdict on all ranks, and parameters of one step."""
+"""Faults: one fault verdict on all ranks, and protection from parameters of a partial step."""

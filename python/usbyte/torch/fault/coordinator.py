@@ -1,4 +1,4 @@
-"""One fault, told to every rank in bounded time, with the culprit named."""
+"""Turns a fault into one verdict that names the culprit and reaches every rank in bounded time."""
 
 from __future__ import annotations
 
@@ -25,33 +25,35 @@ from usbyte.torch.runtime.worker_thread import SerialExecutor
 
 log = logging.getLogger("usbyte")
 
-_ANSWER_S = 2.0  # how long a rank has to answer the question how far it has come
-_VERDICT_S = _ANSWER_S + 3.0  # how long the others wait for the rank that asks
-_GRACE_S = 3.0  # for a store that is slow to answer
+_ANSWER_S = 2.0  # timeout for a rank's state, when another rank asks for it
+_VERDICT_S = _ANSWER_S + 3.0  # timeout of the other ranks for the verdict
+_GRACE_S = 3.0  # added for a store that is slow to answer
 _REPORT_S = _VERDICT_S + _GRACE_S
-_LEFT_S = 5.0  # how long a rank that has answered has to tell what the fault has left there
-_GOODBYE_S = 5.0  # how long rank 0 waits for the others' goodbye
+_LEFT_S = 5.0  # timeout for the recovery state of a rank that has answered (`compare`)
+_GOODBYE_S = 5.0  # timeout of rank 0 for each other rank's goodbye
 _REMEDY = "Restart the job from its last checkpoint."
 
-_Verdict = tuple[str, list[int] | None]  # and the ranks that survive, if that is known
+_Verdict = tuple[str, list[int] | None]  # the verdict, and the surviving ranks if known
 
 
 class FaultCoordinator:
-    """Turns what one rank noticed into one message that every rank raises.
+    """Turns a fault that one rank noticed into one verdict that every rank raises.
 
-    A thread of each rank waits for messages in its mailbox. The first rank to notice a fault writes
-    to all; every rank that lives answers with its state, and from the answers, or their absence,
-    the first one writes the verdict. In the same way a rank that waits for long asks which others
-    it waits for, while all goes on.
+    A thread of each rank waits for messages in the rank's message queue. The first rank that
+    notices a fault sends a message to all others. Every live rank answers with its state. The first
+    rank makes the verdict from the answers and the missing answers, and writes it to the store. A
+    rank that has waited for long uses the same messages to find stragglers; training continues
+    meanwhile.
 
     Args:
-        store: Store of this run; the board makes its own connections.
+        store: Store of this run. The coordinator makes its own connections.
         rank: This rank.
         size: Number of ranks.
         describe: Returns this rank's state.
-        hold: Called once, from any thread, with the verdict, before anybody else is told of it, so
-            that it must not block.
-        on_fault: Called behind it, by the same thread; may call `compare`.
+        hold: Called once with the verdict, from any thread, to block reads of parameters. It runs
+            before `verdict` is set and must not block.
+        on_fault: Called once with the verdict after `hold`, in the same thread; may call
+            `compare`.
     """
 
     def __init__(
@@ -64,31 +66,37 @@ class FaultCoordinator:
         on_fault: Callable[[str], None],
     ) -> None:
         self._store = clone_store(store)
-        self._replans = clone_store(store)  # the thread's; a connection serves one at a time
+        # For the thread only, because a connection serves one thread at a time.
+        self._thread_store = clone_store(store)
         self._rank, self._size = rank, size
         self._describe, self._hold, self._on_fault = describe, hold, on_fault
         self._lock = threading.Lock()  # guards _verdict and _survivors
-        self._calls = SerialExecutor(
-            "usbyte-faults-ask"
-        )  # on its thread alone _store is used, and written
+        # _store and _messages are used on this executor's thread only.
+        self._calls = SerialExecutor("usbyte-faults-ask")
         self._messages = StoreMessageQueue(self._store, rank)
         self._verdict: str | None = None
         self._survivors: list[int] | None = None
         self._closing = False
         self._store.set(f"who/{rank}", f"host {socket.gethostname()}, pid {os.getpid()}")
-        self._thread = threading.Thread(target=self._watch, name="usbyte-faults", daemon=True)
+        self._thread = threading.Thread(
+            target=self._receive_messages, name="usbyte-faults", daemon=True
+        )
         self._thread.start()
 
     @property
     def verdict(self) -> str | None:
-        """The fault that ended this run, if one did."""
+        """The fault verdict; None if there was no fault."""
         return self._verdict
 
     def report(self, noticed: str) -> str:
-        """Finds out together with the other ranks what happened; returns the verdict.
+        """Diagnoses a fault together with the other ranks. Blocks for a few seconds at most.
 
         Args:
-            noticed: What went wrong on this rank. Blocks for a few seconds at most.
+            noticed: What went wrong on this rank.
+
+        Returns:
+            The fault verdict. It is the same on all ranks, unless the store or the rank that makes
+            the diagnosis is lost.
         """
         if self._verdict is None:
             here = f"rank {self._rank} noticed: {noticed}"
@@ -107,7 +115,7 @@ class FaultCoordinator:
         return self._verdict
 
     def announce(self, verdict: str) -> None:
-        """Ends all ranks with this message, for a fault whose cause is known."""
+        """Makes `verdict` the fault verdict of all ranks, for a fault whose cause is known."""
         everyone = list(range(self._size))
 
         def tell() -> None:
@@ -116,15 +124,20 @@ class FaultCoordinator:
                 self._send_all("fault")
 
         if self._verdict is None:
-            with suppress(RuntimeError):  # if the store is gone, nobody is to be told
+            with suppress(RuntimeError):  # without the store, no other rank can be reached
                 self._calls.run(tell, _REPORT_S)
             self._decide(verdict, everyone)
 
     def query_stragglers(self, topic: str) -> str:
-        """Which ranks the others wait for; empty if none is behind, or another rank asks that.
+        """Names the ranks that the others wait for, while training continues.
 
         Args:
-            topic: What is waited for, the same on all ranks. Each is inquired into once.
+            topic: Names the awaited operation, equal on all ranks. Only the first query of a topic,
+                on any rank, asks the other ranks.
+
+        Returns:
+            Text for a log message; it says so if the store does not answer. Empty if no rank is
+            behind, if another rank has queried the topic, or after a fault.
         """
 
         def ask() -> list[str]:
@@ -143,44 +156,45 @@ class FaultCoordinator:
             return f"the job's store does not answer: {brief_error(error)}"
 
     def compare(self, mine: Any) -> dict[int, Any] | None:
-        """After a fault: what each rank that survives has put here, by rank; the same on all ranks.
+        """Gathers a value from every surviving rank. Call it after a fault.
 
         Args:
-            mine: What JSON can carry; this rank's, if it counts as one that survives.
+            mine: This rank's value, of types that JSON has. Used if this rank survives.
 
         Returns:
-            None if that cannot be found out: the store is gone.
+            Values by rank, the same on all ranks. A rank that ended before it gave a value is left
+            out. None if the store is lost or the surviving ranks are not known.
         """
 
-        def exchange() -> dict[int, Any]:
+        def gather_values() -> dict[int, Any]:
             self._store.set(f"left/{self._rank}", json.dumps(mine))
-            if not survivors:  # nobody has told which they are
+            if not survivors:  # not known
                 return {}
             deadline = time.monotonic() + _LEFT_S
-            if self._rank != survivors[0]:  # if all asked for all, the store would take too long
+            # One rank gathers for all: the store would take too long if every rank read all values.
+            if self._rank != survivors[0]:
                 with suppress(RuntimeError):
                     self._store.wait(["lefts"], timedelta(seconds=_LEFT_S + _GRACE_S / 3))
             if not self._store.check(["lefts"]):
                 found = {}
                 for rank in survivors:
                     text = self._poll(f"left/{rank}", deadline - time.monotonic())
-                    if text is not None:  # else it has ended since
-                        found[rank] = read(f"what rank {rank} has left", text, Any)
-                # Who has seen more or fewer of them must not come to another result.
+                    if text is not None:  # None: the rank has ended since
+                        found[rank] = read(f"the recovery state of rank {rank}", text, Any)
+                # Ranks may have seen different values; the first to write decides for all.
                 self._store.compare_set("lefts", "", json.dumps(found))
-            told = self._store.get("lefts")
-            rows = read("what the ranks have left", told, dict[str, Any])
+            rows = read("the ranks' recovery states", self._store.get("lefts"), dict[str, Any])
             return {rank: rows[str(rank)] for rank in survivors if str(rank) in rows}
 
         survivors = self._survivors or []
         try:
-            found = self._calls.run(exchange, _LEFT_S + _GRACE_S)
+            found = self._calls.run(gather_values, _LEFT_S + _GRACE_S)
         except RuntimeError:
             return None
         return found if survivors else None
 
     def announce_exit(self) -> None:
-        """Lets the other ranks know that this one is about to end in good order."""
+        """Tells the other ranks that this rank is about to shut down normally."""
         with suppress(RuntimeError):
             self._calls.run(lambda: self._store.set(f"leaving/{self._rank}", "1"), _GRACE_S)
 
@@ -194,19 +208,20 @@ class FaultCoordinator:
             self._store.set(f"bye/{self._rank}", "1")
             self._messages.send(self._rank, "bye")
             if self._rank == 0 and self._verdict is None:
-                # The store may end with this process; the others may still read from it.
+                # The store may end with this process, and other ranks may still read from it.
                 for rank in range(1, self._size):
                     if self._poll(f"bye/{rank}", _GOODBYE_S) is None:
                         break
 
-        with suppress(RuntimeError):  # the store's server may have ended first; so does the thread
+        # If the store's server ended first, the thread has ended, too.
+        with suppress(RuntimeError):
             others_s = _GOODBYE_S * self._size if self._rank == 0 else 0.0
             self._calls.run(part, others_s + _GRACE_S)
             self._thread.join(timeout=5)
         self._calls.close()
         if not self._thread.is_alive():
-            # Connections: after a fault this may be kept for long, with the parameters.
-            del self._store, self._replans, self._messages
+            # Closes the connections: after a fault, parameters may reference this object for long.
+            del self._store, self._thread_store, self._messages
 
     def _ask(self, here: str) -> tuple[str, list[int] | None]:
         if self._store.add("fault", 1) == 1:
@@ -225,7 +240,7 @@ class FaultCoordinator:
                 self._messages.send(rank, text)
 
     def _gather(self, key: str) -> tuple[dict[int, State], list[int]]:
-        """The states of all ranks that answer under KEY/RANK, and the ranks that do not."""
+        """Returns the states that ranks write to KEY/RANK, and the ranks that do not answer."""
         deadline = time.monotonic() + _ANSWER_S
         others = [rank for rank in range(self._size) if rank != self._rank]
         missing = others
@@ -258,7 +273,7 @@ class FaultCoordinator:
 
     def _describe_rank(self, rank: int) -> str:
         key = f"who/{rank}"
-        # One whose init() has failed never tells, and the store waits for what nobody tells.
+        # `get` blocks for a missing key, and a rank whose init() failed never writes it.
         if not self._store.check([key]):
             return "host and pid not known"
         return self._store.get(key).decode()
@@ -272,31 +287,31 @@ class FaultCoordinator:
                 return None
             time.sleep(0.02)
 
-    def _watch(self) -> None:
+    def _receive_messages(self) -> None:
         try:
             while (text := self._messages.receive()) != "fault":
                 if text == "bye":
                     return
                 if not text.startswith("ask "):
-                    log.warning("rank %d: a message of no known kind: %.80r", self._rank, text)
+                    log.warning("rank %d ignores an unknown message: %.80r", self._rank, text)
                     continue
-                self._replans.set(
+                self._thread_store.set(
                     f"{text.removeprefix('ask ')}/{self._rank}", json.dumps(self._describe())
                 )
         except RuntimeError:
-            # The store's server ended, as it does first in an orderly end. If it was no orderly
-            # end, the next collective fails and asks.
+            # The store's server has ended. In a normal shutdown it may end first. Otherwise the
+            # next collective fails and reports the fault.
             return
         verdict = f"another rank reported a fault and ended before it said which. {_REMEDY}"
         survivors: Sequence[int] | None = None
         with suppress(RuntimeError):
-            self._replans.set(f"answer/{self._rank}", json.dumps(self._describe()))
-            self._replans.wait(["verdict"], timedelta(seconds=_VERDICT_S))
-            verdict, survivors = self._read_verdict(self._replans.get("verdict"))
+            self._thread_store.set(f"answer/{self._rank}", json.dumps(self._describe()))
+            self._thread_store.wait(["verdict"], timedelta(seconds=_VERDICT_S))
+            verdict, survivors = self._read_verdict(self._thread_store.get("verdict"))
         self._decide(verdict, survivors)
 
     def _read_verdict(self, text: str | bytes) -> tuple[str, list[int] | None]:
-        """A verdict that another rank has written; one that says so if it cannot be read."""
+        """Parses a verdict of another rank; an unreadable one becomes a verdict that says so."""
         try:
             verdict, survivors = read("the cause of a fault, from another rank,", text, _Verdict)
         except MismatchError as error:
@@ -313,7 +328,7 @@ class FaultCoordinator:
                 if not self._closing:
                     self._hold(verdict)
             except Exception:
-                log.exception("parameters cannot be kept from readers after a fault")
-            self._verdict = verdict  # which other threads may tell from now on
+                log.exception("reads of parameters cannot be blocked after a fault")
+            self._verdict = verdict  # after `hold`, because other threads may raise it from now on
         if not self._closing:
             self._on_fault(verdict)

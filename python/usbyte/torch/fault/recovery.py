@@ -1,9 +1,10 @@
-"""Whether what a fault leaves of the parameters is a state to go on from.
+"""Decides whether a rank's parameters are usable after a fault.
 
-It is on a rank whose parameters are all those after the last step that every surviving rank has
-completed, or still can, as everything that its updates need has arrived. Elsewhere they hold a part
-of an update, or one that other ranks do not have: there they are dirty, and whoever reads them gets
-an error, until they are written to, as by loading a checkpoint.
+A rank's parameters are usable if all of them are those after the last common step. That is the last
+step that every surviving rank has completed, or can still complete because everything that its
+updates need has arrived. Otherwise the parameters are those of a partial step, or of a step that
+other ranks do not have. A read of them then raises FaultError, until they are overwritten, for
+example by loading a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ import torch
 from usbyte.errors import FaultError
 from usbyte.torch.lazy_tensor import make_lazy, unwrap
 
-# A rank needs less to find out what it has left, and as much to hear of the others.
+# Limit for a read to wait for the recovery decision. A rank needs less to examine its own
+# parameters, and up to this long to learn of the other ranks.
 _DECISION_S = 30.0
 
 
 @dataclass
 class RankProgress:
-    """What a fault has left of an optimizer's parameters on a rank.
+    """How far the updates of an optimizer's parameters have come on a rank, after a fault.
 
     Attributes:
-        completed: The last step whose updates have all been applied, counted from 1.
-        partial: Some updates of the next step have been applied too.
-        completable: The rest of them can be applied.
+        completed: The last step whose updates have all been applied, counted from 1; 0 if none.
+        partial: Whether some updates of the next step have been applied, too.
+        completable: Whether the rest of the next step's updates can still be applied.
     """
 
     completed: int
@@ -39,17 +41,17 @@ class RankProgress:
 
     @property
     def last_reachable_step(self) -> int:
-        """The last step that can be completed."""
+        """The last step that this rank has completed or can still complete."""
         return self.completed + self.completable
 
 
 @dataclass
 class RecoveryDecision:
-    """What is to be done with the parameters of a rank.
+    """Whether a rank's parameters are usable after a fault.
 
     Attributes:
-        reason: Why they are no state to go on from; empty if they are.
-        completes: They are once the updates that are pending have been applied.
+        reason: Why the parameters are not usable; empty if they are.
+        completes: Whether pending updates have to be applied to make them usable.
     """
 
     reason: str
@@ -57,11 +59,11 @@ class RecoveryDecision:
 
 
 def decide_recovery(rank: int, lefts: Mapping[int, RankProgress] | None) -> RecoveryDecision:
-    """What is to be done on `rank`.
+    """Decides whether the parameters of `rank` are usable.
 
     Args:
-        rank: One of the job.
-        lefts: By rank, of those that survive; None if that cannot be found out.
+        rank: A rank of the run.
+        lefts: Progress of the surviving ranks, by rank; None if it is not known.
     """
     if lefts is None:
         return RecoveryDecision("how far the other ranks have come cannot be found out")
@@ -79,27 +81,28 @@ def decide_recovery(rank: int, lefts: Mapping[int, RankProgress] | None) -> Reco
     return RecoveryDecision("")
 
 
-def partial_step_error(status: Mapping[str, Any], applied: bool) -> bool:
-    """Whether updates may have used sums that were not whole when the run failed.
+def has_partial_step(status: Mapping[str, Any], applied: bool) -> bool:
+    """Whether updates on a device may have used incomplete sums when the run failed.
 
-    On a device, updates are enqueued behind operations that may never have ended, or ended early.
+    On a device, updates are enqueued behind ops that may never have completed, or were aborted.
 
     Args:
-        status: Of the engine; see `Engine.status`.
-        applied: Updates of the current step may have been enqueued.
+        status: The result of `Engine.status`.
+        applied: Whether updates of the current step may have been enqueued.
     """
     step = status["open_step"]
     return bool(step) and (applied or step < status["step"])
 
 
 class ParamRecovery:
-    """Keeps the parameters of a run that has failed from being read, until that is decided.
+    """Blocks reads of an optimizer's parameters after a fault, until the recovery decision.
 
     Args:
-        params: All of an optimizer's.
-        is_updating: Whether the calling thread is inside an update, which is to end.
-        on_clean: Called by the first who reads them, if they can be read; with whether updates
-            are to be completed.
+        params: All parameters of the optimizer.
+        is_updating: Returns whether the calling thread is inside an update. Its reads are not
+            blocked, so that the update can end.
+        on_clean: Called once, by the first read of usable parameters. Its argument says whether
+            to apply the pending updates.
     """
 
     def __init__(
@@ -113,23 +116,27 @@ class ParamRecovery:
         self._error = self._verdict = ""
         self._completes = False
         self._cleaning = threading.RLock()  # guards _begun
-        self._begun = False  # the clean-up
-        self._written = [False] * len(params)  # over, by the user
-        self._over = False  # all can be read
+        self._begun = False  # whether a thread has called on_clean
+        self._written = [False] * len(params)  # whether the user has overwritten the parameter
+        self._over = False  # whether all parameters can be read
         self.block_reads()
 
     def block_reads(self) -> None:
-        """Has readers wait; also again, after an update that was going on has ended."""
+        """Makes the parameters lazy, so that reads wait for the recovery decision.
+
+        Call it again when an update has ended that was running at the time of the fault, because
+        an update makes parameters readable. Parameters that the user has overwritten stay readable.
+        """
         for i, param in enumerate(self._params):
             if not (self._over or self._written[i]):
                 make_lazy(param, self._read, partial(self._overwritten, i), owner=self)
 
     def decide(self, verdict: str, judgement: RecoveryDecision) -> None:
-        """Lets the readers go on, or fails them.
+        """Ends the wait of all reads: they return, or raise FaultError.
 
         Args:
-            verdict: The fault.
-            judgement: See `decide_recovery`.
+            verdict: The fault verdict.
+            judgement: The recovery decision of this rank.
         """
         self._verdict = verdict
         if judgement.reason:
@@ -138,13 +145,16 @@ class ParamRecovery:
         self._decided.set()
 
     def check(self) -> None:
-        """Raises FaultError unless the parameters are a state to go on from."""
+        """Waits for the recovery decision; raises FaultError unless the parameters are usable."""
         if not self._decided.wait(_DECISION_S):
-            raise FaultError("the run has failed, and it takes too long to find out what is left")
+            raise FaultError(
+                f"the run has failed, and after {_DECISION_S:g} s it is not known whether the "
+                "parameters are usable: load the last checkpoint into them"
+            )
         if self._error:
             raise FaultError(self._error)
         with self._cleaning:
-            if self._error:  # by another reader's clean-up
+            if self._error:  # set by another thread's on_clean meanwhile
                 raise FaultError(self._error)
             if self._begun:
                 return

@@ -1,4 +1,4 @@
-"""How far each rank has come, in words: for warnings, and for whoever looks for a fault's cause."""
+"""Describes how far each rank has come, for stall warnings, fault verdicts and the fault log."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from usbyte.errors import MismatchError
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.messages import check, read
 
-#: Of one rank: "optimizers", by label what `Engine.status` tells or {}, and "eager", what is in
-#: flight beside the plan. In the phase "exchange" a step is one of parameters between nodes.
+#: State of one rank. "optimizers" has, by label, the result of `Engine.status`, or {} if nothing is
+#: sent. "eager" lists the eager operations in flight. In the phase "exchange" (DASO), "step" counts
+#: exchanges of parameters between nodes.
 State = Mapping[str, Any]
 
 
@@ -29,7 +30,7 @@ class _Operation:
     took_s: float | None
 
 
-# Of what an optimizer's status holds, what is read here; other fields may be there.
+# Fields of an optimizer's status that this module reads. There may be others.
 _STATUS: Mapping[str, Any] = {
     "step": int,
     "phase": str,
@@ -39,17 +40,18 @@ _STATUS: Mapping[str, Any] = {
     "awaited": list[str],
 }
 
-_TOLD_RANKS = 16
-_TOLD_OPERATIONS = 6  # of each rank
+_MOST_RANKS = 16  # that are listed
+_MOST_OPERATIONS = 6  # that are listed for each rank
 
 
 def read_state(rank: int, text: bytes | str) -> State:
-    """A rank's answer; one without optimizers, which says so, if it cannot be read.
+    """Parses the state that a rank has sent.
 
-    Another rank's broken answer must not stop the search for the cause of a fault.
+    An unreadable state must not stop the diagnosis of a fault. It becomes a state without
+    optimizers whose "eager" text says that it cannot be read.
 
     Args:
-        rank: Who has answered.
+        rank: Rank that sent the state.
         text: JSON.
     """
     sender = f"the answer of rank {rank}"
@@ -63,7 +65,7 @@ def read_state(rank: int, text: bytes | str) -> State:
 
 
 def _check_status(status: dict[str, Any]) -> None:
-    """Raises ValueError if a status lacks what is read of it, or has something else there."""
+    """Raises ValueError if a status lacks a field that is read here, or has one of another type."""
     required = {"step", "phase"}
     if status.get("phase") == "backward":
         required.add("awaited")
@@ -80,12 +82,12 @@ def _check_status(status: dict[str, Any]) -> None:
 
 
 def behind(states: Mapping[int, State]) -> list[str]:
-    """Names the ranks that have come less far than the others.
+    """Describes the ranks that are behind the others, one text for each.
 
     Args:
-        states: By rank.
+        states: State of each rank that has answered, by rank.
     """
-    told, late = [], []
+    found_behind, late = [], []
     for label in sorted({label for state in states.values() for label in state["optimizers"]}):
         at = {r: found for r, s in states.items() if (found := s["optimizers"].get(label))}
         latest = max((s["step"] for s in at.values()), default=0)
@@ -96,34 +98,37 @@ def behind(states: Mapping[int, State]) -> list[str]:
             if s["step"] < latest and s["phase"] == "exchange":
                 late.append(f"rank {rank} has not begun exchange {latest} of parameters")
             elif s["step"] < latest:
-                told.append(f"rank {rank} has not begun backward of step {latest}")
+                found_behind.append(f"rank {rank} has not begun backward of step {latest}")
             elif left and s["phase"] == "backward":
                 names = ", ".join(s["awaited"])
-                told.append(
+                found_behind.append(
                     f"rank {rank} is still in backward of step {latest}, without the gradients of "
                     f"{names}"
                 )
             elif s.get("held") and s["launched"] < launched:
-                told.append(f"rank {rank} has not updated its shards in step {latest}")
-    # Whoever waits for a rank of its own node comes late to exchanges, too.
-    return told or late
+                found_behind.append(f"rank {rank} has not updated its shards in step {latest}")
+    # A rank that waits for a rank of its own node is late for exchanges, too, but is no culprit.
+    return found_behind or late
 
 
 def last_operations(states: Mapping[int, State], silent: Sequence[int]) -> str:
-    """What the ranks did last, those first that have come less far than others; several lines.
+    """Lists the last operations of each rank, the rank that is furthest behind first.
 
     Args:
-        states: By rank.
+        states: State of each rank that has answered, by rank.
         silent: Ranks that have not answered.
+
+    Returns:
+        Text of several lines, for the log.
     """
     order = sorted(states, key=lambda rank: (_progress(states[rank]), rank))
     lines = ["the last operations of each rank:"]
     if silent:
         lines.append(f"{name_ranks(silent)}: no answer")
-    for rank in order[:_TOLD_RANKS]:
+    for rank in order[:_MOST_RANKS]:
         lines += _rank(rank, states[rank])
-    if len(order) > _TOLD_RANKS:
-        lines.append(f"and {len(order) - _TOLD_RANKS} ranks that have come further")
+    if len(order) > _MOST_RANKS:
+        lines.append(f"and {len(order) - _MOST_RANKS} ranks that have come further")
     return "\n".join(lines)
 
 
@@ -143,9 +148,9 @@ def _rank(rank: int, state: State) -> list[str]:
         which = f", {label}" if len(state["optimizers"]) > 1 else ""
         done = f", {status['completed']} of {status['ops']} done" if "ops" in status else ""
         lines.append(f"rank {rank}{which}: step {status['step']}, {status['phase']}{done}")
-        lines += [f"  {_operation(row)}" for row in status.get("last", [])[-_TOLD_OPERATIONS:]]
+        lines += [f"  {_operation(row)}" for row in status.get("last", [])[-_MOST_OPERATIONS:]]
     head = [] if lines else [f"rank {rank}:"]
-    return head + lines + [f"  in flight: {text}" for text in state["eager"][:_TOLD_OPERATIONS]]
+    return head + lines + [f"  in flight: {text}" for text in state["eager"][:_MOST_OPERATIONS]]
 
 
 def _operation(row: Mapping[str, Any]) -> str:

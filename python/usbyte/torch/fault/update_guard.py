@@ -1,4 +1,4 @@
-"""Who changes an optimizer's parameters, how far that has come, and what a fault leaves of it."""
+"""Serializes updates of an optimizer's parameters and tracks their progress for fault recovery."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 from usbyte.errors import Error, FaultError
 from usbyte.torch.fault.recovery import ParamRecovery, RankProgress, RecoveryDecision
 
-_UPDATE_S = 5.0  # how long one may take to end after a fault
+_UPDATE_S = 5.0  # limit for an update that runs during a fault to end
 
 
 class UpdateGuard:
-    """Counts an optimizer's steps by their updates; after a fault, stands before its parameters.
+    """Counts the steps whose updates have been applied; after a fault, blocks reads of parameters.
 
     Attributes:
-        lock: Held while updates are applied: whoever reads a parameter may ask for that. Steps
-            are counted under it.
-        salvage: What a fault has left; None without one.
-        torn: What a step has ended half-way with, here or on other ranks; empty if none has.
+        lock: Guards updates and the counts of steps. Any thread that reads a lazy parameter may
+            take it to apply the pending update.
+        recovery: Blocks reads of the parameters after a fault; None before.
+        torn: Why the parameters are not those of any step: a step ended half-way here, or ranks
+            took different steps. Empty if they are.
     """
 
     def __init__(self) -> None:
@@ -30,21 +31,26 @@ class UpdateGuard:
         self.recovery: ParamRecovery | None = None
         self.torn = ""
         self._completed = 0  # steps whose updates have all been applied
-        self._unfinished = False  # those of the next one are being applied
-        self._mid_step = False  # the wrapped optimizer's own step has begun and not returned
-        self._failure = ""  # which it was
-        self._thread: int | None = None  # that holds the lock to change parameters
-        self._applier: int | None = None  # the same, for updates that have waited
-        self._recovering = False  # updates do, after the fault
+        self._unfinished = False  # whether deferred updates of the next step are pending
+        self._mid_step = False  # whether the wrapped optimizer's step() is running
+        self._failure = ""  # the fault verdict
+        self._thread: int | None = None  # thread that is inside `updating`
+        self._applier: int | None = None  # thread that is inside `applying`
+        self._recovering = False  # whether updates complete the step after a fault
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around what changes parameters: it ends before a fault is told."""
+        """Context for code that changes parameters. After a fault, `left` waits for its end.
+
+        Raises:
+            FaultError: There was a fault, so the parameters must not change any more.
+        """
         with self.lock:
             outer, self._thread = self._thread, threading.get_ident()
             try:
                 if outer is None and self.recovery is not None and not self._recovering:
-                    raise FaultError(self._failure)  # what is left has been told
+                    # The progress may have been reported to other ranks.
+                    raise FaultError(self._failure)
                 yield
             finally:
                 self._thread = outer
@@ -53,7 +59,7 @@ class UpdateGuard:
 
     @contextmanager
     def applying(self) -> Iterator[None]:
-        """The same around updates that have waited, which any thread may come to apply."""
+        """Context for deferred updates, which any thread may apply; else like `updating`."""
         with self.updating():
             outer, self._applier = self._applier, threading.get_ident()
             try:
@@ -63,27 +69,32 @@ class UpdateGuard:
 
     @property
     def updating_in_other_thread(self) -> bool:
-        """Another thread than the calling one applies updates that have waited.
+        """Whether another thread than the calling one is applying deferred updates.
 
-        That runs no closure, in which the calling thread might be wanted, so it can be waited for.
+        It is safe to wait for that thread: deferred updates run no closure of the user, which
+        could itself wait for the calling thread.
         """
         applier = self._applier
         return applier is not None and applier != threading.get_ident()
 
     @contextmanager
     def updating_after_fault(self) -> Iterator[None]:
-        """Around updates that were judged to be in order; from now on there may be others."""
+        """Context for pending updates that the recovery decision allows; later ones are, too."""
         self._recovering = True
         with self.updating():
             yield
 
     def step(self, call: Callable[..., Any], closure: Any, evaluates_first: bool) -> Any:
-        """Has the wrapped optimizer take its step.
+        """Runs the wrapped optimizer's step and marks a partial step if it raises.
 
         Args:
-            call: What does so.
-            closure: What it is given; None for nothing.
-            evaluates_first: It calls the closure before it changes anything.
+            call: Runs the step; takes the closure, if there is one.
+            closure: The user's closure; None for none.
+            evaluates_first: Whether the optimizer calls the closure before it changes parameters.
+                An exception in that first evaluation leaves no partial step.
+
+        Returns:
+            The return value of `call`.
         """
         calls = 0
         evaluating = False
@@ -108,58 +119,64 @@ class UpdateGuard:
             self._mid_step = False
 
     def mark_partial_step(self, error: BaseException) -> None:
-        """A step has ended half-way with this."""
+        """Records that a step raised `error` after it may have changed some parameters."""
         cause = f"a step ended half-way ({type(error).__name__}: {error})"
         self.torn = self.torn or f"{cause}, so that parameters are not those of any step"
 
     def spoil(self, why: str) -> None:
-        """Parameters are not to be used any more, as ranks have come to train otherwise."""
+        """Records that parameters differ between ranks and must not be used any more."""
         self.torn = why
 
     def check_whole(self) -> None:
-        """Raises Error if a step has ended half-way."""
+        """Raises Error if the parameters are not those of any step."""
         if self.torn:
             raise Error(f"{self.torn}; restart the job from its last checkpoint")
 
     def count_step(self) -> None:
-        """All updates of a step have been applied at once."""
+        """Counts a step whose updates were all applied at once."""
         self._completed += 1
 
     def defer_all(self) -> None:
-        """The updates of a step are to come one after the other."""
+        """Records that the updates of a step are deferred."""
         self._unfinished = True
 
     def count_applied(self, pending: int) -> None:
-        """Some of them have been applied, and so many are left."""
+        """Records that deferred updates were applied, and counts the step if it was the last.
+
+        Args:
+            pending: Number of deferred updates that are left.
+        """
         if self._unfinished and not pending:
             self._unfinished = False
             self._completed += 1
 
     def forget(self) -> None:
-        """Those that are left never come."""
+        """Records that the pending deferred updates will never be applied."""
         self._unfinished = False
 
     def fail(
         self, message: str, params: Sequence[torch.Tensor], on_clean: Callable[[bool], None]
     ) -> None:
-        """From now on nobody reads parameters, until it is decided what they are.
+        """Blocks reads of parameters after a fault, until `settle`.
 
         Args:
-            message: Of the fault.
-            params: The optimizer's.
-            on_clean: See `ParamRecovery`.
+            message: The fault verdict.
+            params: All parameters of the optimizer.
+            on_clean: Called once, by the first read of usable parameters. Its argument says whether
+                to apply the pending updates.
         """
         self._failure = message
         self.recovery = ParamRecovery(params, self._is_updating, on_clean)
-        self.recovery.block_reads()  # also what an update has released that did not know of it yet
+        # Again: an update that did not see `recovery` yet may have made parameters readable.
+        self.recovery.block_reads()
 
     def left(self, examine: Callable[[bool], tuple[bool, bool]]) -> RankProgress | None:
-        """What the fault has left, after `fail`; None if there was nothing to fail.
+        """Returns the progress of the updates after a fault; None if `fail` was not called.
 
         Args:
-            examine: Called with whether no update is going on, and none has ended half-way; if so,
-                under the lock. Returns whether parameters hold a part of a step, and whether the
-                pending updates can be applied.
+            examine: Called with True if no update is running and no step has ended half-way; it
+                then runs under the lock. Returns two flags: whether the parameters are those of a
+                partial step, and whether the pending updates can be applied.
         """
         if self.recovery is None:
             return None
@@ -173,7 +190,12 @@ class UpdateGuard:
                 self.lock.release()
 
     def settle(self, verdict: str, judgement: RecoveryDecision) -> None:
-        """Whether what is left is a state to go on from; see `ParamRecovery.decide`."""
+        """Applies the recovery decision: blocked reads return or raise FaultError.
+
+        Args:
+            verdict: The fault verdict.
+            judgement: The recovery decision of this rank.
+        """
         if self.recovery is not None:
             self.recovery.decide(verdict, judgement)
 

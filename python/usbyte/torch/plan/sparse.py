@@ -246,7 +246,7 @@ class Rows:
         self._device = device
         ids, values = grad._indices()[0], grad._values()
         self.count: torch.Tensor | None = None
-        device.keep([ids, values])
+        device.record_stream([ids, values])
         if device.core is not None and not grad.is_coalesced():
             self.ids, self.values, self.count = _coalesced(ids, values, device, device.core)
             return

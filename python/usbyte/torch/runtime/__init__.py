@@ -1,1 +1,1 @@
-"""What every other package of usbyte.torch stands on: stores, threads, process groups, devices."""
+"""Foundations of usbyte.torch: stores, threads, process groups, devices and message checks."""

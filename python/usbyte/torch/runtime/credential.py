@@ -1,4 +1,4 @@
-"""What a process proves to the others before they believe that it is of their job."""
+"""Signatures by which processes prove to each other that they belong to the same job."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from usbyte.errors import UsageError
 
 
 class Credential:
-    """Signs messages with what the processes of one job know, and others do not.
+    """Signs and verifies messages with HMAC-SHA256 under a key of the job.
 
-    That is the job's token. Where the launcher gives none it is the launcher's id of the job, which
-    is no secret: it keeps out processes that come by accident. Without either, the key is empty.
+    The key is the job token. If the launcher gives none, the key is the launcher's job id. That is
+    no secret and only keeps out processes that connect by accident. Without both, the key is empty.
 
     Args:
-        cluster: This process's place.
-        token: The job's, as the launcher gave it to this process; may be empty.
+        cluster: Rank, size, addresses and job id of this process, as the launcher gave them.
+        token: The job token that the launcher gave to this process; may be empty.
 
     Attributes:
-        mark: Tells processes of the same job from others, and nothing of the token.
+        mark: Text that is equal for the processes of one job and does not reveal the token.
     """
 
     def __init__(self, cluster: Cluster, token: str) -> None:
@@ -33,16 +33,28 @@ class Credential:
         self.mark = job_mark(token or cluster.job_id)
 
     def mac(self, *words: str) -> str:
-        """The HMAC-SHA256 of the words."""
+        """Returns the HMAC-SHA256 of the words, in hexadecimal."""
         return hmac.new(self._key, json.dumps(words).encode(), hashlib.sha256).hexdigest()
 
     def sign(self, content: Any, *purpose: str) -> str:
-        """A message of this content, which `verify` accepts for the same purpose only."""
+        """Signs a message.
+
+        Args:
+            content: A value of types that JSON has.
+            purpose: Words that bind the signature to one use: `verify` needs the same.
+
+        Returns:
+            The message.
+        """
         body = json.dumps(content)
         return f"{self.mac(*purpose, body)} {body}"
 
     def verify(self, message: bytes, *purpose: str) -> Any:
-        """The content of a message of this job; None for any other bytes."""
+        """Returns the content of a message that `sign` made for this purpose under the same key.
+
+        Returns:
+            The content; None for any other bytes.
+        """
         mac, _, body = message.partition(b" ")
         try:
             expected = self.mac(*purpose, body.decode()).encode()
@@ -51,24 +63,24 @@ class Credential:
             return None
 
     def check_mark(self, store: dist.Store, where: str) -> bool:
-        """Looks for the mark of the process that serves the store.
+        """Checks that the store is served by a process of this job, if its job mark is set.
 
         Args:
-            store: That of the rendezvous, without a prefix.
-            where: Its address, for messages.
+            store: Store of the rendezvous, without a prefix.
+            where: Address of the store, for messages.
 
         Returns:
-            Whether there is one.
+            Whether the store has a job mark.
 
         Raises:
-            UsageError: It is that of another job.
+            UsageError: The mark is that of another job.
         """
         if not store.check([JOB_KEY]):
             return False
         if hmac.compare_digest(store.get(JOB_KEY), self.mark.encode()):
             return True
         if self._token:
-            problem = "its USBYTE_JOB_TOKEN is of another job"
+            problem = "this process has the USBYTE_JOB_TOKEN of another job"
         else:
             known = f", only the job id '{self._job_id}'" if self._job_id else ""
             problem = f"this process has no USBYTE_JOB_TOKEN or job id of that job{known}"

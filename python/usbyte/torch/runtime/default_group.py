@@ -1,4 +1,4 @@
-"""torch.distributed's default process group, where usbyte is the one that makes it."""
+"""Initializes torch.distributed's default process group, unless the script has done so."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ from usbyte.torch.runtime.store import private_store
 from usbyte.torch.runtime.worker_thread import call_within
 from usbyte.torch.torch_private import default_store
 
-_own: dist.ProcessGroup | None = None  # the default group, if made here
-_runs = 0
+_own: dist.ProcessGroup | None = None  # the default group, if usbyte initialized it
+_runs = 0  # rendezvous completed by this process
 
 
 def init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> Met:
-    """Makes the default group unless there is one. Collective.
+    """Runs the rendezvous, and initializes the default group unless there is one. Collective.
 
     Args:
-        cluster: This process's place.
-        env: Its knobs.
-        timeout: Of the group's operations.
+        cluster: Rank, size, addresses and job id of this process, as the launcher gave them.
+        env: The USBYTE_* settings of this process.
+        timeout: Timeout of the group's operations.
+
+    Returns:
+        The store of this run, and where each rank runs.
 
     Raises:
-        UsageError: The other ranks are not there in time, or are those of another job.
-        RuntimeError: A rank has ended since all met, or cannot be reached.
+        UsageError: The other ranks did not come in time, or are ranks of another job.
+        RuntimeError: A rank has ended since the rendezvous, or cannot be reached.
     """
     global _runs
-    run = _runs + 1  # of this process, equal on all ranks
+    run = _runs + 1  # counted by each process; equal on all ranks
     if dist.is_initialized():
         rank, size, base = dist.get_rank(), dist.get_world_size(), default_store()
     else:
         rank, size, base = cluster.rank, cluster.size, None
-    told = (cluster.local_rank, cluster.local_size) if size == cluster.size else (None, None)
-    place = place_here(*told)
+    local = (cluster.local_rank, cluster.local_size) if size == cluster.size else (None, None)
+    place = place_here(*local)
     if size == 1:
         if base is None:
             _make(cluster, env, timeout, dist.HashStore())
@@ -63,13 +66,17 @@ def init_default_group(cluster: Cluster, env: _core.Env, timeout: timedelta) -> 
 
 
 def destroy_default_group() -> None:
-    """Destroys the default group if it was made here."""
+    """Destroys the default group if usbyte initialized it."""
     if dist.is_initialized() and _is_own():
         dist.destroy_process_group()
 
 
 def detach_after_fork() -> Any:
-    """In a process that was forked: gives what has threads, which are not here."""
+    """Forgets the default group in a forked process, where the group's threads do not exist.
+
+    Returns:
+        The group. The caller must keep a reference to it, so that it is never destroyed.
+    """
     global _own
     group, _own = _own, None
     return group
@@ -80,12 +87,15 @@ def _is_own() -> bool:
 
 
 def _check_network(rank: int, size: int) -> None:
-    """Fails where this rank can make no connections, before the others wait for them."""
+    """Raises UsageError if this rank cannot make Gloo connections.
+
+    The check runs before the other ranks wait for these connections.
+    """
     try:
         dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     except RuntimeError as error:
         raise UsageError(
-            f"rank {rank} of {size} can make no connections: {brief_error(error)}. Set "
+            f"rank {rank} of {size} cannot make network connections: {brief_error(error)}. Set "
             "GLOO_SOCKET_IFNAME to the interface of its host that connects it to the others"
         ) from error
 
@@ -94,7 +104,7 @@ def _make(cluster: Cluster, env: _core.Env, timeout: timedelta, store: dist.Stor
     global _own
     backend = env.backend if env.backend not in ("", "nccl") else "gloo"
     if env.backend in ("", "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
-        backend = "cpu:gloo,cuda:nccl"  # for the user's own tensors; NCCL starts when it is used
+        backend = "cpu:gloo,cuda:nccl"  # for the user's own collectives; NCCL starts at first use
     dist.init_process_group(
         backend, rank=cluster.rank, world_size=cluster.size, timeout=timeout, store=store
     )

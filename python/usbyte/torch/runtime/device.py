@@ -1,4 +1,4 @@
-"""Where gradients are, and how work there is put in order: on the host, or on a CUDA device."""
+"""Devices of gradients (CPU or CUDA): their clock, streams, events and copies to the host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from usbyte.torch.torch_private import raw_stream
 
 
 class Mark(Protocol):
-    """When something happened, seconds on the steady clock, like a float.
+    """A point in time, convertible to float: seconds of the steady clock.
 
-    To ask for it may be to wait until it has. A difference of two stays exact however long after
-    the last `Device.anchor` they are.
+    The conversion may block until the device has reached that point. The difference of two marks
+    is exact, however long ago the last `Device.anchor` was.
     """
 
     def __float__(self) -> float: ...
@@ -25,13 +25,13 @@ class Mark(Protocol):
 
 
 class Device:
-    """The host: a call returns when its work is done.
+    """The CPU as a device: every call returns when its work is done.
 
     Attributes:
-        core: The device as the engine sees it; None for the host.
-        torch_device: The same as torch names it.
-        lag: Steps after which the host looks at what the device has computed; one that is not
-            further ahead than that does not wait.
+        core: The device object of the engine; None for the CPU.
+        torch_device: The corresponding `torch.device`.
+        lag: Number of steps after which the host reads values that the device has computed. The
+            host does not wait for them unless it is further ahead than that.
     """
 
     core: _core.Cuda | None = None
@@ -39,48 +39,54 @@ class Device:
     lag = 0
 
     def stream(self) -> int:
-        """The stream that work of this thread goes to."""
+        """Returns the handle of this thread's current stream; 0 on the CPU."""
         return 0
 
     def capturing(self) -> bool:
-        """Whether this thread's work goes into a CUDA graph, to run when that is replayed."""
+        """Whether this thread's current stream is being captured into a CUDA graph."""
         return False
 
     def now(self) -> Mark:
-        """When the work that was given to the device so far is over; has no time in a graph."""
+        """Returns the time at which the work enqueued so far on the current stream completes.
+
+        A mark that is recorded during CUDA graph capture has no time.
+        """
         return _core.now_s()
 
     def anchor(self) -> None:
-        """Keeps the times to come exact; called now and then."""
+        """Relates the device's time to the host's anew. Call it now and then, for exact marks."""
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Work on the present stream uses the tensors, which may belong to another one and go."""
+    def record_stream(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Calls `record_stream` with the current stream for each tensor.
+
+        The caching allocator then does not reuse their memory while work on that stream is pending.
+        """
 
     def fence(self) -> Fence | None:
-        """Stands behind the work that this thread has given to the device; None for the host."""
+        """Records an event on the current stream, for other streams to wait on; None on the CPU."""
         return None
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:
-        """What a 1-d tensor of few elements holds behind the work given to the device so far."""
+        """Starts a copy of a small 1-d tensor to the host, after the work enqueued so far."""
         return Fetched(tensor.clone(), None)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same as a tensor of the host, where this is; the host does not wait."""
+        """Returns a CPU tensor's values on this device, without blocking the host."""
         return tensor
 
     def record_update(
         self, engine: _core.Engine, tensors: Sequence[int], start: Mark, end: Mark
     ) -> None:
-        """Adds an update to the engine's timeline."""
+        """Adds the update of the tensors with these indices in the plan to the timeline."""
         engine.record_update(tensors, float(start), float(end))
 
 
 class CudaDevice(Device):
-    """A CUDA device: work is put on streams, and the host goes on.
+    """A CUDA device: calls enqueue work on streams and return without waiting for it.
 
     Args:
-        device: As torch names it, with an index.
-        core: The same for the engine; made from the index if None.
+        device: CUDA device with an index.
+        core: The device object of the engine; made from the index if None.
     """
 
     lag = 8
@@ -91,62 +97,63 @@ class CudaDevice(Device):
         self._clock = _core.DeviceClock(self.core)
 
     def stream(self) -> int:
-        """See `Device`."""
+        """Returns the `cudaStream_t` of this thread's current stream."""
         return raw_stream(self.torch_device.index)
 
     def capturing(self) -> bool:
-        """See `Device`."""
+        """Whether this thread's current stream is being captured into a CUDA graph."""
         assert self.core is not None
         return self.core.capturing(self.stream())
 
     def now(self) -> Mark:
-        """See `Device`."""
+        """Records an event on the current stream; its time is known once the event completes."""
         return DeviceMark(self._clock, self._clock.mark(self.stream()))
 
     def anchor(self) -> None:
-        """See `Device`."""
+        """Relates the device's time to the host's anew. Call it now and then, for exact marks."""
         self._clock.anchor()
 
     def identity(self) -> str:
-        """Another text for each GPU of a host, the same in all its processes."""
+        """Returns a text that identifies the GPU on its host, equal in all processes there."""
         properties = torch.cuda.get_device_properties(self.torch_device)
         return str(getattr(properties, "uuid", None) or f"{properties.name} {self.torch_device}")
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Device`."""
+    def record_stream(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Calls `record_stream` with the current stream for each tensor."""
         stream = torch.cuda.current_stream(self.torch_device)
         for tensor in tensors:
             tensor.record_stream(stream)
 
     def fence(self) -> Fence | None:
-        """See `Device`."""
+        """Records an event on the current stream, for other streams to wait on."""
         return Fence(self.torch_device)
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:
-        """See `Device`."""
+        """Starts a copy of a small 1-d tensor to page-locked host memory."""
         values = torch.empty(len(tensor), dtype=tensor.dtype, device="cpu", pin_memory=True)
         values.copy_(tensor, non_blocking=True)
         return Fetched(values, self.now())
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Device`; torch keeps the page-locked memory until it has been copied."""
+        """Copies a CPU tensor to this device through page-locked memory, without blocking."""
+        # Torch does not reuse the page-locked memory before the copy has completed.
         pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return pinned.to(self.torch_device, non_blocking=True)
 
     def record_update(
         self, engine: _core.Engine, tensors: Sequence[int], start: Mark, end: Mark
     ) -> None:
-        """See `Device`."""
+        """Adds the update to the timeline, with times that the device measures."""
         assert isinstance(start, DeviceMark)
         assert isinstance(end, DeviceMark)
         engine.record_update(tensors, start.moment, end.moment)
 
 
 class DeviceMark:
-    """A moment on a device.
+    """A point in the work of a CUDA stream, whose time is known when the device reaches it.
 
     Attributes:
-        moment: For the engine.
+        moment: The same point as the engine's object.
     """
 
     __slots__ = ("_clock", "moment")
@@ -163,23 +170,25 @@ class DeviceMark:
         return float(self) - float(other)
 
     def passed(self) -> bool:
-        """Whether `float` does not have to wait."""
+        """Whether the device has reached the point, so that `float()` does not block."""
         return self._clock.passed(self.moment)
 
 
 class Fence:
-    """What is on a CUDA device's current stream so far, for other streams to come behind."""
+    """An event on a CUDA device's current stream, which other streams can wait on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         stream = torch.cuda.current_stream(device)
-        self._behind = {stream.cuda_stream}  # streams that are
+        self._behind = {stream.cuda_stream}  # streams that are ordered after the event
         self._event = stream.record_event()
 
     def wait(self, stream: int) -> None:
-        """Later work on the calling thread's stream, which this is, comes behind it.
+        """Makes later work on the calling thread's current stream wait for the event.
 
-        A stream that is captured does so by itself: the device was idle when that began.
+        Args:
+            stream: Handle of the current stream. A stream under capture needs no wait, because the
+                device was idle when the capture began.
         """
         if stream not in self._behind and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self._device).wait_event(self._event)
@@ -187,18 +196,18 @@ class Fence:
 
 
 class Fetched:
-    """Values on their way to the host.
+    """Values that are being copied to the host.
 
     Args:
-        values: Where they will be, 1-d.
-        arrive: When; None if they are there.
+        values: 1-d CPU tensor that receives them.
+        arrive: Time at which the copy completes; None if it has completed.
     """
 
     def __init__(self, values: torch.Tensor, arrive: Mark | None) -> None:
         self._values, self._arrive = values, arrive
 
     def get(self) -> list[float]:
-        """The values; waits for them."""
+        """Waits for the copy and returns the values."""
         if self._arrive is not None:
             float(self._arrive)
         values: list[float] = self._values.tolist()
@@ -211,7 +220,7 @@ class _HasDevice(Protocol):
 
 
 def passed(mark: Mark) -> bool:
-    """Whether `float(mark)` does not have to wait."""
+    """Whether `float(mark)` does not block."""
     return not isinstance(mark, DeviceMark) or mark.passed()
 
 
@@ -221,21 +230,21 @@ def _cuda(index: int) -> CudaDevice:
 
 
 def device_at(device: torch.device) -> Device:
-    """The host, or a CUDA device: the current one if `device` has no index."""
+    """Returns the `Device` of a CPU or CUDA device; the current one if `device` has no index."""
     if device.type == "cpu":
         return Device()
     return _cuda(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def device_of(names: Sequence[str], tensors: Sequence[_HasDevice]) -> Device:
-    """The device that all tensors are on.
+    """Returns the device that all tensors are on.
 
     Args:
-        names: Of the tensors, for messages.
-        tensors: One at least.
+        names: Names of the tensors, for messages.
+        tensors: At least one tensor.
 
     Raises:
-        UsageError: They are on several, or on one that is neither the host nor a CUDA device.
+        UsageError: The tensors are on several devices, or on neither the CPU nor a CUDA device.
     """
     first = tensors[0].device
     for name, tensor in zip(names, tensors, strict=True):

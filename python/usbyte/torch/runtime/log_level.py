@@ -1,4 +1,4 @@
-"""How much of its log usbyte tells, and to whom."""
+"""Level and last-resort handler of the `usbyte` logger."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ log = logging.getLogger("usbyte")
 
 
 class _LastResort(logging.Handler):
-    """Writes to stderr while the script has set up no logging, as Python itself does warnings."""
+    """Writes to stderr if the script has configured no logging handlers.
+
+    Python's own `logging.lastResort` does the same, but only from level WARNING on.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        theirs = [h for h in log.handlers if h is not self]
+        others = [h for h in log.handlers if h is not self]
         if log.propagate:
-            theirs += logging.getLogger().handlers
-        if not theirs and logging.lastResort is not None:
+            others += logging.getLogger().handlers
+        if not others and logging.lastResort is not None:
             logging.lastResort.handle(record)
 
 
@@ -24,7 +27,10 @@ _last_resort = _LastResort()
 
 
 def set_level(env: _core.Env) -> None:
-    """Sets the log's level by the environment; without a word there, by the script if it has."""
+    """Sets the logger's level from USBYTE_LOG_LEVEL.
+
+    If the variable is not set, a level that the script has set stays; else the default applies.
+    """
     asked = any(v.name == "USBYTE_LOG_LEVEL" and v.set for v in env.variables)
     if asked or log.level == logging.NOTSET:
         log.setLevel(env.log_level.upper())

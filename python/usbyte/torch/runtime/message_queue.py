@@ -1,4 +1,4 @@
-"""Messages from rank to rank through the job's store. Nobody polls: the store wakes who waits."""
+"""Messages between ranks through the store of the run. Receivers block and do not poll."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch.distributed as dist
 
 from usbyte.torch.runtime.store import clone_store
 
-# torch logs a warning when a wait times out, so it never does; torch counts it in an int of
-# milliseconds (24.8 days).
+# Torch logs a warning when a wait times out, so the timeout must not be reached. Torch keeps it as
+# an int of milliseconds: 24.8 days at most.
 _FOREVER = timedelta(days=20)
 
 
 class StoreMessageQueue:
-    """Of one rank: it reads its own and writes to others'.
+    """The message queue of one rank: receives its own messages and sends to other ranks.
 
-    The messages of a box have the keys mail/RANK/1, mail/RANK/2, ...; who writes takes the first
-    that is free, so that none is missing when a writer dies.
+    Messages to a rank have the keys mail/RANK/1, mail/RANK/2, ... A sender takes the first free
+    key with a compare-and-set, so that a sender that dies leaves no gap.
 
     Args:
-        store: The ranks' keys, for writing; calls of `send` must not overlap with other uses.
-        rank: Whose it is.
+        store: Store that the ranks share, for `send`. Calls of `send` must not overlap with other
+            uses of it. `receive` uses a connection of its own.
+        rank: The rank that receives from this queue.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -34,24 +35,24 @@ class StoreMessageQueue:
         self._used: dict[int, int] = {}  # by rank, keys known to be taken
 
     def send(self, rank: int, text: str) -> None:
-        """Puts a message into a rank's box.
+        """Sends a message to a rank; does not wait until it is received.
 
         Raises:
-            RuntimeError: The store is gone.
+            RuntimeError: The store is lost.
         """
-        # No two are equal, so that a writer knows whether it was the first at a key.
-        mine = f"{self._rank}.{next(self._serial)} {text}"
-        taken = False
-        while not taken:
+        # All messages differ, so that a sender knows whether its compare-and-set succeeded.
+        message = f"{self._rank}.{next(self._serial)} {text}"
+        sent = False
+        while not sent:
             number = self._used[rank] = self._used.get(rank, 0) + 1
-            found = self._store.compare_set(f"mail/{rank}/{number}", "", mine)
-            taken = found.decode() == mine
+            found = self._store.compare_set(f"mail/{rank}/{number}", "", message)
+            sent = found.decode() == message
 
     def receive(self) -> str:
-        """Waits for the next message. For one thread.
+        """Waits for the next message and returns its text. Call it from one thread only.
 
         Raises:
-            RuntimeError: The store is gone.
+            RuntimeError: The store is lost.
         """
         key = f"mail/{self._rank}/{self._received + 1}"
         while not self._own.check([key]):

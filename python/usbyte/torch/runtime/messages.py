@@ -1,4 +1,4 @@
-"""Reads what other ranks have sent as JSON, and refuses what usbyte does not send."""
+"""Parses JSON messages of other ranks and checks them against a type hint."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from usbyte.errors import MismatchError
 
 _Reader = Callable[[Any], Any]
 
-_INT_LIMIT = 1 << 63  # what torch and the core can hold
+_INT_LIMIT = 1 << 63  # integers are int64 in torch and in the core
 _SHOWN_CHARS = 80
 
 
 def read(sender: str, text: bytes | str, kind: Any) -> Any:
-    """Reads a message and checks that it is of the kind that is expected.
+    """Parses a message and checks it against a type hint.
 
     Args:
-        sender: Who sent what, such as "rank 3's answer"; the error message begins with it.
+        sender: Names the message and its sender, such as "rank 3's answer"; the error message
+            begins with it.
         text: JSON.
         kind: A type hint made of bool, int, float, str, None, Any, list, Sequence, dict, Mapping,
             tuple, unions and dataclasses. A tuple is read from a list, and a dataclass from an
@@ -32,7 +33,7 @@ def read(sender: str, text: bytes | str, kind: Any) -> Any:
         The value.
 
     Raises:
-        MismatchError: It is no JSON, or not of this kind.
+        MismatchError: The text is not JSON, or its value does not satisfy `kind`.
     """
     try:
         if isinstance(text, bytes):
@@ -43,19 +44,24 @@ def read(sender: str, text: bytes | str, kind: Any) -> Any:
 
 
 def check(value: Any, kind: Any) -> Any:
-    """Checks and converts a value that JSON has given; see `read`.
+    """Checks a value from `json.loads` against a type hint and converts it.
+
+    Args:
+        value: The value.
+        kind: A type hint as for `read`.
 
     Raises:
-        ValueError: It is not of this kind.
+        ValueError: The value does not satisfy `kind`.
     """
     return _reader(kind)(value)
 
 
 def unreadable(sender: str, why: object) -> MismatchError:
-    """The error for a message that cannot be read.
+    """Returns the error for a message that cannot be read.
 
     Args:
-        sender: Who sent what, such as "rank 3's answer"; the message begins with it.
+        sender: Names the message and its sender, such as "rank 3's answer"; the error message
+            begins with it.
         why: What is wrong with the message.
     """
     return MismatchError(
@@ -66,7 +72,7 @@ def unreadable(sender: str, why: object) -> MismatchError:
 
 @cache
 def _reader(kind: Any) -> _Reader:
-    """What checks and converts a value that JSON has given."""
+    """Returns the function that checks and converts values for a type hint."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value

@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""Finds out which ranks share a host, and their local ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Place(NamedTuple):
     """Where a rank runs.
 
     Attributes:
-        host: The name of its host.
-        machine: Equal on the ranks that share a machine, and a container if they run in one.
-        local_rank: As the launcher tells; None if it does not.
-        local_size: As the launcher tells; None if it does not.
+        host: Host name.
+        machine: Hash that is equal on ranks that share a machine and, in containers, a container.
+        local_rank: LOCAL_RANK from the launcher; None if the launcher does not set it.
+        local_size: LOCAL_WORLD_SIZE from the launcher; None if the launcher does not set it.
     """
 
     host: str
@@ -32,10 +32,10 @@ class Place(NamedTuple):
 
 
 def place_here(local_rank: int | None, local_size: int | None) -> Place:
-    """That of this process."""
+    """Returns the place of this process."""
     host = socket.gethostname()
-    # Machines that were cloned may share a name. Containers of one machine may share its name too,
-    # and each of them may have devices of its own.
+    # Cloned machines may share a host name. So may containers of one machine, each of which may
+    # have devices of its own.
     parts = [host]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -46,15 +46,16 @@ def place_here(local_rank: int | None, local_size: int | None) -> Place:
 
 
 def local_ranks(places: Sequence[Place]) -> list[tuple[int, int]]:
-    """By rank, its number among the ranks of its host, and how many those are.
+    """Returns the local rank and the local size of every rank, by rank.
 
-    What launchers tell is taken; what they do not tell is counted.
+    Values from the launcher are used where it sets them; others are counted.
 
     Args:
-        places: By rank.
+        places: Place of each rank, by rank.
 
     Raises:
-        EnvError: Ranks of one host are told the same number, or a number that is too large.
+        EnvError: Ranks of one host have the same local rank, or one that is not below the local
+            size.
     """
     by_machine: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
@@ -62,20 +63,20 @@ def local_ranks(places: Sequence[Place]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = [(0, 1)] * len(places)
     for ranks in by_machine.values():
         for index, rank in enumerate(ranks):
-            told = places[rank]
-            size = len(ranks) if told.local_size is None else told.local_size
-            found[rank] = (index % size if told.local_rank is None else told.local_rank, size)
+            place = places[rank]
+            size = len(ranks) if place.local_size is None else place.local_size
+            found[rank] = (index % size if place.local_rank is None else place.local_rank, size)
         _check(places, ranks, found)
     return found
 
 
 def _check(places: Sequence[Place], ranks: Sequence[int], found: Sequence[tuple[int, int]]) -> None:
-    """Refuses what cannot be true of the ranks of one machine."""
+    """Raises EnvError if the local ranks of one machine's ranks contradict each other."""
     sizes = Counter(found[rank][1] for rank in ranks)
     uses = Counter(found[rank] for rank in ranks)
     for rank in ranks:
         number, size = found[rank]
-        # A machine may stand for several hosts of that many ranks, each with all the numbers.
+        # One machine may emulate several hosts of `size` ranks, each with the local ranks 0, 1, ...
         hosts = -(-sizes[size] // size)
         host = places[rank].host
         if number >= size:

@@ -1,4 +1,4 @@
-"""Process groups that some of the ranks make without the others."""
+"""Process groups that a subset of the ranks makes without the other ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ T = TypeVar("T")
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A group that torch.distributed does not know. Collective among its ranks alone.
+    """Makes a Gloo backend object, used as a process group. Collective among its ranks only.
 
-    `dist.new_group` is collective among all ranks of the job; a backend by itself is so among its
-    own, and has the same collectives as a group.
+    `dist.new_group` is collective among all ranks of the run. A backend object is collective only
+    among its own ranks and has the same collective methods as a group. torch.distributed does not
+    know it, so `dist.all_reduce(..., group=...)` and the like do not accept it.
 
     Args:
-        store: Keys that nothing else uses.
-        rank: This one's position in the group.
+        store: Store whose keys nothing else uses.
+        rank: This rank's position in the group.
         size: Number of ranks in the group.
-        timeout: Of its operations.
+        timeout: Timeout of the group's operations.
+
+    Raises:
+        RuntimeError: Some ranks have not made their connections; the message names them.
     """
     own = private_store(store, "gloo")
     keys = dist.PrefixStore("connected", own)
@@ -38,18 +42,20 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 def connect_all(
     connect: Callable[[], T], store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> T:
-    """Calls `connect`, and returns when all ranks have; who left earlier would break connections.
+    """Calls `connect` and returns its result when all ranks have connected.
+
+    A rank that exited earlier would break connections that other ranks are making.
 
     Args:
         connect: Makes connections to all other ranks.
-        store: Keys that nothing else uses.
-        rank: This one's position.
-        size: Number of ranks.
-        timeout: For the connections, and again for ranks that are slower. Torch by itself waits for
-            a rank that has ended as long as an operation may take.
+        store: Store whose keys nothing else uses.
+        rank: This rank's position in the group.
+        size: Number of ranks in the group.
+        timeout: Limit for `connect`, and again for slower ranks. Without it, torch waits for a rank
+            that has ended until the timeout of the group's operations.
 
     Raises:
-        RuntimeError: Some rank has not made its connections; says which.
+        RuntimeError: Some ranks have not made their connections; the message names them.
     """
     keys = [f"{other}" for other in range(size)]
     try:
@@ -63,6 +69,9 @@ def connect_all(
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Ends a group that nobody uses any more; one that is by itself ends with its last user."""
+    """Destroys a group that nothing uses any more.
+
+    A backend object from `gloo_group` is left alone: it ends with its last reference.
+    """
     if dist.is_initialized() and not isinstance(group, dist.ProcessGroupGloo):
         dist.destroy_process_group(group)

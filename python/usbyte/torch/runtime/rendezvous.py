@@ -1,10 +1,10 @@
-"""How the ranks of a job find each other, and prove that they are of that job.
+"""Rendezvous: the ranks of a job find each other and prove that they know the job's credential.
 
 Every process writes its rank and a nonce into a log in the store. Rank 0 answers each with a nonce
-of its own, and the process proves with both nonces that it knows the job's credential; the answer
-proves the same of rank 0. When all ranks have done so, rank 0 asks whether they are still there,
-and then decides. All that follows has a prefix that only this start of the job knows, so that
-nothing in a store which a launcher keeps over restarts is taken for something of this start.
+of its own. The process then signs a proof with both nonces; rank 0's signed answer proves the same
+of rank 0. When all ranks have proven this, rank 0 asks whether they are still there, and then
+writes the outcome. All later keys have a prefix that only the ranks of this start of the job know.
+A launcher's store may outlive restarts, and keys of earlier starts are never mistaken for new ones.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ from usbyte.torch.runtime.worker_thread import SerialExecutor
 
 log = logging.getLogger("usbyte")
 
-_NOTICE_S = 5.0  # between messages that tell who is missing
+_NOTICE_S = 5.0  # between log messages that name the missing ranks
 _FIRST_PAUSE_S = 0.002
 _ANSWER_S = 5.0
-_PART_S = 3.0  # for ranks that live to read why the start has failed
-_MOST_ENTRIES = 1000  # of the log that are read at a time
-_READERS = 8  # ranks that read who has come while rank 0 is missing: a store serves one at a time
+_PART_S = 3.0  # limit for the other ranks to read why the start has failed
+_MOST_ENTRIES = 1000  # log entries read in one call
+# While rank 0 is missing, only ranks up to this one read the log to name the missing ranks. The
+# store serves one request at a time, and reads of all ranks would overload it.
+_READERS = 8
 _ABSENT = b""
 _SILENT = "which came and does not answer any more"
 
 
 class Join(NamedTuple):
-    """What a process writes into the log.
+    """The entry that a process writes into the log when it arrives.
 
     Attributes:
-        rank: As its launcher tells.
-        size: Number of ranks, as its launcher tells.
-        nonce: Drawn by this process.
-        pid: Its process id.
-        place: Where it runs.
+        rank: Rank of the process, as its launcher gave it.
+        size: Number of ranks, as the launcher of the process gave it.
+        nonce: Random text drawn by the process.
+        pid: Process id.
+        place: Where the process runs.
     """
 
     rank: int
@@ -56,12 +58,12 @@ class Join(NamedTuple):
     place: Place
 
     def who(self) -> str:
-        """For messages."""
+        """Returns process id and host, for messages."""
         return f"pid {self.pid} on host '{self.place.host}'"
 
     @staticmethod
     def read(content: Any) -> Join | None:
-        """What `content` tells; None if it is no such thing."""
+        """Parses the entry from a JSON value; returns None if it is not valid."""
         match content:
             case [int(rank), int(size), str(nonce), int(pid), place]:
                 where = _read_place(place)
@@ -70,11 +72,11 @@ class Join(NamedTuple):
 
 
 class Met(NamedTuple):
-    """What a rank has when all have met.
+    """The result of a rendezvous.
 
     Attributes:
-        store: Keys of this start, which its ranks alone know.
-        places: By rank.
+        store: Store with a key prefix that only the ranks of this start know.
+        places: Place of each rank, by rank.
     """
 
     store: dist.Store
@@ -91,21 +93,22 @@ def _read_place(content: Any) -> Place | None:
 
 
 class _Log:
-    """Texts that every process adds to, and nobody overwrites."""
+    """An append-only log in the store, shared by all processes."""
 
     def __init__(self, store: dist.Store, first: int) -> None:
         self._store = store
         self._next = first
-        self._gaps: list[int] = []  # begun by processes that may have died since
+        # Entries whose number was drawn and whose text is not there. Their process may have died.
+        self._gaps: list[int] = []
 
     def add(self, text: str) -> int:
-        """Adds an entry; returns its number."""
+        """Appends an entry and returns its number."""
         number = self._store.add("log", 1) - 1
         self._store.set(f"log/{number}", text)
         return number
 
     def read(self) -> list[tuple[int, bytes]]:
-        """Number and text of entries that were not read before."""
+        """Returns number and text of up to `_MOST_ENTRIES` new entries and of filled gaps."""
         end = min(self._store.add("log", 0), self._next + _MOST_ENTRIES)
         numbers = [*self._gaps, *range(self._next, end)]
         found = [
@@ -117,24 +120,24 @@ class _Log:
 
     @property
     def position(self) -> int:
-        """All entries before this one have been read."""
+        """Number of the first entry that has not been read."""
         return self._gaps[0] if self._gaps else self._next
 
 
 class Rendezvous:
-    """One rank's part in the meeting of all of them.
+    """One rank's side of the rendezvous.
 
     Args:
-        store: That of the default process group, or the one it is to be made with.
-        run: Number of this meeting among those of this process, equal on all ranks.
-        rank: This process's.
+        store: Store of the default process group, or the store that it will be made with.
+        run: Number of this rendezvous among those of this process, from 1; equal on all ranks.
+        rank: Rank of this process.
         size: Number of ranks.
-        place: This process's.
-        credential: What all ranks know.
-        single: The store is of one start of the job only, so that nobody can come after it; true
-            of every store that has the job's mark.
-        prepare: Called when all ranks are there, before they are taken to have met; what it raises
-            ends the start on all ranks.
+        place: Where this process runs.
+        credential: Signs with the key that all ranks of the job have.
+        single: Whether the store serves one start of the job only, so that a process that comes
+            after it is an error. Also set if the store has the job mark.
+        prepare: Called when all ranks have come, before the rendezvous succeeds. An exception from
+            it ends the start on all ranks.
     """
 
     def __init__(
@@ -156,25 +159,25 @@ class Rendezvous:
         self._single = single
         self._prepare = prepare
         self._mine = Join(rank, size, secrets.token_hex(16), os.getpid(), place)
-        self._leader = ""  # rank 0's nonce, once it is known
-        self._start: dist.Store | None = None
+        self._leader = ""  # rank 0's nonce; empty while it is not known
+        self._start: dist.Store | None = None  # with the prefix of this start; needs _leader
         self._joined: dict[str, Join] = {}  # by nonce
-        self._strangers = 0  # entries of the log that no process of this job has written
-        self._proven: dict[int, Join] = {}  # rank 0 only
-        self._asked = self._ready = False  # whether all are still there; and this rank's answer
+        self._strangers = 0  # log entries that processes of other jobs have written
+        self._proven: dict[int, Join] = {}  # ranks that have proven the credential; rank 0 only
+        self._asked = False  # whether rank 0 has asked if all ranks are still there
+        self._ready = False  # whether this rank has answered that
 
     def meet(self, limit_s: float) -> Met:
         """Waits for the other ranks. Collective.
 
         Args:
-            limit_s: How long to wait.
+            limit_s: Seconds to wait.
 
         Raises:
             UsageError: A rank did not come in time, came twice, or ended meanwhile.
         """
-        calls = SerialExecutor(
-            "usbyte-rendezvous"
-        )  # of the host of the store nobody knows yet if it lives
+        # Calls to the store may block for ever, because its host may be down.
+        calls = SerialExecutor("usbyte-rendezvous")
         self._deadline = time.monotonic() + limit_s
         self._notice = time.monotonic() + _NOTICE_S
         self._limit_s = limit_s
@@ -187,8 +190,8 @@ class Rendezvous:
                 raise
             raise UsageError(
                 f"rank {self._rank} of {self._size} has not met the others at {self._where}: the "
-                f"store there does not answer ({brief_error(error)}). See that rank 0 and the "
-                "launcher are alive, and what they have said"
+                f"store there does not answer ({brief_error(error)}). Check that rank 0 and the "
+                "launcher are alive, and read their logs"
             ) from error
         except BaseException as error:
             self._tell(calls, f"{type(error).__name__}: {error}")
@@ -198,7 +201,10 @@ class Rendezvous:
         return self._read(outcome)
 
     def _wait(self, calls: SerialExecutor) -> list[Any]:
-        """The outcome."""
+        """Repeats `_step` until there is an outcome or the limit is reached; returns the outcome.
+
+        An outcome is ["met", places by rank] or ["failed", reason].
+        """
         pause, longest = _FIRST_PAUSE_S, max(0.02, self._size * 1e-4)
         while True:
             outcome = calls.run(self._step, self._left())
@@ -215,9 +221,10 @@ class Rendezvous:
             pause = min(2 * pause, longest)
 
     def _left(self) -> float:
-        """Seconds that the store may take to answer, also at the end of the start limit.
+        """Seconds that the store may take for the next answer; at least `_ANSWER_S`.
 
-        A machine that stands still for a moment is not to be taken for a store that is gone.
+        Near the end of the start limit, a machine that stalls for a moment must not be mistaken for
+        a lost store.
         """
         return max(_ANSWER_S, self._deadline - time.monotonic())
 
@@ -233,7 +240,7 @@ class Rendezvous:
             self._proven[0] = self._mine
 
     def _first(self) -> int:
-        """The first entry of the log that is not of starts which are complete."""
+        """Returns the number of the first log entry after those of completed starts."""
         if not self._store.check(["first"]):
             return 0
         first = self._credential.verify(self._store.get("first"), "first")
@@ -242,12 +249,12 @@ class Rendezvous:
     def _refuse(self) -> None:
         raise UsageError(
             f"the {self._size} ranks at {self._where} have met already, and this process (rank "
-            f"{self._rank}) is one too many. See that only one process has RANK={self._rank}, and "
-            "restart all ranks together"
+            f"{self._rank}) is one too many. Check that only one process has RANK={self._rank}, "
+            "and restart all ranks together"
         )
 
     def _follow(self, leader: str) -> None:
-        """Takes the process of this nonce for rank 0."""
+        """Follows the process with the nonce `leader` as rank 0."""
         self._leader = leader
         self._asked = self._ready = False
         self._start = dist.PrefixStore(
@@ -255,7 +262,7 @@ class Rendezvous:
         )
 
     def _step(self) -> list[Any] | None:
-        """Does what can be done now; returns the outcome if there is one."""
+        """Does all work that is possible now; returns the outcome, or None if there is none yet."""
         answer = self._credential.verify(
             self._value(self._store, f"answer/{self._mine.nonce}"), "answer", self._mine.nonce
         )
@@ -276,7 +283,7 @@ class Rendezvous:
         return outcome if isinstance(outcome, list) and outcome else None
 
     def _lead(self) -> None:
-        """What rank 0 does besides."""
+        """Does rank 0's additional work: reads the log, asks all ranks, writes the outcome."""
         assert self._start is not None
         self._read_log()
         if not self._asked and len(self._proven) == self._size:
@@ -304,7 +311,7 @@ class Rendezvous:
     def _on_join(self, number: int, join: Join) -> None:
         if join.rank > 0:
             self._answer(join, self._mine.nonce)
-        elif number > self._number:  # not one that has died before this process came
+        elif number > self._number:  # earlier entries may be of a process that has died since
             self._answer(join, self._mine.who())
             self._decide(self._twice(0, f"{self._mine.who()} and {join.who()}"))
 
@@ -331,13 +338,13 @@ class Rendezvous:
     def _twice(self, rank: int, who: str) -> list[Any]:
         text = (
             f"two processes at {self._where} are rank {rank} of this job: {who}. One of them has "
-            "been started anew, or has the wrong RANK; start all of them together, each with a "
-            "RANK of its own"
+            "been restarted, or has the wrong RANK; start all ranks together, each with a RANK of "
+            "its own"
         )
         return ["failed", text]
 
     def _decide(self, outcome: list[Any]) -> list[Any]:
-        """Tells all ranks the outcome; returns the one that was told first."""
+        """Publishes an outcome unless there is one; returns the first that was published."""
         assert self._start is not None
         signed = self._credential.sign(outcome, "outcome", self._leader)
         self._start.compare_set("outcome", "", signed)
@@ -351,10 +358,13 @@ class Rendezvous:
                     return Met(self._start, places)
             case ["failed", str(reason)]:
                 raise UsageError(f"rank {self._rank} of {self._size}: {reason}")
-        raise UsageError(f"the store at {self._where} holds what no rank of this job has written")
+        raise UsageError(
+            f"the store at {self._where} has an outcome that this version of usbyte does not "
+            "write: install the same version on all hosts"
+        )
 
     def _tell(self, calls: SerialExecutor, reason: str) -> None:
-        """Lets no other rank wait for this one, which ends."""
+        """Publishes that this rank ends with an error, so that no rank waits for it."""
         if self._start is not None:
             text = (
                 f"rank {self._rank} ({self._mine.who()}) ended before all ranks had met: {reason}"
@@ -364,13 +374,13 @@ class Rendezvous:
             self._part(calls)
 
     def _part(self, calls: SerialExecutor) -> None:
-        """Lets rank 0, which may serve the store, end after those that read there why it ends."""
+        """Delays the end of rank 0, which may serve the store, until others read the outcome."""
         start = self._start
         if start is None:
             return
         with suppress(RuntimeError):
             calls.run(lambda: start.set(f"parted/{self._rank}", ""), 1.0)
-            keys = [f"parted/{rank}" for rank in self._proven]  # rank 0 waits, and nobody else
+            keys = [f"parted/{rank}" for rank in self._proven]  # empty on all ranks but rank 0
             deadline = time.monotonic() + _PART_S
             while keys and time.monotonic() < deadline:
                 if calls.run(lambda: start.check(keys), 1.0):
@@ -378,12 +388,12 @@ class Rendezvous:
                 time.sleep(0.02)
 
     def _missing(self) -> str:
-        """Whom this rank waits for, for messages."""
+        """Returns the ranks that this rank waits for, for messages."""
         if self._rank == 0:
             return self._missing_to_leader()
-        told = self._verify("missing") if self._start is not None else None
-        if isinstance(told, str):
-            return told
+        published = self._verify("missing") if self._start is not None else None
+        if isinstance(published, str):
+            return published
         if self._rank > _READERS:
             return f"rank 0 of {self._size}"
         self._read_log()
@@ -408,7 +418,7 @@ class Rendezvous:
         if self._rank == 0 and self._start is not None:
             self._start.set("missing", self._credential.sign(missing, "missing", self._leader))
         elif self._leader or (self._single and self._lower_ranks_wait()):
-            level = logging.INFO  # another rank says so
+            level = logging.INFO  # another rank logs it as a warning
         text = "rank %d: waiting for %s at %s%s"
         log.log(level, text, self._rank, missing, self._where, self._others())
 
@@ -418,7 +428,7 @@ class Rendezvous:
         )
 
     def _others(self) -> str:
-        """For messages: who else is there."""
+        """Returns the number of processes of other jobs as an addition to a message, or ""."""
         if not self._strangers:
             return ""
         return f" ({self._strangers} processes that are not of this job have come there, too)"
@@ -426,7 +436,7 @@ class Rendezvous:
     def _give_up(self) -> list[Any]:
         reason = (
             f"{self._missing()} did not come to {self._where} within {self._limit_s:g} s"
-            f"{self._others()}. See that all ranks are alive and were started with "
+            f"{self._others()}. Check that all ranks are alive and were started with "
             f"WORLD_SIZE={self._size}, each with a RANK of its own and the same MASTER_ADDR and "
             "MASTER_PORT; raise USBYTE_START_LIMIT_S if they need longer to start"
         )

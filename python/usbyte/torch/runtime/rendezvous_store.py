@@ -1,4 +1,4 @@
-"""The store at which the ranks of a job meet, where no default process group has one."""
+"""Opens the store for the rendezvous, if there is no default process group that has one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from usbyte.torch.runtime.format import brief_error
 
 log = logging.getLogger("usbyte")
 
-_NOTICE_S = 5.0  # between messages that tell that nobody serves the store
+_NOTICE_S = 5.0  # between log messages that the store cannot be reached
 _PAUSE_S = 0.2  # between attempts to connect
 _CONNECT_S = 5.0  # for one attempt
 
@@ -24,16 +24,16 @@ _CONNECT_S = 5.0  # for one attempt
 def open_store(
     cluster: Cluster, credential: Credential, limit_s: float, timeout: timedelta
 ) -> dist.TCPStore:
-    """Connects to the store, which rank 0 serves unless the launcher does.
+    """Connects to the store. Rank 0 serves it, unless the launcher does.
 
     Args:
-        cluster: This process's place.
-        credential: Its mark is put into a store that is served here.
+        cluster: Rank, size and addresses of this process, as the launcher gave them.
+        credential: Its job mark is written to a store that this process serves.
         limit_s: Seconds to wait for the process that serves the store.
-        timeout: Of the store's operations afterwards.
+        timeout: Timeout of the store's operations afterwards.
 
     Raises:
-        UsageError: Nobody serves it in time, or its port is taken.
+        UsageError: The store could not be reached in time, or its port is in use.
     """
     if cluster.rank == 0 and not cluster.kept_store:
         store = _serve(cluster, credential, limit_s)
@@ -60,14 +60,13 @@ def _serve(cluster: Cluster, credential: Credential, limit_s: float) -> dist.TCP
         if not _listens(cluster):
             raise UsageError(
                 f"rank 0 of {cluster.size} cannot serve a store at {where}: {brief_error(error)}. "
-                "See that MASTER_ADDR is the address of this host, and that its other ranks can "
-                "reach it"
+                "Set MASTER_ADDR to an address of this host that the other ranks can reach"
             ) from error
-        # The port may belong to the store of another job, which is the cause then.
+        # If the port belongs to the store of another job, this raises an error that says so.
         credential.check_mark(_connect(cluster, _CONNECT_S), where)
         raise UsageError(
-            f"rank 0 of {cluster.size} cannot serve a store at {where}, as another program does: "
-            "see that only one process has RANK=0, or choose another MASTER_PORT"
+            f"rank 0 of {cluster.size} cannot serve a store at {where}: another program uses this "
+            "port. Start only one process with RANK=0, or choose another MASTER_PORT"
         ) from error
     store.set(JOB_KEY, credential.mark)
     return store
@@ -85,13 +84,16 @@ def _connect(cluster: Cluster, limit_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         raise UsageError(
             f"rank {cluster.rank} of {cluster.size}: what listens at {_address(cluster)} is no "
-            f"store of torch.distributed ({brief_error(error)}). See that MASTER_ADDR and "
+            f"store of torch.distributed ({brief_error(error)}). Check that MASTER_ADDR and "
             "MASTER_PORT are those of rank 0, or choose another MASTER_PORT"
         ) from error
 
 
 def _wait_for_server(cluster: Cluster, deadline: float) -> None:
-    """Torch would wait as well, but says nothing meanwhile."""
+    """Waits until the store's port accepts connections.
+
+    Torch would wait, too, but would not log what it waits for.
+    """
     server = "the launcher's store" if cluster.kept_store else "rank 0"
     began = time.monotonic()
     notice = began + _NOTICE_S
@@ -100,7 +102,7 @@ def _wait_for_server(cluster: Cluster, deadline: float) -> None:
         if now > deadline:
             raise UsageError(
                 f"rank {cluster.rank} of {cluster.size} has waited {now - began:.0f} s for "
-                f"{server} at {_address(cluster)} in vain: {problem}. See that all ranks are "
+                f"{server} at {_address(cluster)} in vain: {problem}. Check that all ranks are "
                 "started with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT, that rank 0 is "
                 "alive, and that its host can be reached there; raise USBYTE_START_LIMIT_S if it "
                 "needs longer to start"

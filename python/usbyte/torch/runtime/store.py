@@ -1,4 +1,4 @@
-"""Connections to the key-value store that torch.distributed's rendezvous left behind."""
+"""Connections to torch.distributed's key-value store, with key prefixes of their own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from usbyte.errors import UsageError
 
-_ABSENT = b"\0absent"  # differs from every value that is written, all of which are text
+_ABSENT = b"\0absent"  # differs from all written values, which are text without a NUL
 
 
 class _PrivateStore(dist.PrefixStore):
-    """A prefixed TCPStore that remembers how it was made, so that older torch can clone it."""
+    """A prefixed TCPStore that remembers its arguments, so that it can be cloned on older torch."""
 
     def __init__(self, prefix: str, server: dist.TCPStore) -> None:
         super().__init__(prefix, _connect(server))
@@ -24,12 +24,13 @@ class _PrivateStore(dist.PrefixStore):
 
 
 def private_store(store: dist.Store, name: str) -> dist.Store:
-    """A store with a connection and keys of its own, which `clone_store` can clone on any torch.
+    """Returns a store with its own connection and key prefix.
 
-    All ranks that call this with equal `store` keys and `name` share the new keys.
+    `clone_store` can clone it on any version of torch. Ranks that call this with the same store
+    prefix and `name` share the keys.
 
     Args:
-        store: Store of the rendezvous, possibly prefixed.
+        store: Store of the rendezvous, possibly a PrefixStore.
         name: Prefix of the new store's keys.
 
     Raises:
@@ -39,14 +40,16 @@ def private_store(store: dist.Store, name: str) -> dist.Store:
     if clone is not None:
         return dist.PrefixStore(name, clone)
     server = _server_of(store)
-    # Before torch 2.8 neither the prefixes of `store` can be read nor the store be cloned, so the
-    # ranks agree through it on a fresh prefix of the server's own keys.
+    # Before torch 2.8 the prefixes of `store` cannot be read and the store cannot be cloned. So the
+    # first rank chooses a new unique prefix of the server's keys and shares it through `store`.
     namespace = store.compare_set(f"{name}/namespace", "", uuid.uuid4().hex)
     return _PrivateStore(f"{namespace.decode()}/{name}", server)
 
 
 def clone_store(store: dist.Store) -> dist.Store:
-    """A second connection to the same keys; a TCP connection serves one thread at a time.
+    """Returns a second connection to the same keys.
+
+    A TCP connection to the store serves one thread at a time.
 
     Args:
         store: Any store on torch 2.8 and later; before that a TCPStore or a `private_store`.
@@ -68,29 +71,29 @@ def clone_store(store: dist.Store) -> dist.Store:
 
 
 def read_now(store: dist.Store, key: str) -> bytes | None:
-    """The value of `key`, or None where it is absent; never waits, unlike `get`."""
-    # With an expected value that no key has, compare_set only reads, and echoes it for a missing
-    # key.
+    """Returns the value of `key`, or None if it is absent. Unlike `get`, it does not block."""
+    # No key has the expected value, so compare_set changes nothing. It returns the current value,
+    # or the expected one for a missing key.
     value = store.compare_set(key, _ABSENT.decode(), _ABSENT.decode())
     return None if value == _ABSENT else value
 
 
 def without_prefixes(store: dist.Store) -> dist.Store:
-    """The store that prefixes were put on."""
+    """Returns the store below all PrefixStores."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def address_of(store: dist.Store) -> str:
-    """For messages: where a store without prefixes is served."""
+    """Returns host and port of a store without prefixes, for messages."""
     if isinstance(store, dist.TCPStore):
         return f"{store.host}, port {store.port}"
     return f"a {type(store).__name__}"
 
 
 def _own_clone(store: dist.Store) -> dist.Store | None:
-    """What torch 2.8 and later make of it; None before."""
+    """Returns torch's clone of the store; None before torch 2.8, which has none."""
     clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
     return clone() if clone else None
 

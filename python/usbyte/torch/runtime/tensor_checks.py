@@ -1,4 +1,4 @@
-"""Which tensors have memory of their own, so that they can be read by address."""
+"""Checks that a tensor's values can be read by address, from memory of its own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from usbyte.torch.torch_private import is_functorch_tensor
 
 
 def check_plain(what: str, tensor: torch.Tensor, or_sparse: bool = False) -> None:
-    """Refuses a tensor that must not be read by address.
+    """Raises UsageError for a tensor that must not be read by address.
 
     Args:
-        what: Names the operation; the message begins with it.
+        what: Names the operation; the error message begins with it.
         tensor: Any tensor.
-        or_sparse: Sparse COO tensors are taken, too.
+        or_sparse: Whether sparse COO tensors are accepted, too.
 
     Raises:
-        UsageError: It is not a dense tensor with memory of its own. The message names its class
-            and what to pass instead.
+        UsageError: The tensor is not a dense tensor with memory of its own. The message names its
+            class and what to pass instead.
     """
     found = flaw_of(tensor, or_sparse)
     if found is not None:
@@ -27,15 +27,16 @@ def check_plain(what: str, tensor: torch.Tensor, or_sparse: bool = False) -> Non
 
 
 def check_sendable(what: str, tensor: torch.Tensor, or_sparse: bool = False) -> None:
-    """Refuses a parameter or a gradient that must not be read by address.
+    """Raises UsageError for a parameter or gradient that must not be read by address.
 
     Args:
-        what: Names it, as "parameter 'x'".
+        what: Names the tensor, such as "parameter 'x'"; the error message begins with it.
         tensor: The parameter or gradient.
-        or_sparse: Sparse COO tensors are taken, too.
+        or_sparse: Whether sparse COO tensors are accepted, too.
 
     Raises:
-        UsageError: It is not a dense tensor with memory of its own.
+        UsageError: The tensor is not a dense tensor with memory of its own. The message names its
+            class and what to change.
     """
     found = flaw_of(tensor, or_sparse)
     if found is None:
@@ -50,11 +51,15 @@ def check_sendable(what: str, tensor: torch.Tensor, or_sparse: bool = False) -> 
 
 
 def flaw_of(tensor: torch.Tensor, or_sparse: bool = False) -> tuple[str, str] | None:
-    """Why a tensor must not be read by address; see `check_plain`.
+    """Returns why a tensor must not be read by address.
+
+    Args:
+        tensor: Any tensor.
+        or_sparse: Whether sparse COO tensors are accepted, too.
 
     Returns:
-        What it is, to follow its class in a sentence, and what to pass instead; None if it can be
-        read.
+        Two parts of a message: what the tensor is, to follow the name of its class, and what to
+        pass instead. None if the tensor can be read by address.
     """
     found = _flaw_of_class(tensor)
     if found is not None or (or_sparse and tensor.layout == torch.sparse_coo):
@@ -93,7 +98,7 @@ def _flaw_of_class(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 def _instead_of(kind: type[torch.Tensor]) -> str:
-    """What to pass instead of a tensor whose class has its own dispatch."""
+    """Returns what to pass instead of a tensor whose class has a `__torch_dispatch__`."""
     if hasattr(kind, "to_local"):
         return "pass tensor.to_local(), which is this rank's part, or tensor.full_tensor()"
     if hasattr(kind, "fake_mode") or kind.__name__ == "FakeTensor":
@@ -108,7 +113,7 @@ def _instead_of(kind: type[torch.Tensor]) -> str:
 
 
 def _needed_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that its storage must have for every element to be in it."""
+    """Returns the storage size in bytes that the tensor's shape, strides and offset need."""
     if not tensor.numel():
         return 0
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

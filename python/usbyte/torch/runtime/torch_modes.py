@@ -1,4 +1,4 @@
-"""Work that is done in the middle of the user's own computation, and is no part of it."""
+"""Runs usbyte's own work, in the middle of the user's computation, outside of the user's modes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def outside_inference_mode(method: _F) -> _F:
-    """Decorates what may make buffers or optimizer state: those are needed outside as well.
+    """Decorator that leaves `torch.inference_mode()` for methods that may make lasting tensors.
 
-    A tensor that is made in `torch.inference_mode()` cannot be written to outside of it, and has no
-    version counter. Gradients stay off, as they are inside.
+    Such tensors are buffers and optimizer state. A tensor that is made in inference mode cannot be
+    written to outside of it and has no version counter. Autograd stays off in the method.
     """
 
     @functools.wraps(method)
@@ -33,14 +33,14 @@ def outside_inference_mode(method: _F) -> _F:
 
 @contextmanager
 def disable_user_modes(device: str) -> Iterator[None]:
-    """Runs what is inside as if nothing were around it.
+    """Context manager that disables all modes of the user but autograd's.
 
-    Neither modes (inference, autocast, fake tensors, counters of operations) nor transforms of
-    functions (`torch.func`) nor tracing (`torch.jit.trace`, `make_fx`) see it; gradients may be on.
-    Nor is it compiled with `torch.compile`, where torch's optimizers round in other ways.
+    It disables inference mode, autocast, dispatch modes (fake tensors, counters of operations),
+    transforms of functions (`torch.func`) and tracing (`torch.jit.trace`, `make_fx`). It also
+    clears the flag of `torch.compile`, under which torch's optimizers round differently.
 
     Args:
-        device: Type of the device that it works on.
+        device: Device type of the work inside, such as "cuda".
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))

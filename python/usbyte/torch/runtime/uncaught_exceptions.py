@@ -1,4 +1,4 @@
-"""Exceptions that nobody catches: the other ranks would wait for this one until the stall limit."""
+"""Reports uncaught exceptions to the other ranks, which else wait until the stall limit."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ class _Excepthook(Protocol):
 
 
 def mark_training_thread() -> None:
-    """The other ranks wait for what the calling thread does, and so are told if it dies.
+    """Marks the calling thread as one that other ranks wait for.
 
-    A thread that only logs or loads data may die without harm to the job.
+    An uncaught exception in it is a fault. Other threads, which only log or load data, may die
+    without harm to the job.
     """
     _threads.trains = True
 
 
 class UncaughtExceptions:
-    """Tells the other ranks of exceptions that end the main thread or one that trains.
+    """Exception hooks that report the death of the main thread or of a marked training thread.
 
     Args:
         rank: This rank.
-        announce: Called with what has happened.
+        announce: Called with a description of the exception.
     """
 
     def __init__(self, rank: int, announce: Callable[[str], None]) -> None:
@@ -42,13 +43,17 @@ class UncaughtExceptions:
         self._installed = False
 
     def install(self) -> None:
-        """Puts its hooks before those of Python or of the program, which are called too."""
+        """Installs the hooks; each calls the previous hook afterwards."""
         self._of_main, self._of_threads = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._on_main, self._on_thread
         self._installed = True
 
     def restore(self) -> None:
-        """Puts back what was there. Where somebody has put a hook on top, this one goes quiet."""
+        """Restores the previous hooks.
+
+        If other code has installed a hook since, that stays in place and this object's hook
+        reports nothing any more.
+        """
         self._installed = False
         if sys.excepthook == self._on_main:
             sys.excepthook = self._of_main
@@ -56,7 +61,12 @@ class UncaughtExceptions:
             threading.excepthook = self._of_threads
 
     def tell(self, error: BaseException, who: str = "") -> None:
-        """Tells the other ranks of an error that ends this one, or `who` on it."""
+        """Reports an error that ends this rank, or a part of it.
+
+        Args:
+            error: The uncaught exception.
+            who: Empty, or the part of this rank that ended, such as "thread 'x' of ".
+        """
         self._announce(f"{who}rank {self._rank} ended with {type(error).__name__}: {error}")
 
     def _on_main(
@@ -67,7 +77,7 @@ class UncaughtExceptions:
         self._of_main(kind, error, trace)
 
     def _on_thread(self, args: threading.ExceptHookArgs) -> None:
-        # Python calls this in the thread that ends.
+        # Python calls this in the thread that dies, so the thread-local mark is that thread's.
         trains = getattr(_threads, "trains", False)
         if self._installed and trains and not issubclass(args.exc_type, FaultError | SystemExit):
             name = args.thread.name if args.thread is not None else "unknown"

@@ -1,4 +1,4 @@
-"""Calls that may never return, such as one to the store of a host that cannot be reached."""
+"""Runs calls that may never return, such as to the store of an unreachable host, in a thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ T = TypeVar("T")
 
 
 class NoAnswerError(RuntimeError):
-    """A call has not ended in time; it may yet."""
+    """A call has not returned in time; it may return later."""
 
 
 class SerialExecutor:
-    """Makes calls one after another on a thread of its own, for whoever cannot wait for ever.
+    """Makes calls one after another on a thread of its own, so that callers can time out.
 
-    The thread is started early: Python 3.12 and later start none while the interpreter ends.
+    The thread starts in the constructor, because Python 3.12 and later start no thread while the
+    interpreter ends.
 
     Args:
         name: Name of the thread.
@@ -25,20 +26,21 @@ class SerialExecutor:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._hangs = False  # a call has not ended in time
+        self._hangs = False  # whether a call has not returned in time
         self._closed = False
         threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
     def run(self, call: Callable[[], T], seconds: float, ignore_backlog: bool = False) -> T:
-        """What the call returns; interruptible.
+        """Makes a call on the thread and returns its result. Signals can interrupt the wait.
 
         Args:
-            call: What to do.
-            seconds: For the call, and those that were asked for before it.
-            ignore_backlog: Wait that long even if one of those has taken too long already.
+            call: Function to call.
+            seconds: Timeout for the call and the calls that are queued before it.
+            ignore_backlog: If an earlier call has not returned in time, wait for up to `seconds`
+                all the same. By default NoAnswerError is raised at once.
 
         Raises:
-            NoAnswerError: The call did not end in time, or one before it does not.
+            NoAnswerError: The call did not return in time, or an earlier one still has not.
             RuntimeError: `close` was called before.
             Exception: The call raised it.
         """
@@ -55,7 +57,7 @@ class SerialExecutor:
             ended.set()
 
         if self._closed:
-            raise RuntimeError("the store is not asked any more")
+            raise RuntimeError("the store's connection is closed on this rank")
         if self._hangs and not ignore_backlog:
             raise NoAnswerError("no answer to an earlier call")
         self._queue.put(carry_out)
@@ -68,21 +70,23 @@ class SerialExecutor:
         return answer
 
     def close(self) -> None:
-        """Ends the thread, once it has made the calls asked for before."""
+        """Ends the thread after the calls that are queued; does not wait for it."""
         self._closed = True
         self._queue.put(None)
 
 
 def call_within(seconds: float, name: str, call: Callable[[], T]) -> T:
-    """Makes one call on a thread of its own, which is left behind if the call does not return.
+    """Makes one call on a new thread and returns its result.
+
+    If the call does not return in time, the thread is abandoned and may run on.
 
     Args:
-        seconds: How long to wait.
+        seconds: Timeout in seconds.
         name: Name of the thread.
-        call: What to do.
+        call: Function to call.
 
     Raises:
-        NoAnswerError: The call did not end in time.
+        NoAnswerError: The call did not return in time.
         Exception: The call raised it.
     """
     calls = SerialExecutor(name)

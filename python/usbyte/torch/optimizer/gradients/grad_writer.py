@@ -151,7 +151,7 @@ class DeviceGradWriter(HostGradWriter):
         if not packed:
             return
         used = [self._sources.pop(k) for k in packed if k in self._sources]
-        self._device.keep(used)
+        self._device.record_stream(used)
         for k in packed:
             before, shown = self._user_visible_grads.pop(k, (None, None))
             # A hook may have put another one there.

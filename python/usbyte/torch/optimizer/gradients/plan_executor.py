@@ -254,7 +254,7 @@ class PlanExecutor:
         with self._exchanging:
             if self._failure:
                 raise FaultError(self._failure)
-            self.device.keep([self.flat_buffer.buffer])
+            self.device.record_stream([self.flat_buffer.buffer])
             self._lay_out(plan, memory)
             mesh = self._communicator.mesh
             if concentrates and mesh is not None:

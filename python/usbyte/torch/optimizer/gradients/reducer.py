@@ -9,7 +9,7 @@ import torch
 
 from usbyte.errors import UsageError
 from usbyte.torch.compression.state import CodecState
-from usbyte.torch.fault.recovery import partial_step_error
+from usbyte.torch.fault.recovery import has_partial_step
 from usbyte.torch.lazy_tensor import MaterializeFn, unwrap
 from usbyte.torch.optimizer.compat.shared_memory import shares_memory
 from usbyte.torch.optimizer.gradients.in_flight_grads import InFlightGrads
@@ -326,7 +326,7 @@ class Reducer:
 
     def is_torn(self) -> bool:
         """Whether updates may have used sums on the device that were not whole."""
-        return self.device.core is not None and partial_step_error(
+        return self.device.core is not None and has_partial_step(
             self._executor.status(), self.applied
         )
 
