@@ -114,7 +114,7 @@ class Recording:
             ]
         except AttributeError as error:  # from a wrapper that did not call Optimizer.__init__
             raise UsageError(
-                f"{type(optimizer).__name__} takes no step hooks; pass the optimizer that it wraps"
+                f"{type(optimizer).__name__} takes no step hooks; give the optimizer that it wraps"
             ) from error
 
     def __exit__(
