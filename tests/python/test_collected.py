@@ -131,7 +131,7 @@ def keeps(rank, size):
     for forget in (False, True):
         if forget:
             forget_dead()
-        with pytest.raises(UsageError, match="dropped: read it before, or call"):
+        with pytest.raises(UsageError, match="deleted: read it before that, or call"):
             grads[0].sum()
     del grads, params
     return [of_model == want, of_params == want]

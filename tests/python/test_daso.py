@@ -136,14 +136,14 @@ def follows(rank, size, slots, as_topology):
         model = Point()
         topology = [slots, size // slots] if as_topology else None
         opt = wrapped(model, exchange_every=every, exchange_wait=wait, topology=topology)
-        begin = opt._exchange.start
+        begin = opt._averager.start
 
         def noted(vectors, number, begin=begin):
             exchange = begin(vectors, number)
             turns.append(exchange.turn)
             return exchange
 
-        opt._exchange.start = noted
+        opt._averager.start = noted
         results.append(train(opt, model, rank, range(12)))
         opt.synchronize_nodes()
         results[-1].append(model.x.tolist())

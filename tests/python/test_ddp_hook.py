@@ -73,8 +73,7 @@ def remembered(rank, size):
     hooks = hook.__self__
     for p, before, produced in zip((first, last), start, total, strict=True):
         left = (
-            ub.allreduce(hooks._memories[hooks._names[p]].parts[hooks._names[p]][0]).view_as(p)
-            * size
+            ub.allreduce(hooks._states[hooks._names[p]].parts[hooks._names[p]][0]).view_as(p) * size
         )
         sent = (before - p.detach()) / 0.01  # a hundred times the rounding of parameters, too
         assert torch.allclose(sent + left, produced, rtol=1e-4, atol=1e-2)

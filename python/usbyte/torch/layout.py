@@ -1,4 +1,4 @@
-"""Where gradients lie in the flat buffer: dtypes, strides, and the control tensor before them."""
+"""Memory layout of gradients in the flat buffer: dtypes, strides, and the control tensor."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from torch import nn
 
 from usbyte.errors import UsageError
 
-#: First tensor of the arena: a flag for each parameter, set by the ranks that used it in this step,
-#: and votes of ranks that want a new plan, that have data, that have none as they have joined, that
-#: have updated parameters with the sums before, and that have left that out. They are flags too: of
-#: numbers as coarse as gradients may be, scaled ones even, the sum would not be how many there are.
-#: Behind the votes are the flags of a checksum; see `StepChecksum`.
-#: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
-#: that a bucket can take both.
+#: Name of the control tensor, the first tensor of the flat buffer. It holds, in this order:
+#: one used flag for each parameter, set by the ranks that used the parameter in this step;
+#: `NUM_VOTES` votes: this rank wants a new plan, has data, has joined and so has no data, updated
+#: its parameters with the previous sums, skipped that update;
+#: `NUM_CHECK_FLAGS` flags of the step checksum, see `StepChecksum`.
+#: Votes are flags that are tested for non-zero, not counts: a count would not survive the rounding
+#: of the gradients' dtype, nor the scaling of averages.
+#: The control tensor lies next to the parameter that the forward pass needs first. The gradient of
+#: that parameter is ready last, so one bucket can hold both.
 CONTROL_TENSOR = "usbyte.used"
 NUM_VOTES = 5
 NUM_CHECK_FLAGS = 32
@@ -27,14 +29,21 @@ _DTYPES = {
 
 
 def rows_of(param: torch.Tensor) -> int:
-    """Rows of a parameter as a matrix, for codecs that factor it: its outermost dimension."""
+    """Returns the number of rows of a parameter seen as a matrix, for codecs that factor matrices.
+
+    This is the size of the dimension with the largest stride; 1 for vectors and empty tensors.
+    """
     if param.dim() < 2 or param.numel() == 0:
         return 1
     return max(zip(param.stride(), param.shape, strict=True))[1]
 
 
 def dtype_name(name: str, param: nn.Parameter) -> str:
-    """The core's name of a parameter's dtype; UsageError if its gradients cannot be sent."""
+    """Returns the core's name of a parameter's dtype, as "float32".
+
+    Raises:
+        UsageError: Gradients of this dtype cannot be sent.
+    """
     try:
         return _DTYPES[param.dtype]
     except KeyError:
@@ -52,13 +61,13 @@ def dtype_name(name: str, param: nn.Parameter) -> str:
 
 
 def is_dense(param: torch.Tensor) -> bool:
-    """Whether the elements are one run of memory, without gaps or overlaps."""
-    # empty_like keeps the strides of what has neither.
+    """Returns whether the elements fill one contiguous memory range, without gaps or overlaps."""
+    # empty_like preserves strides only of tensors that have neither gaps nor overlaps.
     return torch.empty_like(param, device="meta").stride() == param.stride()
 
 
 def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memory of tensors of one shape holds their elements alike and in one order."""
+    """Returns whether two tensors of one shape have the same dtype and order of elements."""
     if a.dtype != b.dtype or a.is_neg() != b.is_neg():
         return False
     strides = a.stride(), b.stride()
@@ -68,9 +77,9 @@ def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def laid_out_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A value for each element of a parameter, in the order of its memory; as it is if it is so.
+    """Returns `value` with the strides of `param`: `value` itself if it has them, else a copy.
 
-    A checkpoint need not have the parameter's order.
+    Values from a checkpoint need not have the strides of the parameter. The shapes are equal.
     """
     if value.stride() == param.stride():
         return value
@@ -78,8 +87,9 @@ def laid_out_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def used_numel(params: int) -> int:
-    """Elements of `CONTROL_TENSOR`: flags of parameters, votes and checks, aligned for gradients.
+    """Returns the number of elements of the control tensor for `params` parameters.
 
-    Kernels move 16 bytes at a time, eight elements of the smallest dtype, where those are aligned.
+    It is rounded up to a multiple of 8, so that the gradients behind it are aligned: kernels move
+    16 bytes at a time where data is aligned, which are 8 elements of the smallest dtype.
     """
     return -(-(params + NUM_VOTES + NUM_CHECK_FLAGS) // 8) * 8

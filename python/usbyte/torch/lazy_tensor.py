@@ -1,9 +1,9 @@
-"""Tensors whose values are on their way: who uses one in Python gets it fetched first.
+"""Lazy tensors: the first use in Python materializes the value.
 
-A held tensor keeps its identity, its memory and its place in autograd; only its class is another
-one for a while, whose torch function fetches before it goes on. Questions about shape, dtype and
-the like are answered at once. What reads memory past Python (a raw pointer taken before, C++ that
-unpacks tensors by itself) is not seen.
+A lazy tensor keeps its identity, its memory and its place in autograd. Only its Python class is
+swapped, for one whose `__torch_function__` materializes the value before it runs the operation.
+Queries of metadata, such as shape and dtype, do not materialize it. Reads that bypass Python are
+not detected: a raw pointer taken earlier, or C++ that unpacks tensors itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import nn
 from usbyte.errors import UsageError
 from usbyte.torch.torch_private import DisableTorchFunction, not_compiled
 
-#: Called with the tensor, to put its value into it and to release it.
+#: Called with the lazy tensor: puts the value into it and calls `unwrap`.
 MaterializeFn = Callable[[torch.Tensor], None]
 
-# Not attributes of tensors, which are copied and pickled with theirs; by their id, while held.
-_fetches: dict[int, tuple[MaterializeFn, MaterializeFn]] = {}  # for readers, for writers
-_classes: dict[type, type] = {}  # of held tensors, by what they are otherwise
-_bases: dict[type, type] = {}  # the inverse
-_owners: dict[int, tuple[object, weakref.ref[torch.Tensor]]] = {}  # by id, of what has one
+# Keyed by id(tensor) while it is lazy. Attributes of a tensor would be copied and pickled with it.
+_materializers: dict[int, tuple[MaterializeFn, MaterializeFn]] = {}  # for reads, for overwrites
+_owners: dict[int, tuple[object, weakref.ref[torch.Tensor]]] = {}  # only tensors with an owner
+_classes: dict[type, type] = {}  # plain class -> lazy class
+_bases: dict[type, type] = {}  # lazy class -> plain class
 
 
 def make_lazy(
@@ -36,28 +36,30 @@ def make_lazy(
     overwritten: MaterializeFn | None = None,
     owner: object = None,
 ) -> None:
-    """Has `fetch` called when somebody is about to use the tensor, until `unwrap`.
+    """Makes `tensor` lazy: its first use calls `fetch`, until `unwrap` is called.
 
-    Whoever holds it must keep it alive until then.
+    The caller must keep the tensor alive until then. Nothing happens if the tensor is lazy under
+    another owner.
 
     Args:
-        tensor: Of any class.
-        fetch: What to call.
-        overwritten: Called in its place by who writes to all of the tensor, as `copy_` does.
-        owner: Who alone can release it or hold it in another way; None for anybody.
+        tensor: A tensor of any class; its class is swapped in place.
+        fetch: Materializes the tensor before it is read.
+        overwritten: Called instead of `fetch` before all elements are overwritten, as by `copy_`.
+            The default is `fetch`.
+        owner: If given, only calls with the same owner can unwrap the tensor or replace `fetch`.
     """
     if _owners and _owner_of(tensor) not in (None, owner):
         return
     if owner is not None:
         _owners[id(tensor)] = (owner, weakref.ref(tensor))
-    _fetches[id(tensor)] = (fetch, overwritten or fetch)
+    _materializers[id(tensor)] = (fetch, overwritten or fetch)
     kind = type(tensor)
     if kind not in _bases:
         tensor.__class__ = _classes.get(kind) or _class_for(kind)
 
 
 def unwrap(tensor: torch.Tensor, owner: object = None) -> None:
-    """The tensor is again what it was; nothing happens if it was not held, or by another owner."""
+    """Gives `tensor` its plain class back; no-op if it is not lazy or belongs to another owner."""
     if (_owner_of(tensor) if _owners else None) is not owner:
         return
     if owner is not None:
@@ -65,13 +67,14 @@ def unwrap(tensor: torch.Tensor, owner: object = None) -> None:
     base = _bases.get(type(tensor))
     if base is not None:
         tensor.__class__ = base
-        _fetches.pop(id(tensor), None)  # which another thread may have done just now
+        _materializers.pop(id(tensor), None)  # another thread may have done this already
 
 
 def weak_method(method: Callable[..., None], *args: Any) -> MaterializeFn:
-    """Calls the method with these arguments and the tensor, without keeping its object alive.
+    """Returns a function that calls `method(*args, tensor)` without keeping its object alive.
 
-    So that this may go together with its tensors. One that outlives it never gets its value.
+    The object and its tensors can so be freed together. Using a tensor that is still lazy after
+    the object was freed raises UsageError.
     """
     return _Weakly(method, args)
 
@@ -93,26 +96,26 @@ class _Weakly:
 
 def _never_fetched() -> UsageError:
     return UsageError(
-        "this tensor was on its way when its model and optimizer were dropped: read it before, or "
-        "call optimizer.synchronize()"
+        "the value of this tensor was still in flight when its model and optimizer were deleted: "
+        "read it before that, or call optimizer.synchronize()"
     )
 
 
 def forget_dead() -> None:
-    """Drops what is to be called for objects that are gone; most of their tensors are too."""
-    for key, (fetch, _) in list(_fetches.items()):
+    """Forgets the `weak_method` callbacks whose objects were freed."""
+    for key, (fetch, _) in list(_materializers.items()):
         if isinstance(fetch, _Weakly) and fetch.is_dead:
-            _fetches.pop(key, None)
+            _materializers.pop(key, None)
 
 
 def _owner_of(tensor: torch.Tensor) -> object:
     owner, of = _owners.get(id(tensor), (None, None))
-    # The id of a tensor that is gone may be that of another one now.
+    # The id of a freed tensor may belong to another tensor now.
     return owner if of is not None and of() is tensor else None
 
 
 class _LazyTensorMixin:
-    """What all classes of held tensors have in common."""
+    """Base of all lazy tensor classes."""
 
     @classmethod
     def __torch_function__(
@@ -124,18 +127,19 @@ class _LazyTensorMixin:
                 return func(*args, **kwargs)
         if getattr(func, "__name__", "") in _WRITERS and isinstance(args[0], _LazyTensorMixin):
             _fetch(args[0], writes=True)
-        for tensor in _held([args, kwargs]):
+        for tensor in _lazy_tensors_in([args, kwargs]):
             _fetch(tensor)
         return func(*args, **kwargs)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Of `type(param)(data)`, which makes another tensor that does not wait.
+        # `type(param)(data)` must make a plain tensor, which has nothing to wait for.
         return _bases[cls](*args, **kwargs)
 
     def detach(self) -> Any:
         if sys._getframe(1).f_code is not nn.Parameter.__new__.__code__:
             return torch.Tensor.detach(self)  # type: ignore[arg-type]
-        # That wants the class of its argument back, which is a plain one once it is fetched.
+        # Parameter.__new__ checks that detach() returns its argument's class, which is plain once
+        # the tensor is materialized.
         _fetch(self)
         return self.detach().as_subclass(type(self))
 
@@ -149,33 +153,33 @@ class _LazyTensorMixin:
 
 
 def _class_for(base: type) -> type:
-    _classes[base] = kind = type(base)(f"Awaited{base.__name__}", (_LazyTensorMixin, base), {})
+    _classes[base] = kind = type(base)(f"Lazy{base.__name__}", (_LazyTensorMixin, base), {})
     _bases[kind] = base
     return kind
 
 
-@not_compiled  # who traces a tensor that is held has it released under its hands
+@not_compiled  # materializing swaps the class of the very tensor that is being traced
 def _fetch(tensor: Any, writes: bool = False) -> None:
-    held = _fetches.get(id(tensor))
-    if held is not None:
-        held[writes](tensor)
-    elif type(tensor) in _bases:  # else another thread has released it just now
+    callbacks = _materializers.get(id(tensor))
+    if callbacks is not None:
+        callbacks[writes](tensor)
+    elif type(tensor) in _bases:  # else another thread has unwrapped it just now
         raise _never_fetched()
 
 
-def _held(value: Any) -> Iterator[Any]:
-    """The held tensors in arguments, which lists, tuples and dicts may hold."""
+def _lazy_tensors_in(value: Any) -> Iterator[Any]:
+    """Yields the lazy tensors in arguments, also in nested lists, tuples and dicts."""
     if isinstance(value, _LazyTensorMixin):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _held(item)
+            yield from _lazy_tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _held(item)
+            yield from _lazy_tensors_in(item)
 
 
-_WRITERS = frozenset(["copy_", "fill_", "zero_"])  # of all elements
+_WRITERS = frozenset(["copy_", "fill_", "zero_"])  # they overwrite all elements
 _METADATA_METHODS = frozenset(
     [
         "dim",
@@ -189,15 +193,15 @@ _METADATA_METHODS = frozenset(
         "requires_grad_",
     ]
 )
-# Attributes that give access to the values.
+# Attributes that give access to the values, unlike all others.
 _ALIASES = frozenset(["T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__"])
 
 
 def _is_metadata(func: Any) -> bool:
-    """True for what does not look at a tensor's values: `.shape`, `.device`, `.grad`, `.dim()`."""
+    """Returns whether `func` does not read values: `.shape`, `.device`, `.grad`, `.dim()`, ..."""
     name = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name == "__get__":  # of properties written in Python, older Pythons do not tell which
+    if name == "__get__":  # older Pythons do not give the name of properties written in Python
         return bool(attribute) and attribute not in _ALIASES
     if name in ("__set__", "__delete__"):
         return attribute in ("grad", "requires_grad")

@@ -1,4 +1,4 @@
-"""Reduction operators and their arithmetic on one flat buffer."""
+"""Reductions of eager collectives and their arithmetic on a 1-d tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from usbyte.errors import UsageError
 
-# What Gloo reduces; complex numbers as pairs, bool as bytes.
+# The dtypes that Gloo reduces. Complex numbers are sent as pairs, bool as bytes.
 _REDUCIBLE = frozenset(
     {
         torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -21,13 +21,13 @@ _REDUCIBLE = frozenset(
 
 
 class ReduceOp(enum.Enum):
-    """How values of different ranks become one.
+    """The reduction that combines the values of all ranks.
 
-    Averages of floating-point and complex numbers divide by the number of ranks before they add up,
-    as with gradients, so that the sum does not overflow. Averages of integers are exact, truncated
-    toward zero. Sums and products of integers wrap around, as torch's do. MIN and MAX are NaN where
-    one rank's value is.
-    Of bool, SUM and MAX are "any", MIN and PRODUCT are "all".
+    AVERAGE of floating-point and complex numbers divides by the number of ranks before the sum, as
+    for gradients, so that the sum does not overflow. AVERAGE of integers is exact and truncates
+    toward zero. SUM and PRODUCT of integers wrap around, as in torch. MIN and MAX return NaN where
+    the value of any rank is NaN. For bool, SUM and MAX mean "any", MIN and PRODUCT mean "all", and
+    AVERAGE is refused. Complex numbers support SUM and AVERAGE only.
     """
 
     AVERAGE = "average"
@@ -64,15 +64,15 @@ _ON_BYTES_OF_BOOL = {
 
 
 def check_reducible(what: str, dtype: torch.dtype, op: ReduceOp) -> None:
-    """Refuses what cannot be reduced.
+    """Raises an error if tensors of `dtype` cannot be reduced with `op`.
 
     Args:
         what: Name of the operation, for the message.
-        dtype: Of the tensor.
+        dtype: The dtype of the tensor.
         op: The reduction.
 
     Raises:
-        UsageError: `dtype` cannot be reduced at all, or not with `op`.
+        UsageError: `op` is not a `ReduceOp`, or `dtype` cannot be reduced at all, or not with `op`.
     """
     if not isinstance(op, ReduceOp):
         raise UsageError(f"{what}: op must be Average, Sum, Min, Max or Product, not {op!r}")
@@ -91,15 +91,15 @@ def reduce_flat(
     size: int,
     collective: Callable[[torch.Tensor, dist.ReduceOp.RedOpType], None],
 ) -> None:
-    """Reduces a buffer in place: scale, divide if it is an average, collective, scale.
+    """Reduces `flat` in place: scale, divide (AVERAGE only), run the collective, scale.
 
     Args:
-        flat: 1-d contiguous, of a dtype that `check_reducible` admits.
+        flat: Shape [n], contiguous, of a dtype that `check_reducible` admits.
         op: The reduction.
-        factors: Multiplied before and after the reduction.
-        size: Number of ranks, for AVERAGE.
-        collective: Reduces the buffer it is given: 1-d, with the same number of elements, one or
-            two, for each of flat's.
+        factors: Multipliers applied before and after the reduction.
+        size: Number of ranks; used by AVERAGE.
+        collective: Reduces the 1-d tensor that it gets, in place, over all ranks. The tensor has n
+            elements, or 2 n where each element of `flat` is sent as two numbers.
     """
     before, after = factors
     _scale(flat, before)
@@ -120,7 +120,11 @@ def _average_integers(
     size: int,
     collective: Callable[[torch.Tensor, dist.ReduceOp.RedOpType], None],
 ) -> None:
-    """Averages integers exactly: sums of quotients and of remainders do not wrap around."""
+    """Averages integers exactly, in place.
+
+    Quotients and remainders by `size` are summed separately, because the sum of the values
+    themselves could wrap around.
+    """
     wide = flat.long()
     quotients = wide.div(size, rounding_mode="floor")
     numbers = torch.stack([quotients, wide - quotients * size], dim=1)

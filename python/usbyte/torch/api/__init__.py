@@ -1,1 +1,1 @@
-"""What users import from usbyte.torch."""
+"""The public functions of usbyte.torch."""

@@ -1,4 +1,4 @@
-"""What a script asks of the run: its ranks, process sets and timelines, and what usbyte can do.
+"""Ranks, process sets and timelines of the run, and the features of this build.
 
 All functions but `*_built`, `*_enabled` and `mpi_threads_supported` raise `UsageError` before
 `init`.
@@ -42,111 +42,131 @@ __all__ = [
 
 log = logging.getLogger("usbyte")
 
-#: The base of all that usbyte raises, for scripts that catch Horovod's.
+#: Base class of all exceptions of usbyte, under the name of Horovod's.
 HorovodInternalError = Error
 
 
 def rank() -> int:
-    """This process's rank, 0 <= rank < size()."""
+    """Returns this process's rank, 0 <= rank < size()."""
     return world.current().rank
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Returns the number of ranks.
+
+    Example:
+        >>> import usbyte.torch as ub
+        >>> ub.init()
+        >>> ub.rank(), ub.size()  # of a single process
+        (0, 1)
+    """
     return world.current().size
 
 
 def local_rank() -> int:
-    """This process's position among the ranks of its host."""
+    """Returns this process's position among the ranks of its host, from 0 on."""
     return world.current().local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Returns the number of ranks on this host."""
     return world.current().local_size
 
 
 def cross_rank() -> int:
-    """This process's position among those with the same local rank, one of each host."""
+    """Returns this process's position among the ranks with its local rank, one on each host."""
     mine = world.current().local_rank
     return sum(local == mine for local, _ in world.current().places()[: rank()])
 
 
 def cross_size() -> int:
-    """Number of hosts that have a process with this one's local rank."""
+    """Returns the number of hosts that have a rank with this process's local rank."""
     mine = world.current().local_rank
     return sum(local == mine for local, _ in world.current().places())
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of ranks."""
+    """Returns whether all hosts have the same number of ranks."""
     return len({size for _, size in world.current().places()}) == 1
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Makes a process set part of the run, and returns it.
+    """Adds a process set to the run and returns it.
 
-    Collective: every rank of the job calls it, members or not, for the same sets in one order.
+    Collective: every rank of the job calls it, members and others, for the same sets in the same
+    order.
 
     Args:
-        process_set: The set, or its ranks. There must be no other of the same ranks.
+        process_set: A `ProcessSet`, or a list of ranks of the whole job. The run must not have
+            another set of the same ranks.
+
+    Returns:
+        The `ProcessSet`, whose `process_set_id` is now set.
 
     Raises:
-        UsageError: On every rank: one rank's argument cannot be used, or there is such a set.
-        MismatchError: On every rank: the ranks mean different sets.
+        UsageError: The argument of one rank cannot be used, or a set of the same ranks exists;
+            raised on every rank.
+        MismatchError: The ranks pass different sets; raised on every rank.
     """
     return world.current().process_sets.add(process_set)[0]
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Takes a process set out of the run. Collective, as `add_process_set`.
+    """Removes a process set from the run. Collective among all ranks, as `add_process_set`.
+
+    Args:
+        process_set: A set that `add_process_set` or `init` has added.
 
     Returns:
-        False if it is the global one, or not part of the run.
+        False if the set is the global one or not part of the run; True otherwise.
 
     Raises:
-        UsageError: On every rank: on one of them an operation of the set is in flight.
-        MismatchError: On every rank: the ranks mean different sets.
+        UsageError: On some rank an operation of the set is in flight; raised on every rank.
+        MismatchError: The ranks pass different sets; raised on every rank.
     """
     return world.current().process_sets.remove(process_set)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False, steps: str = "0:") -> None:
-    """Records from each optimizer's next step on.
+    """Starts recording a timeline, from the next step of each optimizer on.
 
     Args:
-        file_path: File to write, a Chrome trace that Perfetto opens. %r in the name stands for the
-            rank; without it only rank 0 records, as with Horovod.
-        mark_cycles: Horovod's; usbyte has no cycles to mark.
-        steps: "A:B", half open, counted from the start of training.
+        file_path: File to write: a Chrome trace, which Perfetto opens. `%r` in the path is replaced
+            by the rank. Without `%r` only rank 0 records, as with Horovod.
+        mark_cycles: Horovod's; ignored with a warning, as usbyte has no cycles.
+        steps: Range "A:B" of the steps to record, half-open, counted from the start of training.
+            The default "0:" records all.
     """
     if mark_cycles:
-        log.warning("start_timeline: there are no cycles to mark, mark_cycles is left out")
+        log.warning("start_timeline: mark_cycles is ignored: usbyte has no cycles")
     world.current().start_timeline(file_path, steps)
 
 
 def stop_timeline() -> None:
-    """Writes out what is complete and stops recording."""
+    """Writes the completed part of the timeline and stops recording."""
     world.current().stop_timeline()
 
 
 def gloo_built() -> bool:
-    """True: Gloo moves everything that NCCL does not."""
+    """Returns True: Gloo carries everything that NCCL does not."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """True, see `gloo_built`."""
+    """Returns True, as `gloo_built`."""
     return True
 
 
 def cuda_built() -> bool:
-    """Whether usbyte's CUDA part was built."""
+    """Returns whether usbyte was built with its CUDA part."""
     return _core.cuda_info().built
 
 
 def nccl_built() -> int:
-    """NCCL's version, as 22703, if usbyte's CUDA part was built and NCCL can be opened; else 0."""
+    """Returns NCCL's version as an integer, for example 22703 for 2.27.3.
+
+    The result is 0 if usbyte was built without its CUDA part, or if NCCL cannot be loaded.
+    """
     if not cuda_built():
         return 0
     try:
@@ -158,30 +178,30 @@ def nccl_built() -> int:
 
 
 def mpi_built() -> bool:
-    """False: usbyte does not use MPI. `mpirun` can start its ranks all the same."""
+    """Returns False: usbyte does not use MPI, but `mpirun` can start its ranks."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """False, see `mpi_built`."""
+    """Returns False, as `mpi_built`."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """False, see `mpi_built`."""
+    """Returns False, as `mpi_built`."""
     return False
 
 
 def ddl_built() -> bool:
-    """False."""
+    """Returns False: usbyte does not use IBM's DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """False."""
+    """Returns False: usbyte does not use Intel's oneCCL."""
     return False
 
 
 def rocm_built() -> bool:
-    """False."""
+    """Returns False: usbyte has no ROCm part."""
     return False

@@ -1,4 +1,4 @@
-"""The same start on every rank: parameters, optimizer state, objects from one rank to all."""
+"""Broadcasts of parameters, optimizer state and objects, so that all ranks start equal."""
 
 from __future__ import annotations
 
@@ -33,13 +33,27 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: ProcessSetLike = global_process_set,
 ) -> None:
-    """Overwrites every tensor with the root rank's.
+    """Overwrites every tensor with that of the root rank. Collective.
 
     Args:
-        params: `model.state_dict()` or `model.named_parameters()`, whose names must agree on all
-            ranks; or tensors alone, in the same order on all ranks.
-        root_rank: The rank whose values are sent; in a process set too, its rank in the whole job.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
+        params: `model.state_dict()` or `model.named_parameters()`, with the same names on all
+            ranks; or tensors without names, in the same order on all ranks. Shapes and dtypes are
+            equal on all ranks.
+        root_rank: The rank that sends, default 0; a rank of the whole job, also with `process_set`.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Raises:
+        UsageError: Before `init`, or an entry is not a tensor that can be sent.
+        MismatchError: The ranks disagree about a shape, a dtype or the root; raised on every rank.
+        FaultError: The job has failed, for example because a rank lacks one of the names.
+
+    Example:
+        >>> import torch
+        >>> import usbyte.torch as ub
+        >>> ub.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> ub.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     current().drain()
     given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
@@ -65,24 +79,37 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> None:
-    """Overwrites state and hyper-parameters of `optimizer` with the root rank's.
+    """Overwrites state and hyper-parameters of `optimizer` with those of the root rank. Collective.
 
     Args:
-        optimizer: The same kind of optimizer over the same parameters on all ranks; the state of
-            the others may be empty. A DistributedOptimizer that was given names matches parameters
-            by them, others by place. What codecs remember is each rank's own, and is not sent.
-        root_rank: The rank whose state is sent; in a process set too, its rank in the whole job.
-        model: Horovod's; not needed, as no step is taken to make the state.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
+        optimizer: The same kind of optimizer over the same parameters on all ranks. On the other
+            ranks its state may be empty. A `DistributedOptimizer` with `named_parameters` matches
+            parameters by name, all others match them by position. The codec state is different on
+            each rank and is not sent.
+        root_rank: The rank that sends, default 0; a rank of the whole job, also with `process_set`.
+        model: Horovod's; ignored with a warning.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Raises:
+        UsageError: Before `init`, or the state holds objects that cannot be sent.
+        FaultError: The job has failed.
+
+    Example:
+        >>> import torch
+        >>> import usbyte.torch as ub
+        >>> ub.init()
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+        >>> ub.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     context = current()
     context.drain()
     if model is not None:
-        log.warning("broadcast_optimizer_state: model= is not needed, and left out")
+        log.warning("broadcast_optimizer_state: model= is ignored: usbyte does not need it")
     state = optimizer.state_dict()
     own = (
         {CODEC_STATE_KEY: state.pop(CODEC_STATE_KEY)} if CODEC_STATE_KEY in state else {}
-    )  # each rank's
+    )  # the codec state is different on each rank
     names = _names_of(optimizer)
     state, sent_names = broadcast_object([state, names], root_rank, "optimizer_state", process_set)
     if context.rank != root_rank:
@@ -93,7 +120,7 @@ def broadcast_optimizer_state(
 
 
 def _names_of(optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
-    """By group, names of parameters in the order of `state_dict`; None if there are none."""
+    """Returns parameter names by parameter group, in the order of `state_dict`; None if unnamed."""
     names = getattr(optimizer, "names_of_groups", None)
     return names() if callable(names) else None
 
@@ -105,7 +132,7 @@ def _are_alike(sent: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> b
 def _in_order(
     state: dict[str, Any], sent: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """A state whose groups list the same parameters, by name, in this rank's order."""
+    """Returns `state` with the parameters of each group in this rank's order, matched by name."""
     groups = []
     for group, theirs, mine in zip(state["param_groups"], sent, own, strict=True):
         numbers = dict(zip(theirs, group["params"], strict=True))
@@ -114,18 +141,21 @@ def _in_order(
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loading has cast state to its parameter's dtype, as NAdam's products; the root's was not."""
+    """Restores dtypes of state tensors that `load_state_dict` has cast to the parameter's dtype.
+
+    An example is NAdam's `mu_product`, which need not have the dtype of the parameter.
+    """
     if not {"state", "param_groups"} <= state.keys():
-        return  # an optimizer with a format of its own, which only its own method knows
+        return  # the optimizer has a state_dict of another format, which only it understands
     for group, sent in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for param, number in zip(group["params"], sent["params"], strict=False):
-            held = optimizer.state.get(param, {})
+            loaded = optimizer.state.get(param, {})
             for key, value in state["state"].get(number, {}).items():
-                cast = held.get(key)
+                cast = loaded.get(key)
                 if not isinstance(value, torch.Tensor) or not isinstance(cast, torch.Tensor):
                     continue
                 if cast.dtype != value.dtype and cast.shape == value.shape:
-                    held[key] = value.to(cast.device)
+                    loaded[key] = value.to(cast.device)
 
 
 def broadcast_object(
@@ -134,23 +164,27 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> Any:
-    """The root rank's object, on every rank. Travels as JSON and raw tensors, never as pickle.
+    """Returns the root rank's object on every rank. Collective.
+
+    Objects are sent as JSON and raw tensors, never as pickle.
 
     Args:
-        obj: Numbers, strings, None, lists, tuples, dicts, tensors and arrays, nested up to 100
-            deep; ignored on other ranks.
-        root_rank: The rank whose object is sent; in a process set too, its rank in the whole job.
-        name: Tells this object from others that are sent at the same time.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
+        obj: Numbers, strings, None, lists, tuples, dicts, tensors and NumPy arrays, nested up to
+            100 levels. Ignored on all ranks but the root.
+        root_rank: The rank that sends, default 0; a rank of the whole job, also with `process_set`.
+        name: Distinguishes this object from others that are sent at the same time.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
 
     Returns:
-        The object; on the root rank the very one that was passed, on others of plain types: a dict
-        for an OrderedDict, Python's numbers for NumPy's. Tensors and arrays keep their strides,
-        except where these leave large gaps or elements overlap. Tensors of a GPU are on the current
-        one, or on the CPU where there is none.
+        On the root rank `obj` itself. On the others a copy made of plain types: a dict for an
+        OrderedDict, Python numbers for NumPy scalars. Tensors and arrays have the strides of the
+        originals, except where these leave large gaps or overlap. Tensors from a GPU are placed on
+        the current GPU, or on the CPU where there is none.
 
     Raises:
-        UsageError: On every rank: the root rank's object holds something else.
+        UsageError: The root rank's object holds another type; raised on every rank.
+        FaultError: The job has failed.
     """
     queue, label = _queue_and_name("broadcast_object", name, process_set)
     if queue.peers.size == 1:
@@ -163,7 +197,7 @@ def broadcast_object(
         try:
             structure, tensors = serialization.encode(obj)
             message = serialization.structure_message(structure)
-        except UsageError as error:  # the others must not wait for what will not come
+        except UsageError as error:  # sent to the others, which would wait for the object otherwise
             message = serialization.problem_message(error)
     request = operations.broadcast_bytes(queue.peers, label, message, root_rank)
     message = queue.submit(request).synchronize()
@@ -182,18 +216,26 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks, in rank order. They travel as JSON and raw tensors, not as pickle.
+    """Returns the objects of all ranks, in rank order. Collective.
+
+    Objects are sent as JSON and raw tensors, never as pickle.
 
     Args:
-        obj: As for `broadcast_object`.
-        name: Tells this call from others at the same time.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
+        obj: Numbers, strings, None, lists, tuples, dicts, tensors and NumPy arrays, nested up to
+            100 levels.
+        name: Distinguishes this call from others at the same time.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        One object for each rank, made of plain types as by `broadcast_object`.
 
     Raises:
-        UsageError: On every rank: one rank's object holds something else.
+        UsageError: The object of one rank holds another type; raised on every rank.
+        FaultError: The job has failed.
     """
     queue, label = _queue_and_name("allgather_object", name, process_set)
-    # The others must not wait for what cannot be sent.
+    # `to_message` sends the error if `obj` cannot be sent: the others would wait otherwise.
     request = operations.allgather_bytes(queue.peers, label, serialization.to_message(obj))
     gathered: list[bytes] = queue.submit(request).synchronize()
     members = queue.peers.members

@@ -1,15 +1,15 @@
-"""The user's collectives, under Horovod's names.
+"""Eager collectives, under Horovod's names.
 
-Operations are matched across ranks by name, so they may be submitted in different orders; an
-unnamed one is the n-th of its kind and meets the n-th on the other ranks. Inputs must not be
-changed, nor in-place results read, before the operation has been synchronized. The blocking forms
-support autograd. With `process_set=`, "all ranks" are those of the set, who alone take part, and
-"rank order" is theirs; names of different sets do not collide.
+Ranks match operations by name, so ranks may submit them in different orders. The n-th unnamed
+operation of a kind meets the n-th of that kind on the other ranks. Do not change inputs, nor read
+in-place results, before the operation has been synchronized. The blocking functions support
+autograd. With `process_set=`, "all ranks" means the ranks of the set; only they take part, and
+"rank order" is theirs. Names of different sets do not collide.
 
-All functions raise `UsageError`, a ValueError, before `init`, on tensors they cannot handle, and if
-an operation of the same name is in flight on this rank; `MismatchError` on every rank if the ranks
-disagree about shape, dtype, op or root; and `FaultError` if the job has failed. The asynchronous
-ones raise the last two when synchronized.
+All functions raise `UsageError`, a ValueError, before `init`, for tensors that they cannot handle,
+and if an operation of the same name is in flight on this rank. They raise `MismatchError` on every
+rank if the ranks disagree about shape, dtype, op or root, and `FaultError` if the job has failed.
+The asynchronous functions raise these two when they are synchronized.
 """
 
 from __future__ import annotations
@@ -52,10 +52,28 @@ def allgather(
     """Concatenates the tensors of all ranks along the first dimension, in rank order.
 
     Args:
-        tensor: Of equal dtype on all ranks, and equal shape but for the first dimension; a scalar
-            counts as one row.
-        name: What the ranks match it by.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
+        tensor: Dtype and all dimensions but the first are equal on all ranks. A scalar counts as
+            one row.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `allgather` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A new tensor with the rows of all ranks, on the device of `tensor`. Supports autograd.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape or dtype; raised on every rank.
+        FaultError: The job has failed.
+
+    Example:
+        >>> import torch
+        >>> import usbyte.torch as ub
+        >>> ub.init()
+        >>> ub.allgather(torch.tensor([1, 2]))  # of a single rank
+        tensor([1, 2])
     """
     queue, called = queue_of("allgather", name, process_set, tensor)
     return _tensor(autograd.Allgather.apply(queue, called, tensor)[0])
@@ -64,7 +82,25 @@ def allgather(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Handle:
-    """Starts `allgather`; `synchronize` returns the new tensor. Without autograd."""
+    """Starts `allgather`, without autograd.
+
+    Args:
+        tensor: Dtype and all dimensions but the first are equal on all ranks. A scalar counts as
+            one row.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `allgather` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize` returns the rows of all ranks, as a new tensor.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     queue, called = queue_of("allgather", name, process_set, tensor)
     request = operations.allgather(queue.peers, called, [tensor])
     return queue.submit(first_of(first_of(request)))
@@ -75,7 +111,24 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> list[torch.Tensor]:
-    """Gathers several tensors as one operation, as `allgather` does each."""
+    """Gathers several tensors as one operation, each as by `allgather`.
+
+    Args:
+        tensors: The same number on all ranks; each tensor as the `tensor` of `allgather`.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `grouped_allgather` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        New tensors, in the order of `tensors`. Supports autograd.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shapes or dtypes; raised on every rank.
+        FaultError: The job has failed.
+    """
     queue, called = queue_of("grouped_allgather", name, process_set, *tensors)
     return list(autograd.Allgather.apply(queue, called, *tensors))
 
@@ -85,7 +138,24 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
-    """Starts `grouped_allgather`; `synchronize` returns the new tensors. Without autograd."""
+    """Starts `grouped_allgather`, without autograd.
+
+    Args:
+        tensors: The same number on all ranks; each tensor as the `tensor` of `allgather`.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `grouped_allgather` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize` returns the list of new tensors.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     queue, called = queue_of("grouped_allgather", name, process_set, *tensors)
     request = operations.allgather(queue.peers, called, tensors)
     finish = request.postprocess
@@ -98,13 +168,31 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
-    """Returns the root rank's tensor as a new one on every rank.
+    """Returns the root rank's tensor on every rank, as a new tensor.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks.
-        root_rank: The rank whose values are sent; in a process set too, its rank in the whole job.
-        name: What the ranks match it by.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
+        tensor: Shape and dtype are equal on all ranks.
+        root_rank: The rank that sends; a rank of the whole job, also with `process_set`.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `broadcast` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A tensor on the device of `tensor`. Supports autograd.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape, dtype or root; raised on every rank.
+        FaultError: The job has failed.
+
+    Example:
+        >>> import torch
+        >>> import usbyte.torch as ub
+        >>> ub.init()
+        >>> ub.broadcast(torch.tensor([3.0]), root_rank=0)
+        tensor([3.])
     """
     queue, called = queue_of("broadcast", name, process_set, tensor)
     return _tensor(autograd.Broadcast.apply(queue, called, root_rank, tensor))
@@ -116,7 +204,25 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
-    """Starts `broadcast`; `synchronize` returns the new tensor. Without autograd."""
+    """Starts `broadcast`, without autograd.
+
+    Args:
+        tensor: Shape and dtype are equal on all ranks.
+        root_rank: The rank that sends; a rank of the whole job, also with `process_set`.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `broadcast` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize` returns the new tensor.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     queue, called = queue_of("broadcast", name, process_set, tensor)
     return queue.submit(operations.broadcast(queue.peers, called, tensor, root_rank))
 
@@ -127,7 +233,25 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
-    """Overwrites the tensor with the root rank's, and returns it. Without autograd."""
+    """Overwrites the tensor with that of the root rank, without autograd.
+
+    Args:
+        tensor: Shape and dtype are equal on all ranks.
+        root_rank: The rank that sends; a rank of the whole job, also with `process_set`.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `broadcast` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape, dtype or root; raised on every rank.
+        FaultError: The job has failed.
+    """
     return _tensor(broadcast_async_(tensor, root_rank, name, process_set).synchronize())
 
 
@@ -137,7 +261,26 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
-    """Starts `broadcast_`; `synchronize` returns the tensor."""
+    """Starts `broadcast_`, without autograd.
+
+    Args:
+        tensor: Shape and dtype are equal on all ranks. Do not read or change it before
+            the operation has been synchronized.
+        root_rank: The rank that sends; a rank of the whole job, also with `process_set`.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `broadcast` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize` returns `tensor`.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     queue, called = queue_of("broadcast", name, process_set, tensor)
     return queue.submit(operations.broadcast(queue.peers, called, tensor, root_rank, in_place=True))
 
@@ -148,17 +291,27 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends a run of rows to each rank, and concatenates the runs that arrive, in rank order.
+    """Sends consecutive rows to each rank and concatenates the received rows, in rank order.
 
     Args:
-        tensor: Of equal dtype on all ranks, and equal shape but for the first dimension.
-        splits: How many rows go to each rank; evenly if None.
-        name: What the ranks match it by.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
+        tensor: Dtype and all dimensions but the first are equal on all ranks.
+        splits: Number of rows for each rank, in rank order; their sum is the number of rows. By
+            default all ranks get equally many rows.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `alltoall` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
 
     Returns:
-        The rows received; with `splits`, also how many came from each rank, 1-d, int32 or like
-        `splits`.
+        The received rows, as a new tensor. With `splits`, a pair of these and the number of rows
+        from each rank: shape [size], int32, or the dtype and device of `splits` if that is a
+        tensor. Supports autograd.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape or dtype; raised on every rank.
+        FaultError: The job has failed.
     """
     queue, called = queue_of("alltoall", name, process_set, tensor)
     rows, received = autograd.Alltoall.apply(queue, called, splits, tensor)
@@ -171,24 +324,68 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
-    """Starts `alltoall`; `synchronize` returns a pair, as with `splits`. Without autograd."""
+    """Starts `alltoall`, without autograd.
+
+    Args:
+        tensor: Dtype and all dimensions but the first are equal on all ranks.
+        splits: Number of rows for each rank, in rank order; their sum is the number of rows. By
+            default all ranks get equally many rows.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `alltoall` of this rank meets the n-th on the other ranks.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize` returns a pair, as `alltoall` does with `splits`.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     queue, called = queue_of("alltoall", name, process_set, tensor)
     return queue.submit(operations.alltoall(queue.peers, called, tensor, splits))
 
 
 def barrier(process_set: ProcessSetLike = global_process_set) -> None:
-    """Blocks until every rank has come to its n-th barrier."""
+    """Blocks until every rank has called it: the n-th call meets the n-th call of the other ranks.
+
+    Args:
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Raises:
+        UsageError: Before `init`, or if this rank is not in `process_set`.
+        FaultError: The job has failed.
+    """
     queue, called = queue_of("barrier", None, process_set)
     queue.submit(operations.barrier(queue.peers, called)).synchronize()
 
 
 def poll(handle: Handle) -> bool:
-    """Whether the operation has ended, so that `synchronize` will not wait."""
+    """Returns whether the operation has ended, so that `synchronize` will not wait.
+
+    Args:
+        handle: What a function with `_async` in its name returned.
+
+    Raises:
+        UsageError: `handle` is not a handle.
+    """
     return _checked(handle).poll()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Waits for an operation and returns its result; Ctrl-C interrupts it."""
+    """Waits for an operation and returns its result. Ctrl-C interrupts the wait.
+
+    Args:
+        handle: What a function with `_async` in its name returned.
+
+    Raises:
+        UsageError: `handle` is not a handle.
+        MismatchError: The ranks submitted different operations of this name; raised on every rank.
+        FaultError: The operation stalled, a rank is lost, or another rank reported a fault.
+    """
     return _checked(handle).synchronize()
 
 

@@ -1,6 +1,6 @@
-"""Compression and sparse sums for models that `DistributedDataParallel` has wrapped."""
+"""A DDP communication hook that compresses buckets and sums sparse gradients as rows."""
 
-# Annotations are what they say, not text, since DDP looks at those of its hooks.
+# No `from __future__ import annotations`: DDP checks the annotations of its hooks, as objects.
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ __all__ = ["ddp_comm_hook"]
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
-# Another name of the same since torch 2.13, where the old one warns.
+# torch 2.13 renamed the function, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -33,20 +33,27 @@ def ddp_comm_hook(
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Hook:
-    """A communication hook: `model.register_comm_hook(None, ub.ddp_comm_hook("int8"))`.
+    """Returns a communication hook for `DistributedDataParallel`.
 
-    Buckets stay DDP's; what each parameter travels by is as with `DistributedOptimizer`. What
-    codecs did not send is remembered by parameter, here and not in any checkpoint. Sparse gradients
-    travel as the rows that they have, before the hook returns.
+    Register it with `model.register_comm_hook(None, ub.ddp_comm_hook("int8"))`. The buckets stay
+    those of DDP. The codec of each parameter is chosen by the same rules as in
+    `DistributedOptimizer`. The codec state is stored by parameter in the hook, and in no
+    checkpoint. Of sparse gradients only the rows that are present are sent, before the hook
+    returns.
 
     Args:
-        compression: A codec of `Compression`, or codecs by patterns of parameters' names.
-        named_parameters: For patterns: `model.named_parameters()`.
-        process_group: DDP's, if it is not the default one.
+        compression: A codec of `Compression` or its spec, or a dict from patterns of parameter
+            names to codecs. "auto" and lists to choose from are refused.
+        named_parameters: `model.named_parameters()`; required with patterns.
+        process_group: The process group of DDP, if it is not the default group.
+
+    Returns:
+        A function for `register_comm_hook`.
 
     Raises:
-        UsageError: There is no such codec, a pattern comes without names or fits none, or (when
-            backward runs) gradients that are not sparse are not on the CPU.
+        UsageError: The codec does not exist, a pattern comes without names or matches none; or, in
+            backward, dense gradients are not on the CPU.
+        MismatchError: In backward: the ranks compress a bucket differently; raised on every rank.
     """
     return _CompressedBuckets(compression, named_parameters, process_group).hook
 
@@ -60,23 +67,24 @@ class _CompressedBuckets:
     ) -> None:
         if not isinstance(compression, (Codec, str, Mapping)) or compression == "auto":
             raise UsageError(
-                "ddp_comm_hook does not choose between codecs: name one, or codecs by patterns"
+                "ddp_comm_hook does not choose between codecs: pass one codec, or a dict from "
+                "patterns of parameter names to codecs"
             )
         self._group = group
         self._rules = compression
-        self._of: dict[torch.Tensor, str] | None = None  # by parameter: its codec's spec
+        self._spec_of: dict[torch.Tensor, str] | None = None  # only with named parameters
         self._names: dict[torch.Tensor, str] = {}
         if named is not None:
             names, params = zip(*named, strict=True)
-            self._of = dict(zip(params, codecs_of(compression, names, params), strict=True))
+            self._spec_of = dict(zip(params, codecs_of(compression, names, params), strict=True))
         elif isinstance(compression, Mapping):
             raise UsageError(
                 "ddp_comm_hook: patterns need named_parameters=model.named_parameters()"
             )
         else:
             codecs_of(compression, [], [])
-        self._exchange: TorchExchange | None = None  # once there is a sparse gradient
-        self._memories: dict[str, CodecState] = {}  # by parameter's name
+        self._exchange: TorchExchange | None = None  # made for the first sparse gradient
+        self._states: dict[str, CodecState] = {}  # by parameter name
         self._buckets: dict[int, _Bucket] = {}
         self._steps: dict[int, int] = {}
 
@@ -85,16 +93,19 @@ class _CompressedBuckets:
         if buffer.layout != torch.strided:
             return self._sum_of_rows(bucket)
         if buffer.device.type != "cpu":
-            raise UsageError("ddp_comm_hook: compression works on the CPU only so far")
+            raise UsageError(
+                f"ddp_comm_hook: gradients are on {buffer.device}, and it compresses on the CPU "
+                "only so far: use ub.DistributedOptimizer(..., compression=...) in place of DDP"
+            )
         step = self._steps[index] = self._steps.get(index, 0) + 1
         known = self._buckets.get(index)
         if known is None or not known.fits(buffer, params, step):
             names = [self._names.setdefault(p, str(len(self._names))) for p in params]
-            memory = CodecState()
-            memory.load(self._remembered(names), dist.get_rank())
-            self._memories |= dict.fromkeys(names, memory)
+            state = CodecState()
+            state.load(self._previous_state(names), dist.get_rank())
+            self._states |= dict.fromkeys(names, state)
             specs = self._specs(params)
-            known = _Bucket(index, buffer, params, names, specs, step, memory, self._group)
+            known = _Bucket(index, buffer, params, names, specs, step, state, self._group)
             self._buckets[index] = known
         return known.send(step)
 
@@ -106,28 +117,29 @@ class _CompressedBuckets:
         (param,) = bucket.parameters()
         name = f"bucket {bucket.index()}"
         rows = Rows(name, bucket.buffer(), param, device_of([name], [param]))
-        # Who waits for it does so on the device, too.
+        # The devices make `future.wait()` synchronize with their streams.
         devices: list[int | str | torch.device] = [param.device] if param.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         future.set_result(rows.average(self._exchange.core, param))
         return future
 
-    def _remembered(self, names: Sequence[str]) -> dict[str, Any]:
-        """Of parameters that come from other buckets, as DDP makes new ones after a step."""
-        states = {id(m): m.state() for m in map(self._memories.get, names) if m is not None}
-        found = (
-            (name, states[id(self._memories[name])]) for name in names if name in self._memories
-        )
+    def _previous_state(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns the codec state of parameters from other buckets: DDP rebuilds its buckets."""
+        states = {id(s): s.state() for s in map(self._states.get, names) if s is not None}
+        found = ((name, states[id(self._states[name])]) for name in names if name in self._states)
         return {name: state[name] for name, state in found if name in state}
 
     def _specs(self, params: Sequence[torch.Tensor]) -> list[str]:
-        if self._of is None:
+        if self._spec_of is None:
             return codecs_of(self._rules, [""] * len(params), params)  # type: ignore[arg-type]
-        return [self._of.get(p, "none") for p in params]
+        return [self._spec_of.get(p, "none") for p in params]
 
 
 class _Bucket:
-    """One of DDP's buckets, as long as it is of the same parameters, memory and codecs."""
+    """One of DDP's buckets, with its buffer, parameters, codecs and codec state.
+
+    It is replaced when one of these changes.
+    """
 
     def __init__(
         self,
@@ -137,12 +149,12 @@ class _Bucket:
         names: Sequence[str],
         specs: Sequence[str],
         step: int,
-        memory: CodecState,
+        state: CodecState,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._params = list(params)  # so that nobody else gets their ids
+        self._params = list(params)  # keeps them alive, so that their ids stay theirs
         self._key = (buffer.data_ptr(), list(map(id, params)))
         stages = {spec: _core.make_codec(spec) for spec in specs}
         self._stages = {c: c.at_step(step - 1) for c in stages.values() if c is not None}
@@ -157,10 +169,10 @@ class _Bucket:
             whole, ["none" if c is None else self._stages[c] for c in now]
         )
         _check_alike(self._plan, group)
-        memory.lay_out(self._plan)
-        self._buffer, self._memory = buffer, memory
+        state.lay_out(self._plan)
+        self._buffer, self._state = buffer, state
         self._ops = _core.CodedOps(
-            self._plan, buffer.data_ptr(), memory.address, self._rank, self._size, 2 * index
+            self._plan, buffer.data_ptr(), state.address, self._rank, self._size, 2 * index
         )
         self._messages = [
             None if op.codec == "none" else _view(self._ops, i)
@@ -168,13 +180,13 @@ class _Bucket:
         ]
 
     def fits(self, buffer: torch.Tensor, params: Sequence[torch.Tensor], step: int) -> bool:
-        """Whether it still is what DDP hands over, and codes as it should in this step."""
+        """Returns whether DDP still passes this bucket, and its codecs are those of this step."""
         if self._key != (buffer.data_ptr(), list(map(id, params))):
             return False
         return all(c.at_step(step - 1) == now for c, now in self._stages.items())
 
     def send(self, step: int) -> torch.futures.Future[torch.Tensor]:
-        """The averaged bucket, in its own buffer."""
+        """Returns a future of the averaged bucket, which is in DDP's own buffer."""
         self._buffer.div_(self._size)
         works: list[dist.Work] = []
         plain: list[tuple[list[torch.Tensor], torch.Tensor]] = []
@@ -187,14 +199,14 @@ class _Bucket:
                 continue
             self._ops.encode(i, step)
             works.append(self._launch(self._ops.request(i)[0], message))
-            if op.kind == "reduce_scatter":  # a first round, and the second is made of it
+            if op.kind == "reduce_scatter":  # the all_gather after it encodes its result
                 works[-1].wait()
                 self._ops.decode(i, step)
         futures = [work.get_future() for work in works]
 
         def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
             for future in done.value():
-                future.value()  # raises what went wrong
+                future.value()  # raises the error of a failed operation
             for i, op in enumerate(self._plan.ops):
                 if self._messages[i] is not None and op.kind != "reduce_scatter":
                     self._ops.decode(i, step)
@@ -223,15 +235,15 @@ def _check_alike(plan: _core.Plan, group: dist.ProcessGroup | None) -> None:
     dist.all_gather(of_all, own, group=group)
     if any(int(other) != int(own) for other in of_all):
         raise MismatchError(
-            "ddp_comm_hook: ranks compress a bucket in different ways; give all ranks the same "
+            "ddp_comm_hook: the ranks compress a bucket in different ways; give all ranks the same "
             "compression and the same model"
         )
 
 
 def _view(ops: _core.CodedOps, op: int) -> torch.Tensor:
-    """What travels for an op, in memory that lives as long as anybody uses it."""
+    """Returns the message buffer of an op as a tensor; the memory lives as long as the tensor."""
     _, dtype, address, count = ops.request(op)
     kind: torch.dtype = getattr(torch, dtype)
-    memory = (ctypes.c_byte * (count * kind.itemsize)).from_address(address)
-    memory.owner = ops  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=kind)
+    message = (ctypes.c_byte * (count * kind.itemsize)).from_address(address)
+    message.owner = ops  # type: ignore[attr-defined]
+    return torch.frombuffer(message, dtype=kind)

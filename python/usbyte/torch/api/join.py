@@ -1,4 +1,4 @@
-"""Ranks that run out of data before others."""
+"""`join`, for ranks that run out of data before others."""
 
 from __future__ import annotations
 
@@ -13,32 +13,41 @@ __all__ = ["join"]
 
 
 def join(device: int = -1) -> int:
-    """Takes part in the other ranks' steps without data, until every rank has called it.
+    """Takes part in the steps of the other ranks without data, until every rank has called it.
 
-    Meanwhile this rank's gradients count as zeros, and averages are still over all ranks, as in
-    Horovod and in DDP's `Join`. Other ranks' allreduce with Sum or Average, grouped and within
-    autograd too, is answered with zeros as well; other functions of `ops` among all ranks are
-    errors on the ranks that call them. What else all ranks do together waits for this one, and so
-    do process sets: do it before or after. What this rank submitted to all ranks before ends
-    inside, and it submits nothing of the user's there; and with an optimizer, others must come to
-    their next step within the stall limit. The plan of communication stays as it is.
+    Until then this rank contributes zeros as gradients. Averages still divide by the number of all
+    ranks, as in Horovod and in DDP's `Join`. An `allreduce` of other ranks with Sum or Average,
+    also grouped or from autograd, gets zeros too. Any other eager collective among all ranks is an
+    error on the ranks that call it. Internal collectives of all ranks, and operations of process
+    sets, wait for this rank: run them before or after `join`.
 
-    In the end all ranks have the parameters of the optimizer and its state from the rank that came
-    last, whatever it did between `backward()` and `step()`; buffers stay each rank's own.
-    Collective.
+    Operations that this rank submitted to all ranks earlier complete inside `join`; if another
+    thread submits one meanwhile, it raises UsageError. With an optimizer, the other ranks must
+    begin their next step within the stall limit. The plan does not change during `join`.
+
+    At the end all ranks get the parameters and the state of the optimizer from the rank that joined
+    last, including changes that it made between `backward()` and `step()`. Buffers stay as they are
+    on each rank. Collective.
 
     Args:
-        device: Horovod's; of no effect, as nothing has to be made on one.
+        device: Horovod's; ignored.
 
     Returns:
-        The rank that came last.
+        The rank that joined last.
 
     Raises:
-        UsageError: There are several DistributedOptimizers, whose steps could follow each other in
-            any order, or one of some ranks, as a DasoOptimizer's inside each node.
+        UsageError: There are several DistributedOptimizers, whose steps could come in any order; or
+            the only one spans a subset of the ranks, as does a DasoOptimizer inside each node.
+        FaultError: The job has failed.
+
+    Example:
+        >>> import usbyte.torch as ub
+        >>> ub.init()
+        >>> ub.join()  # after the last batch; a single rank is the last one
+        0
     """
     context = current()
-    gc.collect()  # what nobody refers to any more counts on no rank
+    gc.collect()  # unreferenced optimizers must not count, on any rank
     context.drain()
     optimizers = [o for o in context.active_optimizers() if isinstance(o, DistributedOptimizer)]
     if len(optimizers) > 1 or any(o.size != context.size for o in optimizers):

@@ -1,4 +1,7 @@
-"""The user's reductions, under Horovod's names; `ops` tells what holds for all operations."""
+"""Reductions of eager collectives, under Horovod's names.
+
+The docstring of `usbyte.torch.api.collectives` states the rules that hold for all operations.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +55,37 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
-    """Reduces a tensor over all ranks into a new one.
+    """Reduces a tensor over all ranks and returns the result as a new tensor.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks. A sparse COO tensor is added up as
-            `sparse_allreduce_async` does it, without autograd.
-        average: Deprecated; True stands for op=Average, False for op=Sum.
-        name: What the ranks match it by.
-        compression: Applied before and undone after; lossy ones change the result.
-        op: Average (default), Sum, Min, Max or Product; see `ReduceOp` for how each is rounded.
-        prescale_factor: Multiplied before the reduction.
-        postscale_factor: Multiplied after it.
-        process_set: The ranks that take part; see `usbyte.torch.world.process_sets.ProcessSetLike`.
+        tensor: Any shape and dtype that the reduction supports, equal on all ranks. A sparse COO
+            tensor is reduced as by `sparse_allreduce_async`, without autograd.
+        average: Deprecated; True stands for op=Average, False for op=Sum. Do not pass `op` as well.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `allreduce` of this rank meets the n-th on the other ranks.
+        compression: `Compression.none` (default), `.fp16` or `.bf16`, or an object with
+            `compress` and `decompress`. The tensor is reduced and sent in the compressed dtype.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A tensor of the shape, dtype and device of `tensor`. Supports autograd.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape, dtype, op or factors; raised on every rank.
+        FaultError: The job has failed.
+
+    Example:
+        >>> import torch
+        >>> import usbyte.torch as ub
+        >>> ub.init()
+        >>> ub.allreduce(torch.tensor([1.0, 2.0]), op=ub.Sum)  # of a single rank
+        tensor([1., 2.])
     """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("allreduce", name, process_set, tensor)
@@ -79,7 +101,29 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
-    """Starts `allreduce`; `synchronize` returns the new tensor. Without autograd."""
+    """Starts to reduce a tensor over all ranks, without autograd.
+
+    Args:
+        tensor: Any shape and dtype that the reduction supports, equal on all ranks; or a sparse COO
+            tensor. Do not change it before the operation has been synchronized.
+        average: Deprecated; True stands for op=Average, False for op=Sum. Do not pass `op` as well.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `allreduce` of this rank meets the n-th on the other ranks.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize` returns the result as a new tensor.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("allreduce", name, process_set, tensor)
     return _reduce_one(queue, tensor, average, called, op, factors, in_place=False)
@@ -94,7 +138,28 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
-    """Reduces a tensor over all ranks in place, and returns it. Without autograd."""
+    """Reduces a tensor over all ranks in place, without autograd.
+
+    Args:
+        tensor: Any shape and dtype that the reduction supports, equal on all ranks.
+        average: Deprecated; True stands for op=Average, False for op=Sum. Do not pass `op` as well.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `allreduce` of this rank meets the n-th on the other ranks.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape, dtype, op or factors; raised on every rank.
+        FaultError: The job has failed.
+    """
     reduced: torch.Tensor = allreduce_async_(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set
     ).synchronize()
@@ -110,7 +175,29 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
-    """Starts `allreduce_`; `synchronize` returns the tensor."""
+    """Starts to reduce a tensor over all ranks in place, without autograd.
+
+    Args:
+        tensor: Any shape and dtype that the reduction supports, equal on all ranks. Do not read or
+            change it before the operation has been synchronized.
+        average: Deprecated; True stands for op=Average, False for op=Sum. Do not pass `op` as well.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `allreduce` of this rank meets the n-th on the other ranks.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize` returns `tensor`.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("allreduce", name, process_set, tensor)
     return _reduce_one(queue, tensor, average, called, op, factors, in_place=True)
@@ -126,10 +213,32 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduces several tensors as one operation; those of one dtype travel together.
+    """Reduces several tensors over all ranks as one operation.
 
-    Arguments as for `allreduce`; shapes and dtypes may differ within the group, but not across
-    ranks.
+    Tensors of one dtype are sent together.
+
+    Args:
+        tensors: Shapes and dtypes may differ within the list; the list has the same ones on all
+            ranks.
+        average: Deprecated; True stands for op=Average, False for op=Sum. Do not pass `op` as well.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `grouped_allreduce` of this rank meets the n-th on the other ranks.
+        compression: `Compression.none` (default), `.fp16` or `.bf16`, or an object with
+            `compress` and `decompress`. Tensors are reduced and sent in the compressed dtype.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        New tensors, in the order of `tensors`. Supports autograd.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape, dtype, op or factors; raised on every rank.
+        FaultError: The job has failed.
     """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("grouped_allreduce", name, process_set, *tensors)
@@ -145,7 +254,31 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
-    """Starts `grouped_allreduce`; `synchronize` returns the new tensors. Without autograd."""
+    """Starts to reduce several tensors as one operation, without autograd.
+
+    Tensors of one dtype are sent together.
+
+    Args:
+        tensors: Shapes and dtypes may differ within the list; the list has the same ones on all
+            ranks.
+        average: Deprecated; True stands for op=Average, False for op=Sum. Do not pass `op` as well.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `grouped_allreduce` of this rank meets the n-th on the other ranks.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize` returns the results as a list of new tensors.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("grouped_allreduce", name, process_set, *tensors)
     return _reduce(queue, tensors, average, called, op, factors, in_place=False)
@@ -160,7 +293,31 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduces several tensors as one operation in place, and returns them. Without autograd."""
+    """Reduces several tensors in place as one operation, without autograd.
+
+    Tensors of one dtype are sent together.
+
+    Args:
+        tensors: Shapes and dtypes may differ within the list; the list has the same ones on all
+            ranks.
+        average: Deprecated; True stands for op=Average, False for op=Sum. Do not pass `op` as well.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `grouped_allreduce` of this rank meets the n-th on the other ranks.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        `tensors` as a list.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape, dtype, op or factors; raised on every rank.
+        FaultError: The job has failed.
+    """
     handle = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -176,7 +333,31 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
-    """Starts `grouped_allreduce_`; `synchronize` returns the list of tensors."""
+    """Starts to reduce several tensors in place as one operation, without autograd.
+
+    Tensors of one dtype are sent together.
+
+    Args:
+        tensors: Shapes and dtypes may differ within the list; the list has the same ones on all
+            ranks.
+        average: Deprecated; True stands for op=Average, False for op=Sum. Do not pass `op` as well.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `grouped_allreduce` of this rank meets the n-th on the other ranks.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize` returns `tensors` as a list.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("grouped_allreduce", name, process_set, *tensors)
     return _reduce(queue, tensors, average, called, op, factors, in_place=True)
@@ -188,16 +369,28 @@ def sparse_allreduce_async(
     op: ReduceOp | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle:
-    """Starts adding up a sparse COO tensor, by gathering indices and values of all ranks.
+    """Starts to sum a sparse COO tensor over all ranks, without autograd.
 
-    `synchronize`, or calling the handle, returns a new sparse tensor, not coalesced. Without
-    autograd.
+    The indices and values of all ranks are gathered.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; each has its own places.
-        name: What the ranks match it by.
-        op: Average (default) or Sum.
-        process_set: The ranks that take part.
+        tensor: A sparse COO tensor of equal shape and dtype on all ranks. Each rank may have other
+            indices. Dense tensors are refused.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `sparse_allreduce` of this rank meets the n-th on the other ranks.
+        op: `Average` (default; floating-point or complex only) or `Sum`.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+
+    Returns:
+        A handle; `synchronize(handle)`, or calling the handle, returns a new sparse tensor that is
+        not coalesced.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
     """
     queue, called = queue_of("sparse_allreduce", name, process_set, tensor)
     return queue.submit(operations.sparse_allreduce(queue.peers, called, tensor, _resolve(op)))
@@ -212,10 +405,31 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduces a tensor over all ranks; each rank gets its share of the first dimension.
+    """Reduces a tensor over all ranks and returns this rank's rows of the result.
 
-    The first `rows % size` ranks get one row more than the others, who may get none.
-    Arguments as for `allreduce`.
+    Of `rows` in the first dimension each rank gets `rows // size`; the first `rows % size` ranks
+    get one more. A rank may thus get none.
+
+    Args:
+        tensor: At least one dimension; shape and dtype are equal on all ranks.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `reducescatter` of this rank meets the n-th on the other ranks.
+        compression: `Compression.none` (default), `.fp16` or `.bf16`, or an object with
+            `compress` and `decompress`. The tensor is reduced and sent in the compressed dtype.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+
+    Returns:
+        This rank's rows, as a new tensor. Supports autograd.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape, dtype, op or factors; raised on every rank.
+        FaultError: The job has failed.
     """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("reducescatter", name, process_set, tensor)
@@ -230,7 +444,30 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Starts `reducescatter`; `synchronize` returns this rank's share. Without autograd."""
+    """Starts `reducescatter`, without autograd.
+
+    Of `rows` in the first dimension each rank gets `rows // size`; the first `rows % size` ranks
+    get one more. A rank may thus get none.
+
+    Args:
+        tensor: At least one dimension; shape and dtype are equal on all ranks.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `reducescatter` of this rank meets the n-th on the other ranks.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+
+    Returns:
+        A handle; `synchronize` returns this rank's rows, as a new tensor.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("reducescatter", name, process_set, tensor)
     request = operations.reducescatter(queue.peers, called, [tensor], _resolve(op), factors)
@@ -246,7 +483,30 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Reduces and scatters several tensors as one operation, as `reducescatter` does each."""
+    """Reduces and scatters several tensors as one operation.
+
+    Args:
+        tensors: At least one dimension each. Shapes and dtypes may differ within the list; the list
+            has the same ones on all ranks.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `grouped_reducescatter` of this rank meets the n-th on the other ranks.
+        compression: `Compression.none` (default), `.fp16` or `.bf16`, or an object with
+            `compress` and `decompress`. Tensors are reduced and sent in the compressed dtype.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+
+    Returns:
+        This rank's rows of each tensor, as by `reducescatter`. Supports autograd.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: The ranks disagree about shape, dtype, op or factors; raised on every rank.
+        FaultError: The job has failed.
+    """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("grouped_reducescatter", name, process_set, *tensors)
     return _scattered(queue, tensors, called, compression, op, factors)
@@ -260,7 +520,28 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Starts `grouped_reducescatter`; `synchronize` returns the shares. Without autograd."""
+    """Starts `grouped_reducescatter`, without autograd.
+
+    Args:
+        tensors: At least one dimension each. Shapes and dtypes may differ within the list; the list
+            has the same ones on all ranks.
+        name: Matches the operation across ranks; at most 4096 bytes of UTF-8. By default the n-th
+            unnamed `grouped_reducescatter` of this rank meets the n-th on the other ranks.
+        op: `Average` (default), `Sum`, `Min`, `Max` or `Product`; `ReduceOp` defines the rounding.
+        process_set: The ranks that take part; default all ranks. A `ProcessSet`, a list of ranks, a
+            process group of torch.distributed, or a one-dimensional `DeviceMesh`.
+        prescale_factor: Multiplier before the reduction; default 1.
+        postscale_factor: Multiplier after the reduction; default 1.
+
+    Returns:
+        A handle; `synchronize` returns the list of this rank's rows of each tensor.
+
+    Raises:
+        UsageError: Before `init`, for arguments that cannot be used, or if an operation of this
+            name is in flight on this rank.
+        MismatchError: From `synchronize`: the ranks submitted different operations of this name.
+        FaultError: From `synchronize`: the job has failed.
+    """
     factors = _factors(prescale_factor, postscale_factor)
     queue, called = queue_of("grouped_reducescatter", name, process_set, *tensors)
     return queue.submit(
@@ -269,7 +550,7 @@ def grouped_reducescatter_async(
 
 
 def _factors(before: Any, after: Any) -> Factors:
-    """As Python's numbers, whatever they are."""
+    """Returns both factors as Python floats, from any type of number."""
     for factor in (before, after):
         if not hasattr(factor, "__float__"):
             raise UsageError(f"a prescale or postscale factor must be a number, not {factor!r}")

@@ -1,4 +1,4 @@
-"""What the public collectives share: their compression, and the way to their queue."""
+"""Common parts of the public collectives: compression, and the choice of the eager queue."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from usbyte.torch.runtime.tensor_checks import check_plain
 from usbyte.torch.world import world
 from usbyte.torch.world.process_sets import ProcessSetLike, global_process_set
 
-_NAME_BYTES = 4096  # torch's store drops who sends it a key of 8192
+_NAME_BYTES = 4096  # torch's store closes the connection of a client that sends 8192-byte keys
 
 
 class Compressor(Protocol):
-    """Makes a tensor smaller for its journey; `Compression.none`, `.fp16` and `.bf16` do."""
+    """Type of `compression=`: `Compression.none`, `.fp16`, `.bf16`, or a class of the user."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns what travels, and what `decompress` needs besides."""
+        """Returns the tensor to send, and the context that `decompress` needs."""
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Inverse of `compress`."""
@@ -31,23 +31,23 @@ class Compressor(Protocol):
 def queue_of(
     kind: str, name: str | None, process_set: ProcessSetLike, *tensors: torch.Tensor
 ) -> tuple[EagerQueue, OperationName]:
-    """What an operation goes through, and its name there.
+    """Checks the arguments of an operation; returns its eager queue and its name there.
 
     Args:
-        kind: Of the operation.
-        name: As given; an unnamed one is the n-th of its kind.
+        kind: Kind of the operation, as "allreduce".
+        name: The user's name; None or "" for the n-th unnamed operation of its kind.
         process_set: The ranks that take part.
-        tensors: What the user has passed to it.
+        tensors: The tensors that the user passed.
 
     Raises:
-        UsageError: There is no run, this rank does not take part, something is no tensor, or the
-            name is none.
+        UsageError: Before `init`; this rank does not take part; a value is not a tensor, or a
+            tensor that cannot be sent; or `name` is not a short string.
     """
     run = world.current()
     if name is not None and not _is_name(name):
         raise UsageError(
-            f"{kind}: name must be a string, not {name!r:.80}, that takes {_NAME_BYTES} bytes of "
-            "UTF-8 at most"
+            f"{kind}: name must be a string of at most {_NAME_BYTES} bytes of UTF-8, not "
+            f"{name!r:.80}"
         )
     what = f"{kind} '{name}'" if name else kind
     for tensor in tensors:
@@ -72,14 +72,14 @@ def _is_name(name: object) -> bool:
 
 
 def first_of(request: Request) -> Request:
-    """The same operation with only the first part of its result."""
+    """Returns the request with only the first entry of its result."""
     return replace(request, postprocess=lambda value: request.postprocess(value)[0])
 
 
 def compressed(
     compression: Compressor | None, tensors: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[Any]]:
-    """What travels of each tensor, and what decompressing it needs."""
+    """Compresses tensors; returns the tensors to send, and a context of each for `decompressed`."""
     if compression is None:
         return tensors, [None] * len(tensors)
     if not callable(getattr(compression, "compress", None)):

@@ -23,14 +23,22 @@ def probe(
 ) -> _core.NetworkModel:
     """Measures the network between all ranks. Collective.
 
+    It times collectives on the path that training uses, with communicators made for this call.
+
     Args:
-        largest_bytes: Upper limit to the payloads, which are chosen so that an operation takes
-            about 0.05 s.
-        device: Where the payloads are, as gradients are on the device of their parameters.
-        topology: Dimensions whose lines are measured too, as `DistributedOptimizer` takes it.
+        largest_bytes: Upper limit of the payloads, in bytes; default 32 MiB. Payloads are chosen so
+            that one operation takes about 0.05 s.
+        device: Device of the payloads; default "cpu". Use the device of the parameters.
+        topology: Dimensions of the network to measure as well, in the forms that
+            `DistributedOptimizer(topology=...)` takes; default none.
 
     Returns:
-        The same model on every rank.
+        The network model, the same on every rank: cost lines of the collectives and, if `topology`
+        is given, the speed of each dimension. A single rank gets a network model without costs.
+
+    Raises:
+        UsageError: Before `init`, or the arguments cannot be used.
+        FaultError: The job has failed.
     """
     rank_group = current()
     if rank_group.size == 1:

@@ -1,1 +1,1 @@
-"""Codecs as users name them, and what they remember between steps."""
+"""Codecs of gradients, and the codec state between steps."""

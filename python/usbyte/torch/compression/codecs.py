@@ -1,4 +1,4 @@
-"""What gradients are compressed with on their way over the network."""
+"""The codecs that compress gradients for the network, and the rules that assign them."""
 
 from __future__ import annotations
 
@@ -21,29 +21,35 @@ _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to make gradients smaller.
+    """A lossy encoding of gradients, or "none".
 
     Attributes:
-        spec: Name and parameter, as `topk:0.01`.
+        spec: Name and parameters, as `topk:0.01`.
+
+    Raises:
+        UsageError: There is no such codec, or a parameter is out of range.
     """
 
     spec: str
 
     def __post_init__(self) -> None:
         made = _core.make_codec(self.spec)
-        if made is not None:  # one spelling of its parameters
+        if made is not None:  # equal codecs must have equal specs
             object.__setattr__(self, "spec", made.spec)
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """For single collectives, as Horovod's: what travels, and what `decompress` needs.
+        """Returns the tensor to send, and the context for `decompress`; Horovod's interface.
+
+        For eager collectives, with the codecs `none`, `fp16` and `bf16` only. Tensors that are not
+        floating-point are sent unchanged.
 
         Raises:
-            UsageError: This codec works in a `DistributedOptimizer` only.
+            UsageError: This codec works only in a `DistributedOptimizer` or `ddp_comm_hook`.
         """
         if self.spec != "none" and self.spec not in _CASTS:
             raise UsageError(
-                f"compression {self.spec} cannot be added up by a single collective; it works as "
-                "DistributedOptimizer(..., compression=...). Here there are none, fp16 and bf16"
+                f"compression {self.spec} does not work in an eager collective: use none, fp16 or "
+                "bf16 here, or pass it to DistributedOptimizer(..., compression=...)"
             )
         dtype = _CASTS.get(self.spec)
         if dtype is None or not tensor.is_floating_point():
@@ -51,15 +57,24 @@ class Codec:
         return tensor.to(dtype), tensor.dtype
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Inverse of `compress`, but for what is lost."""
+        """Inverse of `compress`, but for the rounding."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
 class Compression:
-    """The codecs there are; see docs/compression.md for what each loses and needs.
+    """The codecs, for `compression=`. docs/compression.md says what each loses and needs.
 
     `none`, `fp16`, `bf16`, `fp8`, `int8`, `terngrad`, `signsgd`, `signum`, `efsignsgd` and `onebit`
-    are codecs; the others make one.
+    are codecs; the methods return one. A spec, such as "topk:0.01", can replace a codec everywhere.
+
+    Example:
+        >>> import torch
+        >>> import usbyte.torch as ub
+        >>> ub.init()
+        >>> ub.Compression.topk(0.01)
+        Codec(spec='topk:0.01')
+        >>> ub.allreduce(torch.ones(2), compression=ub.Compression.fp16)
+        tensor([1., 1.])
     """
 
     none = Codec("none")
@@ -75,30 +90,45 @@ class Compression:
 
     @staticmethod
     def topk(ratio: float) -> Codec:
-        """The share `ratio` of elements, those of the largest magnitude."""
+        """Sends the share `ratio` of the elements, those of largest magnitude.
+
+        Args:
+            ratio: Share of elements to send, 0 < ratio <= 1.
+        """
         return Codec(f"topk:{ratio:.17g}")
 
     @staticmethod
     def randk(ratio: float) -> Codec:
-        """The share `ratio` of elements, which all ranks draw alike."""
+        """Sends the share `ratio` of the elements, drawn at random, the same on all ranks.
+
+        Args:
+            ratio: Share of elements to send, 0 < ratio <= 1.
+        """
         return Codec(f"randk:{ratio:.17g}")
 
     @staticmethod
     def dct(ratio: float, period: int = 1000) -> Codec:
-        """At most the share `ratio` of elements, those above a threshold that lasts for steps."""
+        """Sends the elements above a threshold, at most a share of all (Gupta et al. 2020).
+
+        Args:
+            ratio: Largest share of elements, 0 < ratio <= 1.
+            period: Steps after which the threshold is determined anew; default 1000.
+        """
         return Codec(f"dct:{ratio:.17g},period={period}")
 
     @staticmethod
     def dgc(
         ratio: float = 0.001, momentum: float = 0.9, clip: float = 0.0, warmup_steps: int = 0
     ) -> Codec:
-        """Deep gradient compression; the optimizer itself must have no momentum.
+        """Deep gradient compression (Lin et al. 2018). The optimizer must have no momentum.
 
         Args:
-            ratio: Of elements that are sent.
-            momentum: Of the velocity that every rank keeps.
-            clip: Norm to which gradients are clipped, of all ranks together and by block; 0: none.
-            warmup_steps: In quarters of them, 1/4, 1/16, 1/64 and 1/256 of the elements are sent.
+            ratio: Share of elements to send, 0 < ratio <= 1; default 0.001.
+            momentum: Momentum of the velocity that every rank stores; default 0.9.
+            clip: Norm to which gradients are clipped, over all ranks and separately for each block;
+                0 (default) for no clipping.
+            warmup_steps: Length of the warm-up, default 0. In its four quarters 1/4, 1/16, 1/64 and
+                1/256 of the elements are sent.
         """
         return Codec(
             f"dgc:{ratio:.17g},momentum={momentum:.17g},clip={clip:.17g},warmup={warmup_steps}"
@@ -106,29 +136,33 @@ class Compression:
 
     @staticmethod
     def qsgd(bits: int = 4) -> Codec:
-        """Stochastic rounding to so many bits, sign included: 2, 4 or 8."""
+        """Rounds stochastically to `bits` bits, sign included: 2, 4 or 8 (Alistarh et al. 2017)."""
         return Codec(f"qsgd:{bits}")
 
     @staticmethod
     def powersgd(rank: int = 2) -> Codec:
-        """Matrices as products of two thin ones of this rank, where that takes fewer bytes."""
+        """Sends matrices as two factors, where these are smaller (Vogels et al. 2019).
+
+        Args:
+            rank: Rank of the factors, default 2.
+        """
         return Codec(f"powersgd:{rank}")
 
 
-#: One codec, or codecs by patterns of parameters' names; a codec may be given by its spec.
+#: One codec, or a dict from patterns of parameter names to codecs. A str is the spec of a codec.
 Rules = Codec | str | Mapping[str, Codec | str]
-#: What "auto" chooses from, the least lossy first.
+#: The codecs that "auto" chooses from, the least lossy first.
 AUTO = ("bf16", "int8")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What parameters may travel by.
+    """The codecs that each parameter may use.
 
     Attributes:
-        lists: By parameter, specs of codecs.
-        optional: The best of the lists is chosen when plans are made, or no compression at all if
-            that is predicted to be as fast; else there is one list, which holds.
+        lists: One or more assignments; each has the spec of every parameter's codec.
+        optional: If True, each plan uses the assignment that is predicted to be fastest, or no
+            compression if that is as fast. If False, there is one assignment, and it is used.
     """
 
     lists: Sequence[Sequence[str]]
@@ -136,23 +170,23 @@ class Choices:
 
     @property
     def specs(self) -> set[str]:
-        """All that occur."""
+        """The specs of all codecs that occur."""
         return {spec for row in self.lists for spec in row}
 
 
 def choices_of(
     rules: Rules | Sequence[Rules], names: Sequence[str], params: Sequence[nn.Parameter]
 ) -> Choices:
-    """Reads `DistributedOptimizer(compression=...)`.
+    """Parses the argument `compression` of `DistributedOptimizer`.
 
     Args:
-        rules: As of `codecs_of`; or a sequence of such, the least lossy first, to choose from;
-            "auto" is `AUTO`.
-        names: Of the parameters.
-        params: The parameters.
+        rules: Rules as for `codecs_of`; or a sequence of such rules to choose from, the least lossy
+            first; or "auto", which stands for `AUTO`.
+        names: Names of the parameters.
+        params: The parameters, in the same order.
 
     Raises:
-        UsageError: As `codecs_of`; or the sequence is none, or empty.
+        UsageError: `codecs_of` refuses the rules, or there is nothing to choose from.
     """
     if isinstance(rules, str) and rules == "auto":
         rules = AUTO
@@ -169,17 +203,19 @@ def choices_of(
 
 
 def codecs_of(rules: Rules, names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:
-    """The spec of each parameter's codec.
+    """Returns the spec of each parameter's codec.
 
     Args:
-        rules: A codec is for all parameters if it is a cast, else for those of two dimensions or
-            more: biases and norms are small and do not bear it well. Of patterns, as of file names,
-            the first that fits counts; without one, a parameter is not compressed.
-        names: Of the parameters.
-        params: The parameters.
+        rules: A codec, or a dict from patterns of parameter names to codecs. A single codec applies
+            to all parameters if it is a cast, else to those of two or more dimensions: biases and
+            norms are small, and compressing them harms training. Patterns are those of file names
+            (`fnmatch`); the first that matches counts. A parameter that matches none is not
+            compressed.
+        names: Names of the parameters.
+        params: The parameters, in the same order.
 
     Raises:
-        UsageError: There is no such codec, or a pattern fits no parameter.
+        UsageError: A codec does not exist, or a pattern matches no parameter.
     """
     if not isinstance(rules, Mapping):
         spec = _spec(rules)
@@ -188,14 +224,14 @@ def codecs_of(rules: Rules, names: Sequence[str], params: Sequence[nn.Parameter]
     for pattern in specs:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UsageError(
-                f"compression: the pattern '{pattern}' fits no parameter; they are named as "
-                f"'{names[0]}' is"
+                f"compression: the pattern '{pattern}' fits no parameter; the first one is named "
+                f"'{names[0]}'"
             )
     return [next((s for p, s in specs.items() if fnmatchcase(n, p)), "none") for n in names]
 
 
 def check_momentum(specs: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UsageError if codecs and the optimizer both have momentum."""
+    """Raises UsageError if a codec and the optimizer both apply momentum."""
     if not any(group.get("momentum") for group in groups):
         return
     for spec in specs:
@@ -208,14 +244,14 @@ def check_momentum(specs: Iterable[str], groups: Sequence[Mapping[str, Any]]) ->
 
 
 def check_relays(specs: Iterable[str]) -> None:
-    """Raises UsageError if a codec cannot serve a sharded optimizer."""
+    """Raises UsageError if a codec cannot be used with shard_optimizer=True."""
     for spec in specs:
         codec = _core.make_codec(spec)
         if codec is not None and (codec.factors or not codec.relays):
             raise UsageError(
                 f"compression {spec} does not go with shard_optimizer=True, where each rank "
-                "receives a part of the gradients; there are fp16, bf16, fp8, int8, topk, randk, "
-                "dct, qsgd, terngrad, efsignsgd and onebit"
+                "receives a shard of the gradients; use fp16, bf16, fp8, int8, topk, randk, dct, "
+                "qsgd, terngrad, efsignsgd or onebit"
             )
 
 
@@ -223,6 +259,6 @@ def _spec(codec: Codec | str) -> str:
     if not isinstance(codec, (Codec, str)):
         raise UsageError(
             f"compression {codec!r} is no codec: take one of usbyte.torch.Compression, or its "
-            "spec; compressors of one's own are for allreduce() and the like"
+            "spec; only eager collectives such as allreduce() take other compressors"
         )
     return codec.spec if isinstance(codec, Codec) else Codec(codec).spec

@@ -1,4 +1,4 @@
-"""What codecs remember of gradients, from one plan to the next and into checkpoints."""
+"""The codec state of parameters, between steps and plans, and in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ log = logging.getLogger("usbyte")
 
 
 def remembers(op: _core.Op) -> bool:
-    """Whether ranks remember something of what they send by it."""
+    """Returns whether the codec of `op` has state between steps."""
     codec = _core.make_codec(op.codec)
     return codec is not None and bool(codec.remembers)
 
 
 _HOST = torch.device("cpu")
 
-#: Where an optimizer's state_dict holds what codecs remember.
+#: Key of the codec state in an optimizer's state_dict.
 CODEC_STATE_KEY = "usbyte_memory"
 
 
 class CodecState:
-    """What codecs remember of each parameter: rows of float32, as many as the codecs need.
+    """The codec state of each parameter: rows of float32, as many as the codecs need.
 
-    Engines work on a buffer beside the arena and in its order. It outlives plans and engines, as
-    what it holds belongs to the parameters. Until it is laid out rows are in the order of indices.
+    Engines read and write a buffer that is parallel to the flat buffer: one row for each row of
+    state, in the order of the plan. The state belongs to the parameters and outlives plans and
+    engines. Until the first `lay_out`, elements are in index order.
 
     Args:
-        scale: Of the gradients that are compressed: 1 / ranks for averages.
+        scale: Scale of the gradients that are compressed: 1 / ranks for averages.
 
     Attributes:
-        parts: By name, rows x elements; empty where no codec remembers anything.
-        kinds: By name, what the rows are; see `Codec.remembers`.
-        ahead: A part of it may have been sent in a step whose sums no parameter has; for who takes
-            the steps to reset.
+        parts: By parameter name: shape [rows, numel], float32; empty while no codec has state.
+        kinds: By parameter name: the meaning of the rows, as `Codec::remembers` in codec.h says,
+            for example "unsent, velocity".
+        uncommitted: Codecs may have sent a part of the state in a step whose sums no parameter has
+            received. The code that takes the steps resets it.
     """
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -51,12 +53,13 @@ class CodecState:
         self.parts: dict[str, torch.Tensor] = {}
         self.kinds: dict[str, str] = {}
         self._buffer = torch.empty(0, 0, dtype=torch.float32, device=_HOST)
-        self._placed: dict[str, torch.Tensor] = {}  # by name, as elements lie if not by index
-        # This rank and how many there are, while ranks remember shards only.
+        # By name: a meta tensor with the strides of the parameter; only if not in index order.
+        self._placed: dict[str, torch.Tensor] = {}
+        # This rank and the number of ranks, while each rank has the state of its shards only.
         self._sender: tuple[int, int] | None = None
-        self._before: dict[str, torch.Tensor] = {}  # the step, of what may turn out to be unused
-        self._coded = False  # codecs of the plan in force remember something
-        self.uncommitted = self._torn = False
+        self._before: dict[str, torch.Tensor] = {}  # snapshots from before this step, by name
+        self._coded = False  # codecs of the plan in force have state
+        self.uncommitted = self._is_lost = False
 
     def lay_out(
         self,
@@ -64,12 +67,13 @@ class CodecState:
         device: torch.device = _HOST,
         params: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Goes over to another plan; its codecs go on with rows that mean the same to them.
+        """Lays the state out for another plan. Codecs continue with rows of the same meaning.
 
         Args:
-            plan: What engines are about to follow.
-            device: Where the arena is.
-            params: By name, in the order of whose memory that has elements; else in no other.
+            plan: The plan that engines are about to follow.
+            device: Device of the flat buffer.
+            params: Parameters by name, whose gradients lie in the order of the parameter's memory.
+                All others lie in index order.
         """
         codecs = [_core.make_codec(op.codec) for op in plan.ops]
         self._coded = any(codec is not None and codec.remembers for codec in codecs)
@@ -77,7 +81,7 @@ class CodecState:
         rows = max([rows, *(len(part) for part in self.parts.values())])
         if rows == 0:
             return
-        # A device may not have room for both.
+        # The old rows go to host memory first: a device may not have room for both.
         old, kinds = {name: self._rows(name).cpu() for name in self.parts}, self.kinds
         self.parts = {}
         self._buffer = torch.empty(0, 0, dtype=torch.float32, device=_HOST)
@@ -96,10 +100,10 @@ class CodecState:
                     self.kinds[plan.tensors[t].name] = codec.remembers
         for name in self.parts.keys() & old.keys():
             self._take(name, old[name], kinds.get(name, ""))
-        self._settle()
+        self._wait_for_writes()
 
     def told(self) -> str:
-        """What `replicate` has to know of every rank, as JSON."""
+        """Returns the number and meaning of the rows, by name, as JSON for `replicate`."""
         return json.dumps({n: [len(part), self.kinds.get(n, "")] for n, part in self.parts.items()})
 
     def replicate(
@@ -108,16 +112,17 @@ class CodecState:
         told: Sequence[str],
         average: Callable[[torch.Tensor], None],
     ) -> None:
-        """Gives all ranks the same of what they remember together, before another sends it.
+        """Averages the state over all ranks, before other ranks than now begin to send it.
 
         Args:
-            tensors: The plan's, alike on all ranks; ranks may have memories of some of them only.
-            told: By rank, what `told` gave there.
-            average: Over all ranks, in place, of a tensor on the host; called once, or, if no rank
-                remembers anything, not at all.
+            tensors: Tensors of the plan, equal on all ranks. A rank may have state for some of them
+                only.
+            told: The results of `told` of all ranks, in rank order.
+            average: Averages a tensor in host memory over all ranks, in place. It is called once,
+                or not at all if no rank has state.
         """
         everyone = [
-            read(f"what rank {rank} remembers of gradients", text, dict[str, tuple[int, str]])
+            read(f"the codec state of rank {rank}", text, dict[str, tuple[int, str]])
             for rank, text in enumerate(told)
         ]
         rows = max((row[0] for each in everyone for row in each.values()), default=0)
@@ -133,9 +138,16 @@ class CodecState:
         self.parts, self.kinds, self._placed, self._sender = parts, kinds, {}, None
 
     def shard(self, plan: _core.Plan, topology: _core.Topology, rank: int) -> None:
-        """Leaves what was spread to the ranks that send it, of the shards that a plan adds up.
+        """After `replicate`: leaves each rank only the state of the shards that it encodes.
 
-        Where gradients are coded on their way to the shards too, all ranks send.
+        The rest is zeroed. The shards are multiplied by the size of the mesh axis group that sums
+        them, because `replicate` has averaged the state. Blocks whose reduce-scatter is itself
+        compressed are unchanged, because there every rank encodes.
+
+        Args:
+            plan: The plan in force, for which the state is laid out.
+            topology: The topology of the plan's mesh axes.
+            rank: This rank.
         """
         scatters = {
             block: op for op in plan.ops if op.kind == "reduce_scatter" for block in op.blocks
@@ -156,45 +168,51 @@ class CodecState:
                 self._buffer[:, own:last] *= size
                 self._buffer[:, last:end] = 0
         self._sender = rank, math.prod(d.size for d in topology.dimensions)
-        self._settle()
+        self._wait_for_writes()
 
     def snapshot(self, name: str) -> None:
-        """This rank sends no gradient for a parameter, and perhaps nobody does in this step."""
+        """Copies the state of a parameter for which this rank sends no gradient in this step.
+
+        Perhaps no rank has a gradient for it; then `rollback` undoes the step.
+        """
         if self.kinds.get(name):
             self._before[name] = self.parts[name].clone()
 
     def rollback(self, name: str) -> None:
-        """Nobody has used a parameter that was noted: the step's sum goes nowhere."""
+        """Restores the snapshot of a parameter that no rank has used: its sum is discarded."""
         if (before := self._before.pop(name, None)) is not None:
             self.parts[name].copy_(before)
-            self._settle()
+            self._wait_for_writes()
 
     def begin_step(self) -> None:
-        """Forgets what was noted of the last one."""
+        """Discards the snapshots of the last step."""
         self._before.clear()
         self.uncommitted = True
 
     def mark_partial_step(self) -> None:
-        """The run has failed: what it is ahead of parameters stays so."""
-        self._torn = self.uncommitted and self._coded
+        """After a fault: excludes the state from checkpoints if it was uncommitted."""
+        self._is_lost = self.uncommitted and self._coded
 
     @property
     def address(self) -> int:
-        """For the engine; 0 if there is none."""
+        """Address of the buffer, for the engine; 0 if there is none."""
         return self._buffer.data_ptr()
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """A copy by parameter on the host, by index, for a checkpoint; nothing of what is torn."""
-        if self._torn and self.parts:
+        """Returns a copy for a checkpoint: by name, in host memory, in index order.
+
+        The copy is empty, with a warning, if a fault has left the state ahead of the parameters.
+        """
+        if self._is_lost and self.parts:
             log.warning(
-                "what codecs remember is left out of the optimizer's state: when the run failed, "
-                "they had sent a part of it in a step that no parameter gets"
+                "the codec state is left out of the optimizer's state_dict: when the run failed, a "
+                "part of it had been sent in a step that is not in the parameters"
             )
             return {}
         return self._copy()
 
     def _copy(self) -> dict[str, dict[str, Any]]:
-        whose = (
+        owner = (
             {} if self._sender is None else dict(zip(("rank", "size"), self._sender, strict=True))
         )
         return {
@@ -203,54 +221,57 @@ class CodecState:
                 "rows": self._rows(name).to("cpu", copy=True),
                 "scale": self._scale,
             }
-            | whose
+            | owner
             for name in self.parts
         }
 
     def check(
         self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor], ranks: int
     ) -> None:
-        """Raises UsageError if the state is not of these parameters; those frozen do not count.
+        """Raises UsageError if `state` cannot be loaded.
 
-        Or if each rank remembers a shard of what all do, and there were not so many ranks.
+        That is so if it has another number of elements than one of `params`, of which frozen ones
+        are not checked; or if each rank has saved its shards only, and the number of ranks is
+        another one.
         """
         for name, part in state.items():
             if part.get("size", ranks) != ranks:
                 raise UsageError(
-                    f"load_state_dict: what codecs remember was saved by {part['size']} ranks, "
-                    f"each with its shards, and there are {ranks} now: go on with as many, or "
-                    f"without it, after del state_dict['{CODEC_STATE_KEY}']"
+                    f"load_state_dict: the codec state was saved by {part['size']} ranks, each "
+                    f"with its shards, and there are {ranks} now: run as many ranks, or drop the "
+                    f"codec state with del state_dict['{CODEC_STATE_KEY}']"
                 )
             if name in params and part["rows"].shape[1:] != (params[name].numel(),):
                 raise UsageError(
-                    f"load_state_dict: what codecs remember of '{name}' is of another model; load "
-                    "it into the one it was saved from"
+                    f"load_state_dict: the codec state of '{name}' is of another model; load it "
+                    "into the model that it was saved from"
                 )
 
     def is_as(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is of what is remembered now."""
+        """Returns whether `state` equals the present state."""
         now = self._copy()
         return state.keys() == now.keys() and all(
             torch.equal(part["rows"], now[name]["rows"]) for name, part in state.items()
         )
 
     def load(self, state: Mapping[str, Any], rank: int) -> None:
-        """Takes over a checkpoint's, or forgets all; `check` has passed.
+        """Replaces the state by a checkpoint that `check` has accepted; an empty one clears it.
 
-        Of another number of ranks, each of these remembers as much more or less. What another rank
-        alone remembered, as it alone has sent it, is not taken over.
+        Values are scaled if the checkpoint is from another number of ranks. A state by shards that
+        another rank has saved is left out, with a warning, because it belongs to the shards that
+        only that rank sends.
         """
         if any(part.get("rank", rank) != rank for part in state.values()):
             log.warning(
-                "rank %d: what codecs remember is another rank's, and left out: save and load on "
-                "every rank to lose nothing",
+                "rank %d: the codec state is that of another rank, and is left out: save and load "
+                "on every rank to lose nothing",
                 rank,
             )
             state = {}
-        self.uncommitted = self._torn = False
+        self.uncommitted = self._is_lost = False
         factors = {n: self._scale / part.get("scale", self._scale) for n, part in state.items()}
         loaded = {name: part["rows"].float() * factors[name] for name, part in state.items()}
-        if not self.parts:  # no codec has remembered anything yet
+        if not self.parts:  # no plan has laid the state out yet, or no codec has any
             self.parts = loaded
             self.kinds = {name: part["kind"] for name, part in state.items()}
             return
@@ -258,22 +279,22 @@ class CodecState:
             part.zero_()
             if name in state:
                 self._take(name, loaded[name], state[name]["kind"])
-        self._settle()
+        self._wait_for_writes()
 
-    def _settle(self) -> None:
-        """Waits for what was written, as engines have streams of their own."""
+    def _wait_for_writes(self) -> None:
+        """Waits for pending writes to the buffer, because engines use streams of their own."""
         if self._buffer.is_cuda:
             torch.cuda.current_stream(self._buffer.device).synchronize()
 
     def _rows(self, name: str) -> torch.Tensor:
-        """A parameter's, in the order of its indices."""
+        """Returns the rows of a parameter in index order."""
         rows, placed = self.parts[name], self._placed.get(name)
         if placed is None:
             return rows
         return torch.stack([r.as_strided(placed.shape, placed.stride()).flatten() for r in rows])
 
     def _take(self, name: str, rows: torch.Tensor, kind: str) -> None:
-        """Copies rows that mean the same, in the order of indices."""
+        """Copies the rows that have the same meaning; `rows` is in index order."""
         placed = self._placed.get(name)
         mine = self.kinds.get(name, kind).split(", ")
         for i, what in enumerate(kind.split(", ")):
@@ -286,9 +307,10 @@ class CodecState:
 
 
 def coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:
-    """Of whose shards codecs remember: blocks, their lines, whether they are coded before that too.
+    """Returns a key of each shard that has codec state: whose it is, and how it is sent.
 
-    And tensors, as places tell no more.
+    Keys are block, mesh axis of the reduce-scatter, whether that is compressed too, and the order
+    of tensors, without which the block says nothing.
     """
     coded = {block for op in plan.ops if op.line >= 0 and remembers(op) for block in op.blocks}
     order = " ".join(t.name for t in plan.tensors)
@@ -302,5 +324,5 @@ def coded_shards(plan: _core.Plan) -> set[tuple[int, int, int, bool, str]]:
 
 
 def codes_shards(plan: _core.Plan) -> bool:
-    """Codecs remember shards of gradients, each on the rank that sends them."""
+    """Returns whether codec state is by shard, each on the rank that sends the shard."""
     return bool(coded_shards(plan))

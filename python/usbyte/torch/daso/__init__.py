@@ -1,1 +1,1 @@
-"""DASO: ranks of a node average gradients each step, nodes their parameters now and then."""
+"""DASO: averages gradients inside a node in each step, parameters between nodes every B steps."""

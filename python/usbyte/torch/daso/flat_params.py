@@ -1,4 +1,4 @@
-"""Parameters as flat vectors, to be sent to other nodes and merged with what comes back."""
+"""Parameters as flat vectors, for the sums over nodes and for merging these into the parameters."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from torch import nn
 
 
 class ParameterVectors:
-    """Parameters of one device, flat in host memory.
+    """Flat host vectors of the parameters on one device: one for float64, one for all other dtypes.
 
-    float64 travels as it is and all else as float32, in vectors that are made once.
+    The parameters are copied to float32 or float64. The vectors are allocated once.
 
     Args:
-        params: The parameters; one at least.
+        params: The parameters, at least one, all on one device.
 
     Attributes:
-        vectors: 1-d on the host, each one element longer than its parameters.
+        vectors: 1-d tensors in host memory. Each has one element more than its parameters together;
+            the last one is free for the caller.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._device = params[0].device
         self._kinds: list[list[nn.Parameter]] = []
-        self._flats: list[torch.Tensor] = []  # on the device of the parameters
+        self._flats: list[torch.Tensor] = []  # the same, on the device of the parameters
         self.vectors: list[torch.Tensor] = []
         for dtype in (torch.float32, torch.float64):
             double = dtype == torch.float64
@@ -51,14 +52,15 @@ class ParameterVectors:
                 vector.copy_(flat)
 
     def merge(self, wait: int, nodes: int) -> None:
-        """Parameters become (2 S x + sum) / (2 S + P), where the vectors hold the sums.
+        """Sets each parameter x to (2 S x + sum) / (2 S + P), with the sums that the vectors hold.
 
-        Coquelin et al., J. Big Data 9 (2022): the own parameters count as 2 S nodes, as S batches
-        have gone into them since the others' were sent. With S = 0 they become the average.
+        Coquelin et al., J. Big Data 9 (2022). The own parameters count as 2 S nodes, because they
+        have trained for S batches since the vectors were gathered. With S = 0 the result is the
+        average.
 
         Args:
-            wait: S, batches since the vectors were gathered.
-            nodes: P, whose parameters were added up.
+            wait: S, the number of batches since the vectors were gathered; at least 0.
+            nodes: P, the number of nodes whose parameters were summed.
         """
         for params, flat, vector in zip(self._kinds, self._flats, self.vectors, strict=True):
             if vector is not flat:

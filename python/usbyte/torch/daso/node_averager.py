@@ -1,4 +1,4 @@
-"""Sums of vectors over the nodes, in the background."""
+"""Sums of vectors over the nodes, in a background thread."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from usbyte.torch.world.rank_group import RankGroup
 log = logging.getLogger("usbyte")
 
 _JOIN_S = 5.0
-_NUMBERS = 1 << 12  # so that sums of numbers over thousands of nodes are exact in float32
+_NUMBERS = 1 << 12  # sums of smaller numbers over thousands of nodes are exact in float32
 
 
-class NodeAverager:
-    """One exchange; `NodeExchange.wait` tells when its vectors hold the sums.
+class NodeSum:
+    """One sum over the nodes, in flight or done; `NodeAverager.wait` waits for it.
 
     Attributes:
-        vectors: 1-d, on the host: this node's, later the sums over nodes. The last element of the
-            first one is the exchange's.
-        number: Which exchange it is, the same on all ranks.
-        turn: Local index of the ranks that exchange.
-        done: Set once the sums are there, or something has failed.
+        vectors: 1-d, in host memory: this node's values, then the sums over nodes. The last element
+            of the first vector is used internally.
+        number: Number of the node averaging, from 0 on, the same on all ranks.
+        turn: Local index of the ranks that send to other nodes this time.
+        done: Set once the sums are complete, or something has failed.
     """
 
     def __init__(self, vectors: Sequence[torch.Tensor], number: int, turn: int) -> None:
@@ -38,22 +38,22 @@ class NodeAverager:
         self.done = threading.Event()
 
 
-class NodeExchange:
-    """Adds up vectors over nodes: between the ranks whose turn it is, who tell their nodes.
+class NodeAverager:
+    """Sums vectors over nodes: the ranks of one local index sum, then each broadcasts in its node.
 
-    A thread carries out what `start` is given, on groups that nobody else uses, in one order on all
-    ranks, while this rank computes. A fault aborts it.
+    A thread runs these sums while this rank computes, in the same order on all ranks. The process
+    groups are used by nothing else. A fault aborts the sum in flight.
 
     Args:
         rank_group: The ranks that take part.
         label: Name of the optimizer, for messages.
-        node: The ranks of this node by local index; None if it is one.
-        nodes: The ranks of this rank's local index, by node.
+        node: Process group of this node, ordered by local index; None for a node of one rank.
+        nodes: Process group of the ranks with this rank's local index, ordered by node.
         local_rank: This rank's local index.
 
     Attributes:
-        label: As given.
-        owner: What lives until `close`.
+        label: Name of the optimizer.
+        owner: An object that is kept alive until `close`.
     """
 
     owner: object = None
@@ -70,52 +70,55 @@ class NodeExchange:
         self._node, self._nodes, self._local_rank = node, nodes, local_rank
         self.size = dist.get_world_size(nodes)
         self._slots = dist.get_world_size(node) if node is not None else 1
-        self._lock = threading.Lock()  # guards the two below
-        self._current: NodeAverager | None = None
+        self._lock = threading.Lock()  # guards the next two attributes
+        self._current: NodeSum | None = None
         self._failure: str | None = None
-        self._started = 0  # exchanges, whose numbers a loaded state may repeat
+        self._started = 0  # sums started; unlike their numbers, a loaded state never repeats it
         self._closed = False
-        self._tasks: SimpleQueue[NodeAverager | None] = SimpleQueue()
+        self._tasks: SimpleQueue[NodeSum | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="usbyte-nodes", daemon=True)
         self._thread.start()
 
     @property
     def failed(self) -> bool:
-        """True after a fault."""
+        """Whether a fault has ended the sums."""
         return self._failure is not None
 
-    def start(self, vectors: Sequence[torch.Tensor], number: int) -> NodeAverager:
-        """Begins to add up vectors; nobody touches them before the end, nor starts another.
+    def start(self, vectors: Sequence[torch.Tensor], number: int) -> NodeSum:
+        """Starts to sum vectors over the nodes.
+
+        Until `wait` returns, do not use the vectors and do not start another sum.
 
         Args:
-            vectors: 1-d, on the host; the last element of the first is overwritten.
-            number: Of the exchange: 0, 1, 2, ..., the turns of the local indices one after another.
+            vectors: 1-d, in host memory. The last element of the first is overwritten.
+            number: Number of the node averaging: 0, 1, 2, ... It determines the local index that
+                sends.
 
         Raises:
-            FaultError: Something has failed before.
+            FaultError: An earlier sum has failed, or the job has.
         """
-        exchange = NodeAverager(vectors, number, number % self._slots)
+        node_sum = NodeSum(vectors, number, number % self._slots)
         vectors[0][-1] = number % _NUMBERS
         with self._lock:
             if self._failure is not None:
                 raise FaultError(self._failure)
             assert self._current is None
-            self._current = exchange
+            self._current = node_sum
         self._started += 1
-        self._tasks.put(exchange)
-        return exchange
+        self._tasks.put(node_sum)
+        return node_sum
 
-    def wait(self, exchange: NodeAverager) -> None:
+    def wait(self, node_sum: NodeSum) -> None:
         """Waits, interruptibly, until the vectors hold the sums.
 
         Raises:
-            FaultError: A rank is lost, stuck or elsewhere; on every rank.
+            FaultError: A rank is lost, stuck or at another node averaging; raised on every rank.
         """
         env, began = self._rank_group.env, time.monotonic()
         warned = 0
-        while not exchange.done.wait(0.5):
+        while not node_sum.done.wait(0.5):
             waited_s = time.monotonic() - began
-            text = f"{self._describe(exchange)} has been waited for {waited_s:.0f} s"
+            text = f"{self._describe(node_sum)} has been waited for {waited_s:.0f} s"
             if 0 < env.stall_limit_s <= waited_s:
                 self._fail_all(f"{text} (the stall limit is {env.stall_limit_s:g} s)")
             elif 0 < env.stall_warning_s <= waited_s / (warned + 1):
@@ -127,7 +130,7 @@ class NodeExchange:
             raise FaultError(self._failure)
 
     def fail(self, message: str) -> None:
-        """Every wait from now on raises FaultError with this message; the first call counts."""
+        """Makes every later wait raise `FaultError(message)`; the first message stays."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -137,7 +140,7 @@ class NodeExchange:
             current.done.set()
 
     def close(self) -> None:
-        """Ends the thread and the groups; what is in flight, after a fault, is aborted."""
+        """Ends the thread and the process groups; a sum still in flight after 5 s is aborted."""
         if self._closed:
             return
         self._closed, self.owner = True, None
@@ -147,32 +150,35 @@ class NodeExchange:
             self._abort()
             self._thread.join(_JOIN_S)
         if self._thread.is_alive():
-            return  # it may still be inside the groups, which stay; see `abort`
+            return  # the thread may still use the process groups, so they must not be destroyed
         for group in (self._node, self._nodes):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
     def _run(self) -> None:
         with torch.no_grad():
-            while (exchange := self._tasks.get()) is not None:
+            while (node_sum := self._tasks.get()) is not None:
                 try:
-                    self._carry_out(exchange)
+                    self._carry_out(node_sum)
                 except Exception as error:
-                    self._fail_all(f"{self._describe(exchange)} failed: {brief_error(error)}")
+                    self._fail_all(f"{self._describe(node_sum)} failed: {brief_error(error)}")
                 with self._lock:
                     self._current = None
-                exchange.done.set()
+                node_sum.done.set()
 
-    def _carry_out(self, exchange: NodeAverager) -> None:
-        for vector in exchange.vectors:
-            if exchange.turn == self._local_rank:
+    def _carry_out(self, node_sum: NodeSum) -> None:
+        for vector in node_sum.vectors:
+            if node_sum.turn == self._local_rank:
                 dist.all_reduce(vector, group=self._nodes)
             if self._node is not None:
-                root = dist.get_global_rank(self._node, exchange.turn)
+                root = dist.get_global_rank(self._node, node_sum.turn)
                 dist.broadcast(vector, root, group=self._node)
-        number = exchange.number % _NUMBERS
-        if exchange.vectors[0][-1] != self.size * number:
-            raise FaultError("a rank of another node is at another exchange: all take equal steps")
+        number = node_sum.number % _NUMBERS
+        if node_sum.vectors[0][-1] != self.size * number:
+            raise FaultError(
+                "a rank of another node is at another node averaging: call step(), end_epoch() and "
+                "synchronize_nodes() equally often on all ranks"
+            )
 
     def _fail_all(self, noticed: str) -> None:
         if self._failure is None:
@@ -183,5 +189,5 @@ class NodeExchange:
             if group is not None and dist.is_initialized():
                 abort(group)
 
-    def _describe(self, exchange: NodeAverager) -> str:
-        return f"{self.label}: exchange {exchange.number} of parameters between nodes"
+    def _describe(self, node_sum: NodeSum) -> str:
+        return f"{self.label}: exchange {node_sum.number} of parameters between nodes"

@@ -1,7 +1,7 @@
-"""When nodes exchange parameters: DASO's phases, its rotation, its rule for plateaus.
+"""The schedule of DASO: its phases, the turns of the local indices, and its rule for plateaus.
 
-Nothing here communicates: every rank has a schedule of its own, and as all count alike and are told
-the same losses, all go the same way.
+Nothing here communicates. Every rank has its own schedule. All schedules make the same decisions,
+because they count the same batches and get the same losses.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Phase = Literal["warm-up", "cycling", "cool-down"]
 
 
 class Start(NamedTuple):
-    """An exchange that begins.
+    """A node averaging that begins now.
 
     Attributes:
-        number: From 0 on.
-        wait: Batches after which its result is used, S; 0 if all wait for it at once.
+        number: Number of the node averaging, from 0 on.
+        wait: S, batches after which its result is used; 0 if all ranks wait for it at once.
     """
 
     number: int
@@ -29,27 +29,29 @@ class Start(NamedTuple):
 
 
 class DasoSchedule:
-    """The phases of Coquelin et al., J. Big Data 9 (2022), arXiv 2104.05588.
+    """The phases of DASO: Coquelin et al., J. Big Data 9 (2022), arXiv 2104.05588.
 
-    An epoch is what lies between two calls of `end_epoch`.
+    An epoch ends with each call of `end_epoch`.
 
     Args:
-        every: Batches from one exchange to the next in the cycling phase, B, at first.
-        wait: Batches after which the result of one is used, S, at first; B at most.
-        total_epochs: Of the whole training; the last ones are the cool-down.
-        warmup_epochs: Epochs with an exchange after each batch that all wait for.
-        cooldown_epochs: The same at the end.
-        stability: A loss has improved if it is below the best one by more than this part of it.
-        patience: Epochs in a row without improvement that make a plateau.
+        every: B, initial number of batches from one node averaging to the next in the cycling
+            phase.
+        wait: S, initial number of batches after which a result is used; 1 <= S <= B.
+        total_epochs: Epochs of the whole training; the last `cooldown_epochs` are the cool-down.
+        warmup_epochs: Initial epochs with a blocking node averaging after each batch.
+        cooldown_epochs: Final epochs of the same kind.
+        stability: A loss has improved if it is below the best one by more than this fraction of the
+            best one; 0 <= stability < 1.
+        patience: Consecutive epochs without improvement that make a plateau; at least 1.
 
     Raises:
-        UsageError: Numbers that make no schedule.
+        UsageError: An argument is out of range.
 
     Attributes:
-        every: B at present.
-        wait: S at present.
-        epoch: Epochs that have ended.
-        exchanges: Begun so far.
+        every: Present B.
+        wait: Present S.
+        epoch: Number of epochs that have ended.
+        exchanges: Number of node averagings that have begun.
     """
 
     def __init__(
@@ -89,16 +91,16 @@ class DasoSchedule:
         self.reset()
 
     def reset(self) -> None:
-        """As at the start of training."""
+        """Sets the state to that at the start of training."""
         self.every, self.wait = self._first
         self.epoch = self.exchanges = 0
-        self._batches = 0  # since an exchange began
+        self._batches = 0  # since the last node averaging began
         self._best: float | None = None
         self._stalled = 0  # epochs without improvement
 
     @property
     def phase(self) -> Phase:
-        """Of the batches to come."""
+        """Phase of the next batch."""
         if self.epoch < self._warmup:
             return "warm-up"
         return "cool-down" if self.epoch >= self._total - self._cooldown else "cycling"
@@ -107,10 +109,11 @@ class DasoSchedule:
         """Counts a batch.
 
         Args:
-            busy: An exchange is in flight: the next one waits for its end.
+            busy: A node averaging is in flight; in the cycling phase the next one waits for its
+                end.
 
         Returns:
-            The exchange that begins, if one does.
+            The node averaging that begins now; None if none does.
         """
         self._batches += 1
         if self.phase != "cycling":
@@ -120,16 +123,16 @@ class DasoSchedule:
         return self.start(self.wait)
 
     def start(self, wait: int) -> Start:
-        """Counts an exchange that begins now."""
+        """Counts a node averaging that begins now, with S = `wait`, and returns it."""
         self._batches = 0
         self.exchanges += 1
         return Start(self.exchanges - 1, wait)
 
     def end_epoch(self, loss: float) -> None:
-        """Goes on to the next epoch; on a plateau of the loss B and S are halved, or start anew.
+        """Counts an epoch. On a plateau of the loss, halves B and S, or resets them if both are 1.
 
         Args:
-            loss: Of the epoch, finite, the same on all ranks.
+            loss: Loss of the epoch; finite, and the same on all ranks.
         """
         improved = self._best is None or loss < self._best - self._stability * abs(self._best)
         before = self.phase
@@ -141,7 +144,7 @@ class DasoSchedule:
                 self._stalled = 0
                 self._speed_up()
         if self.phase != before:
-            log.info("DASO: after epoch %d the %s begins", self.epoch, self.phase)
+            log.info("DASO: the %s begins after epoch %d", self.phase, self.epoch)
 
     def _speed_up(self) -> None:
         if (self.every, self.wait) == (1, 1):
@@ -149,12 +152,12 @@ class DasoSchedule:
         else:
             self.every, self.wait = max(1, self.every // 2), max(1, self.wait // 2)
         log.info(
-            "DASO: the loss is stable; nodes exchange parameters every %d batches and use them "
-            "after %d", self.every, self.wait,
+            "DASO: the loss is stable; nodes average parameters every %d batches and use the "
+            "result after %d", self.every, self.wait,
         )  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """What `load` takes; numbers and None."""
+        """Returns the state for a checkpoint: a dict of numbers and None."""
         return {
             "every": self.every,
             "wait": self.wait,
@@ -166,7 +169,7 @@ class DasoSchedule:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
+        """Restores a state that `state` has returned."""
         self.every, self.wait = state["every"], state["wait"]
         self.epoch, self.exchanges = state["epoch"], state["exchanges"]
         self._batches, self._best, self._stalled = state["batches"], state["best"], state["stalled"]

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: any torch optimizer, on gradients summed over all ranks."""
+"""DistributedOptimizer: wraps any torch optimizer and averages gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -63,81 +63,101 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _not_compiled(method: _F) -> _F:
-    """Runs as it is inside of what is compiled, as the methods of torch's optimizers do."""
+    """Excludes a method from torch.compile, as the methods of torch's optimizers are."""
     return not_compiled(method)
 
 
 class DistributedOptimizer(OptimizerWrapper):
     """Wraps `optimizer` so that `step()` applies gradients averaged over all ranks.
 
-    Nothing of the wrapped optimizer is re-implemented: state, param_groups and state_dict are its
-    own, and every update is its own `step`. Constructing it is collective.
+    The wrapped optimizer is used as it is: state, param_groups and state_dict are its own, and its
+    own `step` makes every update. The constructor is collective.
 
     Args:
         optimizer: The optimizer to wrap. Do not call it directly afterwards.
-        named_parameters: `model.named_parameters()`, for names in messages and timelines, and by
-            which ranks match parameters that they have in different orders. Names must be unique
-            and cover every parameter of `optimizer`. Without names, ranks match parameters by
-            their places in the optimizer.
+        named_parameters: `model.named_parameters()`. The names appear in messages and timelines,
+            and ranks with different orders of parameters match them by name. Names must be unique
+            and cover every parameter of `optimizer`. By default ranks match parameters by their
+            position in the optimizer.
         overlap: "backward": gradients are final when `backward()` returns, as with DDP. "forward":
-            `step()` returns at once, and each layer of the next forward pass waits only for its own
-            parameters; who reads a gradient or a parameter before has it fetched first, so that
-            results are the same bit for bit. "auto" (the default): backward in the first steps,
-            then forward, if nothing seen in them speaks against it and it is predicted to pay; the
-            log tells what was decided and why.
-        policy: How communication is planned: "auto" (the default) plans from what the first steps
-            and a probe of the network have shown, tries (without shards) a few plans that are as
-            good on paper, keeps the fastest, and does so anew when steps come to take another time;
-            others of `usbyte._core.policies()` are published systems; "tune:bytescheduler" and
-            "tune:dear" tune theirs as published; or a callable Profile x NetworkModel -> Plan.
-        op: `Average` or `Sum` over ranks.
-        model: The module that owns the parameters; found at the first forward pass if left out.
-        compression: What gradients are made smaller with on their way, with a loss: a codec of
-            `Compression`, for matrices and larger tensors (casts: for all parameters), or codecs by
-            patterns of parameters' names. Of a sequence of those, the least lossy first, the plan
-            has what pays, or none; "auto" is bf16 or int8. What codecs with feedback did not send
-            is added to the next gradients. On a GPU `topk`, `randk`, `dct`, `dgc` and `powersgd`
-            are coded on the host, others by kernels. A single rank sends nothing.
-        shard_optimizer: Each rank updates a shard of every parameter, with 1 / size of the state
-            and the work, and parameters are gathered in the next forward pass, so that overlap is
-            "forward". Needs an optimizer that treats every element by itself. `step()` uses
-            gradients up, as if `zero_grad()` followed it; a second one without backward is an
-            error. Gradients that are reset to None before it are dropped, on all ranks.
-            `state_dict` and `load_state_dict` deal in the whole state and are collective.
-        fused_update: Updates of torch.optim.SGD, Adam and AdamW on a CUDA device run as one kernel
-            launch for all parameters that are due, to the same results but for the rounding of the
-            last bit. Step hooks are refused.
-        sparse_as_dense: Send sparse gradients, as of `nn.Embedding(sparse=True)`, as dense ones.
-            Otherwise only the rows that they have travel, from a GPU by way of the host, and the
-            wrapped optimizer gets sparse sums, where the parameters are; layers that have them are
-            found through `model` or `model.named_parameters()`.
-        max_grad_norm: With shard_optimizer: gradients are scaled so that their norm over all
-            parameters is no larger.
-        topology: Dimensions of the network that all_reduces may go through in chunks, first down
-            and then up, in orders of their own: "hosts" (the ranks of each host, and the hosts),
-            sizes such as "2x4" or [2, 4] with the innermost first (speeds are then measured), a
-            `Topology`, or the path of a JSON file of one. With compression, codecs work in one or
-            both of two dimensions where that is faster. The default is USBYTE_TOPOLOGY's; with
-            policy "themis", "hosts"; else none.
-        partition_bytes: bytescheduler: larger tensors are split.
-        credit_bytes: bytescheduler: bytes in flight.
-        bucket_bytes: ddp: bucket size.
-        tune_steps: Steps of each trial of a plan, 2 at least; else 7 (auto), or as published 100
-            (tune:bytescheduler) and 5 (tune:dear). With auto, 0 means that none is tried.
-        ranks: What `process_set` means, for optimizers made of this one.
-        backward_passes_per_step: Accumulate gradients over so many backward passes, and send their
-            sum in the last one, or in `step()` if that comes earlier.
-        gradient_predivide_factor: Horovod's. Gradients are divided by the number of ranks before
-            they are summed, so that it changes nothing; with `Sum` it must be 1.
-        num_groups: Horovod's; of no effect, as what travels together is planned.
-        groups: Likewise.
-        process_set: Ranks that share gradients among themselves: a `ProcessSet`, their numbers, a
-            group of torch.distributed's, or a dimension of a `DeviceMesh`. They alone make the
-            optimizer. All ranks if left out.
+            `step()` returns immediately; the all-reduce and the update of each layer overlap with
+            the next forward pass, and a layer waits only for its own parameters. Accessing a
+            parameter or gradient earlier waits until it is up to date, so results are bitwise equal
+            to "backward". "auto" (default): backward in the first steps; then forward, if it is
+            predicted to be faster and nothing in the first steps forbids it. The log gives the
+            choice and the reason.
+        policy: Policy that plans the communication. "auto" (default) makes a plan from a profile of
+            the first steps and a probe of the network, tries a few plans with equally good
+            predictions (not with shard_optimizer), keeps the fastest, and starts anew when the time
+            of a step changes. Other names in `usbyte._core.policies()` are published systems.
+            "tune:bytescheduler" and "tune:dear" tune theirs as published. A callable maps a Profile
+            and a NetworkModel to a Plan. If None, USBYTE_POLICY.
+        op: Reduction over ranks: `Average` (default) or `Sum`.
+        model: The module that owns the parameters; found in the first forward pass by default.
+        compression: Lossy compression of gradients; default none. A codec of `Compression` or its
+            spec applies to parameters of two or more dimensions, or to all if it is a cast. A dict
+            maps patterns of parameter names to codecs. From a list of these, the least lossy first,
+            the plan uses the one that is fastest, or none. "auto" chooses between bf16, int8 and
+            none. Codecs with error feedback add what they did not send to the next gradients. On a
+            GPU `topk`, `randk`, `dct`, `dgc` and `powersgd` run on the host, others as kernels. No
+            effect with a single rank.
+        shard_optimizer: Each rank updates one shard of every parameter, with 1 / size of the
+            optimizer state and work. Updated parameters are gathered in the next forward pass,
+            so overlap is "forward". The optimizer must treat every element independently. `step()`
+            consumes the gradients, as if `zero_grad()` followed; a second `step()` without backward
+            is an error. Gradients that are set to None before `step()` are dropped, on all ranks.
+            `state_dict` and `load_state_dict` use the whole state and are collective. Default
+            False.
+        fused_update: On CUDA, runs the updates of torch.optim.SGD, Adam or AdamW as one kernel
+            launch for all parameters that are due. Results differ at most in the rounding of the
+            last bit. Step hooks are refused. Default False.
+        max_grad_norm: With shard_optimizer: upper limit of the gradient norm over all parameters;
+            larger gradients are scaled down. Default none.
+        sparse_as_dense: Sends sparse gradients, as of `nn.Embedding(sparse=True)`, as dense ones.
+            By default only the rows that are present are sent, from a GPU through host memory, and
+            the wrapped optimizer gets sparse sums on the device of the parameters. The layers with
+            sparse gradients are found through `model` or `model.named_parameters()`.
+        topology: Dimensions of the network along which all-reduces are sent in chunks, each by its
+            own route: "hosts" (inside each host, and between hosts); sizes such as "2x4" or [2, 4],
+            innermost first, whose speeds are then measured; a `Topology`; or the path of its JSON
+            file. With compression, codecs work in one or both of two dimensions where that is
+            faster. Default: USBYTE_TOPOLOGY, or "hosts" with policy "themis", or none; with a
+            `process_set` of fewer ranks, none.
+        partition_bytes: For policy "bytescheduler": larger tensors are split. Default
+            USBYTE_PARTITION_BYTES, 8 MiB.
+        credit_bytes: For policy "bytescheduler": most bytes in flight. Default USBYTE_CREDIT_BYTES,
+            16 MiB.
+        bucket_bytes: For policy "ddp": size of a bucket. Default USBYTE_BUCKET_BYTES, 25 MiB.
+        tune_steps: Steps of each trial of a plan, at least 2. Default 7 for "auto", 100 for
+            "tune:bytescheduler", 5 for "tune:dear". With "auto", 0 turns trials off.
+        ranks: A World or Subgroup, for optimizers built on this one; use `process_set` otherwise.
+        backward_passes_per_step: Number of backward passes whose gradients are accumulated, at
+            least 1, default 1. Their sum is sent in the last one, or in `step()` if that comes
+            earlier.
+        gradient_predivide_factor: Horovod's; default 1. With `Average` it has no effect, because
+            gradients are divided by the number of ranks before the sum. With `Sum` it must be 1.
+        num_groups: Horovod's; ignored with a warning, because the plan decides what is sent
+            together.
+        groups: Horovod's; ignored with a warning, for the same reason.
+        process_set: Ranks that share gradients; only they construct the optimizer. Default all
+            ranks. A `ProcessSet`, a list of ranks, a process group of torch.distributed, or a
+            one-dimensional `DeviceMesh`.
 
     Raises:
-        UsageError: Bad arguments, names missing or used twice.
+        UsageError: An argument cannot be used, or a name is missing or used twice.
         MismatchError: Ranks have parameters of other names, shapes or dtypes; raised on every rank.
+
+    Example:
+        >>> import torch
+        >>> import usbyte.torch as ub
+        >>> ub.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * ub.size())
+        >>> optimizer = ub.DistributedOptimizer(optimizer, model.named_parameters())
+        >>> ub.broadcast_parameters(model.state_dict())
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.close()
     """
 
     _param_table: ParamTable
@@ -218,32 +238,34 @@ class DistributedOptimizer(OptimizerWrapper):
         self._memory = CodecState(self._settings.scale(rank_group.size))
         self._update_guard = UpdateGuard()
         self._planner: Planner | None = None
-        # May have ended, where something of it is wanted.
+        # Stays after its end where its shards or a fault still need it.
         self._controller: StepController | None = None
         self._driver: BackwardDriver | None = None
-        self._used_up: list[nn.Parameter] = []  # by a step of one rank, as sharded ones do
+        # With a single rank and shard_optimizer: parameters whose gradients step() has consumed.
+        self._used_up: list[nn.Parameter] = []
         self._closed = False
         self._state_hooks: list[RemovableHandle] = []
         self.label = rank_group.next_label()
-        self._inner = optimizer  # from now on, what is not declared here is its own
+        self._inner = optimizer  # from now on, undeclared attributes go to the wrapped optimizer
         self._build(steps_before=0)
         grad_scaler.install()
         current().on_close(grad_scaler.uninstall)
         rank_group.add(self)
 
-    # What torch.optim.Optimizer promises, by delegation.
+    # The interface of torch.optim.Optimizer, by delegation.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's. Read between `backward()` and `step()`, gradients are final.
+        """The wrapped optimizer's. A read between `backward()` and `step()` waits for gradients.
 
-        GradScaler and others take them from here to change them, in ways that leave no trace.
+        GradScaler and others read the gradients from it to change them in place, which cannot be
+        observed.
         """
         controller = self._live
         if controller is not None and controller.reducer.in_flight:
             controller.drain()
         if controller is not None and controller.pending:
-            with self._update_guard.lock:  # whoever applies updates narrows them meanwhile
+            with self._update_guard.lock:  # threads that apply updates narrow the groups meanwhile
                 return self._inner.param_groups
         return self._inner.param_groups
 
@@ -266,15 +288,16 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, up to date. Collective if it is sharded.
+        """Returns the wrapped optimizer's state_dict, up to date. Collective with shard_optimizer.
 
-        With compression it also holds this rank's codec state, as `CODEC_STATE_KEY`. The wrapped
-        optimizer ignores it: to lose nothing of it, save and load on every rank. After a
-        fault it is left out, with a warning, where they have sent a part of it in a step that is
-        not in the parameters.
+        With compression it also holds the codec state of this rank, under the key `usbyte_memory`,
+        which the wrapped optimizer ignores. To lose none of it, save and load on every rank. After
+        a fault the codec state is left out, with a warning, if a part of it was sent in a step that
+        is not in the parameters.
 
         Raises:
-            FaultError: The run has failed, and what it has left is no state to go on from.
+            FaultError: The run has failed, and left no consistent state.
+            Error: A step was applied partially.
         """
         self._bring_up_to_date()
         memory = self._memory.state()
@@ -290,10 +313,11 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @outside_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the wrapped optimizer; what codecs remember is as it says, or nothing.
+        """Loads into the wrapped optimizer, and replaces or clears the codec state.
 
         Raises:
-            UsageError: What codecs remember is of other parameters.
+            UsageError: The codec state is of other parameters, or of other shards than this rank
+                compresses by now.
         """
         self._drain()
         memory = state_dict.get(CODEC_STATE_KEY, {})
@@ -309,11 +333,11 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds to the wrapped optimizer and plans anew. Collective.
+        """Adds a parameter group to the wrapped optimizer and plans anew. Collective.
 
         Raises:
-            UsageError: The group cannot be served; it is not added.
-            MismatchError: Ranks have different groups, which none of them adds.
+            UsageError: The group is not supported; it is not added.
+            MismatchError: The ranks pass different groups; no rank adds one.
         """
         controller = self._live
         if controller is not None:
@@ -335,7 +359,7 @@ class DistributedOptimizer(OptimizerWrapper):
         unsent, steps = controller.reducer.has_accumulated, controller.executor.steps
         try:
             self._build(steps)
-        except MismatchError:  # on all ranks
+        except MismatchError:  # raised on all ranks, so all of them rebuild
             self._inner.param_groups.pop()
             self._given_names = names
             self._build(steps)
@@ -362,7 +386,13 @@ class DistributedOptimizer(OptimizerWrapper):
     @_not_compiled
     @outside_inference_mode
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Applies the last gradients, or has the next forward pass apply them.
+        """Applies the last gradients, now or, with overlap "forward", in the next forward pass.
+
+        Args:
+            closure: As for `torch.optim.Optimizer.step`.
+
+        Returns:
+            The result of `closure`; None without one.
 
         Raises:
             Error: A gradient was changed while it was in flight.
@@ -373,7 +403,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if closure is None or not controller.evaluates_first:
                 return controller.step(closure)
             loss = controller.evaluate(closure)
-            DistributedOptimizer.step(self)  # and not that of a subclass, which calls this one
+            DistributedOptimizer.step(self)  # a subclass's step() calls this one
             return loss
         if isinstance(self._updater, FusedUpdate):
             self._updater.check()
@@ -394,16 +424,19 @@ class DistributedOptimizer(OptimizerWrapper):
     @_not_compiled
     @outside_inference_mode
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets gradients; those in flight keep their values for the update that awaits them.
+        """Resets gradients. Gradients that a deferred update still needs keep their values for it.
 
-        With shard_optimizer, those that no `step()` has used are dropped, for which it waits for
-        the other ranks, which are to do so too.
+        With shard_optimizer, gradients that no `step()` has used are dropped. This waits for the
+        other ranks, which must drop theirs as well.
+
+        Args:
+            set_to_none: As for `torch.optim.Optimizer.zero_grad`.
         """
         self._check_usable()
         if self._controller is not None:
             self._controller.zero_grad(set_to_none)
         else:
-            if not set_to_none:  # zeros are gradients too
+            if not set_to_none:  # consumed gradients become zeros, as those of other parameters
                 for param in self._used_up:
                     param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             self._used_up = []
@@ -414,12 +447,13 @@ class DistributedOptimizer(OptimizerWrapper):
     def synchronize(self) -> None:
         """Waits until gradients are final and applies pending updates.
 
-        Whoever reads gradients or parameters in Python gets them so without it; it is for what
-        reads their memory in other ways. With backward_passes_per_step above 1 it sends what has
-        been accumulated until then, on all ranks.
+        Reads of gradients and parameters in Python do so by themselves. Call this before their
+        memory is read in another way. With backward_passes_per_step above 1 it sends what has been
+        accumulated so far, and must be called on all ranks.
 
         Raises:
-            UsageError: Gradients of a sharded optimizer are on their way, which nobody has whole.
+            UsageError: With shard_optimizer: gradients are in flight, of which no rank has the
+                whole.
         """
         if (controller := self._live) is not None:
             controller.check_whole_gradients()
@@ -430,28 +464,28 @@ class DistributedOptimizer(OptimizerWrapper):
     @_not_compiled
     @outside_inference_mode
     def flush_accumulated(self) -> None:
-        """Sends what this rank has accumulated and not sent, as `step()` would. Collective."""
+        """Sends the gradients that this rank has accumulated, as `step()` would. Collective."""
         self._check_usable()
         if self._controller is not None:
             self._controller.flush_accumulated()
 
     @_not_compiled
     def drain(self) -> None:
-        """Makes final what is on its way, and sends nothing: for this rank alone to call."""
+        """Waits for gradients in flight and applies pending updates. Sends nothing."""
         if (controller := self._live) is not None:
             controller.drain()
             controller.up_to_date()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Horovod's, around `step()` after `synchronize()`; here that never waits twice."""
+        """Does nothing. Horovod needs it around `step()` after `synchronize()`."""
         yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate on this rank; the next one outside sends the sum.
+        """Inside, backward passes accumulate on this rank; the next one outside sends the sum.
 
-        So does `step()`, where none has followed.
+        If no backward pass follows, `step()` sends it.
         """
         self._check_usable()
         if self._controller is None:
@@ -473,12 +507,12 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def decision(self) -> Decision | None:
-        """What the plan was made from and what is predicted; None until it is made."""
+        """The plan with the profile and network model it was made from; None until it is made."""
         return self._planner.decision if self._planner is not None else None
 
     @property
     def settled(self) -> bool:
-        """True while the plan is there to stay: nothing is being learned or tried."""
+        """True while the plan is final: no learning and no trial is going on."""
         controller, decision = self._live, self.decision
         if controller is None:
             return True
@@ -492,11 +526,11 @@ class DistributedOptimizer(OptimizerWrapper):
         return self._rank_group.size
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are sent, with their names."""
+        """Returns the parameters whose gradients are sent, with their names."""
         return list(zip(self._param_table.names, self._param_table.params, strict=True))
 
     def names_of_groups(self) -> list[list[str]] | None:
-        """By group, the names that its parameters were given; None if some have none."""
+        """Returns the given parameter names by parameter group; None if a parameter has none."""
         names = self._given_names or {}
         groups = [group["params"] for group in self._inner.param_groups]
         if any(param not in names for params in groups for param in params):
@@ -504,7 +538,7 @@ class DistributedOptimizer(OptimizerWrapper):
         return [[names[param] for param in params] for params in groups]
 
     def join_with_zeros(self) -> None:
-        """Takes part in the other ranks' steps, without data, until all ranks do so. Collective."""
+        """Contributes zeros to the steps of other ranks until all ranks have joined. Collective."""
         self._check_usable()
         while (controller := self._live) is not None:
             controller.drain()
@@ -513,70 +547,70 @@ class DistributedOptimizer(OptimizerWrapper):
                 break
             self.step()
 
-    # Used by Context.
+    # Used by World.
 
     @property
     def closed(self) -> bool:
-        """Nothing is sent any more."""
+        """Whether the optimizer is closed, and sends nothing any more."""
         return self._closed
 
     @property
     def sends(self) -> bool:
-        """Other ranks wait for what this one sends."""
+        """Whether other ranks wait for gradients of this one."""
         return self._live is not None
 
     def orphan(self) -> list[Any]:
-        """In a process that was forked, which reads the model: gives what is never to be ended."""
+        """In a forked child process: returns the objects that must never be destroyed there."""
         controller = self._live
         return [self] if controller is None else [self, controller.executor.orphan()]
 
     def status(self) -> dict[str, Any]:
-        """How far this rank has come; see `Engine.status`. Empty if nothing is sent."""
+        """Returns this rank's progress, as `Engine.status`; empty if no gradients are sent."""
         executor = self._executor
         return executor.status() if executor is not None else {}
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Of all that it waits for other ranks in, by label."""
+        """Returns the progress of everything in which this rank waits for others, by label."""
         return {self.label: self.status()}
 
     def hold(self, message: str) -> None:
-        """After a fault: from now on who reads parameters waits, until `settle_fault`."""
+        """After a fault: blocks reads of parameters until `settle_fault`."""
         if (controller := self._live) is not None:
             self._update_guard.fail(message, self._param_table.params, controller.clean_up)
 
     def fail(self, message: str) -> None:
-        """Every wait from now on raises FaultError with this message; to be called after `hold`."""
+        """Makes every later wait raise `FaultError(message)`. Call `hold` first."""
         if (executor := self._executor) is not None:
             executor.fail(message)
 
     def left(self) -> RankProgress | None:
-        """What the fault has left here, after `hold`; None if there was nothing to hold."""
+        """Returns this rank's progress after a fault, after `hold`; None if nothing was blocked."""
         controller = self._controller
         return self._update_guard.left(
             controller.examine if controller is not None else _examine_alone
         )
 
     def settle_fault(self, verdict: str, judgement: RecoveryDecision) -> None:
-        """Whether what is left is a state to go on from; see `ParamRecovery.decide`."""
+        """Applies the recovery decision: blocked reads of parameters go on, or raise `verdict`."""
         self._update_guard.settle(verdict, judgement)
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
-        """Records from the next step on; None stops."""
+        """Records into `writer` from the next step on; None stops."""
         if (controller := self._live) is not None:
             controller.executor.set_timeline(writer)
 
     def close(self, whole_state: bool = True) -> None:
         """Applies pending updates, unless communication has failed; then ends the engine.
 
-        Collective, in that all ranks must close at the same place.
+        Collective: all ranks must close at the same place.
 
         Args:
             whole_state: With shard_optimizer, give the wrapped optimizer its whole state back;
-                `shutdown` does not.
+                default True. `shutdown` passes False.
         """
         self._end(whole_state)
 
-    # Inside.
+    # Private.
 
     @outside_inference_mode
     def _end(self, whole_state: bool) -> None:
@@ -592,17 +626,17 @@ class DistributedOptimizer(OptimizerWrapper):
                 self._driver.close()
                 retain_owner(None, self._param_table.params)
             if controller.shards is None and self._update_guard.recovery is None:
-                self._controller = self._driver = None  # with its memory
+                self._controller = self._driver = None  # frees their buffers
 
     @property
     def _live(self) -> StepController | None:
-        """What takes the steps, while gradients are sent."""
+        """The step controller while gradients are sent; None afterwards and with a single rank."""
         controller = self._controller
         return None if controller is None or controller.ended else controller
 
     @property
     def _executor(self) -> PlanExecutor | None:
-        """What moves gradients; threads ask for it while the one that trains may end it."""
+        """The plan executor. Other threads may read this while the training thread ends it."""
         return getattr(self._live, "executor", None)
 
     def _drain(self) -> None:
@@ -618,7 +652,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._controller.shards.reshard_state()
 
     def _on_updated(self) -> None:
-        """The wrapped optimizer has taken a step as a whole, and nobody has read parameters yet."""
+        """Called after a whole step of the wrapped optimizer, before parameters can be read."""
 
     def _bring_up_to_date(self) -> None:
         if self._update_guard.recovery is not None:
@@ -638,7 +672,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @outside_inference_mode
     def _build(self, steps_before: int) -> None:
-        """Everything that depends on which parameters there are. Collective."""
+        """Makes everything that depends on the set of parameters. Collective."""
         settings, rank_group = self._settings, self._rank_group
         param_table = ParamTable.of(self._inner, self._given_names)
         served = self._serve(param_table)
@@ -652,12 +686,12 @@ class DistributedOptimizer(OptimizerWrapper):
             )
         if rank_group.size == 1:
             self._closed = False
-            return  # nothing to send: the wrapped optimizer as it is
+            return  # a single rank sends nothing
         changing = warn_of_renormalized(self.label, param_table, self._owner)
         device = device_of(param_table.names, param_table.params)
         try:
             planner = self._make_planner(param_table, device, served, steps_before)
-        except OtherOrderError as error:  # on all ranks, which take the order of the first
+        except OtherOrderError as error:  # raised on all ranks; they take the first rank's order
             param_table = param_table.in_order(error.names)
             served = self._serve(param_table)
             planner = self._make_planner(param_table, device, served, steps_before)
@@ -665,7 +699,7 @@ class DistributedOptimizer(OptimizerWrapper):
             check_order(rank_group, self.label, param_table.params)
         self._param_table, self._planner = param_table, planner
         if settings.topology is not None:
-            parse(settings.topology, rank_group.size)  # alike, so an error is on all ranks
+            parse(settings.topology, rank_group.size)  # equal on all ranks, and so is an error
         self._controller = StepController(
             rank_group,
             self._inner,
@@ -696,10 +730,10 @@ class DistributedOptimizer(OptimizerWrapper):
         )  # fmt: skip
 
     def _serve(self, param_table: ParamTable) -> ValidatedOptimizer:
-        """Claims parameters.
+        """Validates the parameters and registers this optimizer as their owner.
 
         Raises:
-            UsageError: Some of them are not served; nothing has changed.
+            UsageError: Some of them are not supported; nothing has changed.
         """
         settings, size = self._settings, self._rank_group.size
         served = validate_optimizer(self._inner, param_table, settings, size, self._owner)
@@ -708,5 +742,5 @@ class DistributedOptimizer(OptimizerWrapper):
 
 
 def _examine_alone(is_quiet: bool) -> tuple[bool, bool]:
-    """See `UpdateGuard.left`; a step of a single rank is there as a whole or not."""
+    """Callback of `UpdateGuard.left`: a single rank's step is applied completely or not at all."""
     return not is_quiet, False

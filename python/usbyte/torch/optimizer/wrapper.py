@@ -1,4 +1,4 @@
-"""An optimizer that stands before another one for schedulers, scalers and hooks."""
+"""A torch optimizer that wraps another one and looks like it to schedulers, scalers and hooks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from usbyte.torch.torch_private import OPTIMIZER_HOOKS
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """Passes on to the wrapped optimizer, `_inner`, what is not the wrapper's own.
+    """Passes attributes on to the wrapped optimizer, `_inner`, except for the wrapper's own.
 
-    Its own are methods, properties and fields that its classes declare, and what was set before
-    `_inner`. Everything else is read, written and deleted on the wrapped optimizer.
+    The wrapper's own are the methods, properties and annotated fields of its classes, and
+    attributes set before `_inner`. All others are read, written and deleted on the wrapped
+    optimizer.
 
-    To `isinstance` it is both a wrapper and one of the wrapped optimizer's class.
+    `isinstance` is true for the wrapper's classes and for the wrapped optimizer's class.
     """
 
     _inner: torch.optim.Optimizer
@@ -29,7 +30,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
     _both: type | None = None
 
     def __init_subclass__(cls) -> None:
-        # Not the wrapped class's own, which may do anything with the subclass of `__class__`.
+        # Does not call super().__init_subclass__: that of the wrapped class could do anything with
+        # the subclass that `__class__` makes.
         cls._fields |= inspect.get_annotations(cls).keys()
 
     @property  # type: ignore[misc]
@@ -88,28 +90,28 @@ class OptimizerWrapper(torch.optim.Optimizer):
             "_inner" not in own or name in own or name in self._fields or hasattr(type(self), name)
         )
 
-    # What subclasses do.
+    # Implemented by subclasses.
 
     def _apply_pending(self) -> None:
-        """Applies updates that wait: they are not to see what is written next."""
+        """Applies pending updates, which must not see the value that is written next."""
         raise NotImplementedError
 
     def _drain(self) -> None:
-        """The same, and waits for gradients."""
+        """Applies pending updates and waits for gradients."""
         raise NotImplementedError
 
     def _bring_up_to_date(self) -> None:
-        """The same, for who is going to save what the optimizer holds."""
+        """Applies pending updates and waits for gradients; called before state is saved."""
         raise NotImplementedError
 
     def _on_new_state(self) -> None:
-        """The wrapped optimizer has been given a whole state."""
+        """Called when the wrapped optimizer has got a whole state."""
         raise NotImplementedError
 
-    # Calls of the wrapped optimizer itself.
+    # For direct calls of the wrapped optimizer.
 
     def _hook_state(self) -> list[RemovableHandle]:
-        """Lets `state_dict` and `load_state_dict` of the wrapped optimizer find it up to date."""
+        """Registers hooks that bring the state up to date in direct state_dict calls."""
         inner = self._inner
         if not hasattr(inner, "_optimizer_state_dict_pre_hooks"):  # skips Optimizer.__init__
             return []
@@ -130,12 +132,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
 
 def holds_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's state is of shards of its parameters."""
+    """Returns whether the optimizer's state is of shards of its parameters."""
     return any(getattr(p, "_usbyte_shard", False) for p in getattr(optimizer, "state", ()))
 
 
 class _Hook:
-    """A hook that keeps the wrapper whose method it calls not alive, and does nothing in copies."""
+    """Calls a method of the wrapper without keeping the wrapper alive; does nothing in copies."""
 
     def __init__(self, method: Callable[[], None]) -> None:
         self._method = weakref.WeakMethod(method)

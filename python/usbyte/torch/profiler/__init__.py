@@ -1,1 +1,1 @@
-"""Records what a script does, for planning without usbyte in it."""
+"""Profilers of training jobs: they record the profile that plans are made from."""

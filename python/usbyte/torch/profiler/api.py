@@ -1,4 +1,4 @@
-"""ub.profile: what a training job does in one iteration, as plans are made from it."""
+"""`profile`: records the ready and need times of one training iteration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Recording", "profile"]
 
 
 class Recording:
-    """A profile that is being recorded; see `profile`."""
+    """Context manager that records a profile; `profile` makes it."""
 
     def __init__(
         self,
@@ -42,7 +42,9 @@ class Recording:
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
         if steps < 1 or skip < 0:
-            raise UsageError(f"cannot record {steps} steps after {skip}; at least 1 after 0")
+            raise UsageError(
+                f"steps must be at least 1 and skip at least 0, not steps={steps} and skip={skip}"
+            )
         if path is not None and not Path(path).parent.is_dir():
             raise UsageError(f"cannot write '{path}': there is no folder '{Path(path).parent}'")
         self._model, self._optimizer = model, optimizer
@@ -55,16 +57,16 @@ class Recording:
 
     @property
     def done(self) -> bool:
-        """The profile is there; training may go on."""
+        """Whether the profile is complete; training may go on."""
         return self._result is not None or (
             self._distributed is not None and self._distributed.decision is not None
         )
 
     def result(self) -> _core.Profile:
-        """The profile.
+        """Returns the recorded profile.
 
         Raises:
-            UsageError: Too few steps were seen.
+            UsageError: Too few steps were recorded.
         """
         distributed = self._distributed
         if self._result is None and distributed is not None and distributed.decision is not None:
@@ -79,7 +81,10 @@ class Recording:
             own = set(parameters_of(self._optimizer))
             params = [p for p in params if p in own]
         if not params:
-            raise UsageError("the model has no parameter that requires a gradient and is optimized")
+            raise UsageError(
+                "no parameter of the model both requires a gradient and belongs to the optimizer: "
+                "pass the model that is trained, and the optimizer that trains it"
+            )
         self._result = None
         self._distributed = distributed_owner(params)
         if self._distributed is not None:
@@ -104,7 +109,7 @@ class Recording:
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
-        except AttributeError as error:  # of a wrapper that never was initialised as an Optimizer
+        except AttributeError as error:  # from a wrapper that did not call Optimizer.__init__
             raise UsageError(
                 f"{type(optimizer).__name__} takes no step hooks; give the optimizer that it wraps"
             ) from error
@@ -119,7 +124,7 @@ class Recording:
         if kind is None:
             self.result()
 
-    # Both stay until the block ends: torch does not bear that a hook of steps removes one.
+    # Both hooks stay until the block ends: torch fails if a step hook removes a step hook.
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._result is not None:
             return
@@ -171,48 +176,67 @@ def profile(
     path: str | os.PathLike[str] | None = None,
     name: str | None = None,
 ) -> Recording:
-    """Records what an ordinary training loop does in one iteration, without communication.
+    """Records the profile of an ordinary training loop: one iteration, without communication.
 
         with ub.profile(model, optimizer, path="profile.json") as p:
             for x, y in loader:           # skip + steps optimizer steps; more are not recorded
                 ...
         job = p.result()                  # of class usbyte._core.Profile
 
-    When the forward pass first uses each parameter and when its gradient is ready, in medians over
-    iterations with their spread. Hooks note the time and wait for nothing. Where `init` has been
-    called, every rank must record, and the slowest rank's times are taken; rank 0 writes the file.
+    The profile says when the forward pass first needs each parameter and when its gradient is
+    ready: medians over the iterations, with their spread. Hooks take timestamps and do not
+    synchronize the device; each iteration ends with one wait for the device. After `init`, every
+    rank must record; the result has the times of the slowest rank, and rank 0 writes the file.
 
-    A job under `DistributedOptimizer` with several ranks waits for the network. Of it nothing is
-    recorded here: the profile is what it has learned itself in its first steps, less that waiting
-    (`optimizer.decision.profile`); then `steps` and `skip` have no effect. DDP and FSDP are
-    refused, and what else communicates counts as compute: profile it as a single process.
+    With several ranks under `DistributedOptimizer`, steps would include waits for the network. In
+    that case nothing is recorded here: the result is the profile that the optimizer has measured in
+    its first steps, without these waits (`optimizer.decision.profile`), and `steps` and `skip` have
+    no effect. DDP and FSDP are refused. Any other communication counts as compute: profile such a
+    job as a single process.
 
     Args:
-        model: What is trained.
-        optimizer: Whose steps end an iteration, and whose parameters count; by default all
-            optimizers of the model's parameters.
-        steps: Iterations to record.
-        skip: Iterations of warm-up before them.
-        path: JSON to write.
-        name: Of the job; by default the model's class.
+        model: The module that is trained.
+        optimizer: The optimizer whose steps end an iteration and whose parameters are recorded. The
+            default is every optimizer of parameters of `model`.
+        steps: Iterations to record; at least 1, default 10.
+        skip: Warm-up iterations before them; at least 0, default 3.
+        path: JSON file to write; default none.
+        name: Name of the job; default the class name of `model`.
+
+    Returns:
+        A context manager. Its `result()` is the profile, its `done` tells whether that is complete.
 
     Raises:
-        UsageError: Bad arguments; at the end of the block, too few steps.
+        UsageError: An argument cannot be used; at the end of the block: too few steps were
+            recorded.
+
+    Example:
+        >>> import torch
+        >>> import usbyte.torch as ub
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with ub.profile(model, optimizer, steps=2, skip=1) as recording:
+        ...     for _ in range(3):
+        ...         model(torch.ones(4, 2)).sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> recording.result().model
+        'Linear'
     """
     return Recording(model, optimizer, steps, skip, path, name)
 
 
 NOT_PLANNED = (
-    "the DistributedOptimizer has no plan yet, and so no profile: train for some steps more than "
+    "the DistributedOptimizer has no plan yet, and so no profile: train for a few steps more than "
     "USBYTE_LEARNING_STEPS"
 )
 
 
 def distributed_owner(params: Sequence[nn.Parameter]) -> DistributedOptimizer | None:
-    """The DistributedOptimizer that sends their gradients to other ranks.
+    """Returns the DistributedOptimizer that sends the gradients of `params`; None if there is none.
 
     Raises:
-        UsageError: They have several.
+        UsageError: There are several.
     """
     found: list[DistributedOptimizer] = []
     for param in params:
@@ -223,40 +247,40 @@ def distributed_owner(params: Sequence[nn.Parameter]) -> DistributedOptimizer | 
             found.append(owner)
     if len(found) > 1:
         raise UsageError(
-            f"the parameters belong to {len(found)} DistributedOptimizers, each of which has a "
-            "profile of its own: take optimizer.decision.profile of each"
+            f"the parameters belong to {len(found)} DistributedOptimizers, and each has a profile "
+            "of its own: use optimizer.decision.profile of each"
         )
     return found[0] if found else None
 
 
 def too_few(seen: int, wanted: int, unfinished: int) -> str:
-    """Why there is no profile.
+    """Returns the message that explains why there is no profile yet.
 
     Args:
-        seen: Steps.
-        wanted: Steps.
-        unfinished: Parameters whose gradients no optimizer step has used.
+        seen: Optimizer steps that were recorded, warm-up included.
+        wanted: Optimizer steps that are needed, warm-up included.
+        unfinished: Number of parameters whose gradients no optimizer step has used.
     """
     text = f"saw {seen} of {wanted} optimizer steps; train for longer, or record fewer"
     if unfinished:
         text += (
-            f" ({unfinished} parameters have gradients that no step used: where they are not to be "
-            "trained, name the optimizer to ub.profile, or freeze them with requires_grad_(False))"
+            f" ({unfinished} parameters have gradients that no step used: if they are not to be "
+            "trained, pass the optimizer to ub.profile, or freeze them with requires_grad_(False))"
         )
     return text
 
 
 def rank() -> int:
-    """This process's rank, also where `init` has not been called."""
+    """Returns this process's rank, also before `init`."""
     return current().rank if is_initialized() else detect().rank
 
 
 def to_json(result: _core.Profile, **more: object) -> str:
-    """A profile and how it was recorded.
+    """Returns a profile as JSON, with the circumstances of its recording.
 
     Args:
         result: The profile.
-        more: Of how it was recorded, for example the batch size.
+        more: More circumstances to store, for example the batch size.
     """
     recorded = {
         "date": date.today().isoformat(),

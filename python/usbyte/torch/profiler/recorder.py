@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -24,7 +25,7 @@ from usbyte.torch.reduce_op import Max
 from usbyte.torch.runtime.device import Mark, device_of
 from usbyte.torch.world.world import current, is_initialized
 
-# By name, since torch has moved them about.
+# Classes are compared by name, because torch has moved them between modules.
 _COMMUNICATING = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
@@ -34,17 +35,18 @@ _StepHook = Callable[[Optimizer, Any, Any], None]
 class Recorder:
     """Records the iterations of a job that does not communicate.
 
-    Hooks note the time and nothing else; each iteration ends with a wait for the device. It ends
-    with the optimizer step after which no gradient is left without an update, so that several
-    optimizers may share a model. With gradient accumulation a gradient is ready when it was last
-    added to.
+    Hooks only take timestamps; each iteration ends with one wait for the device. An iteration ends
+    with the optimizer step after which every gradient has been used by an update, so that several
+    optimizers can share a model. With gradient accumulation a gradient is ready when it was last
+    accumulated.
 
     Args:
-        params: Those to record, on one device, of floating dtypes.
-        skip: Iterations of warm-up.
-        steps: Iterations to record after them.
-        model: The module that owns them; found at the first forward pass if None.
-        refuse: Told why the job cannot be recorded; by default raises UsageError.
+        params: The parameters to record, on one device, of floating-point dtypes.
+        skip: Number of warm-up iterations.
+        steps: Number of iterations to record after them.
+        model: The module that owns the parameters; None to find it in the first forward pass.
+        refuse: Called with the reason if the job cannot be recorded; by default UsageError is
+            raised.
     """
 
     def __init__(
@@ -68,22 +70,22 @@ class Recorder:
         self._forward_hooks.install(model)
         self._begin_iteration()
         self._step_began: Mark = 0.0
-        self._depth = 0  # of steps in steps: those of a subclass call its base class's
+        self._depth = 0  # of nested step() calls: a subclass's step() calls that of its base class
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
         self._handles.append(register_module_forward_pre_hook(self._refuse_communication))
 
     def __len__(self) -> int:
-        """Iterations seen, those of warm-up included."""
+        """Returns the number of iterations seen, warm-up included."""
         return len(self._learning)
 
     @property
     def done(self) -> bool:
-        """Enough iterations were seen."""
+        """Whether enough iterations were seen."""
         return len(self) >= self._wanted
 
     @property
     def unfinished(self) -> int:
-        """Parameters whose gradients no optimizer step has used."""
+        """Number of parameters whose gradients no optimizer step has used yet."""
         return len(self._waiting)
 
     @property
@@ -92,7 +94,7 @@ class Recorder:
         return self._forward_hooks.root_modules
 
     def before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """A pre-hook of optimizers."""
+        """Optimizer step pre-hook."""
         if self._depth == 0:
             if self._captures("step()"):
                 return
@@ -101,7 +103,7 @@ class Recorder:
         self._depth += 1
 
     def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """A post-hook of optimizers; of those of other parameters too."""
+        """Optimizer step post-hook, also for optimizers of other parameters."""
         self._depth = max(self._depth - 1, 0)
         if self._depth > 0:
             return
@@ -122,32 +124,31 @@ class Recorder:
             handle.remove()
 
     def profile(self, names: Sequence[str], model: str) -> _core.Profile:
-        """What was recorded; of the slowest rank, and collective, where `init` has been called.
+        """Returns the profile; after `init` this is collective and has the slowest rank's times.
 
         Args:
-            names: Of the parameters.
+            names: Names of the parameters, in the order of `params`.
             model: Name of the job.
         """
         times = self._learning.times()
         if is_initialized() and current().size > 1:
-            eager = current().eager
-            times = combine(times, lambda t: eager.allreduce("usbyte.profile.times", t, Max))
+            times = combine(times, _slowest)
         return job_profile(names, self._params, times, flags=False, model=model)
 
     def _begin_iteration(self) -> None:
         self._ready: list[Mark] = [NEVER] * len(self._params)
-        self._order = [0] * len(self._params)  # in which gradients have come, from 1
+        self._order = [0] * len(self._params)  # rank in the order of gradients, from 1; 0: none yet
         self._gradients = 0
-        self._waiting: set[int] = set()  # for an update
-        self._updates: list[tuple[Mark, Mark, Mark]] = []  # begun, last gradient, ended
+        self._waiting: set[int] = set()  # parameters with a gradient that no update has used
+        self._updates: list[tuple[Mark, Mark, Mark]] = []  # begin, last gradient, end
 
     def _end_iteration(self) -> None:
         used = [order > 0 for order in self._order]
         ready = [float(mark) for mark in self._ready]
         end = max(s for s in ready if s != NEVER)
-        # What has no gradient is known to have none when backward ends.
+        # A parameter without a gradient is ready when backward ends.
         ready = [min(s, end) for s in ready]
-        # A closure has run backward inside the step.
+        # With a closure, backward runs inside step(): the update begins after the last gradient.
         updated_s = sum(float(end) - max(float(a), float(b)) for a, b, end in self._updates)
         self._learning.add(Iteration.of(self._forward_hooks.needed, ready, 0.0, updated_s))
         self._device.anchor()
@@ -159,16 +160,16 @@ class Recorder:
             kind = type(module)
             if any(c.__name__ in _COMMUNICATING for c in kind.__mro__):
                 self._refuse(
-                    f"the job communicates through {kind.__name__}, whose waiting would count as "
-                    "compute: profile it as a single process, or under ub.DistributedOptimizer"
+                    f"the job communicates through {kind.__name__}, and its waiting would count as "
+                    "compute: profile it as a single process, or with ub.DistributedOptimizer"
                 )
 
     def _captures(self, what: str) -> bool:
         if not self._device.capturing():
             return False
         self._refuse(
-            f"the job captures {what} into a CUDA graph, whose replays cannot be seen: profile it "
-            "without"
+            f"the job captures {what} into a CUDA graph, whose replays run no hooks: profile it "
+            "without CUDA graphs"
         )
         return True
 
@@ -183,17 +184,21 @@ class Recorder:
 
 
 def hook_on_all_steps(before: _StepHook, after: _StepHook) -> list[RemovableHandle]:
-    """Calls both around the steps of every optimizer of this process."""
+    """Registers both hooks for the steps of every optimizer of this process."""
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those that get gradients."""
+    """Returns the parameters of the optimizer that require gradients."""
     return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
 
 def names_of(params: Sequence[nn.Parameter], roots: Iterable[nn.Module]) -> list[str]:
-    """Unique names: the modules', with the root's class in front where roots share a name."""
+    """Returns a unique name of each parameter: its name in the root module that owns it.
+
+    Where root modules share a name, the class of the root module is put in front. Parameters that
+    no root module owns are named `param<i>`.
+    """
     found: dict[nn.Parameter, str] = {}
     taken: set[str] = set()
     for root in roots:
@@ -216,3 +221,9 @@ def _unique(name: str, taken: set[str]) -> str:
 
 def _raise(why: str) -> None:
     raise UsageError(why)
+
+
+def _slowest(times: torch.Tensor) -> torch.Tensor:
+    """Returns the maximum over all ranks. Collective."""
+    current().eager.allreduce("usbyte.profile.times", times, Max)
+    return times

@@ -1,4 +1,4 @@
-"""Recording a script that knows nothing of it, by torch's global hooks."""
+"""Records the profile of an unmodified script, with torch's global hooks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from usbyte.torch.profiler.recorder import Recorder, hook_on_all_steps, names_of
 
 
 class StopRecording(BaseException):
-    """Ends the script; no `except Exception` of it may come in between."""
+    """Ends the script. A BaseException, so that no `except Exception` in the script catches it."""
 
 
 class ScriptRecorder:
-    """Waits for the first optimizer step, then records what its optimizer trains.
+    """Waits for the first optimizer step, then records the parameters of that optimizer.
 
     Args:
-        skip: Steps of warm-up, of which the first one shows which parameters there are; >= 1.
+        skip: Warm-up steps, at least 1: the first step shows which parameters there are.
         steps: Steps to record after them.
-        name: Of the job; None: the model's class.
-        finish: Called once with the profile, inside the script where that has not ended.
-        stop: Then raise `StopRecording` in the script.
+        name: Name of the job; None for the class name of the model.
+        finish: Called once with the profile; while the script runs, if enough steps come.
+        stop: Whether to raise `StopRecording` in the script after `finish`, or after a failure.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class ScriptRecorder:
     ) -> None:
         self._close()
         self._stop = False
-        if kind is None and not self.finished:  # the plan may have come with the last step
+        if kind is None and not self.finished:  # the last step may have made the plan
             self._take_decision("job")
 
     def missing(self) -> str:
-        """Why there is no profile."""
+        """Returns the reason why there is no profile."""
         if self._problem:
             return self._problem
         if self._distributed is not None:
@@ -80,8 +80,8 @@ class ScriptRecorder:
         seen = 1 + len(self._recorder)
         return too_few(seen, self._skip + self._steps, self._recorder.unfinished)
 
-    # The hooks of steps stay until the script ends, or between steps: torch does not bear that one
-    # of them removes one.
+    # Step hooks are removed when the script ends or between steps: torch fails if a step hook
+    # removes a step hook.
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._recorder is not None and not self._over:
             self._recorder.before_step(optimizer, args, kwargs)
@@ -98,8 +98,8 @@ class ScriptRecorder:
             return
         if optimizer is not self._optimizer and not _all_of(optimizer) <= _all_of(self._optimizer):
             self._fail(
-                "it steps several optimizers, and which of them belong to the job cannot be told: "
-                "record it with ub.profile(model) inside the script"
+                "it steps several optimizers, and the recorder cannot know which of them belong to "
+                "the job: record it with ub.profile(model) inside the script"
             )
             return
         recorder.after_step(optimizer, args, kwargs)
@@ -121,7 +121,7 @@ class ScriptRecorder:
         self._forward = register_module_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
-        # It defers no update while somebody hooks on to steps.
+        # DistributedOptimizer defers no updates while step hooks are registered.
         for handle in self._handles:
             handle.remove()
         self._take_decision(type(module).__name__)  # the outermost module comes first

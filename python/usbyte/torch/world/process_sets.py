@@ -1,4 +1,4 @@
-"""Process sets: collectives among some of the ranks, under Horovod's names."""
+"""Process sets: collectives among a subset of the ranks, under Horovod's names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from usbyte.torch.world.rank_group import RankGroup
 
 __all__ = ["ProcessSet", "global_process_set"]
 
-_NAMED = 8  # ranks; of more the name would be long
+_NAMED = 8  # ranks; a longer list would make a long key
 
 
 def _checked(ranks: Any) -> list[int]:
@@ -40,22 +40,24 @@ def _checked(ranks: Any) -> list[int]:
 
 
 class ProcessSet:
-    """Ranks that run collectives among themselves.
+    """A subset of the ranks that runs eager collectives among itself.
 
-    `init(process_sets=[...])` or `add_process_set` makes it part of the run, up to
-    `remove_process_set` or `shutdown`. Names of operations in different sets do not collide. From
-    its first operation on, it costs each of its ranks two threads and some connections.
+    `init(process_sets=[...])` or `add_process_set` adds the set to the run; `remove_process_set` or
+    `shutdown` removes it. Names of operations in different sets do not collide. The first operation
+    of a set starts two threads and opens some connections on each of its ranks.
 
     Args:
-        ranks_or_comm: Ranks of the whole job, in any order. MPI communicators are not taken.
+        ranks_or_comm: Ranks of the whole job, at least one, in any order, without duplicates. MPI
+            communicators are refused.
 
     Attributes:
-        ranks: Ascending; of the global set, empty without a run.
-        process_set_id: What all ranks call it while it is part of the run: 0 is the set of all
-            ranks. None before and after.
+        ranks: The ranks, ascending. Those of `global_process_set` are empty before `init` and after
+            `shutdown`.
+        process_set_id: Number of the set, the same on all ranks; None while the set is not part of
+            a run. `global_process_set` has 0.
 
     Raises:
-        UsageError: These are no ranks, or one occurs twice.
+        UsageError: A value is not a rank, or occurs twice.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
@@ -64,50 +66,55 @@ class ProcessSet:
         self._here: int | None = None  # this process's rank in the job, during a run
 
     def size(self) -> int | None:
-        """Number of its ranks; None while it is not part of a run."""
+        """Returns the number of ranks in the set; None while the set is not part of a run."""
         return None if self._here is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's position among its ranks, -1 outside; None while not part of a run."""
+        """Returns this process's position in `ranks`, -1 if it is no member; None outside a run."""
         if self._here is None:
             return None
         return self.ranks.index(self._here) if self._here in self.ranks else -1
 
     def included(self) -> bool | None:
-        """Whether this process is one of its ranks; None while it is not part of a run."""
+        """Returns whether this process is a member of the set; None outside a run."""
         return None if self._here is None else self._here in self.ranks
 
     def enter(self, number: int, here: int) -> None:
-        """Makes it part of a run, in which this process has the rank `here`."""
+        """Makes the set part of a run as number `number`; this process has rank `here` there."""
         self.process_set_id, self._here = number, here
 
     def leave(self) -> None:
-        """Ends that."""
+        """Marks the set as not part of any run."""
         self.process_set_id = self._here = None
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-#: All ranks.
+#: The process set of all ranks, the default of every `process_set=`.
 global_process_set = ProcessSet([0])
 global_process_set.ranks, global_process_set.process_set_id = [], 0
 
-#: What stands for some of the ranks: a set, their numbers in the whole job, a group of
-#: torch.distributed's, or a mesh of one dimension. For all but the first, only those ranks need to
-#: call, and what they share is kept until `shutdown`.
+#: Types of `process_set=`: a `ProcessSet`, a list of ranks of the whole job, a process group of
+#: torch.distributed, or a `DeviceMesh` of one dimension. All but a `ProcessSet` need no
+#: `add_process_set`: only the selected ranks call the operation, and the threads and connections
+#: that it makes for them stay until `shutdown`.
 ProcessSetLike = ProcessSet | Sequence[int] | dist.ProcessGroup | DeviceMesh
 
 
 def ranks_of(members: ProcessSetLike, size: int) -> list[int]:
-    """The ranks, in the whole job and ascending, that `process_set=` means. Not collective.
+    """Returns the ranks that a `process_set=` argument selects, ascending. Not collective.
 
     Args:
-        members: See `ProcessSetLike`.
+        members: The argument, of any type that `ProcessSetLike` lists.
         size: Number of ranks in the job.
 
+    Returns:
+        Ranks of the whole job.
+
     Raises:
-        UsageError: It means no ranks of this job, or this process cannot tell which.
+        UsageError: `members` is not part of this run, selects no valid ranks, or is a process group
+            or mesh that cannot be resolved on this rank.
     """
     if isinstance(members, ProcessSet):
         if members is global_process_set:
@@ -139,18 +146,19 @@ def ranks_of(members: ProcessSetLike, size: int) -> list[int]:
 
 
 class ProcessSets:
-    """The process sets of a run, and what its operations go through on this rank.
+    """The process sets of a run, with the eager queues of this rank for them.
 
     Args:
         rank_group: All ranks of the job.
         eager: Collectives among all ranks.
-        timeout: Of the backend.
+        timeout: Timeout of the Gloo backend.
     """
 
     def __init__(self, rank_group: RankGroup, eager: EagerQueue, timeout: timedelta) -> None:
         self._rank_group, self._eager, self._timeout = rank_group, eager, timeout
-        self._ids = itertools.count(1)  # equal on all ranks, who add sets in one order
-        self._lock = threading.RLock()  # guards what is below; signal handlers may use this
+        self._ids = itertools.count(1)  # equal on all ranks, as all add sets in the same order
+        # Guards the attributes below. Reentrant, because signal handlers may call methods too.
+        self._lock = threading.RLock()
         self._sets: dict[int, ProcessSet] = {}
         self._queues: dict[str, EagerQueue] = {}
         self._failure: str | None = None
@@ -158,18 +166,19 @@ class ProcessSets:
         global_process_set.enter(0, rank_group.rank)
 
     def add(self, *given: ProcessSet | Sequence[int]) -> list[ProcessSet]:
-        """Makes sets part of the run, all or none. Collective among all ranks of the job.
+        """Adds process sets to the run, all or none. Collective among all ranks of the job.
 
         Raises:
-            UsageError: On every rank: one rank's argument cannot be used, or there is such a set.
-            MismatchError: On every rank: the ranks mean different sets.
+            UsageError: The argument of one rank cannot be used, or a set of the same ranks exists;
+                raised on every rank.
+            MismatchError: The ranks pass different sets; raised on every rank.
         """
         size, problem = self._rank_group.size, None
         added: list[ProcessSet] = []
         try:
             added = [s if isinstance(s, ProcessSet) else ProcessSet(s) for s in given]
             ranks = [ranks_of(process_set.ranks, size) for process_set in added]
-        except UsageError as error:  # the others must not wait for this rank
+        except UsageError as error:  # raised below, on all ranks: they must not wait for this one
             problem, ranks = str(error), []
         self._agree("add_process_set", ranks, problem)
         with self._lock:
@@ -188,14 +197,14 @@ class ProcessSets:
         return added
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """Takes a set out of the run. Collective among all ranks of the job.
+        """Removes a process set from the run. Collective among all ranks of the job.
 
         Returns:
-            False if it is the global one or not part of the run.
+            False if the set is the global one or not part of the run.
 
         Raises:
-            UsageError: On every rank: on one of them an operation of the set is in flight.
-            MismatchError: On every rank: the ranks mean different sets.
+            UsageError: On some rank an operation of the set is in flight; raised on every rank.
+            MismatchError: The ranks pass different sets; raised on every rank.
         """
         number, problem = getattr(process_set, "process_set_id", None), None
         with self._lock:
@@ -216,15 +225,15 @@ class ProcessSets:
         return True
 
     def queue(self, what: str, members: ProcessSetLike) -> EagerQueue:
-        """What operations among `members` go through. Not collective.
+        """Returns the eager queue for operations among `members`. Not collective.
 
         Args:
             what: Name of the operation, for messages.
-            members: A list of ranks that is no `ProcessSet` means the same set whenever it has the
-                same ranks.
+            members: A `ProcessSetLike`. All arguments that are no `ProcessSet` and select the same
+                ranks share one queue.
 
         Raises:
-            UsageError: This rank is not one of them, or see `ranks_of`.
+            UsageError: This rank is not one of `members`, or `ranks_of` refuses them.
         """
         rank_group = self._rank_group
         ranks = ranks_of(members, rank_group.size)
@@ -248,7 +257,7 @@ class ProcessSets:
             return self._queues[key]
 
     def fail(self, message: str) -> None:
-        """Ends every operation of every set with FaultError(message)."""
+        """Ends every pending and later operation of every set with `FaultError(message)`."""
         with self._lock:
             self._failure = self._failure or message
             queues = list(self._queues.values())
@@ -256,7 +265,7 @@ class ProcessSets:
             queue.fail(message)
 
     def close(self) -> None:
-        """Ends all sets; what is pending fails."""
+        """Ends all sets; pending operations fail."""
         with self._lock:
             sets, queues = list(self._sets.values()), list(self._queues.values())
             self._sets, self._queues = {}, {}
@@ -285,7 +294,7 @@ class ProcessSets:
         )
 
     def _agree(self, what: str, meant: list[Any], problem: str | None) -> None:
-        """Raises on every rank if one has a problem or the ranks do not mean the same."""
+        """Raises on every rank if one rank has a problem or the ranks pass different sets."""
         answers = self._rank_group.eager.allgather_json(
             f"usbyte.{what}", [problem, meant], tuple[str | None, list[Any]]
         )
@@ -308,7 +317,10 @@ def _of_set(number: int | None) -> str:
 
 
 def name_of(ranks: Sequence[int]) -> str:
-    """Of a set that only its members know, and which so has no number; for keys."""
+    """Returns the key of a process set that only its members know and that thus has no number.
+
+    Up to 8 ranks are listed; longer lists are hashed.
+    """
     if len(ranks) <= _NAMED:
         return f"ranks.{'.'.join(map(str, ranks))}"
     return f"ranks.{hashlib.sha256(json.dumps(list(ranks)).encode()).hexdigest()[:32]}"
