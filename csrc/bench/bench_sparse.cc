@@ -14,9 +14,9 @@
 #include <thread>
 
 #include "bench.h"
+#include "cuda/emulation/emulated_cuda.h"
 #include "partition.h"
 #include "sparse/servers.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/error.h"
 #include "usbyte/sparse.h"
 

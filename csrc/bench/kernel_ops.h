@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/host_kernels.h"
+#include "cuda/emulation/host_kernels.h"
 #include "usbyte/codec.h"
 #include "usbyte/cuda.h"
 

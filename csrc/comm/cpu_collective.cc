@@ -7,7 +7,7 @@
 #include <string_view>
 #include <type_traits>
 
-#include "usbyte/half.h"
+#include "support/half.h"
 
 namespace usbyte {
 namespace {

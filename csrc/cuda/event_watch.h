@@ -8,9 +8,9 @@
 #include <string>
 #include <thread>
 
+#include "event_pool.h"
 #include "usbyte/communicator.h"
 #include "usbyte/cuda.h"
-#include "usbyte/event_pool.h"
 
 namespace usbyte {
 

@@ -5,8 +5,8 @@
 #include <limits>
 #include <string>
 
+#include "support/half.h"
 #include "usbyte/error.h"
-#include "usbyte/half.h"
 
 namespace usbyte {
 namespace {

@@ -5,10 +5,10 @@
 
 #include <string>
 
+#include "cuda/kernels/kernels.h"
+#include "cuda_device.h"
 #include "current_device.h"
-#include "kernels.h"
 #include "usbyte/cuda.h"
-#include "usbyte/cuda_device.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

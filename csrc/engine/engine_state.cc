@@ -4,9 +4,9 @@
 #include <cstdio>
 #include <utility>
 
+#include "plan/lines.h"
 #include "scaled_copy.h"
 #include "usbyte/error.h"
-#include "usbyte/lines.h"
 
 namespace usbyte {
 namespace {

@@ -12,10 +12,10 @@
 #include <thread>
 #include <vector>
 
-#include "coding.h"
-#include "device_watch.h"
+#include "engine/coding/coding.h"
+#include "engine/device/device_watch.h"
+#include "engine/sparse/sparse_ops.h"
 #include "flight.h"
-#include "sparse_ops.h"
 #include "usbyte/engine.h"
 #include "usbyte/step.h"
 #include "usbyte/step_record.h"

@@ -1,4 +1,4 @@
-#include "usbyte/lines.h"
+#include "lines.h"
 
 #include <algorithm>
 #include <iterator>

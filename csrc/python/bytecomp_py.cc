@@ -1,4 +1,4 @@
-#include "usbyte/bytecomp.h"
+#include "policy/espresso/bytecomp.h"
 
 #include <pybind11/stl.h>
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "bindings.h"
+#include "cuda/device_clock.h"
 #include "usbyte/error.h"
 
 namespace py = pybind11;

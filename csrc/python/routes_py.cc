@@ -1,4 +1,4 @@
-#include "usbyte/routes.h"
+#include "policy/transforms/routes.h"
 
 #include <pybind11/stl.h>
 
@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "bindings.h"
-#include "usbyte/line_choice.h"
-#include "usbyte/lines.h"
+#include "plan/lines.h"
+#include "policy/transforms/line_choice.h"
 
 namespace py = pybind11;
 

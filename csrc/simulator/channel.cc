@@ -1,4 +1,4 @@
-#include "usbyte/channel.h"
+#include "channel.h"
 
 #include <algorithm>
 #include <cmath>

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../codec/random.h"
+#include "codec/random.h"
 
 // Which rank adds up which rows of a matrix, and by which key it knows each: numbers below its
 // `range`, all of which are rows. No rank needs a table.

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "dealt_rows.h"
-#include "schemes.h"
+#include "sparse/schemes/schemes.h"
 #include "usbyte/error.h"
 #include "usbyte/timeline.h"
 

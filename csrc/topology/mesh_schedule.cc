@@ -2,7 +2,7 @@
 #include <limits>
 #include <string>
 
-#include "../plan/json.h"
+#include "plan/json.h"
 #include "usbyte/error.h"
 #include "usbyte/mesh_schedule.h"
 

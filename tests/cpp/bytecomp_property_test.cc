@@ -6,9 +6,9 @@
 #include <numeric>
 #include <set>
 
-#include "policy/bytecomp_timeline.h"
+#include "policy/espresso/bytecomp.h"
+#include "policy/espresso/timeline.h"
 #include "random_job.h"
-#include "usbyte/bytecomp.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

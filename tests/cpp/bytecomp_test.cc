@@ -1,5 +1,5 @@
 // ByteComp: the decision tree, costs and timelines that are worked out by hand, and the policy.
-#include "usbyte/bytecomp.h"
+#include "policy/espresso/bytecomp.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "usbyte/codec_probe.h"
+#include "engine/coding/codec_probe.h"
 
 #include <gtest/gtest.h>
 
@@ -6,10 +6,10 @@
 #include <cmath>
 #include <limits>
 
+#include "cuda/emulation/emulated_cuda.h"
 #include "random_job.h"
 #include "traced_cuda.h"
 #include "usbyte/codec.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

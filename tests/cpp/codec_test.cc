@@ -13,12 +13,12 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/codec/loops.h"
-#include "../../csrc/codec/permutation.h"
-#include "../../csrc/codec/random.h"
+#include "codec/random.h"
+#include "codec/simd/loops.h"
+#include "codec/sparsifiers/permutation.h"
 #include "codec_rig.h"
+#include "support/half.h"
 #include "usbyte/error.h"
-#include "usbyte/half.h"
 
 namespace usbyte {
 namespace {

@@ -7,8 +7,8 @@
 
 #include "random_plan.h"
 #include "ranks.h"
+#include "support/half.h"
 #include "usbyte/codec.h"
-#include "usbyte/half.h"
 #include "usbyte/plan.h"
 
 // Plans with codecs, and gradients in arenas of any dtype.

@@ -1,6 +1,6 @@
 // Rows of a device that are dealt out there: the messages and sums of the host, whatever is late.
 
-#include "engine/device_rows.h"
+#include "engine/sparse/device_rows.h"
 
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "device_training.h"
-#include "sparse/push_pull.h"
+#include "sparse/schemes/push_pull.h"
 #include "sparse_rig.h"
 #include "usbyte/error.h"
 

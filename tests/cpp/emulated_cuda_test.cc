@@ -1,4 +1,4 @@
-#include "usbyte/emulated_cuda.h"
+#include "cuda/emulation/emulated_cuda.h"
 
 #include <gtest/gtest.h>
 

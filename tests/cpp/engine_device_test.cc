@@ -7,10 +7,11 @@
 #include <latch>
 #include <nlohmann/json.hpp>
 
+#include "cuda/device_clock.h"
+#include "cuda/emulation/emulated_cuda.h"
 #include "device_training.h"
 #include "engine_rig.h"
 #include "nccl_rig.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/local_communicator.h"
 #include "usbyte/staged_communicator.h"
 

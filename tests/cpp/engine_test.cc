@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "engine_rig.h"
+#include "support/half.h"
 #include "usbyte/error.h"
-#include "usbyte/half.h"
 #include "usbyte/local_communicator.h"
 
 namespace usbyte {

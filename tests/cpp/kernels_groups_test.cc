@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "codec_rig.h"
-#include "cuda/host_kernels.h"
+#include "cuda/emulation/host_kernels.h"
 #include "kernel_rig.h"
 #include "usbyte/error.h"
 

@@ -7,9 +7,9 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/host_kernels.h"
+#include "cuda/emulation/emulated_cuda.h"
+#include "cuda/emulation/host_kernels.h"
 #include "kernel_rig.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

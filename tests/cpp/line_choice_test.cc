@@ -1,4 +1,4 @@
-#include "usbyte/line_choice.h"
+#include "policy/transforms/line_choice.h"
 
 #include <gtest/gtest.h>
 

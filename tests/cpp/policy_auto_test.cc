@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
-#include "policy/batching.h"
-#include "policy/coarse.h"
-#include "policy/local_search.h"
+#include "policy/auto/batching.h"
+#include "policy/auto/coarse.h"
+#include "policy/auto/local_search.h"
 #include "random_profile.h"
 #include "usbyte/error.h"
 #include "usbyte/policy.h"

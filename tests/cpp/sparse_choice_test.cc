@@ -1,4 +1,4 @@
-#include "usbyte/sparse_choice.h"
+#include "policy/transforms/sparse_choice.h"
 
 #include <gtest/gtest.h>
 

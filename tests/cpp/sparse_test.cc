@@ -8,7 +8,7 @@
 #include <set>
 #include <utility>
 
-#include "../../csrc/sparse/servers.h"
+#include "sparse/servers.h"
 #include "sparse_rig.h"
 #include "usbyte/error.h"
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "usbyte/emulated_cuda.h"
+#include "cuda/emulation/emulated_cuda.h"
 
 namespace usbyte::test {
 

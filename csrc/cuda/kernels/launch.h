@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "../kernel_checks.h"
 #include "copy.h"
+#include "cuda/kernel_checks.h"
 #include "fill.h"
 #include "gather_rows.h"
 #include "groups.h"

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "../../sparse/servers.h"
 #include "atomics.h"
+#include "sparse/servers.h"
 #include "usbyte/kernels.h"
 
 // Zen's hierarchical hashing (OSDI 2025): a batch of rows is grouped by server without

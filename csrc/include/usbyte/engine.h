@@ -9,13 +9,14 @@
 #include <vector>
 
 #include "usbyte/communicator.h"
-#include "usbyte/device_clock.h"
 #include "usbyte/exchange.h"
 #include "usbyte/plan.h"
 #include "usbyte/sparse.h"
 #include "usbyte/timeline.h"
 
 namespace usbyte {
+
+class Moment;
 
 struct EngineOptions {
   double stall_warning_s = 60;

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "coded_op.h"
+#include "engine/halt.h"
+
+namespace usbyte {
+
+/// The thread that makes the messages of coded ops, and makes gradients of those of all ranks.
+///
+/// Ownership: of an op's part of the arena, its memory and its buffer, this has the use from
+/// `encode` until it has reported that, and from `decode` likewise; the communicator has the buffer
+/// in between. Reports come from the thread, without any lock.
+class Coding {
+ public:
+  using Report = std::function<void(int op, std::exception_ptr error)>;
+
+  /// With `encodes_first`, no message waits to be made until another has been read: for those that
+  /// are on a stream, and not yet there. Throws UsageError where memory is missing.
+  Coding(CodingSpace space, bool encodes_first, Report encoded, Report decoded);
+  ~Coding() { stop(); }
+  /// Before the network is aborted: what waits for a device does so no longer, and fails.
+  void halt() { halt_.set(); }
+  /// Drops jobs that are not begun and those to come, and waits for the one that is.
+  void stop();
+  /// After `stop`: whether nothing touches messages and arena any more; see `CodedOp::settle`.
+  bool settle();
+
+  /// What travels for a coded op.
+  const Request& request(int op) const { return ops_[static_cast<size_t>(op)]->request(); }
+  /// For its rows, once it is encoded, and their sum, before it is decoded.
+  CodedOp& op(int op) { return *ops_[static_cast<size_t>(op)]; }
+  void encode(int op, Turn turn) { put({op, false, std::move(turn)}); }
+  void decode(int op, Turn turn) { put({op, true, std::move(turn)}); }
+
+ private:
+  struct Job {
+    int op;
+    bool decodes;
+    Turn turn;
+  };
+  // The first op of the plan first.
+  struct Before {
+    bool encodes_first;
+    bool operator()(const Job& a, const Job& b) const {
+      if (encodes_first && a.decodes != b.decodes) return b.decodes;
+      return std::tie(a.op, a.decodes) < std::tie(b.op, b.decodes);
+    }
+  };
+
+  void put(Job job);
+  void run();
+  void carry_out(const Job& job);
+
+  const Report encoded_, decoded_;
+  Halt halt_;
+  const std::vector<std::unique_ptr<CodedOp>> ops_;  // by op of the plan
+
+  std::mutex mutex_;  // guards what is below
+  std::condition_variable work_;
+  std::set<Job, Before> jobs_;
+  bool stopping_ = false;
+
+  std::thread thread_;
+};
+
+}  // namespace usbyte

@@ -1,0 +1,79 @@
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coded.h"
+#include "usbyte/simulator.h"
+
+namespace usbyte {
+namespace {
+
+constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
+constexpr double kAlmost = 0.005;     // of the iteration
+
+struct Candidate {
+  double lateness_s;
+  Plan plan;
+};
+
+// The least late; of those that come in time, and almost as early, the one with the fewest ops.
+const Candidate& choose(const std::vector<Candidate>& all, double almost_s) {
+  const auto earliest = std::ranges::min_element(all, {}, &Candidate::lateness_s);
+  const double limit_s =
+      std::max(earliest->lateness_s, std::min(0.0, earliest->lateness_s + almost_s));
+  const Candidate* chosen = &*earliest;
+  for (const Candidate& c : all) {
+    if (c.lateness_s <= limit_s && c.plan.ops().size() < chosen->plan.ops().size()) chosen = &c;
+  }
+  return *chosen;
+}
+
+// What a byte of gradients takes on the network when it is coded, over what it takes as it is.
+double share(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
+  PolicyOptions plain = options;
+  plain.codec_of.clear();
+  plain.sharded = false;
+  const Plan each = wfbp(profile, network, plain);  // an op for each tensor
+  const auto time_s = [&](const Plan& plan) {
+    double sum = 0;
+    for (const Op& op : plan.ops()) {
+      const auto [kind, bytes] = plan.traffic(op, network.ranks);
+      sum += network.cost(kind, 1).beta_s_per_byte * static_cast<double>(bytes);
+    }
+    return sum;
+  };
+  const double whole = time_s(each);
+  return whole > 0 ? time_s(with_codecs(each, options.codec_of)) / whole : 1;
+}
+
+}  // namespace
+
+Plan automatic_coded(const Profile& profile, const NetworkModel& network,
+                     const PolicyOptions& options) {
+  Simulator simulator(profile, network, options.overlap, options.sharded, options.codec_costs);
+  std::vector<Candidate> all;
+  const auto consider = [&](Plan plan) {
+    const double lateness_s = simulator.lateness_s(plan);
+    all.push_back({lateness_s, std::move(plan)});
+  };
+  consider(make_plan(options.sharded ? "dear" : "ddp", profile, network, options));
+  for (const auto& [name, policy] : policies()) {
+    const bool scatters = name == "dear" || name == "dear_exact";
+    if (name == "auto" || name == "bytecomp" || (options.sharded && !scatters)) continue;
+    consider(make_plan(name, profile, network, options));
+  }
+  // Cut for the bytes that there are, and for those that will travel.
+  PolicyOptions plain = options;
+  plain.codec_of.clear();
+  const double coded = share(profile, network, options);
+  for (const NetworkModel& assumed : {network, network.scaled(1, coded)}) {
+    consider(with_codecs(automatic(profile, assumed, plain), options.codec_of, options.sharded));
+  }
+  const Plan& fallback = all.front().plan;
+  const Plan& best = choose(all, kAlmost * profile.iteration_s()).plan;
+  const bool worthwhile = simulator.step_s(best) < simulator.step_s(fallback) * (1 - kWorthwhile);
+  return (worthwhile ? best : fallback).with("auto", (worthwhile ? best : fallback).ops());
+}
+
+}  // namespace usbyte
