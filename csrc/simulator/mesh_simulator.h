@@ -5,7 +5,6 @@
 #include <string_view>
 #include <vector>
 
-#include "usbyte/mesh_schedule.h"
 #include "usbyte/topology.h"
 
 namespace usbyte {

@@ -4,7 +4,7 @@
 
 #include "plan/json.h"
 #include "usbyte/error.h"
-#include "usbyte/mesh_schedule.h"
+#include "usbyte/topology.h"
 
 namespace usbyte {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "mesh_rig.h"
 #include "plan/lines.h"
-#include "policy/transforms/line_choice.h"
+#include "policy/transforms/routing.h"
 #include "random_lines.h"
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"

@@ -1,4 +1,4 @@
-#include "policy/transforms/line_choice.h"
+#include "policy/transforms/routing.h"
 
 #include <gtest/gtest.h>
 

@@ -9,9 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "usbyte/collective.h"
-#include "usbyte/mesh_schedule.h"
 #include "usbyte/tensor.h"
+#include "usbyte/topology.h"
 
 namespace usbyte {
 

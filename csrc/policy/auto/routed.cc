@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "policy/transforms/routes.h"
+#include "policy/transforms/routing.h"
 #include "usbyte/simulator.h"
 
 namespace usbyte {

@@ -1,4 +1,4 @@
-#include "policy/transforms/routes.h"
+#include "policy/transforms/routing.h"
 #include "usbyte/policy.h"
 
 namespace usbyte {

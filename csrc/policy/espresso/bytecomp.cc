@@ -1,7 +1,9 @@
-#include "bytecomp.h"
-
 #include <algorithm>
 
+#include "cluster.h"
+#include "select.h"
+#include "strategy.h"
+#include "timeline.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 #include "usbyte/policy.h"

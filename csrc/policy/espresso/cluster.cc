@@ -1,8 +1,9 @@
+#include "cluster.h"
+
 #include <bit>
 #include <cmath>
 #include <utility>
 
-#include "bytecomp.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -111,6 +112,25 @@ CompressionCluster CompressionCluster::thakur(int nodes, int ranks_per_node, dou
   cluster.gpu = std::move(gpu);
   cluster.cpu = std::move(cpu);
   return cluster;
+}
+
+CompressionJob CompressionJob::of(const Profile& profile, Overlap overlap,
+                                  std::span<const std::string> codec_of) {
+  profile.validate();
+  if (!codec_of.empty() && codec_of.size() != profile.tensors.size()) {
+    throw UsageError(std::to_string(codec_of.size()) + " codecs for " +
+                     std::to_string(profile.tensors.size()) + " tensors");
+  }
+  const std::vector<double> due_s = due_times(profile, overlap);
+  CompressionJob job;
+  job.rest_s = profile.iteration_s() - profile.backward_end_s();
+  for (int i : backward_order(profile)) {
+    const auto t = static_cast<size_t>(i);
+    job.tensors.push_back({profile.tensors[t].numel, profile.tensors[t].dtype, profile.ready_s[t],
+                           profile.iteration_s() - due_s[t],
+                           codec_of.empty() || codec_of[t].empty() ? "none" : codec_of[t]});
+  }
+  return job;
 }
 
 }  // namespace usbyte

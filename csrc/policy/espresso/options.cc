@@ -1,7 +1,10 @@
-#include <algorithm>
-#include <map>
+#include "options.h"
 
-#include "task_chain.h"
+#include <algorithm>
+#include <array>
+#include <map>
+#include <optional>
+
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -17,7 +20,7 @@ constexpr size_t kFew = 16;
 // decoding mostly comes when it has ended.
 using Weight = std::array<double, kResources + 1>;
 
-Weight weight_of(const Chain& chain) {
+Weight weight_of(const TaskChain& chain) {
   Weight out{};
   const auto load = chain.load();
   std::copy(load.begin(), load.end(), out.begin() + 1);
@@ -36,7 +39,8 @@ bool no_more_than(const Weight& a, const Weight& b) {
 }
 
 // Indices of the chains that no other takes as little of everything as, the fastest alone first.
-std::vector<int> frontier(const std::vector<Chain>& chains, const std::vector<int>& candidates) {
+std::vector<int> frontier(const std::vector<TaskChain>& chains,
+                          const std::vector<int>& candidates) {
   std::vector<int> order = candidates;
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
     return chains[static_cast<size_t>(a)].alone_s() < chains[static_cast<size_t>(b)].alone_s();
@@ -63,11 +67,11 @@ bool on_one_processor(const Strategy& strategy, Processor processor) {
 Options options_of(const CompressionCluster& cluster, const CompressionJob::Tensor& tensor,
                    std::span<const Strategy> allowed, std::span<const int> twin_of,
                    Processor first) {
-  const ChainMaker maker(cluster, tensor);
-  std::vector<Chain> every;
+  const TaskChainBuilder maker(cluster, tensor);
+  std::vector<TaskChain> every;
   std::vector<int> index_of(allowed.size(), -1), anything, single, uncompressed;
   for (size_t s = 0; s < allowed.size(); ++s) {
-    const std::optional<Chain> chain = maker.make(allowed[s]);
+    const std::optional<TaskChain> chain = maker.make(allowed[s]);
     if (!chain) continue;
     const int index = static_cast<int>(every.size());
     index_of[s] = index;
@@ -106,8 +110,8 @@ Options options_of(const CompressionCluster& cluster, const CompressionJob::Tens
 
 }  // namespace
 
-OptionTable::OptionTable(const CompressionJob& job, const CompressionCluster& cluster,
-                         std::span<const Strategy> allowed) {
+StrategyTable::StrategyTable(const CompressionJob& job, const CompressionCluster& cluster,
+                             std::span<const Strategy> allowed) {
   std::map<Strategy, int> index;
   for (size_t s = 0; s < allowed.size(); ++s) index.emplace(allowed[s], static_cast<int>(s));
   std::vector<int> twin_of(allowed.size(), -1);

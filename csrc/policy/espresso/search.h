@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "options.h"
 #include "task_chain.h"
 #include "timeline.h"
 
@@ -11,14 +12,14 @@ namespace usbyte {
 /// A choice for all tensors, by tensor an index of its options, that takes about as much of each
 /// resource, whatever the order: local optimum of the sum of loads^exponent, from `choice` on.
 /// `scale_s` is about what the largest load is; `exponent` a power of two.
-std::vector<int> balanced_choice(const CompressionJob& job, const OptionTable& options,
+std::vector<int> balanced_choice(const CompressionJob& job, const StrategyTable& options,
                                  std::vector<int> choice, double scale_s, int exponent);
 
 /// Strategies of all tensors while they are searched for.
 class StrategySearch {
  public:
   /// Begins with `choice`, by tensor an index of its options; ends after about `work` tasks.
-  StrategySearch(const CompressionJob& job, const OptionTable& options, std::vector<int> choice,
+  StrategySearch(const CompressionJob& job, const StrategyTable& options, std::vector<int> choice,
                  int64_t work);
 
   /// Algorithm 1.
@@ -41,12 +42,12 @@ class StrategySearch {
  private:
   // Tensors with options in common that have chosen the same one, in order of backward.
   struct Group {
-    const Chain* on_cpu;
+    const TaskChain* on_cpu;
     int on_cpu_index;
     std::vector<int> tensors;
   };
 
-  const Chain& chain(int tensor, int option) const {
+  const TaskChain& chain(int tensor, int option) const {
     return options_->of(tensor).all[static_cast<size_t>(option)];
   }
   bool improve(int tensor, const std::vector<int>& candidates);
@@ -59,7 +60,7 @@ class StrategySearch {
   std::vector<int> best_in_turns(const std::vector<Group>& groups);
 
   const CompressionJob* job_;
-  const OptionTable* options_;
+  const StrategyTable* options_;
   std::vector<int> choice_;
   std::vector<int> order_;  // by size descending, of one size the last one in backward first
   CompressionTimeline timeline_;

@@ -1,8 +1,10 @@
+#include "strategy.h"
+
 #include <algorithm>
 #include <array>
 #include <set>
 
-#include "bytecomp.h"
+#include "cluster.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

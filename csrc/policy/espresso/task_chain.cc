@@ -169,13 +169,14 @@ Resource resource_of(const Stage& stage) {
 
 }  // namespace
 
-std::array<double, kResources> Chain::load() const {
+std::array<double, kResources> TaskChain::load() const {
   std::array<double, kResources> out{};
   for (size_t i = 0; i < static_cast<size_t>(count); ++i) out[resource[i]] += seconds[i];
   return out;
 }
 
-ChainMaker::ChainMaker(const CompressionCluster& cluster, const CompressionJob::Tensor& tensor)
+TaskChainBuilder::TaskChainBuilder(const CompressionCluster& cluster,
+                                   const CompressionJob::Tensor& tensor)
     : cluster_(&cluster), tensor_(&tensor) {
   if (!is_floating(tensor.dtype) || tensor.codec.empty()) return;
   codec_ = make_codec(tensor.codec);
@@ -184,10 +185,10 @@ ChainMaker::ChainMaker(const CompressionCluster& cluster, const CompressionJob::
   if (cluster.cpu) cost_[static_cast<size_t>(Processor::cpu)] = cluster.cpu->of(codec_->spec());
 }
 
-std::optional<Chain> ChainMaker::make(const Strategy& strategy) const {
+std::optional<TaskChain> TaskChainBuilder::make(const Strategy& strategy) const {
   if (strategy.stages.empty() || strategy.stages.size() > kMostStages) return {};
   Walk walk(*cluster_, *tensor_, codec_.get());
-  Chain chain;
+  TaskChain chain;
   chain.count = static_cast<int>(strategy.stages.size());
   for (size_t i = 0; i < strategy.stages.size(); ++i) {
     const Stage& stage = strategy.stages[i];

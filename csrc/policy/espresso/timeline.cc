@@ -1,6 +1,10 @@
 #include "timeline.h"
 
 #include <algorithm>
+#include <limits>
+#include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
 
 #include "usbyte/error.h"
@@ -11,10 +15,37 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr size_t kCompute = static_cast<size_t>(Resource::compute);
 
+std::vector<const TaskChain*> pointers(const std::vector<TaskChain>& chains) {
+  std::vector<const TaskChain*> out;
+  for (const TaskChain& chain : chains) out.push_back(&chain);
+  return out;
+}
+
+std::vector<TaskChain> chains_of(const CompressionJob& job, const CompressionCluster& cluster,
+                                 std::span<const Strategy> strategies) {
+  if (strategies.size() != job.tensors.size()) {
+    throw UsageError(std::to_string(strategies.size()) + " strategies for " +
+                     std::to_string(job.tensors.size()) + " tensors");
+  }
+  std::vector<TaskChain> out;
+  for (size_t t = 0; t < strategies.size(); ++t) {
+    const CompressionJob::Tensor& tensor = job.tensors[t];
+    const std::optional<TaskChain> chain = TaskChainBuilder(cluster, tensor).make(strategies[t]);
+    if (!chain) {
+      throw UsageError("strategy '" + strategies[t].describe() + "' is none for " +
+                       std::string(name(tensor.dtype)) + " with codec '" + tensor.codec + "' on " +
+                       std::to_string(cluster.nodes) + " nodes of " +
+                       std::to_string(cluster.ranks_per_node) + " ranks");
+    }
+    out.push_back(*chain);
+  }
+  return out;
+}
+
 }  // namespace
 
 CompressionTimeline::CompressionTimeline(const CompressionJob& job,
-                                         std::vector<const Chain*> chains)
+                                         std::vector<const TaskChain*> chains)
     : job_(&job), chains_(std::move(chains)), checkpoints_(job.tensors.size()) {
   const size_t count = job.tensors.size();
   double before_s = 0;
@@ -51,7 +82,7 @@ CompressionTimeline::CompressionTimeline(const CompressionJob& job,
 void CompressionTimeline::sum_up(int last) {
   for (size_t i = static_cast<size_t>(last) + 1; i-- > 0;) {
     to_come_s_[i] = to_come_s_[i + 1];
-    const Chain& chain = *chains_[i];
+    const TaskChain& chain = *chains_[i];
     for (size_t s = 0; s < static_cast<size_t>(chain.count); ++s) {
       to_come_s_[i][chain.resource[s]] += chain.seconds[s];
     }
@@ -72,7 +103,7 @@ double CompressionTimeline::simulate(Queues& queues, int from, double longest_s,
     ++tasks;
   };
   const auto serve_stage = [&](int t, int stage, double now_s) {
-    const Chain& chain = *chains_[static_cast<size_t>(t)];
+    const TaskChain& chain = *chains_[static_cast<size_t>(t)];
     if (stage == chain.count) {
       longest_s = std::max(longest_s, now_s + job_->tensors[static_cast<size_t>(t)].rest_s);
       return;
@@ -172,18 +203,18 @@ double CompressionTimeline::tentatively(int first_changed, int last_changed, dou
   return simulate(trial_, first_changed, checkpoint.longest_s, limit_s, false);
 }
 
-double CompressionTimeline::with(int tensor, const Chain& chain, double limit_s) {
-  const Chain*& held = chains_[static_cast<size_t>(tensor)];
-  const Chain* const before = std::exchange(held, &chain);
+double CompressionTimeline::with(int tensor, const TaskChain& chain, double limit_s) {
+  const TaskChain*& held = chains_[static_cast<size_t>(tensor)];
+  const TaskChain* const before = std::exchange(held, &chain);
   const double out = tentatively(tensor, tensor, limit_s);
   held = before;
   return out;
 }
 
 double CompressionTimeline::with(const std::vector<int>& tensors,
-                                 const std::vector<const Chain*>& chains, double limit_s) {
+                                 const std::vector<const TaskChain*>& chains, double limit_s) {
   if (tensors.empty()) return iteration_s_ < limit_s ? iteration_s_ : kInfinity;
-  std::vector<const Chain*> before;
+  std::vector<const TaskChain*> before;
   before.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     before.push_back(std::exchange(chains_[static_cast<size_t>(tensors[i])], chains[i]));
@@ -196,7 +227,7 @@ double CompressionTimeline::with(const std::vector<int>& tensors,
   return out;
 }
 
-void CompressionTimeline::set(int tensor, const Chain& chain) {
+void CompressionTimeline::set(int tensor, const TaskChain& chain) {
   chains_[static_cast<size_t>(tensor)] = &chain;
   sum_up(tensor);
   commit(tensor);
@@ -224,6 +255,27 @@ std::vector<ScheduledStage> CompressionTimeline::starts() const {
       out.push_back({entry.tensor, entry.stage, std::max(entry.end_s - seconds, before_s)});
     }
   }
+  return out;
+}
+
+double iteration_s(const CompressionJob& job, const CompressionCluster& cluster,
+                   std::span<const Strategy> strategies) {
+  const std::vector<TaskChain> chains = chains_of(job, cluster, strategies);
+  return CompressionTimeline(job, pointers(chains)).iteration_s();
+}
+
+std::vector<ScheduledStage> schedule(const CompressionJob& job, const CompressionCluster& cluster,
+                                     std::span<const Strategy> strategies) {
+  const std::vector<TaskChain> chains = chains_of(job, cluster, strategies);
+  std::vector<ScheduledStage> out = CompressionTimeline(job, pointers(chains)).starts();
+  std::erase_if(out, [&](const ScheduledStage& stage) {
+    const StageKind kind =
+        strategies[static_cast<size_t>(stage.tensor)].stages[static_cast<size_t>(stage.stage)].kind;
+    return kind == StageKind::encode || kind == StageKind::decode;
+  });
+  std::sort(out.begin(), out.end(), [](const ScheduledStage& a, const ScheduledStage& b) {
+    return std::tuple(a.start_s, a.tensor, a.stage) < std::tuple(b.start_s, b.tensor, b.stage);
+  });
   return out;
 }
 

@@ -3,12 +3,33 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <vector>
 
-#include "bytecomp.h"
+#include "cluster.h"
+#include "strategy.h"
 #include "task_chain.h"
 
 namespace usbyte {
+
+/// F(S): seconds of an iteration in which each tensor takes its strategy. The compute stream, the
+/// CPU threads and the two links each serve one task after the other, in order of arrival and, at
+/// one time, of backward. A codec on the GPU delays what backward does next. Decoding n messages
+/// takes n times as long as one; encoding for an all_to_all counts as one message, as in the paper,
+/// where the engine encodes each shard. Throws UsageError on a strategy that the cluster or the
+/// tensor's codec does not admit.
+double iteration_s(const CompressionJob& job, const CompressionCluster& cluster,
+                   std::span<const Strategy> strategies);
+
+/// When each collective of each tensor would be started, by the same timeline.
+struct ScheduledStage {
+  int tensor;  ///< of the job
+  int stage;   ///< of its strategy
+  double start_s;
+};
+/// All collectives by start; equal ones in order of backward.
+std::vector<ScheduledStage> schedule(const CompressionJob& job, const CompressionCluster& cluster,
+                                     std::span<const Strategy> strategies);
 
 /// F(S), kept for the strategies that tensors have now, so that a change of one tensor's is
 /// simulated only from where backward has produced that tensor.
@@ -18,17 +39,17 @@ namespace usbyte {
 class CompressionTimeline {
  public:
   /// Chains are looked at as long as they are set. `job` outlives this.
-  CompressionTimeline(const CompressionJob& job, std::vector<const Chain*> chains);
+  CompressionTimeline(const CompressionJob& job, std::vector<const TaskChain*> chains);
 
   /// As the tensors are now.
   double iteration_s() const { return iteration_s_; }
-  const Chain& chain(int tensor) const { return *chains_[static_cast<size_t>(tensor)]; }
+  const TaskChain& chain(int tensor) const { return *chains_[static_cast<size_t>(tensor)]; }
   /// The same if `tensor` had `chain`; infinite if that is not below `limit_s`.
-  double with(int tensor, const Chain& chain, double limit_s);
+  double with(int tensor, const TaskChain& chain, double limit_s);
   /// The same if each of `tensors` had the chain at its place.
-  double with(const std::vector<int>& tensors, const std::vector<const Chain*>& chains,
+  double with(const std::vector<int>& tensors, const std::vector<const TaskChain*>& chains,
               double limit_s);
-  void set(int tensor, const Chain& chain);
+  void set(int tensor, const TaskChain& chain);
 
   /// The tensors before this one have arrived before it is ready, and nothing else goes on then.
   int after_last_bubble() const;
@@ -66,7 +87,7 @@ class CompressionTimeline {
   void sum_up(int last);
 
   const CompressionJob* job_;
-  std::vector<const Chain*> chains_;
+  std::vector<const TaskChain*> chains_;
   std::vector<double> backward_s_;        // of what produces each tensor
   std::vector<double> backward_after_s_;  // what the iteration takes at least after that
   // What tensors from each on, not counting backward, take of each resource, and the least that

@@ -6,7 +6,7 @@
 #include <queue>
 
 #include "simulator/channel.h"
-#include "usbyte/admission.h"
+#include "usbyte/step.h"
 
 namespace usbyte {
 

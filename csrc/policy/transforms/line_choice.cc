@@ -1,4 +1,4 @@
-#include "line_choice.h"
+#include "routing.h"
 
 #include <algorithm>
 #include <charconv>

@@ -1,4 +1,4 @@
-#include "routes.h"
+#include "routing.h"
 
 #include <algorithm>
 #include <limits>
