@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine_state.h"
+#include "support/keep_forever.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -35,10 +36,7 @@ Engine::~Engine() {
   const bool settled = state_->coding && state_->coding->settle();
   if (state_->coding && !state_->fault.empty() && !settled) {
     // The network may still write to the messages of ops that have failed.
-    static auto& kept = *new std::vector<std::shared_ptr<State>>;
-    static std::mutex mutex;
-    std::lock_guard lock(mutex);
-    kept.push_back(state_);
+    keep_forever(state_);
   }
   // Late completions keep the state alive; what the callbacks refer to need not be.
   state_->options.on_warning = {};

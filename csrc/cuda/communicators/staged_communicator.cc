@@ -10,6 +10,7 @@
 
 #include "cuda/event_pool.h"
 #include "staging.h"
+#include "support/keep_forever.h"
 #include "usbyte/error.h"
 #include "usbyte/topology.h"
 
@@ -321,10 +322,7 @@ StagedCommunicator::~StagedCommunicator() {
       s.end("the staged communicator was destroyed before this request was complete");
   if (!settled) {
     // Copies that have begun would go on, and the thread waits for one of them.
-    static auto& kept = *new std::vector<std::shared_ptr<State>>;
-    static std::mutex mutex;
-    std::lock_guard lock(mutex);
-    kept.push_back(state_);
+    keep_forever(state_);
   }
   if (!settled || std::this_thread::get_id() == s.thread.get_id()) {
     s.thread.detach();  // a completion destroys this; the thread shares the state and ends

@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <queue>
 #include <string_view>
 
 #include "batching.h"
+#include "candidates.h"
 #include "coarse.h"
 #include "coded.h"
 #include "local_search.h"
@@ -17,8 +17,6 @@ namespace usbyte {
 namespace {
 
 constexpr int kImproved = 2;          // drafts of a kind that the local search gets
-constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
-constexpr double kAlmost = 0.005;     // of the iteration
 constexpr double kSimpler = 0.002;    // of the iteration: what fewer ops may cost
 constexpr double kCredited = 0.5;     // of the overlap of startups, while searching
 constexpr int64_t kWork = 500'000;    // of one local search: some 100 ms
@@ -180,33 +178,6 @@ NetworkModel cautious(NetworkModel network) {
     for (AlphaBeta& cost : *row) cost.overlap_s *= kCredited;
   }
   return network;
-}
-
-struct Candidate {
-  double lateness_s;
-  std::pair<size_t, size_t> ops;  // without those that go in one shot; all
-  Plan plan;
-};
-
-std::pair<size_t, size_t> count_ops(const Plan& plan, const OneShot& one_shot) {
-  const auto shots = std::count_if(plan.ops().begin(), plan.ops().end(), [&](const Op& op) {
-    return one_shot.takes(op.kind, plan.bytes(op));
-  });
-  return {plan.ops().size() - static_cast<size_t>(shots), plan.ops().size()};
-}
-
-// The one with the fewest ops among those that are no later than `limit_s` and almost the best:
-// what the model does not know about ops is seldom in their favour. Those that go in one shot, on
-// connections of their own, count less.
-const Candidate& choose(const std::vector<Candidate>& all, double limit_s, double almost_s) {
-  double best = std::numeric_limits<double>::infinity();
-  for (const Candidate& c : all) best = std::min(best, c.lateness_s);
-  limit_s = std::max(best, std::min(limit_s, best + almost_s));
-  const Candidate* chosen = nullptr;
-  for (const Candidate& c : all) {
-    if (c.lateness_s <= limit_s && (!chosen || c.ops < chosen->ops)) chosen = &c;
-  }
-  return *chosen;
 }
 
 // Of so many parts, startups alone rule a plan out, and its simulation would take long.

@@ -1,33 +1,13 @@
-#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "candidates.h"
 #include "coded.h"
 #include "usbyte/simulator.h"
 
 namespace usbyte {
 namespace {
-
-constexpr double kWorthwhile = 0.01;  // of DDP's step: less than that is not worth a difference
-constexpr double kAlmost = 0.005;     // of the iteration
-
-struct Candidate {
-  double lateness_s;
-  Plan plan;
-};
-
-// The least late; of those that come in time, and almost as early, the one with the fewest ops.
-const Candidate& choose(const std::vector<Candidate>& all, double almost_s) {
-  const auto earliest = std::ranges::min_element(all, {}, &Candidate::lateness_s);
-  const double limit_s =
-      std::max(earliest->lateness_s, std::min(0.0, earliest->lateness_s + almost_s));
-  const Candidate* chosen = &*earliest;
-  for (const Candidate& c : all) {
-    if (c.lateness_s <= limit_s && c.plan.ops().size() < chosen->plan.ops().size()) chosen = &c;
-  }
-  return *chosen;
-}
 
 // What a byte of gradients takes on the network when it is coded, over what it takes as it is.
 double share(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
@@ -55,7 +35,8 @@ Plan automatic_coded(const Profile& profile, const NetworkModel& network,
   std::vector<Candidate> all;
   const auto consider = [&](Plan plan) {
     const double lateness_s = simulator.lateness_s(plan);
-    all.push_back({lateness_s, std::move(plan)});
+    const size_t ops = plan.ops().size();
+    all.push_back({lateness_s, {ops, ops}, std::move(plan)});
   };
   consider(make_plan(options.sharded ? "dear" : "ddp", profile, network, options));
   for (const auto& [name, policy] : policies()) {
@@ -71,7 +52,7 @@ Plan automatic_coded(const Profile& profile, const NetworkModel& network,
     consider(with_codecs(automatic(profile, assumed, plain), options.codec_of, options.sharded));
   }
   const Plan& fallback = all.front().plan;
-  const Plan& best = choose(all, kAlmost * profile.iteration_s()).plan;
+  const Plan& best = choose(all, 0, kAlmost * profile.iteration_s(), TieBreak::least_late).plan;
   const bool worthwhile = simulator.step_s(best) < simulator.step_s(fallback) * (1 - kWorthwhile);
   return (worthwhile ? best : fallback).with("auto", (worthwhile ? best : fallback).ops());
 }

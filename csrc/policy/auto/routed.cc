@@ -2,15 +2,11 @@
 
 #include <vector>
 
+#include "candidates.h"
 #include "policy/transforms/routing.h"
 #include "usbyte/simulator.h"
 
 namespace usbyte {
-namespace {
-
-constexpr double kWorthwhile = 0.01;  // of the step: less than that is not worth a route
-
-}  // namespace
 
 Plan automatic_routed(const Profile& profile, const NetworkModel& network,
                       const PolicyOptions& options) {
