@@ -1,9 +1,8 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 
+#include "support/thread_annotations.h"
 #include "usbyte/cuda.h"
 #include "usbyte/error.h"
 
@@ -16,7 +15,7 @@ namespace usbyte {
 class Halt {
  public:
   void set() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     halted_ = true;
     changed_.notify_all();
   }
@@ -26,20 +25,19 @@ class Halt {
   void await(Cuda& cuda, CudaEvent event) {
     constexpr auto kInterval = std::chrono::microseconds(100);
     bool over = cuda.passed(event);
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     while (!over && !halted_) {
-      changed_.wait_for(lock, kInterval);
-      lock.unlock();
+      changed_.wait_for(mutex_, kInterval);
+      MutexUnlock unlocked(mutex_);
       over = cuda.passed(event);
-      lock.lock();
     }
     if (halted_) throw FaultError("communication has ended");
   }
 
  private:
-  std::mutex mutex_;  // guards halted_
-  std::condition_variable changed_;
-  bool halted_ = false;
+  Mutex mutex_;
+  ConditionVariable changed_;
+  bool halted_ USBYTE_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace usbyte

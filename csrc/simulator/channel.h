@@ -61,8 +61,8 @@ class Channel {
   };
 
   void wait_for_start(Flight op);
-  size_t unsettled() const { return starting_.size() + flowing_.size() + lingering_.size(); }
-  size_t running() const { return unsettled() + held_.size(); }
+  size_t in_progress() const { return starting_.size() + flowing_.size() + lingering_.size(); }
+  size_t running() const { return in_progress() + held_.size(); }
   void shoot(int op, double work_s);
   double shot_ends_s() const;
   double starts_s() const;
@@ -74,7 +74,7 @@ class Channel {
   void start_next();
   void end_loneliness();
   void time_rounds();
-  int settle(const Flight& through);
+  int complete_or_hold(const Flight& through);
   int complete(int op);
 
   const NetworkModel* network_;

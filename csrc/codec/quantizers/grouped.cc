@@ -60,7 +60,7 @@ void Grouped::send(std::span<const float> gradient, Memory& memory, const Draw& 
     const std::span<float> kept(memory.rows[0] + begin, in.size());
     take_up(in, kept);
     encode_group(kept, draw.own + static_cast<uint64_t>(begin), numbers, packed);
-    settle(numbers, packed, kept);
+    keep_unsent(numbers, packed, kept);
   });
 }
 
@@ -72,7 +72,8 @@ void Grouped::take_up(std::span<const float> gradient, std::span<float> kept) co
   loops().add(gradient.data(), 1, kept.data(), std::ssize(kept));
 }
 
-void Grouped::settle(const float* numbers, const uint8_t* packed, std::span<float> kept) const {
+void Grouped::keep_unsent(const float* numbers, const uint8_t* packed,
+                          std::span<float> kept) const {
   float sent[kMostElements];
   decode_group(numbers, packed, {sent, kept.size()});
   if (finite(numbers)) return loops().add(sent, -1, kept.data(), std::ssize(kept));

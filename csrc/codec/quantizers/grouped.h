@@ -42,7 +42,8 @@ class Grouped : public Codec {
   /// What is encoded: the gradient is put to what is kept.
   virtual void take_up(std::span<const float> gradient, std::span<float> kept) const;
   /// What is kept of it, once the group has been encoded.
-  virtual void settle(const float* numbers, const uint8_t* packed, std::span<float> kept) const;
+  virtual void keep_unsent(const float* numbers, const uint8_t* packed,
+                           std::span<float> kept) const;
 
   template <typename Bytes, typename Value, typename Body>
   void each(Bytes* message, std::span<Value> values, Body body) const;

@@ -28,7 +28,7 @@ class Signum final : public Majority {
     const auto old = static_cast<float>(momentum_), fresh = static_cast<float>(1 - momentum_);
     for (size_t i = 0; i < mean.size(); ++i) mean[i] = old * mean[i] + fresh * gradient[i];
   }
-  void settle(const float* one, const uint8_t*, std::span<float> mean) const override {
+  void keep_unsent(const float* one, const uint8_t*, std::span<float> mean) const override {
     if (finite(one)) return;
     for (float& x : mean) {
       if (!std::isfinite(x)) x = 0;  // all ranks see it now, and not in every step to come

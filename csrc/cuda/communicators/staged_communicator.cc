@@ -85,7 +85,7 @@ struct StagedCommunicator::State : std::enable_shared_from_this<State> {
   // No request's memory is touched any more, as far as that can be waited for; what was open
   // completes with an error. Returns whether the streams are empty.
   bool end(const std::string& why);
-  bool settle();
+  bool quiesce();
 
   const std::shared_ptr<Cuda> cuda;
   Communicator& inner;  // for the thread alone, which is gone before it
@@ -272,15 +272,15 @@ bool StagedCommunicator::State::end(const std::string& why) {
     std::unique_lock lock(mutex);
     idle.wait(lock, [&] { return busy == 0; });
   }
-  const bool settled = settle();
+  const bool quiesced = quiesce();
   for (const auto& operation : dropped) {
     std::exchange(operation->done, nullptr)(std::make_exception_ptr(FaultError(why)));
   }
-  return settled;
+  return quiesced;
 }
 
 // What copies come behind may hang on the device, for ever.
-bool StagedCommunicator::State::settle() {
+bool StagedCommunicator::State::quiesce() {
   constexpr double kMost_s = 1;
   try {
     const PooledEvent event = events.acquire(EventKind::ordering);
@@ -318,13 +318,13 @@ StagedCommunicator::~StagedCommunicator() {
     s.stopping = true;
     s.work.notify_one();
   }
-  const bool settled =
+  const bool quiesced =
       s.end("the staged communicator was destroyed before this request was complete");
-  if (!settled) {
+  if (!quiesced) {
     // Copies that have begun would go on, and the thread waits for one of them.
     keep_forever(state_);
   }
-  if (!settled || std::this_thread::get_id() == s.thread.get_id()) {
+  if (!quiesced || std::this_thread::get_id() == s.thread.get_id()) {
     s.thread.detach();  // a completion destroys this; the thread shares the state and ends
   } else {
     s.thread.join();

@@ -144,7 +144,7 @@ class Rig {
     std::erase(ops_, nullptr);
     if (last().request().kind == Collective::all_gather) messages_ = ranks;
   }
-  ~Rig() { ops_.front()->settle(); }  // before any of them goes
+  ~Rig() { ops_.front()->quiesce(); }  // before any of them goes
 
   /// To be called first. Encodes so that there are messages; and then on, as long as memories
   /// change what that takes and there is time.

@@ -51,7 +51,7 @@ class CodedOp {
   virtual void decode(const Turn& turn) = 0;
   /// Once the network has ended: waits for a device, for a second at most; whether nothing of this
   /// is on its streams any more. False where that cannot be told, as there is none.
-  virtual bool settle() { return false; }
+  virtual bool quiesce() { return false; }
   /// What this rank adds to the sum; until that is given.
   virtual RowsView rows() const { return {}; }
   virtual void sum(SparseRows /*rows*/) {}

@@ -26,33 +26,32 @@ Coding::Coding(CodingSpace space, bool encodes_first, Report encoded, Report dec
 void Coding::stop() {
   halt();
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     stopping_ = true;
     work_.notify_all();
   }
   if (thread_.joinable()) thread_.join();
 }
 
-bool Coding::settle() {
-  return std::ranges::all_of(ops_, [](const auto& op) { return !op || op->settle(); });
+bool Coding::quiesce() {
+  return std::ranges::all_of(ops_, [](const auto& op) { return !op || op->quiesce(); });
 }
 
 void Coding::put(Job job) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   jobs_.insert(std::move(job));
   work_.notify_one();
 }
 
 void Coding::run() {
   std::fesetenv(FE_DFL_ENV);  // who made the thread may flush subnormals
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (;;) {
-    work_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+    while (!stopping_ && jobs_.empty()) work_.wait(mutex_);
     if (stopping_) return;
     const Job job = jobs_.extract(jobs_.begin()).value();
-    lock.unlock();
+    MutexUnlock unlocked(mutex_);
     carry_out(job);
-    lock.lock();
   }
 }
 

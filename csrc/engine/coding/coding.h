@@ -1,10 +1,8 @@
 #pragma once
 
-#include <condition_variable>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <thread>
 #include <tuple>
@@ -13,6 +11,7 @@
 
 #include "coded_op.h"
 #include "engine/halt.h"
+#include "support/thread_annotations.h"
 
 namespace usbyte {
 
@@ -33,8 +32,8 @@ class Coding {
   void halt() { halt_.set(); }
   /// Drops jobs that are not begun and those to come, and waits for the one that is.
   void stop();
-  /// After `stop`: whether nothing touches messages and arena any more; see `CodedOp::settle`.
-  bool settle();
+  /// After `stop`: whether nothing touches messages and arena any more; see `CodedOp::quiesce`.
+  bool quiesce();
 
   /// What travels for a coded op.
   const Request& request(int op) const { return ops_[static_cast<size_t>(op)]->request(); }
@@ -66,10 +65,10 @@ class Coding {
   Halt halt_;
   const std::vector<std::unique_ptr<CodedOp>> ops_;  // by op of the plan
 
-  std::mutex mutex_;  // guards what is below
-  std::condition_variable work_;
-  std::set<Job, Before> jobs_;
-  bool stopping_ = false;
+  Mutex mutex_;
+  ConditionVariable work_;
+  std::set<Job, Before> jobs_ USBYTE_GUARDED_BY(mutex_);
+  bool stopping_ USBYTE_GUARDED_BY(mutex_) = false;
 
   std::thread thread_;
 };

@@ -41,7 +41,7 @@ struct Lanes {
     for (std::byte* buffer : buffers) cuda->free(buffer);
   }
 
-  bool settle() {
+  bool quiesce() {
     constexpr double kMost_s = 1;
     try {
       for (const OwnedStream* stream : {&in, &out}) {
@@ -92,7 +92,7 @@ class DeviceOp : public CodedOp {
     decode_behind(turn);
     cuda().record(turn.done, in());
   }
-  bool settle() final { return lanes_->settle(); }
+  bool quiesce() final { return lanes_->quiesce(); }
 
  protected:
   DeviceOp(std::shared_ptr<Lanes> lanes, const Op& op, Collective kind, DType dtype, int64_t bytes)

@@ -96,7 +96,7 @@ DeviceStep::DeviceStep(const Plan& plan, std::byte* arena, std::shared_ptr<Cuda>
 }
 
 void DeviceStep::begin(CudaStream stream, bool timed) {
-  std::lock_guard packing(packing_);
+  MutexLock packing(packing_);
   wait_ops(all_ops_, stream);
   const size_t tensors = plan_.tensors().size(), ops = plan_.ops().size();
   first_stream_ = stream;
@@ -108,7 +108,7 @@ void DeviceStep::begin(CudaStream stream, bool timed) {
     missing_.push_back(takes_gradients(plan_.ops()[op]) ? static_cast<int>(tensors_of_[op].size())
                                                         : 0);
   }
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   timed_ = timed;
   released_ = {};
   for (auto& streams : waited_) streams.clear();
@@ -121,7 +121,7 @@ void DeviceStep::begin(CudaStream stream, bool timed) {
 
 std::vector<int> DeviceStep::gradient(int tensor, CudaStream stream, const void* source) {
   const auto t = static_cast<size_t>(tensor);
-  std::lock_guard packing(packing_);
+  MutexLock packing(packing_);
   if (stream != first_stream_ && !begun_) {
     begun_ = events_.acquire(EventKind::ordering);
     cuda_->record(begun_.get(), first_stream_);
@@ -129,7 +129,7 @@ std::vector<int> DeviceStep::gradient(int tensor, CudaStream stream, const void*
   gradients_[t] = {source, stream};
   if (timed()) {
     Moment ready = clock_.mark(stream);
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     record_.ready[t] = std::move(ready);
   }
   std::vector<int> packed;
@@ -171,12 +171,12 @@ void DeviceStep::complete(int op, CudaStream stream, std::vector<int>& packed) {
     cuda_->copy_segments(segments, dtype, dtype, scale_, stream);
   }
   Moment queued = clock_.mark(stream);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   record_.queued[i] = std::move(queued);
 }
 
 bool DeviceStep::timed() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return timed_;
 }
 
@@ -189,13 +189,13 @@ void DeviceStep::follow(CudaStream stream, CudaStream other) {
 void DeviceStep::release(CudaStream stream) {
   PooledEvent released = events_.acquire(EventKind::ordering);
   cuda_->record(released.get(), stream);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   released_ = std::move(released);
 }
 
 StreamOrder DeviceStep::order(int op) {
   const auto i = static_cast<size_t>(op);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   StreamOrder out;
   if (takes_gradients(plan_.ops()[i])) out.after.push_back(record_.queued[i].event());
   for (int s : follows_[i]) {
@@ -216,20 +216,20 @@ StreamOrder DeviceStep::order(int op) {
 }
 
 CudaEvent DeviceStep::done(int op) const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return coded_[static_cast<size_t>(op)].done.event();
 }
 
 void DeviceStep::received(int op) {
   const auto i = static_cast<size_t>(op);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   record_.launched[i] = coded_[i].launched;
   record_.done[i] = coded_[i].done;
 }
 
 LaunchedOp DeviceStep::launched(int op, int64_t step) const {
   const auto i = static_cast<size_t>(op);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (coded(i)) return {op, step, coded_[i].launched, coded_[i].received};
   return {op, step, record_.launched[i], record_.done[i]};
 }
@@ -244,7 +244,7 @@ void DeviceStep::wait(int tensor, CudaStream stream, const Moment& gate) {
   wait_ops(brought_by_[static_cast<size_t>(tensor)], stream);
   if (!gate) return;
   Moment through = clock_.mark(stream);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   record_.gates.push_back({tensor, {gate, std::move(through)}});
 }
 
@@ -255,7 +255,7 @@ void DeviceStep::wait_all(CudaStream stream) { wait_ops(all_ops_, stream); }
 void DeviceStep::wait_ops(std::span<const int> ops, CudaStream stream) {
   std::vector<std::pair<size_t, Moment>> due;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     for (int op : ops) {
       const auto i = static_cast<size_t>(op);
       const bool waited = std::ranges::find(waited_[i], stream) != waited_[i].end();
@@ -265,7 +265,7 @@ void DeviceStep::wait_ops(std::span<const int> ops, CudaStream stream) {
   if (due.empty()) return;
   check_not_captured(stream);
   for (const auto& [op, done] : due) cuda_->wait(stream, done.event());
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   for (const auto& [op, done] : due) {
     // Another step may have begun meanwhile.
     const Moment& now = record_.done[op];
@@ -281,7 +281,7 @@ void DeviceStep::check_not_captured(CudaStream stream) {
 }
 
 std::vector<Moment> DeviceStep::ends() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   std::vector<Moment> out;
   for (const auto* moments : {&record_.queued, &record_.done}) {
     std::ranges::copy_if(*moments, std::back_inserter(out), [](const Moment& m) { return !!m; });
@@ -301,12 +301,12 @@ bool DeviceStep::ends_within(double seconds) {
 }
 
 void DeviceStep::updated(std::vector<int> tensors, Moment start, Moment end) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (timed_) record_.updates.push_back({std::move(tensors), {std::move(start), std::move(end)}});
 }
 
 DeviceRecord DeviceStep::record() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return record_;
 }
 

@@ -3,13 +3,13 @@
 #include <cstddef>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cuda/device_clock.h"
+#include "support/thread_annotations.h"
 #include "usbyte/communicator.h"
 #include "usbyte/cuda.h"
 #include "usbyte/plan.h"
@@ -96,7 +96,10 @@ class DeviceStep {
   DeviceClock& clock() { return clock_; }
 
  private:
-  void complete(int op, CudaStream stream, std::vector<int>& packed);
+  Mutex packing_;  // taken before `mutex_`
+  mutable Mutex mutex_;
+
+  void complete(int op, CudaStream stream, std::vector<int>& packed) USBYTE_REQUIRES(packing_);
   void follow(CudaStream stream, CudaStream other);
   void wait_ops(std::span<const int> ops, CudaStream stream);
   bool timed() const;
@@ -123,22 +126,23 @@ class DeviceStep {
     CudaStream stream;
     int packed_for = -1;  // the op
   };
-  std::mutex packing_;  // taken before `mutex_`; guards:
-  CudaStream first_stream_;
-  PooledEvent begun_;                  // behind the last step's ops, on first_stream_
-  std::vector<Gradient> gradients_;    // by tensor
-  std::vector<int> missing_;           // by op: gradients
-  std::vector<CudaStream> packed_on_;  // by op
-
-  mutable std::mutex mutex_;  // guards:
-  bool timed_ = false;
-  std::vector<std::vector<CudaStream>> waited_;  // by op: streams that are behind it
-  PooledEvent released_;
   struct Coded {
     Moment launched, received, done;
   };
-  std::vector<Coded> coded_;  // by op with a codec
-  DeviceRecord record_;
+
+  CudaStream first_stream_ USBYTE_GUARDED_BY(packing_);
+  // Behind the last step's ops, on first_stream_.
+  PooledEvent begun_ USBYTE_GUARDED_BY(packing_);
+  std::vector<Gradient> gradients_ USBYTE_GUARDED_BY(packing_);    // by tensor
+  std::vector<int> missing_ USBYTE_GUARDED_BY(packing_);           // by op: gradients
+  std::vector<CudaStream> packed_on_ USBYTE_GUARDED_BY(packing_);  // by op
+
+  bool timed_ USBYTE_GUARDED_BY(mutex_) = false;
+  // By op: streams that are behind it.
+  std::vector<std::vector<CudaStream>> waited_ USBYTE_GUARDED_BY(mutex_);
+  PooledEvent released_ USBYTE_GUARDED_BY(mutex_);
+  std::vector<Coded> coded_ USBYTE_GUARDED_BY(mutex_);  // by op with a codec
+  DeviceRecord record_ USBYTE_GUARDED_BY(mutex_);
 };
 
 }  // namespace usbyte

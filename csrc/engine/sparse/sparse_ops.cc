@@ -23,7 +23,7 @@ SparseOps::SparseOps(const Plan& plan, Coding* coding, std::shared_ptr<Exchange>
 
 SparseOps::~SparseOps() {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     stopping_ = true;
     work_.notify_all();
   }
@@ -31,18 +31,18 @@ SparseOps::~SparseOps() {
 }
 
 void SparseOps::give(int tensor, GivenRows rows) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   given_[static_cast<size_t>(tensor)] = rows;
 }
 
 void SparseOps::start(int op, StreamOrder order) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   started_.push_back({op, std::move(order)});
   work_.notify_one();
 }
 
 SparseSum SparseOps::take(int tensor) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   std::optional<SparseSum> sum = std::exchange(sums_[static_cast<size_t>(tensor)], std::nullopt);
   if (!sum) {
     throw UsageError("take_rows: the sum of '" + plan_.tensors()[static_cast<size_t>(tensor)].name +
@@ -59,13 +59,13 @@ void SparseOps::abort() {
 void SparseOps::run() {
   std::fesetenv(FE_DFL_ENV);  // who made the thread may flush subnormals
   std::exception_ptr error;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (;;) {
-    work_.wait(lock, [this] { return stopping_ || !started_.empty(); });
+    while (!stopping_ && started_.empty()) work_.wait(mutex_);
     if (stopping_) return;
     const Started next = std::move(started_.front());
     started_.pop_front();
-    lock.unlock();
+    MutexUnlock unlocked(mutex_);
     SparseTraffic traffic;
     // Once one has failed, peers may take messages of a later op for that one's.
     if (!error) {
@@ -76,7 +76,6 @@ void SparseOps::run() {
       }
     }
     report_(next.op, traffic, error);
-    lock.lock();
   }
 }
 
@@ -89,7 +88,7 @@ SparseTraffic SparseOps::add_up_tensor(const Op& op, const StreamOrder& order) {
   const auto tensor = static_cast<size_t>(op.sparse->tensor);
   GivenRows mine;
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     mine = std::exchange(given_[tensor], {});
   }
   const SparseShape shape = plan_.shape(op);
@@ -104,7 +103,7 @@ SparseTraffic SparseOps::add_up_tensor(const Op& op, const StreamOrder& order) {
                         : scheme.all_reduce(*exchange_, shape, mine.rows, options_);
   if (device_) device_->finish(order);
   const SparseTraffic traffic = sum.traffic;
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   sums_[tensor] = std::move(sum);
   return traffic;
 }

@@ -1,17 +1,16 @@
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "device_rows.h"
 #include "engine/coding/coding.h"
+#include "support/thread_annotations.h"
 #include "usbyte/exchange.h"
 #include "usbyte/plan.h"
 #include "usbyte/sparse.h"
@@ -64,12 +63,13 @@ class SparseOps {
   const Report report_;
   const std::unique_ptr<DeviceRows> device_;  // null on the host
 
-  std::mutex mutex_;  // guards what is below
-  std::condition_variable work_;
-  std::deque<Started> started_;
-  bool stopping_ = false;
-  std::vector<GivenRows> given_;                // by tensor
-  std::vector<std::optional<SparseSum>> sums_;  // likewise, until taken
+  Mutex mutex_;
+  ConditionVariable work_;
+  std::deque<Started> started_ USBYTE_GUARDED_BY(mutex_);
+  bool stopping_ USBYTE_GUARDED_BY(mutex_) = false;
+  std::vector<GivenRows> given_ USBYTE_GUARDED_BY(mutex_);  // by tensor
+  // By tensor, until taken.
+  std::vector<std::optional<SparseSum>> sums_ USBYTE_GUARDED_BY(mutex_);
 
   std::thread thread_;
 };
