@@ -7,9 +7,9 @@
 
 namespace usbyte {
 
-bool overlap(const Span& a, const Span& b, int64_t width) {
-  const auto begin = [](const Span& s) { return reinterpret_cast<uintptr_t>(s.data); };
-  const auto end = [&](const Span& s) {
+bool overlap(const BufferView& a, const BufferView& b, int64_t width) {
+  const auto begin = [](const BufferView& s) { return reinterpret_cast<uintptr_t>(s.data); };
+  const auto end = [&](const BufferView& s) {
     return begin(s) + static_cast<uintptr_t>(s.count * width);
   };
   return begin(a) < end(b) && begin(b) < end(a);

@@ -51,7 +51,7 @@ Outcome attempt(const std::string& call, const std::vector<const Request*>& rank
     if (!what.empty()) return {Outcome::Kind::usage, "rank " + std::to_string(r) + ": " + what};
   }
   try {
-    carry_out(ranks);
+    execute(ranks);
   } catch (const std::exception& e) {
     return {Outcome::Kind::fault, call + " failed: " + e.what()};
   }

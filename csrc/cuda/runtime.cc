@@ -143,7 +143,7 @@ class Runtime final : public Cuda {
           "cudaMemcpyAsync");
   }
 
-  void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+  void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                      CudaStream stream) override {
     const Entered entered(device_);
     check(device::copy_segments(segments, from, to, scale, native(stream)), "copy_segments");

@@ -163,7 +163,7 @@ void Engine::drain(const std::function<void()>& poll, CudaStream stream) {
 
 void Engine::fail(const std::string& message) { state_->fail_externally(message); }
 
-std::function<void(const std::string&)> Engine::failer() const {
+std::function<void(const std::string&)> Engine::fail_callback() const {
   return [state = state_](const std::string& message) { state->fail_externally(message); };
 }
 

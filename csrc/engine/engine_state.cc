@@ -59,16 +59,16 @@ Engine::State::State(Plan p, std::byte* a, Communicator& c, EngineOptions o)
   }
   const auto any = [this](auto is) { return std::ranges::any_of(plan.ops(), is); };
   if (any([](const Op& op) { return op.codec != "none"; })) {
-    turns.resize(plan.ops().size());
+    contexts.resize(plan.ops().size());
     const CodingSpace space{
         plan,         arena,          options.memory, communicator.rank(),    communicator.size(),
         options.seed, options.device, nullptr,        communicator.topology()};
-    coding = std::make_unique<Coding>(
+    coding = std::make_unique<CodecWorker>(
         space, communicator.stream_ordered(),
         [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
         [this](int op, const std::exception_ptr& error) { coded(op, error, true); });
   }
-  if (any([](const Op& op) { return !op.adds_by().empty(); })) {
+  if (any([](const Op& op) { return !op.sparse_scheme().empty(); })) {
     sparse = std::make_unique<SparseOps>(
         plan, coding.get(), options.exchange,
         any([](const Op& op) { return op.sparse.has_value(); }) ? options.device : nullptr,
@@ -102,17 +102,17 @@ void Engine::State::queued(std::span<const int> ops, double now) {
   for (int op : ops) {
     launches.queued(op, now);
     if (!launches.step().coded(op)) continue;
-    Turn& turn = turns[static_cast<size_t>(op)] = {launches.number()};
+    CodingContext& context = contexts[static_cast<size_t>(op)] = {launches.number()};
     if (device) {
       try {
-        turn.order = device->order(op);
+        context.order = device->order(op);
       } catch (const Error& e) {
         return fail(op, e.what());
       }
-      turn.done = device->done(op);
+      context.done = device->done(op);
     }
     ++coding_jobs;
-    coding->encode(op, turn);
+    coding->encode(op, context);
   }
 }
 
@@ -160,7 +160,7 @@ std::string Engine::State::failed(int op, int64_t in_step, const std::string& wh
 }
 
 void Engine::State::abort() {
-  if (coding) coding->halt();
+  if (coding) coding->cancel();
   communicator.abort();
   if (sparse) sparse->abort();  // may need Python's lock, whose holder may wait for the device
 }
@@ -214,7 +214,7 @@ void Engine::State::arrive(int op) {
   if (device) device->received(op);
   watch_device(op);
   ++coding_jobs;
-  coding->decode(op, turns[static_cast<size_t>(op)]);
+  coding->decode(op, contexts[static_cast<size_t>(op)]);
 }
 
 void Engine::State::finish(int op) {
@@ -288,7 +288,7 @@ void Engine::State::launch_all(const std::shared_ptr<State>& self) noexcept {
 void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept {
   const Op& planned = plan.ops()[static_cast<size_t>(op)];
   const bool is_sparse = planned.sparse.has_value();
-  const bool by_scheme = !planned.adds_by().empty();
+  const bool by_scheme = !planned.sparse_scheme().empty();
   const bool is_coded = planned.codec != "none";
   if (by_scheme && !(is_sparse && device)) return sparse->start(op);
   Request& request = requests[static_cast<size_t>(op)];
@@ -398,7 +398,7 @@ void Engine::State::poll_device() {
     faults.find(op ? failed(op->op, op->step, found.problem) : found.problem);
   }
   if (found.waiting && !faults.any()) {
-    const DeviceWatch::Waiting& waiting = *found.waiting;
+    const DeviceOpTracker::Waiting& waiting = *found.waiting;
     check_stall(waiting.op, waiting.step, poller.polled_s() - waiting.since_s);
   }
 }

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "coding/coding.h"
+#include "coding/codec_worker.h"
 #include "device/device_poller.h"
 #include "fault_latch.h"
 #include "launch_queue.h"
@@ -53,13 +53,13 @@ struct Engine::State {
   std::vector<Request> requests USBYTE_GUARDED_BY(launcher);  // by op
   bool timed_sleep USBYTE_GUARDED_BY(mutex) = false;  // the engine's thread will wake by itself
   int coding_jobs USBYTE_GUARDED_BY(mutex) = 0;       // not reported yet
-  std::vector<Turn> turns USBYTE_GUARDED_BY(mutex);   // by op, of those that are coded
+  std::vector<CodingContext> contexts USBYTE_GUARDED_BY(mutex);  // by op, of those that are coded
 
  public:
   std::thread thread;
 
-  std::unique_ptr<Coding> coding;     // null without codecs; goes first, as it reports to this
-  std::unique_ptr<SparseOps> sparse;  // null unless rows are added up; likewise
+  std::unique_ptr<CodecWorker> coding;  // null without codecs; goes first, as it reports to this
+  std::unique_ptr<SparseOps> sparse;    // null unless rows are added up; likewise
 
   /// Throws UsageError unless there is such a tensor, and it is sparse or not as asked for.
   void check_tensor(int tensor, bool sparse) const;

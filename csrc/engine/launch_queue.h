@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "flight.h"
+#include "flight_recorder.h"
 #include "usbyte/plan.h"
 #include "usbyte/sparse.h"
 #include "usbyte/step.h"

@@ -147,7 +147,7 @@ TEST(ByteCompProperties, TheTimelineIsThatOfAPlainSimulationAfterAnyChange) {
       chains[t] = tried;
       const double expected_s = plain_iteration_s(job, chains);
       const double limit_s = expected_s * uniform_real(rng, 0.9, 1.1);
-      const double found_s = timeline.with(static_cast<int>(t), tried, limit_s);
+      const double found_s = timeline.iteration_with(static_cast<int>(t), tried, limit_s);
       if (expected_s < limit_s * (1 - 1e-12)) {
         EXPECT_DOUBLE_EQ(found_s, expected_s);
       } else if (expected_s > limit_s * (1 + 1e-12)) {
@@ -180,7 +180,7 @@ TEST(ByteCompProperties, ShorteningWhatEndsBeforeABubbleGainsNothing) {
     TaskChain nothing;
     nothing.count = 0;
     for (int t = 0; t < timeline.after_last_bubble(); ++t) {
-      EXPECT_DOUBLE_EQ(timeline.with(t, nothing, 1e9), timeline.iteration_s());
+      EXPECT_DOUBLE_EQ(timeline.iteration_with(t, nothing, 1e9), timeline.iteration_s());
       ++bubbles;
     }
   }
@@ -211,7 +211,7 @@ TEST(ByteCompProperties, SelectionIsNearTheBestOfAllChoices) {
     std::iota(everything.begin(), everything.end(), 0);
     double best_s = timeline.iteration_s();
     for (size_t t = 0; t < count;) {
-      best_s = std::min(best_s, timeline.with(everything, chosen, best_s));
+      best_s = std::min(best_s, timeline.iteration_with(everything, chosen, best_s));
       for (t = 0; t < count && ++digits[t] == options[t].size(); ++t) digits[t] = 0;
       for (size_t u = 0; u < count; ++u) chosen[u] = &options[u][digits[u]];
     }

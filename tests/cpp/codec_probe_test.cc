@@ -120,7 +120,7 @@ class ScriptedCuda final : public test::TracedCuda {
     count();
     TracedCuda::record(event, stream);
   }
-  void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+  void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                      CudaStream stream) override {
     count();
     inner().delay(stream, kKernelS);

@@ -31,29 +31,29 @@ class PowerSgd final : public Codec, public Matrices {
   bool adds() const override { return true; }
   DType message_dtype() const override { return DType::float32; }
   int64_t message_bytes(int64_t count) const override { return 4 * count; }
-  void encode(std::span<const float> values, const Draw&, std::byte* message) const override {
+  void encode(std::span<const float> values, const RngKey&, std::byte* message) const override {
     if (!values.empty()) std::memcpy(message, values.data(), values.size_bytes());
   }
-  void decode(const std::byte* message, const Draw&, std::span<float> values) const override {
+  void decode(const std::byte* message, const RngKey&, std::span<float> values) const override {
     if (!values.empty()) std::memcpy(values.data(), message, values.size_bytes());
   }
-  void decode_add(const std::byte* message, const Draw&, float factor,
+  void decode_add(const std::byte* message, const RngKey&, float factor,
                   std::span<float> values) const override {
     loops().add(at<float>(message, 0), factor, values.data(), std::ssize(values));
   }
-  void send(std::span<const float> gradient, Memory&, const Draw& draw, int,
+  void send(std::span<const float> gradient, Memory&, const RngKey& rng, int,
             std::byte* message) const override {
-    encode(gradient, draw, message);
+    encode(gradient, rng, message);
   }
 
-  void first(std::span<const float> gradient, int64_t rows, Memory& memory, const Draw& draw,
+  void first(std::span<const float> gradient, int64_t rows, Memory& memory, const RngKey& rng,
              std::span<float> sums) const override {
     const int64_t cols = std::ssize(gradient) / rows;
     float* const unsent = memory.rows[0];
     loops().add(gradient.data(), 1, unsent, std::ssize(gradient));
     for (int64_t k = 0; k < rank_; ++k) {
       const std::span<float> q(memory.rows[1] + k * cols, static_cast<size_t>(cols));
-      draw_if_useless(q, draw, k);
+      draw_if_useless(q, rng, k);
       for (int64_t i = 0; i < rows; ++i) {
         const double dot = loops().dot(unsent + i * cols, q.data(), cols);
         sums[static_cast<size_t>(k * rows + i)] = static_cast<float>(dot);
@@ -101,11 +101,11 @@ class PowerSgd final : public Codec, public Matrices {
 
  private:
   // In the first step, and where a column of P was spanned by the others.
-  static void draw_if_useless(std::span<float> q, const Draw& draw, int64_t k) {
+  static void draw_if_useless(std::span<float> q, const RngKey& rng, int64_t k) {
     const uint32_t largest = loops().largest(q.data(), std::ssize(q));
     if (largest > 0 && largest < kInfinityBits) return;
     for (size_t j = 0; j < q.size(); ++j) {
-      const uint64_t random = mix(mix(draw.shared + static_cast<uint64_t>(k)) + j);
+      const uint64_t random = mix(mix(rng.shared + static_cast<uint64_t>(k)) + j);
       q[j] = static_cast<float>(static_cast<double>(static_cast<int64_t>(random)) * 0x1p-63);
     }
   }

@@ -19,13 +19,13 @@ class Cast final : public Codec {
   int memories() const override { return 0; }
   std::optional<GroupCodec> kernels() const override { return GroupCodec{kind_}; }
 
-  void encode(std::span<const float> values, const Draw&, std::byte* message) const override {
+  void encode(std::span<const float> values, const RngKey&, std::byte* message) const override {
     to_(values.data(), at<uint16_t>(message, 0), std::ssize(values));
   }
-  void decode(const std::byte* message, const Draw&, std::span<float> values) const override {
+  void decode(const std::byte* message, const RngKey&, std::span<float> values) const override {
     from_(at<uint16_t>(message, 0), values.data(), std::ssize(values));
   }
-  void decode_add(const std::byte* message, const Draw&, float factor,
+  void decode_add(const std::byte* message, const RngKey&, float factor,
                   std::span<float> values) const override {
     add_decoded(values, factor, [&](int64_t begin, int64_t count, float* out) {
       from_(at<uint16_t>(message, 2 * begin), out, count);

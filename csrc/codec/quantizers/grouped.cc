@@ -29,20 +29,20 @@ void Grouped::fill_up(int64_t count, std::byte* message) const {
   if (odd > 0) std::fill_n(message + message_bytes(count) - 4, 4, std::byte{0});
 }
 
-void Grouped::encode(std::span<const float> values, const Draw& draw, std::byte* message) const {
+void Grouped::encode(std::span<const float> values, const RngKey& rng, std::byte* message) const {
   fill_up(std::ssize(values), message);
   each(message, values, [&](auto in, float* numbers, uint8_t* packed, int64_t begin) {
-    encode_group(in, draw.own + static_cast<uint64_t>(begin), numbers, packed);
+    encode_group(in, rng.own + static_cast<uint64_t>(begin), numbers, packed);
   });
 }
 
-void Grouped::decode(const std::byte* message, const Draw&, std::span<float> values) const {
+void Grouped::decode(const std::byte* message, const RngKey&, std::span<float> values) const {
   each(message, values, [&](auto out, const float* numbers, const uint8_t* packed, int64_t) {
     decode_group(numbers, packed, out);
   });
 }
 
-void Grouped::decode_add(const std::byte* message, const Draw&, float factor,
+void Grouped::decode_add(const std::byte* message, const RngKey&, float factor,
                          std::span<float> values) const {
   each(message, values, [&](auto out, const float* numbers, const uint8_t* packed, int64_t) {
     float decoded[kMostElements];
@@ -52,14 +52,14 @@ void Grouped::decode_add(const std::byte* message, const Draw&, float factor,
 }
 
 // Group by group, so that what is remembered goes through the cache once.
-void Grouped::send(std::span<const float> gradient, Memory& memory, const Draw& draw, int,
+void Grouped::send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int,
                    std::byte* message) const {
-  if (memories() == 0) return encode(gradient, draw, message);
+  if (memories() == 0) return encode(gradient, rng, message);
   fill_up(std::ssize(gradient), message);
   each(message, gradient, [&](auto in, float* numbers, uint8_t* packed, int64_t begin) {
     const std::span<float> kept(memory.rows[0] + begin, in.size());
     take_up(in, kept);
-    encode_group(kept, draw.own + static_cast<uint64_t>(begin), numbers, packed);
+    encode_group(kept, rng.own + static_cast<uint64_t>(begin), numbers, packed);
     keep_unsent(numbers, packed, kept);
   });
 }

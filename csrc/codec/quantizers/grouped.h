@@ -15,11 +15,11 @@ namespace usbyte::codecs {
 class Grouped : public Codec {
  public:
   int64_t message_bytes(int64_t count) const final;
-  void encode(std::span<const float> values, const Draw& draw, std::byte* message) const final;
-  void decode(const std::byte* message, const Draw& draw, std::span<float> values) const final;
-  void decode_add(const std::byte* message, const Draw& draw, float factor,
+  void encode(std::span<const float> values, const RngKey& rng, std::byte* message) const final;
+  void decode(const std::byte* message, const RngKey& rng, std::span<float> values) const final;
+  void decode_add(const std::byte* message, const RngKey& rng, float factor,
                   std::span<float> values) const final;
-  void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int ranks,
+  void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int ranks,
             std::byte* message) const final;
   std::optional<GroupCodec> kernels() const override { return GroupCodec{kind_}; }
 

@@ -14,9 +14,9 @@ class Majority : public Grouped {
  public:
   bool relays() const final { return false; }
 
-  void combine(std::span<const std::byte* const> messages, const Draw& draw,
+  void combine(std::span<const std::byte* const> messages, const RngKey& rng,
                std::span<float> values) const final {
-    Codec::combine(messages, draw, values);
+    Codec::combine(messages, rng, values);
     for (float& x : values) {
       if (x != 0) x = x > 0 ? 1.0F : x < 0 ? -1.0F : x;  // else it is not a number
     }

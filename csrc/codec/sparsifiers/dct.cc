@@ -19,7 +19,7 @@ class Dct final : public Sparse {
     return period_ == kPeriod ? text : text + ",period=" + std::to_string(period_);
   }
 
-  void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int,
+  void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int,
             std::byte* message) const override {
     const int64_t size = std::ssize(gradient);
     Room room(message, kept(ratio(), size));
@@ -33,7 +33,7 @@ class Dct final : public Sparse {
       now = {std::max(threshold_of(unsent, room.size).bits, 1U), 0};  // zeros are not worth a place
     }
     // The sum and the search are one pass. It begins anywhere, so that none is left out for long.
-    const auto begin = static_cast<int64_t>(draw.shared % static_cast<uint64_t>(size));
+    const auto begin = static_cast<int64_t>(rng.shared % static_cast<uint64_t>(size));
     int64_t above = 0;
     const auto pass = [&](int64_t from, int64_t to) {
       in_pieces(to - from, [&](int64_t piece, int64_t count) {

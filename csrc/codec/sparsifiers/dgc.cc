@@ -29,7 +29,7 @@ class Dgc final : public Sparse {
   std::string remembers() const override { return "unsent, velocity"; }
   bool relays() const override { return false; }
 
-  void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int ranks,
+  void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int ranks,
             std::byte* message) const override {
     const int64_t size = std::ssize(gradient);
     Room room(message, kept(ratio(), size));
@@ -42,7 +42,7 @@ class Dgc final : public Sparse {
       velocity[i] = momentum * velocity[i] + scale * gradient[static_cast<size_t>(i)];
       unsent[i] += velocity[i];
     }
-    choose({unsent, gradient.size()}, draw, room);
+    choose({unsent, gradient.size()}, rng, room);
     for (int64_t i = 0; i < room.found; ++i) {
       velocity[room.indices[i]] = unsent[room.indices[i]] = 0;
     }
@@ -70,7 +70,7 @@ class Dgc final : public Sparse {
     return std::isfinite(norm) && norm > most ? static_cast<float>(most / norm) : 1.0F;
   }
 
-  void choose(std::span<const float> values, const Draw& draw, Room& room) const {
+  void choose(std::span<const float> values, const RngKey& rng, Room& room) const {
     const int64_t size = std::ssize(values);
     // Enough for 64 of them to be above the threshold, whose place has an error of an eighth then.
     const auto enough = static_cast<int64_t>(std::ceil(64 / ratio()));
@@ -79,7 +79,7 @@ class Dgc final : public Sparse {
     if (samples < size) {
       std::vector<float> sample(static_cast<size_t>(samples));
       const int64_t stride = size / samples;
-      const auto begin = static_cast<int64_t>(draw.own % static_cast<uint64_t>(stride));
+      const auto begin = static_cast<int64_t>(rng.own % static_cast<uint64_t>(stride));
       for (int64_t i = 0; i < samples; ++i) {
         sample[static_cast<size_t>(i)] = values[static_cast<size_t>(begin + i * stride)];
       }

@@ -34,7 +34,7 @@ int64_t Sparse::message_bytes(int64_t count) const {
   return 8 * kept(ratio_, count);
 }
 
-void Sparse::encode(std::span<const float> values, const Draw&, std::byte* message) const {
+void Sparse::encode(std::span<const float> values, const RngKey&, std::byte* message) const {
   Room room(message, kept(ratio_, std::ssize(values)));
   if (room.size == 0) return;
   Threshold threshold = threshold_of(values, room.size);
@@ -49,7 +49,7 @@ uint32_t Sparse::checked(uint32_t index, int64_t count) const {
                    std::to_string(count) + " elements: what was received is not what was sent");
 }
 
-void Sparse::decode(const std::byte* message, const Draw&, std::span<float> values) const {
+void Sparse::decode(const std::byte* message, const RngKey&, std::span<float> values) const {
   std::fill(values.begin(), values.end(), 0.0F);
   const int64_t k = kept(ratio_, std::ssize(values));
   for (int64_t i = 0; i < k; ++i) {
@@ -58,7 +58,7 @@ void Sparse::decode(const std::byte* message, const Draw&, std::span<float> valu
   }
 }
 
-void Sparse::decode_add(const std::byte* message, const Draw&, float factor,
+void Sparse::decode_add(const std::byte* message, const RngKey&, float factor,
                         std::span<float> values) const {
   const int64_t k = kept(ratio_, std::ssize(values));
   for (int64_t i = 0; i < k; ++i) {
@@ -70,7 +70,7 @@ void Sparse::decode_add(const std::byte* message, const Draw&, float factor,
 
 void Sparse::read(const std::byte* message, int64_t count, int64_t first, std::vector<int64_t>& ids,
                   std::vector<float>& values) const {
-  const int64_t k = picked(count);
+  const int64_t k = selected_count(count);
   for (int64_t i = 0; i < k; ++i) {
     const uint32_t index = at<uint32_t>(message, 0)[i];
     const float value = at<float>(message, 4 * k)[i];

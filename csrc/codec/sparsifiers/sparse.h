@@ -22,19 +22,19 @@ Threshold threshold_of(std::span<const float> values, int64_t k);
 
 /// Codecs that send a share of the elements: their indices, then their values. Indices of
 /// kNone, which no element has, stand for nothing.
-class Sparse : public Codec, public Picks {
+class Sparse : public Codec, public Selection {
  public:
   explicit Sparse(double ratio) : ratio_(ratio) {}
 
   int64_t message_bytes(int64_t count) const override;
   /// The largest in magnitude, the first among equals.
-  void encode(std::span<const float> values, const Draw& draw, std::byte* message) const override;
-  void decode(const std::byte* message, const Draw& draw, std::span<float> values) const override;
-  void decode_add(const std::byte* message, const Draw& draw, float factor,
+  void encode(std::span<const float> values, const RngKey& rng, std::byte* message) const override;
+  void decode(const std::byte* message, const RngKey& rng, std::span<float> values) const override;
+  void decode_add(const std::byte* message, const RngKey& rng, float factor,
                   std::span<float> values) const override;
 
-  const Picks* picks() const override { return this; }
-  int64_t picked(int64_t count) const override { return kept(ratio_, count); }
+  const Selection* selection() const override { return this; }
+  int64_t selected_count(int64_t count) const override { return kept(ratio_, count); }
   void read(const std::byte* message, int64_t count, int64_t first, std::vector<int64_t>& ids,
             std::vector<float>& values) const override;
 

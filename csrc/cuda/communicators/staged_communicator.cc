@@ -189,7 +189,7 @@ void StagedCommunicator::State::send(const Chunk& chunk) {
   message.scale = request.scale;
   message.schedule = request.schedule;
   message.line = request.line;
-  const Span span{chunk.buffer->memory, chunk.layout().count};
+  const BufferView span{chunk.buffer->memory, chunk.layout().count};
   if (request.kind != Collective::barrier) {
     if (span.count == 0) return arrive(chunk);
     message.recv = {span};

@@ -13,7 +13,7 @@ bool has_shards(Collective kind) {
 }
 
 // A sub-range of every row of a span. A row is a rank's shard, or the whole span.
-struct Piece {
+struct RowRange {
   size_t span;
   int64_t begin, end;  // elements from the row's begin
 };
@@ -43,7 +43,7 @@ class Staging {
   std::vector<StagedChunk> cut(int64_t buffer_bytes) const {
     const int64_t most = buffer_bytes / (rows_ * width_);  // elements of a row in one message
     std::vector<StagedChunk> chunks;
-    std::vector<Piece> pieces;
+    std::vector<RowRange> pieces;
     int64_t room = most;
     const auto close = [&] {
       if (!pieces.empty()) chunks.push_back(chunk(pieces, most - room));
@@ -78,13 +78,13 @@ class Staging {
     return request_.kind != Collective::reduce_scatter || row == rank_;
   }
 
-  StagedChunk chunk(const std::vector<Piece>& pieces, int64_t row_elements) const {
+  StagedChunk chunk(const std::vector<RowRange>& pieces, int64_t row_elements) const {
     StagedChunk out{rows_ * row_elements, {}, {}};
-    const std::vector<Span>& sent =
+    const std::vector<BufferView>& sent =
         request_.kind == Collective::all_to_all ? request_.send : request_.recv;
     for (int row = 0; row < rows_; ++row) {
       int64_t offset = row * row_elements * width_;
-      for (const Piece& piece : pieces) {
+      for (const RowRange& piece : pieces) {
         if (sends(row)) append(out.out, copy(sent[piece.span], piece, row, offset));
         if (receives(row)) append(out.in, copy(request_.recv[piece.span], piece, row, offset));
         offset += (piece.end - piece.begin) * width_;
@@ -93,7 +93,7 @@ class Staging {
     return out;
   }
 
-  StagedCopy copy(const Span& span, const Piece& piece, int row, int64_t offset) const {
+  StagedCopy copy(const BufferView& span, const RowRange& piece, int row, int64_t offset) const {
     const Block shard_of_row = shard({0, span.count}, row, rows_);
     const int64_t begin = std::min(shard_of_row.begin + piece.begin, shard_of_row.end);
     const int64_t end = std::min(shard_of_row.begin + piece.end, shard_of_row.end);
@@ -124,7 +124,7 @@ std::string staging_problem(const Request& request, int size) {
            std::to_string(size) + " ranks";
   }
   for (const auto* spans : {&request.send, &request.recv}) {
-    for (const Span& span : *spans) {
+    for (const BufferView& span : *spans) {
       if (span.count < 0)
         return kind + ": the count " + std::to_string(span.count) + " is negative";
       if (span.count > 0 && !span.data) {

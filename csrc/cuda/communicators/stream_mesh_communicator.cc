@@ -68,7 +68,7 @@ struct StreamMeshCommunicator::State {
   }
 
   void enqueue(const Request& request);
-  void carry_out(const Request& request, const Phases& phases, const Slot& slot);
+  void execute(const Request& request, const Phases& phases, const Slot& slot);
   void launch_on(Place& place, Request part, CudaEvent after, CudaEvent done);
   const Phases& phases_of(const std::shared_ptr<const MeshSchedule>& schedule, int64_t bytes);
   template <typename Use>
@@ -123,7 +123,7 @@ void StreamMeshCommunicator::State::enqueue(const Request& request) {
   cuda->record(request.order->started, slot.stream);
   cuda->record(slot.begun, slot.stream);
   if (phases) {
-    carry_out(request, *phases, slot);
+    execute(request, *phases, slot);
   } else if (Place& place = request.line < 0 ? flat : lines[static_cast<size_t>(request.line)];
              place.communicator) {
     Request part = request;
@@ -135,8 +135,8 @@ void StreamMeshCommunicator::State::enqueue(const Request& request) {
   cuda->record(request.order->done, slot.stream);
 }
 
-void StreamMeshCommunicator::State::carry_out(const Request& request, const Phases& phases,
-                                              const Slot& slot) {
+void StreamMeshCommunicator::State::execute(const Request& request, const Phases& phases,
+                                            const Slot& slot) {
   const MeshJob job(request, nullptr, topology, coordinates);
   while (chunks.size() < request.schedule->routes.size()) {
     chunks.push_back(cuda->create_event(EventKind::ordering));

@@ -64,7 +64,7 @@ class Emulation final : public EmulatedCuda {
     check();
     if (stream.handle == 0) return;
     Stream& s = find(stream, "synchronize");
-    if (s.over()) return check();
+    if (s.is_complete()) return check();
     Mark& mark = make_mark();
     s.push([&mark] { mark.pass(); });
     await(mark);
@@ -130,10 +130,10 @@ class Emulation final : public EmulatedCuda {
     if (bytes == 0) return check();
     submit("copy", stream, [=] { std::memmove(target, source, bytes); });
   }
-  void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+  void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                      CudaStream stream) override {
     check_copy(segments, from, to, scale);
-    std::vector<Segment> taken(segments.begin(), segments.end());
+    std::vector<CopySegment> taken(segments.begin(), segments.end());
     submit("copy_segments", stream, [taken = std::move(taken), from, to, scale] {
       host::copy_segments(taken, from, to, scale);
     });

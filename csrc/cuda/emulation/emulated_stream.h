@@ -93,7 +93,7 @@ class Stream {
     node->filled.set();
   }
 
-  bool over() {
+  bool is_complete() {
     std::lock_guard lock(mutex_);
     return finished_.load(std::memory_order_acquire) == pushed_;
   }

@@ -19,7 +19,7 @@ struct RunOnHost {
 
 }  // namespace
 
-void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale) {
+void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale) {
   RunOnHost run;
   kernels::copy_segments(segments, from, to, scale, run);
 }

@@ -11,7 +11,7 @@
 // comes before anything is written.
 namespace usbyte::host {
 
-void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale);
+void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale);
 void fill(void* target, DType dtype, int64_t count, double value);
 void scatter_add(void* target, const int64_t* rows, const void* values, DType dtype, int64_t count,
                  int64_t width);

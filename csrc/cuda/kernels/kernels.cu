@@ -10,7 +10,7 @@ namespace usbyte::device {
 cudaError_t load() {
   // Arguments that need each kernel once. What they point to is not looked at.
   alignas(16) static std::byte place[32];
-  const Segment segment{place, place, 1};
+  const CopySegment segment{place, place, 1};
   const SgdTensor sgd{place, place, place, 1, false};
   const AdamTensor adam{place, place, place, place, 1, 1};
   const DType all[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16,
@@ -22,7 +22,7 @@ cudaError_t load() {
     if (large && !takes_large_tables()) break;
     run.large = large;
     const size_t entries = large ? kSegmentsPerLaunch : 1;
-    const std::vector<Segment> segments(entries, segment);
+    const std::vector<CopySegment> segments(entries, segment);
     const std::vector<SgdTensor> sgds(entries, sgd);
     const std::vector<AdamTensor> adams(entries, adam);
     for (DType from : all) {
@@ -56,7 +56,7 @@ cudaError_t load() {
   return run.error;
 }
 
-cudaError_t copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+cudaError_t copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                           cudaStream_t stream) {
   RunOnDevice run(stream);
   kernels::copy_segments(segments, from, to, scale, run);

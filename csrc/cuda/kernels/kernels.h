@@ -20,7 +20,7 @@ cudaError_t load();
 /// Of those, the ones for codecs.
 cudaError_t load_groups();
 
-cudaError_t copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+cudaError_t copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                           cudaStream_t stream);
 cudaError_t fill(void* target, DType dtype, int64_t count, double value, cudaStream_t stream);
 cudaError_t scatter_add(void* target, const int64_t* rows, const void* values, DType dtype,

@@ -49,7 +49,7 @@ class Calls {
     reduction_ = reduction_of(request_.reduce);
     const bool scaled = request_.scale != 1;
     if (scaled) create_reduction();
-    for (const Span& span : request_.recv) {
+    for (const BufferView& span : request_.recv) {
       if (span.count > 0) make(span);
     }
     // NCCL has taken what it needs of it.
@@ -70,13 +70,15 @@ class Calls {
 
   static size_t length(int64_t count) { return static_cast<size_t>(count); }
 
-  std::byte* at(const Span& span, int64_t element) const {
+  std::byte* at(const BufferView& span, int64_t element) const {
     return static_cast<std::byte*>(span.data) + element * itemsize(request_.dtype);
   }
 
-  Block part(const Span& span, int rank) const { return shard({0, span.count}, rank, t_.size); }
+  Block part(const BufferView& span, int rank) const {
+    return shard({0, span.count}, rank, t_.size);
+  }
 
-  void make(const Span& span) {
+  void make(const BufferView& span) {
     switch (request_.kind) {
       case Collective::all_reduce:
       case Collective::barrier:
@@ -98,7 +100,7 @@ class Calls {
     }
   }
 
-  void reduce_scatter(const Span& span) {
+  void reduce_scatter(const BufferView& span) {
     if (span.count % t_.size == 0) {
       const Block own = part(span, t_.rank);
       return check(t_.nccl.reduce_scatter(span.data, at(span, own.begin), length(own.numel()),
@@ -114,7 +116,7 @@ class Calls {
     }
   }
 
-  void all_gather(const Span& span) {
+  void all_gather(const BufferView& span) {
     if (span.count % t_.size == 0) {
       const Block own = part(span, t_.rank);
       return check(t_.nccl.all_gather(at(span, own.begin), span.data, length(own.numel()),
@@ -130,7 +132,7 @@ class Calls {
     }
   }
 
-  void all_to_all(const Span& span) {
+  void all_to_all(const BufferView& span) {
     const int64_t chunk = span.count / t_.size;
     for (int r = 0; r < t_.size; ++r) {
       if (r == t_.rank) continue;

@@ -8,7 +8,7 @@
 
 #include "comm/cpu_collective.h"
 #include "cuda/communicators/stream_window.h"
-#include "cuda/event_watch.h"
+#include "cuda/event_waiter.h"
 #include "nccl_buffers.h"
 #include "nccl_calls.h"
 #include "nccl_comms.h"
@@ -79,10 +79,10 @@ struct NcclCommunicator::State {
   }
 
   void close();
-  bool over(double deadline_s);
+  bool is_complete(double deadline_s);
   CudaStream enqueue(const Request& request);
-  void carry_out(size_t index, const Request& request);
-  void stage(Slot& slot, const Span& span, DType dtype);
+  void execute(size_t index, const Request& request);
+  void stage(Slot& slot, const BufferView& span, DType dtype);
   void watch_over(CudaStream stream, const Completion& done);
 
   const std::shared_ptr<NcclApi> nccl;
@@ -97,14 +97,14 @@ struct NcclCommunicator::State {
   NcclBuffers buffers;
   StreamWindow window;
   std::vector<Slot> slots;
-  const Slot* last = nullptr;       // of the last launch
-  std::optional<EventWatch> watch;  // once a request without an order has come
+  const Slot* last = nullptr;        // of the last launch
+  std::optional<EventWaiter> watch;  // once a request without an order has come
 };
 
 void NcclCommunicator::State::close() {
   try {
     // Memory must not be deregistered under what still works on it.
-    if (!over(now_s() + options.close_timeout_s)) return comms.abort();
+    if (!is_complete(now_s() + options.close_timeout_s)) return comms.abort();
     if (comms.failure().empty()) buffers.clear();
   } catch (const Error&) {  // the communicators' close will find it
   }
@@ -112,7 +112,7 @@ void NcclCommunicator::State::close() {
 }
 
 // Whether all that was launched is over by then; false after a failure.
-bool NcclCommunicator::State::over(double deadline_s) {
+bool NcclCommunicator::State::is_complete(double deadline_s) {
   for (const Slot& slot : slots) cuda->record(slot.done, slot.stream);
   for (const Slot& slot : slots) {
     while (!cuda->passed(slot.done)) {
@@ -143,12 +143,12 @@ CudaStream NcclCommunicator::State::enqueue(const Request& request) {
   if (request.order) cuda->record(request.order->started, slot.stream);
   cuda->record(slot.started, slot.stream);
   last = &slot;
-  carry_out(index, request);
+  execute(index, request);
   if (request.order) cuda->record(request.order->done, slot.stream);
   return slot.stream;
 }
 
-void NcclCommunicator::State::carry_out(size_t index, const Request& request) {
+void NcclCommunicator::State::execute(size_t index, const Request& request) {
   Slot& slot = slots[index];
   Request adapted = request;
   if (request.kind == Collective::barrier) {
@@ -159,13 +159,15 @@ void NcclCommunicator::State::carry_out(size_t index, const Request& request) {
     return;
   }
   if (request.kind == Collective::all_to_all) {
-    Span& send = adapted.send[0];
+    BufferView& send = adapted.send[0];
     const int64_t width = itemsize(request.dtype), chunk = send.count / size * width;
     if (overlap(send, adapted.recv[0], width)) {
       stage(slot, send, request.dtype);
       send.data = slot.staging.back();
     }
-    const auto own = [&](const Span& s) { return static_cast<std::byte*>(s.data) + rank * chunk; };
+    const auto own = [&](const BufferView& s) {
+      return static_cast<std::byte*>(s.data) + rank * chunk;
+    };
     cuda->copy(own(adapted.recv[0]), own(send), static_cast<size_t>(chunk), slot.stream);
   }
   comms.call(index, options.launch_timeout_s, [&](NcclComm* comm) {
@@ -174,7 +176,7 @@ void NcclCommunicator::State::carry_out(size_t index, const Request& request) {
 }
 
 // Copies what is to be sent from memory that is received into.
-void NcclCommunicator::State::stage(Slot& slot, const Span& span, DType dtype) {
+void NcclCommunicator::State::stage(Slot& slot, const BufferView& span, DType dtype) {
   const size_t bytes = static_cast<size_t>(span.count * itemsize(dtype));
   if (bytes > slot.staging_bytes) {
     slot.staging.push_back(cuda->allocate(2 * bytes));

@@ -14,7 +14,7 @@
 #include "coded_op.h"
 #include "cuda/event_pool.h"
 #include "device_coding.h"
-#include "engine/halt.h"
+#include "engine/cancellation_token.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 #include "usbyte/timeline.h"
@@ -139,8 +139,8 @@ class Rig {
       memory_ = room(kept * itemsize(DType::float32));
       if (cuda_) cuda_->fill(memory_.get(), DType::float32, kept, 0, stream_->get());
     }
-    ops_ = make_coded_ops(
-        {plan_, arena_.get(), reinterpret_cast<float*>(memory_.get()), 0, ranks, 1, cuda_, &halt_});
+    ops_ = make_coded_ops({plan_, arena_.get(), reinterpret_cast<float*>(memory_.get()), 0, ranks,
+                           1, cuda_, &cancellation_});
     std::erase(ops_, nullptr);
     if (last().request().kind == Collective::all_gather) messages_ = ranks;
   }
@@ -211,15 +211,15 @@ class Rig {
 
   void encode() {
     next();
-    first().encode(turn());
+    first().encode(context());
     if (rounds_ == 1) return;
     // No more than the network has added up.
-    first().decode(cuda_ ? turn(encoded(first())) : turn());
-    last().encode(turn());
+    first().decode(cuda_ ? context(encoded(first())) : context());
+    last().encode(context());
   }
   void decode() {
     next();
-    last().decode(turn());
+    last().decode(context());
   }
   static CudaEvent encoded(const CodedOp& op) { return op.request().order->after.front(); }
 
@@ -251,9 +251,9 @@ class Rig {
   }
   CodedOp& first() const { return *ops_[at_]; }
   CodedOp& last() const { return *ops_[at_ + rounds_ - 1]; }
-  Turn turn() const { return cuda_ ? turn(begin_.get()) : Turn{step_}; }
+  CodingContext context() const { return cuda_ ? context(begin_.get()) : CodingContext{step_}; }
   // Behind an event, whatever is done: the network takes no time.
-  Turn turn(CudaEvent behind) const {
+  CodingContext context(CudaEvent behind) const {
     return {step_, StreamOrder{{behind}, {}, behind}, done_.get()};
   }
 
@@ -264,7 +264,7 @@ class Rig {
   PooledEvent done_;         // decoding
   std::shared_ptr<std::byte> arena_, memory_;
   std::optional<DrainedStream> stream_;
-  Halt halt_;
+  CancellationToken cancellation_;
   std::vector<std::unique_ptr<CodedOp>> ops_;
   size_t at_ = 0;
   int64_t step_ = 0;

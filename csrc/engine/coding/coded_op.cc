@@ -44,15 +44,15 @@ class MessagesOp final : public CodedOp {
     if (codec_->memories() > 0) keeps_ = reads_;
   }
 
-  void encode(const Turn& turn) override {
+  void encode(const CodingContext& context) override {
     for (size_t i = 0; i < layout_.sent.size(); ++i) {
       const auto [block, at] = layout_.sent[i];
-      const Draw draw = Draw::of(seed_, turn.step, block.begin, drawer_);
-      codec_->send(floats_->load(block), memories_[i], draw, size_, buffer_.data() + at);
+      const RngKey rng = RngKey::of(seed_, context.step, block.begin, drawer_);
+      codec_->send(floats_->load(block), memories_[i], rng, size_, buffer_.data() + at);
     }
   }
 
-  void decode(const Turn& turn) override {
+  void decode(const CodingContext& context) override {
     std::vector<const std::byte*> messages(static_cast<size_t>(layout_.ranks));
     for (const auto& [block, at] : layout_.received) {
       const std::byte* message = buffer_.data() + at;
@@ -60,9 +60,9 @@ class MessagesOp final : public CodedOp {
         each = message;
         message += layout_.chunk;
       }
-      const Draw draw = Draw::of(seed_, turn.step, block.begin, drawer_);
+      const RngKey rng = RngKey::of(seed_, context.step, block.begin, drawer_);
       const std::span<float> values = floats_->room(block);
-      codec_->combine(messages, draw, values);
+      codec_->combine(messages, rng, values);
       floats_->store(block, values);
     }
   }
@@ -78,9 +78,10 @@ class MessagesOp final : public CodedOp {
 };
 
 // Elements that a codec has picked, which are added up as rows of one.
-class PicksOp final : public CodedOp {
+class SelectedSumOp final : public CodedOp {
  public:
-  PicksOp(const CodingSpace& space, const Op& op, std::shared_ptr<const Codec> codec, Floats floats)
+  SelectedSumOp(const CodingSpace& space, const Op& op, std::shared_ptr<const Codec> codec,
+                Floats floats)
       : CodedOp(op, Collective::all_reduce, DType::uint8),
         codec_(std::move(codec)),
         floats_(std::move(floats)),
@@ -98,15 +99,15 @@ class PicksOp final : public CodedOp {
     if (codec_->memories() > 0) keeps_ = reads_;
   }
 
-  void encode(const Turn& turn) override {
+  void encode(const CodingContext& context) override {
     ids_.clear();
     values_.clear();
     int64_t first = 0;
     for (size_t i = 0; i < reads_.size(); ++i) {
       const Block block = reads_[i];
-      const Draw draw = Draw::of(seed_, turn.step, block.begin, rank_);
-      codec_->send(floats_->load(block), memories_[i], draw, size_, message_.data());
-      codec_->picks()->read(message_.data(), block.numel(), first, ids_, values_);
+      const RngKey rng = RngKey::of(seed_, context.step, block.begin, rank_);
+      codec_->send(floats_->load(block), memories_[i], rng, size_, message_.data());
+      codec_->selection()->read(message_.data(), block.numel(), first, ids_, values_);
       first += block.numel();
     }
   }
@@ -116,7 +117,7 @@ class PicksOp final : public CodedOp {
   }
   void sum(SparseRows rows) override { sum_ = std::move(rows); }
 
-  void decode(const Turn&) override {
+  void decode(const CodingContext&) override {
     const auto* const sums = reinterpret_cast<const float*>(sum_.values.data());
     size_t next = 0;
     int64_t first = 0;
@@ -171,18 +172,18 @@ class RoundOp final : public CodedOp {
     }
   }
 
-  void encode(const Turn& turn) override {
+  void encode(const CodingContext& context) override {
     for (Matrix& m : matrices_) {
       if (is_first_) {
-        const Draw draw = Draw::of(space_.seed, turn.step, m.block.begin, space_.rank);
-        codec_->matrices()->first(floats_->load(m.block), m.rows, m.memory, draw, m.sums);
+        const RngKey rng = RngKey::of(space_.seed, context.step, m.block.begin, space_.rank);
+        codec_->matrices()->first(floats_->load(m.block), m.rows, m.memory, rng, m.sums);
       } else {
         codec_->matrices()->second(m.rows, m.cols, m.memory, m.first, m.sums);
       }
     }
   }
 
-  void decode(const Turn&) override {
+  void decode(const CodingContext&) override {
     if (is_first_) return;  // its sums are what the second round is made of
     for (Matrix& m : matrices_) {
       const std::span<float> values = floats_->room(m.block);
@@ -218,7 +219,7 @@ CodedOp::CodedOp(const Op& planned, Collective kind, DType dtype) {
 }
 
 void CodedOp::travels(std::byte* buffer, int64_t bytes) {
-  const Span span{buffer, bytes / itemsize(request_.dtype)};
+  const BufferView span{buffer, bytes / itemsize(request_.dtype)};
   request_.recv = {span};
   if (request_.kind == Collective::all_to_all) request_.send = {span};
 }
@@ -233,7 +234,7 @@ std::vector<std::unique_ptr<CodedOp>> make_host_coded_ops(
     if (!codec || !wanted(op, *codec)) {
       out.push_back(nullptr);
     } else if (!op.scheme.empty()) {
-      out.push_back(std::make_unique<PicksOp>(space, op, codec, floats));
+      out.push_back(std::make_unique<SelectedSumOp>(space, op, codec, floats));
     } else if (codec->matrices() && op.kind != Collective::all_reduce) {
       out.push_back(std::make_unique<RoundOp>(space, op, codec, floats, first));
     } else {

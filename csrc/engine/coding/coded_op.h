@@ -14,7 +14,7 @@
 
 namespace usbyte {
 
-class Halt;
+class CancellationToken;
 
 /// What coded ops work on; `plan`, `arena` and `memory` outlive them.
 struct CodingSpace {
@@ -26,13 +26,13 @@ struct CodingSpace {
   int rank, size;
   uint64_t seed;
   std::shared_ptr<Cuda> device = nullptr;
-  Halt* halt = nullptr;            ///< ends waits for the device; outlives them
-  const Topology* mesh = nullptr;  ///< of the ranks; null where there are no lines
+  CancellationToken* cancellation = nullptr;  ///< ends waits for the device; outlives them
+  const Topology* mesh = nullptr;             ///< of the ranks; null where there are no lines
 };
 
 /// One use of a coded op. On a device, `order` is the network's and `done` is recorded when the
 /// arena holds what was decoded; `encode` comes behind `order->after`.
-struct Turn {
+struct CodingContext {
   int64_t step = 0;
   std::optional<StreamOrder> order = std::nullopt;
   CudaEvent done = {};
@@ -47,8 +47,8 @@ class CodedOp {
  public:
   virtual ~CodedOp() = default;
 
-  virtual void encode(const Turn& turn) = 0;
-  virtual void decode(const Turn& turn) = 0;
+  virtual void encode(const CodingContext& context) = 0;
+  virtual void decode(const CodingContext& context) = 0;
   /// Once the network has ended: waits for a device, for a second at most; whether nothing of this
   /// is on its streams any more. False where that cannot be told, as there is none.
   virtual bool quiesce() { return false; }

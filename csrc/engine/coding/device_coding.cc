@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "cuda/event_pool.h"
-#include "engine/halt.h"
+#include "engine/cancellation_token.h"
 #include "message_layout.h"
 
 namespace usbyte {
@@ -19,7 +19,7 @@ namespace {
 struct Lanes {
   Lanes(const CodingSpace& space, bool mirrored, int rows)
       : cuda(space.device),
-        halt(*space.halt),
+        cancellation(*space.cancellation),
         plan(space.plan),
         arena(space.arena),
         memory(space.memory),
@@ -62,11 +62,11 @@ struct Lanes {
 
   void await(CudaStream stream) {
     cuda->record(copied.get(), stream);
-    halt.await(*cuda, copied.get());
+    cancellation.await(*cuda, copied.get());
   }
 
   const std::shared_ptr<Cuda> cuda;
-  Halt& halt;
+  CancellationToken& cancellation;
   const Plan& plan;
   std::byte* const arena;
   float* const memory;
@@ -80,17 +80,17 @@ struct Lanes {
 
 class DeviceOp : public CodedOp {
  public:
-  void encode(const Turn& turn) final {
-    for (CudaEvent event : turn.order->after) cuda().wait(out(), event);
-    encode_behind(turn);
+  void encode(const CodingContext& context) final {
+    for (CudaEvent event : context.order->after) cuda().wait(out(), event);
+    encode_behind(context);
     cuda().record(encoded_.get(), out());
-    request_.order = turn.order;
+    request_.order = context.order;
     request_.order->after = {encoded_.get()};
   }
-  void decode(const Turn& turn) final {
-    cuda().wait(in(), turn.order->done);
-    decode_behind(turn);
-    cuda().record(turn.done, in());
+  void decode(const CodingContext& context) final {
+    cuda().wait(in(), context.order->done);
+    decode_behind(context);
+    cuda().record(context.done, in());
   }
   bool quiesce() final { return lanes_->quiesce(); }
 
@@ -104,8 +104,8 @@ class DeviceOp : public CodedOp {
   }
 
   // On `out` and on `in`.
-  virtual void encode_behind(const Turn& turn) = 0;
-  virtual void decode_behind(const Turn& turn) = 0;
+  virtual void encode_behind(const CodingContext& context) = 0;
+  virtual void decode_behind(const CodingContext& context) = 0;
 
   Cuda& cuda() const { return *lanes_->cuda; }
   CudaStream out() const { return lanes_->out.get(); }
@@ -143,15 +143,15 @@ class CastOp final : public DeviceOp {
     for (Block b : op.blocks) out += b.numel();
     return out;
   }
-  void encode_behind(const Turn&) override {
+  void encode_behind(const CodingContext&) override {
     cuda().copy_segments(casts_, dtype_, message_, 1, out());
   }
-  void decode_behind(const Turn&) override {
+  void decode_behind(const CodingContext&) override {
     cuda().copy_segments(back_, message_, dtype_, 1, in());
   }
 
   const DType dtype_, message_;
-  std::vector<Segment> casts_, back_;
+  std::vector<CopySegment> casts_, back_;
 };
 
 // A codec whose groups kernels encode and decode, or a cast in parts.
@@ -181,13 +181,13 @@ class GroupsOp final : public DeviceOp {
     return b.numel() == 0 ? nullptr : lanes_->arena + lanes_->plan.byte_offset(b.begin);
   }
 
-  void encode_behind(const Turn& turn) override {
+  void encode_behind(const CodingContext& context) override {
     for (size_t i = 0; i < encodings_.size(); ++i) {
-      encodings_[i].key = Draw::of(seed_, turn.step, layout_.sent[i].block.begin, drawer_).own;
+      encodings_[i].key = RngKey::of(seed_, context.step, layout_.sent[i].block.begin, drawer_).own;
     }
     cuda().encode_groups(kernels_, encodings_, dtype_, out());
   }
-  void decode_behind(const Turn&) override {
+  void decode_behind(const CodingContext&) override {
     cuda().decode_groups(kernels_, decodings_, dtype_, layout_.ranks, layout_.chunk, in());
   }
 
@@ -233,24 +233,24 @@ class HostedOp final : public DeviceOp {
   }
   std::byte* message() const { return static_cast<std::byte*>(host_->request().recv.front().data); }
 
-  void encode_behind(const Turn& turn) override {
+  void encode_behind(const CodingContext& context) override {
     for (Block b : reads_) copy(b, lanes_->mirror.data(), lanes_->arena, out());
     if (rounds_ != Rounds::second) copy_memory(mirrored(), lanes_->memory, out());
     lanes_->await(out());
-    host_->encode(turn);
+    host_->encode(context);
     if (rounds_ == Rounds::none) copy_memory(lanes_->memory, mirrored(), out());
     if (sends_.numel() > 0) {
       cuda().copy(buffer() + sends_.begin, message() + sends_.begin,
                   static_cast<size_t>(sends_.numel()), out());
     }
-    if (summed_) cuda().record(turn.order->started, out());
+    if (summed_) cuda().record(context.order->started, out());
   }
-  void decode_behind(const Turn& turn) override {
+  void decode_behind(const CodingContext& context) override {
     if (bytes_of(*host_) > 0) {
       cuda().copy(message(), buffer(), static_cast<size_t>(bytes_of(*host_)), in());
     }
     lanes_->await(in());
-    host_->decode(turn);
+    host_->decode(context);
     for (Block b : writes_) copy(b, lanes_->arena, lanes_->mirror.data(), in());
     if (rounds_ == Rounds::second) copy_memory(lanes_->memory, mirrored(), in());
   }

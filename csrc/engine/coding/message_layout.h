@@ -25,7 +25,7 @@ struct CodedPart {
 /// The buffer has a part for each rank, `chunk` bytes long, from which or for which the messages
 /// are; or one for all, where the network adds messages up.
 struct MessageLayout {
-  struct Run {
+  struct MessageBlock {
     Block block;
     int64_t at;  ///< of the buffer, bytes
   };
@@ -39,8 +39,8 @@ struct MessageLayout {
   /// Added to a plan's seed: a rank's shard is coded when it is scattered and when it is gathered,
   /// by other chances.
   uint64_t salt = 0;
-  std::vector<Run> sent;      ///< what this rank encodes
-  std::vector<Run> received;  ///< what it decodes
+  std::vector<MessageBlock> sent;      ///< what this rank encodes
+  std::vector<MessageBlock> received;  ///< what it decodes
 };
 
 }  // namespace usbyte

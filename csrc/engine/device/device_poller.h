@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "device_watch.h"
+#include "device_op_tracker.h"
 #include "usbyte/communicator.h"
 
 namespace usbyte {
@@ -46,9 +46,9 @@ class DeviceOps {
 class DevicePoller {
  public:
   struct Findings {
-    std::optional<DeviceWatch::Waiting> waiting;  ///< the op that the device is at
-    std::vector<StepRecord> resolved;             ///< of records that the device is through with
-    std::string problem;                          ///< not empty: it has failed
+    std::optional<DeviceOpTracker::Waiting> waiting;  ///< the op that the device is at
+    std::vector<StepRecord> resolved;  ///< of records that the device is through with
+    std::string problem;               ///< not empty: it has failed
   };
 
   /// When the device was polled last, s.
@@ -67,7 +67,7 @@ class DevicePoller {
   const LaunchedOp* oldest() const { return watch_.oldest(); }
 
  private:
-  DeviceWatch watch_;
+  DeviceOpTracker watch_;
   double polled_s_ = 0;
 };
 

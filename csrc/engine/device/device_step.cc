@@ -146,7 +146,7 @@ void DeviceStep::complete(int op, CudaStream stream, std::vector<int>& packed) {
   const NamedRange shown = range(op);
   if (stream != first_stream_) cuda_->wait(stream, begun_.get());
   std::vector<CudaStream> followed{stream};
-  std::vector<Segment> segments;
+  std::vector<CopySegment> segments;
   for (int tensor : tensors_of_[i]) {
     Gradient& gradient = gradients_[static_cast<size_t>(tensor)];
     const bool mine = gradient.packed_for < 0;

@@ -33,12 +33,13 @@ DeviceRows::~DeviceRows() {
 }
 
 void DeviceRows::begin(const StreamOrder& order) {
-  for (CudaEvent event : order.after) halt_.await(*cuda_, event);
+  for (CudaEvent event : order.after) cancellation_.await(*cuda_, event);
   cuda_->record(order.started, stream_.get());
 }
 
-std::optional<DealtRows> DeviceRows::deal(const GivenRows& given, const SparseShape& shape,
-                                          int ranks, const SparseOptions& options) {
+std::optional<PartitionedRows> DeviceRows::partition(const GivenRows& given,
+                                                     const SparseShape& shape, int ranks,
+                                                     const SparseOptions& options) {
   const auto most = std::ssize(given.rows.ids);
   if (most > std::numeric_limits<int32_t>::max() / 4) return std::nullopt;
   const auto partition = RowPartition::of(shape.rows, ranks, options.seed, most);
@@ -51,13 +52,13 @@ std::optional<DealtRows> DeviceRows::deal(const GivenRows& given, const SparseSh
   if (tallies[0] != 0) return std::nullopt;
 
   const std::vector<int64_t> counts(tallies + 1, tallies + 1 + ranks);
-  const sparse::Dealt servers(shape.rows, ranks, options.seed);
+  const sparse::HashPartitioner servers(shape.rows, ranks, options.seed);
   for (int r = 0; r < ranks; ++r) {
     if (counts[static_cast<size_t>(r)] > servers.range(r)) return std::nullopt;
   }
 
-  DealtRows out(shape, options.seed, counts,
-                [this](int64_t bytes) { return rows_.of<std::byte>(bytes); });
+  PartitionedRows out(shape, options.seed, counts,
+                      [this](int64_t bytes) { return rows_.of<std::byte>(bytes); });
   int64_t all = 0;
   for (int r = 0; r < ranks; ++r) {
     const int64_t count = counts[static_cast<size_t>(r)];
@@ -100,7 +101,7 @@ const T* DeviceRows::bring(GrowingMemory& to, const T* from, int64_t count) {
 
 void DeviceRows::await_copies() {
   cuda_->record(copied_.get(), stream_.get());
-  halt_.await(*cuda_, copied_.get());
+  cancellation_.await(*cuda_, copied_.get());
 }
 
 }  // namespace usbyte

@@ -5,9 +5,9 @@
 #include <optional>
 
 #include "cuda/event_pool.h"
-#include "engine/halt.h"
+#include "engine/cancellation_token.h"
 #include "growing_memory.h"
-#include "sparse/dealt_rows.h"
+#include "sparse/partitioned_rows.h"
 #include "usbyte/communicator.h"
 #include "usbyte/sparse.h"
 
@@ -20,7 +20,7 @@ struct GivenRows {
 };
 
 /// Brings rows from a device to the host, by copies on a stream of its own. For one thread, but
-/// for `halt`.
+/// for `cancel`.
 ///
 /// What is to be copied is waited for by the host, not on that stream: no copy is ever on its way
 /// to memory here but one that is about to end.
@@ -32,16 +32,16 @@ class DeviceRows {
   DeviceRows& operator=(const DeviceRows&) = delete;
 
   /// Before the network is aborted: what waits for the device does so no longer, and fails.
-  void halt() { halt_.set(); }
+  void cancel() { cancellation_.cancel(); }
   // All of an op's rows are on the host until the next op begins. What waits for the device throws
-  // FaultError after `halt`.
+  // FaultError after `cancel`.
 
   /// The next op begins, as `order` says.
   void begin(const StreamOrder& order);
-  /// Its rows, dealt out among so many ranks and scaled; nothing if some have found no place, as
-  /// when they crowd at few ranks, or some must be there twice: to be fetched then.
-  std::optional<DealtRows> deal(const GivenRows& given, const SparseShape& shape, int ranks,
-                                const SparseOptions& options);
+  /// Its rows, partitioned among so many ranks and scaled; nothing if some have found no place,
+  /// as when they crowd at few ranks, or some must be there twice: to be fetched then.
+  std::optional<PartitionedRows> partition(const GivenRows& given, const SparseShape& shape,
+                                           int ranks, const SparseOptions& options);
   /// Its rows as they are.
   RowsView fetch(const GivenRows& given, int64_t row_bytes);
   /// The op is over.
@@ -53,7 +53,7 @@ class DeviceRows {
   const T* bring(GrowingMemory& to, const T* from, int64_t count);
   void await_copies();
 
-  Halt halt_;
+  CancellationToken cancellation_;
   const std::shared_ptr<Cuda> cuda_;
   EventPool events_;
   const OwnedStream stream_;

@@ -7,8 +7,8 @@
 
 namespace usbyte {
 
-SparseOps::SparseOps(const Plan& plan, Coding* coding, std::shared_ptr<Exchange> exchange,
-                     std::shared_ptr<Cuda> device, SparseOptions options, Report report)
+SparseOps::SparseOps(const Plan& plan, CodecWorker* coding, std::shared_ptr<Exchange> exchange,
+                     std::shared_ptr<Cuda> device, SparseOptions options, Callback report)
     : plan_(plan),
       coding_(coding),
       exchange_(std::move(exchange)),
@@ -52,7 +52,7 @@ SparseSum SparseOps::take(int tensor) {
 }
 
 void SparseOps::abort() {
-  if (device_) device_->halt();
+  if (device_) device_->cancel();
   exchange_->abort();
 }
 
@@ -70,7 +70,7 @@ void SparseOps::run() {
     // Once one has failed, peers may take messages of a later op for that one's.
     if (!error) {
       try {
-        traffic = carry_out(next);
+        traffic = execute(next);
       } catch (...) {
         error = std::current_exception();
       }
@@ -79,7 +79,7 @@ void SparseOps::run() {
   }
 }
 
-SparseTraffic SparseOps::carry_out(const Started& started) {
+SparseTraffic SparseOps::execute(const Started& started) {
   const Op& op = plan_.ops()[static_cast<size_t>(started.op)];
   return op.sparse ? add_up_tensor(op, started.order) : add_up_picks(op, coding_->op(started.op));
 }
@@ -92,15 +92,15 @@ SparseTraffic SparseOps::add_up_tensor(const Op& op, const StreamOrder& order) {
     mine = std::exchange(given_[tensor], {});
   }
   const SparseShape shape = plan_.shape(op);
-  const SparseScheme& scheme = sparse_scheme(op.adds_by());
+  const SparseScheme& scheme = sparse_scheme(op.sparse_scheme());
   if (device_) device_->begin(order);
-  std::optional<DealtRows> dealt;
-  if (device_ && scheme.run_dealt) {
-    dealt = device_->deal(mine, shape, exchange_->size(), options_);
+  std::optional<PartitionedRows> partitioned;
+  if (device_ && scheme.run_partitioned) {
+    partitioned = device_->partition(mine, shape, exchange_->size(), options_);
   }
-  if (device_ && !dealt) mine.rows = device_->fetch(mine, shape.row_bytes());
-  SparseSum sum = dealt ? scheme.all_reduce_dealt(*exchange_, shape, *dealt)
-                        : scheme.all_reduce(*exchange_, shape, mine.rows, options_);
+  if (device_ && !partitioned) mine.rows = device_->fetch(mine, shape.row_bytes());
+  SparseSum sum = partitioned ? scheme.all_reduce_partitioned(*exchange_, shape, *partitioned)
+                              : scheme.all_reduce(*exchange_, shape, mine.rows, options_);
   if (device_) device_->finish(order);
   const SparseTraffic traffic = sum.traffic;
   MutexLock lock(mutex_);
@@ -112,8 +112,8 @@ SparseTraffic SparseOps::add_up_tensor(const Op& op, const StreamOrder& order) {
 SparseTraffic SparseOps::add_up_picks(const Op& op, CodedOp& coded) {
   SparseOptions options = options_;
   options.scale = 1;
-  SparseSum sum =
-      sparse_scheme(op.adds_by()).all_reduce(*exchange_, plan_.shape(op), coded.rows(), options);
+  SparseSum sum = sparse_scheme(op.sparse_scheme())
+                      .all_reduce(*exchange_, plan_.shape(op), coded.rows(), options);
   coded.sum(std::move(sum.rows));
   return sum.traffic;
 }

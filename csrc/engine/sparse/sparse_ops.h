@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "device_rows.h"
-#include "engine/coding/coding.h"
+#include "engine/coding/codec_worker.h"
 #include "support/thread_annotations.h"
 #include "usbyte/exchange.h"
 #include "usbyte/plan.h"
@@ -26,14 +26,14 @@ namespace usbyte {
 class SparseOps {
  public:
   /// From the thread, without any lock.
-  using Report =
+  using Callback =
       std::function<void(int op, const SparseTraffic& traffic, std::exception_ptr error)>;
 
   /// `plan` and `coding`, null if no op has a codec, outlive this. Tensors' rows are on `device`,
   /// or on the host if that is null; those of coded ops are on the host. Throws UsageError without
   /// an exchange.
-  SparseOps(const Plan& plan, Coding* coding, std::shared_ptr<Exchange> exchange,
-            std::shared_ptr<Cuda> device, SparseOptions options, Report report);
+  SparseOps(const Plan& plan, CodecWorker* coding, std::shared_ptr<Exchange> exchange,
+            std::shared_ptr<Cuda> device, SparseOptions options, Callback report);
   ~SparseOps();
 
   /// What tensor t adds; its memory lives until its op is reported.
@@ -52,15 +52,15 @@ class SparseOps {
   };
 
   void run();
-  SparseTraffic carry_out(const Started& started);
+  SparseTraffic execute(const Started& started);
   SparseTraffic add_up_tensor(const Op& op, const StreamOrder& order);
   SparseTraffic add_up_picks(const Op& op, CodedOp& coded);
 
   const Plan& plan_;
-  Coding* const coding_;
+  CodecWorker* const coding_;
   const std::shared_ptr<Exchange> exchange_;
   const SparseOptions options_;
-  const Report report_;
+  const Callback report_;
   const std::unique_ptr<DeviceRows> device_;  // null on the host
 
   Mutex mutex_;

@@ -126,7 +126,7 @@ class Engine {
   void fail(const std::string& message);
   /// What does so without owning the engine, whose end waits for such calls; a later one does
   /// nothing. For whoever that end waits for, as the engine's callbacks.
-  std::function<void(const std::string&)> failer() const;
+  std::function<void(const std::string&)> fail_callback() const;
   /// Empty while all is well.
   std::string fault() const;
 

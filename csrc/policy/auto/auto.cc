@@ -24,7 +24,7 @@ constexpr size_t kManyTensors = 250;  // of which most are too small to search w
 constexpr int64_t kParts = 400;       // of a job with as many; 0.25 % of its bytes and time each
 
 // How a draft is made.
-struct Pace {
+struct HeuristicParams {
   int in_flight;
   bool split;
   AlphaBeta cost;      // for how long an op takes up the channel
@@ -36,9 +36,9 @@ struct Pace {
 // gradient appears, but no op below `least_bytes` if there is more. An op whose bytes are less than
 // half of its time waits for the next gradient and goes with it. After backward, what is left goes
 // in the order of due dates, in the best batches of that order.
-class Drafting {
+class PlanBuilder {
  public:
-  Drafting(const Profile& profile, const Plan& line, const std::vector<double>& due_s)
+  PlanBuilder(const Profile& profile, const Plan& line, const std::vector<double>& due_s)
       : profile_(profile), line_(line), due_s_(due_s), backward_(backward_order(profile)) {
     by_due_.resize(due_s.size());
     for (size_t i = 0; i < by_due_.size(); ++i) by_due_[i] = static_cast<int>(i);
@@ -48,12 +48,12 @@ class Drafting {
     for (size_t i = 0; i < by_due_.size(); ++i) rank_[at(by_due_[i])] = static_cast<int>(i);
   }
 
-  Draft draft(const Pace& pace) {
-    Draft out{{}, pace.in_flight, pace.split};
+  Draft draft(const HeuristicParams& params) {
+    Draft out{{}, params.in_flight, params.split};
     sent_.assign(due_s_.size(), 0);
     ready_.assign(due_s_.size(), false);
     std::priority_queue<int, std::vector<int>, std::greater<>> queue;  // ranks by due date
-    const double s_per_byte = pace.cost.beta_s_per_byte;
+    const double s_per_byte = params.cost.beta_s_per_byte;
     double now = 0;
     for (size_t next = 0; next < backward_.size();) {
       const double release = profile_.ready_s[at(backward_[next])];
@@ -65,11 +65,11 @@ class Drafting {
         continue;
       }
       const double fill = std::max(
-          (std::max(release - now, pace.cost.alpha_s) - pace.cost.latency_s()) / s_per_byte,
-          pace.least_bytes);
+          (std::max(release - now, params.cost.alpha_s) - params.cost.latency_s()) / s_per_byte,
+          params.least_bytes);
       const std::vector<Block> blocks = gather(by_due_[at(queue.top())], fill);
       const int64_t bytes = line_.bytes({{}, blocks});
-      const double length = pace.cost.time_s(bytes);
+      const double length = params.cost.time_s(bytes);
       if (2 * s_per_byte * static_cast<double>(bytes) < length && release - now < length) {
         now = release;
         continue;
@@ -78,7 +78,7 @@ class Drafting {
       out.ops.push_back(blocks);
       now += length;
     }
-    finish(out, pace, now);
+    finish(out, params, now);
     return out;
   }
 
@@ -116,18 +116,19 @@ class Drafting {
     }
   }
 
-  void finish(Draft& out, const Pace& pace, double now) const {
+  void finish(Draft& out, const HeuristicParams& params, double now) const {
     std::vector<int> left;
     std::vector<double> length, due;
     for (int t : by_due_) {
       if (rest(t) == 0) continue;
       const TensorSpec& spec = profile_.tensors[at(t)];
       left.push_back(t);
-      length.push_back(pace.cost.beta_s_per_byte *
+      length.push_back(params.cost.beta_s_per_byte *
                        static_cast<double>(rest(t) * itemsize(spec.dtype)));
       due.push_back(due_s_[at(t)] - now);
     }
-    const Batching batching = batch_exactly(length, due, pace.cost.latency_s(), pace.cost.alpha_s);
+    const Batching batching =
+        batch_exactly(length, due, params.cost.latency_s(), params.cost.alpha_s);
     for (size_t i = 0, batch = 0; i < left.size(); ++i) {
       const bool first =
           batch < batching.begins.size() && static_cast<int>(i) == batching.begins[batch];
@@ -146,8 +147,9 @@ class Drafting {
   std::vector<bool> ready_;
 };
 
-std::vector<Pace> paces(const NetworkModel& network, double total_bytes, bool sharded) {
-  std::vector<Pace> out;
+std::vector<HeuristicParams> heuristic_params(const NetworkModel& network, double total_bytes,
+                                              bool sharded) {
+  std::vector<HeuristicParams> out;
   size_t windows = std::max<size_t>(network.all_reduce.size(), 2);
   if (network.concurrent > 0) windows = std::min(windows, static_cast<size_t>(network.concurrent));
   // Whenever a rank is late, an op alone in flight leaves the channel idle.
@@ -235,21 +237,22 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
   };
   double others_s = consider(fallback);
   const double nothing_to_win = simulator.step_s(fallback) * (1 - kWorthwhile);
-  if (simulator.bound_s() >= nothing_to_win) return fallback.with("auto", fallback.ops());
+  if (simulator.bound_s() >= nothing_to_win) return fallback.with_ops("auto", fallback.ops());
   for (Plan& plan : others(profile, network, options)) {
     others_s = std::min(others_s, consider(std::move(plan)));
   }
 
   std::vector<std::pair<double, Draft>> drafts;
-  Drafting drafting(job, line, searched.due_s());
-  for (const Pace& pace : paces(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
-    Draft draft = drafting.draft(pace);
+  PlanBuilder builder(job, line, searched.due_s());
+  for (const HeuristicParams& params :
+       heuristic_params(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
+    Draft draft = builder.draft(params);
     const bool several = draft.split && draft.in_flight > 1;
     for (bool as_scattered : several ? std::vector{false, true} : std::vector{false}) {
       draft.gathers_as_scattered = as_scattered;
       const Plan plan = build(draft, line, costs);
       drafts.emplace_back(searched.lateness_s(plan), draft);
-      consider(fallback.with("auto", plan.ops()));
+      consider(fallback.with_ops("auto", plan.ops()));
     }
   }
   std::stable_sort(drafts.begin(), drafts.end(),
@@ -260,12 +263,12 @@ Plan automatic(const Profile& profile, const NetworkModel& network, const Policy
     if (improved[{draft.in_flight, draft.split}]++ >= kImproved) continue;
     search.improve(draft);
     search.simplify(draft, kSimpler * profile.iteration_s());
-    consider(fallback.with("auto", build(draft, line, costs).ops()));
+    consider(fallback.with_ops("auto", build(draft, line, costs).ops()));
   }
   // What is hidden for others may have less time to spare here, but must not come late.
   const Candidate& best = choose(all, std::max(others_s, 0.0), kAlmost * profile.iteration_s());
   const Plan& plan = simulator.step_s(best.plan) > nothing_to_win ? fallback : best.plan;
-  return plan.with("auto", plan.ops());
+  return plan.with_ops("auto", plan.ops());
 }
 
 }  // namespace usbyte

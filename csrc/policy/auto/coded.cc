@@ -54,7 +54,7 @@ Plan automatic_coded(const Profile& profile, const NetworkModel& network,
   const Plan& fallback = all.front().plan;
   const Plan& best = choose(all, 0, kAlmost * profile.iteration_s(), TieBreak::least_late).plan;
   const bool worthwhile = simulator.step_s(best) < simulator.step_s(fallback) * (1 - kWorthwhile);
-  return (worthwhile ? best : fallback).with("auto", (worthwhile ? best : fallback).ops());
+  return (worthwhile ? best : fallback).with_ops("auto", (worthwhile ? best : fallback).ops());
 }
 
 }  // namespace usbyte

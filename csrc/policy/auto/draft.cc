@@ -95,7 +95,7 @@ Plan build(const Draft& draft, const Plan& line, const DraftCosts& costs) {
   } else {
     append(ops, Collective::all_reduce, draft.ops, draft.in_flight, costs.one_shot, line);
   }
-  return line.with("auto", std::move(ops));
+  return line.with_ops("auto", std::move(ops));
 }
 
 void add(std::vector<Block>& blocks, Block block, const Plan& line) {

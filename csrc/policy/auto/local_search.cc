@@ -74,16 +74,16 @@ double LocalSearch::improve(Draft& draft) {
   start(draft);
   best_ = score(draft);
   slack_s_ = kTolerance * best_.end_s;
-  climb(draft);
+  hill_climb(draft);
   std::mt19937 random;
   int fruitless = 0;
   while (left_ > 0 && best_.lateness_s > enough_s_ + slack_s_ && draft.ops.size() > 1 &&
          fruitless < kMostFruitless) {
     const Score before = best_;
     Draft changed = draft;
-    for (size_t kicks = 1 + random() % kMostKicks; kicks > 0; --kicks) kick(changed, random);
+    for (size_t kicks = 1 + random() % kMostKicks; kicks > 0; --kicks) perturb(changed, random);
     best_ = score(changed);
-    climb(changed);
+    hill_climb(changed);
     if (best_.better_than(before, slack_s_)) {
       draft = std::move(changed);
       fruitless = 0;
@@ -140,7 +140,7 @@ int64_t LocalSearch::head(const Draft& draft, size_t op) const {
   return whole;
 }
 
-void LocalSearch::kick(Draft& draft, std::mt19937& random) const {
+void LocalSearch::perturb(Draft& draft, std::mt19937& random) const {
   const auto any = [&](size_t count) { return static_cast<size_t>(random()) % count; };
   const size_t i = any(draft.ops.size());
   std::vector<Block> op = std::move(draft.ops[i]);
@@ -160,7 +160,7 @@ void LocalSearch::kick(Draft& draft, std::mt19937& random) const {
   }
 }
 
-void LocalSearch::climb(Draft& draft) {
+void LocalSearch::hill_climb(Draft& draft) {
   bool found = true;
   while (found && left_ > 0) {
     found = false;
@@ -251,22 +251,22 @@ bool LocalSearch::cut(Draft& draft) {
 }
 
 bool LocalSearch::shift(Draft& draft) {
-  struct Piece {
+  struct OpBlock {
     Block block;
     size_t op;
   };
   bool found = false;
   bool again = true;
   for (size_t start = 0; again && left_ > 0;) {
-    std::vector<Piece> pieces;
+    std::vector<OpBlock> pieces;
     for (size_t i = 0; i < draft.ops.size(); ++i) {
       for (Block b : draft.ops[i]) pieces.push_back({b, i});
     }
     std::sort(pieces.begin(), pieces.end(),
-              [](const Piece& a, const Piece& b) { return a.block < b.block; });
+              [](const OpBlock& a, const OpBlock& b) { return a.block < b.block; });
     again = false;
     for (size_t i = start; i + 1 < pieces.size() && !again; ++i) {
-      const Piece &left = pieces[i], &right = pieces[i + 1];
+      const OpBlock &left = pieces[i], &right = pieces[i + 1];
       if (left.op == right.op || line_->dtype(left.block) != line_->dtype(right.block)) continue;
       for (double part : {0.5, -0.5, 0.125, -0.125, 0.03, -0.03}) {
         if (left_ <= 0) return found;

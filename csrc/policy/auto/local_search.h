@@ -37,8 +37,8 @@ class LocalSearch {
 
   void start(const Draft& draft);
   Score score(const Draft& draft);
-  void climb(Draft& draft);
-  void kick(Draft& draft, std::mt19937& random) const;
+  void hill_climb(Draft& draft);
+  void perturb(Draft& draft, std::mt19937& random) const;
   bool one_shot(const Draft& draft, size_t op) const;
   int64_t head(const Draft& draft, size_t op) const;
   bool join_next(Draft& draft, size_t op) const;

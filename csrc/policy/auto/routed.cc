@@ -23,7 +23,7 @@ Plan automatic_routed(const Profile& profile, const NetworkModel& network,
   for (Plan& plan : routed) {
     const double step_s = simulator.step_s(plan);
     if (step_s >= best_s) continue;
-    best = plan.with("auto", plan.ops());
+    best = plan.with_ops("auto", plan.ops());
     best_s = step_s;
   }
   return best;

@@ -25,7 +25,7 @@ int64_t bytescheduler_parts(const Profile& profile, int64_t partition_bytes) {
 
 Plan bytescheduler(const Profile& profile, const NetworkModel& network,
                    const PolicyOptions& options) {
-  std::vector<Part> parts;
+  std::vector<ReadyBlock> parts;
   if (const int64_t total = bytescheduler_parts(profile, options.partition_bytes);
       total > kMostParts) {
     throw UsageError("bytescheduler: parts of " + std::to_string(options.partition_bytes) +

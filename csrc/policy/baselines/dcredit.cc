@@ -11,19 +11,19 @@ namespace {
 
 // Ops that are posted together share one startup, so that only the first is fenced, and each has
 // room for the whole window.
-std::vector<Op> posted_together(const UnitJob& job, const std::vector<Slice>& window,
+std::vector<Op> posted_together(const UnitJob& job, const std::vector<TensorSlice>& window,
                                 int64_t bytes) {
   std::vector<Op> ops;
-  for (const Slice& s : window) ops.push_back(all_reduce(job, s, bytes, ops.empty()));
+  for (const TensorSlice& s : window) ops.push_back(all_reduce(job, s, bytes, ops.empty()));
   return ops;
 }
 
 // Where fewer run at once, what shares a startup is one op, for each type of element; empty if to
 // pack its blocks takes longer than to start up as often as there are slices.
 std::vector<Op> in_one_op(const UnitJob& job, const NetworkModel& network,
-                          const std::vector<Slice>& window, int64_t bytes) {
+                          const std::vector<TensorSlice>& window, int64_t bytes) {
   std::vector<std::pair<DType, Op>> by_dtype;
-  for (const Slice& s : window) {
+  for (const TensorSlice& s : window) {
     const DType dtype = job.profile->tensors[static_cast<size_t>(s.tensor)].dtype;
     Op op = all_reduce(job, s, bytes, by_dtype.empty());
     const auto same =
@@ -37,7 +37,7 @@ std::vector<Op> in_one_op(const UnitJob& job, const NetworkModel& network,
   std::vector<Op> ops;
   double packed_bytes = 0;
   for (auto& [dtype, op] : by_dtype) {
-    op.blocks = joined(std::move(op.blocks));
+    op.blocks = merge_adjacent(std::move(op.blocks));
     for (const Block& b : op.blocks) {
       if (op.blocks.size() > 1) packed_bytes += static_cast<double>(b.numel() * itemsize(dtype));
     }
@@ -53,13 +53,13 @@ std::vector<Op> in_one_op(const UnitJob& job, const NetworkModel& network,
 Plan dcredit(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
   const UnitJob job(profile, network, options);
   std::vector<Op> ops;
-  std::vector<Slice> window;
+  std::vector<TensorSlice> window;
   Backlog backlog(job, job.forward);
   double channel_s = 0;
   const auto post = [&] {
     if (window.empty()) return;
     int64_t bytes = 0;
-    for (const Slice& s : window) bytes += s.bytes();
+    for (const TensorSlice& s : window) bytes += s.bytes();
     std::vector<Op> posted;
     if (network.concurrent > 0 && std::ssize(window) > network.concurrent) {
       posted = in_one_op(job, network, window, bytes);

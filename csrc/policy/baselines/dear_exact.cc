@@ -159,11 +159,11 @@ Plan best_dear(const Profile& profile, const NetworkModel& network, const Policy
   };
   attempt(best);  // first, so that it stays where nothing is better
 
-  struct Range {
+  struct SizeRange {
     double least_s;  // at its ends
     int64_t begin, end;
   };
-  std::vector<Range> ranges;
+  std::vector<SizeRange> ranges;
   int64_t begin = 0;
   for (double begin_s = attempt(0); next <= groupings.bytes();) {
     const int64_t end = std::max(next, begin + begin / 8);
@@ -172,10 +172,10 @@ Plan best_dear(const Profile& profile, const NetworkModel& network, const Policy
     begin = end;
     begin_s = end_s;
   }
-  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+  std::sort(ranges.begin(), ranges.end(), [](const SizeRange& a, const SizeRange& b) {
     return std::pair(a.least_s, a.begin) < std::pair(b.least_s, b.begin);
   });
-  for (const Range& range : ranges) {
+  for (const SizeRange& range : ranges) {
     next = groupings.cut(range.begin);
     while (next < range.end && groups < kGroups && least_s > 0) attempt(next);
   }

@@ -17,7 +17,7 @@ Plan mgwfbp(const Profile& profile, const NetworkModel& network, const PolicyOpt
   double start_s = 0;  // of this group's op
   const auto close = [&] {
     if (group.empty()) return;
-    ops.push_back({Collective::all_reduce, joined(std::move(group)), bytes, true});
+    ops.push_back({Collective::all_reduce, merge_adjacent(std::move(group)), bytes, true});
     free_s = start_s + cost.time_s(bytes);
     group.clear();
     bytes = 0;

@@ -25,7 +25,7 @@ Plan p3(const Profile& profile, const NetworkModel& network, const PolicyOptions
                      std::to_string(total) + ", and " + std::to_string(kMostSlices) +
                      " is the most: take another policy for so many parameters");
   }
-  std::vector<Part> slices;
+  std::vector<ReadyBlock> slices;
   for (int i : forward_order(profile)) {
     const TensorSpec& t = profile.tensors[static_cast<size_t>(i)];
     for (int64_t at = t.offset; at < t.end(); at += kSlice) {

@@ -5,7 +5,7 @@ namespace usbyte {
 
 Plan themis(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
   const Plan routed = with_routes(ddp(profile, network, options), network);
-  return routed.with("themis", routed.ops());
+  return routed.with_ops("themis", routed.ops());
 }
 
 }  // namespace usbyte

@@ -9,7 +9,7 @@ double ready_s(const UnitJob& job, int tensor) {
   return job.profile->ready_s[static_cast<size_t>(tensor)];
 }
 
-void append(const UnitJob& job, UsByteSchedule& schedule, Slice slice, double start_s) {
+void append(const UnitJob& job, UsByteSchedule& schedule, TensorSlice slice, double start_s) {
   const size_t t = static_cast<size_t>(slice.tensor);
   const double end_s = start_s + job.cost.time_s(slice.bytes());
   schedule.sends.push_back({slice, start_s, end_s});
@@ -52,7 +52,7 @@ UsByteSchedule usbyte_phase1(const UnitJob& job, std::span<const int> order) {
       } else if (room_s < job.cost.beta_s_per_byte * bytes) {
         bytes = room_s / job.cost.beta_s_per_byte;
       }
-      Slice slice = backlog.take(bytes);
+      TensorSlice slice = backlog.take(bytes);
       double start_s = channel_s;
       if (extend) {
         slice.begin = schedule.sends.back().slice.begin;

@@ -9,7 +9,7 @@ namespace usbyte {
 
 /// One op of US-Byte.
 struct Send {
-  Slice slice;
+  TensorSlice slice;
   double start_s, end_s;
 };
 

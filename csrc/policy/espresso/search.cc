@@ -81,8 +81,8 @@ StrategySearch::StrategySearch(const CompressionJob& job, const StrategyTable& o
 double StrategySearch::iteration_s(const std::vector<int>& choice) {
   std::vector<int> everything(choice.size());
   std::iota(everything.begin(), everything.end(), 0);
-  return timeline_.with(everything, chains_of(*options_, choice),
-                        std::numeric_limits<double>::infinity());
+  return timeline_.iteration_with(everything, chains_of(*options_, choice),
+                                  std::numeric_limits<double>::infinity());
 }
 
 bool StrategySearch::moves_nothing(int tensor) const {
@@ -101,7 +101,7 @@ bool StrategySearch::improve(int tensor, const std::vector<int>& candidates) {
   int best = chosen;
   for (int option : candidates) {
     if (option == chosen) continue;
-    const double time_s = timeline_.with(tensor, chain(tensor, option), best_s);
+    const double time_s = timeline_.iteration_with(tensor, chain(tensor, option), best_s);
     if (time_s < best_s) {
       best_s = time_s;
       best = option;
@@ -129,7 +129,8 @@ bool StrategySearch::improve_pair(int first, int second) {
   for (int i = 0; i < std::ssize(options_->of(first).all); ++i) {
     for (int j = 0; j < std::ssize(options_->of(second).all); ++j) {
       if (i == a || j == b) continue;  // not a change of both
-      const double time_s = timeline_.with(tensors, {&chain(first, i), &chain(second, j)}, best_s);
+      const double time_s =
+          timeline_.iteration_with(tensors, {&chain(first, i), &chain(second, j)}, best_s);
       if (time_s < best_s) {
         best_s = time_s;
         best = {i, j};
@@ -195,7 +196,7 @@ double StrategySearch::with_offloaded(const std::vector<Group>& groups,
     tensors.insert(tensors.end(), first, first + counts[g]);
     chains.resize(tensors.size(), groups[g].on_cpu);
   }
-  return timeline_.with(tensors, chains, limit_s);
+  return timeline_.iteration_with(tensors, chains, limit_s);
 }
 
 std::vector<int> StrategySearch::best_of_all(const std::vector<Group>& groups) {

@@ -203,7 +203,7 @@ double CompressionTimeline::tentatively(int first_changed, int last_changed, dou
   return simulate(trial_, first_changed, checkpoint.longest_s, limit_s, false);
 }
 
-double CompressionTimeline::with(int tensor, const TaskChain& chain, double limit_s) {
+double CompressionTimeline::iteration_with(int tensor, const TaskChain& chain, double limit_s) {
   const TaskChain*& held = chains_[static_cast<size_t>(tensor)];
   const TaskChain* const before = std::exchange(held, &chain);
   const double out = tentatively(tensor, tensor, limit_s);
@@ -211,8 +211,9 @@ double CompressionTimeline::with(int tensor, const TaskChain& chain, double limi
   return out;
 }
 
-double CompressionTimeline::with(const std::vector<int>& tensors,
-                                 const std::vector<const TaskChain*>& chains, double limit_s) {
+double CompressionTimeline::iteration_with(const std::vector<int>& tensors,
+                                           const std::vector<const TaskChain*>& chains,
+                                           double limit_s) {
   if (tensors.empty()) return iteration_s_ < limit_s ? iteration_s_ : kInfinity;
   std::vector<const TaskChain*> before;
   before.reserve(tensors.size());

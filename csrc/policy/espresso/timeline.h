@@ -45,10 +45,10 @@ class CompressionTimeline {
   double iteration_s() const { return iteration_s_; }
   const TaskChain& chain(int tensor) const { return *chains_[static_cast<size_t>(tensor)]; }
   /// The same if `tensor` had `chain`; infinite if that is not below `limit_s`.
-  double with(int tensor, const TaskChain& chain, double limit_s);
+  double iteration_with(int tensor, const TaskChain& chain, double limit_s);
   /// The same if each of `tensors` had the chain at its place.
-  double with(const std::vector<int>& tensors, const std::vector<const TaskChain*>& chains,
-              double limit_s);
+  double iteration_with(const std::vector<int>& tensors,
+                        const std::vector<const TaskChain*>& chains, double limit_s);
   void set(int tensor, const TaskChain& chain);
 
   /// The tensors before this one have arrived before it is ready, and nothing else goes on then.

@@ -4,7 +4,7 @@
 
 namespace usbyte {
 
-std::vector<Block> joined(std::vector<Block> blocks) {
+std::vector<Block> merge_adjacent(std::vector<Block> blocks) {
   std::sort(blocks.begin(), blocks.end());
   std::vector<Block> out;
   for (Block b : blocks) {

@@ -7,6 +7,6 @@
 namespace usbyte {
 
 /// The same elements with neighbours on the line as one block, in the order of the line.
-std::vector<Block> joined(std::vector<Block> blocks);
+std::vector<Block> merge_adjacent(std::vector<Block> blocks);
 
 }  // namespace usbyte

@@ -52,7 +52,7 @@ bool Merging::grouped(int tensor, int lane) const {
 void Merging::extend() {
   const int t = order_[at(--begin_)], lane = lane_of_[at(t)];
   auto part =
-      std::find_if(parts_.begin(), parts_.end(), [&](const Part& p) { return p.lane == lane; });
+      std::find_if(parts_.begin(), parts_.end(), [&](const LaneOp& p) { return p.lane == lane; });
   if (part == parts_.end()) {
     part = parts_.insert(part, {lane, profile_->ready_s[at(t)], due_s_[at(t)]});
   }
@@ -89,7 +89,7 @@ const std::vector<OpTimes>& Merging::times() {
   return times_;
 }
 
-OpTimes Merging::times_of(const Part& part) const {
+OpTimes Merging::times_of(const LaneOp& part) const {
   const Lane& lane = lanes_[at(part.lane)];
   const bool gathered = lane.codec && !lane.codec->adds();
   const Collective kind = gathered ? Collective::all_gather : Collective::all_reduce;
@@ -129,8 +129,8 @@ Plan Merging::plan(std::string policy, const std::vector<int>& ends) const {
       const Lane& lane = lanes_[at(part->first)];
       int64_t bytes = 0;
       for (Block b : part->second) bytes += b.numel() * itemsize(lane.dtype);
-      ops.push_back(
-          {Collective::all_reduce, joined(std::move(part->second)), bytes, true, lane.spec});
+      ops.push_back({Collective::all_reduce, merge_adjacent(std::move(part->second)), bytes, true,
+                     lane.spec});
     }
     begin = end;
   }

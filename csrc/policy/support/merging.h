@@ -34,7 +34,7 @@ class Merging {
     DType dtype;
     CodecCost cost;
   };
-  struct Part {  // of the group, in one lane
+  struct LaneOp {  // of the group, in one lane
     int lane;
     double queued_s, due_s;
     int64_t message_bytes = 0;
@@ -47,7 +47,7 @@ class Merging {
   int64_t message_bytes(const Lane& lane, int first, int last) const;
   int messages(const Lane& lane) const;
   bool grouped(int tensor, int lane) const;
-  OpTimes times_of(const Part& part) const;
+  OpTimes times_of(const LaneOp& part) const;
 
   const Profile* profile_;
   const NetworkModel* network_;
@@ -58,7 +58,7 @@ class Merging {
   std::vector<int> lane_of_;  // by tensor
 
   int begin_ = 0, group_ = 0;
-  std::vector<Part> parts_;        // the one that is ready last first
+  std::vector<LaneOp> parts_;      // the one that is ready last first
   std::vector<int> group_of_;      // by tensor: the last one that it was in
   std::vector<int> first_, last_;  // of a block of the group, at its last and its first tensor
   std::vector<OpTimes> times_;

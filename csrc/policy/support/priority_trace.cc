@@ -10,7 +10,7 @@
 
 namespace usbyte {
 
-std::vector<Op> priority_trace(const std::vector<Part>& parts, const NetworkModel& network,
+std::vector<Op> priority_trace(const std::vector<ReadyBlock>& parts, const NetworkModel& network,
                                int64_t window_bytes, bool fence) {
   std::vector<size_t> arrivals(parts.size());
   std::iota(arrivals.begin(), arrivals.end(), size_t{0});
@@ -35,7 +35,7 @@ std::vector<Op> priority_trace(const std::vector<Part>& parts, const NetworkMode
       }
     }
     if (!ready.empty()) {
-      const Part& part = parts[ready.top()];
+      const ReadyBlock& part = parts[ready.top()];
       Op op{Collective::all_reduce, {part.block}, window_bytes, fence};
       if (credit.admits(op, part.bytes)) {
         credit.launched(part.bytes);

@@ -10,7 +10,7 @@
 namespace usbyte {
 
 /// A slice of one tensor and when its gradient is ready.
-struct Part {
+struct ReadyBlock {
   Block block;
   int64_t bytes;
   double ready_s;
@@ -19,7 +19,7 @@ struct Part {
 /// The all_reduces of `parts`, one each, in the order in which a priority queue sends them over
 /// `network`: of the ready parts the first in `parts` goes next, as soon as `window_bytes` and
 /// `fence` admit it.
-std::vector<Op> priority_trace(const std::vector<Part>& parts, const NetworkModel& network,
+std::vector<Op> priority_trace(const std::vector<ReadyBlock>& parts, const NetworkModel& network,
                                int64_t window_bytes, bool fence);
 
 /// How many parts `p3` and `bytescheduler` make of a job. More than a million, which they refuse,

@@ -19,7 +19,7 @@ UnitJob::UnitJob(const Profile& p, const NetworkModel& network, const PolicyOpti
   }
 }
 
-Op all_reduce(const UnitJob& job, Slice slice, int64_t window_bytes, bool fence) {
+Op all_reduce(const UnitJob& job, TensorSlice slice, int64_t window_bytes, bool fence) {
   const TensorSpec& t = job.profile->tensors[static_cast<size_t>(slice.tensor)];
   const int64_t size = itemsize(t.dtype);
   const Block block{t.offset + slice.begin / size, t.offset + slice.end / size};
@@ -39,7 +39,7 @@ void Backlog::ready(int tensor) {
   std::push_heap(ready_.begin(), ready_.end(), std::greater<>());
 }
 
-Slice Backlog::take(double bytes) {
+TensorSlice Backlog::take(double bytes) {
   const int tensor = first();
   const size_t t = static_cast<size_t>(tensor);
   const int64_t unit = job_->unit_bytes[t], begin = sent_[t];

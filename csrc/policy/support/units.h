@@ -20,7 +20,7 @@ struct UnitJob {
 };
 
 /// Bytes [begin, end) of one tensor.
-struct Slice {
+struct TensorSlice {
   int tensor;
   int64_t begin, end;
 
@@ -28,7 +28,7 @@ struct Slice {
 };
 
 /// The all_reduce of `slice`.
-Op all_reduce(const UnitJob& job, Slice slice, int64_t window_bytes, bool fence);
+Op all_reduce(const UnitJob& job, TensorSlice slice, int64_t window_bytes, bool fence);
 
 /// What is left of the gradients that are ready, by priority.
 class Backlog {
@@ -46,7 +46,7 @@ class Backlog {
   }
   /// Takes `bytes` of the first tensor, rounded up to whole units; at least one unit, and no more
   /// than is left.
-  Slice take(double bytes);
+  TensorSlice take(double bytes);
 
  private:
   const UnitJob* job_;

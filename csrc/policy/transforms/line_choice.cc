@@ -70,8 +70,8 @@ std::optional<Codecs> in_both(const std::string& spec, const Topology& mesh, int
 // Of so many elements, those that a codec picks in any step; all where that cannot be told.
 int64_t picked(const std::string& spec, int64_t count) {
   const auto codec = make_codec(spec);
-  if (!codec || !codec->picks() || codec->at_step(0) != codec->spec()) return count;
-  return codec->picks()->picked(count);
+  if (!codec || !codec->selection() || codec->at_step(0) != codec->spec()) return count;
+  return codec->selection()->selected_count(count);
 }
 
 // Elements of a shard that can differ from zero once it is added up. What a rank has not sent joins

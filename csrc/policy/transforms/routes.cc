@@ -84,7 +84,7 @@ Plan with_routes(const Plan& plan, const NetworkModel& network) {
     }
     if (best->second.seconds < flat_s(network, bytes, blocks)) op.route = best->second.schedule;
   }
-  return plan.with(plan.policy(), std::move(ops));
+  return plan.with_ops(plan.policy(), std::move(ops));
 }
 
 NetworkModel routed_network(const NetworkModel& network) {

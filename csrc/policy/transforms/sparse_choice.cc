@@ -75,7 +75,7 @@ Plan with_schemes(const Plan& plan, const NetworkModel& network, const CodecCost
   std::vector<Op> ops = plan.ops();
   for (Op& op : ops) {
     const auto codec = make_codec(op.codec);
-    if (op.kind != Collective::all_reduce || !codec || !codec->picks() || !op.scheme.empty() ||
+    if (op.kind != Collective::all_reduce || !codec || !codec->selection() || !op.scheme.empty() ||
         op.line >= 0) {
       continue;
     }
@@ -92,7 +92,7 @@ Plan with_schemes(const Plan& plan, const NetworkModel& network, const CodecCost
         best.seconds + CodingThread::times_of(plan, by_scheme, costs, n).decode_s;
     if (added_up_s < (1 - kClearly) * gathered_s) op = std::move(by_scheme);
   }
-  return plan.with(plan.policy(), std::move(ops));
+  return plan.with_ops(plan.policy(), std::move(ops));
 }
 
 }  // namespace usbyte

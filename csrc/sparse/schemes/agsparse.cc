@@ -1,5 +1,5 @@
 #include "schemes.h"
-#include "sparse/mail.h"
+#include "sparse/messages.h"
 
 // AGsparse, as in Horovod: everybody sends all its rows to everybody, and adds up alone.
 namespace usbyte::sparse {

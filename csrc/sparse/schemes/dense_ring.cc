@@ -1,6 +1,6 @@
 #include "schemes.h"
+#include "sparse/partitioners.h"
 #include "sparse/rows.h"
-#include "sparse/servers.h"
 
 // A dense ring: reduce_scatter, then all_gather, of all rows (Patarasuk and Yuan, "Bandwidth
 // optimal all-reduce algorithms for clusters of workstations", 2009).
@@ -49,7 +49,7 @@ class Ring {
   Exchange& exchange_;
   const SparseShape& shape_;
   Buffer& values_;
-  const Ranges parts_;
+  const RangePartitioner parts_;
   const int rank_, size_;
   SparseTraffic traffic_;
 };

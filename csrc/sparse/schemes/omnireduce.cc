@@ -4,7 +4,7 @@
 
 #include "push_pull.h"
 #include "schemes.h"
-#include "sparse/servers.h"
+#include "sparse/partitioners.h"
 
 // OmniReduce (Fei et al., "Efficient Sparse Collective Communication and its Application to
 // Accelerate Distributed Deep Learning", SIGCOMM 2021): the gradient as a line of blocks of 256
@@ -21,7 +21,7 @@ SparseShape blocks_of(const SparseShape& shape) {
 
 SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine, const SparseOptions&) {
   const SparseShape blocks = blocks_of(shape);
-  const Ranges servers(blocks.rows, exchange.size());
+  const RangePartitioner servers(blocks.rows, exchange.size());
   SparseSum out = push_pull(exchange, blocks, recut(shape, mine, blocks), servers, false);
   out.rows = without_zeros(shape, recut(blocks, out.rows, shape));
   return out;

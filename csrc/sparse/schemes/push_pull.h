@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include "sparse/mail.h"
+#include "sparse/messages.h"
 
 // Sums by push and pull: each row goes to its server, where equal ones meet, and each server sends
-// its sums to all. `Servers` are those of servers.h.
+// its sums to all. `Servers` are those of partitioners.h.
 namespace usbyte::sparse {
 
 /// Lengths and messages, to the servers and from them.

@@ -1,6 +1,6 @@
 #include "push_pull.h"
 #include "schemes.h"
-#include "sparse/servers.h"
+#include "sparse/partitioners.h"
 
 // A sparse parameter server on all ranks: each adds up one of as many equal ranges, so that skewed
 // rows crowd at few of them.
@@ -8,7 +8,8 @@ namespace usbyte::sparse {
 namespace {
 
 SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine, const SparseOptions&) {
-  return push_pull(exchange, shape, std::move(mine), Ranges(shape.rows, exchange.size()), false);
+  return push_pull(exchange, shape, std::move(mine), RangePartitioner(shape.rows, exchange.size()),
+                   false);
 }
 
 /// 2 (n - 1) / n (d + d_n) s_n M b for single elements of 4 bytes: the fullest range's rank. As

@@ -2,8 +2,8 @@
 
 #include "push_pull.h"
 #include "schemes.h"
-#include "sparse/dealt_rows.h"
-#include "sparse/servers.h"
+#include "sparse/partitioned_rows.h"
+#include "sparse/partitioners.h"
 
 // Balanced parallelism (Zen, OSDI 2025): every row goes to the server that its id hashes to, so
 // that each rank's rows are spread evenly, however they are skewed. As rows are dealt out, servers
@@ -13,11 +13,12 @@ namespace {
 
 SparseSum run(Exchange& exchange, const SparseShape& shape, SparseRows mine,
               const SparseOptions& options) {
-  const Dealt servers(shape.rows, exchange.size(), options.seed);
+  const HashPartitioner servers(shape.rows, exchange.size(), options.seed);
   return push_pull(exchange, shape, std::move(mine), servers, true);
 }
 
-SparseSum run_dealt(Exchange& exchange, const SparseShape& shape, const DealtRows& mine) {
+SparseSum run_partitioned(Exchange& exchange, const SparseShape& shape,
+                          const PartitionedRows& mine) {
   SparseSum out;
   const Buffer own =
       add_up_pushed(exchange, shape, mine.messages(), mine.servers(), true, out.traffic);
@@ -37,6 +38,6 @@ double bytes(int ranks, const SparseShape& shape, const SparseDensity& density) 
 
 }  // namespace
 
-const SparseScheme kZen = {"zen", run, bytes, push_pull_transfers, true, run_dealt};
+const SparseScheme kZen = {"zen", run, bytes, push_pull_transfers, true, run_partitioned};
 
 }  // namespace usbyte::sparse

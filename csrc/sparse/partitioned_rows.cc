@@ -1,4 +1,4 @@
-#include "dealt_rows.h"
+#include "partitioned_rows.h"
 
 #include <string>
 
@@ -6,8 +6,9 @@
 
 namespace usbyte {
 
-DealtRows::DealtRows(const SparseShape& shape, uint64_t seed, std::span<const int64_t> counts,
-                     const sparse::Outbox::Allocate& allocate)
+PartitionedRows::PartitionedRows(const SparseShape& shape, uint64_t seed,
+                                 std::span<const int64_t> counts,
+                                 const sparse::Outbox::Allocate& allocate)
     : rows_(shape.rows),
       servers_(shape.rows, static_cast<int>(counts.size()), seed),
       ranges_(shape.rows, static_cast<int>(counts.size())),
@@ -15,7 +16,7 @@ DealtRows::DealtRows(const SparseShape& shape, uint64_t seed, std::span<const in
       in_ranges_(counts.size()),
       messages_(shape, counts, [this](int rank) { return servers_.range(rank); }, allocate) {}
 
-void DealtRows::name(std::span<const int64_t> ids) {
+void PartitionedRows::name(std::span<const int64_t> ids) {
   auto id = ids.begin();
   for (int rank = 0; rank < messages_.ranks(); ++rank) {
     for (int64_t i = 0; i < counts_[static_cast<size_t>(rank)]; ++i, ++id) {

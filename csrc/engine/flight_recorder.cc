@@ -1,4 +1,4 @@
-#include "flight.h"
+#include "flight_recorder.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

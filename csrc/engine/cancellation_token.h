@@ -12,11 +12,11 @@ namespace usbyte {
 ///
 /// CUDA's own wait for an event cannot be ended, and what hangs on a device hangs for ever; so the
 /// event is looked at now and then.
-class Halt {
+class CancellationToken {
  public:
-  void set() {
+  void cancel() {
     MutexLock lock(mutex_);
-    halted_ = true;
+    cancelled_ = true;
     changed_.notify_all();
   }
 
@@ -26,18 +26,18 @@ class Halt {
     constexpr auto kInterval = std::chrono::microseconds(100);
     bool over = cuda.passed(event);
     MutexLock lock(mutex_);
-    while (!over && !halted_) {
+    while (!over && !cancelled_) {
       changed_.wait_for(mutex_, kInterval);
       MutexUnlock unlocked(mutex_);
       over = cuda.passed(event);
     }
-    if (halted_) throw FaultError("communication has ended");
+    if (cancelled_) throw FaultError("communication has ended");
   }
 
  private:
   Mutex mutex_;
   ConditionVariable changed_;
-  bool halted_ USBYTE_GUARDED_BY(mutex_) = false;
+  bool cancelled_ USBYTE_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace usbyte

@@ -1,4 +1,4 @@
-#include "event_watch.h"
+#include "event_waiter.h"
 
 #include <algorithm>
 #include <chrono>
@@ -9,15 +9,15 @@
 
 namespace usbyte {
 
-EventWatch::EventWatch(std::shared_ptr<Cuda> cuda, std::function<std::string()> failure,
-                       std::function<void()> on_failure)
+EventWaiter::EventWaiter(std::shared_ptr<Cuda> cuda, std::function<std::string()> failure,
+                         std::function<void()> on_failure)
     : cuda_(std::move(cuda)),
       events_(cuda_),
       failure_(std::move(failure)),
       on_failure_(std::move(on_failure)),
       thread_([this] { run(); }) {}
 
-EventWatch::~EventWatch() {
+EventWaiter::~EventWaiter() {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -26,7 +26,7 @@ EventWatch::~EventWatch() {
   thread_.join();
 }
 
-void EventWatch::add(CudaStream stream, Completion done) {
+void EventWaiter::add(CudaStream stream, Completion done) {
   const PooledEvent event = events_.acquire(EventKind::ordering);
   cuda_->record(event.get(), stream);
   std::lock_guard lock(mutex_);
@@ -34,7 +34,7 @@ void EventWatch::add(CudaStream stream, Completion done) {
   changed_.notify_one();
 }
 
-void EventWatch::run() {
+void EventWaiter::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return stopping_ || !watched_.empty(); });
@@ -48,7 +48,7 @@ void EventWatch::run() {
   }
 }
 
-std::exception_ptr EventWatch::await(CudaEvent event) {
+std::exception_ptr EventWaiter::await(CudaEvent event) {
   constexpr double kAskEvery_s = 0.1;
   std::chrono::duration<double> pause(10e-6);
   double asked_s = now_s();

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "coded_op.h"
-#include "engine/halt.h"
+#include "engine/cancellation_token.h"
 #include "support/thread_annotations.h"
 
 namespace usbyte {
@@ -20,16 +20,16 @@ namespace usbyte {
 /// Ownership: of an op's part of the arena, its memory and its buffer, this has the use from
 /// `encode` until it has reported that, and from `decode` likewise; the communicator has the buffer
 /// in between. Reports come from the thread, without any lock.
-class Coding {
+class CodecWorker {
  public:
-  using Report = std::function<void(int op, std::exception_ptr error)>;
+  using Callback = std::function<void(int op, std::exception_ptr error)>;
 
   /// With `encodes_first`, no message waits to be made until another has been read: for those that
   /// are on a stream, and not yet there. Throws UsageError where memory is missing.
-  Coding(CodingSpace space, bool encodes_first, Report encoded, Report decoded);
-  ~Coding() { stop(); }
+  CodecWorker(CodingSpace space, bool encodes_first, Callback encoded, Callback decoded);
+  ~CodecWorker() { stop(); }
   /// Before the network is aborted: what waits for a device does so no longer, and fails.
-  void halt() { halt_.set(); }
+  void cancel() { cancellation_.cancel(); }
   /// Drops jobs that are not begun and those to come, and waits for the one that is.
   void stop();
   /// After `stop`: whether nothing touches messages and arena any more; see `CodedOp::quiesce`.
@@ -39,14 +39,14 @@ class Coding {
   const Request& request(int op) const { return ops_[static_cast<size_t>(op)]->request(); }
   /// For its rows, once it is encoded, and their sum, before it is decoded.
   CodedOp& op(int op) { return *ops_[static_cast<size_t>(op)]; }
-  void encode(int op, Turn turn) { put({op, false, std::move(turn)}); }
-  void decode(int op, Turn turn) { put({op, true, std::move(turn)}); }
+  void encode(int op, CodingContext context) { put({op, false, std::move(context)}); }
+  void decode(int op, CodingContext context) { put({op, true, std::move(context)}); }
 
  private:
   struct Job {
     int op;
     bool decodes;
-    Turn turn;
+    CodingContext context;
   };
   // The first op of the plan first.
   struct Before {
@@ -59,10 +59,10 @@ class Coding {
 
   void put(Job job);
   void run();
-  void carry_out(const Job& job);
+  void execute(const Job& job);
 
-  const Report encoded_, decoded_;
-  Halt halt_;
+  const Callback encoded_, decoded_;
+  CancellationToken cancellation_;
   const std::vector<std::unique_ptr<CodedOp>> ops_;  // by op of the plan
 
   Mutex mutex_;

@@ -1,8 +1,8 @@
-#include "device_watch.h"
+#include "device_op_tracker.h"
 
 namespace usbyte {
 
-std::optional<DeviceWatch::Waiting> DeviceWatch::look(DeviceClock& clock, double now_s) {
+std::optional<DeviceOpTracker::Waiting> DeviceOpTracker::look(DeviceClock& clock, double now_s) {
   while (!ops_.empty() && clock.passed(ops_.front().done)) {
     passed_.push_back(std::move(ops_.front()));
     ops_.pop_front();

@@ -1,4 +1,4 @@
-#include "mail.h"
+#include "messages.h"
 
 #include <algorithm>
 #include <numeric>

@@ -15,9 +15,9 @@ struct Place {
 };
 
 /// Each rank has one of as many equal ranges.
-class Ranges {
+class RangePartitioner {
  public:
-  Ranges(int64_t rows, int ranks) : rows_(rows), run_((rows + ranks - 1) / ranks) {}
+  RangePartitioner(int64_t rows, int ranks) : rows_(rows), run_((rows + ranks - 1) / ranks) {}
 
   Place place(int64_t id) const {
     const int64_t server = id / run_;
@@ -35,9 +35,9 @@ class Ranges {
 /// the round says whose the first is. A rank is as likely to have one row as another, and has the
 /// same number of them; keys are in the order of ids, so that whoever goes through the rows of a
 /// message goes through memory.
-class Dealt {
+class HashPartitioner {
  public:
-  Dealt(int64_t rows, int ranks, uint64_t seed)
+  HashPartitioner(int64_t rows, int ranks, uint64_t seed)
       : rows_(rows), ranks_(ranks), seed_(mix(seed)), rounds_((rows + ranks - 1) / ranks) {}
 
   USBYTE_HD Place place(int64_t id) const {

@@ -17,17 +17,17 @@ namespace usbyte {
 /// Completes requests once their events have passed, in the order in which they come, on a thread
 /// of its own. It asks for each event with growing pauses, up to a millisecond, because a host that
 /// blocks on an event could not be told of a fault.
-class EventWatch {
+class EventWaiter {
  public:
   /// `failure` is asked about ten times a second while an event is awaited, and once more when it
   /// has passed. If it is not empty, `on_failure` is called and the request completes with a
   /// FaultError of it.
-  EventWatch(std::shared_ptr<Cuda> cuda, std::function<std::string()> failure,
-             std::function<void()> on_failure);
+  EventWaiter(std::shared_ptr<Cuda> cuda, std::function<std::string()> failure,
+              std::function<void()> on_failure);
   /// Completes what there is; what has not passed after a failure, at once.
-  ~EventWatch();
-  EventWatch(const EventWatch&) = delete;
-  EventWatch& operator=(const EventWatch&) = delete;
+  ~EventWaiter();
+  EventWaiter(const EventWaiter&) = delete;
+  EventWaiter& operator=(const EventWaiter&) = delete;
 
   /// Records an event on `stream`; `done` is called once it has passed. Throws FaultError.
   void add(CudaStream stream, Completion done);

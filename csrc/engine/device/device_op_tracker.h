@@ -12,7 +12,7 @@ namespace usbyte {
 
 /// Watches ops that are complete for the host until the device is through with them. Not
 /// thread-safe.
-class DeviceWatch {
+class DeviceOpTracker {
  public:
   void add(LaunchedOp op) { ops_.push_back(std::move(op)); }
   bool empty() const { return ops_.empty(); }

@@ -1,4 +1,4 @@
-#include "coding.h"
+#include "codec_worker.h"
 
 #include <algorithm>
 #include <cfenv>
@@ -8,23 +8,23 @@ namespace usbyte {
 
 namespace {
 
-CodingSpace with_halt(CodingSpace space, Halt& halt) {
-  space.halt = &halt;
+CodingSpace with_cancellation(CodingSpace space, CancellationToken& cancellation) {
+  space.cancellation = &cancellation;
   return space;
 }
 
 }  // namespace
 
-Coding::Coding(CodingSpace space, bool encodes_first, Report encoded, Report decoded)
+CodecWorker::CodecWorker(CodingSpace space, bool encodes_first, Callback encoded, Callback decoded)
     : encoded_(std::move(encoded)),
       decoded_(std::move(decoded)),
-      ops_(make_coded_ops(with_halt(std::move(space), halt_))),
+      ops_(make_coded_ops(with_cancellation(std::move(space), cancellation_))),
       jobs_(Before{encodes_first}) {
   thread_ = std::thread([this] { run(); });
 }
 
-void Coding::stop() {
-  halt();
+void CodecWorker::stop() {
+  cancel();
   {
     MutexLock lock(mutex_);
     stopping_ = true;
@@ -33,17 +33,17 @@ void Coding::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-bool Coding::quiesce() {
+bool CodecWorker::quiesce() {
   return std::ranges::all_of(ops_, [](const auto& op) { return !op || op->quiesce(); });
 }
 
-void Coding::put(Job job) {
+void CodecWorker::put(Job job) {
   MutexLock lock(mutex_);
   jobs_.insert(std::move(job));
   work_.notify_one();
 }
 
-void Coding::run() {
+void CodecWorker::run() {
   std::fesetenv(FE_DFL_ENV);  // who made the thread may flush subnormals
   MutexLock lock(mutex_);
   for (;;) {
@@ -51,15 +51,15 @@ void Coding::run() {
     if (stopping_) return;
     const Job job = jobs_.extract(jobs_.begin()).value();
     MutexUnlock unlocked(mutex_);
-    carry_out(job);
+    execute(job);
   }
 }
 
-void Coding::carry_out(const Job& job) {
+void CodecWorker::execute(const Job& job) {
   CodedOp& op = *ops_[static_cast<size_t>(job.op)];
   std::exception_ptr error;
   try {
-    job.decodes ? op.decode(job.turn) : op.encode(job.turn);
+    job.decodes ? op.decode(job.context) : op.encode(job.context);
   } catch (...) {
     error = std::current_exception();
   }
