@@ -62,7 +62,6 @@ tsan: ## run the C++ tests under the thread sanitizer
 	@if setarch -R true 2>/dev/null; then setarch -R $(MAKE) ctest PRESET=tsan; \
 	else $(MAKE) ctest PRESET=tsan; fi
 
-# Of what runs in threads, and without the parts that do not: short enough for every change.
 # FUZZ_S: seconds, of `make fuzz-python` for each target. What it finds comes into build/fuzz/found; what is worth keeping goes into the
 # corpus by hand.
 FUZZ_S ?= 300
@@ -96,6 +95,7 @@ coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, 
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage report -m >build/coverage.txt
 	tail -n 1 build/coverage.txt
 
+# Of what runs in threads, without the parts that do not: short enough for every change.
 # Undefined behaviour traps here, which compiles much faster than messages do, and leaves out vptr;
 # `make asan` has both. The tests of NCCL's loader rest on each other's order.
 sanitize: ## run the C++ tests of threads under both, in two halves at once
@@ -143,7 +143,19 @@ lint: $(LINT_STAMP) ## check style and types
 	PYTHONPATH=python $(BIN)/lint-imports --no-cache --no-timings >build/imports.log \
 	  || { cat build/imports.log; status=1; }; \
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) || status=1; \
+	$(MAKE) thread-safety || status=1; \
 	exit $$status
+
+# Only clang reads the annotations of csrc/support/thread_annotations.h; nothing is compiled.
+thread-safety: $(BUILD_STAMP) ## check with clang that data is used under the lock that guards it
+	@tools/bootstrap.sh $(PYTHON) $(VENV) lint
+	@clang=$$(command -v clang++-16 || command -v clang++-19 || command -v clang++) || \
+	  { echo "thread-safety: NOT CHECKED, because there is no clang++"; exit 0; }; \
+	json=$$($(BIN)/python -c 'import nlohmann_json as n; print(n.__path__[0])')/include; \
+	for file in csrc/comm/*.cc csrc/engine/*.cc csrc/engine/*/*.cc; do echo $$file; done | \
+	  xargs -P $$(getconf _NPROCESSORS_ONLN) -n 8 $$clang -std=c++20 -fsyntax-only -Wthread-safety \
+	  -Werror -Icsrc -Icsrc/include -isystem $$json && \
+	echo "thread-safety: csrc/comm and csrc/engine are clean"
 
 format: $(LINT_STAMP) ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix
@@ -186,4 +198,4 @@ $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test soak reliability asan tsan sanitize coverage fuzz fuzz-python ctest cpp bench gpu-test lint format clean
+.PHONY: help train test soak reliability asan tsan sanitize coverage fuzz fuzz-python ctest cpp bench gpu-test lint thread-safety format clean

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the virtual environment, and with "test" or "fuzz" also looks for what those need.
-# Usage: tools/bootstrap.sh PYTHON VENV train|test|fuzz
+# Makes the virtual environment, and with "test", "fuzz" or "lint" also looks for what those need.
+# Usage: tools/bootstrap.sh PYTHON VENV train|test|fuzz|lint
 # As root on a system with apt-get, missing system packages are installed; elsewhere they are named.
 set -euo pipefail
 python=$1 venv=$2 purpose=$3
@@ -41,6 +41,10 @@ fi
 if [ "$purpose" = fuzz ]; then
   need 'have clang++-16 || have clang++-19' clang-16 "has libFuzzer; older ones fail at ranges of libstdc++ 12"
   need 'ls /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a' libclang-rt-16-dev "libFuzzer"
+fi
+
+if [ "$purpose" = lint ]; then
+  need 'have clang++-16 || have clang++-19 || have clang++' clang-16 "optional: checks which lock guards what"
 fi
 
 if [ ${#packages[@]} -gt 0 ]; then

@@ -56,7 +56,7 @@ Rates measure(const Codec& codec, int64_t count, int64_t iters) {
   const std::vector<float> values = gradients(count);
   std::vector<float> decoded(values.size()), copied(values.size());
   std::vector<std::byte> message(static_cast<size_t>(codec.message_bytes(count)));
-  const Draw draw = Draw::of(1, 1, 0, 0);
+  const RngKey rng = RngKey::of(1, 1, 0, 0);
   std::vector<float> rows[2];
   Memory memory;
   for (size_t i = 0; i < 2; ++i) {
@@ -65,10 +65,10 @@ Rates measure(const Codec& codec, int64_t count, int64_t iters) {
   }
   volatile uint32_t seen = 0;
   const std::function<void()> actions[] = {
-      [&] { codec.encode(values, draw, message.data()); },
-      [&] { codec.send(values, memory, draw, 4, message.data()); },
-      [&] { codec.decode(message.data(), draw, decoded); },
-      [&] { codec.decode_add(message.data(), draw, 1, decoded); },
+      [&] { codec.encode(values, rng, message.data()); },
+      [&] { codec.send(values, memory, rng, 4, message.data()); },
+      [&] { codec.decode(message.data(), rng, decoded); },
+      [&] { codec.decode_add(message.data(), rng, 1, decoded); },
       [&] { std::memcpy(copied.data(), values.data(), values.size() * sizeof(float)); },
       [&] { seen = largest(values); }};
   const std::vector<double> times = medians_in_turns(actions, iters);
@@ -84,11 +84,11 @@ Rates measure_matrices(const Matrices& codec, int64_t count, int64_t rows, int64
   std::vector<float> p(static_cast<size_t>(codec.rank() * rows));
   std::vector<float> q(static_cast<size_t>(codec.rank() * cols));
   Memory memory{{unsent.data(), start.data()}};
-  const Draw draw = Draw::of(1, 1, 0, 0);
+  const RngKey rng = RngKey::of(1, 1, 0, 0);
   std::vector<double> send, decode;
   for (int64_t i = -1; i < iters; ++i) {
     const double begin = now_s();
-    codec.first(values, rows, memory, draw, p);
+    codec.first(values, rows, memory, rng, p);
     codec.second(rows, cols, memory, p, q);
     const double sent = now_s();
     codec.finish(rows, p, q, memory, decoded);

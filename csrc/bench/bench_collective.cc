@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bench.h"
-#include "usbyte/cuda_device.h"
+#include "cuda/cuda_device.h"
 #include "usbyte/env.h"
 #include "usbyte/error.h"
 #include "usbyte/local_communicator.h"

@@ -10,10 +10,10 @@
 #include <thread>
 
 #include "bench.h"
+#include "cuda/emulation/emulated_cuda.h"
 #include "device.h"
 #include "kernel_ops.h"
 #include "tensor_lists.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/error.h"
 
 namespace {

@@ -14,9 +14,9 @@
 #include <thread>
 
 #include "bench.h"
+#include "cuda/emulation/emulated_cuda.h"
 #include "partition.h"
-#include "sparse/servers.h"
-#include "usbyte/emulated_cuda.h"
+#include "sparse/partitioners.h"
 #include "usbyte/error.h"
 #include "usbyte/sparse.h"
 
@@ -115,7 +115,7 @@ struct Rates {
 };
 
 Rates measure(const SparseShape& shape, const std::vector<int64_t>& ids, int64_t iters) {
-  const sparse::Dealt servers(shape.rows, 4, 1);
+  const sparse::HashPartitioner servers(shape.rows, 4, 1);
   std::vector<int64_t> ascending = ids, copied(ids.size());
   std::ranges::sort(ascending);
   std::vector<sparse::Place> places(ids.size());

@@ -5,9 +5,9 @@
 #include <string>
 
 #include "bench.h"
+#include "cuda/emulation/emulated_cuda.h"
 #include "device.h"
 #include "tensor_lists.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/engine.h"
 #include "usbyte/env.h"
 #include "usbyte/error.h"

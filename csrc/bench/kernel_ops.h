@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/host_kernels.h"
+#include "cuda/emulation/host_kernels.h"
 #include "usbyte/codec.h"
 #include "usbyte/cuda.h"
 
@@ -150,7 +150,7 @@ struct Op {
 inline Op pack(const std::string& name, DType arena) {
   return {name, 4.0 + static_cast<double>(itemsize(arena)),
           [=](const auto& kernels, const Regions& memory, const Block& block) {
-            std::vector<Segment> segments;
+            std::vector<CopySegment> segments;
             for (const Part& p : block.parts) {
               segments.push_back({memory.at(kParams, p.place),
                                   memory.at(kArena, block.begin * 4 + p.offset * itemsize(arena)),
@@ -163,7 +163,7 @@ inline Op pack(const std::string& name, DType arena) {
 inline Op unpack(const std::string& name, DType arena) {
   return {name, 4.0 + static_cast<double>(itemsize(arena)),
           [=](const auto& kernels, const Regions& memory, const Block& block) {
-            std::vector<Segment> segments;
+            std::vector<CopySegment> segments;
             for (const Part& p : block.parts) {
               segments.push_back({memory.at(kArena, block.begin * 4 + p.offset * itemsize(arena)),
                                   memory.at(kParams, p.place), p.count});

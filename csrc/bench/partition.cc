@@ -7,7 +7,7 @@
 
 #include "codec/random.h"
 #include "device.h"
-#include "sparse/servers.h"
+#include "sparse/partitioners.h"
 
 namespace usbyte::bench {
 namespace {
@@ -124,7 +124,7 @@ class Bench {
   }
 
   void check(const std::vector<int64_t>& given, Found& out) const {
-    const sparse::Dealt servers(kRows, shape_.servers, shape_.seed);
+    const sparse::HashPartitioner servers(kRows, shape_.servers, shape_.seed);
     const std::vector<int32_t>& tallies = tallies_.host;
     std::vector<bool> seen(given.size());
     int64_t right = 0, at = 0, most = 0, listed = 0;

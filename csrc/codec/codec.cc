@@ -58,16 +58,16 @@ class WithoutFeedback final : public Codec {
   int64_t message_bytes(int64_t count) const override { return inner_->message_bytes(count); }
   int memories() const override { return 0; }
   std::optional<GroupCodec> kernels() const override { return inner_->kernels(); }
-  const Picks* picks() const override { return inner_->picks(); }
-  void encode(std::span<const float> values, const Draw& draw, std::byte* message) const override {
-    inner_->encode(values, draw, message);
+  const Selection* selection() const override { return inner_->selection(); }
+  void encode(std::span<const float> values, const RngKey& rng, std::byte* message) const override {
+    inner_->encode(values, rng, message);
   }
-  void decode(const std::byte* message, const Draw& draw, std::span<float> values) const override {
-    inner_->decode(message, draw, values);
+  void decode(const std::byte* message, const RngKey& rng, std::span<float> values) const override {
+    inner_->decode(message, rng, values);
   }
-  void decode_add(const std::byte* message, const Draw& draw, float factor,
+  void decode_add(const std::byte* message, const RngKey& rng, float factor,
                   std::span<float> values) const override {
-    inner_->decode_add(message, draw, factor, values);
+    inner_->decode_add(message, rng, factor, values);
   }
 
  private:
@@ -98,7 +98,7 @@ codecs::Made make(std::string_view spec) {
 
 }  // namespace
 
-Draw Draw::of(uint64_t seed, int64_t step, int64_t begin, int rank) {
+RngKey RngKey::of(uint64_t seed, int64_t step, int64_t begin, int rank) {
   const uint64_t shared =
       mix(mix(mix(seed) + static_cast<uint64_t>(step)) + static_cast<uint64_t>(begin));
   return {shared, mix(shared + static_cast<uint64_t>(rank) + 1)};
@@ -106,23 +106,23 @@ Draw Draw::of(uint64_t seed, int64_t step, int64_t begin, int rank) {
 
 std::string Codec::remembers() const { return memories() == 0 ? "" : "unsent"; }
 
-void Codec::combine(std::span<const std::byte* const> messages, const Draw& draw,
+void Codec::combine(std::span<const std::byte* const> messages, const RngKey& rng,
                     std::span<float> values) const {
-  decode(messages.front(), draw, values);
-  for (const std::byte* message : messages.subspan(1)) decode_add(message, draw, 1, values);
+  decode(messages.front(), rng, values);
+  for (const std::byte* message : messages.subspan(1)) decode_add(message, rng, 1, values);
 }
 
-void Codec::send(std::span<const float> gradient, Memory& memory, const Draw& draw, int,
+void Codec::send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int,
                  std::byte* message) const {
-  if (memories() == 0) return encode(gradient, draw, message);
+  if (memories() == 0) return encode(gradient, rng, message);
   const std::span<float> kept(memory.rows[0], gradient.size());
   loops().add(gradient.data(), 1, kept.data(), std::ssize(kept));
-  encode(kept, draw, message);
+  encode(kept, rng, message);
   if (loops().largest(kept.data(), std::ssize(kept)) < codecs::kInfinityBits) {
-    return decode_add(message, draw, -1, kept);
+    return decode_add(message, rng, -1, kept);
   }
   std::vector<float> sent(kept.size());
-  decode(message, draw, sent);
+  decode(message, rng, sent);
   codecs::forget(sent, kept);
   if (!codecs::all_finite(sent)) codecs::forget_what_is_not_finite(kept);
 }

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <span>
 
-#include "loops.h"
+#include "codec/simd/loops.h"
 
 // What codecs share in how they lay out and read their messages.
 namespace usbyte::codecs {

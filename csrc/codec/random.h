@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "usbyte/half.h"
+#include "support/half.h"
 
 // Random numbers by counter: the i-th of a key is the same on every machine, whoever asks for it.
 namespace usbyte {

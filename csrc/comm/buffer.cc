@@ -1,4 +1,4 @@
-#include "usbyte/buffer.h"
+#include "usbyte/exchange.h"
 
 #include <sys/mman.h>
 

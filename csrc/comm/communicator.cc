@@ -1,15 +1,15 @@
 #include "usbyte/communicator.h"
 
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <utility>
+
+#include "support/thread_annotations.h"
 
 namespace usbyte {
 
-bool overlap(const Span& a, const Span& b, int64_t width) {
-  const auto begin = [](const Span& s) { return reinterpret_cast<uintptr_t>(s.data); };
-  const auto end = [&](const Span& s) {
+bool overlap(const BufferView& a, const BufferView& b, int64_t width) {
+  const auto begin = [](const BufferView& s) { return reinterpret_cast<uintptr_t>(s.data); };
+  const auto end = [&](const BufferView& s) {
     return begin(s) + static_cast<uintptr_t>(s.count * width);
   };
   return begin(a) < end(b) && begin(b) < end(a);
@@ -18,21 +18,21 @@ bool overlap(const Span& a, const Span& b, int64_t width) {
 void Communicator::run(const Request& request) {
   // Shared with the completion, whose thread may still be inside notify_one when run has returned.
   struct Outcome {
-    std::mutex mutex;  // guards the fields below
-    std::condition_variable arrived;
-    bool done = false;
-    std::exception_ptr error;
+    Mutex mutex;
+    ConditionVariable arrived;
+    bool done USBYTE_GUARDED_BY(mutex) = false;
+    std::exception_ptr error USBYTE_GUARDED_BY(mutex);
   };
   auto outcome = std::make_shared<Outcome>();
   launch(request, [outcome](std::exception_ptr error) {
-    std::lock_guard lock(outcome->mutex);
+    MutexLock lock(outcome->mutex);
     outcome->error = std::move(error);
     outcome->done = true;
     outcome->arrived.notify_one();
   });
 
-  std::unique_lock lock(outcome->mutex);
-  outcome->arrived.wait(lock, [&] { return outcome->done; });
+  MutexLock lock(outcome->mutex);
+  while (!outcome->done) outcome->arrived.wait(outcome->mutex);
   if (outcome->error) std::rethrow_exception(std::exchange(outcome->error, nullptr));
 }
 

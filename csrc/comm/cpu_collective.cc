@@ -7,7 +7,7 @@
 #include <string_view>
 #include <type_traits>
 
-#include "usbyte/half.h"
+#include "support/half.h"
 
 namespace usbyte {
 namespace {
@@ -23,15 +23,15 @@ std::string text(ReduceOp op) {
   return kNames.at(static_cast<size_t>(op));
 }
 
-std::string counts(const std::vector<Span>& spans) {
+std::string counts(const std::vector<BufferView>& spans) {
   std::string out = "[";
-  for (const Span& s : spans) out += (out.size() > 1 ? ", " : "") + std::to_string(s.count);
+  for (const BufferView& s : spans) out += (out.size() > 1 ? ", " : "") + std::to_string(s.count);
   return out + "]";
 }
 
-bool same_counts(const std::vector<Span>& a, const std::vector<Span>& b) {
+bool same_counts(const std::vector<BufferView>& a, const std::vector<BufferView>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const Span& x, const Span& y) { return x.count == y.count; });
+                    [](const BufferView& x, const BufferView& y) { return x.count == y.count; });
 }
 
 template <typename T, typename Combine>
@@ -139,7 +139,7 @@ void all_to_all(const Requests& ranks) {
   std::vector<std::vector<std::byte>> aside(ranks.size());
   std::vector<const std::byte*> sent;
   for (size_t r = 0; r < ranks.size(); ++r) {
-    const Span& send = ranks[r]->send[0];
+    const BufferView& send = ranks[r]->send[0];
     sent.push_back(static_cast<const std::byte*>(send.data));
     if (overlap(send, ranks[r]->recv[0], itemsize(ranks[r]->dtype))) {
       aside[r].assign(sent[r], sent[r] + bytes);
@@ -158,7 +158,7 @@ void all_to_all(const Requests& ranks) {
 
 int64_t payload_bytes(const Request& request) {
   int64_t elements = 0;
-  for (const Span& s : request.recv) elements += s.count;
+  for (const BufferView& s : request.recv) elements += s.count;
   return elements * itemsize(request.dtype);
 }
 
@@ -195,7 +195,7 @@ std::string problem(const Request& request, int size) {
     return kind + ": root " + std::to_string(request.root) + " is not one of the " +
            std::to_string(size) + " ranks";
   }
-  std::vector<Span> spans = request.recv;
+  std::vector<BufferView> spans = request.recv;
   if (request.kind == Collective::all_to_all) {
     if (request.send.size() != 1 || spans.size() != 1 || request.send[0].count != spans[0].count ||
         spans[0].count % size != 0) {
@@ -205,7 +205,7 @@ std::string problem(const Request& request, int size) {
     }
     spans.push_back(request.send[0]);
   }
-  for (const Span& s : spans) {
+  for (const BufferView& s : spans) {
     if (s.count < 0) return kind + ": the count " + std::to_string(s.count) + " is negative";
     if (s.count > 0 && !s.data) {
       return kind + ": a span of " + std::to_string(s.count) + " elements has no memory";
@@ -214,7 +214,7 @@ std::string problem(const Request& request, int size) {
   return "";
 }
 
-void carry_out(const Requests& ranks) {
+void execute(const Requests& ranks) {
   const Request& request = *ranks[0];
   if (request.kind == Collective::all_to_all) return all_to_all(ranks);
   if (request.kind == Collective::barrier) return;

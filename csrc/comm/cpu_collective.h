@@ -23,6 +23,6 @@ std::string problem(const Request& request, int size);
 /// Moves and reduces the data. The requests do not differ and have no problem. Reduces in rank
 /// order: the result depends on nothing else. Integers wrap around, as in torch; min and max
 /// propagate NaN, so that a rank that diverged is seen by all.
-void carry_out(const std::vector<const Request*>& requests);
+void execute(const std::vector<const Request*>& requests);
 
 }  // namespace usbyte

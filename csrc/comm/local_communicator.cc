@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 
 #include "cpu_collective.h"
+#include "support/thread_annotations.h"
 #include "usbyte/error.h"
 #include "usbyte/timeline.h"
 
@@ -52,16 +51,16 @@ Outcome attempt(const std::string& call, const std::vector<const Request*>& rank
     if (!what.empty()) return {Outcome::Kind::usage, "rank " + std::to_string(r) + ": " + what};
   }
   try {
-    carry_out(ranks);
+    execute(ranks);
   } catch (const std::exception& e) {
     return {Outcome::Kind::fault, call + " failed: " + e.what()};
   }
   return {};
 }
 
-// Where the ranks meet. `mutex_` guards every field below it and is never held while a completion
-// runs. A call belongs to `open_` until all ranks have posted it or one of them has left; from then
-// on the hub's thread alone owns it.
+// Where the ranks meet. `mutex_` is never held while a completion runs. A call belongs to `open_`
+// until all ranks have posted it or one of them has left; from then on the hub's thread alone owns
+// it.
 class Hub {
  public:
   Hub(int size, AlphaBeta cost) : size_(size), cost_(cost), next_(ranks()), outstanding_(ranks()) {}
@@ -77,42 +76,37 @@ class Hub {
 
   void post(int rank, const Request& request, Completion done) {
     const size_t r = static_cast<size_t>(rank);
-    Posted mine{request, std::move(done)};
-    std::unique_lock lock(mutex_);
-    if (left_ >= 0) {
-      const Outcome outcome = abandoned(next_[r]++, request.kind);
-      lock.unlock();
-      return mine.done(outcome.error());
+    Outcome outcome;
+    {
+      MutexLock lock(mutex_);
+      if (left_ < 0) return enqueue(r, {request, std::move(done)});
+      outcome = abandoned(next_[r]++, request.kind);
     }
-    const size_t index = static_cast<size_t>(next_[r]++ - first_);
-    if (index == open_.size()) open_.push_back({std::vector<Posted>(ranks())});
-    Call& call = open_[index];
-    call.posted[r] = std::move(mine);
-    ++outstanding_[r];
-    if (++call.count == size_) {
-      call.posted_s = now_s();
-      work_.notify_one();
-    }
+    done(outcome.error());
   }
 
   // After this, nothing of `rank` is touched or called, unless a completion called it: then what is
   // outstanding fails right after that completion.
   void leave(int rank) {
-    std::unique_lock lock(mutex_);
-    const bool from_completion = std::this_thread::get_id() == thread_.get_id();
-    if (left_ < 0) left_ = rank;
-    const bool last = --members_ == 0;
-    work_.notify_one();
-    if (from_completion) {
-      if (last) thread_.detach();
-      return;
+    bool last = false;
+    {
+      MutexLock lock(mutex_);
+      const bool from_completion = std::this_thread::get_id() == thread_.get_id();
+      if (left_ < 0) left_ = rank;
+      last = --members_ == 0;
+      work_.notify_one();
+      if (from_completion) {
+        if (last) thread_.detach();
+        return;
+      }
+      while (outstanding_[static_cast<size_t>(rank)] > 0) idle_.wait(mutex_);
     }
-    idle_.wait(lock, [&] { return outstanding_[static_cast<size_t>(rank)] == 0; });
-    lock.unlock();
     if (last) thread_.join();
   }
 
  private:
+  Mutex mutex_;
+
   struct Posted {
     Request request;
     Completion done;  // empty: this rank has not posted
@@ -125,11 +119,23 @@ class Hub {
 
   size_t ranks() const { return static_cast<size_t>(size_); }
 
+  void enqueue(size_t rank, Posted posted) USBYTE_REQUIRES(mutex_) {
+    const size_t index = static_cast<size_t>(next_[rank]++ - first_);
+    if (index == open_.size()) open_.push_back({std::vector<Posted>(ranks())});
+    Call& call = open_[index];
+    call.posted[rank] = std::move(posted);
+    ++outstanding_[rank];
+    if (++call.count == size_) {
+      call.posted_s = now_s();
+      work_.notify_one();
+    }
+  }
+
   static std::string describe(int64_t sequence, Collective kind) {
     return "call " + std::to_string(sequence) + " (" + std::string(name(kind)) + ")";
   }
 
-  Outcome abandoned(int64_t sequence, Collective kind) const {
+  Outcome abandoned(int64_t sequence, Collective kind) const USBYTE_REQUIRES(mutex_) {
     return {Outcome::Kind::fault, describe(sequence, kind) + " cannot complete: rank " +
                                       std::to_string(left_) +
                                       " has destroyed its local communicator; keep every rank's "
@@ -137,20 +143,20 @@ class Hub {
   }
 
   void run() {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     for (;;) {
-      work_.wait(lock, [&] {
-        return open_.empty() ? members_ == 0 : left_ >= 0 || open_.front().count == size_;
-      });
+      while (open_.empty() ? members_ > 0 : left_ < 0 && open_.front().count < size_) {
+        work_.wait(mutex_);
+      }
       if (open_.empty()) return;
       Call call = std::move(open_.front());
       open_.pop_front();
       const int64_t sequence = first_++;
-      finish(lock, sequence, call);
+      finish(sequence, call);
     }
   }
 
-  void finish(std::unique_lock<std::mutex>& lock, int64_t sequence, Call& call) {
+  void finish(int64_t sequence, Call& call) USBYTE_REQUIRES(mutex_) {
     std::vector<const Request*> requests;
     std::vector<size_t> posted;  // ranks
     for (size_t r = 0; r < ranks(); ++r) {
@@ -161,48 +167,53 @@ class Hub {
     const Request& first = *requests.front();
     Outcome outcome;
     if (left_ < 0) {
-      lock.unlock();
-      outcome = attempt(describe(sequence, first.kind), requests);
-      lock.lock();
-      if (outcome.kind == Outcome::Kind::done) await_network(lock, call.posted_s, first);
+      {
+        MutexUnlock unlocked(mutex_);
+        outcome = attempt(describe(sequence, first.kind), requests);
+      }
+      if (outcome.kind == Outcome::Kind::done) await_network(call.posted_s, first);
       // The data has moved, but the emulated transfer was cut off.
       if (left_ >= 0 && now_s() < channel_free_s_) outcome = abandoned(sequence, first.kind);
     } else {
       outcome = abandoned(sequence, first.kind);
     }
-    lock.unlock();
-    // What a completion holds is released here too: it may be a communicator, which then leaves.
-    for (size_t r : posted) std::exchange(call.posted[r].done, nullptr)(outcome.error());
-    lock.lock();
+    {
+      MutexUnlock unlocked(mutex_);
+      // What a completion holds is released here too: it may be a communicator, which then leaves.
+      for (size_t r : posted) std::exchange(call.posted[r].done, nullptr)(outcome.error());
+    }
     for (size_t r : posted) --outstanding_[r];
     idle_.notify_all();
   }
 
   // Startups run side by side, transfers take turns; bytes travel during the end of a startup.
-  void await_network(std::unique_lock<std::mutex>& lock, double posted_s, const Request& request) {
+  void await_network(double posted_s, const Request& request) USBYTE_REQUIRES(mutex_) {
     if (cost_.alpha_s == 0 && cost_.beta_s_per_byte == 0) return;
     channel_free_s_ = std::max(channel_free_s_, posted_s + cost_.latency_s()) +
                       cost_.beta_s_per_byte * static_cast<double>(payload_bytes(request));
     const std::chrono::duration<double> until(std::max(channel_free_s_, posted_s + cost_.alpha_s));
     const auto deadline = std::chrono::steady_clock::time_point(
         std::chrono::ceil<std::chrono::steady_clock::duration>(until));
-    work_.wait_until(lock, deadline, [&] { return left_ >= 0; });
+    while (left_ < 0) {
+      if (work_.wait_until(mutex_, deadline) == std::cv_status::timeout) break;
+    }
   }
 
   const int size_;
   const AlphaBeta cost_;
   std::thread thread_;  // written before any rank exists, then only by the last to leave
 
-  std::mutex mutex_;
-  std::condition_variable work_;  // for the hub's thread: a call is complete, or a rank left
-  std::condition_variable idle_;  // for leave: a call has completed
-  int members_ = size_;           // communicators alive
-  int left_ = -1;                 // first rank that left; its absence is final
-  std::deque<Call> open_;
-  int64_t first_ = 0;             // sequence number of open_.front()
-  std::vector<int64_t> next_;     // by rank: sequence number of its next call
-  std::vector<int> outstanding_;  // by rank: calls posted whose completion has not returned
-  double channel_free_s_ = 0;     // when the emulated network ends its last transfer
+  ConditionVariable work_;  // for the hub's thread: a call is complete, or a rank left
+  ConditionVariable idle_;  // for leave: a call has completed
+  int members_ USBYTE_GUARDED_BY(mutex_) = size_;  // communicators alive
+  int left_ USBYTE_GUARDED_BY(mutex_) = -1;        // first rank that left; its absence is final
+  std::deque<Call> open_ USBYTE_GUARDED_BY(mutex_);
+  int64_t first_ USBYTE_GUARDED_BY(mutex_) = 0;  // sequence number of open_.front()
+  // By rank: sequence number of its next call; calls posted whose completion has not returned.
+  std::vector<int64_t> next_ USBYTE_GUARDED_BY(mutex_);
+  std::vector<int> outstanding_ USBYTE_GUARDED_BY(mutex_);
+  // When the emulated network ends its last transfer.
+  double channel_free_s_ USBYTE_GUARDED_BY(mutex_) = 0;
 };
 
 class LocalCommunicator final : public Communicator {

@@ -1,10 +1,8 @@
-#include <algorithm>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <utility>
 
+#include "support/thread_annotations.h"
 #include "usbyte/error.h"
 #include "usbyte/exchange.h"
 
@@ -22,21 +20,22 @@ struct Meeting {
 
   explicit Meeting(int n) : size(n), mails(static_cast<size_t>(n) * static_cast<size_t>(n)) {}
 
-  Mail& mail(int from, int to) { return mails[static_cast<size_t>(from * size + to)]; }
-
-  void check() const {
+  Mail& mail(int from, int to) USBYTE_REQUIRES(mutex) {
+    return mails[static_cast<size_t>(from * size + to)];
+  }
+  void check() const USBYTE_REQUIRES(mutex) {
     if (!fault.empty()) throw FaultError(fault);
   }
-  void end(std::string why) {
+  void end(std::string why) USBYTE_REQUIRES(mutex) {
     if (fault.empty()) fault = std::move(why);
     changed.notify_all();
   }
 
   const int size;
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::vector<Mail> mails;
-  std::string fault;
+  Mutex mutex;
+  ConditionVariable changed;
+  std::vector<Mail> mails USBYTE_GUARDED_BY(mutex);
+  std::string fault USBYTE_GUARDED_BY(mutex);
 };
 
 class LocalExchange final : public Exchange {
@@ -44,7 +43,7 @@ class LocalExchange final : public Exchange {
   LocalExchange(int rank, std::shared_ptr<Meeting> meeting)
       : rank_(rank), meeting_(std::move(meeting)) {}
   ~LocalExchange() override {
-    const std::lock_guard lock(meeting_->mutex);
+    MutexLock lock(meeting_->mutex);
     meeting_->end("rank " + std::to_string(rank_) + " has left the exchange");
   }
 
@@ -53,34 +52,35 @@ class LocalExchange final : public Exchange {
 
   void transfer(std::span<const Leg> legs) override {
     Meeting& m = *meeting_;
-    std::unique_lock lock(m.mutex);
+    MutexLock lock(m.mutex);
     m.check();
     for (const Leg& leg : legs) {
       if (!leg.send.empty()) m.mail(rank_, leg.peer) = {leg.send, true};
     }
     m.changed.notify_all();
     for (const Leg& leg : legs) {
-      if (!leg.receive.empty()) receive(lock, leg);
+      if (!leg.receive.empty()) receive(m, leg);
     }
-    const auto all_taken = [&] {
-      return std::ranges::none_of(legs, [&](const Leg& leg) {
-        return !leg.send.empty() && m.mail(rank_, leg.peer).waiting;
-      });
-    };
-    m.changed.wait(lock, [&] { return !m.fault.empty() || all_taken(); });
-    if (!all_taken()) m.check();  // who has taken the last of it may have left since
+    while (m.fault.empty() && !all_taken(m, legs)) m.changed.wait(m.mutex);
+    if (!all_taken(m, legs)) m.check();  // the rank that took the last of it may have left since
   }
 
   void abort() override {
-    const std::lock_guard lock(meeting_->mutex);
+    MutexLock lock(meeting_->mutex);
     meeting_->end("the exchange was aborted");
   }
 
  private:
-  void receive(std::unique_lock<std::mutex>& lock, const Leg& leg) {
-    Meeting& m = *meeting_;
+  bool all_taken(Meeting& m, std::span<const Leg> legs) const USBYTE_REQUIRES(m.mutex) {
+    for (const Leg& leg : legs) {
+      if (!leg.send.empty() && m.mail(rank_, leg.peer).waiting) return false;
+    }
+    return true;
+  }
+
+  void receive(Meeting& m, const Leg& leg) const USBYTE_REQUIRES(m.mutex) {
     Meeting::Mail& mail = m.mail(leg.peer, rank_);
-    m.changed.wait(lock, [&] { return !m.fault.empty() || mail.waiting; });
+    while (m.fault.empty() && !mail.waiting) m.changed.wait(m.mutex);
     m.check();
     const std::span<const std::byte> message = mail.message;
     if (message.size() != leg.receive.size()) {

@@ -1,6 +1,5 @@
 #include "usbyte/mesh_communicator.h"
 
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -17,9 +16,9 @@ MeshCommunicator::MeshCommunicator(Topology topology, std::shared_ptr<Communicat
 MeshCommunicator::~MeshCommunicator() {
   State& s = *state_;
   s.end("the mesh communicator was destroyed before this request was complete");
-  std::unique_lock lock(s.mutex);
+  MutexLock lock(s.mutex);
   if (s.completing()) return;
-  s.changed.wait(lock, [&s] { return s.idle(); });
+  while (!s.idle()) s.changed.wait(s.mutex);
 }
 
 int MeshCommunicator::rank() const { return state_->rank; }

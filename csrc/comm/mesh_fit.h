@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "usbyte/communicator.h"
-#include "usbyte/mesh_schedule.h"
 #include "usbyte/topology.h"
 
 namespace usbyte {

@@ -7,9 +7,10 @@ namespace usbyte {
 namespace {
 
 /// One rank's part of each span among so many; none of those that are empty.
-std::vector<Span> shards(const std::vector<Span>& spans, int64_t width, int part, int parts) {
-  std::vector<Span> out;
-  for (const Span& span : spans) {
+std::vector<BufferView> shards(const std::vector<BufferView>& spans, int64_t width, int part,
+                               int parts) {
+  std::vector<BufferView> out;
+  for (const BufferView& span : spans) {
     const Block own = shard({0, span.count}, part, parts);
     if (own.numel() == 0) continue;
     out.push_back({static_cast<std::byte*>(span.data) + own.begin * width, own.numel()});
@@ -19,9 +20,10 @@ std::vector<Span> shards(const std::vector<Span>& spans, int64_t width, int part
 
 bool in_place(const Request& request) {
   if (request.kind != Collective::all_to_all) return request.send.empty();
-  return std::ranges::equal(request.send, request.recv, [](const Span& a, const Span& b) {
-    return a.data == b.data && a.count == b.count;
-  });
+  return std::ranges::equal(request.send, request.recv,
+                            [](const BufferView& a, const BufferView& b) {
+                              return a.data == b.data && a.count == b.count;
+                            });
 }
 
 }  // namespace
@@ -56,7 +58,7 @@ std::string mesh_problem(const Request& request, const Topology& topology) {
     return what + "it reduces sums only; launch others without";
   }
   if (request.scale != 1) return what + "lines do not scale; do so first";
-  for (const Span& s : request.recv) {
+  for (const BufferView& s : request.recv) {
     if (s.count < 0) return what + "the count " + std::to_string(s.count) + " is negative";
     if (s.count > 0 && !s.data) {
       return what + "a span of " + std::to_string(s.count) + " elements has no memory";
@@ -69,8 +71,8 @@ MeshJob::MeshJob(const Request& request, Completion completion, const Topology& 
                  const std::vector<int>& coordinates)
     : done(std::move(completion)), request_(request) {
   if (!request.schedule) {
-    std::vector<Span> spans = request.recv;
-    std::erase_if(spans, [](const Span& span) { return span.count == 0; });
+    std::vector<BufferView> spans = request.recv;
+    std::erase_if(spans, [](const BufferView& span) { return span.count == 0; });
     spans_ = {{std::move(spans)}};
     left = topology.dimensions[static_cast<size_t>(request.line)].size > 1 ? 1 : 0;
     passed = {0};
@@ -79,7 +81,7 @@ MeshJob::MeshJob(const Request& request, Completion completion, const Topology& 
   const int64_t width = itemsize(request.dtype);
   const std::vector<Route>& routes = request.schedule->routes;
   for (size_t c = 0; c < routes.size(); ++c) {
-    std::vector<Span> own =
+    std::vector<BufferView> own =
         shards(request.recv, width, static_cast<int>(c), static_cast<int>(routes.size()));
     auto& walked = spans_.emplace_back();
     for (int d : routes[c]) {

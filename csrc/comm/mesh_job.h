@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "usbyte/communicator.h"
-#include "usbyte/mesh_schedule.h"
+#include "usbyte/topology.h"
 
 namespace usbyte {
 
@@ -36,7 +36,7 @@ class MeshJob {
  private:
   const Request request_;
   /// By chunk and by dimensions that have been walked: what is this rank's then.
-  std::vector<std::vector<std::vector<Span>>> spans_;
+  std::vector<std::vector<std::vector<BufferView>>> spans_;
 };
 
 }  // namespace usbyte

@@ -29,12 +29,12 @@ MeshCommunicator::State::State(Topology t, std::shared_ptr<Communicator> f,
     : topology(std::move(t)),
       rank(f->rank()),
       coordinates(topology.coordinates(rank)),
+      ndim(communicators.size()),
       flat(std::move(f)),
-      lines(communicators.size()) {
-  for (size_t d = 0; d < lines.size(); ++d) lines[d].communicator = std::move(communicators[d]);
+      lines(ndim) {
+  for (size_t d = 0; d < ndim; ++d) lines[d].communicator = std::move(communicators[d]);
 }
 
-/// With the lock.
 void MeshCommunicator::State::leave() {
   take_out(inside);
   changed.notify_all();
@@ -42,7 +42,7 @@ void MeshCommunicator::State::leave() {
 
 std::string MeshCommunicator::State::invalid(const std::shared_ptr<const MeshSchedule>& schedule) {
   {
-    std::lock_guard lock(mutex);
+    MutexLock lock(mutex);
     const auto known = valid.find(schedule.get());
     if (known != valid.end() && !known->second.expired()) return "";
   }
@@ -51,7 +51,7 @@ std::string MeshCommunicator::State::invalid(const std::shared_ptr<const MeshSch
   } catch (const UsageError& e) {
     return e.what();
   }
-  std::lock_guard lock(mutex);
+  MutexLock lock(mutex);
   std::erase_if(valid, [](const auto& known) { return known.second.expired(); });
   valid.insert_or_assign(schedule.get(), schedule);
   return "";
@@ -61,7 +61,7 @@ void MeshCommunicator::State::launch_flat(const Request& request, Completion don
   std::shared_ptr<Communicator> to;
   std::string why;
   {
-    std::lock_guard lock(mutex);
+    MutexLock lock(mutex);
     why = ended;
     if (why.empty()) {
       to = flat;
@@ -74,24 +74,24 @@ void MeshCommunicator::State::launch_flat(const Request& request, Completion don
   const auto held = std::make_shared<Completion>(std::move(done));
   to->launch(request, [self = shared_from_this(), held](std::exception_ptr error) {
     {
-      std::lock_guard lock(self->mutex);
+      MutexLock lock(self->mutex);
       self->calling.push_back(std::this_thread::get_id());
     }
     std::exchange(*held, nullptr)(std::move(error));
-    std::lock_guard lock(self->mutex);
+    MutexLock lock(self->mutex);
     take_out(self->calling);
     --self->flat_in_flight;
     self->changed.notify_all();
   });
   to.reset();
-  std::lock_guard lock(mutex);
+  MutexLock lock(mutex);
   leave();
 }
 
 void MeshCommunicator::State::start(const std::shared_ptr<MeshJob>& job) {
   std::string why;
   {
-    std::lock_guard lock(mutex);
+    MutexLock lock(mutex);
     why = fault;
     if (why.empty()) {
       for (size_t d = 0; d < lines.size(); ++d) {
@@ -110,16 +110,16 @@ void MeshCommunicator::State::start(const std::shared_ptr<MeshJob>& job) {
 void MeshCommunicator::State::go_on() {
   for (bool passes = true; passes;) {
     passes = false;
-    for (size_t d = 0; d < lines.size(); ++d) passes |= launch_on(d);
+    for (size_t d = 0; d < ndim; ++d) passes |= launch_on(d);
   }
   deliver();
 }
 
 /// Whether phases passed at once, so that others may be launchable now.
 bool MeshCommunicator::State::launch_on(size_t d) {
-  Line& line = lines[d];
   bool passes = false;
-  std::unique_lock lock(mutex);
+  MutexLock lock(mutex);
+  Line& line = lines[d];
   while (!line.launching && !line.waiting.empty() && line.in_flight < kPhasesInFlight) {
     if (const Task& next = line.waiting.front();
         next.job->passed[static_cast<size_t>(next.chunk)] != next.phase) {
@@ -138,14 +138,15 @@ bool MeshCommunicator::State::launch_on(size_t d) {
     line.launching = true;
     std::shared_ptr<Communicator> to = line.communicator;
     enter();
-    lock.unlock();
-    to->launch(request, [self = shared_from_this(), d,
-                         task = std::move(task)](const std::exception_ptr& error) {
-      self->count(d, task, error);
-      self->go_on();
-    });
-    to.reset();
-    lock.lock();
+    {
+      MutexUnlock unlocked(mutex);
+      to->launch(request, [self = shared_from_this(), d,
+                           task = std::move(task)](const std::exception_ptr& error) {
+        self->count(d, task, error);
+        self->go_on();
+      });
+      to.reset();
+    }
     line.launching = false;
     leave();
   }
@@ -155,7 +156,7 @@ bool MeshCommunicator::State::launch_on(size_t d) {
 /// A phase is over.
 void MeshCommunicator::State::count(size_t d, const Task& task, const std::exception_ptr& error) {
   const std::string why = error ? what(error) : "";
-  std::lock_guard lock(mutex);
+  MutexLock lock(mutex);
   --lines[d].in_flight;
   --task.job->in_flight;
   if (!error) pass(task);
@@ -165,7 +166,6 @@ void MeshCommunicator::State::count(size_t d, const Task& task, const std::excep
   if (!fault.empty()) give_up();
 }
 
-/// With the lock.
 void MeshCommunicator::State::pass(const Task& task) {
   ++task.job->passed[static_cast<size_t>(task.chunk)];
   if (--task.job->left > 0) return;
@@ -173,7 +173,7 @@ void MeshCommunicator::State::pass(const Task& task) {
   over.push_back(task.job);
 }
 
-/// With the lock, after a fault: nothing else is launched, and what has nothing in flight is over.
+/// After a fault: nothing else is launched, and what has nothing in flight is over.
 void MeshCommunicator::State::give_up() {
   for (Line& line : lines) line.waiting.clear();
   const auto [idle, end] =
@@ -183,7 +183,7 @@ void MeshCommunicator::State::give_up() {
 }
 
 void MeshCommunicator::State::deliver() {
-  std::unique_lock lock(mutex);
+  MutexLock lock(mutex);
   if (delivering) return;
   delivering = true;
   while (!over.empty()) {
@@ -191,10 +191,11 @@ void MeshCommunicator::State::deliver() {
     over.pop_front();
     const std::string why = job->left > 0 ? fault : "";
     calling.push_back(std::this_thread::get_id());
-    lock.unlock();
-    std::exchange(job->done, nullptr)(fault_of(why));
-    job.reset();
-    lock.lock();
+    {
+      MutexUnlock unlocked(mutex);
+      std::exchange(job->done, nullptr)(fault_of(why));
+      job.reset();
+    }
     take_out(calling);
   }
   delivering = false;
@@ -204,7 +205,7 @@ void MeshCommunicator::State::deliver() {
 void MeshCommunicator::State::end(const std::string& why) {
   bool first = false;
   {
-    std::lock_guard lock(mutex);
+    MutexLock lock(mutex);
     first = ended.empty();
     if (first) ended = why;
     if (fault.empty()) fault = why;
@@ -212,42 +213,43 @@ void MeshCommunicator::State::end(const std::string& why) {
   }
   deliver();
   std::vector<std::shared_ptr<Communicator>> all;
-  std::unique_lock lock(mutex);
+  MutexLock lock(mutex);
   all.push_back(flat);
   for (const Line& line : lines) all.push_back(line.communicator);
   enter();
-  lock.unlock();
-  for (const auto& communicator : all) {
-    if (communicator) communicator->abort();
+  {
+    MutexUnlock unlocked(mutex);
+    for (const auto& communicator : all) {
+      if (communicator) communicator->abort();
+    }
+    all.clear();
   }
-  all.clear();
-  lock.lock();
   leave();
   if (!first) return;
-  changed.wait(lock, [this] { return !holds_others(inside); });
+  while (holds_others(inside)) changed.wait(mutex);
   all.push_back(std::exchange(flat, nullptr));
   for (Line& line : lines) all.push_back(std::exchange(line.communicator, nullptr));
-  lock.unlock();
 }
 
 std::string MeshCommunicator::State::failure() {
-  std::unique_lock lock(mutex);
+  MutexLock lock(mutex);
   std::shared_ptr<Communicator> from = flat;
   enter();
-  lock.unlock();
-  std::string out = from ? from->failure() : "";
-  from.reset();
-  lock.lock();
+  std::string out;
+  {
+    MutexUnlock unlocked(mutex);
+    if (from) out = from->failure();
+    from.reset();
+  }
   leave();
   return out;
 }
 
-/// With the lock: whether this thread is inside a completion.
+/// Whether this thread is inside a completion.
 bool MeshCommunicator::State::completing() const {
   return std::ranges::find(calling, std::this_thread::get_id()) != calling.end();
 }
 
-/// With the lock.
 bool MeshCommunicator::State::idle() const {
   return open.empty() && over.empty() && flat_in_flight == 0 && !delivering && inside.empty();
 }

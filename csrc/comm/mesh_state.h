@@ -1,20 +1,19 @@
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "mesh_job.h"
+#include "support/thread_annotations.h"
 #include "usbyte/mesh_communicator.h"
 
 namespace usbyte {
 
-// `mutex` guards what is below it and what jobs count, and is never held while a communicator or a
+// `mutex` guards what says so and what jobs count, and is never held while a communicator or a
 // completion is called or destroyed. What is in flight holds the state alive.
 //
 // Who is inside a communicator has a share of it and is in `inside`. Communicators are let go of
@@ -40,43 +39,47 @@ struct MeshCommunicator::State : std::enable_shared_from_this<State> {
     bool launching = false;
   };
 
+  Mutex mutex;
+
   State(Topology topology, std::shared_ptr<Communicator> flat,
         std::vector<std::shared_ptr<Communicator>> lines);
 
-  void enter() { inside.push_back(std::this_thread::get_id()); }
-  void leave();
+  void enter() USBYTE_REQUIRES(mutex) { inside.push_back(std::this_thread::get_id()); }
+  void leave() USBYTE_REQUIRES(mutex);
   std::string invalid(const std::shared_ptr<const MeshSchedule>& schedule);
   void launch_flat(const Request& request, Completion done);
   void start(const std::shared_ptr<MeshJob>& job);
   void go_on();
   bool launch_on(size_t d);
   void count(size_t d, const Task& task, const std::exception_ptr& error);
-  void pass(const Task& task);
-  void give_up();
+  void pass(const Task& task) USBYTE_REQUIRES(mutex);
+  void give_up() USBYTE_REQUIRES(mutex);
   void deliver();
   void end(const std::string& why);
   std::string failure();
-  bool completing() const;
-  bool idle() const;
+  bool completing() const USBYTE_REQUIRES(mutex);
+  bool idle() const USBYTE_REQUIRES(mutex);
 
   const Topology topology;
   const int rank;
   const std::vector<int> coordinates;
+  const size_t ndim;  // of `lines`
 
-  std::mutex mutex;
-  std::condition_variable changed;     // for ends
-  std::shared_ptr<Communicator> flat;  // null, and those of lines, once they are let go of
-  int flat_in_flight = 0;
-  std::vector<Line> lines;  // by dimension
-  Jobs open;                // not over, in order of launches
-  Jobs over;                // to be completed
-  bool delivering = false;
-  Threads inside;     // a communicator
-  Threads calling;    // a completion; while `delivering`, or `flat_in_flight`
-  std::string fault;  // final: why requests with a schedule fail
-  std::string ended;  // final: why all do
+  ConditionVariable changed;  // for ends
+  // Null, and those of lines, once they are let go of.
+  std::shared_ptr<Communicator> flat USBYTE_GUARDED_BY(mutex);
+  int flat_in_flight USBYTE_GUARDED_BY(mutex) = 0;
+  std::vector<Line> lines USBYTE_GUARDED_BY(mutex);  // by dimension
+  Jobs open USBYTE_GUARDED_BY(mutex);                // not over, in order of launches
+  Jobs over USBYTE_GUARDED_BY(mutex);                // to be completed
+  bool delivering USBYTE_GUARDED_BY(mutex) = false;
+  Threads inside USBYTE_GUARDED_BY(mutex);  // a communicator
+  Threads calling
+      USBYTE_GUARDED_BY(mutex);  // a completion; while `delivering`, or `flat_in_flight`
+  std::string fault USBYTE_GUARDED_BY(mutex);  // final: why requests with a schedule fail
+  std::string ended USBYTE_GUARDED_BY(mutex);  // final: why all do
   // Found valid. A schedule is another if its owner is.
-  std::map<const MeshSchedule*, std::weak_ptr<const MeshSchedule>> valid;
+  std::map<const MeshSchedule*, std::weak_ptr<const MeshSchedule>> valid USBYTE_GUARDED_BY(mutex);
 };
 
 }  // namespace usbyte

@@ -1,6 +1,6 @@
 #include <cuda_runtime_api.h>
 
-#include "usbyte/cuda_device.h"
+#include "cuda_device.h"
 
 namespace usbyte {
 namespace {

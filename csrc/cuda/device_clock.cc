@@ -1,4 +1,4 @@
-#include "usbyte/device_clock.h"
+#include "device_clock.h"
 
 #include <limits>
 #include <thread>

@@ -1,4 +1,4 @@
-#include "usbyte/cuda_device.h"
+#include "cuda_device.h"
 
 namespace usbyte {
 

@@ -1,4 +1,4 @@
-#include "usbyte/event_pool.h"
+#include "event_pool.h"
 
 #include <chrono>
 #include <thread>

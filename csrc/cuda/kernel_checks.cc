@@ -5,8 +5,8 @@
 #include <limits>
 #include <string>
 
+#include "support/half.h"
 #include "usbyte/error.h"
-#include "usbyte/half.h"
 
 namespace usbyte {
 namespace {
@@ -60,7 +60,7 @@ uint64_t integer_bits(DType dtype, double value) {
 
 }  // namespace
 
-void check_copy(std::span<const Segment> segments, DType from, DType to, double scale) {
+void check_copy(std::span<const CopySegment> segments, DType from, DType to, double scale) {
   const bool plain = from == to && scale == 1;
   const bool floats = is_floating(from) && is_floating(to);
   const bool doubles = from == DType::float64 || to == DType::float64;

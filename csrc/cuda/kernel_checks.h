@@ -9,7 +9,7 @@
 // negative count is an error after which the process has no CUDA any more. All throw UsageError.
 namespace usbyte {
 
-void check_copy(std::span<const Segment> segments, DType from, DType to, double scale);
+void check_copy(std::span<const CopySegment> segments, DType from, DType to, double scale);
 /// Returns the element to write, in the lowest bytes.
 uint64_t check_fill(const void* target, DType dtype, int64_t count, double value);
 void check_scatter_add(const void* target, const int64_t* rows, const void* values, DType dtype,

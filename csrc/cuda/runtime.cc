@@ -5,10 +5,10 @@
 
 #include <string>
 
+#include "cuda/kernels/kernels.h"
+#include "cuda_device.h"
 #include "current_device.h"
-#include "kernels.h"
 #include "usbyte/cuda.h"
-#include "usbyte/cuda_device.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -143,7 +143,7 @@ class Runtime final : public Cuda {
           "cudaMemcpyAsync");
   }
 
-  void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+  void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                      CudaStream stream) override {
     const Entered entered(device_);
     check(device::copy_segments(segments, from, to, scale, native(stream)), "copy_segments");

@@ -1,5 +1,5 @@
+#include "cuda_device.h"
 #include "usbyte/cuda.h"
-#include "usbyte/cuda_device.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine_state.h"
+#include "support/keep_forever.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -11,35 +12,33 @@ namespace usbyte {
 Engine::Engine(Plan plan, std::byte* arena, Communicator& communicator, EngineOptions options)
     : state_(std::make_shared<State>(std::move(plan), arena, communicator, std::move(options))) {
   state_->thread = std::thread([state = state_] { state->run(state); });
-  std::unique_lock lock(state_->mutex);
-  state_->arrived.wait(lock, [this] { return state_->running; });
+  MutexLock lock(state_->mutex);
+  while (!state_->running) state_->changed.wait(state_->mutex);
 }
 
 Engine::~Engine() {
+  State& s = *state_;
   bool stuck;
   {
-    std::lock_guard lock(state_->mutex);
-    state_->stopping = true;
-    state_->work.notify_all();
-    stuck = state_->launching && !state_->fault.empty();
+    MutexLock lock(s.mutex);
+    s.stopping = true;
+    s.work.notify_all();
+    stuck = s.launches.launching() && s.faults.is_final();
   }
-  if (stuck) state_->abort();
-  state_->thread.join();
+  if (stuck) s.abort();
+  s.thread.join();
+  bool failed;
   {
-    std::unique_lock lock(state_->mutex);
-    state_->arrived.wait(lock, [this] { return state_->failers == 0; });
-    state_->ended = true;
+    MutexLock lock(s.mutex);
+    while (s.faults.external()) s.changed.wait(s.mutex);
+    s.faults.close();
+    failed = s.faults.is_final();
   }
-  state_->sparse.reset();
-  if (state_->coding) state_->coding->stop();
-  const bool settled = state_->coding && state_->coding->settle();
-  if (state_->coding && !state_->fault.empty() && !settled) {
-    // The network may still write to the messages of ops that have failed.
-    static auto& kept = *new std::vector<std::shared_ptr<State>>;
-    static std::mutex mutex;
-    std::lock_guard lock(mutex);
-    kept.push_back(state_);
-  }
+  s.sparse.reset();
+  if (s.coding) s.coding->stop();
+  const bool quiesced = s.coding && s.coding->quiesce();
+  // The network may still write to the messages of ops that have failed.
+  if (s.coding && failed && !quiesced) keep_forever(state_);
   // Late completions keep the state alive; what the callbacks refer to need not be.
   state_->options.on_warning = {};
   state_->options.on_stall = {};
@@ -50,44 +49,28 @@ const Plan& Engine::plan() const { return state_->plan; }
 
 void Engine::begin_step(CudaStream stream) {
   State& s = *state_;
-  std::unique_lock lock(s.mutex);
-  s.check();
-  if (s.in_backward || !s.step.drained()) {
-    throw UsageError("begin_step: step " + std::to_string(s.record.step) + " is not drained");
-  }
+  MutexLock lock(s.mutex);
+  s.faults.check();
+  s.launches.check_can_begin();
   if (s.device) s.device->check_not_captured(stream);
   s.post_record();
-  if (!s.outbox.empty()) s.work.notify_one();
-  s.posted = false;
-  s.in_backward = true;
-  s.ready_count = 0;
-  s.step.begin();
-  s.released = false;
-  s.oldest = 0;
-  s.warned = false;
-  ++s.record.step;
-  s.record.ready_s.assign(s.plan.tensors().size(), 0);
-  s.record.queued_s.assign(s.plan.ops().size(), 0);
-  s.record.launched_s.assign(s.plan.ops().size(), 0);
-  s.record.done_s.assign(s.plan.ops().size(), 0);
-  s.record.gates.clear();
-  s.record.updates.clear();
-  s.record.sparse.clear();
-  const bool timed = s.options.timed || s.writer;
-  if (s.device) s.on_device(lock, [&] { s.device->begin(stream, timed); });
+  if (s.outbox.has_records()) s.work.notify_one();
+  s.outbox.begin_step();
+  s.launches.begin_step();
+  const bool timed = s.options.timed || s.outbox.writer();
+  if (s.device) s.on_device([&] { s.device->begin(stream, timed); });
 }
 
 std::vector<int> Engine::ready(int tensor, CudaStream stream, const void* gradient) {
   State& s = *state_;
-  std::unique_lock lock(s.mutex);
+  MutexLock lock(s.mutex);
   s.begin_ready(tensor, false);
   std::vector<int> packed;
   if (s.device) {
-    s.on_device(lock, [&] { packed = s.device->gradient(tensor, stream, gradient); });
+    s.on_device([&] { packed = s.device->gradient(tensor, stream, gradient); });
   } else if (gradient) {
-    lock.unlock();
+    MutexUnlock unlocked(s.mutex);
     s.take(tensor, gradient);
-    lock.lock();
   }
   s.end_ready(tensor);
   return packed;
@@ -95,58 +78,48 @@ std::vector<int> Engine::ready(int tensor, CudaStream stream, const void* gradie
 
 void Engine::ready_rows(int tensor, RowsView rows, CudaStream stream, const int64_t* count) {
   State& s = *state_;
-  std::unique_lock lock(s.mutex);
+  MutexLock lock(s.mutex);
   s.begin_ready(tensor, true);
   s.sparse->give(tensor, {rows, count});
-  if (s.device) s.on_device(lock, [&] { s.device->gradient(tensor, stream, nullptr); });
+  if (s.device) s.on_device([&] { s.device->gradient(tensor, stream, nullptr); });
   s.end_ready(tensor);
 }
 
 SparseSum Engine::take_rows(int tensor) {
   State& s = *state_;
-  std::unique_lock lock(s.mutex);
-  s.check();
+  MutexLock lock(s.mutex);
+  s.faults.check();
   s.check_tensor(tensor, true);
-  if (!s.step.arrived(tensor)) throw UsageError("take_rows: wait for the tensor first");
+  if (!s.launches.step().arrived(tensor)) throw UsageError("take_rows: wait for the tensor first");
   return s.sparse->take(tensor);
 }
 
 std::vector<int> Engine::unready() const {
-  std::lock_guard lock(state_->mutex);
-  std::vector<int> out;
-  for (size_t t = 0; t < state_->record.ready_s.size(); ++t) {
-    if (state_->record.ready_s[t] == 0) out.push_back(static_cast<int>(t));
-  }
-  return out;
+  MutexLock lock(state_->mutex);
+  return state_->launches.unready();
 }
 
 void Engine::end_backward() {
   State& s = *state_;
-  std::lock_guard lock(s.mutex);
-  s.check();
-  if (!s.in_backward) throw UsageError("end_backward: no backward is open");
-  if (s.ready_count != static_cast<int>(s.plan.tensors().size())) {
-    for (size_t t = 0; t < s.record.ready_s.size(); ++t) {
-      if (s.record.ready_s[t] == 0) {
-        throw UsageError("end_backward: the gradient of '" + s.plan.tensors()[t].name +
-                         "' is not ready");
-      }
-    }
-  }
-  s.in_backward = false;
+  MutexLock lock(s.mutex);
+  s.faults.check();
+  s.launches.end_backward();
 }
 
 void Engine::wait(int tensor, const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
   const Moment gate = s.device ? s.device->gate(stream) : Moment();
   {
-    std::unique_lock lock(s.mutex);
-    s.check();
+    MutexLock lock(s.mutex);
+    s.faults.check();
     s.check_index(tensor);
-    if (!s.step.arrived(tensor)) {
+    if (!s.launches.step().arrived(tensor)) {
       const double start = now_s();
-      s.block(lock, poll, [&] { return s.step.arrived(tensor); });
-      if (s.writer && !s.device) s.record.gates.push_back({tensor, {start, now_s()}});
+      s.block(poll, [&] {
+        s.mutex.assume_held();
+        return s.launches.step().arrived(tensor);
+      });
+      if (s.outbox.writer() && !s.device) s.launches.add_gate(tensor, start, now_s());
     }
   }
   if (s.device) s.device->wait(tensor, stream, gate);
@@ -155,88 +128,92 @@ void Engine::wait(int tensor, const std::function<void()>& poll, CudaStream stre
 void Engine::wait_reduced(const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
   {
-    std::unique_lock lock(s.mutex);
-    s.check();
-    s.block(lock, poll, [&] { return s.step.reduced(); });
+    MutexLock lock(s.mutex);
+    s.faults.check();
+    s.block(poll, [&] {
+      s.mutex.assume_held();
+      return s.launches.step().reduced();
+    });
   }
   if (s.device) s.device->wait_reduced(stream);
 }
 
 void Engine::release_gathers(CudaStream stream) {
   State& s = *state_;
-  std::unique_lock lock(s.mutex);
-  s.check();
-  if (!s.options.hold_gathers) throw UsageError("release_gathers: this engine does not hold them");
-  if (s.released || !s.step.reduced()) {
-    throw UsageError("release_gathers: already released, or not everything is reduced");
-  }
-  s.released = true;
-  if (s.device) s.on_device(lock, [&] { s.device->release(stream); });
-  s.queued(s.step.release_gathers().queued, now_s());
+  MutexLock lock(s.mutex);
+  s.faults.check();
+  s.launches.begin_release();
+  if (s.device) s.on_device([&] { s.device->release(stream); });
+  s.queued(s.launches.end_release(), now_s());
   s.work.notify_one();
 }
 
 void Engine::drain(const std::function<void()>& poll, CudaStream stream) {
   State& s = *state_;
   {
-    std::unique_lock lock(s.mutex);
-    s.check();
-    s.block(lock, poll, [&] { return s.step.drained(); });
+    MutexLock lock(s.mutex);
+    s.faults.check();
+    s.block(poll, [&] {
+      s.mutex.assume_held();
+      return s.launches.step().drained();
+    });
   }
   if (s.device) s.device->wait_all(stream);
 }
 
-void Engine::fail(const std::string& message) { state_->end_with(message); }
+void Engine::fail(const std::string& message) { state_->fail_externally(message); }
 
-std::function<void(const std::string&)> Engine::failer() const {
-  return [state = state_](const std::string& message) { state->end_with(message); };
+std::function<void(const std::string&)> Engine::fail_callback() const {
+  return [state = state_](const std::string& message) { state->fail_externally(message); };
 }
 
 std::string Engine::fault() const {
-  std::lock_guard lock(state_->mutex);
-  return state_->fault;
+  MutexLock lock(state_->mutex);
+  return state_->faults.message();
 }
 
 int64_t Engine::steps() const {
-  std::lock_guard lock(state_->mutex);
-  return state_->record.step;
+  MutexLock lock(state_->mutex);
+  return state_->launches.number();
 }
 
 std::string Engine::status() const {
   constexpr size_t kNamed = 4;
   const State& s = *state_;
-  std::lock_guard lock(s.mutex);
+  MutexLock lock(s.mutex);
+  const Step& step = s.launches.step();
   nlohmann::ordered_json awaited = nlohmann::ordered_json::array();
-  if (s.in_backward) {
-    for (size_t t = 0; t < s.record.ready_s.size() && awaited.size() < kNamed; ++t) {
-      if (s.record.ready_s[t] == 0) awaited.push_back(s.plan.tensors()[t].name);
+  if (s.launches.in_backward()) {
+    for (int t : s.launches.unready()) {
+      if (awaited.size() == kNamed) break;
+      awaited.push_back(s.plan.tensors()[static_cast<size_t>(t)].name);
     }
   }
-  return nlohmann::ordered_json{{"step", s.record.step},
-                                {"phase", s.in_backward      ? "backward"
-                                          : s.step.drained() ? "idle"
-                                                             : "flight"},
-                                {"launched", s.step.launched()},
-                                {"completed", s.step.completed()},
+  return nlohmann::ordered_json{{"step", s.launches.number()},
+                                {"phase", s.launches.in_backward() ? "backward"
+                                          : step.drained()         ? "idle"
+                                                                   : "flight"},
+                                {"launched", step.launched()},
+                                {"completed", step.completed()},
                                 {"ops", s.plan.ops().size()},
                                 {"awaited", std::move(awaited)},
-                                {"held", s.options.hold_gathers && s.step.reduced() && !s.released},
-                                {"open_step", s.open_step},
-                                {"last", s.flights.to_json(s.plan, now_s())}}
+                                {"held", s.launches.held()},
+                                {"open_step", s.device_ops.open_step()},
+                                {"last", s.launches.flights(now_s())}}
       .dump();
 }
 
 std::vector<double> Engine::ready_times() const {
   if (state_->device) return state_->device_times().ready_s;
-  std::lock_guard lock(state_->mutex);
-  return state_->record.ready_s;
+  MutexLock lock(state_->mutex);
+  return state_->launches.record().ready_s;
 }
 
 std::vector<std::pair<double, double>> Engine::op_times() const {
   const State& s = *state_;
   const StepRecord record = s.device ? s.device_times() : [&] {
-    std::lock_guard lock(s.mutex);
-    return s.record;
+    MutexLock lock(s.mutex);
+    return s.launches.record();
   }();
   std::vector<std::pair<double, double>> out;
   for (size_t i = 0; i < record.done_s.size(); ++i) {
@@ -247,21 +224,22 @@ std::vector<std::pair<double, double>> Engine::op_times() const {
 
 void Engine::set_timeline(std::shared_ptr<TimelineWriter> writer) {
   State& s = *state_;
-  std::unique_lock lock(s.mutex);
-  if (s.step.drained() && !s.in_backward) s.post_record();
-  s.posted = true;  // the new writer starts with the next step
+  MutexLock lock(s.mutex);
+  if (s.launches.idle()) s.post_record();
+  s.outbox.set_posted();  // the new writer starts with the next step
   s.work.notify_all();
-  s.arrived.wait(lock, [&] {
-    return s.outbox.empty() && (s.unpassed.empty() || !s.fault.empty()) && !s.writing;
-  });
-  s.writer = std::move(writer);
+  while (s.outbox.has_records() || (s.outbox.has_device_records() && !s.faults.is_final()) ||
+         s.outbox.busy()) {
+    s.changed.wait(s.mutex);
+  }
+  s.outbox.set_writer(std::move(writer));
 }
 
 void Engine::record_update(const std::vector<int>& tensors, double start_s, double end_s) {
   State& s = *state_;
-  std::lock_guard lock(s.mutex);
+  MutexLock lock(s.mutex);
   for (int t : tensors) s.check_index(t);
-  if (s.writer) s.record.updates.push_back({tensors, {start_s, end_s}});
+  if (s.outbox.writer()) s.launches.add_update(tensors, start_s, end_s);
 }
 
 void Engine::record_update(const std::vector<int>& tensors, const Moment& start,

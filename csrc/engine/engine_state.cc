@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <deque>
+#include <optional>
 #include <utility>
 
+#include "plan/lines.h"
 #include "scaled_copy.h"
 #include "usbyte/error.h"
-#include "usbyte/lines.h"
 
 namespace usbyte {
 namespace {
@@ -40,8 +42,7 @@ Engine::State::State(Plan p, std::byte* a, Communicator& c, EngineOptions o)
       device(options.device ? std::make_unique<DeviceStep>(plan, arena, options.device,
                                                            options.scale, options.hold_gathers)
                             : nullptr),
-      step(plan, options.hold_gathers),
-      oldest(plan.ops().size()) {
+      launches(plan, options.hold_gathers, options.steps_before) {
   check_lines(plan, communicator);
   for (const Op& op : plan.ops()) {
     Request request;
@@ -56,19 +57,18 @@ Engine::State::State(Plan p, std::byte* a, Communicator& c, EngineOptions o)
     }
     requests.push_back(std::move(request));
   }
-  record.step = options.steps_before;
   const auto any = [this](auto is) { return std::ranges::any_of(plan.ops(), is); };
   if (any([](const Op& op) { return op.codec != "none"; })) {
-    turns.resize(plan.ops().size());
+    contexts.resize(plan.ops().size());
     const CodingSpace space{
         plan,         arena,          options.memory, communicator.rank(),    communicator.size(),
         options.seed, options.device, nullptr,        communicator.topology()};
-    coding = std::make_unique<Coding>(
+    coding = std::make_unique<CodecWorker>(
         space, communicator.stream_ordered(),
         [this](int op, const std::exception_ptr& error) { coded(op, error, false); },
         [this](int op, const std::exception_ptr& error) { coded(op, error, true); });
   }
-  if (any([](const Op& op) { return !op.adds_by().empty(); })) {
+  if (any([](const Op& op) { return !op.sparse_scheme().empty(); })) {
     sparse = std::make_unique<SparseOps>(
         plan, coding.get(), options.exchange,
         any([](const Op& op) { return op.sparse.has_value(); }) ? options.device : nullptr,
@@ -77,10 +77,6 @@ Engine::State::State(Plan p, std::byte* a, Communicator& c, EngineOptions o)
           summed(op, traffic, error);
         });
   }
-}
-
-void Engine::State::check() const {
-  if (!fault.empty()) throw FaultError(fault);
 }
 
 void Engine::State::check_index(int tensor) const {
@@ -99,44 +95,37 @@ void Engine::State::check_tensor(int tensor, bool is_sparse) const {
 }
 
 bool Engine::State::launchable() const {
-  return fault.empty() && !raw_fault && !(stopping && in_backward) && step.launchable();
+  return !faults.any() && !(stopping && launches.in_backward()) && launches.step().launchable();
 }
 
 void Engine::State::queued(std::span<const int> ops, double now) {
   for (int op : ops) {
-    record.queued_s[static_cast<size_t>(op)] = now;
-    if (!step.coded(op)) continue;
-    Turn& turn = turns[static_cast<size_t>(op)] = {record.step};
+    launches.queued(op, now);
+    if (!launches.step().coded(op)) continue;
+    CodingContext& context = contexts[static_cast<size_t>(op)] = {launches.number()};
     if (device) {
       try {
-        turn.order = device->order(op);
+        context.order = device->order(op);
       } catch (const Error& e) {
         return fail(op, e.what());
       }
-      turn.done = device->done(op);
+      context.done = device->done(op);
     }
     ++coding_jobs;
-    coding->encode(op, turn);
+    coding->encode(op, context);
   }
 }
 
 void Engine::State::begin_ready(int tensor, bool is_sparse) {
-  check();
+  faults.check();
   check_tensor(tensor, is_sparse);
-  if (!in_backward) throw UsageError("ready: no backward is open; call begin_step first");
-  double& ready_s = record.ready_s[static_cast<size_t>(tensor)];
-  if (ready_s > 0) {
-    throw UsageError("the gradient of '" + plan.tensors()[static_cast<size_t>(tensor)].name +
-                     "' became ready twice in one step");
-  }
-  ready_s = now_s();
+  launches.begin_ready(tensor);
 }
 
 void Engine::State::end_ready(int tensor) {
-  ++ready_count;
-  queued(step.ready(tensor).queued, record.ready_s[static_cast<size_t>(tensor)]);
+  queued(launches.end_ready(tensor), launches.record().ready_s[static_cast<size_t>(tensor)]);
   // An op in flight or a later head cannot become launchable here, so only the head matters.
-  if (launchable() && !launching) work.notify_one();
+  if (launchable() && !launches.launching()) work.notify_one();
 }
 
 void Engine::State::take(int tensor, const void* gradient) const {
@@ -146,29 +135,24 @@ void Engine::State::take(int tensor, const void* gradient) const {
 }
 
 void Engine::State::set_fault(std::string message) {
-  if (!fault.empty()) return;
-  fault = message.empty() ? "communication failed" : std::move(message);
-  arrived.notify_all();
+  if (!faults.latch(std::move(message))) return;
+  changed.notify_all();
   work.notify_all();
 }
 
 // Hands the current step to the timeline, once.
 void Engine::State::post_record() {
-  if (!posted && writer && writer->steps().contains(record.step)) {
+  if (outbox.wants(launches.number())) {
     if (device) {
-      unpassed.push_back(device->record());
-      unpassed.back().step = record.step;
-      unpassed.back().sparse = record.sparse;
+      DeviceRecord record = device->record();
+      record.step = launches.number();
+      record.sparse = launches.record().sparse;
+      outbox.post(std::move(record));
     } else {
-      outbox.push_back(record);
+      outbox.post(launches.record());
     }
   }
-  posted = true;
-}
-
-// Ops may queue inside the backend, so it counts as a stall only if nothing completes.
-double Engine::State::waiting_since() const {
-  return std::max(record.launched_s[oldest], last_done_s);
+  outbox.set_posted();
 }
 
 std::string Engine::State::failed(int op, int64_t in_step, const std::string& why) const {
@@ -176,44 +160,48 @@ std::string Engine::State::failed(int op, int64_t in_step, const std::string& wh
 }
 
 void Engine::State::abort() {
-  if (coding) coding->halt();
+  if (coding) coding->cancel();
   communicator.abort();
   if (sparse) sparse->abort();  // may need Python's lock, whose holder may wait for the device
 }
 
-void Engine::State::end_with(const std::string& message) {
-  std::unique_lock lock(mutex);
-  if (ended) return;
-  set_fault(message);
-  if (!launching) return;  // the engine's thread aborts
-  ++failers;
-  looked = true;
-  // Somebody may look just now; the caller may hold what a warning needs meanwhile.
-  arrived.wait_for(lock, std::chrono::seconds(1), [this] { return !writing; });
-  lock.unlock();
+void Engine::State::fail_externally(const std::string& message) {
+  {
+    MutexLock lock(mutex);
+    if (faults.closed()) return;
+    set_fault(message);
+    if (!launches.launching()) return;  // the engine's thread aborts
+    faults.enter();
+    device_ops.set_final_poll_done();
+    // The engine's thread may poll just now; the caller may hold what a warning needs meanwhile.
+    const auto deadline = Clock::now() + std::chrono::seconds(1);
+    while (outbox.busy()) {
+      if (changed.wait_until(mutex, deadline) == std::cv_status::timeout) break;
+    }
+  }
   abort();
-  lock.lock();
-  --failers;
-  arrived.notify_all();
+  MutexLock lock(mutex);
+  faults.leave();
+  changed.notify_all();
 }
 
 void Engine::State::fail(int op, const std::string& why) {
-  if (fault.empty() && !raw_fault) raw_fault = failed(op, record.step, why);
+  faults.find(failed(op, launches.number(), why));
   work.notify_one();
 }
 
 void Engine::State::complete(int op, const std::exception_ptr& error,
                              const std::shared_ptr<State>& self) {
   const std::string why = error ? what(error) : "";
-  std::unique_lock lock(mutex);
+  MutexLock lock(mutex);
   if (error) {
-    step.fail(op);
+    launches.fail(op);
     return fail(op, why);
   }
   arrive(op);
-  if (launchable() && !launching) {
-    launch_all(lock, self);
-  } else if (to_signal && !launchable()) {
+  if (launchable() && !launches.launching()) {
+    launch_all(self);
+  } else if (launches.waiters_pending() && !launchable()) {
     signal_waiters();
   }
   if (stopping) work.notify_one();
@@ -221,99 +209,93 @@ void Engine::State::complete(int op, const std::exception_ptr& error,
 
 // The network has done its part.
 void Engine::State::arrive(int op) {
-  if (!step.coded(op)) return finish(op);
-  step.received(op);
+  if (!launches.step().coded(op)) return finish(op);
+  launches.received(op);
   if (device) device->received(op);
   watch_device(op);
   ++coding_jobs;
-  coding->decode(op, turns[static_cast<size_t>(op)]);
+  coding->decode(op, contexts[static_cast<size_t>(op)]);
 }
 
 void Engine::State::finish(int op) {
   const double now = now_s();
-  if (!step.coded(op)) watch_device(op);
-  record.done_s[static_cast<size_t>(op)] = last_done_s = now;
-  // What is on a stream has been enqueued by now; `watch` sees it end.
-  if (!device || !communicator.stream_ordered()) flights.done(record.step, op, now);
-  if (std::exchange(warned, false)) work.notify_one();  // it sleeps until the limit
-  const Step::Change change = step.complete(op);
-  queued(change.queued, now);
-  while (oldest < step.launched() && record.done_s[oldest] > 0) ++oldest;
-  // A waiter that goes on takes the core, or Python's lock, from the thread that keeps the network
-  // busy; so that one goes first. It is this one, since another would have to be woken.
-  if (!change.arrived.empty() || step.reduced()) to_signal = true;
+  if (!launches.step().coded(op)) watch_device(op);
+  // What is on a stream has been enqueued by now; the poller sees it end.
+  if (!device || !communicator.stream_ordered()) launches.flight_done(launches.number(), op, now);
+  if (launches.take_warned()) work.notify_one();  // it sleeps until the limit
+  queued(launches.complete(op, now), now);
 }
 
 // What is on a stream is looked after there.
 void Engine::State::watch_device(int op) {
   if (device && communicator.stream_ordered()) {
-    launched.push_back(device->launched(op, record.step));
-    if (open_step == 0) open_step = record.step;
+    device_ops.add(device->launched(op, launches.number()));
   }
 }
 
 // The report of `coding`.
 void Engine::State::coded(int op, const std::exception_ptr& error, bool decoded) {
   const std::string why = error ? what(error) : "";
-  std::lock_guard lock(mutex);
+  MutexLock lock(mutex);
   --coding_jobs;
   if (error) return fail(op, why);
-  if (raw_fault || !fault.empty()) return work.notify_one();
+  if (faults.any()) return work.notify_one();
   if (decoded) {
     finish(op);
   } else {
-    step.encoded(op);
+    launches.encoded(op);
   }
-  if (to_signal) signal_waiters();
+  if (launches.waiters_pending()) signal_waiters();
   work.notify_one();
 }
 
 // The report of `sparse`.
 void Engine::State::summed(int op, const SparseTraffic& traffic, const std::exception_ptr& error) {
   const std::string why = error ? what(error) : "";
-  std::lock_guard lock(mutex);
+  MutexLock lock(mutex);
   if (error) {
-    step.fail(op);
+    launches.fail(op);
     return fail(op, why);
   }
-  record.sparse[op] = traffic;
+  launches.add_traffic(op, traffic);
   arrive(op);
-  if (to_signal && !launchable()) signal_waiters();
+  if (launches.waiters_pending() && !launchable()) signal_waiters();
   work.notify_one();
 }
 
 void Engine::State::signal_waiters() {
-  to_signal = false;
-  arrived.notify_all();
+  launches.waiters_signaled();
+  changed.notify_all();
 }
 
-void Engine::State::launch_all(std::unique_lock<std::mutex>& lock,
-                               const std::shared_ptr<State>& self) noexcept {
-  launching = true;
+void Engine::State::launch_all(const std::shared_ptr<State>& self) noexcept {
+  launches.begin_launching();
+  launcher.assume();
   while (launchable()) {
-    const int op = step.launch();
-    const double now = record.launched_s[static_cast<size_t>(op)] = now_s();
-    flights.launched(record.step, op, now);
-    lock.unlock();
-    launch(op, self);
-    lock.lock();
-    if (to_signal) signal_waiters();
+    const int op = launches.launch();
+    {
+      MutexUnlock unlocked(mutex);
+      launch(op, self);
+    }
+    if (launches.waiters_pending()) signal_waiters();
   }
-  launching = false;
-  if (to_signal) signal_waiters();  // a fault came between
-  if (!watching) work.notify_one();
+  launches.end_launching();
+  if (launches.waiters_pending()) signal_waiters();  // a fault came between
+  if (!timed_sleep) work.notify_one();
 }
 
-// Without the lock. Only who has set `launching` is here, so `requests` needs none.
+// Without the lock, which `requests` does not need, as one thread launches at a time.
 void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept {
-  const bool is_sparse = plan.ops()[static_cast<size_t>(op)].sparse.has_value();
-  const bool by_scheme = !plan.ops()[static_cast<size_t>(op)].adds_by().empty();
+  const Op& planned = plan.ops()[static_cast<size_t>(op)];
+  const bool is_sparse = planned.sparse.has_value();
+  const bool by_scheme = !planned.sparse_scheme().empty();
+  const bool is_coded = planned.codec != "none";
   if (by_scheme && !(is_sparse && device)) return sparse->start(op);
   Request& request = requests[static_cast<size_t>(op)];
   const Completion done = [self, op](std::exception_ptr error) { self->complete(op, error, self); };
-  if (!device) return communicator.launch(step.coded(op) ? coding->request(op) : request, done);
+  if (!device) return communicator.launch(is_coded ? coding->request(op) : request, done);
   const NamedRange shown = device->range(op);
-  if (step.coded(op)) return communicator.launch(coding->request(op), done);
+  if (is_coded) return communicator.launch(coding->request(op), done);
   try {
     request.order = device->order(op);
   } catch (const Error&) {
@@ -323,19 +305,17 @@ void Engine::State::launch(int op, const std::shared_ptr<State>& self) noexcept 
   communicator.launch(request, done);
 }
 
-void Engine::State::judge_stall(int op, int64_t in_step, double waited,
-                                std::unique_lock<std::mutex>& lock) {
+void Engine::State::check_stall(int op, int64_t in_step, double waited) {
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%.3g s", waited);
   const std::string text = plan.describe(op) + " of step " + std::to_string(in_step) +
                            " has not completed for " + seconds;
   if (waited >= options.stall_limit_s) {
-    raw_fault = text + ", the stall limit";
-  } else if (waited >= options.stall_warning_s && !warned) {
-    warned = true;
-    lock.unlock();
+    faults.find(text + ", the stall limit");
+  } else if (waited >= options.stall_warning_s && !launches.warned()) {
+    launches.set_warned();
+    MutexUnlock unlocked(mutex);
     warn_of_stall(text + "; a rank may be slow, stuck or lost");
-    lock.lock();
   }
 }
 
@@ -356,163 +336,145 @@ void Engine::State::warn(const std::string& text) const {
   }
 }
 
-void Engine::State::report_fault(std::unique_lock<std::mutex>& lock) {
-  const std::string raw = *raw_fault;
-  lock.unlock();
-  std::string message = raw;
-  try {
-    if (options.on_fault) message = options.on_fault(raw);
-    if (message.empty()) message = raw;
-  } catch (const std::exception& e) {
-    message += std::string("; the cause could not be found out: ") + e.what();
+void Engine::State::report_fault() {
+  const std::string found = *faults.found();
+  std::string message = found;
+  {
+    MutexUnlock unlocked(mutex);
+    try {
+      if (options.on_fault) message = options.on_fault(found);
+      if (message.empty()) message = found;
+    } catch (const std::exception& e) {
+      message += std::string("; the cause could not be found out: ") + e.what();
+    }
   }
-  lock.lock();
-  raw_fault.reset();
+  faults.forget_found();
   set_fault(message);
   post_record();
 }
 
-void Engine::State::write_outbox(std::unique_lock<std::mutex>& lock) {
-  std::vector<StepRecord> records = std::exchange(outbox, {});
-  std::shared_ptr<TimelineWriter> target = writer;
-  writing = true;
-  lock.unlock();
+void Engine::State::write_outbox() {
+  const std::shared_ptr<TimelineWriter> target = outbox.writer();
+  const std::vector<StepRecord> records = outbox.begin_write();
   std::string problem;
-  try {
-    for (const StepRecord& r : records) {
-      if (target) target->write(events(r, plan));
+  {
+    MutexUnlock unlocked(mutex);
+    try {
+      for (const StepRecord& r : records) {
+        if (target) target->write(events(r, plan));
+      }
+    } catch (const Error& e) {
+      problem = e.what();
     }
-  } catch (const Error& e) {
-    problem = e.what();
+    if (!problem.empty()) warn("timeline stopped: " + problem);
   }
-  if (!problem.empty()) warn("timeline stopped: " + problem);
-  lock.lock();
-  if (!problem.empty() && writer == target) writer.reset();
-  writing = false;
-  arrived.notify_all();
+  outbox.end_write(problem.empty() ? nullptr : target);
+  changed.notify_all();
 }
 
 StepRecord Engine::State::device_times() const { return device->record().resolve(device->clock()); }
 
 bool Engine::State::device_busy() const {
-  return device && (!watch.empty() || !launched.empty() || !unpassed.empty());
+  return device && (poller.oldest() || !device_ops.empty() || outbox.has_device_records());
 }
 
-// What a device does is looked at now and then, as nothing tells the host of it.
-void Engine::State::poll_device(std::unique_lock<std::mutex>& lock) {
-  for (LaunchedOp& op : std::exchange(launched, {})) watch.add(std::move(op));
-  std::deque<DeviceRecord> records = std::exchange(unpassed, {});
-  const bool ends = looked;
-  writing = true;
-  lock.unlock();
-  std::string problem;
-  std::optional<DeviceWatch::Waiting> waiting;
-  std::vector<StepRecord> resolved;
-  try {
-    waiting = watch.look(device->clock(), now_s());
-    problem = communicator.failure();
-    while (!records.empty() && records.front().passed(device->clock())) {
-      resolved.push_back(records.front().resolve(device->clock()));
-      records.pop_front();
-    }
-    // It may wait for the device, which may wait for the abort.
-    if (!resolved.empty() && !ends) device->clock().anchor();
-  } catch (const Error& e) {
-    problem = e.what();
+void Engine::State::poll_device() {
+  poller.begin(device_ops.take(), now_s());
+  std::deque<DeviceRecord> records = outbox.begin_resolve();
+  const bool last = device_ops.final_poll_done();
+  DevicePoller::Findings found;
+  {
+    MutexUnlock unlocked(mutex);
+    found = poller.look(device->clock(), communicator, records, last);
   }
-  lock.lock();
-  for (const LaunchedOp& op : watch.take_passed()) flights.done(op.step, op.op, polled_s);
-  const LaunchedOp* open = watch.oldest();
-  if (!open && !launched.empty()) open = &launched.front();
-  open_step = open ? open->step : 0;
-  for (StepRecord& r : resolved) outbox.push_back(std::move(r));
-  unpassed.insert(unpassed.begin(), records.begin(), records.end());
-  writing = false;
-  arrived.notify_all();
-  if (!problem.empty() && fault.empty() && !raw_fault) {
-    const LaunchedOp* op = watch.oldest();
-    raw_fault = op ? failed(op->op, op->step, problem) : problem;
+  for (const LaunchedOp& op : poller.take_passed()) {
+    launches.flight_done(op.step, op.op, poller.polled_s());
   }
-  if (waiting && fault.empty() && !raw_fault) {
-    judge_stall(waiting->op, waiting->step, polled_s - waiting->since_s, lock);
+  device_ops.update_open_step(poller.oldest());
+  outbox.end_resolve(std::move(found.resolved), records);
+  changed.notify_all();
+  if (!found.problem.empty()) {
+    const LaunchedOp* op = poller.oldest();
+    faults.find(op ? failed(op->op, op->step, found.problem) : found.problem);
+  }
+  if (found.waiting && !faults.any()) {
+    const DeviceOpTracker::Waiting& waiting = *found.waiting;
+    check_stall(waiting.op, waiting.step, poller.polled_s() - waiting.since_s);
   }
 }
 
 // Nothing of this engine may be on the device's streams when it is gone; after a fault as far as
 // that can be waited for.
-void Engine::State::end_device(std::unique_lock<std::mutex>& lock) {
+void Engine::State::end_device() {
   constexpr double kMost_s = 1;
-  const bool failed = !fault.empty();
-  lock.unlock();
+  const bool failed = faults.is_final();
   std::string problem;
-  try {
-    if (failed) {
-      device->ends_within(kMost_s);
-    } else {
-      device->synchronize();
+  {
+    MutexUnlock unlocked(mutex);
+    try {
+      if (failed) {
+        device->ends_within(kMost_s);
+      } else {
+        device->synchronize();
+      }
+    } catch (const Error& e) {
+      problem = e.what();
     }
-  } catch (const Error& e) {
-    problem = e.what();
   }
-  lock.lock();
   if (!problem.empty()) set_fault(problem);
 }
 
 void Engine::State::run(const std::shared_ptr<State>& self) {
-  std::unique_lock lock(mutex);
+  engine_thread.assume();
+  MutexLock lock(mutex);
   running = true;
-  arrived.notify_all();
+  changed.notify_all();
   for (;;) {
-    const bool in_flight = step.in_flight() > 0 || coding_jobs > 0;
-    const bool failed = raw_fault || !fault.empty();
-    if (failed && !aborted) {
-      aborted = true;
+    const bool in_flight = launches.step().in_flight() > 0 || coding_jobs > 0;
+    const bool failed = faults.any();
+    if (failed && faults.begin_abort()) {
       // What has ended by now is whole, and what ends later need not be.
-      if (!std::exchange(looked, true) && device_busy()) {
-        polled_s = now_s();
-        poll_device(lock);
-      }
-      lock.unlock();
+      if (!device_ops.set_final_poll_done() && device_busy()) poll_device();
+      MutexUnlock unlocked(mutex);
       abort();  // first, as a device waits for it, and the host for that
-      lock.lock();
-    } else if (raw_fault && fault.empty()) {
-      report_fault(lock);
-    } else if (launchable() && !launching) {
-      launch_all(lock, self);
-    } else if (device_busy() && !failed && now_s() >= polled_s + poll_interval_s()) {
-      polled_s = now_s();
-      poll_device(lock);
-    } else if (!outbox.empty()) {
-      write_outbox(lock);
-    } else if (stopping && !launching && (failed || !(in_flight || device_busy()))) {
-      if (posted) {
-        if (device) end_device(lock);
+    } else if (faults.found() && !faults.is_final()) {
+      report_fault();
+    } else if (launchable() && !launches.launching()) {
+      launch_all(self);
+    } else if (device_busy() && !failed && now_s() >= poller.polled_s() + poll_interval_s()) {
+      poll_device();
+    } else if (outbox.has_records()) {
+      write_outbox();
+    } else if (stopping && !launches.launching() && (failed || !(in_flight || device_busy()))) {
+      if (outbox.posted()) {
+        if (device) end_device();
         return;
       }
       post_record();
     } else {
-      sleep(lock);
+      sleep();
     }
   }
 }
 
 // Until something changes, or it is time to look at the device or at what stalls.
-void Engine::State::sleep(std::unique_lock<std::mutex>& lock) {
+void Engine::State::sleep() {
   std::optional<double> deadline;
-  if (device_busy() && fault.empty()) deadline = polled_s + poll_interval_s();
-  if (step.in_flight() > 0 && fault.empty() && oldest < step.launched()) {
-    const double bound =
-        warned ? options.stall_limit_s : std::min(options.stall_warning_s, options.stall_limit_s);
-    const double stall = waiting_since() + bound;
+  if (device_busy() && !faults.is_final()) deadline = poller.polled_s() + poll_interval_s();
+  if (const auto since = launches.waiting_since(); since && !faults.is_final()) {
+    const double bound = launches.warned()
+                             ? options.stall_limit_s
+                             : std::min(options.stall_warning_s, options.stall_limit_s);
+    const double stall = *since + bound;
     if (const double now = now_s(); now >= stall) {
-      return judge_stall(static_cast<int>(oldest), record.step, now - waiting_since(), lock);
+      return check_stall(launches.oldest(), launches.number(), now - *since);
     }
     deadline = std::min(deadline.value_or(stall), stall);
   }
-  if (!deadline) return work.wait(lock);
-  watching = true;
-  work.wait_until(lock, at(*deadline));
-  watching = false;
+  if (!deadline) return work.wait(mutex);
+  timed_sleep = true;
+  work.wait_until(mutex, at(*deadline));
+  timed_sleep = false;
 }
 
 }  // namespace usbyte

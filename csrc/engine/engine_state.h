@@ -1,35 +1,31 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "coding.h"
-#include "device_watch.h"
-#include "flight.h"
-#include "sparse_ops.h"
+#include "coding/codec_worker.h"
+#include "device/device_poller.h"
+#include "fault_latch.h"
+#include "launch_queue.h"
+#include "sparse/sparse_ops.h"
+#include "support/thread_annotations.h"
+#include "timeline_outbox.h"
 #include "usbyte/engine.h"
-#include "usbyte/step.h"
-#include "usbyte/step_record.h"
 
 namespace usbyte {
 
 /// What the engine's methods, its thread and the communicator's completions share.
 ///
-/// Ownership: the caller's threads and communicator threads change the fields below only with
-/// `mutex` held, and never call out (communicator, callbacks, files) while holding it; nor what of
-/// `device` gives a stream something to do, which may block. Only the engine's thread writes the
-/// timeline and calls back. Ops are launched by it and by completions, by one at a time: whoever
-/// has set `launching` launches all that can be, also what others make launchable meanwhile.
-/// Completions hold the State alive, so one that comes after the Engine's end is harmless.
+/// Locks: `mutex` guards the parts that say so. Nothing calls out (communicator, callbacks, files)
+/// while it is held; nor what of `device` gives a stream something to do, which may block. Only the
+/// engine's thread writes the timeline and calls back. Ops are launched by it and by completions,
+/// one at a time; see `LaunchQueue`. Completions hold the State alive, so that one that comes after
+/// the Engine's end is harmless.
 struct Engine::State {
   State(Plan p, std::byte* a, Communicator& c, EngineOptions o);
 
@@ -37,142 +33,116 @@ struct Engine::State {
   const Plan plan;
   std::byte* const arena;
   Communicator& communicator;
-  EngineOptions options;
-  std::vector<Request> requests;             // by op
+  EngineOptions options;                     // until the end, which drops the callbacks
   const std::unique_ptr<DeviceStep> device;  // null on the host; has a lock of its own
 
-  mutable std::mutex mutex;
-  std::condition_variable work;     // signals the engine's thread
-  std::condition_variable arrived;  // signals waiters
-  bool to_signal = false;           // waiters, once an op has been launched
-  bool launching = false;           // a thread is in launch_all, which alone sets and resets this
-  bool watching = false;            // the engine's thread sleeps no longer than until a stall
-  bool running = false;
-  bool stopping = false;
-  bool ended = false;                    // what is not this State's own may be gone
-  int failers = 0;                       // threads in end_with, for which the end waits
-  std::string fault;                     // not empty: final
-  std::optional<std::string> raw_fault;  // found here, not yet told to on_fault
+  mutable Mutex mutex;
+  ConditionVariable work;     // wakes the engine's thread
+  ConditionVariable changed;  // wakes waiters
+  LaunchQueue launches USBYTE_GUARDED_BY(mutex);
+  FaultLatch faults USBYTE_GUARDED_BY(mutex);
+  TimelineOutbox outbox USBYTE_GUARDED_BY(mutex);
+  DeviceOps device_ops USBYTE_GUARDED_BY(mutex);
+  bool running USBYTE_GUARDED_BY(mutex) = false;
+  bool stopping USBYTE_GUARDED_BY(mutex) = false;
 
-  bool in_backward = false;
-  bool released = true;  // the all_gathers of this step, if they are held
-  int ready_count = 0;
-  Step step;
-  size_t oldest;           // first op not completed
-  double last_done_s = 0;  // when an op last completed
-  bool warned = false;     // about what has been in flight since
-  StepRecord record;
-  FlightRecorder flights;
-  bool posted = true;  // `record` is in the outbox, or was not wanted
-  bool aborted = false;
-  bool looked = false;    // at the device for the last time: from then on, ops may end by an abort
-  int64_t open_step = 0;  // of the oldest op that the device was not seen to be through with; or 0
+ private:
+  ThreadRole engine_thread;  // the thread in `run`
+  ThreadRole launcher;       // the thread that has called `begin_launching`
+  DevicePoller poller USBYTE_GUARDED_BY(engine_thread);
+  std::vector<Request> requests USBYTE_GUARDED_BY(launcher);  // by op
+  bool timed_sleep USBYTE_GUARDED_BY(mutex) = false;  // the engine's thread will wake by itself
+  int coding_jobs USBYTE_GUARDED_BY(mutex) = 0;       // not reported yet
+  std::vector<CodingContext> contexts USBYTE_GUARDED_BY(mutex);  // by op, of those that are coded
 
-  std::shared_ptr<TimelineWriter> writer;
-  std::vector<StepRecord> outbox;     // finished records, for the engine's thread to write
-  std::deque<DeviceRecord> unpassed;  // of a device, which become such records
-  bool writing = false;               // what was in one of the two
-
-  // The engine's thread's own.
-  DeviceWatch watch;
-  double polled_s = 0;
-
-  std::vector<LaunchedOp> launched;  // on a device's streams, for `watch`
-
+ public:
   std::thread thread;
 
-  int coding_jobs = 0;                // not reported yet
-  std::vector<Turn> turns;            // by op, of those that are coded
-  std::unique_ptr<Coding> coding;     // null without codecs; goes first, as it reports to this
-  std::unique_ptr<SparseOps> sparse;  // null unless rows are added up; likewise
+  std::unique_ptr<CodecWorker> coding;  // null without codecs; goes first, as it reports to this
+  std::unique_ptr<SparseOps> sparse;    // null unless rows are added up; likewise
 
-  // With `mutex` held.
-  void check() const;
   /// Throws UsageError unless there is such a tensor, and it is sparse or not as asked for.
   void check_tensor(int tensor, bool sparse) const;
   void check_index(int tensor) const;
-  bool launchable() const;
-  void queued(std::span<const int> ops, double now);
+  bool launchable() const USBYTE_REQUIRES(mutex);
+  void queued(std::span<const int> ops, double now) USBYTE_REQUIRES(mutex);
   /// The gradient of `tensor` comes, and has come; throws UsageError if it must not.
-  void begin_ready(int tensor, bool sparse);
-  void end_ready(int tensor);
+  void begin_ready(int tensor, bool sparse) USBYTE_REQUIRES(mutex);
+  void end_ready(int tensor) USBYTE_REQUIRES(mutex);
   /// Calls `device`, without the lock, as that may block; what fails there ends the engine.
   template <typename Call>
-  void on_device(std::unique_lock<std::mutex>& lock, Call call);
-  void set_fault(std::string message);
-  void post_record();
-  /// Without it: writes a gradient of the host to the arena, scaled.
+  void on_device(Call call) USBYTE_REQUIRES(mutex);
+  void set_fault(std::string message) USBYTE_REQUIRES(mutex);
+  void post_record() USBYTE_REQUIRES(mutex);
+  /// Writes a gradient of the host to the arena, scaled.
   void take(int tensor, const void* gradient) const;
-  /// Without it: the device's times of the current step, for which the host waits.
+  /// The device's times of the current step, for which the host waits.
   StepRecord device_times() const;
-  /// Waits for `done`, polling; throws on a fault.
+  /// Waits for `done`, which is called with the lock held, and polls meanwhile; throws on a fault.
   template <typename Done>
-  void block(std::unique_lock<std::mutex>& lock, const std::function<void()>& poll, Done done);
+  void block(const std::function<void()>& poll, Done done) USBYTE_REQUIRES(mutex);
 
-  /// Without it: ends what is in flight, for good.
-  void abort();
-  /// Likewise, with a fault that others have found.
-  void end_with(const std::string& message);
+  /// Ends what is in flight, for good.
+  void abort() USBYTE_EXCLUDES(mutex);
+  /// The same, with a fault that others have found.
+  void fail_externally(const std::string& message) USBYTE_EXCLUDES(mutex);
   /// The engine's thread.
-  void run(const std::shared_ptr<State>& self);
+  void run(const std::shared_ptr<State>& self) USBYTE_EXCLUDES(mutex);
 
  private:
-  double waiting_since() const;
-  void launch_all(std::unique_lock<std::mutex>& lock, const std::shared_ptr<State>& self) noexcept;
-  void complete(int op, const std::exception_ptr& error, const std::shared_ptr<State>& self);
-  void arrive(int op);
-  void finish(int op);
-  void watch_device(int op);
-  void coded(int op, const std::exception_ptr& error, bool decoded);
-  void summed(int op, const SparseTraffic& traffic, const std::exception_ptr& error);
-  void fail(int op, const std::string& why);
+  void launch_all(const std::shared_ptr<State>& self) noexcept USBYTE_REQUIRES(mutex);
+  void launch(int op, const std::shared_ptr<State>& self) noexcept USBYTE_REQUIRES(launcher);
+  void complete(int op, const std::exception_ptr& error, const std::shared_ptr<State>& self)
+      USBYTE_EXCLUDES(mutex);
+  void arrive(int op) USBYTE_REQUIRES(mutex);
+  void finish(int op) USBYTE_REQUIRES(mutex);
+  void watch_device(int op) USBYTE_REQUIRES(mutex);
+  void coded(int op, const std::exception_ptr& error, bool decoded) USBYTE_EXCLUDES(mutex);
+  void summed(int op, const SparseTraffic& traffic, const std::exception_ptr& error)
+      USBYTE_EXCLUDES(mutex);
+  void fail(int op, const std::string& why) USBYTE_REQUIRES(mutex);
   std::string failed(int op, int64_t in_step, const std::string& why) const;
-  void signal_waiters();
-  void launch(int op, const std::shared_ptr<State>& self) noexcept;
-  void judge_stall(int op, int64_t in_step, double waited, std::unique_lock<std::mutex>& lock);
-  void sleep(std::unique_lock<std::mutex>& lock);
-  double poll_interval_s() const { return stopping ? 0.001 : 0.1; }
-  bool device_busy() const;
-  void poll_device(std::unique_lock<std::mutex>& lock);
-  void end_device(std::unique_lock<std::mutex>& lock);
-  void report_fault(std::unique_lock<std::mutex>& lock);
-  void write_outbox(std::unique_lock<std::mutex>& lock);
+  void signal_waiters() USBYTE_REQUIRES(mutex);
+  void check_stall(int op, int64_t in_step, double waited) USBYTE_REQUIRES(mutex);
+  void sleep() USBYTE_REQUIRES(mutex, engine_thread);
+  double poll_interval_s() const USBYTE_REQUIRES(mutex) { return stopping ? 0.001 : 0.1; }
+  bool device_busy() const USBYTE_REQUIRES(mutex, engine_thread);
+  void poll_device() USBYTE_REQUIRES(mutex, engine_thread);
+  void end_device() USBYTE_REQUIRES(mutex);
+  void report_fault() USBYTE_REQUIRES(mutex);
+  void write_outbox() USBYTE_REQUIRES(mutex);
   void warn_of_stall(std::string text) const;
   void warn(const std::string& text) const;
 };
 
 template <typename Call>
-void Engine::State::on_device(std::unique_lock<std::mutex>& lock, Call call) {
-  lock.unlock();
+void Engine::State::on_device(Call call) {
   try {
+    MutexUnlock unlocked(mutex);
     call();
   } catch (const std::exception& error) {
-    lock.lock();
-    if (fault.empty() && !raw_fault) raw_fault = error.what();
+    faults.find(error.what());
     work.notify_one();
     throw;
   }
-  lock.lock();
 }
 
 template <typename Done>
-void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<void()>& poll,
-                          Done done) {
+void Engine::State::block(const std::function<void()>& poll, Done done) {
   using Clock = std::chrono::steady_clock;
   constexpr auto kPollInterval = std::chrono::milliseconds(100);
   // Arrivals of other tensors wake the waiter too, and must not keep it from polling.
   auto next_poll = Clock::now() + kPollInterval;
   while (!done()) {
-    check();
-    if (arrived.wait_until(lock, next_poll) == std::cv_status::timeout) {
+    faults.check();
+    if (changed.wait_until(mutex, next_poll) == std::cv_status::timeout) {
       next_poll = Clock::now() + kPollInterval;
       if (!poll) continue;
-      lock.unlock();
+      MutexUnlock unlocked(mutex);
       poll();
-      lock.lock();
     }
   }
-  check();
+  faults.check();
 }
 
 }  // namespace usbyte

@@ -3,8 +3,8 @@
 #include <string>
 #include <type_traits>
 
+#include "support/half.h"
 #include "usbyte/error.h"
-#include "usbyte/half.h"
 
 namespace usbyte {
 namespace {

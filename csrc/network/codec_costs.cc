@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "../plan/json.h"
+#include "plan/json.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 

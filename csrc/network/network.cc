@@ -6,9 +6,9 @@
 #include <map>
 #include <numeric>
 
-#include "../plan/json.h"
+#include "plan/json.h"
+#include "simulator/mesh_simulator.h"
 #include "usbyte/error.h"
-#include "usbyte/mesh_simulator.h"
 
 namespace usbyte {
 namespace {

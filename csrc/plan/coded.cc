@@ -142,7 +142,7 @@ Plan with_codecs(const Plan& plan, std::span<const std::string> codec_of, bool s
     throw UsageError("with_codecs: " + std::to_string(codec_of.size()) + " codecs for " +
                      std::to_string(plan.tensors().size()) + " tensors");
   }
-  return plan.with(plan.policy(), Coder(plan, codec_of, sharded).ops());
+  return plan.with_ops(plan.policy(), Coder(plan, codec_of, sharded).ops());
 }
 
 }  // namespace usbyte

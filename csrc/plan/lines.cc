@@ -1,4 +1,4 @@
-#include "usbyte/lines.h"
+#include "lines.h"
 
 #include <algorithm>
 #include <iterator>
@@ -131,7 +131,7 @@ Plan along_lines(const Plan& plan, const Topology& mesh,
     }
   }
   std::ranges::move(gathers, std::back_inserter(out));
-  return plan.with(plan.policy(), std::move(out));
+  return plan.with_ops(plan.policy(), std::move(out));
 }
 
 }  // namespace usbyte

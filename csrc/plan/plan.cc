@@ -69,16 +69,16 @@ Block shard(Block block, int rank, int size) {
   return {begin, std::min(begin + chunk, block.end)};
 }
 
-Plan::Plan() : line_(std::make_shared<Line>()) {}
+Plan::Plan() : layout_(std::make_shared<Layout>()) {}
 
 Plan::Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops)
     : policy_(std::move(policy)),
-      line_(std::make_shared<Line>(lay_out(std::move(tensors)))),
+      layout_(std::make_shared<Layout>(lay_out(std::move(tensors)))),
       ops_(std::move(ops)) {
   validate();
 }
 
-Plan Plan::with(std::string policy, std::vector<Op> ops) const {
+Plan Plan::with_ops(std::string policy, std::vector<Op> ops) const {
   Plan plan = *this;
   plan.policy_ = std::move(policy);
   plan.ops_ = std::move(ops);
@@ -86,10 +86,10 @@ Plan Plan::with(std::string policy, std::vector<Op> ops) const {
   return plan;
 }
 
-Plan::Line Plan::lay_out(std::vector<TensorSpec> tensors) {
+Plan::Layout Plan::lay_out(std::vector<TensorSpec> tensors) {
   int64_t end = 0;
   std::unordered_set<std::string_view> names;
-  std::vector<Segment> segments;
+  std::vector<DTypeSegment> segments;
   for (const TensorSpec& t : tensors) {
     if (t.sparse() ? t.numel != 0 : t.numel <= 0) {
       throw PlanError("tensor '" + t.name + "' has " +
@@ -112,7 +112,7 @@ Plan::Line Plan::lay_out(std::vector<TensorSpec> tensors) {
     if (segments.empty() || segments.back().dtype != t.dtype) {
       int64_t byte_begin = 0;
       if (!segments.empty()) {
-        const Segment& last = segments.back();
+        const DTypeSegment& last = segments.back();
         byte_begin = last.byte_begin + (last.end - last.begin) * itemsize(last.dtype);
         byte_begin = (byte_begin + kSegmentAlignment - 1) / kSegmentAlignment * kSegmentAlignment;
       }
@@ -145,7 +145,7 @@ void Plan::validate() const {
     if (op.window_bytes <= 0) throw error("window_bytes must be positive");
     const std::shared_ptr<const Codec> codec = make_codec(op.codec);
     if (!op.scheme.empty()) {
-      if (op.kind != Collective::all_reduce || !codec || !codec->picks()) {
+      if (op.kind != Collective::all_reduce || !codec || !codec->selection()) {
         throw error("scheme " + op.scheme +
                     " is for an all_reduce with a codec that picks elements, as topk does");
       }
@@ -261,20 +261,20 @@ void Plan::check_sparse() const {
   }
 }
 
-const Plan::Segment& Plan::segment(int64_t element) const {
-  auto after = std::upper_bound(line_->segments.begin(), line_->segments.end(), element,
-                                [](int64_t e, const Segment& s) { return e < s.begin; });
+const Plan::DTypeSegment& Plan::segment(int64_t element) const {
+  auto after = std::upper_bound(layout_->segments.begin(), layout_->segments.end(), element,
+                                [](int64_t e, const DTypeSegment& s) { return e < s.begin; });
   return *(after - 1);
 }
 
 int64_t Plan::arena_bytes() const {
-  if (line_->segments.empty()) return 0;
-  const Segment& last = line_->segments.back();
+  if (layout_->segments.empty()) return 0;
+  const DTypeSegment& last = layout_->segments.back();
   return last.byte_begin + (last.end - last.begin) * itemsize(last.dtype);
 }
 
 int64_t Plan::byte_offset(int64_t element) const {
-  const Segment& s = segment(element);
+  const DTypeSegment& s = segment(element);
   return s.byte_begin + (element - s.begin) * itemsize(s.dtype);
 }
 
@@ -344,7 +344,7 @@ SparseShape Plan::shape(const Op& op) const {
 SparseDensity Plan::density(const Op& op, int ranks) const {
   const std::shared_ptr<const Codec> codec = make_codec(op.codec);
   int64_t picked = 0;
-  for (Block b : op.blocks) picked += codec->picks()->picked(b.numel());
+  for (Block b : op.blocks) picked += codec->selection()->selected_count(b.numel());
   return independent_density(ranks,
                              static_cast<double>(picked) / static_cast<double>(shape(op).rows));
 }
@@ -391,7 +391,7 @@ std::string Plan::describe(int index) const {
     std::snprintf(amount, sizeof amount, "%.3g MB", size / 1e6);
   }
   std::string by = op.codec == "none" ? "" : " by " + op.codec;
-  if (!op.adds_by().empty()) by += (by.empty() ? " by " : ", ") + op.adds_by();
+  if (!op.sparse_scheme().empty()) by += (by.empty() ? " by " : ", ") + op.sparse_scheme();
   if (op.route) by += ", routed";
   if (op.line >= 0) by += ", along dimension " + std::to_string(op.line);
   std::string out =

@@ -1,5 +1,6 @@
 #include "usbyte/tensor.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -25,6 +26,10 @@ constexpr std::array<Entry, 8> kTypes = {{{DType::float32, "float32", 4},
 
 const Entry& entry(DType dtype) { return kTypes.at(static_cast<size_t>(dtype)); }
 
+constexpr std::array<std::string_view, 7> kCollectives = {
+    "all_reduce", "reduce_scatter", "all_gather",       "broadcast",
+    "all_to_all", "barrier",        "sparse_all_reduce"};
+
 }  // namespace
 
 int64_t itemsize(DType dtype) { return entry(dtype).itemsize; }
@@ -43,6 +48,20 @@ DType dtype_from_name(std::string_view text) {
   std::string known;
   for (const Entry& e : kTypes) known += (known.empty() ? "" : ", ") + std::string(e.name);
   throw UsageError("unknown dtype '" + std::string(text) + "'; known are " + known);
+}
+
+std::string_view name(Collective kind) { return kCollectives.at(static_cast<size_t>(kind)); }
+
+bool reduces(Collective kind) {
+  return kind == Collective::all_reduce || kind == Collective::reduce_scatter;
+}
+
+Collective collective_from_name(std::string_view text) {
+  auto it = std::find(kCollectives.begin(), kCollectives.end(), text);
+  if (it == kCollectives.end()) {
+    throw PlanError("unknown collective '" + std::string(text) + "'");
+  }
+  return static_cast<Collective>(it - kCollectives.begin());
 }
 
 }  // namespace usbyte

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "../plan/json.h"
+#include "plan/json.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

@@ -1,4 +1,4 @@
-#include "usbyte/adatopk.h"
+#include "policy/transforms/adatopk.h"
 
 #include <pybind11/stl.h>
 

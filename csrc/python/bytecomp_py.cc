@@ -1,4 +1,5 @@
-#include "usbyte/bytecomp.h"
+#include "policy/espresso/select.h"
+#include "policy/espresso/timeline.h"
 
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-#include "usbyte/codec_probe.h"
+#include "engine/coding/codec_probe.h"
 
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-#include "usbyte/coded_op.h"
+#include "engine/coding/coded_op.h"
 
 #include <pybind11/stl.h>
 

@@ -42,7 +42,7 @@ class PythonCommunicator : public Communicator {
       py::gil_scoped_acquire gil;
       try {
         py::list spans;
-        for (const Span& s : request.recv) {
+        for (const BufferView& s : request.recv) {
           spans.append(py::make_tuple(reinterpret_cast<uintptr_t>(s.data), s.count));
         }
         launch_(ticket, std::string(name(request.kind)), std::string(name(request.dtype)),

@@ -4,8 +4,8 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
-#include "usbyte/cuda_device.h"
-#include "usbyte/emulated_cuda.h"
+#include "cuda/cuda_device.h"
+#include "cuda/emulation/emulated_cuda.h"
 
 namespace py = pybind11;
 

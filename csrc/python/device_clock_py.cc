@@ -1,4 +1,4 @@
-#include "usbyte/device_clock.h"
+#include "cuda/device_clock.h"
 
 #include "bindings.h"
 

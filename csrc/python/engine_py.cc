@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "bindings.h"
+#include "cuda/device_clock.h"
 #include "usbyte/error.h"
 
 namespace py = pybind11;
@@ -153,7 +154,7 @@ void register_engine(py::module_& m) {
       .def(
           "fail",
           [](const PyEngine& e, const std::string& message) {
-            const auto fail = e.get()->failer();
+            const auto fail = e.get()->fail_callback();
             py::gil_scoped_release free;
             fail(message);
           },

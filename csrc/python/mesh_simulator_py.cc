@@ -1,4 +1,4 @@
-#include "usbyte/mesh_simulator.h"
+#include "simulator/mesh_simulator.h"
 
 #include <pybind11/stl.h>
 

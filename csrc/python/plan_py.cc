@@ -12,17 +12,17 @@ namespace usbyte {
 
 void register_plan(py::module_& m) {
   using Range = std::pair<int64_t, int64_t>;
-  py::class_<SparseOp>(m, "SparseOp", "What a sparse_all_reduce adds up, and how.")
+  py::class_<SparseAllReduceSpec>(m, "SparseOp", "What a sparse_all_reduce adds up, and how.")
       .def(py::init<int, std::string, int64_t>(), py::arg("tensor"), py::arg("scheme") = "zen",
            py::arg("bytes") = 0)
-      .def_readonly("tensor", &SparseOp::tensor)
-      .def_readonly("scheme", &SparseOp::scheme)
-      .def_readonly("bytes", &SparseOp::bytes)
-      .def("__eq__", &SparseOp::operator==);
+      .def_readonly("tensor", &SparseAllReduceSpec::tensor)
+      .def_readonly("scheme", &SparseAllReduceSpec::scheme)
+      .def_readonly("bytes", &SparseAllReduceSpec::bytes)
+      .def("__eq__", &SparseAllReduceSpec::operator==);
   py::class_<Op>(m, "Op", "One collective on blocks (ranges of arena elements).")
       .def(py::init([](const std::string& kind, const std::vector<Range>& blocks,
                        int64_t window_bytes, bool fence, const std::string& codec,
-                       std::optional<SparseOp> sparse, const std::string& scheme,
+                       std::optional<SparseAllReduceSpec> sparse, const std::string& scheme,
                        std::optional<MeshSchedule> route, int line) {
              Op op{collective_from_name(kind), {},     window_bytes,     fence, codec,
                    std::move(sparse),          scheme, std::move(route), line};

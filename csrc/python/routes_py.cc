@@ -1,4 +1,4 @@
-#include "usbyte/routes.h"
+#include "policy/transforms/routing.h"
 
 #include <pybind11/stl.h>
 
@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "bindings.h"
-#include "usbyte/line_choice.h"
-#include "usbyte/lines.h"
+#include "plan/lines.h"
 
 namespace py = pybind11;
 
@@ -33,7 +32,7 @@ void register_routes(py::module_& m) {
       .def_readonly("sum", &LineWay::sum)
       .def_readonly("gather", &LineWay::gather);
   m.def("line_ways", &line_ways, py::arg("op"), py::arg("mesh"),
-        "Ways along lines that an op may go; see line_choice.h.");
+        "Ways along lines that an op may go; see routing.h.");
   m.def(
       "along_lines",
       [](const Plan& plan, const Topology& mesh, const std::vector<std::optional<LineWay>>& ways) {
@@ -52,7 +51,7 @@ void register_routes(py::module_& m) {
       py::arg("plan"), py::arg("profile"), py::arg("network"), py::arg("overlap"), py::arg("costs"),
       py::call_guard<py::gil_scoped_release>(),
       "The same plan where each op with a codec goes along lines, by codecs in one dimension or "
-      "both, if that is predicted to be faster; see line_choice.h.");
+      "both, if that is predicted to be faster; see routing.h.");
   m.def("routed_network", &routed_network, py::arg("network"),
         "What the network costs whose all_reduces are all routed.");
 }

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bindings.h"
+#include "policy/transforms/sparse_choice.h"
 #include "usbyte/error.h"
-#include "usbyte/sparse_choice.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "usbyte/channel.h"
+#include "channel.h"
 
 #include <algorithm>
 #include <cmath>
@@ -86,7 +86,7 @@ int Channel::advance() {
   }
   if (lingers <= std::min(flows, ends)) {
     go_on_to(lingers);
-    return settle(pop(lingering_));
+    return complete_or_hold(pop(lingering_));
   }
   if (flows < ends) {
     Flight first = pop(starting_);
@@ -98,7 +98,7 @@ int Channel::advance() {
   go_on_to(ends);
   Flight through = pop(flowing_);
   share_s_ = flowing_.empty() ? 0 : through.until_s;
-  if (through.started_up_s <= now_s_) return settle(through);
+  if (through.started_up_s <= now_s_) return complete_or_hold(through);
   through.until_s = through.started_up_s;
   push(lingering_, through);
   time_rounds();
@@ -154,7 +154,7 @@ void Channel::start_next() {
   waiting_.pop_front();
   op.until_s = now_s_ + op.latency_s;
   op.started_up_s = now_s_ + op.alpha_s;
-  const bool alone = unsettled() == 0;
+  const bool alone = in_progress() == 0;
   if (alone && held_.empty()) rounds_ = 0;
   op.rounds_until = alone ? kAlone : rounds_ + 1;
   end_loneliness();
@@ -163,7 +163,7 @@ void Channel::start_next() {
 }
 
 void Channel::end_loneliness() {
-  if (unsettled() != 1) return;
+  if (in_progress() != 1) return;
   for (std::vector<Flight>* flights : {&starting_, &flowing_, &lingering_}) {
     for (Flight& op : *flights) {
       const double left_s = op.started_up_s - now_s_;
@@ -189,7 +189,7 @@ void Channel::time_rounds() {
 }
 
 // An op whose startup and bytes are through.
-int Channel::settle(const Flight& through) {
+int Channel::complete_or_hold(const Flight& through) {
   const bool is_held = network_->busy_alpha_s > 0 && through.rounds_until > rounds_;
   if (is_held) push(held_, {through.rounds_until, through.op});
   time_rounds();

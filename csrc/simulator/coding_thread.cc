@@ -2,8 +2,8 @@
 
 #include <utility>
 
+#include "plan/lines.h"
 #include "usbyte/codec.h"
-#include "usbyte/lines.h"
 #include "usbyte/sparse.h"
 
 namespace usbyte {

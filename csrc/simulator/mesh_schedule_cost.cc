@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "mesh_simulator.h"
 #include "usbyte/error.h"
-#include "usbyte/mesh_simulator.h"
 
 namespace usbyte {
 namespace {

@@ -7,10 +7,11 @@
 #include <queue>
 #include <utility>
 
+#include "channel.h"
 #include "coding_thread.h"
-#include "usbyte/channel.h"
+#include "mesh_simulator.h"
+#include "plan/lines.h"
 #include "usbyte/error.h"
-#include "usbyte/lines.h"
 
 namespace usbyte {
 namespace {

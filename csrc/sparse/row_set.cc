@@ -43,7 +43,7 @@ RowSet::RowSet(int64_t range, std::span<const Keys> lists) {
   }
   directory_.reserve((words_.size() + kBlock - 1) / kBlock);
   for (size_t first = 0; first < words_.size(); first += kBlock) {
-    Block block{count_, 0};
+    DirectoryEntry block{count_, 0};
     const size_t end = std::min(first + kBlock, words_.size());
     for (size_t w = first; w < end; ++w) {
       const auto within = static_cast<uint64_t>(count_ - block.before);

@@ -64,7 +64,7 @@ class RowSet {
   int64_t position(int64_t key) const {
     if (words_.empty()) return std::ranges::lower_bound(sorted_, key) - sorted_.begin();
     const auto word = static_cast<size_t>(key) >> 6;
-    const Block& block = directory_[word / kBlock];
+    const DirectoryEntry& block = directory_[word / kBlock];
     const uint64_t within = block.within >> (kWithinBits * ((word - 1) % kBlock)) & kWithinMask;
     const uint64_t below = words_[word] & ((uint64_t{1} << (key & 63)) - 1);
     return block.before + static_cast<int64_t>(within) + ones(below);
@@ -85,13 +85,13 @@ class RowSet {
   static constexpr size_t kWithinBits = 9;
   static constexpr uint64_t kWithinMask = (uint64_t{1} << kWithinBits) - 1;
 
-  struct Block {
+  struct DirectoryEntry {
     int64_t before;   // numbers before it
     uint64_t within;  // in it, before each word but the first; 0 comes out for that one
   };
 
   std::vector<uint64_t> words_;
-  std::vector<Block> directory_;
+  std::vector<DirectoryEntry> directory_;
   std::vector<int64_t> sorted_;  // instead of both
   int64_t count_ = 0;
 };

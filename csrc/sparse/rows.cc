@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "support/half.h"
 #include "usbyte/error.h"
-#include "usbyte/half.h"
 
 namespace usbyte::sparse {
 namespace {

@@ -5,8 +5,8 @@
 #include <numeric>
 #include <string>
 
-#include "dealt_rows.h"
-#include "schemes.h"
+#include "partitioned_rows.h"
+#include "sparse/schemes/schemes.h"
 #include "usbyte/error.h"
 #include "usbyte/timeline.h"
 
@@ -41,7 +41,7 @@ SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape,
                                    const SparseOptions& options) const {
   SparseRows rows = coalesce(shape, mine);
   sparse::scale(shape, rows.values, options.scale);
-  const sparse::Ranges ranges(shape.rows, exchange.size());
+  const sparse::RangePartitioner ranges(shape.rows, exchange.size());
   std::vector<int64_t> in_range;
   for (auto at = rows.ids.begin(); std::ssize(in_range) < exchange.size();) {
     const int64_t end = ranges.begin(static_cast<int>(in_range.size()) + 1);
@@ -52,12 +52,12 @@ SparseSum SparseScheme::all_reduce(Exchange& exchange, const SparseShape& shape,
   return counted(run(exchange, shape, std::move(rows), options), in_range);
 }
 
-SparseSum SparseScheme::all_reduce_dealt(Exchange& exchange, const SparseShape& shape,
-                                         const DealtRows& mine) const {
-  if (!run_dealt) {
+SparseSum SparseScheme::all_reduce_partitioned(Exchange& exchange, const SparseShape& shape,
+                                               const PartitionedRows& mine) const {
+  if (!run_partitioned) {
     throw UsageError("the sparse scheme '" + std::string(name) + "' does not deal rows out");
   }
-  return counted(run_dealt(exchange, shape, mine), mine.in_ranges());
+  return counted(run_partitioned(exchange, shape, mine), mine.in_ranges());
 }
 
 double measure_row_s(double budget_s) {

@@ -2,9 +2,9 @@
 #include <limits>
 #include <string>
 
-#include "../plan/json.h"
+#include "plan/json.h"
 #include "usbyte/error.h"
-#include "usbyte/mesh_schedule.h"
+#include "usbyte/topology.h"
 
 namespace usbyte {
 namespace {

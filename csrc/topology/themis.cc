@@ -1,4 +1,4 @@
-#include "usbyte/themis.h"
+#include "themis.h"
 
 #include <algorithm>
 #include <array>

@@ -7,7 +7,7 @@
 #include <limits>
 #include <set>
 
-#include "../plan/json.h"
+#include "plan/json.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

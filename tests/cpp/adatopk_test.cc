@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "usbyte/adatopk.h"
+#include "policy/transforms/adatopk.h"
 #include "usbyte/codec.h"
 #include "usbyte/error.h"
 

@@ -6,9 +6,9 @@
 #include <numeric>
 #include <set>
 
-#include "policy/bytecomp_timeline.h"
+#include "policy/espresso/select.h"
+#include "policy/espresso/timeline.h"
 #include "random_job.h"
-#include "usbyte/bytecomp.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -71,7 +71,7 @@ std::vector<Strategy> reduced_tree(std::mt19937& rng, const CompressionCluster& 
 }
 
 // Looks for the next task to arrive among all tensors, again and again.
-double plain_iteration_s(const CompressionJob& job, const std::vector<Chain>& chains) {
+double plain_iteration_s(const CompressionJob& job, const std::vector<TaskChain>& chains) {
   struct Next {
     double at_s;
     size_t order;  // at one time: codecs of a tensor before what backward does next
@@ -131,23 +131,23 @@ TEST(ByteCompProperties, TheTimelineIsThatOfAPlainSimulationAfterAnyChange) {
     const auto any = [&](size_t tensor) {
       for (;;) {
         const auto s = static_cast<size_t>(uniform(rng, 0, std::ssize(tree) - 1));
-        if (const auto chain = ChainMaker(cluster, job.tensors[tensor]).make(tree[s]))
+        if (const auto chain = TaskChainBuilder(cluster, job.tensors[tensor]).make(tree[s]))
           return *chain;
       }
     };
-    std::vector<Chain> chains;
-    std::vector<const Chain*> pointers;
+    std::vector<TaskChain> chains;
+    std::vector<const TaskChain*> pointers;
     for (size_t t = 0; t < job.tensors.size(); ++t) chains.push_back(any(t));
-    for (const Chain& chain : chains) pointers.push_back(&chain);
+    for (const TaskChain& chain : chains) pointers.push_back(&chain);
     CompressionTimeline timeline(job, pointers);
     EXPECT_DOUBLE_EQ(timeline.iteration_s(), plain_iteration_s(job, chains));
     for (int change = 0; change < 5; ++change) {
       const auto t = static_cast<size_t>(uniform(rng, 0, std::ssize(chains) - 1));
-      const Chain tried = any(t), before = chains[t];
+      const TaskChain tried = any(t), before = chains[t];
       chains[t] = tried;
       const double expected_s = plain_iteration_s(job, chains);
       const double limit_s = expected_s * uniform_real(rng, 0.9, 1.1);
-      const double found_s = timeline.with(static_cast<int>(t), tried, limit_s);
+      const double found_s = timeline.iteration_with(static_cast<int>(t), tried, limit_s);
       if (expected_s < limit_s * (1 - 1e-12)) {
         EXPECT_DOUBLE_EQ(found_s, expected_s);
       } else if (expected_s > limit_s * (1 + 1e-12)) {
@@ -171,16 +171,16 @@ TEST(ByteCompProperties, ShorteningWhatEndsBeforeABubbleGainsNothing) {
     CompressionJob job = random_gradients(rng, uniform(rng, 2, 12));
     for (auto& tensor : job.tensors) tensor.numel = tensor.numel / 50 + 1;
     const Strategy plain = Strategy::parse("AR");
-    std::vector<Chain> chains;
-    std::vector<const Chain*> pointers;
+    std::vector<TaskChain> chains;
+    std::vector<const TaskChain*> pointers;
     for (const auto& tensor : job.tensors)
-      chains.push_back(*ChainMaker(cluster, tensor).make(plain));
-    for (const Chain& chain : chains) pointers.push_back(&chain);
+      chains.push_back(*TaskChainBuilder(cluster, tensor).make(plain));
+    for (const TaskChain& chain : chains) pointers.push_back(&chain);
     CompressionTimeline timeline(job, pointers);
-    Chain nothing;
+    TaskChain nothing;
     nothing.count = 0;
     for (int t = 0; t < timeline.after_last_bubble(); ++t) {
-      EXPECT_DOUBLE_EQ(timeline.with(t, nothing, 1e9), timeline.iteration_s());
+      EXPECT_DOUBLE_EQ(timeline.iteration_with(t, nothing, 1e9), timeline.iteration_s());
       ++bubbles;
     }
   }
@@ -196,22 +196,22 @@ TEST(ByteCompProperties, SelectionIsNearTheBestOfAllChoices) {
     const CompressionJob job = random_gradients(rng, uniform(rng, 1, 4));
     const std::vector<Strategy> tree = reduced_tree(rng, cluster);
     const size_t count = job.tensors.size();
-    std::vector<std::vector<Chain>> options(count);
+    std::vector<std::vector<TaskChain>> options(count);
     for (size_t t = 0; t < count; ++t) {
-      const ChainMaker maker(cluster, job.tensors[t]);
+      const TaskChainBuilder maker(cluster, job.tensors[t]);
       for (const Strategy& strategy : tree) {
         if (const auto chain = maker.make(strategy)) options[t].push_back(*chain);
       }
     }
     std::vector<size_t> digits(count);
-    std::vector<const Chain*> chosen(count);
+    std::vector<const TaskChain*> chosen(count);
     for (size_t t = 0; t < count; ++t) chosen[t] = &options[t][0];
     CompressionTimeline timeline(job, chosen);
     std::vector<int> everything(count);
     std::iota(everything.begin(), everything.end(), 0);
     double best_s = timeline.iteration_s();
     for (size_t t = 0; t < count;) {
-      best_s = std::min(best_s, timeline.with(everything, chosen, best_s));
+      best_s = std::min(best_s, timeline.iteration_with(everything, chosen, best_s));
       for (t = 0; t < count && ++digits[t] == options[t].size(); ++t) digits[t] = 0;
       for (size_t u = 0; u < count; ++u) chosen[u] = &options[u][digits[u]];
     }
@@ -243,7 +243,7 @@ TEST(ByteCompProperties, ManyTensorsAreNoWorseOffThanWithOneStrategyForAll) {
     const std::vector<Strategy> tree = reduced_tree(rng, cluster);
     const StrategySelection found = select_strategies(job, cluster, tree, 20'000);
     for (const Strategy& strategy : tree) {
-      if (!ChainMaker(cluster, job.tensors.front()).make(strategy)) continue;
+      if (!TaskChainBuilder(cluster, job.tensors.front()).make(strategy)) continue;
       const std::vector<Strategy> same(job.tensors.size(), strategy);
       EXPECT_LE(found.iteration_s, iteration_s(job, cluster, same) * (1 + 1e-9))
           << strategy.describe();

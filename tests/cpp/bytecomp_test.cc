@@ -1,5 +1,6 @@
 // ByteComp: the decision tree, costs and timelines that are worked out by hand, and the policy.
-#include "usbyte/bytecomp.h"
+#include "policy/espresso/select.h"
+#include "policy/espresso/timeline.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "usbyte/channel.h"
+#include "simulator/channel.h"
 
 #include <gtest/gtest.h>
 

@@ -39,7 +39,7 @@ class Senders {
   // What every rank has then; the ranks' own answers are equal to the bit.
   std::vector<float> send(const std::vector<std::vector<float>>& gradients) {
     const Matrices& m = *codec_->matrices();
-    const Draw draw = Draw::of(1, ++step_, 0, 0);
+    const RngKey rng = RngKey::of(1, ++step_, 0, 0);
     std::vector<float> p(static_cast<size_t>(m.rank() * rows_)),
         q(static_cast<size_t>(m.rank() * cols_));
     std::vector<Memory> memories;
@@ -56,7 +56,7 @@ class Senders {
       memories.push_back({{unsent[r].data(), starts_[r].data()}});
     }
     add_up(p, [&](size_t r, std::vector<float>& part) {
-      m.first(gradients[r], rows_, memories[r], draw, part);
+      m.first(gradients[r], rows_, memories[r], rng, part);
     });
     std::vector<std::vector<float>> firsts(gradients.size(), p);
     add_up(q, [&](size_t r, std::vector<float>& part) {

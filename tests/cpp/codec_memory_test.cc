@@ -30,10 +30,10 @@ struct Sender {
     memory.rows = {rows[0].data(), rows[1].data()};
   }
   std::vector<float> send(const std::vector<float>& gradient, int64_t step, int ranks = 1) {
-    const Draw draw = Draw::of(1, step, 0, 0);
+    const RngKey rng = RngKey::of(1, step, 0, 0);
     message.assign(static_cast<size_t>(codec->message_bytes(std::ssize(gradient))), std::byte{});
-    codec->send(gradient, memory, draw, ranks, message.data());
-    return decoded(*codec, message, gradient.size(), draw);
+    codec->send(gradient, memory, rng, ranks, message.data());
+    return decoded(*codec, message, gradient.size(), rng);
   }
 
   std::shared_ptr<const Codec> codec;

@@ -1,4 +1,4 @@
-#include "usbyte/codec_probe.h"
+#include "engine/coding/codec_probe.h"
 
 #include <gtest/gtest.h>
 
@@ -6,10 +6,10 @@
 #include <cmath>
 #include <limits>
 
+#include "cuda/emulation/emulated_cuda.h"
 #include "random_job.h"
 #include "traced_cuda.h"
 #include "usbyte/codec.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -120,7 +120,7 @@ class ScriptedCuda final : public test::TracedCuda {
     count();
     TracedCuda::record(event, stream);
   }
-  void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+  void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                      CudaStream stream) override {
     count();
     inner().delay(stream, kKernelS);

@@ -33,11 +33,11 @@ inline std::vector<float> gradient(Random& random, int64_t count) {
 
 // Encodes into memory whose surroundings must stay as they are.
 inline std::vector<std::byte> encoded(const Codec& codec, const std::vector<float>& values,
-                                      const Draw& draw = {}) {
+                                      const RngKey& rng = {}) {
   constexpr size_t kGuard = 64;
   const auto bytes = static_cast<size_t>(codec.message_bytes(std::ssize(values)));
   std::vector<std::byte> memory(bytes + 2 * kGuard, std::byte{0xa5});
-  codec.encode(values, draw, memory.data() + kGuard);
+  codec.encode(values, rng, memory.data() + kGuard);
   for (size_t i = 0; i < kGuard; ++i) {
     EXPECT_EQ(memory[i], std::byte{0xa5});
     EXPECT_EQ(memory[kGuard + bytes + i], std::byte{0xa5});
@@ -46,16 +46,16 @@ inline std::vector<std::byte> encoded(const Codec& codec, const std::vector<floa
 }
 
 inline std::vector<float> decoded(const Codec& codec, const std::vector<std::byte>& message,
-                                  size_t count, const Draw& draw = {}) {
+                                  size_t count, const RngKey& rng = {}) {
   std::vector<float> out(count, 77.0F);
-  codec.decode(message.data(), draw, out);
+  codec.decode(message.data(), rng, out);
   return out;
 }
 
 inline std::vector<float> through(const std::string& spec, const std::vector<float>& values,
-                                  const Draw& draw = {}) {
+                                  const RngKey& rng = {}) {
   const auto codec = make_codec(spec);
-  return decoded(*codec, encoded(*codec, values, draw), values.size(), draw);
+  return decoded(*codec, encoded(*codec, values, rng), values.size(), rng);
 }
 
 inline double largest(const float* values, size_t count) {

@@ -13,12 +13,12 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/codec/loops.h"
-#include "../../csrc/codec/permutation.h"
-#include "../../csrc/codec/random.h"
+#include "codec/random.h"
+#include "codec/simd/loops.h"
+#include "codec/sparsifiers/permutation.h"
 #include "codec_rig.h"
+#include "support/half.h"
 #include "usbyte/error.h"
-#include "usbyte/half.h"
 
 namespace usbyte {
 namespace {
@@ -77,20 +77,20 @@ TEST_P(AnyCodec, FollowsTheRulesForAnySize) {
   for (int round = 0; round < 300; ++round) {
     const int64_t count = round < 70 ? round : random(1, 5000);
     const std::vector<float> values = gradient(random, count);
-    const Draw draw = Draw::of(7, round, 100, 0), other = Draw::of(7, round, 100, 1);
-    const std::vector<std::byte> message = encoded(*codec, values, draw);
+    const RngKey rng = RngKey::of(7, round, 100, 0), other = RngKey::of(7, round, 100, 1);
+    const std::vector<std::byte> message = encoded(*codec, values, rng);
     EXPECT_TRUE(codec->adds() || message.size() % 4 == 0);
-    EXPECT_EQ(message, encoded(*codec, values, draw)) << "not deterministic";
-    const std::vector<float> once = decoded(*codec, message, values.size(), draw);
+    EXPECT_EQ(message, encoded(*codec, values, rng)) << "not deterministic";
+    const std::vector<float> once = decoded(*codec, message, values.size(), rng);
     std::vector<float> sum = values;
-    codec->decode_add(message.data(), draw, -1, sum);
+    codec->decode_add(message.data(), rng, -1, sum);
     for (size_t i = 0; i < values.size(); ++i) ASSERT_EQ(sum[i], values[i] - once[i]);
     // What all ranks mean together.
     const std::vector<std::byte> second = encoded(*codec, values, other);
     const std::vector<float> twice = decoded(*codec, second, values.size(), other);
     const std::vector<const std::byte*> messages = {message.data(), second.data()};
     std::vector<float> all(values.size(), 5.0F);
-    codec->combine(messages, draw, all);
+    codec->combine(messages, rng, all);
     if (votes(GetParam())) continue;
     for (size_t i = 0; i < values.size(); ++i) ASSERT_EQ(all[i], once[i] + twice[i]);
   }
@@ -122,8 +122,8 @@ TEST(Codec, ARandomShareKeepsWhatIsNotFiniteWhereItIsSent) {
   values[17] = kNan;
   int seen = 0;
   for (int step = 0; step < 200; ++step) {
-    const Draw draw = Draw::of(1, step, 0, 0);
-    seen += std::isnan(through("randk:0.1", values, draw)[17]);
+    const RngKey rng = RngKey::of(1, step, 0, 0);
+    seen += std::isnan(through("randk:0.1", values, rng)[17]);
   }
   EXPECT_NEAR(seen, 20, 15);  // and the memory of what was not sent keeps it
 }
@@ -247,14 +247,14 @@ TEST(Codec, AnIndexThatThereIsNotIsAnError) {
     EXPECT_THROW(codec->decode(message.data(), {}, values), FaultError) << spec;
     EXPECT_THROW(codec->decode_add(message.data(), {}, 1, values), FaultError) << spec;
     std::vector<int64_t> ids;
-    EXPECT_THROW(codec->picks()->read(message.data(), 8, 0, ids, values), FaultError) << spec;
+    EXPECT_THROW(codec->selection()->read(message.data(), 8, 0, ids, values), FaultError) << spec;
   }
 }
 
 TEST(Codec, WhatIsPickedIsWhatIsDecoded) {
   for (const std::string name : {"topk:0.3", "topk:0.3,feedback=off", "dct:0.3", "dgc:0.3"}) {
     const auto codec = make_codec(name);
-    ASSERT_TRUE(codec->picks()) << name;
+    ASSERT_TRUE(codec->selection()) << name;
     std::vector<float> gradient(20), rows(40), decoded(20), read(20);
     for (size_t i = 0; i < 4; ++i) gradient[5 * i] = 1 + static_cast<float>(i);
     Memory memory{{rows.data(), rows.data() + 20}, 0};
@@ -263,14 +263,14 @@ TEST(Codec, WhatIsPickedIsWhatIsDecoded) {
     codec->decode(message.data(), {}, decoded);
     std::vector<int64_t> ids;
     std::vector<float> values;
-    EXPECT_EQ(codec->picks()->picked(20), 6);
-    codec->picks()->read(message.data(), 20, 100, ids, values);
+    EXPECT_EQ(codec->selection()->selected_count(20), 6);
+    codec->selection()->read(message.data(), 20, 100, ids, values);
     EXPECT_EQ(ids.size(), 4U) << name;  // neither zeros nor what stands for nothing
     for (size_t i = 0; i < ids.size(); ++i) read[static_cast<size_t>(ids[i] - 100)] = values[i];
     EXPECT_EQ(read, decoded) << name;
   }
   for (const char* name : {"randk:0.3", "int8", "fp16", "powersgd:1"}) {
-    EXPECT_FALSE(make_codec(name)->picks()) << name;
+    EXPECT_FALSE(make_codec(name)->selection()) << name;
   }
 }
 
@@ -278,8 +278,8 @@ TEST(Codec, RanksDrawTheSameShareAndStepsOthers) {
   std::vector<float> ones(1000, 1);
   std::vector<int> sent(1000);
   for (int step = 0; step < 400; ++step) {
-    const Draw draw = Draw::of(9, step, 4096, 0), elsewhere = Draw::of(9, step, 4096, 5);
-    const std::vector<float> got = through("randk:0.05", ones, draw);
+    const RngKey rng = RngKey::of(9, step, 4096, 0), elsewhere = RngKey::of(9, step, 4096, 5);
+    const std::vector<float> got = through("randk:0.05", ones, rng);
     EXPECT_EQ(got, through("randk:0.05", ones, elsewhere));
     EXPECT_EQ(std::count(got.begin(), got.end(), 1.0F), 50);
     EXPECT_EQ(std::count(got.begin(), got.end(), 0.0F), 950);
@@ -318,7 +318,7 @@ void expect_unbiased(const std::string& spec, double (*step_of)(const std::vecto
   constexpr int kDraws = 4000;
   std::vector<double> total(values.size());
   for (int i = 0; i < kDraws; ++i) {
-    const std::vector<float> got = through(spec, values, Draw::of(3, i, 0, 2));
+    const std::vector<float> got = through(spec, values, RngKey::of(3, i, 0, 2));
     for (size_t k = 0; k < got.size(); ++k) {
       total[k] += got[k];
       ASSERT_LE(std::abs(double{got[k]} - values[k]), step_of(values) * (1 + 1e-5));
@@ -342,10 +342,10 @@ TEST(Codec, RanksRoundByChanceOfTheirOwn) {
   std::vector<float> values(2000);
   for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 7) - 3;
   for (const char* spec : {"qsgd:2", "qsgd:4", "terngrad"}) {
-    const std::vector<float> first = through(spec, values, Draw::of(1, 1, 0, 0));
-    EXPECT_NE(first, through(spec, values, Draw::of(1, 1, 0, 1))) << spec;
-    EXPECT_NE(first, through(spec, values, Draw::of(1, 2, 0, 0))) << spec;
-    EXPECT_NE(first, through(spec, values, Draw::of(2, 1, 0, 0))) << spec;
+    const std::vector<float> first = through(spec, values, RngKey::of(1, 1, 0, 0));
+    EXPECT_NE(first, through(spec, values, RngKey::of(1, 1, 0, 1))) << spec;
+    EXPECT_NE(first, through(spec, values, RngKey::of(1, 2, 0, 0))) << spec;
+    EXPECT_NE(first, through(spec, values, RngKey::of(2, 1, 0, 0))) << spec;
   }
 }
 
@@ -400,7 +400,7 @@ TEST(Codec, TheMajorityOfSignsWins) {
     std::vector<double> votes(500);
     for (int r = 0; r < ranks; ++r) {
       const std::vector<float> values = gradient(random, 500);
-      messages.push_back(encoded(*codec, values, Draw::of(1, 1, 0, r)));
+      messages.push_back(encoded(*codec, values, RngKey::of(1, 1, 0, r)));
       const std::vector<float> own = decoded(*codec, messages.back(), values.size());
       for (size_t i = 0; i < votes.size(); ++i) {
         votes[i] += own[i];
@@ -424,7 +424,7 @@ TEST(Codec, WhoHasNoOpinionDoesNotPush) {
   const std::vector<float> values = {0, -0.0F, 0, 0, 0, 1, -1};
   double votes[7] = {};
   for (int step = 0; step < 1000; ++step) {
-    const std::vector<float> got = through("signsgd", values, Draw::of(1, step, 0, 0));
+    const std::vector<float> got = through("signsgd", values, RngKey::of(1, step, 0, 0));
     for (size_t i = 0; i < values.size(); ++i) votes[i] += got[i];
   }
   for (size_t i = 0; i < 5; ++i) EXPECT_LT(std::abs(votes[i]), 150) << i;

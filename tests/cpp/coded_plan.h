@@ -7,8 +7,8 @@
 
 #include "random_plan.h"
 #include "ranks.h"
+#include "support/half.h"
 #include "usbyte/codec.h"
-#include "usbyte/half.h"
 #include "usbyte/plan.h"
 
 // Plans with codecs, and gradients in arenas of any dtype.
@@ -53,11 +53,11 @@ inline Plan with_random_schemes(const Plan& plan, Random& random) {
   for (Op& op : ops) {
     constexpr const char* kSchemes[] = {"", "zen", "agsparse", "sparse_ps"};
     const auto codec = make_codec(op.codec);
-    if (op.kind == Collective::all_reduce && codec && codec->picks()) {
+    if (op.kind == Collective::all_reduce && codec && codec->selection()) {
       op.scheme = kSchemes[random(0, std::ssize(kSchemes) - 1)];
     }
   }
-  return plan.with(plan.policy(), std::move(ops));
+  return plan.with_ops(plan.policy(), std::move(ops));
 }
 
 /// Sets an element of an arena; what its dtype can hold of the value.

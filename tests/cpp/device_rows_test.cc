@@ -1,6 +1,6 @@
 // Rows of a device that are dealt out there: the messages and sums of the host, whatever is late.
 
-#include "engine/device_rows.h"
+#include "engine/sparse/device_rows.h"
 
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "device_training.h"
-#include "sparse/push_pull.h"
+#include "sparse/schemes/push_pull.h"
 #include "sparse_rig.h"
 #include "usbyte/error.h"
 
@@ -76,7 +76,7 @@ std::vector<int64_t> ascending(Random& random, int64_t rows, int64_t count) {
 
 /// Rows that all go to one rank.
 std::vector<int64_t> crowd(const SparseShape& shape, int ranks, int rank, int64_t count) {
-  const sparse::Dealt servers(shape.rows, ranks, kSeed);
+  const sparse::HashPartitioner servers(shape.rows, ranks, kSeed);
   std::vector<int64_t> out;
   for (int64_t key = 0; key < count; ++key) out.push_back(servers.id(rank, key));
   std::ranges::sort(out);
@@ -132,12 +132,13 @@ TEST(DeviceRows, DealsRowsOutAsTheHostDoes) {
     DeviceBatch batch(rig.cuda, shape, ascending(random, shape.rows, random(0, 700)),
                       random.one_in(2) ? 0 : random(0, 300));
     rig.begin(batch);
-    const std::optional<DealtRows> dealt = rig.rows->deal(batch.given(), shape, ranks, options);
+    const std::optional<PartitionedRows> dealt =
+        rig.rows->partition(batch.given(), shape, ranks, options);
     ASSERT_TRUE(dealt) << round;
 
     SparseRows mine = coalesce(shape, batch.on_host());
     sparse::scale(shape, mine.values, options.scale);
-    const sparse::Dealt servers(shape.rows, ranks, kSeed);
+    const sparse::HashPartitioner servers(shape.rows, ranks, kSeed);
     const sparse::Outbox want = sparse::push(shape, mine, servers, ranks);
     EXPECT_EQ(dealt->messages().imbalance(), want.imbalance());
     for (int r = 0; r < ranks; ++r) {
@@ -153,7 +154,7 @@ TEST(DeviceRows, LeavesToTheHostWhatFindsNoPlace) {
   const SparseShape shape{100000, 3, DType::float32};
   DeviceBatch batch(rig.cuda, shape, crowd(shape, 4, 2, 4000), 10);
   rig.begin(batch);
-  EXPECT_FALSE(rig.rows->deal(batch.given(), shape, 4, {1, kSeed}));
+  EXPECT_FALSE(rig.rows->partition(batch.given(), shape, 4, {1, kSeed}));
   const RowsView rows = rig.rows->fetch(batch.given(), shape.row_bytes());
   EXPECT_TRUE(std::ranges::equal(rows.ids, batch.ids));
   EXPECT_EQ(std::memcmp(rows.values, batch.values.data(), batch.values.size()), 0);
@@ -164,7 +165,7 @@ TEST(DeviceRows, LeavesToTheHostWhatMakesNoSense) {
   const SparseShape shape{100, 1, DType::float32};
   DeviceBatch outside(rig.cuda, shape, {3, 7, 100});
   rig.begin(outside);
-  EXPECT_FALSE(rig.rows->deal(outside.given(), shape, 4, {1, kSeed}));
+  EXPECT_FALSE(rig.rows->partition(outside.given(), shape, 4, {1, kSeed}));
   const RowsView rows = rig.rows->fetch(outside.given(), shape.row_bytes());
   EXPECT_NE(message_of<UsageError>([&] { coalesce(shape, rows); }).find("row 100"),
             std::string::npos);
@@ -173,7 +174,7 @@ TEST(DeviceRows, LeavesToTheHostWhatMakesNoSense) {
   rig.begin(batch);
   GivenRows given = batch.given();
   given.rows.ids = given.rows.ids.first(1);  // fewer than are counted
-  EXPECT_FALSE(rig.rows->deal(given, shape, 4, {1, kSeed}));
+  EXPECT_FALSE(rig.rows->partition(given, shape, 4, {1, kSeed}));
   EXPECT_NE(message_of<FaultError>([&] { rig.rows->fetch(given, 4); }).find("counts 2 rows"),
             std::string::npos);
 }
@@ -183,19 +184,19 @@ TEST(DeviceRows, WaitsNoLongerForADeviceOnceItIsHalted) {
   const SparseShape shape{100, 1, DType::float32};
   DeviceBatch batch(rig.cuda, shape, {3, 7});
   rig.begin(batch);
-  rig.rows->halt();
-  EXPECT_THROW(rig.rows->deal(batch.given(), shape, 4, {}), FaultError);
+  rig.rows->cancel();
+  EXPECT_THROW(rig.rows->partition(batch.given(), shape, 4, {}), FaultError);
   EXPECT_THROW(rig.rows->begin(rig.order), FaultError);
   rig.rows.reset();  // what it has launched reads the batch
 }
 
-TEST(DealtRows, RefusesARowOfAnotherRankOrOfNone) {
+TEST(PartitionedRows, RefusesARowOfAnotherRankOrOfNone) {
   const SparseShape shape{100, 1, DType::float32};
   const auto named = [&](std::vector<int64_t> counts, std::vector<int64_t> ids) {
-    DealtRows dealt(shape, kSeed, counts, {});
+    PartitionedRows dealt(shape, kSeed, counts, {});
     return message_of<FaultError>([&] { dealt.name(ids); });
   };
-  const sparse::Dealt servers(shape.rows, 2, kSeed);
+  const sparse::HashPartitioner servers(shape.rows, 2, kSeed);
   const std::string other = named({1, 1}, {servers.id(1, 3), servers.id(0, 3)});
   EXPECT_NE(other.find("to rank 0, where rank 1"), std::string::npos) << other;
   for (int64_t id : {int64_t{-1}, int64_t{100}, int64_t{987654321}}) {
@@ -209,16 +210,16 @@ TEST(DeviceRows, LeavesToTheHostWhatMustBeThereTwice) {
   const SparseShape shape{8, 1, DType::float32};
   DeviceBatch batch(rig.cuda, shape, std::vector<int64_t>(9, 3));
   rig.begin(batch);
-  EXPECT_FALSE(rig.rows->deal(batch.given(), shape, 4, {1, kSeed}));
+  EXPECT_FALSE(rig.rows->partition(batch.given(), shape, 4, {1, kSeed}));
 }
 
 TEST(SparseScheme, SaysWhetherItDealsRowsOut) {
   const auto alone = make_local_exchanges(1);
   const SparseShape shape{10, 1, DType::float32};
-  const DealtRows none(shape, kSeed, std::vector<int64_t>{0}, {});
-  EXPECT_EQ(sparse_scheme("zen").all_reduce_dealt(*alone[0], shape, none).rows.count(), 0);
+  const PartitionedRows none(shape, kSeed, std::vector<int64_t>{0}, {});
+  EXPECT_EQ(sparse_scheme("zen").all_reduce_partitioned(*alone[0], shape, none).rows.count(), 0);
   EXPECT_NE(message_of<UsageError>([&] {
-              sparse_scheme("agsparse").all_reduce_dealt(*alone[0], shape, none);
+              sparse_scheme("agsparse").all_reduce_partitioned(*alone[0], shape, none);
             }).find("'agsparse'"),
             std::string::npos);
 }
@@ -242,10 +243,11 @@ TEST(DeviceRows, SumsAreThoseOfTheHost) {
           crowds ? crowd(shape, size, rank, 3000) : ascending(random, shape.rows, random(0, 3000)));
       const SparseSum want = zen.all_reduce(*first[r], shape, batch.on_host(), options);
       rig.begin(batch);
-      const std::optional<DealtRows> dealt = rig.rows->deal(batch.given(), shape, size, options);
+      const std::optional<PartitionedRows> dealt =
+          rig.rows->partition(batch.given(), shape, size, options);
       EXPECT_NE(dealt.has_value(), crowds);
       const SparseSum got =
-          dealt ? zen.all_reduce_dealt(*second[r], shape, *dealt)
+          dealt ? zen.all_reduce_partitioned(*second[r], shape, *dealt)
                 : zen.all_reduce(*second[r], shape,
                                  rig.rows->fetch(batch.given(), shape.row_bytes()), options);
       ASSERT_EQ(got.rows.ids, want.rows.ids);

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/emulation/emulated_cuda.h"
 #include "random_training.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/engine.h"
 
 // Training on an emulated device, whose streams run late and in any order.

@@ -1,4 +1,4 @@
-#include "usbyte/emulated_cuda.h"
+#include "cuda/emulation/emulated_cuda.h"
 
 #include <gtest/gtest.h>
 
@@ -175,7 +175,7 @@ TEST_F(EmulatedCudaTest, ACopyReadsItsSourceInStreamOrder) {
 TEST_F(EmulatedCudaTest, KernelsTakeTheirArgumentsAtOnce) {
   int from = 5;
   int to = 0;
-  std::vector<Segment> segments = {{&from, &to, 1}};
+  std::vector<CopySegment> segments = {{&from, &to, 1}};
   hold_first();
   cuda->copy_segments(segments, kInt, kInt, 1, first);
   segments[0] = {};

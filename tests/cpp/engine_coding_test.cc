@@ -94,7 +94,7 @@ class Reference {
     std::vector<std::byte> message(static_cast<size_t>(codec.message_bytes(b.numel())));
     uint64_t& note = notes_[{rank, b, seed}];
     Memory memory = memory_at(rank, b, note);
-    codec.send(values(rank, b), memory, Draw::of(seed, step, b.begin, static_cast<int>(rank)),
+    codec.send(values(rank, b), memory, RngKey::of(seed, step, b.begin, static_cast<int>(rank)),
                static_cast<int>(arenas_.size()), message.data());
     note = memory.note;
     return message;
@@ -114,7 +114,7 @@ class Reference {
     if (codec) {
       std::vector<const std::byte*> all;
       for (const auto& message : messages) all.push_back(message.data());
-      codec->combine(all, Draw::of(seed_, step, b.begin, 0), sum);
+      codec->combine(all, RngKey::of(seed_, step, b.begin, 0), sum);
     }
     for (size_t r = 0; r < arenas_.size(); ++r) set(r, b, sum);
   }
@@ -124,7 +124,7 @@ class Reference {
     const std::vector<std::byte> message =
         sent(*codec, static_cast<size_t>(owner), b, seed_ + 1, step);
     std::vector<float> out(static_cast<size_t>(b.numel()));
-    codec->decode(message.data(), Draw::of(seed_ + 1, step, b.begin, 0), out);
+    codec->decode(message.data(), RngKey::of(seed_ + 1, step, b.begin, 0), out);
     for (size_t r = 0; r < arenas_.size(); ++r) set(r, b, out);
   }
 
@@ -137,10 +137,10 @@ class Reference {
     std::vector<float> p;
     for (size_t r = 0; r < arenas_.size(); ++r) {
       Memory memory = memory_at(r, b);
-      const Draw draw = Draw::of(seed_, step, b.begin, static_cast<int>(r));
+      const RngKey rng = RngKey::of(seed_, step, b.begin, static_cast<int>(r));
       p = firsts_[b];
       if (first) {
-        m.first(values(r, b), t.rows, memory, draw, part);
+        m.first(values(r, b), t.rows, memory, rng, part);
       } else {
         m.second(t.rows, t.cols(), memory, p, part);
       }

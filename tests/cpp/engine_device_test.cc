@@ -7,10 +7,11 @@
 #include <latch>
 #include <nlohmann/json.hpp>
 
+#include "cuda/device_clock.h"
+#include "cuda/emulation/emulated_cuda.h"
 #include "device_training.h"
 #include "engine_rig.h"
 #include "nccl_rig.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/local_communicator.h"
 #include "usbyte/staged_communicator.h"
 
@@ -71,7 +72,7 @@ class StreamCommunicator final : public Communicator {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return aborted_; });
       }
-      for (const Span& span : spans) {
+      for (const BufferView& span : spans) {
         auto* bytes = static_cast<uint8_t*>(span.data);
         std::transform(bytes, bytes + span.count * itemsize(dtype), bytes, kernel);
       }
@@ -110,7 +111,7 @@ class StreamCommunicator final : public Communicator {
 /// Calls `on_pack` before it packs gradients.
 struct PackingCuda : test::TracedCuda {
   using TracedCuda::TracedCuda;
-  void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+  void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                      CudaStream stream) override {
     on_pack();
     TracedCuda::copy_segments(segments, from, to, scale, stream);

@@ -236,7 +236,7 @@ TEST(EngineFault, FailWakesEveryWaiterAndTheFirstMessageStays) {
 
 TEST(EngineFault, AFailerNeitherKeepsTheEngineNorNeedsIt) {
   Rig rig(plan_of(1));
-  const auto fail = rig->failer();
+  const auto fail = rig->fail_callback();
   fail("rank 3: out of memory");
   expect_every_call_throws(*rig.engine, "rank 3: out of memory");
   rig.engine.reset();
@@ -255,7 +255,7 @@ TEST(EngineFault, TheEnginesOwnThreadMayFailItWhileItEnds) {
     return "rank 2 is lost";
   };
   Rig rig(plan_of(1), options);
-  fail = rig->failer();
+  fail = rig->fail_callback();
   rig.backward();
   rig.fail_op(0, "connection reset");
   while (!told) std::this_thread::sleep_for(milliseconds(1));

@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "mesh_rig.h"
+#include "plan/lines.h"
+#include "policy/transforms/routing.h"
 #include "random_lines.h"
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"
 #include "usbyte/error.h"
-#include "usbyte/line_choice.h"
-#include "usbyte/lines.h"
 
 namespace usbyte {
 namespace {

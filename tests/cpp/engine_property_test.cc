@@ -9,9 +9,9 @@
 
 #include "communicators.h"
 #include "random_training.h"
-#include "usbyte/admission.h"
 #include "usbyte/engine.h"
 #include "usbyte/local_communicator.h"
+#include "usbyte/step.h"
 
 namespace usbyte {
 namespace {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "engine_rig.h"
+#include "support/half.h"
 #include "usbyte/error.h"
-#include "usbyte/half.h"
 #include "usbyte/local_communicator.h"
 
 namespace usbyte {
@@ -162,8 +162,8 @@ TEST(EngineStep, StatusTellsOtherRanksWhereThisOneIs) {
 TEST(EngineStep, StatusTellsWhetherGathersAreHeld) {
   EngineOptions options;
   options.hold_gathers = true;
-  Rig rig(plan_of(1).with("test", {{Collective::reduce_scatter, {{0, 4}}, kUnlimited, false},
-                                   {Collective::all_gather, {{0, 4}}, kUnlimited, false}}),
+  Rig rig(plan_of(1).with_ops("test", {{Collective::reduce_scatter, {{0, 4}}, kUnlimited, false},
+                                       {Collective::all_gather, {{0, 4}}, kUnlimited, false}}),
           options);
   const auto held = [&] { return json::parse(rig->status()).at("held").get<bool>(); };
   EXPECT_FALSE(held());

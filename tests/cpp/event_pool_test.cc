@@ -1,4 +1,4 @@
-#include "usbyte/event_pool.h"
+#include "cuda/event_pool.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "usbyte/emulated_cuda.h"
+#include "cuda/emulation/emulated_cuda.h"
 
 namespace usbyte {
 namespace {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "usbyte/half.h"
+#include "support/half.h"
 #include "usbyte/nccl.h"
 
 // What FakeNccl does with data.

@@ -1,4 +1,4 @@
-#include "usbyte/half.h"
+#include "support/half.h"
 
 #include <gtest/gtest.h>
 

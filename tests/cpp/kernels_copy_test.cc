@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-#include "cuda/host_kernels.h"
+#include "cuda/emulation/host_kernels.h"
 #include "kernel_rig.h"
 #include "usbyte/error.h"
 
@@ -59,7 +59,7 @@ void store(DType dtype, std::byte* at, float value) {
 }
 
 // One element after the other: what all else must agree with.
-void reference_copy(const Segment& s, const Case& c) {
+void reference_copy(const CopySegment& s, const Case& c) {
   const auto* source = static_cast<const std::byte*>(s.source);
   auto* target = static_cast<std::byte*>(s.target);
   for (int64_t i = 0; i < s.count; ++i) {
@@ -111,10 +111,10 @@ class Job {
     }
     // The opposite of what will be written: every write shows, and so does a missing one.
     clear();
-    for (const Segment& s : segments_) reference_copy(s, case_);
+    for (const CopySegment& s : segments_) reference_copy(s, case_);
     want_.assign(arena().begin(), arena().end());
     written_.assign(want_.size(), 0);
-    for (const Segment& s : segments_) {
+    for (const CopySegment& s : segments_) {
       const auto begin = static_cast<std::byte*>(s.target) - arena().data();
       std::fill_n(written_.begin() + begin, s.count * to, 1);
     }
@@ -127,7 +127,7 @@ class Job {
     }
   }
   std::span<std::byte> arena() { return arena_->bytes(); }
-  std::span<const Segment> segments() const { return segments_; }
+  std::span<const CopySegment> segments() const { return segments_; }
   const std::vector<std::byte>& want() const { return want_; }
   /// 1 for the bytes of the arena that belong to a segment.
   const std::vector<int>& written() const { return written_; }
@@ -140,7 +140,7 @@ class Job {
   Case case_;
   std::unique_ptr<Memory> arena_;
   std::vector<std::unique_ptr<Memory>> sources_;
-  std::vector<Segment> segments_;
+  std::vector<CopySegment> segments_;
   std::vector<std::byte> want_;
   std::vector<int> written_;
 };
@@ -196,7 +196,7 @@ TEST(KernelsCopy, EveryAlignmentOfBothSidesAndEveryLength) {
       for (int64_t count = 0; count <= 67; ++count) {
         Memory source(count, skew_from), target(count, skew_to);
         fill_randomly(source.bytes(), DType::uint8, random);
-        const Segment segment{source.data(), target.data(), count};
+        const CopySegment segment{source.data(), target.data(), count};
         host::copy_segments({&segment, 1}, DType::uint8, DType::uint8, 1);
         ASSERT_TRUE(std::ranges::equal(source.bytes(), target.bytes()))
             << skew_from << " to " << skew_to << ", " << count << " bytes";
@@ -225,7 +225,7 @@ TEST(KernelsCopy, ListsThatFillTables) {
 TEST(KernelsCopy, UnpacksWhatItPacked) {
   Random random(5);
   std::vector<std::unique_ptr<Memory>> tensors, copies;
-  std::vector<Segment> pack, unpack;
+  std::vector<CopySegment> pack, unpack;
   Memory arena(10000, 12);
   int64_t offset = 0;
   for (int64_t count : {1, 64, 7, 1000, 0, 333, 64}) {
@@ -249,7 +249,7 @@ TEST(KernelsCopy, UnpacksWhatItPacked) {
 TEST(KernelsCopy, ScalesInPlace) {
   Memory memory(4 * 1003, 4);
   std::iota(memory.as<float>().begin(), memory.as<float>().end(), 1.0F);
-  const Segment segment{memory.data(), memory.data(), 1003};
+  const CopySegment segment{memory.data(), memory.data(), 1003};
   host::copy_segments({&segment, 1}, DType::float32, DType::float32, 0.25);
   for (size_t i = 0; i < 1003; ++i) {
     ASSERT_EQ(memory.as<float>()[i], 0.25F * static_cast<float>(i + 1));
@@ -259,7 +259,7 @@ TEST(KernelsCopy, ScalesInPlace) {
 TEST(KernelsCopy, KeepsNaNsAndInfinitiesAndOverflowsToThem) {
   const float in[] = {NAN, INFINITY, -INFINITY, 65519.996F, 65520.0F, 1e38F, -1e38F};
   Half halves[7];
-  Segment segment{in, halves, 7};
+  CopySegment segment{in, halves, 7};
   host::copy_segments({&segment, 1}, DType::float32, DType::float16, 1);
   EXPECT_TRUE(std::isnan(to_float(halves[0])));
   const uint16_t want[] = {0x7fff, 0x7c00, 0xfc00, 0x7bff, 0x7c00, 0x7c00, 0xfc00};
@@ -274,7 +274,7 @@ TEST(KernelsCopy, KeepsNaNsAndInfinitiesAndOverflowsToThem) {
 
 // Takes kernels and runs none: what it is given may point to nothing.
 struct Recorder {
-  std::vector<Segment> seen;
+  std::vector<CopySegment> seen;
   int launches = 0;
   static bool large_tables() { return true; }
 
@@ -297,12 +297,12 @@ TEST(KernelsCopy, HugeSegmentsAreSplit) {
   const auto* source = reinterpret_cast<const double*>(uintptr_t{1} << 44);
   auto* target = reinterpret_cast<double*>((uintptr_t{1} << 45) + 8);
   const int64_t count = (int64_t{9} << 30) + 5;
-  const Segment segment{source, target, count};
+  const CopySegment segment{source, target, count};
   Recorder recorder;
   kernels::copy_segments({&segment, 1}, DType::float64, DType::float64, 1, recorder);
   EXPECT_GT(recorder.launches, 1);
   int64_t done = 0;
-  for (const Segment& s : recorder.seen) {
+  for (const CopySegment& s : recorder.seen) {
     EXPECT_EQ(s.source, source + done);
     EXPECT_EQ(s.target, target + done);
     done += s.count;
@@ -313,7 +313,7 @@ TEST(KernelsCopy, HugeSegmentsAreSplit) {
 TEST(KernelsCopy, NothingIsLaunchedForNothing) {
   RunInShape run{1, 1};
   kernels::copy_segments({}, DType::float32, DType::float32, 1, run);
-  const Segment empty{nullptr, nullptr, 0};
+  const CopySegment empty{nullptr, nullptr, 0};
   kernels::copy_segments({&empty, 1}, DType::float32, DType::float32, 1, run);
   kernels::fill(nullptr, DType::float32, 0, 0, run);
   kernels::scatter_add(nullptr, nullptr, nullptr, DType::float32, 0, 5, run);
@@ -322,7 +322,7 @@ TEST(KernelsCopy, NothingIsLaunchedForNothing) {
 
 TEST(KernelsCopy, RefusesWhatItCannotDo) {
   float memory[4] = {};
-  const auto copy = [&](Segment s, DType from, DType to, double scale) {
+  const auto copy = [&](CopySegment s, DType from, DType to, double scale) {
     return message_of<UsageError>([&] { host::copy_segments({&s, 1}, from, to, scale); });
   };
   EXPECT_NE(copy({memory, memory, 1}, DType::int32, DType::int32, 2).find("int32"),

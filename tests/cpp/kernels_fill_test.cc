@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "cuda/host_kernels.h"
+#include "cuda/emulation/host_kernels.h"
 #include "kernel_rig.h"
 #include "usbyte/error.h"
 

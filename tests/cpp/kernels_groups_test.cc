@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "codec_rig.h"
-#include "cuda/host_kernels.h"
+#include "cuda/emulation/host_kernels.h"
 #include "kernel_rig.h"
 #include "usbyte/error.h"
 
@@ -120,16 +120,16 @@ void GroupKernels::encodes_as_the_host(DType dtype, bool aligned) {
         const std::vector<T> values = arena_values<T>(random, counts[i]);
         std::ranges::copy(values, run.values.template as<T>().begin());
         std::ranges::fill(run.message.bytes(), std::byte{0x77});
-        const Draw draw = Draw::of(3, step, static_cast<int64_t>(i), 1);
+        const RngKey rng = RngKey::of(3, step, static_cast<int64_t>(i), 1);
         encodings.push_back({run.values.data(),
                              codec_->memories() ? run.kept.template as<float>().data() : nullptr,
-                             run.message.data(), counts[i], draw.own});
+                             run.message.data(), counts[i], rng.own});
         std::vector<float> gradient;
         for (T x : values) gradient.push_back(to_float(x));
         usbyte::Memory memory;
         memory.rows[0] = run.want_kept.data();
         wanted.emplace_back(run.message.bytes().size());
-        codec_->send(gradient, memory, draw, 2, wanted.back().data());
+        codec_->send(gradient, memory, rng, 2, wanted.back().data());
       }
       kernels::encode_groups(kernels_, encodings, dtype, shape);
       for (size_t i = 0; i < runs.size(); ++i) {
@@ -171,7 +171,7 @@ void GroupKernels::decodes_as_the_host(DType dtype, bool aligned) {
         for (int r = 0; r < ranks; ++r) {
           const std::vector<float> gradient = test::gradient(random, count);
           std::byte* const message = messages.data() + r * stride;
-          codec_->encode(gradient, Draw::of(1, 1, 0, r), message);
+          codec_->encode(gradient, RngKey::of(1, 1, 0, r), message);
           each.push_back(message);
         }
         std::vector<float> sum(static_cast<size_t>(count));

@@ -7,9 +7,9 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/host_kernels.h"
+#include "cuda/emulation/emulated_cuda.h"
+#include "cuda/emulation/host_kernels.h"
 #include "kernel_rig.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/error.h"
 
 namespace usbyte {
@@ -78,7 +78,7 @@ class Partition {
   // What is listed is right, what is not is counted, and nothing else is written.
   void expect_accounted() const {
     ASSERT_TRUE(table_.intact() && ids_.intact() && positions_.intact() && tallies_.intact());
-    const sparse::Dealt servers(shape_.rows, shape_.servers, shape_.seed);
+    const sparse::HashPartitioner servers(shape_.rows, shape_.servers, shape_.seed);
     std::vector<bool> listed(given_.size());
     int64_t at = 0, overflowed = 0;
     for (int s = 0; s < shape_.servers; ++s) {
@@ -127,7 +127,7 @@ std::vector<int64_t> drawn(Random& random, int64_t rows, int64_t count) {
 }
 
 std::vector<int64_t> of_server(const RowPartition& shape, int server, int64_t count) {
-  const sparse::Dealt servers(shape.rows, shape.servers, shape.seed);
+  const sparse::HashPartitioner servers(shape.rows, shape.servers, shape.seed);
   std::vector<int64_t> out;
   for (int64_t key = 0; key < count; ++key) out.push_back(servers.id(server, key));
   return out;
@@ -348,7 +348,7 @@ int claim_in_all_orders(const RowPartition& shape, int threads, const std::vecto
   const auto claim = [&](int thread) {
     kernels::ClaimKernel<SteppedAtomics>{
         {table.data(), tallies.data(), shape.servers, shape.slots, shape.serial},
-        sparse::Dealt(shape.rows, shape.servers, shape.seed),
+        sparse::HashPartitioner(shape.rows, shape.servers, shape.seed),
         shape.rows,
         {1, 2, 3, 4},
         shape.hashes,

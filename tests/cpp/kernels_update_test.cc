@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "cuda/host_kernels.h"
+#include "cuda/emulation/host_kernels.h"
 #include "kernel_rig.h"
 #include "usbyte/error.h"
 

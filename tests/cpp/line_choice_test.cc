@@ -1,4 +1,4 @@
-#include "usbyte/line_choice.h"
+#include "policy/transforms/routing.h"
 
 #include <gtest/gtest.h>
 
@@ -118,9 +118,9 @@ TEST(LineChoice, GathersHaveRoomForAllThatDiffersFromZero) {
       for (Block block : op.blocks) {
         for (int rank = 0; gather && rank < shards; ++rank) {
           const int64_t count = shard(block, rank, shards).numel();
-          const int64_t parts = sum ? ranks * sum->picks()->picked(count)
-                                    : ranks * shards * scatter->picks()->picked(count);
-          EXPECT_GE(gather->picks()->picked(count), std::min(parts, count));
+          const int64_t parts = sum ? ranks * sum->selection()->selected_count(count)
+                                    : ranks * shards * scatter->selection()->selected_count(count);
+          EXPECT_GE(gather->selection()->selected_count(count), std::min(parts, count));
           ++gathers;
         }
       }

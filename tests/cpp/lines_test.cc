@@ -1,4 +1,4 @@
-#include "usbyte/lines.h"
+#include "plan/lines.h"
 
 #include <gtest/gtest.h>
 

@@ -176,7 +176,7 @@ TEST_P(EveryRankCount, RandomCollectivesEqualTheSerialReference) {
       }
       // Half of the exchanges are in place; ranks need not do the same.
       if (c.kind == Collective::all_to_all) {
-        request.send = {(i + r) % 2 ? request.recv[0] : Span{sent[i].data(), c.counts[0]}};
+        request.send = {(i + r) % 2 ? request.recv[0] : BufferView{sent[i].data(), c.counts[0]}};
       }
       if (i % 3 == 0) {
         ranks[r]->run(request);

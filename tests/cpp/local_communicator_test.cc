@@ -107,7 +107,7 @@ TEST(LocalCommunicator, FieldsThatACollectiveIgnoresMayDiffer) {
 
 TEST(LocalCommunicator, ImpossibleRequestsAreUsageErrorsOnEveryRank) {
   std::vector<float> data(16);
-  const Span span{data.data(), 8};
+  const BufferView span{data.data(), 8};
   const std::vector<std::pair<const char*, Request>> requests = {
       {"all_reduce of int8", {Collective::all_reduce, DType::int8, {}, 0, {}, {span}}},
       {"reduce_scatter of uint8", {Collective::reduce_scatter, DType::uint8, {}, 0, {}, {span}}},

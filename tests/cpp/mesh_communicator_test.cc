@@ -158,7 +158,7 @@ TEST(MeshCommunicator, OtherCollectivesAreFlat) {
   Meshes ranks = communicators(mesh({2, 2}));
   on_each_rank(4, [&](int rank) {
     auto one = static_cast<float>(rank);
-    const Span span{&one, 1};
+    const BufferView span{&one, 1};
     MeshCommunicator& mine = *ranks[static_cast<size_t>(rank)];
     mine.run({Collective::all_reduce, DType::float32, ReduceOp::max, 0, {}, {span}});
     EXPECT_EQ(one, 3.0F);

@@ -11,9 +11,9 @@
 
 #include "communicators.h"
 #include "ranks.h"
+#include "simulator/mesh_simulator.h"
 #include "usbyte/local_communicator.h"
 #include "usbyte/mesh_communicator.h"
-#include "usbyte/mesh_simulator.h"
 
 // Meshes whose ranks are threads, and schedules on them.
 namespace usbyte::test {

@@ -1,4 +1,4 @@
-#include "usbyte/mesh_simulator.h"
+#include "simulator/mesh_simulator.h"
 
 #include <gtest/gtest.h>
 
@@ -7,8 +7,8 @@
 #include <limits>
 
 #include "meshes.h"
+#include "topology/themis.h"
 #include "usbyte/error.h"
-#include "usbyte/themis.h"
 
 namespace usbyte {
 namespace {

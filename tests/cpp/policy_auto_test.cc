@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
-#include "policy/batching.h"
-#include "policy/coarse.h"
-#include "policy/local_search.h"
+#include "policy/auto/batching.h"
+#include "policy/auto/coarse.h"
+#include "policy/auto/local_search.h"
 #include "random_profile.h"
 #include "usbyte/error.h"
 #include "usbyte/policy.h"
@@ -401,7 +401,7 @@ TEST(Coarse, PlansForItAreNoLaterForTheJobItself) {
       Simulator of_job(job, network, overlap), of_all(p, network, overlap);
       for (const char* name : {"dcredit", "ddp", "dear_exact", "wfbp"}) {
         const Plan plan = make_plan(name, job, network, options);
-        const Plan same = make_plan("ddp", p, network, options).with(name, plan.ops());
+        const Plan same = make_plan("ddp", p, network, options).with_ops(name, plan.ops());
         EXPECT_LE(of_all.step_s(same), of_job.step_s(plan) + 1e-9) << name;
       }
     }

@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "policy/dear.h"
+#include "policy/baselines/dear.h"
 #include "random_job.h"
 #include "usbyte/simulator.h"
 

@@ -3,7 +3,7 @@
 #include <limits>
 #include <numeric>
 
-#include "policy/usbyte.h"
+#include "policy/baselines/usbyte.h"
 #include "random_job.h"
 #include "usbyte/simulator.h"
 

@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "plan/lines.h"
 #include "random_plan.h"
 #include "ranks.h"
 #include "usbyte/codec.h"
-#include "usbyte/lines.h"
 #include "usbyte/plan.h"
 
 // Plans whose ops go along the lines of a mesh.

@@ -1,4 +1,4 @@
-#include "usbyte/routes.h"
+#include "policy/transforms/routing.h"
 
 #include <gtest/gtest.h>
 

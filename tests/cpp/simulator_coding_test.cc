@@ -255,7 +255,7 @@ TEST(SimulatorCoding, EqualsASimulationSecondBySecond) {
     if (one_at_a_time) {
       ops = plan.ops();
       for (Op& op : ops) op.fence = true;
-      plan = plan.with("test", ops);
+      plan = plan.with_ops("test", ops);
     }
     const CodecCosts costs{
         {{"fp16", {cost(), cost()}}, {"int8", {cost(), cost()}}, {"topk:0.2", {cost(), cost()}}}};

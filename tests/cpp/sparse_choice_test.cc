@@ -1,4 +1,4 @@
-#include "usbyte/sparse_choice.h"
+#include "policy/transforms/sparse_choice.h"
 
 #include <gtest/gtest.h>
 
@@ -112,7 +112,7 @@ TEST(SparseChoice, AnAllGatherThatWasMeasuredToBeFastIsKept) {
 TEST(SparseChoice, ASchemeThatAnOpHasStays) {
   std::vector<Op> ops = picks("topk:0.01").ops();
   ops[0].scheme = "sparse_ps";
-  const Plan plan = picks("topk:0.01").with("test", ops);
+  const Plan plan = picks("topk:0.01").with_ops("test", ops);
   EXPECT_EQ(with_schemes(plan, NetworkModel::ring(64, 0, 1e9), free_of("topk:0.01")), plan);
 }
 

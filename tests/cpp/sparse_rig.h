@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "ranks.h"
-#include "usbyte/half.h"
+#include "support/half.h"
 #include "usbyte/sparse.h"
 
 namespace usbyte {

@@ -8,7 +8,7 @@
 #include <set>
 #include <utility>
 
-#include "../../csrc/sparse/servers.h"
+#include "sparse/partitioners.h"
 #include "sparse_rig.h"
 #include "usbyte/error.h"
 
@@ -109,9 +109,9 @@ void expect_one_place_for_each_row(int64_t rows, int ranks, const Servers& serve
 TEST(Servers, HaveEachRowOnce) {
   for (int64_t rows = 0; rows < 70; ++rows) {
     for (int ranks = 1; ranks <= 9; ++ranks) {
-      expect_one_place_for_each_row(rows, ranks, sparse::Ranges(rows, ranks));
+      expect_one_place_for_each_row(rows, ranks, sparse::RangePartitioner(rows, ranks));
       for (uint64_t seed : {0, 1, 2}) {
-        expect_one_place_for_each_row(rows, ranks, sparse::Dealt(rows, ranks, seed));
+        expect_one_place_for_each_row(rows, ranks, sparse::HashPartitioner(rows, ranks, seed));
       }
     }
   }
@@ -121,7 +121,7 @@ TEST(Servers, HaveEachRowOnce) {
 TEST(Servers, AreDealtRowsEvenlyAtAnyStride) {
   constexpr int kRanks = 8, kRows = 40'000;
   for (int64_t stride : {1, 2, 8, 64, 4096, 12'345}) {
-    const sparse::Dealt servers(kRows * stride, kRanks, 3);
+    const sparse::HashPartitioner servers(kRows * stride, kRanks, 3);
     std::vector<int> counts(kRanks);
     int64_t last_key[kRanks] = {-1, -1, -1, -1, -1, -1, -1, -1};
     for (int64_t i = 0; i < kRows; ++i) {

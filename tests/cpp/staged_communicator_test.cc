@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "communicators.h"
-#include "cuda/staging.h"
+#include "cuda/communicators/staging.h"
+#include "cuda/emulation/emulated_cuda.h"
 #include "ranks.h"
-#include "usbyte/emulated_cuda.h"
 #include "usbyte/error.h"
 #include "usbyte/local_communicator.h"
 

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "device_training.h"
+#include "simulator/mesh_simulator.h"
 #include "stream_mesh_rig.h"
 #include "usbyte/error.h"
-#include "usbyte/mesh_simulator.h"
 
 namespace usbyte {
 namespace {

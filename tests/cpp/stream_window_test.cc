@@ -1,4 +1,4 @@
-#include "cuda/stream_window.h"
+#include "cuda/communicators/stream_window.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "usbyte/themis.h"
+#include "topology/themis.h"
 
 #include <gtest/gtest.h>
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "usbyte/emulated_cuda.h"
+#include "cuda/emulation/emulated_cuda.h"
 
 namespace usbyte::test {
 
@@ -84,7 +84,7 @@ class TracedCuda : public Cuda {
   void copy(void* target, const void* source, size_t bytes, CudaStream stream) override {
     inner_->copy(target, source, bytes, stream);
   }
-  void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+  void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                      CudaStream stream) override {
     inner_->copy_segments(segments, from, to, scale, stream);
   }

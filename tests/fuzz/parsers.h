@@ -6,11 +6,10 @@
 
 #include "usbyte/codec_costs.h"
 #include "usbyte/error.h"
-#include "usbyte/mesh_schedule.h"
+#include "usbyte/topology.h"
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/profile.h"
-#include "usbyte/topology.h"
 
 namespace usbyte::test {
 

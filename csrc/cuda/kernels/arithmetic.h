@@ -1,6 +1,6 @@
 #pragma once
 
-#include "usbyte/half.h"
+#include "support/half.h"
 
 namespace usbyte::kernels {
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "usbyte/half.h"
+#include "support/half.h"
 
 #ifdef __CUDA_ARCH__
 #define USBYTE_UNROLL _Pragma("unroll")

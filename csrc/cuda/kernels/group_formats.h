@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../codec/random.h"
 #include "arithmetic.h"
+#include "codec/random.h"
 #include "piece.h"
 
 // How elements of a group become bits, and the group itself some numbers: what the codecs of

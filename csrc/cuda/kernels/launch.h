@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "../kernel_checks.h"
 #include "copy.h"
+#include "cuda/kernel_checks.h"
 #include "fill.h"
 #include "gather_rows.h"
 #include "groups.h"
@@ -55,10 +55,10 @@ void with_table_bytes(size_t entries, const Run& run, Launch launch) {
 }
 
 template <typename Convert, typename Run>
-void copy_with(Convert convert, std::span<const Segment> segments, Run& run) {
+void copy_with(Convert convert, std::span<const CopySegment> segments, Run& run) {
   using From = typename Convert::From;
   using To = typename Convert::To;
-  const auto make = [](const Segment& s, int64_t begin) {
+  const auto make = [](const CopySegment& s, int64_t begin) {
     return CopyEntry<From, To>{{static_cast<To*>(s.target) + begin, 0, 0},
                                static_cast<const From*>(s.source) + begin};
   };
@@ -70,14 +70,14 @@ void copy_with(Convert convert, std::span<const Segment> segments, Run& run) {
 }
 
 template <typename From, typename Run>
-void copy_from(DType to, float scale, std::span<const Segment> segments, Run& run) {
+void copy_from(DType to, float scale, std::span<const CopySegment> segments, Run& run) {
   if (to == DType::float32) return copy_with(Scaled<From, float>{scale}, segments, run);
   if (to == DType::float16) return copy_with(Scaled<From, Half>{scale}, segments, run);
   copy_with(Scaled<From, BFloat16>{scale}, segments, run);
 }
 
 template <typename Run>
-void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
+void copy_segments(std::span<const CopySegment> segments, DType from, DType to, double scale,
                    Run& run) {
   check_copy(segments, from, to, scale);
   if (from == to && scale == 1) {
@@ -176,14 +176,15 @@ void partition_rows(const RowPartition& partition, const int64_t* ids, const int
   fill(table, DType::int32, partition.table_size(), kEmpty, run);
   const PartitionPlaces places{table, groups.tallies, partition.servers, partition.slots,
                                partition.serial};
-  ClaimKernel<Atomics> claim{places,
-                             sparse::Dealt(partition.rows, partition.servers, partition.seed),
-                             partition.rows,
-                             {},
-                             partition.hashes,
-                             ids,
-                             count,
-                             most};
+  ClaimKernel<Atomics> claim{
+      places,
+      sparse::HashPartitioner(partition.rows, partition.servers, partition.seed),
+      partition.rows,
+      {},
+      partition.hashes,
+      ids,
+      count,
+      most};
   // Not those of the deal: which rows meet on a server must not tell which meet in a slot.
   uint64_t key = mix(~partition.seed);
   for (uint64_t& k : claim.keys) k = key = mix(key);

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "../../sparse/servers.h"
 #include "atomics.h"
+#include "sparse/partitioners.h"
 #include "usbyte/kernels.h"
 
 // Zen's hierarchical hashing (OSDI 2025): a batch of rows is grouped by server without
@@ -33,7 +33,7 @@ struct PartitionPlaces {
 template <typename Memory>
 struct ClaimKernel {
   PartitionPlaces places;
-  sparse::Dealt servers;
+  sparse::HashPartitioner servers;
   int64_t rows;
   uint64_t keys[kMostPartitionHashes];
   int32_t hashes;

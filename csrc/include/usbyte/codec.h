@@ -17,12 +17,12 @@ namespace usbyte {
 
 /// What random choices are made from: every rank has the same `shared` for an op of a step, and
 /// another `own`.
-struct Draw {
+struct RngKey {
   uint64_t shared = 0;
   uint64_t own = 0;
 
   /// Of the block that begins at element `begin`.
-  static Draw of(uint64_t seed, int64_t step, int64_t begin, int rank);
+  static RngKey of(uint64_t seed, int64_t step, int64_t begin, int rank);
 };
 
 /// What a codec remembers of a run of elements from one step to the next.
@@ -35,10 +35,10 @@ struct Memory {
 };
 
 class Matrices;
-class Picks;
+class Selection;
 
 /// Makes a run of float32 smaller for the network, with some loss. Immutable, thread-safe,
-/// deterministic for a given Draw.
+/// deterministic for a given RngKey.
 ///
 /// Messages are whole numbers of 4 bytes or, where they `add`, of elements of `message_dtype`, so
 /// that one can follow another. What is not a number, or infinite, is never lost silently: each
@@ -73,24 +73,24 @@ class Codec {
   /// a codec is to send values as they are.
   virtual const Matrices* matrices() const { return nullptr; }
   /// For codecs that send some elements and where they were; null for others.
-  virtual const Picks* picks() const { return nullptr; }
+  virtual const Selection* selection() const { return nullptr; }
 
-  virtual void encode(std::span<const float> values, const Draw& draw,
+  virtual void encode(std::span<const float> values, const RngKey& rng,
                       std::byte* message) const = 0;
   /// values = what the message says.
-  virtual void decode(const std::byte* message, const Draw& draw,
+  virtual void decode(const std::byte* message, const RngKey& rng,
                       std::span<float> values) const = 0;
   /// values += factor * what the message says.
-  virtual void decode_add(const std::byte* message, const Draw& draw, float factor,
+  virtual void decode_add(const std::byte* message, const RngKey& rng, float factor,
                           std::span<float> values) const = 0;
   /// values = what the messages of all ranks, in order of ranks, mean together: their sum, unless a
   /// codec says otherwise. At least one message.
-  virtual void combine(std::span<const std::byte* const> messages, const Draw& draw,
+  virtual void combine(std::span<const std::byte* const> messages, const RngKey& rng,
                        std::span<float> values) const;
   /// Encodes a step's gradient together with what `memory` holds, and keeps there what training
   /// needs later. Error feedback, unless a codec says otherwise: of r += g what the message says is
   /// taken away. What is not finite is kept until some of it has been sent, and not longer.
-  virtual void send(std::span<const float> gradient, Memory& memory, const Draw& draw, int ranks,
+  virtual void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int ranks,
                     std::byte* message) const;
 };
 
@@ -108,7 +108,7 @@ class Matrices {
   bool pays(int64_t rows, int64_t cols) const { return rank() * (rows + cols) < rows * cols; }
   /// sums = this rank's part of the first round; the gradient is in the memory afterwards.
   virtual void first(std::span<const float> gradient, int64_t rows, Memory& memory,
-                     const Draw& draw, std::span<float> sums) const = 0;
+                     const RngKey& rng, std::span<float> sums) const = 0;
   /// Makes the second round's part of the first one's sums, which it changes, and takes what is
   /// sent out of the memory.
   virtual void second(int64_t rows, int64_t cols, Memory& memory, std::span<float> first,
@@ -119,12 +119,12 @@ class Matrices {
 };
 
 /// How a codec's messages are read that are elements and their indices.
-class Picks {
+class Selection {
  public:
-  virtual ~Picks() = default;
+  virtual ~Selection() = default;
 
   /// Elements in the message of `count`.
-  virtual int64_t picked(int64_t count) const = 0;
+  virtual int64_t selected_count(int64_t count) const = 0;
   /// Appends those that are not zero, each index plus `first` among `ids`; in any order. Throws
   /// FaultError if the message has been damaged.
   virtual void read(const std::byte* message, int64_t count, int64_t first,

@@ -20,13 +20,13 @@ struct Topology;
 enum class ReduceOp : uint8_t { sum, min, max, product };
 
 /// A run of elements in memory.
-struct Span {
+struct BufferView {
   void* data = nullptr;
   int64_t count = 0;  // elements
 };
 
 /// Whether two runs of elements of `width` bytes share memory.
-bool overlap(const Span& a, const Span& b, int64_t width);
+bool overlap(const BufferView& a, const BufferView& b, int64_t width);
 
 /// Order of a request on a device, which its memory is then on.
 struct StreamOrder {
@@ -51,8 +51,8 @@ struct Request {
   DType dtype = DType::float32;
   ReduceOp reduce = ReduceOp::sum;
   int root = 0;
-  std::vector<Span> send;
-  std::vector<Span> recv;
+  std::vector<BufferView> send;
+  std::vector<BufferView> recv;
   /// Of the op, for communicators that are `stream_ordered`: at most so many bytes in flight with
   /// it (0: any number), and, with `fence`, nothing before it.
   int64_t window_bytes = 0;

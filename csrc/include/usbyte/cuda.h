@@ -84,8 +84,8 @@ class Cuda {
 
   /// target[i] = scale * source[i] in every segment, converted between the types; one launch for up
   /// to `kSegmentsPerLaunch` segments. Segments' targets must not overlap anything else.
-  virtual void copy_segments(std::span<const Segment> segments, DType from, DType to, double scale,
-                             CudaStream stream) = 0;
+  virtual void copy_segments(std::span<const CopySegment> segments, DType from, DType to,
+                             double scale, CudaStream stream) = 0;
   /// `count` elements of `value`.
   virtual void fill(void* target, DType dtype, int64_t count, double value, CudaStream stream) = 0;
   /// target[rows[i]] += values[i], for rows of `width` elements. `rows` must not decrease; equal

@@ -9,13 +9,14 @@
 #include <vector>
 
 #include "usbyte/communicator.h"
-#include "usbyte/device_clock.h"
 #include "usbyte/exchange.h"
 #include "usbyte/plan.h"
 #include "usbyte/sparse.h"
 #include "usbyte/timeline.h"
 
 namespace usbyte {
+
+class Moment;
 
 struct EngineOptions {
   double stall_warning_s = 60;
@@ -125,7 +126,7 @@ class Engine {
   void fail(const std::string& message);
   /// What does so without owning the engine, whose end waits for such calls; a later one does
   /// nothing. For whoever that end waits for, as the engine's callbacks.
-  std::function<void(const std::string&)> failer() const;
+  std::function<void(const std::string&)> fail_callback() const;
   /// Empty while all is well.
   std::string fault() const;
 

@@ -12,7 +12,7 @@ namespace usbyte {
 /// nearest; float64 to itself, multiplied in float64; every type to itself with scale 1, when bytes
 /// are moved as they are. Otherwise a NaN stays a NaN, but its payload may change. A target may be
 /// its own source, if both types have one size.
-struct Segment {
+struct CopySegment {
   const void* source = nullptr;
   void* target = nullptr;
   int64_t count = 0;  // elements
@@ -52,7 +52,7 @@ struct GroupEncoding {
   float* kept = nullptr;         ///< memory, `count` elements; null without
   std::byte* message = nullptr;  ///< aligned to 4 bytes, a cast's to 2
   int64_t count = 0;             // elements
-  uint64_t key = 0;              ///< Draw::own of the run
+  uint64_t key = 0;              ///< RngKey::own of the run
 };
 
 /// A run of elements to decode.
@@ -62,10 +62,10 @@ struct GroupDecoding {
   int64_t count = 0;                   // elements
 };
 
-/// How a batch of rows is grouped by the servers that they are dealt out to (sparse/servers.h): by
-/// Zen's hierarchical hashing (OSDI 2025), into a table of each server's slots, where a row has
-/// `hashes` tries, and its serial region for those that miss. Of equal ids at most
-/// `hashes` do not miss.
+/// How a batch of rows is grouped by the servers that they are dealt out to
+/// (sparse/partitioners.h): by Zen's hierarchical hashing (OSDI 2025), into a table of each
+/// server's slots, where a row has `hashes` tries, and its serial region for those that miss. Of
+/// equal ids at most `hashes` do not miss.
 struct RowPartition {
   int64_t rows = 0;    // of the matrix
   int servers = 0;     // the ranks

@@ -9,9 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "usbyte/collective.h"
-#include "usbyte/mesh_schedule.h"
 #include "usbyte/tensor.h"
+#include "usbyte/topology.h"
 
 namespace usbyte {
 
@@ -34,13 +33,13 @@ struct Block {
 Block shard(Block block, int rank, int size);
 
 /// What a sparse_all_reduce adds up, and how.
-struct SparseOp {
+struct SparseAllReduceSpec {
   int tensor = 0;              ///< index of a sparse one
   std::string scheme = "zen";  ///< of sparse.h
   /// That the busiest rank is expected to send or receive; nothing tells it before.
   int64_t bytes = 0;
 
-  bool operator==(const SparseOp&) const = default;
+  bool operator==(const SparseAllReduceSpec&) const = default;
 };
 
 /// One collective on one or more blocks, and its admission: at most `window_bytes` are in flight
@@ -71,13 +70,13 @@ struct Op {
   int64_t window_bytes = 0;
   bool fence = false;
   std::string codec = "none";
-  std::optional<SparseOp> sparse = std::nullopt;
+  std::optional<SparseAllReduceSpec> sparse = std::nullopt;
   std::string scheme = "";
   std::optional<MeshSchedule> route = std::nullopt;
   int line = -1;  ///< -1: among all ranks
 
   /// The scheme that adds up its rows; empty for ops that a communicator carries out.
-  const std::string& adds_by() const { return sparse ? sparse->scheme : scheme; }
+  const std::string& sparse_scheme() const { return sparse ? sparse->scheme : scheme; }
   bool operator==(const Op&) const = default;
 };
 
@@ -97,10 +96,10 @@ class Plan {
   /// line, once by an all_reduce with another one in between.
   Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops);
   /// Another plan for the same tensors, which the two share.
-  Plan with(std::string policy, std::vector<Op> ops) const;
+  Plan with_ops(std::string policy, std::vector<Op> ops) const;
 
   const std::string& policy() const { return policy_; }
-  const std::vector<TensorSpec>& tensors() const { return line_->tensors; }
+  const std::vector<TensorSpec>& tensors() const { return layout_->tensors; }
   const std::vector<Op>& ops() const { return ops_; }
 
   /// Elements of the arena.
@@ -143,26 +142,26 @@ class Plan {
 
   bool operator==(const Plan& other) const {
     return policy_ == other.policy_ && ops_ == other.ops_ &&
-           (line_ == other.line_ || tensors() == other.tensors());
+           (layout_ == other.layout_ || tensors() == other.tensors());
   }
 
  private:
-  struct Segment {
+  struct DTypeSegment {
     int64_t begin, end, byte_begin;
     DType dtype;
   };
-  struct Line {
+  struct Layout {
     std::vector<TensorSpec> tensors;
-    std::vector<Segment> segments;
+    std::vector<DTypeSegment> segments;
   };
 
-  static Line lay_out(std::vector<TensorSpec> tensors);
-  const Segment& segment(int64_t element) const;
+  static Layout lay_out(std::vector<TensorSpec> tensors);
+  const DTypeSegment& segment(int64_t element) const;
   void validate() const;
   void check_sparse() const;
 
   std::string policy_;
-  std::shared_ptr<const Line> line_;
+  std::shared_ptr<const Layout> layout_;
   std::vector<Op> ops_;
 };
 

@@ -96,14 +96,14 @@ Plan best_dear(const Profile&, const NetworkModel&, const PolicyOptions&);
 Plan pipedap(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// ByteComp (Espresso): tensors are compressed where the exposed time falls, each by its codec of
-/// `codec_of` and in the way that `select_strategies` of bytecomp.h finds on one link with codecs
-/// on the CPU; whole tensors, one op at a time, as backward produces them. Wang et al., EuroSys
-/// 2023.
+/// `codec_of` and in the way that `select_strategies` of espresso/select.h finds on one link with
+/// codecs on the CPU; whole tensors, one op at a time, as backward produces them. Wang et al.,
+/// EuroSys 2023.
 Plan bytecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// Themis: DDP's buckets, each cut into chunks that go through the dimensions of the network in the
-/// orders that its greedy rule gives them (themis.h), or innermost first where that is as fast, or
-/// past the dimensions where nothing else is faster, all by the simulator. Rashidi, Won,
+/// orders that its greedy rule gives them (topology/themis.h), or innermost first where that is as
+/// fast, or past the dimensions where nothing else is faster, all by the simulator. Rashidi, Won,
 /// Srinivasan, Sridharan and Krishna, "Themis: A Network Bandwidth-Aware Collective Scheduling
 /// Policy for Distributed Training of DL Models", ISCA 2022. On a network without dimensions, DDP's
 /// plan.

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "usbyte/codec_costs.h"
-#include "usbyte/mesh_simulator.h"
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/profile.h"

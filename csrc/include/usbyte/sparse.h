@@ -86,8 +86,8 @@ inline double rows_handled(const SparseShape& shape, const SparseDensity& densit
 /// `budget_s`, at least three tries.
 double measure_row_s(double budget_s);
 
-/// Rows that a device has dealt out to ranks (sparse/dealt_rows.h).
-class DealtRows;
+/// Rows that a device has dealt out to ranks (sparse/partitioned_rows.h).
+class PartitionedRows;
 
 /// One way to add up gradients of all ranks. All ranks use it with the same shape and options.
 struct SparseScheme {
@@ -102,17 +102,17 @@ struct SparseScheme {
   /// Rows that come to zeros are part of the sum; else they are left out.
   bool keeps_zeros;
   /// The same with rows that a device has dealt out; null if the scheme does not deal them.
-  SparseSum (*run_dealt)(Exchange& exchange, const SparseShape& shape,
-                         const DealtRows& mine) = nullptr;
+  SparseSum (*run_partitioned)(Exchange& exchange, const SparseShape& shape,
+                               const PartitionedRows& mine) = nullptr;
 
   /// Throws UsageError, before anything is sent, on ids outside the matrix, and FaultError when a
   /// rank is lost or sends what makes no sense.
   SparseSum all_reduce(Exchange& exchange, const SparseShape& shape, RowsView mine,
                        const SparseOptions& options) const;
   /// The same with rows that a device has dealt out, which all ranks do by the same seed; whether
-  /// a device has or not is for each rank to say. Throws UsageError without `run_dealt`.
-  SparseSum all_reduce_dealt(Exchange& exchange, const SparseShape& shape,
-                             const DealtRows& mine) const;
+  /// a device has or not is for each rank to say. Throws UsageError without `run_partitioned`.
+  SparseSum all_reduce_partitioned(Exchange& exchange, const SparseShape& shape,
+                                   const PartitionedRows& mine) const;
 };
 
 /// All of them:

@@ -18,6 +18,25 @@ std::string_view name(DType dtype);
 /// Inverse of `name`; throws UsageError on an unknown spelling.
 DType dtype_from_name(std::string_view name);
 
+/// Collective operations. A plan uses the first three, which have blocks, and sparse_all_reduce,
+/// which no communicator knows; the others serve communicators and eager calls.
+enum class Collective : uint8_t {
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  all_to_all,
+  barrier,
+  sparse_all_reduce
+};
+
+std::string_view name(Collective kind);
+/// Inverse of `name`; throws PlanError on an unknown spelling.
+Collective collective_from_name(std::string_view name);
+
+/// all_reduce and reduce_scatter.
+bool reduces(Collective kind);
+
 /// One gradient on the line of bytes. `offset` and `numel` are elements of the arena; see Plan for
 /// the line. For codecs that factor matrices it is one of `rows`, which divide `numel`, one behind
 /// the other.

@@ -1,0 +1,69 @@
+#include "codec_worker.h"
+
+#include <algorithm>
+#include <cfenv>
+#include <utility>
+
+namespace usbyte {
+
+namespace {
+
+CodingSpace with_cancellation(CodingSpace space, CancellationToken& cancellation) {
+  space.cancellation = &cancellation;
+  return space;
+}
+
+}  // namespace
+
+CodecWorker::CodecWorker(CodingSpace space, bool encodes_first, Callback encoded, Callback decoded)
+    : encoded_(std::move(encoded)),
+      decoded_(std::move(decoded)),
+      ops_(make_coded_ops(with_cancellation(std::move(space), cancellation_))),
+      jobs_(Before{encodes_first}) {
+  thread_ = std::thread([this] { run(); });
+}
+
+void CodecWorker::stop() {
+  cancel();
+  {
+    MutexLock lock(mutex_);
+    stopping_ = true;
+    work_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+bool CodecWorker::quiesce() {
+  return std::ranges::all_of(ops_, [](const auto& op) { return !op || op->quiesce(); });
+}
+
+void CodecWorker::put(Job job) {
+  MutexLock lock(mutex_);
+  jobs_.insert(std::move(job));
+  work_.notify_one();
+}
+
+void CodecWorker::run() {
+  std::fesetenv(FE_DFL_ENV);  // who made the thread may flush subnormals
+  MutexLock lock(mutex_);
+  for (;;) {
+    while (!stopping_ && jobs_.empty()) work_.wait(mutex_);
+    if (stopping_) return;
+    const Job job = jobs_.extract(jobs_.begin()).value();
+    MutexUnlock unlocked(mutex_);
+    execute(job);
+  }
+}
+
+void CodecWorker::execute(const Job& job) {
+  CodedOp& op = *ops_[static_cast<size_t>(job.op)];
+  std::exception_ptr error;
+  try {
+    job.decodes ? op.decode(job.context) : op.encode(job.context);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  (job.decodes ? decoded_ : encoded_)(job.op, error);
+}
+
+}  // namespace usbyte

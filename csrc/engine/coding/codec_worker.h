@@ -1,0 +1,76 @@
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <set>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "coded_op.h"
+#include "engine/cancellation_token.h"
+#include "support/thread_annotations.h"
+
+namespace usbyte {
+
+/// The thread that makes the messages of coded ops, and makes gradients of those of all ranks.
+///
+/// Ownership: of an op's part of the arena, its memory and its buffer, this has the use from
+/// `encode` until it has reported that, and from `decode` likewise; the communicator has the buffer
+/// in between. Reports come from the thread, without any lock.
+class CodecWorker {
+ public:
+  using Callback = std::function<void(int op, std::exception_ptr error)>;
+
+  /// With `encodes_first`, no message waits to be made until another has been read: for those that
+  /// are on a stream, and not yet there. Throws UsageError where memory is missing.
+  CodecWorker(CodingSpace space, bool encodes_first, Callback encoded, Callback decoded);
+  ~CodecWorker() { stop(); }
+  /// Before the network is aborted: what waits for a device does so no longer, and fails.
+  void cancel() { cancellation_.cancel(); }
+  /// Drops jobs that are not begun and those to come, and waits for the one that is.
+  void stop();
+  /// After `stop`: whether nothing touches messages and arena any more; see `CodedOp::quiesce`.
+  bool quiesce();
+
+  /// What travels for a coded op.
+  const Request& request(int op) const { return ops_[static_cast<size_t>(op)]->request(); }
+  /// For its rows, once it is encoded, and their sum, before it is decoded.
+  CodedOp& op(int op) { return *ops_[static_cast<size_t>(op)]; }
+  void encode(int op, CodingContext context) { put({op, false, std::move(context)}); }
+  void decode(int op, CodingContext context) { put({op, true, std::move(context)}); }
+
+ private:
+  struct Job {
+    int op;
+    bool decodes;
+    CodingContext context;
+  };
+  // The first op of the plan first.
+  struct Before {
+    bool encodes_first;
+    bool operator()(const Job& a, const Job& b) const {
+      if (encodes_first && a.decodes != b.decodes) return b.decodes;
+      return std::tie(a.op, a.decodes) < std::tie(b.op, b.decodes);
+    }
+  };
+
+  void put(Job job);
+  void run();
+  void execute(const Job& job);
+
+  const Callback encoded_, decoded_;
+  CancellationToken cancellation_;
+  const std::vector<std::unique_ptr<CodedOp>> ops_;  // by op of the plan
+
+  Mutex mutex_;
+  ConditionVariable work_;
+  std::set<Job, Before> jobs_ USBYTE_GUARDED_BY(mutex_);
+  bool stopping_ USBYTE_GUARDED_BY(mutex_) = false;
+
+  std::thread thread_;
+};
+
+}  // namespace usbyte

@@ -1,0 +1,274 @@
+#include <algorithm>
+#include <map>
+#include <queue>
+#include <string_view>
+
+#include "batching.h"
+#include "candidates.h"
+#include "coarse.h"
+#include "coded.h"
+#include "local_search.h"
+#include "policy/support/priority_trace.h"
+#include "routed.h"
+#include "usbyte/policy.h"
+#include "usbyte/simulator.h"
+
+namespace usbyte {
+namespace {
+
+constexpr int kImproved = 2;          // drafts of a kind that the local search gets
+constexpr double kSimpler = 0.002;    // of the iteration: what fewer ops may cost
+constexpr double kCredited = 0.5;     // of the overlap of startups, while searching
+constexpr int64_t kWork = 500'000;    // of one local search: some 100 ms
+constexpr size_t kManyTensors = 250;  // of which most are too small to search with each
+constexpr int64_t kParts = 400;       // of a job with as many; 0.25 % of its bytes and time each
+
+// How a draft is made.
+struct HeuristicParams {
+  int in_flight;
+  bool split;
+  AlphaBeta cost;      // for how long an op takes up the channel
+  double least_bytes;  // of an op in backward, if that much is there
+};
+
+// Plays out one iteration. In backward, whenever the channel is free, the ready bytes nearest to
+// the input go next, with what follows them on the line: as many as can be sent until the next
+// gradient appears, but no op below `least_bytes` if there is more. An op whose bytes are less than
+// half of its time waits for the next gradient and goes with it. After backward, what is left goes
+// in the order of due dates, in the best batches of that order.
+class PlanBuilder {
+ public:
+  PlanBuilder(const Profile& profile, const Plan& line, const std::vector<double>& due_s)
+      : profile_(profile), line_(line), due_s_(due_s), backward_(backward_order(profile)) {
+    by_due_.resize(due_s.size());
+    for (size_t i = 0; i < by_due_.size(); ++i) by_due_[i] = static_cast<int>(i);
+    std::stable_sort(by_due_.begin(), by_due_.end(),
+                     [&](int a, int b) { return due_s_[at(a)] < due_s_[at(b)]; });
+    rank_.resize(by_due_.size());
+    for (size_t i = 0; i < by_due_.size(); ++i) rank_[at(by_due_[i])] = static_cast<int>(i);
+  }
+
+  Draft draft(const HeuristicParams& params) {
+    Draft out{{}, params.in_flight, params.split};
+    sent_.assign(due_s_.size(), 0);
+    ready_.assign(due_s_.size(), false);
+    std::priority_queue<int, std::vector<int>, std::greater<>> queue;  // ranks by due date
+    const double s_per_byte = params.cost.beta_s_per_byte;
+    double now = 0;
+    for (size_t next = 0; next < backward_.size();) {
+      const double release = profile_.ready_s[at(backward_[next])];
+      while (!queue.empty() && rest(by_due_[at(queue.top())]) == 0) queue.pop();
+      if (release <= now || queue.empty()) {
+        now = std::max(now, release);
+        ready_[at(backward_[next])] = true;
+        queue.push(rank_[at(backward_[next++])]);
+        continue;
+      }
+      const double fill = std::max(
+          (std::max(release - now, params.cost.alpha_s) - params.cost.latency_s()) / s_per_byte,
+          params.least_bytes);
+      const std::vector<Block> blocks = gather(by_due_[at(queue.top())], fill);
+      const int64_t bytes = line_.bytes({{}, blocks});
+      const double length = params.cost.time_s(bytes);
+      if (2 * s_per_byte * static_cast<double>(bytes) < length && release - now < length) {
+        now = release;
+        continue;
+      }
+      mark(blocks);
+      out.ops.push_back(blocks);
+      now += length;
+    }
+    finish(out, params, now);
+    return out;
+  }
+
+ private:
+  static size_t at(int i) { return static_cast<size_t>(i); }
+  int64_t rest(int t) const { return profile_.tensors[at(t)].numel - sent_[at(t)]; }
+
+  // Unsent ready elements from tensor t on along the line, about `bytes` of them.
+  std::vector<Block> gather(int t, double bytes) const {
+    const TensorSpec& first = profile_.tensors[at(t)];
+    const double width = static_cast<double>(itemsize(first.dtype));
+    // Rounded up, and never so that a crumb is left behind.
+    double room = std::max(bytes / width, 1.0);
+    Block block{first.offset + sent_[at(t)], first.offset + sent_[at(t)]};
+    for (size_t i = at(t); i < profile_.tensors.size() && room > 0; ++i) {
+      const TensorSpec& spec = profile_.tensors[i];
+      const int64_t left = rest(static_cast<int>(i));
+      const bool adjacent = spec.offset + sent_[i] == block.end;
+      if (!ready_[i] || left == 0 || !adjacent || spec.dtype != first.dtype) break;
+      const double all = static_cast<double>(left);
+      const int64_t n = all <= room * 1.25 ? left : static_cast<int64_t>(room) + 1;
+      block.end += std::min(n, left);
+      room -= static_cast<double>(n);
+      if (n < left) break;
+    }
+    return {block};
+  }
+
+  void mark(const std::vector<Block>& blocks) {
+    for (Block b : blocks) {
+      for (int t : line_.tensors_of({Collective::all_reduce, {b}})) {
+        const TensorSpec& spec = profile_.tensors[at(t)];
+        sent_[at(t)] += std::min(b.end, spec.end()) - std::max(b.begin, spec.offset);
+      }
+    }
+  }
+
+  void finish(Draft& out, const HeuristicParams& params, double now) const {
+    std::vector<int> left;
+    std::vector<double> length, due;
+    for (int t : by_due_) {
+      if (rest(t) == 0) continue;
+      const TensorSpec& spec = profile_.tensors[at(t)];
+      left.push_back(t);
+      length.push_back(params.cost.beta_s_per_byte *
+                       static_cast<double>(rest(t) * itemsize(spec.dtype)));
+      due.push_back(due_s_[at(t)] - now);
+    }
+    const Batching batching =
+        batch_exactly(length, due, params.cost.latency_s(), params.cost.alpha_s);
+    for (size_t i = 0, batch = 0; i < left.size(); ++i) {
+      const bool first =
+          batch < batching.begins.size() && static_cast<int>(i) == batching.begins[batch];
+      const TensorSpec& spec = profile_.tensors[at(left[i])];
+      if (first) ++batch;
+      if (first || line_.dtype(out.ops.back().front()) != spec.dtype) out.ops.emplace_back();
+      add(out.ops.back(), {spec.offset + sent_[at(left[i])], spec.end()}, line_);
+    }
+  }
+
+  const Profile& profile_;
+  const Plan& line_;
+  const std::vector<double>& due_s_;
+  std::vector<int> backward_, by_due_, rank_;
+  std::vector<int64_t> sent_;  // elements from the tensor's start
+  std::vector<bool> ready_;
+};
+
+std::vector<HeuristicParams> heuristic_params(const NetworkModel& network, double total_bytes,
+                                              bool sharded) {
+  std::vector<HeuristicParams> out;
+  size_t windows = std::max<size_t>(network.all_reduce.size(), 2);
+  if (network.concurrent > 0) windows = std::min(windows, static_cast<size_t>(network.concurrent));
+  // Whenever a rank is late, an op alone in flight leaves the channel idle.
+  const size_t fewest = network.concurrent > 1 ? 2 : 1;
+  for (bool split : {false, true}) {
+    if (sharded && !split) continue;
+    const Collective kind = split ? Collective::reduce_scatter : Collective::all_reduce;
+    for (size_t k = fewest; k <= windows; ++k) {
+      AlphaBeta cost = network.cost(kind, static_cast<int>(k));
+      cost.beta_s_per_byte = std::max(cost.beta_s_per_byte, 1e-15);
+      // With k in flight, a startup passes while the ops before are on the channel.
+      cost.alpha_s /= static_cast<double>(k);
+      cost.overlap_s /= static_cast<double>(k);
+      for (double least = 0; least < total_bytes;
+           least = std::max({4 * least, cost.alpha_s / cost.beta_s_per_byte, 1.0})) {
+        out.push_back({static_cast<int>(k), split, cost, least});
+        if (cost.alpha_s == 0) break;
+      }
+    }
+  }
+  return out;
+}
+
+// Ranks that are a little late use up the overlap: where the model credits all of it, small ops
+// look free.
+NetworkModel cautious(NetworkModel network) {
+  for (auto* row : {&network.all_reduce, &network.reduce_scatter, &network.all_gather}) {
+    for (AlphaBeta& cost : *row) cost.overlap_s *= kCredited;
+  }
+  return network;
+}
+
+// Of so many parts, startups alone rule a plan out, and its simulation would take long.
+constexpr int64_t kMostParts = 100'000;
+
+bool too_many_parts(std::string_view name, const Profile& profile, const PolicyOptions& options) {
+  if (name == "p3") return p3_parts(profile) > kMostParts;
+  return name == "bytescheduler" &&
+         bytescheduler_parts(profile, options.partition_bytes) > kMostParts;
+}
+
+// What the other policies make of it, under sizes that their authors tune.
+std::vector<Plan> others(const Profile& profile, const NetworkModel& network,
+                         const PolicyOptions& given) {
+  std::vector<Plan> out;
+  for (const auto& [name, policy] : policies()) {
+    if (name == "auto" || (given.sharded && name != "dear" && name != "dear_exact")) continue;
+    if (too_many_parts(name, profile, given)) continue;
+    out.push_back(policy(profile, network, given));
+  }
+  for (int64_t mb : {1, 4, 16, 64, 256}) {
+    PolicyOptions options = given;
+    options.bucket_bytes = options.partition_bytes = options.fusion_bytes = mb << 20;
+    options.credit_bytes = 2 * options.partition_bytes;
+    if (given.sharded) {
+      out.push_back(dear(profile, network, options));
+      continue;
+    }
+    out.push_back(ddp(profile, network, options));
+    if (too_many_parts("bytescheduler", profile, options)) continue;
+    out.push_back(bytescheduler(profile, network, options));
+  }
+  return out;
+}
+
+}  // namespace
+
+Plan automatic(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
+  if (network.topology) return automatic_routed(profile, network, options);
+  if (!options.codec_of.empty()) return automatic_coded(profile, network, options);
+  Simulator simulator(profile, network, options.overlap, options.sharded);
+  const Plan fallback =
+      options.sharded ? dear(profile, network, options) : ddp(profile, network, options);
+  if (profile.tensors.empty()) return fallback;
+  const NetworkModel assumed = cautious(network);
+  const Profile job = profile.tensors.size() > kManyTensors ? coarse(profile, kParts) : profile;
+  Simulator searched(job, assumed, options.overlap, options.sharded);
+  const Plan line = wfbp(job, network, options);
+  const DraftCosts costs(assumed, searched.due_s());
+
+  std::vector<Candidate> all;
+  const auto consider = [&](Plan plan) {
+    all.push_back({simulator.lateness_s(plan), count_ops(plan, network.one_shot), std::move(plan)});
+    return all.back().lateness_s;
+  };
+  double others_s = consider(fallback);
+  const double nothing_to_win = simulator.step_s(fallback) * (1 - kWorthwhile);
+  if (simulator.bound_s() >= nothing_to_win) return fallback.with_ops("auto", fallback.ops());
+  for (Plan& plan : others(profile, network, options)) {
+    others_s = std::min(others_s, consider(std::move(plan)));
+  }
+
+  std::vector<std::pair<double, Draft>> drafts;
+  PlanBuilder builder(job, line, searched.due_s());
+  for (const HeuristicParams& params :
+       heuristic_params(assumed, static_cast<double>(profile.bytes()), options.sharded)) {
+    Draft draft = builder.draft(params);
+    const bool several = draft.split && draft.in_flight > 1;
+    for (bool as_scattered : several ? std::vector{false, true} : std::vector{false}) {
+      draft.gathers_as_scattered = as_scattered;
+      const Plan plan = build(draft, line, costs);
+      drafts.emplace_back(searched.lateness_s(plan), draft);
+      consider(fallback.with_ops("auto", plan.ops()));
+    }
+  }
+  std::stable_sort(drafts.begin(), drafts.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  LocalSearch search(searched, line, costs, kWork, searched.bound_s() - searched.iteration_s());
+  std::map<std::pair<int, bool>, int> improved;  // neither of which the search changes
+  for (auto& [lateness, draft] : drafts) {
+    if (improved[{draft.in_flight, draft.split}]++ >= kImproved) continue;
+    search.improve(draft);
+    search.simplify(draft, kSimpler * profile.iteration_s());
+    consider(fallback.with_ops("auto", build(draft, line, costs).ops()));
+  }
+  // What is hidden for others may have less time to spare here, but must not come late.
+  const Candidate& best = choose(all, std::max(others_s, 0.0), kAlmost * profile.iteration_s());
+  const Plan& plan = simulator.step_s(best.plan) > nothing_to_win ? fallback : best.plan;
+  return plan.with_ops("auto", plan.ops());
+}
+
+}  // namespace usbyte

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <vector>
+
+#include "usbyte/plan.h"
+
+namespace usbyte {
+
+/// The same elements with neighbours on the line as one block, in the order of the line.
+std::vector<Block> merge_adjacent(std::vector<Block> blocks);
+
+}  // namespace usbyte
