@@ -12,7 +12,8 @@ import pytest
 from usbyte import _core
 from usbyte.cli import main
 from usbyte.errors import UsageError
-from usbyte.planning import profiles, whatif
+from usbyte.planning import whatif
+from usbyte.planning.layout import tensor_specs
 from usbyte.planning.whatif import COMPUTE, NETWORK, SOFTWARE, TOLERANCE, examine
 
 MEGA = 1_000_000
@@ -20,7 +21,7 @@ MEGA = 1_000_000
 
 def job(*rows, model="tiny"):
     """From (elements, need_s, ready_s) in forward order."""
-    specs = profiles.line((f"layer{i}.weight", row[0], "float32") for i, row in enumerate(rows))
+    specs = tensor_specs((f"layer{i}.weight", row[0], "float32") for i, row in enumerate(rows))
     return _core.Profile(specs, [row[1] for row in rows], [row[2] for row in rows], model=model)
 
 

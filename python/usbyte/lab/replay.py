@@ -20,7 +20,7 @@ from torch import nn
 
 from usbyte._core import Profile
 from usbyte.errors import UsageError
-from usbyte.planning.profiles import line, without_flags
+from usbyte.planning.layout import tensor_specs, without_flags
 
 # Sleep is no finer than this; tensors that are nearer to each other share a layer or a beat.
 _MERGE_S = 100e-6
@@ -319,5 +319,5 @@ def _achieved(profile: Profile, layers: Sequence[_Layer], rest_s: float) -> Prof
         for beat in layer.beats:
             for i in beat.tensors:
                 need_s[i], ready_s[i] = layer.need_s, beat.ready_s
-    tensors = line((t.name, t.numel, t.dtype) for t in profile.tensors)
+    tensors = tensor_specs((t.name, t.numel, t.dtype) for t in profile.tensors)
     return Profile(tensors, need_s, ready_s, step_s=max(ready_s) + rest_s, model=profile.model)

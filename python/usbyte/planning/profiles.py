@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,13 @@ from typing import Any
 from usbyte._core import Plan, Profile, TensorSpec
 from usbyte._util import files
 from usbyte.errors import Error, UsageError
+from usbyte.planning.layout import (
+    CONTROL_TENSOR,
+    check_size,
+    dense,
+    filter_tensors,
+    tensor_specs,
+)
 
 #: Names of the made-up profiles, as they may stand where a file is expected.
 MADE_UP = ("vgg16-half", "vgg16-even")
@@ -18,12 +24,6 @@ MADE_UP = ("vgg16-half", "vgg16-even")
 RECORDED = ("vgg16", "resnet50", "bert-base", "gpt2")
 _FOLDER = Path(__file__).parent / "recorded"
 
-_CONTROL_TENSOR = (
-    "usbyte.used"  # flags that travel with the gradients; whoever replays adds its own
-)
-
-_DIGITS = 9  # of times in seconds
-_MOST_ELEMENTS = 1 << 56  # so that bytes of a job fit 64 bits
 _MOST_FACTOR = 1e9
 _MOST_SECONDS = 1e9  # thirty years; sums and products of more are soon no numbers
 _SHAPED = 0.01  # of a scaled matrix' elements, which may be other ones to keep its rows
@@ -160,19 +160,6 @@ def load_whole(source: str) -> Profile:
     return job
 
 
-def dumps(profile: Profile, recorded: Mapping[str, object]) -> str:
-    """A profile as JSON, a line for each tensor, times to the nanosecond; `load` reads it.
-
-    Args:
-        profile: The job.
-        recorded: How it came about, for people who read the file: machine, versions, date.
-    """
-    root = json.loads(profile.to_json(), parse_float=lambda text: round(float(text), _DIGITS))
-    rows = ",\n".join(json.dumps(row) for row in root.pop("tensors"))
-    head = json.dumps({**root, "recorded": dict(recorded)})
-    return f'{head[:-1]},\n"tensors": [\n{rows}\n]}}\n'
-
-
 def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
     """The same job with all times and all tensor sizes multiplied.
 
@@ -200,7 +187,7 @@ def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
             if abs(shaped - numel) <= _SHAPED * numel:
                 numel, rows = shaped, t.rows
         elements += numel + rows * width
-        _check_size(elements)
+        check_size(elements)
         specs.append(TensorSpec(t.name, numel, t.dtype, offset, rows, width))
         offset += numel
     return Profile(
@@ -215,48 +202,6 @@ def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
     )
 
 
-def dense(profile: Profile) -> Profile:
-    """The job without sparse gradients, of which planners know nothing."""
-    return _only(profile, lambda t: not t.sparse)
-
-
-def without_flags(profile: Profile, model: str | None = None) -> Profile:
-    """The job without what usbyte itself sends: flags with the gradients, and sparse ones as rows.
-
-    Args:
-        profile: The job.
-        model: Its new name; None keeps the name.
-    """
-    return _only(profile, lambda t: t.name != _CONTROL_TENSOR and not t.sparse, model)
-
-
-def _only(
-    profile: Profile, keeps: Callable[[TensorSpec], bool], model: str | None = None
-) -> Profile:
-    tensors = profile.tensors  # converted anew each time, as times are
-    keep = [i for i, t in enumerate(tensors) if keeps(t)]
-    if len(keep) == len(tensors) and model is None:
-        return profile
-    specs, offset = [], 0
-    for t in (tensors[i] for i in keep):
-        specs.append(TensorSpec(t.name, t.numel, t.dtype, offset, t.rows, t.width))
-        offset += t.numel
-
-    def kept(times: Sequence[float]) -> list[float]:
-        return [times[i] for i in keep] if times else []
-
-    return Profile(
-        specs,
-        kept(profile.need_s),
-        kept(profile.ready_s),
-        profile.step_s,
-        profile.update_s,
-        profile.model if model is None else model,
-        kept(profile.need_spread_s),
-        kept(profile.ready_spread_s),
-    )
-
-
 def matched(profile: Profile, plan: Plan) -> Profile:
     """The job with the plan's tensors, in the plan's order.
 
@@ -266,13 +211,13 @@ def matched(profile: Profile, plan: Plan) -> Profile:
     Raises:
         UsageError: The plan was made for other tensors.
     """
-    job = _only(profile, lambda t: t.name != _CONTROL_TENSOR)
+    job = filter_tensors(profile, lambda t: t.name != CONTROL_TENSOR)
     tensors, need_s, ready_s = job.tensors, job.need_s, job.ready_s
     index = {t.name: i for i, t in enumerate(tensors)}
     rows = []
     for spec in plan.tensors:
         i = index.pop(spec.name, None)
-        if spec.name == _CONTROL_TENSOR:
+        if spec.name == CONTROL_TENSOR:
             rows.append((0.0, profile.backward_end_s))
         elif i is not None and _size(tensors[i]) == _size(spec):
             rows.append((need_s[i], ready_s[i]))
@@ -297,24 +242,7 @@ def _size(tensor: TensorSpec) -> str:
     return f"{tensor.numel} elements"
 
 
-def line(
-    tensors: Iterable[tuple[str, int, str]], rows: Mapping[str, int] | None = None
-) -> list[TensorSpec]:
-    """Tensors one after the other, from (name, elements, dtype); `rows` of matrices by name."""
-    specs, offset = [], 0
-    for name, numel, dtype in tensors:
-        offset += numel
-        _check_size(offset)
-        specs.append(TensorSpec(name, numel, dtype, offset - numel, (rows or {}).get(name, 1)))
-    return specs
-
-
-def _check_size(elements: int) -> None:
-    if elements > _MOST_ELEMENTS:
-        raise UsageError(f"gradients of more than {_MOST_ELEMENTS} elements cannot be planned")
-
-
 def _profile(model: str, rows: list[tuple[str, int, float, float]]) -> Profile:
     """From (name, fp32 elements, need_s, ready_s) in forward order."""
-    specs = line((name, numel, "float32") for name, numel, *_ in rows)
+    specs = tensor_specs((name, numel, "float32") for name, numel, *_ in rows)
     return Profile(specs, [row[2] for row in rows], [row[3] for row in rows], model=model)

@@ -6,16 +6,19 @@ import torch
 from torch import nn
 
 from usbyte.errors import UsageError
+from usbyte.planning.layout import CONTROL_TENSOR as CONTROL_TENSOR
 
-#: First tensor of the arena: a flag for each parameter, set by the ranks that used it in this step,
-#: and votes of ranks that want a new plan, that have data, that have none as they have joined, that
-#: have updated parameters with the sums before, and that have left that out. They are flags too: of
-#: numbers as coarse as gradients may be, scaled ones even, the sum would not be how many there are.
-#: Behind the votes are the flags of a checksum; see `StepChecksum`.
-#: It stands beside the parameter that the forward pass needs first, whose gradient comes last, so
-#: that a bucket can take both.
-CONTROL_TENSOR = "usbyte.used"
+# The control tensor is the first tensor of the flat buffer. It has a used flag for each parameter,
+# set by the ranks that used the parameter in this step, then the votes, then the checksum flags of
+# `StepChecksum`. It is next to the parameter that the forward pass needs first, whose gradient is
+# ready last, so that one bucket can take both.
+
+#: Votes of a rank: it wants a new plan, it has data, it has joined and has none, it has updated
+#: parameters with the last reduced gradients, it has skipped that update. Each vote is a 0/1 flag
+#: that is tested for non-zero: a sum of flags in the gradients' dtype, perhaps scaled by 1/size, is
+#: no exact count.
 NUM_VOTES = 5
+#: Checksum flags behind the votes.
 NUM_CHECK_FLAGS = 32
 
 _DTYPES = {
