@@ -10,12 +10,12 @@ from typing import Any
 import click
 
 import usbyte
-from usbyte._util.click_command import Telling
+from usbyte._util.click_command import StdoutErrorCommand
 
 _COMMANDS = ("doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "lab")
 
 
-class _Commands(Telling, click.Group):
+class _Commands(StdoutErrorCommand, click.Group):
     """Commands that are each a module of this package and the object of its name in it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from usbyte._util.click_command import Telling
+from usbyte._util.click_command import StdoutErrorCommand
 from usbyte._util.fd_limit import allow_open_files
 from usbyte.launch import hosts, process_tree
 from usbyte.launch.job import Job, Ssh
@@ -72,7 +72,7 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
 
 
 @click.command(
-    cls=Telling,
+    cls=StdoutErrorCommand,
     context_settings={
         "allow_interspersed_args": False,
         "help_option_names": ["-h", "--help"],
