@@ -120,10 +120,10 @@ def test_bandwidth_of_a_network():
 
 def test_the_first_thing_to_do():
     points = {gbit: examine(TOP_HEAVY, ring(gbit)) for gbit in (1, 5, 100)}
-    assert whatif.advice([points[100]]) == "Nothing is to be done: DDP reaches 0.95 of linear here."
-    assert "first let usbyte plan" in whatif.advice([points[5]])
+    assert whatif.advice([points[100]]) == "Nothing to do: DDP reaches 0.95 of linear here."
+    assert "first use usbyte (policy" in whatif.advice([points[5]])
     told = whatif.advice(list(points.values()))
-    assert told.index("let usbyte plan") < told.index("; then send")
+    assert told.index("use usbyte (policy") < told.index("; then send")
     assert f"{whatif.format_ratio(points[1].plan.ratio)} fewer bytes" in told
     assert "at 5gbit on 8 ranks" in told
     assert [whatif.format_ratio(r) for r in (1.001, 2.0, 8.241, 67.2, 1234.5)] == [
