@@ -196,7 +196,7 @@ def test_a_picture(run, tmp_path):
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "Measured is step 6" in (tmp_path / "report.html").read_text()
+    assert "The measured step is step 6" in (tmp_path / "report.html").read_text()
 
 
 def test_backward_overlap(run, tmp_path):

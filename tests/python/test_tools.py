@@ -98,7 +98,7 @@ def test_serial_startups(profile):
     ("arguments", "words"),
     [
         (["plan", "none.json", *RING], "cannot read the profile 'none.json'"),
-        (["plan", "vgg16-half"], "--network NETWORK.json or as --ring"),
+        (["plan", "vgg16-half"], "--network NETWORK.json and --ring"),
         (["plan", "vgg16-half", "--network", "none.json"], "cannot read the network 'none.json'"),
         (["plan", "vgg16-half", "--ring", "4,1ms"], "RANKS,LATENCY,BANDWIDTH"),
         (["plan", "vgg16-half", "--ring", "4,1ms,fast"], "'fast' is no rate"),
@@ -191,7 +191,7 @@ def test_what_is_read_is_not_overwritten(command, read, tmp_path, monkeypatch):
     for first, second in ((path, path), (path, link), (path.absolute(), path)):
         done = invoke(*command.format(first, second).split())
         assert done.exit_code == 2, done.output
-        assert "is read here, and would be overwritten" in " ".join(done.output.split())
+        assert "is an input and would be overwritten" in " ".join(done.output.split())
         assert path.read_text() == "as it was"
 
 
@@ -467,7 +467,7 @@ def test_a_plot(profile, tmp_path):
     assert named.read_bytes().startswith(b"\x89PNG")
     refused = invoke("simulate", str(profile), *options[:-1], str(tmp_path / "steps.xyz"))
     assert refused.exit_code == 1
-    assert "no pictures of this kind" in refused.output
+    assert "unknown picture format" in refused.output
     assert ".html" in refused.output
     assert "┃" not in refused.output  # nothing was computed
     refused = invoke("simulate", str(profile), *options[:-1], "/no/such/picture.png")

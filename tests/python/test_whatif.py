@@ -189,8 +189,8 @@ def test_a_measured_network_at_other_bandwidths(profile, tmp_path):
     [
         (["none.json"], "cannot read the profile 'none.json'"),
         (["vgg16-even", "--network", "none.json"], "cannot read the network 'none.json'"),
-        (["vgg16-even", "--network", "n.json", "--ranks", "4"], "only --bandwidth goes with it"),
-        (["vgg16-even", "--network", "n.json", "--latency", "1us"], "only --bandwidth goes"),
+        (["vgg16-even", "--network", "n.json", "--ranks", "4"], "only --bandwidth with --network"),
+        (["vgg16-even", "--network", "n.json", "--latency", "1us"], "only --bandwidth with"),
         (["vgg16-even", "--ranks", "1"], "2 to 4096"),
         (["vgg16-even", "--bandwidth", "fast"], "'fast' is no rate"),
         (["vgg16-even", "--target", "95"], "above 0 and up to 1"),

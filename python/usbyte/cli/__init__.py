@@ -1,7 +1,7 @@
 """The `usbyte` command.
 
-Importing this needs neither the extension nor torch, so that `usbyte doctor` can say what is
-wrong with them. Each command is imported when it is asked for.
+An import of this package needs neither the C++ core nor torch, so that `usbyte doctor` can report
+what is wrong with them. The module of a command is imported when the command runs.
 """
 
 import importlib
@@ -16,7 +16,7 @@ _COMMANDS = ("doctor", "profile", "probe", "plan", "simulate", "whatif", "report
 
 
 class _Commands(StdoutErrorCommand, click.Group):
-    """Commands that are each a module of this package and the object of its name in it."""
+    """A group whose command NAME is the object NAME in the module `usbyte.cli.NAME`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -29,7 +29,7 @@ class _Commands(StdoutErrorCommand, click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """The library's errors are written for users, who need no traceback with them."""
+        """Runs the command; shows errors of the library without a traceback."""
         try:
             return super().invoke(ctx)
         except RuntimeError as error:
