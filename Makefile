@@ -1,21 +1,20 @@
 # `make train` and `make test` do all the set-up themselves; `make help` lists the rest.
-# Variables: PYTHON (3.10 or newer), TORCH (what pip installs as torch), CXX, USBYTE_CUDA,
-# WERROR (ON: warnings of the package and the C++ tests are errors), TEST_JOBS (tests that run at
-# once).
+# Variables: PYTHON (3.10 or newer), TORCH (pip's requirement for torch), CXX, USBYTE_CUDA, WERROR
+# (ON: warnings in the package and the C++ tests are errors), TEST_JOBS (number of parallel tests).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SHELL := bash
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-# pip has one environment, CMake one folder; ninja is parallel by itself.
+# Parallel targets would write to the same environment and build folder; ninja is parallel by itself.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
-# Tools that only the environment has, such as cmake and ninja from the package index.
+# cmake and ninja may exist only in the virtual environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 VENV_STAMP := $(VENV)/.stamp-venv
@@ -25,10 +24,10 @@ BUILD_STAMP := $(VENV)/.stamp-build
 PACKAGE_STAMP := $(VENV)/.stamp-package
 LINT_STAMP := $(VENV)/.stamp-lint
 
-# Folders are listed too: their time changes when a file is removed.
+# The list includes folders, because their time changes when a file is removed.
 SOURCES := $(shell find csrc python cmake \( -name __pycache__ -o -name '*.egg-info' \) -prune \
   -o -print) CMakeLists.txt CMakePresets.json setup.py pyproject.toml
-# Newer ruff formats the code in Markdown too, where comments are aligned on purpose.
+# Newer releases of ruff also format code in Markdown, where comments are aligned on purpose.
 RUFF_FORMAT = $(BIN)/ruff format --exclude '*.md'
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
@@ -38,7 +37,7 @@ help: ## list the targets
 train: $(PACKAGE_STAMP) ## train examples/digits.py on 2 workers
 	$(BIN)/usbyterun -np 2 $(BIN)/python examples/digits.py --overlap forward
 
-# As many at once as there are cores.
+# auto: one job per core.
 TEST_JOBS ?= auto
 test: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## build and run the C++ tests, then pytest
 	@status=0; \
@@ -49,21 +48,21 @@ test: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## build and run the C++ tests, then pyte
 soak: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## run the long tests
 	$(BIN)/python -m pytest -m soak
 
-# One at a time, so that what each rank reports and when is as on a quiet machine.
-reliability: $(PACKAGE_STAMP) ## run into every fault and write docs/reliability.md
+# Without parallel tests, which would change what each rank reports, and when.
+reliability: $(PACKAGE_STAMP) ## provoke every fault and write docs/reliability.md
 	$(BIN)/python -m pytest tests/python/test_reliability.py -p no:xdist --reliability docs/reliability.md
 
 asan: ## run the C++ tests under the address and undefined-behaviour sanitizers
 	@$(MAKE) ctest PRESET=asan
 
-# ThreadSanitizer cannot place its shadow memory where the kernel randomizes too much; the test
-# binary runs during the build as well, to list its tests.
+# ThreadSanitizer cannot place its shadow memory if the kernel randomizes addresses too much. setarch
+# covers the build, too, as it runs the test binary to list the tests.
 tsan: ## run the C++ tests under the thread sanitizer
 	@if setarch -R true 2>/dev/null; then setarch -R $(MAKE) ctest PRESET=tsan; \
 	else $(MAKE) ctest PRESET=tsan; fi
 
-# FUZZ_S: seconds, of `make fuzz-python` for each target. What it finds comes into build/fuzz/found; what is worth keeping goes into the
-# corpus by hand.
+# FUZZ_S: seconds of `make fuzz`, and of each target of `make fuzz-python`. New inputs of `make fuzz`
+# are written to build/fuzz/found; copy useful ones to tests/fuzz/corpus by hand.
 FUZZ_S ?= 300
 fuzz: $(VENV_STAMP) ## fuzz the parsers of plans, profiles, networks, topologies and costs
 	tools/bootstrap.sh $(PYTHON) $(VENV) fuzz
@@ -72,15 +71,15 @@ fuzz: $(VENV_STAMP) ## fuzz the parsers of plans, profiles, networks, topologies
 	build/fuzz/tests/fuzz/usbyte_fuzz_parsers -max_total_time=$(FUZZ_S) -max_len=65536 -timeout=10 \
 	  -artifact_prefix=build/fuzz/ -print_final_stats=1 build/fuzz/found tests/fuzz/corpus
 
-fuzz-python: $(PACKAGE_STAMP) ## fuzz the readers in Python of what comes from outside
+fuzz-python: $(PACKAGE_STAMP) ## fuzz the Python code that reads external input
 	$(PIP) $$($(BIN)/python tools/requirements.py fuzz)
 	$(BIN)/python tests/fuzz/python/run.py --seconds $(FUZZ_S)
 
-# COVERED: what pytest is to run instead of everything. COVERED_CXX: the C++ tests, without one that
-# takes minutes when it is not optimised.
+# COVERED: arguments of pytest. COVERED_CXX: filter of the C++ tests; the default leaves out a test
+# that takes minutes without optimization.
 COVERED ?= -n $(TEST_JOBS) --dist worksteal
 COVERED_CXX ?= -PolicyProperties.ThousandsOfTensors
-coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, plan and policy, and Python
+coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## measure line coverage: C++ engine, plan and policy, and Python
 	$(PIP) 'coverage>=7.10' gcovr
 	$(MAKE) cpp PRESET=coverage
 	find build/coverage -name '*.gcda' -delete
@@ -95,10 +94,10 @@ coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## lines that tests run: C++ engine, 
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage report -m >build/coverage.txt
 	tail -n 1 build/coverage.txt
 
-# Of what runs in threads, without the parts that do not: short enough for every change.
-# Undefined behaviour traps here, which compiles much faster than messages do, and leaves out vptr;
-# `make asan` has both. The tests of NCCL's loader rest on each other's order.
-sanitize: ## run the C++ tests of threads under both, in two halves at once
+# Only the tests of threaded code, so that it is short enough for every change. Undefined behaviour
+# traps, which compiles much faster than messages, and the vptr check is off; `make asan` has both.
+# The NcclLibrary tests depend on their order, so they are not sharded.
+sanitize: ## run the C++ tests of threaded code under the address and the thread sanitizer
 	@export ASAN_OPTIONS=handle_sigill=1:$$ASAN_OPTIONS; aslr=; if setarch -R true 2>/dev/null; then aslr='setarch -R'; fi; status=0; \
 	for kind in asan tsan; do \
 	  $$aslr $(MAKE) cpp PRESET=threaded-$$kind || { status=1; continue; }; \
@@ -126,9 +125,10 @@ bench: cpp ## run the C++ benchmarks that need no GPU
 	@set -e; for name in codec collective engine plan sparse; do \
 	  echo "# usbyte_bench_$$name"; build/$(PRESET)/csrc/bench/usbyte_bench_$$name; done
 
-# With PYTHON's own torch, which must see a GPU; what else is missing goes into build/gpu/site, from
-# the folder WHEELS where there is no package index. OUT_DIR takes the report instead of docs/gpu;
-# ONLY names parts; REVISION tells the sources' where git cannot.
+# Uses PYTHON's own torch, which must see a GPU. Other missing packages are installed into
+# build/gpu/site. Variables: WHEELS (folder of wheels, for a machine without a package index), OUT_DIR
+# (folder of the report), ONLY (parts to run, separated by commas), REVISION (revision of the sources,
+# if git cannot tell it).
 OUT_DIR ?= docs/gpu
 gpu-test: ## build, test and measure on this machine's GPU; writes docs/gpu/<gpu>.md
 	@PYTHONPATH=$(CURDIR)/tools$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m gpu_report --out '$(OUT_DIR)' \
@@ -162,7 +162,7 @@ format: $(LINT_STAMP) ## rewrite the sources in the project's style
 	$(RUFF_FORMAT)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-clean: ## remove what was built, the environment too
+clean: ## remove build outputs and the virtual environment
 	rm -rf build dist python/*.egg-info $(VENV)
 
 $(VENV_STAMP): tools/bootstrap.sh
@@ -173,27 +173,28 @@ $(SYSTEM_STAMP): $(BUILD_STAMP)
 	tools/bootstrap.sh $(PYTHON) $(VENV) test
 	@touch $@
 
-# cmake, ninja and headers.
+# Installs cmake, ninja and headers.
 $(BUILD_STAMP): $(VENV_STAMP) pyproject.toml
 	@mkdir -p build
 	$(PIP) $$($(BIN)/python tools/requirements.py build)
 	@touch $@
 
-# Before the package, so that its requirement of any torch pulls no other build.
+# Installed before the package, which requires any torch: pip would otherwise choose another build.
 $(TORCH_STAMP): $(VENV_STAMP)
 	$(PIP) $(TORCH)
 	@rm -f $(VENV)/.stamp-torch-* && touch $@
 
-# What setuptools left in build/lib would go into the wheel again, removed modules included.
-# The core is compiled in the folder of the C++ tests, for both, and again only where it has changed;
-# so by the tools of this environment, where pip would make one that is gone after the build.
+# setuptools would copy old files in build/lib, such as removed modules, into the wheel. The C++ core
+# is compiled in the build folder of the C++ tests, so that both share objects and later builds are
+# incremental. That needs the tools of this environment, since pip's isolated one is deleted after the
+# build.
 $(PACKAGE_STAMP): $(TORCH_STAMP) $(BUILD_STAMP) $(SOURCES)
 	rm -rf build/lib* build/bdist*
 	$(PIP) $$($(BIN)/python tools/requirements.py test examples)
 	USBYTE_PRESET=release USBYTE_WERROR=$(WERROR) $(PIP) --no-build-isolation --no-deps .
 	@touch $@
 
-# Without the package: checking needs no build.
+# Lint does not depend on the package, so it needs no build.
 $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@

@@ -8,7 +8,7 @@ from itertools import product
 
 from _published import Cluster
 from usbyte import _core
-from usbyte.planning.profiles import line
+from usbyte.planning.layout import tensor_specs
 
 _MIB = 1 << 20
 _Sizes = tuple[Mapping[str, int], ...]
@@ -78,7 +78,7 @@ def merged_modules(job: _core.Profile) -> _core.Profile:
             numel, need, ready = before + numel, min(first, need), max(last, ready)
         rows.append((name, numel, t.dtype, need, ready))
     return _core.Profile(
-        line(row[:3] for row in rows),
+        tensor_specs(row[:3] for row in rows),
         [row[3] for row in rows],
         [row[4] for row in rows],
         job.step_s,

@@ -38,7 +38,7 @@ import usbyte.torch as ub
 from routes import connect
 from usbyte import _core
 from usbyte.cli._options import BYTES
-from usbyte.planning.profiles import line
+from usbyte.planning.layout import tensor_specs
 from usbyte.torch.comm.hierarchical import MeshCommunicator
 from usbyte.torch.plan.codec_selection import CodedPlans
 
@@ -100,7 +100,7 @@ class Way:
 def _ways(network: _core.NetworkModel, codec: str, numel: int) -> list[Way]:
     topology = network.topology
     assert topology is not None
-    [tensor] = line([("vector", numel, "float32")])
+    [tensor] = tensor_specs([("vector", numel, "float32")])
     profile = _core.Profile([tensor], [0.0], [_READY_S])
     flat = _core.Plan("t", [tensor], [_core.Op("all_reduce", [(0, numel)], codec=codec)])
     plans = CodedPlans("ways", {}, "backward", False, None)

@@ -34,7 +34,7 @@ from usbyte import _core
 from usbyte._util import units
 from usbyte.cli._options import BYTES, Parsed
 from usbyte.planning.cost_fit import fit
-from usbyte.planning.profiles import line
+from usbyte.planning.layout import tensor_specs
 from usbyte.torch.comm import factory
 from usbyte.torch.comm.hierarchical import MeshCommunicator
 from usbyte.torch.comm.probe import measure, measure_dimensions
@@ -60,7 +60,7 @@ class Way:
 
     def run(self, mesh: MeshCommunicator, size: int) -> None:
         """Adds up vectors of so many bytes."""
-        [tensor] = line([("vector", size // 4, "float32")])
+        [tensor] = tensor_specs([("vector", size // 4, "float32")])
         plan = _core.Plan(
             "routes", [tensor], [_core.Op("all_reduce", [(0, tensor.numel)], route=self.route)]
         )

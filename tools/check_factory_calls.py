@@ -1,8 +1,9 @@
-"""Checks that calls that make tensors state where those go and what they hold.
+"""Checks that every call of a torch factory function states `device=` and `dtype=`.
 
-Without `device=`, a tensor goes where `torch.set_default_device` or `torch.set_default_tensor_type`
-of the user's program says; without `dtype=`, floats become `torch.set_default_dtype`'s. Memory that
-the core reads by its address must be neither.
+Without `device=`, a tensor is made on the default device of the user's program, as set by
+`torch.set_default_device` or `torch.set_default_tensor_type`. Without `dtype=`, it has the default
+dtype, as set by `torch.set_default_dtype`. The C++ core reads tensors by address, so their device
+and dtype must not depend on such settings.
 
 Usage: python tools/check_factory_calls.py FILE_OR_DIRECTORY...
 """
@@ -12,7 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Of `torch`, without `device=` in the default device's memory. A test compares it with torch's.
+#: Functions of `torch` that use the default device without `device=`. A test compares the list with
+#: torch's own.
 FACTORIES = frozenset(
     {
         *("arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty"),
@@ -24,11 +26,11 @@ FACTORIES = frozenset(
         "sparse_compressed_tensor",
     }
 )
-# Whole numbers, or what the values are that are given.
+# Their dtype is an integer one, or that of the given values.
 _KNOWN_DTYPE = frozenset(["randint", "randperm", "tril_indices", "triu_indices"]) | {
     name for name in FACTORIES if name.startswith("sparse_")
 }
-# Layers whose parameters are made likewise.
+# Layers of `torch.nn` whose parameters follow the defaults.
 _LAYERS = frozenset(
     {
         *("Bilinear", "Conv1d", "Conv2d", "Conv3d", "Embedding", "EmbeddingBag", "GRU", "LSTM"),
@@ -47,11 +49,11 @@ _FORBIDDEN = {
 
 
 def problems(source: str, name: str) -> Iterator[str]:
-    """Yields a line "FILE:LINE: what is wrong" for each call that leaves something to defaults.
+    """Yields a line "FILE:LINE: message" for each call that depends on a default.
 
     Args:
         source: Text of a Python file.
-        name: The file's, for messages.
+        name: Name of the file, for messages.
     """
     for node in ast.walk(ast.parse(source, name)):
         if isinstance(node, ast.Call):
@@ -94,7 +96,7 @@ def _in_import(node: ast.Import | ast.ImportFrom) -> str:
 
 
 def main(paths: list[str]) -> int:
-    """Prints what is wrong; returns the exit code."""
+    """Prints the problems; returns the exit code, 1 if there are any."""
     files = [
         file
         for path in map(Path, paths)

@@ -1,4 +1,8 @@
-"""Prints what pyproject.toml requires, for pip: to `build` the package, or with these extras."""
+"""Prints requirements of pyproject.toml for pip.
+
+Usage: `requirements.py build` for those of the build, or `requirements.py EXTRA...` for those of
+the package with these extras.
+"""
 
 import sys
 from pathlib import Path
@@ -8,11 +12,11 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
-told = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
 if sys.argv[1:] == ["build"]:
-    requirements = told["build-system"]["requires"]
+    requirements = project["build-system"]["requires"]
 else:
-    requirements = told["project"]["dependencies"]
+    requirements = project["project"]["dependencies"]
     for extra in sys.argv[1:]:
-        requirements += told["project"]["optional-dependencies"][extra]
+        requirements += project["project"]["optional-dependencies"][extra]
 print(*requirements)

@@ -1,7 +1,7 @@
-"""The cluster as the launcher's environment variables describe it.
+"""Rank, size and master address of this process, read from the launcher's environment variables.
 
-Nothing else in the Python package reads the environment; USBYTE_* knobs are read, parsed and
-documented by the C++ core's `Env`.
+No other module of the Python package reads these variables. The class `Env` of the C++ core reads,
+parses and documents the USBYTE_* variables.
 """
 
 import hashlib
@@ -25,30 +25,30 @@ _LAUNCHERS = re.compile(
     r"|(SLURM|OMPI|PMI|PMIX|MPI|PRTE|HYDRA|HYDI|TORCHELASTIC)_|USBYTE_JOB_TOKEN$"
 )
 
-#: Ranks of a job; more is a slip of the keyboard.
+#: The most ranks of a job; a larger number is taken for a typing error.
 MOST_RANKS = 1 << 16
 
-#: In the launcher's store: `job_mark` of the job's token.
+#: Key in the launcher's store; its value is `job_mark` of the job token.
 JOB_KEY = "usbyte/job"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """This process's place among the processes of the job.
+    """The rank of this process, and the facts that it needs for the rendezvous.
 
     Attributes:
         rank: Number of this process in the job, from 0.
-        size: Processes in the job.
-        local_rank: Number of this process on its host, from 0; None if the launcher does not tell:
-            `usbyte.torch.init` then counts the ranks of each host.
-        local_size: Processes on this host; None if the launcher does not tell.
+        size: Number of processes in the job.
+        local_rank: Number of this process on its host, from 0. None if the launcher does not set
+            it; `usbyte.torch.init` then counts the ranks of each host.
+        local_size: Number of processes on this host; None if the launcher does not set it.
         master_addr: Host of rank 0.
-        master_port: Port for the rendezvous; 0 for a single process: any.
-        source: "torchrun" (RANK and WORLD_SIZE, whoever set them), "slurm", "openmpi", "pmi" or
-            "single".
-        kept_store: The launcher serves the store of the rendezvous, and keeps it when it starts the
-            ranks anew.
-        job_id: The launcher's name for this job, the same on all ranks; "" if it gives none.
+        master_port: Port for the rendezvous; 0, any free port, for a single process.
+        source: "torchrun" (any launcher or user that sets RANK and WORLD_SIZE), "slurm", "openmpi",
+            "pmi" or "single".
+        kept_store: Whether the launcher serves the store of the rendezvous, which then outlives a
+            restart of the ranks.
+        job_id: The launcher's name for this job, the same on all ranks; "" if there is none.
     """
 
     rank: int
@@ -65,28 +65,33 @@ class Cluster:
 def detect(environ: Mapping[str, str] | None = None) -> Cluster:
     """Reads the variables of the launcher that started this process.
 
-    MASTER_ADDR and MASTER_PORT win over what is derived from the launcher's other variables.
+    MASTER_ADDR and MASTER_PORT take precedence over values that follow from other variables of the
+    launcher.
 
     Args:
-        environ: Read instead of this process's environment.
+        environ: The variables; None for the environment of this process.
 
     Raises:
-        EnvError: Variables are missing, contradict each other or are no numbers.
+        EnvError: Variables are missing, contradict each other or are not numbers.
     """
     env = _Environment(os.environ if environ is None else environ)
-    # mpirun under Slurm starts its daemons with srun: their SLURM_PROCID, inherited by every rank,
-    # counts hosts. The inner launcher is the one that knows.
+    # Slurm comes last. mpirun under Slurm starts its daemons with srun, and every rank inherits the
+    # daemon's SLURM_PROCID, which counts hosts. The inner launcher has the numbers of the ranks.
     for launcher in (_torchrun, _open_mpi, _pmi, _slurm):
         place = launcher(env)
         if place is not None:
             return _cluster(env, place)
     if env.text("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        raise env.error(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "set in part")
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        raise env.error(names, "only some of these variables are set")
     return Cluster(0, 1, 0, 1, _LOOPBACK, 0, "single")
 
 
 def environ_of(cluster: Cluster) -> dict[str, str]:
-    """The environment for a process that is started as `cluster`: this one's, with its place."""
+    """Returns the environment for a new process that `detect` shall read as `cluster`.
+
+    It is the environment of this process without the variables of its own launcher.
+    """
     inherited = {name: text for name, text in os.environ.items() if not _LAUNCHERS.match(name)}
     place = {
         "RANK": cluster.rank,
@@ -100,12 +105,12 @@ def environ_of(cluster: Cluster) -> dict[str, str]:
 
 
 def job_mark(token: str) -> str:
-    """What tells a job's processes that they have its token, and others nothing of it."""
+    """Returns an HMAC of the job token: it proves the token and does not reveal it."""
     return hmac.new(token.encode(), b"usbyte job", hashlib.sha256).hexdigest()
 
 
 def usbyte_variables() -> dict[str, str]:
-    """The USBYTE_* variables as they are set, unparsed, but for secrets."""
+    """Returns the USBYTE_* variables that are set, unparsed; the job token is masked."""
     return {
         name: "(secret)" if name == "USBYTE_JOB_TOKEN" else text
         for name, text in sorted(os.environ.items())
@@ -114,35 +119,39 @@ def usbyte_variables() -> dict[str, str]:
 
 
 class _Environment:
-    """Reads variables; every complaint names them, their values and what to do."""
+    """Reads variables; each error names the variables, their values and a remedy."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         # Job scripts write NAME="${X:-}": empty means unset.
         self._environ = {name: text for name, text in environ.items() if text}
 
     def text(self, *names: str) -> str:
-        """The first that is set, or ""."""
+        """Returns the first of the variables that is set, or ""."""
         return next((self._environ[name] for name in names if name in self._environ), "")
 
     def integer(self, *names: str) -> int | None:
-        """The first that is set; None where none is."""
+        """Returns the first of the variables that is set; None if none is."""
         name = next((name for name in names if name in self._environ), None)
         if name is None:
             return None
         if not re.fullmatch(r"-?[0-9]{1,18}", self._environ[name]):
-            raise self.error([name], "no whole number")
+            raise self.error([name], "not a whole number")
         return int(self._environ[name])
 
     def integers(self, *names: str) -> list[int] | None:
-        """All of them or, where none is set, None; some and not the others is an EnvError."""
+        """Returns all of the variables, or None if none is set.
+
+        Raises:
+            EnvError: Some of the variables are set and others are not.
+        """
         values = [self.integer(name) for name in names]
         numbers = [value for value in values if value is not None]
         if numbers and len(numbers) < len(names):
-            raise self.error(names, "set in part")
+            raise self.error(names, "only some of these variables are set")
         return numbers or None
 
     def error(self, names: Iterable[str], problem: str, remedy: str = _REMEDY) -> Exception:
-        # Imported late: it needs the extension, and `usbyte doctor` must run without.
+        # Imported here: it needs the C++ core, and `usbyte doctor` must run without it.
         from usbyte.errors import EnvError
 
         found = ", ".join(f"{name}={self._environ.get(name, '(unset)')}" for name in names)
@@ -151,13 +160,13 @@ class _Environment:
 
 @dataclass(frozen=True)
 class _Place:
-    """What one launcher tells, unchecked."""
+    """The unchecked values of one launcher's variables."""
 
     source: str
-    names: tuple[str, ...]  # of the variables behind `job` and then `local`
-    job: list[int]  # rank, size
-    local: tuple[int | None, int | None]  # local rank, local size; None: not told
-    host: str = ""  # of rank 0, where told
+    names: tuple[str, ...]  # Names of the variables of `job`, then those of `local`.
+    job: list[int]  # Rank and size.
+    local: tuple[int | None, int | None]  # Local rank and local size; None: not set.
+    host: str = ""  # Host of rank 0; "": not set.
     job_id: str = ""
 
 
@@ -180,7 +189,7 @@ def _cluster(env: _Environment, place: _Place) -> Cluster:
         problem = "the local rank must be from 0 to the local size - 1, that at most the size"
         raise env.error(place.names, problem)
     torchrun = place.source == "torchrun"
-    # An id that users choose, or "none" unless they do: no port can be derived from it.
+    # torchrun's run id cannot serve for a port: the user chooses it, and the default is "none".
     port = _port(env, size, "" if torchrun else place.job_id)
     kept = torchrun and env.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Cluster(
@@ -192,18 +201,18 @@ def _port(env: _Environment, size: int, job_id: str) -> int:
     port = env.integer("MASTER_PORT")
     if port is not None:
         if not 0 < port < 65536:
-            raise env.error(["MASTER_PORT"], "no port", "Set it to a free port from 1 to 65535.")
+            raise env.error(["MASTER_PORT"], "not a port", "Set it to a free port from 1 to 65535.")
         return port
     if size == 1:
         return 0
     if not job_id:
-        # A fixed default would let two jobs on one host meet at one rendezvous.
+        # With a fixed default, two jobs on one host would share one rendezvous.
         raise env.error(
             ["MASTER_PORT"],
             f"needed by {size} processes, as no job id is set to derive it from",
             "Set it on all of them to a port that is free on the host of rank 0.",
         )
-    # Below 32768, where Linux's ephemeral ports begin.
+    # Stay below 32768, the first of Linux's ephemeral ports.
     return 12000 + zlib.crc32(job_id.encode()) % 20000
 
 
@@ -217,7 +226,7 @@ def _torchrun(env: _Environment) -> _Place | None:
 
 
 def _told(env: _Environment, names: Sequence[str]) -> tuple[int | None, int | None]:
-    """Local rank and local size, each where it is set."""
+    """Returns the local rank and the local size; None for each that is not set."""
     rank, size = (env.integer(name) for name in names)
     return rank, size
 
@@ -235,10 +244,10 @@ def _open_mpi(env: _Environment) -> _Place | None:
 
 
 def _pmi(env: _Environment) -> _Place | None:
-    """MPICH's and Intel MPI's launcher."""
+    """Reads the variables of the launcher of MPICH and Intel MPI."""
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     local = _told(env, names[2:])
-    # srun sets the first two as well, and tells more through its own variables.
+    # srun sets PMI_RANK and PMI_SIZE as well; `_slurm` reads its own variables.
     if local == (None, None) and env.text("SLURM_PROCID"):
         return None
     job = env.integers(*names[:2])
@@ -253,8 +262,8 @@ def _slurm(env: _Environment) -> _Place | None:
     names = ("SLURM_PROCID", total, "SLURM_LOCALID")
     rank, size = env.integers(*names[:2]) or []
     local_rank = env.integer("SLURM_LOCALID")
-    # Only srun numbers its step. In the shell of an sbatch script SLURM_PROCID is 0 whatever the
-    # allocation, and waiting for SLURM_NTASKS processes that nobody started would hang.
+    # Only srun sets the step id. In the shell of an sbatch script, SLURM_PROCID is 0 for any
+    # allocation, and a wait for SLURM_NTASKS processes that were never started would hang.
     if env.text("SLURM_TASK_PID") and not step:
         if size > 1:
             text = "in a Slurm job of %d tasks, but not started by srun: this is a single process"
@@ -267,7 +276,7 @@ def _slurm(env: _Environment) -> _Place | None:
         host = slurm.expand_hosts(env.text(*nodes))[0] if env.text(*nodes) else ""
     except ValueError as error:
         raise env.error((*names, *tasks, "SLURM_NODEID", *nodes), str(error)) from error
-    # Steps of one job may run side by side.
+    # Several steps of one Slurm job may run at the same time.
     job_id = env.text("SLURM_JOB_ID", "SLURM_JOBID")
     job_id = job_id and f"{job_id}.{step}"
     return _Place("slurm", (*names, *tasks), [rank, size], (local_rank, local_size), host, job_id)
@@ -276,7 +285,7 @@ def _slurm(env: _Environment) -> _Place | None:
 def _local_size(
     env: _Environment, variables: tuple[str, ...], rank: int, size: int, local_rank: int | None
 ) -> int | None:
-    """Tasks on this Slurm node; None if no variable tells."""
+    """Returns the number of tasks on this Slurm node; None if no variable has it."""
     if size == 1 or not env.text(*variables):
         return None
     counts = slurm.expand_counts(env.text(*variables))
@@ -286,7 +295,7 @@ def _local_size(
     if node is None:
         if local_rank is None:
             return None
-        # Slurm's default distribution fills one node after the other.
+        # Slurm's default distribution fills the nodes in order.
         firsts = [sum(counts[:i]) for i in range(len(counts))]
         node = firsts.index(rank - local_rank) if rank - local_rank in firsts else -1
     if not 0 <= node < len(counts):

@@ -14,7 +14,7 @@ import pytest
 import usbyte
 from usbyte import _core
 from usbyte.cli import main
-from usbyte.planning import profiles
+from usbyte.planning.layout import tensor_specs
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compare.py"
 
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compare.py"
 @pytest.fixture
 def profile(tmp_path):
     path = tmp_path / "profile.json"
-    tensors = profiles.line((f"layer{i}.weight", 1000 + i, "float32") for i in range(4))
+    tensors = tensor_specs((f"layer{i}.weight", 1000 + i, "float32") for i in range(4))
     need, ready = [0.0, 0.001, 0.002, 0.003], [0.016, 0.013, 0.01, 0.007]
     path.write_text(_core.Profile(tensors, need, ready, model="tiny").to_json())
     return path

@@ -333,7 +333,7 @@ def test_topologies_that_make_no_sense_are_refused(lab, arguments, what):
 
 @pytest.mark.netns
 def test_only_a_host_of_a_lab_shapes_its_own_link(lab):
-    with pytest.raises(UsageError, match="no host of a lab"):
+    with pytest.raises(UsageError, match="not on a host of a lab"):
         netns.shape_own_link(1e6)
     code = "from usbyte.lab import netns; netns.shape_own_link(25e6)"
     assert command("run", "--", sys.executable, "-c", code).returncode == 0

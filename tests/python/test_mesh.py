@@ -21,7 +21,7 @@ from _models import difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
-from usbyte.planning.profiles import line
+from usbyte.planning.layout import tensor_specs
 from usbyte.torch.comm.topology import parse, sizes_of
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.layout import CONTROL_TENSOR
@@ -268,7 +268,9 @@ def test_ranks_that_remember_shards_may_join(tmp_path):
 
 
 def test_each_op_goes_the_way_that_is_predicted_to_be_the_fastest():
-    tensors = line([("a", 4_000_000, "float32"), ("b", 30, "float32"), ("c", 3_000_000, "float32")])
+    tensors = tensor_specs(
+        [("a", 4_000_000, "float32"), ("b", 30, "float32"), ("c", 3_000_000, "float32")]
+    )
     profile = _core.Profile(tensors, [0.0, 0.1, 0.2], [0.6, 0.5, 0.4])
     plans = CodedPlans("test", {}, "backward", False, None)
     codecs = {"a": "topk:0.01", "c": "topk:0.01"}

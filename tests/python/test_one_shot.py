@@ -14,7 +14,7 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import EnvError, FaultError, MismatchError
-from usbyte.planning.profiles import line
+from usbyte.planning.layout import tensor_specs
 from usbyte.torch.comm.direct_allreduce import DirectAllReduce, direct_allreduce_max_bytes
 from usbyte.torch.comm.factory import connect
 from usbyte.torch.runtime.device import Device
@@ -58,7 +58,7 @@ class Job:
 
     def __init__(self, rank, numels, ops):
         self.communicator = connect(current(), Device())
-        tensors = line((f"t{i}", numel, "float32") for i, numel in enumerate(numels))
+        tensors = tensor_specs((f"t{i}", numel, "float32") for i, numel in enumerate(numels))
         blocks = [(t.offset, t.end) for t in tensors]
         ops = [_core.Op(kind, [blocks[i] for i in which], 1 << 30) for kind, which in ops]
         plan = _core.Plan("test", tensors, ops)

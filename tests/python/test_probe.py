@@ -69,7 +69,7 @@ def test_on_two_ranks(tmp_path):
         expected = (str(count), str(count * 32 << 10))
         assert [(row["in_flight"], row["bytes"]) for row in shots] == 3 * [expected]
     assert network.one_shot.most_bytes == 32 << 10
-    assert f"{32 << 10} bytes goes in one shot" in done.stdout.replace("\n", " ")
+    assert f"{32 << 10} bytes, takes" in done.stdout.replace("\n", " ")
     # 64 and 256 KiB, each three times; three of 1 MiB.
     timed = [
         row for row in rows if row["collective"] in ("all_reduce", "reduce_scatter", "all_gather")

@@ -14,6 +14,7 @@ from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.lab.replay import Replay, _may_come_back, giving_way
 from usbyte.planning import profiles
+from usbyte.planning.layout import tensor_specs
 
 MS = 1e-3
 
@@ -21,7 +22,7 @@ MS = 1e-3
 def job(rows, **times):
     """A profile from (name, elements, need ms, ready ms) or with a dtype as the fifth."""
     rows = [(*row, "float32")[:5] for row in rows]
-    specs = profiles.line((name, numel, dtype) for name, numel, _, _, dtype in rows)
+    specs = tensor_specs((name, numel, dtype) for name, numel, _, _, dtype in rows)
     need, ready = [row[2] * MS for row in rows], [row[3] * MS for row in rows]
     return _core.Profile(specs, need, ready, **times)
 

@@ -19,6 +19,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.cli import main
 from usbyte.planning import profiles
+from usbyte.planning.layout import tensor_specs
 
 RING = ["--ring", "2,1ms,1gbit"]
 BROWSER = next(
@@ -59,7 +60,7 @@ def run(tmp_path_factory):
     tensors = [t for t in _core.Plan.from_json(plan).tensors if t.name != "usbyte.used"]
     # In another order than the plan's, and without the flags.
     dense, (words,) = [t for t in tensors if not t.sparse], [t for t in tensors if t.sparse]
-    specs = profiles.line((t.name, t.numel, t.dtype) for t in reversed(dense))
+    specs = tensor_specs((t.name, t.numel, t.dtype) for t in reversed(dense))
     end = specs[-1].end
     specs.append(_core.TensorSpec(words.name, 0, words.dtype, end, words.rows, words.width))
     n = len(specs)
@@ -195,7 +196,7 @@ def test_a_picture(run, tmp_path):
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "Measured is step 6" in (tmp_path / "report.html").read_text()
+    assert "The measured step is step 6" in (tmp_path / "report.html").read_text()
 
 
 def test_backward_overlap(run, tmp_path):

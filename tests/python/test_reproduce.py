@@ -10,6 +10,7 @@ import click.testing
 import pytest
 
 from usbyte.planning import profiles
+from usbyte.planning.layout import tensor_specs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -91,7 +92,7 @@ def test_modules_are_merged(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     schemes = importlib.import_module("_schemes")
     rows = [("a.bias", 0.0, 5.0), ("a.weight", 0.0, 4.0), ("b.weight", 1.0, 3.0)]
-    specs = profiles.line((name, 10, "float32") for name, *_ in rows)
+    specs = tensor_specs((name, 10, "float32") for name, *_ in rows)
     job = profiles.Profile(specs, [row[1] for row in rows], [row[2] for row in rows])
     merged = schemes.merged_modules(job)
     assert [(t.name, t.numel) for t in merged.tensors] == [("a", 20), ("b", 10)]

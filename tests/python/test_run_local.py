@@ -312,7 +312,7 @@ def test_a_job_that_fails_does_not_wait_for_its_reader_and_says_so(start: Starte
 def test_an_interface_that_does_not_exist(start: Starter) -> None:
     running = start("-np", "1", "--network-interface", "nosuch0", "true")
     assert running.finish() == 1
-    assert "host localhost: no network interface 'nosuch0'; there are lo" in running.err
+    assert "host localhost: no network interface 'nosuch0'; this host has lo" in running.err
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -160,7 +160,7 @@ def test_frames_survive_being_cut_and_noise_before_them() -> None:
         (["-np", "1", "--env", "MASTER_PORT=1", "true"], "MASTER_PORT is set by usbyterun"),
         (["-np", "1", "--ssh-options", "'", "true"], "--ssh-options"),
         (["-np", "1", "-p", "0", "true"], "-p"),
-        (["-H", "a:1,b:1", "--nnodes", "3:4", "true"], "--nnodes wants 3 hosts or more, and 2 are"),
+        (["-H", "a:1,b:1", "--nnodes", "3:4", "true"], "--nnodes needs 3 hosts or more, and 2 are"),
         (["-H", "a:1,b:1", "--nnodes", "2:1", "true"], "1 <= MIN <= MAX"),
         (["-H", "a:1,b:1", "--nnodes", "0:1", "true"], "1 <= MIN <= MAX"),
         (["-H", "a:1,b:1", "--nnodes", "few", "true"], "'few' is not MIN:MAX"),
@@ -314,9 +314,9 @@ def greeted() -> protocol.FrameReader:
 
 AGENT = """
 import sys
-from usbyte.launch import wire
+from usbyte.launch import protocol
 sys.stdin.buffer.readline()
-sys.stdout.buffer.write(wire.GREETING + FRAME)
+sys.stdout.buffer.write(protocol.GREETING + FRAME)
 sys.stdout.buffer.flush()
 sys.stdin.buffer.read()
 """
@@ -325,21 +325,24 @@ sys.stdin.buffer.read()
 @pytest.mark.parametrize(
     ("frame", "complaint"),
     [
-        ('wire.Frame(wire.EVENT, 0, b"{}").encode()', "knows no event such as b'{}'"),
-        ('wire.Frame(wire.EVENT, 0, b"[" * 100_000).encode()', "is no JSON"),
-        ('wire.Frame(wire.STDOUT, 7, b"x").encode()', "tells of rank 7, which is not on that"),
+        ('protocol.Frame(protocol.EVENT, 0, b"{}").encode()', "knows no event such as b'{}'"),
+        ('protocol.Frame(protocol.EVENT, 0, b"[" * 100_000).encode()', "is no JSON"),
+        (
+            'protocol.Frame(protocol.STDOUT, 7, b"x").encode()',
+            "reported rank 7, which is not on that",
+        ),
         ('b"\\xff" * 9', "no agent sends frames of kind 255"),
         (
-            'wire.Frame(wire.EVENT, 0, b"'
+            'protocol.Frame(protocol.EVENT, 0, b"'
             + r"{\"event\":\"exit\",\"rank\":9,\"code\":0}"
             + '").encode()',
-            "tells of rank 9",
+            "reported rank 9",
         ),
         (
-            'wire.Frame(wire.EVENT, 0, b"'
+            'protocol.Frame(protocol.EVENT, 0, b"'
             + r"{\"event\":\"exit\",\"rank\":0,\"code\":256}"
             + '").encode()',
-            "tells of exit code 256",
+            "reported exit code 256",
         ),
     ],
 )

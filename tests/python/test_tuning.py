@@ -230,7 +230,7 @@ def test_what_is_no_time_is_an_error(job):
     tuner = tuning.Tuner(tuning.TUNED["tune:dear"](job))
     with pytest.raises(UsageError, match="call ask"):
         tuner.tell(1.0)
-    with pytest.raises(UsageError, match="before it was told"):
+    with pytest.raises(UsageError, match="measure at least one"):
         tuner.best()
     candidate = tuner.ask()
     for broken in (math.nan, math.inf, 0.0, -1.0):

@@ -12,7 +12,8 @@ import pytest
 from usbyte import _core
 from usbyte.cli import main
 from usbyte.errors import UsageError
-from usbyte.planning import profiles, whatif
+from usbyte.planning import whatif
+from usbyte.planning.layout import tensor_specs
 from usbyte.planning.whatif import COMPUTE, NETWORK, SOFTWARE, TOLERANCE, examine
 
 MEGA = 1_000_000
@@ -20,7 +21,7 @@ MEGA = 1_000_000
 
 def job(*rows, model="tiny"):
     """From (elements, need_s, ready_s) in forward order."""
-    specs = profiles.line((f"layer{i}.weight", row[0], "float32") for i, row in enumerate(rows))
+    specs = tensor_specs((f"layer{i}.weight", row[0], "float32") for i, row in enumerate(rows))
     return _core.Profile(specs, [row[1] for row in rows], [row[2] for row in rows], model=model)
 
 
@@ -119,10 +120,10 @@ def test_bandwidth_of_a_network():
 
 def test_the_first_thing_to_do():
     points = {gbit: examine(TOP_HEAVY, ring(gbit)) for gbit in (1, 5, 100)}
-    assert whatif.advice([points[100]]) == "Nothing is to be done: DDP reaches 0.95 of linear here."
-    assert "first let usbyte plan" in whatif.advice([points[5]])
+    assert whatif.advice([points[100]]) == "Nothing to do: DDP reaches 0.95 of linear here."
+    assert "first use usbyte (policy" in whatif.advice([points[5]])
     told = whatif.advice(list(points.values()))
-    assert told.index("let usbyte plan") < told.index("; then send")
+    assert told.index("use usbyte (policy") < told.index("; then send")
     assert f"{whatif.format_ratio(points[1].plan.ratio)} fewer bytes" in told
     assert "at 5gbit on 8 ranks" in told
     assert [whatif.format_ratio(r) for r in (1.001, 2.0, 8.241, 67.2, 1234.5)] == [
@@ -188,8 +189,8 @@ def test_a_measured_network_at_other_bandwidths(profile, tmp_path):
     [
         (["none.json"], "cannot read the profile 'none.json'"),
         (["vgg16-even", "--network", "none.json"], "cannot read the network 'none.json'"),
-        (["vgg16-even", "--network", "n.json", "--ranks", "4"], "only --bandwidth goes with it"),
-        (["vgg16-even", "--network", "n.json", "--latency", "1us"], "only --bandwidth goes"),
+        (["vgg16-even", "--network", "n.json", "--ranks", "4"], "only --bandwidth with --network"),
+        (["vgg16-even", "--network", "n.json", "--latency", "1us"], "only --bandwidth with"),
         (["vgg16-even", "--ranks", "1"], "2 to 4096"),
         (["vgg16-even", "--bandwidth", "fast"], "'fast' is no rate"),
         (["vgg16-even", "--target", "95"], "above 0 and up to 1"),

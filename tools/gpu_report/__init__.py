@@ -1,1 +1,1 @@
-"""`make gpu-test`: builds from source, checks everything on this machine's GPU, writes a report."""
+"""`make gpu-test`: builds from source, tests and measures on a GPU, and writes a report."""

@@ -1,6 +1,6 @@
-"""The command behind `make gpu-test`.
+"""The command of `make gpu-test`.
 
-Exit code: 0; 1 if a part failed, timed out or had no time left; 2 if nothing could be run.
+Exit code: 0 for success; 1 if a part failed, timed out or had no time left; 2 if torch sees no GPU.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gpu_report import building, machine, parts, running
 from gpu_report.report import Report
 
 _BUILD_LIMIT_S = 240.0
-_LEAST_S = 10.0  # a part is not begun with less
+_LEAST_S = 10.0  # With less time left, a part is not started.
 
 
 def main() -> int:
-    """Runs all parts, one after the other; the report is written after each."""
+    """Runs all parts in order, and writes the report after each; returns the exit code."""
     options = _options()
     deadline = time.monotonic() + options.budget
     try:
@@ -26,7 +26,7 @@ def main() -> int:
     except machine.NoGpuError as error:
         print(f"gpu-test: {error}", file=sys.stderr)
         return 2
-    nccl = str(facts.pop("NCCL library"))  # where it lies is nobody else's concern
+    nccl = str(facts.pop("NCCL library"))  # A path of this machine, not for the report.
     place = building.Place(options.build.resolve())
     report = Report(facts, options.out, place.logs)
     print(f"gpu-test: {facts['GPU']}, torch {facts['torch']}, report: {report.markdown}")
@@ -53,14 +53,14 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make gpu-test", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs/gpu"), help="where the report goes")
+    parser.add_argument("--out", type=Path, default=Path("docs/gpu"), help="folder of the report")
     parser.add_argument("--build", type=Path, default=Path("build/gpu"), help="build folder")
     parser.add_argument(
         "--wheels", default="", help="folder of wheels, for a machine without a package index"
     )
-    parser.add_argument("--revision", default="", help="of the sources, where git cannot tell")
-    parser.add_argument("--budget", type=float, default=570.0, help="seconds for everything")
-    parser.add_argument("--only", default="", help="names of parts, separated by commas")
+    parser.add_argument("--revision", default="", help="revision of the sources; default: git's")
+    parser.add_argument("--budget", type=float, default=570.0, help="seconds for all parts")
+    parser.add_argument("--only", default="", help="parts to run, separated by commas")
     return parser.parse_args()
 
 

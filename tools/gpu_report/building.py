@@ -1,9 +1,9 @@
-"""Builds usbyte with its CUDA part into one folder, beside which nothing is installed.
+"""Builds usbyte with CUDA into one folder; installs nothing outside of it.
 
     PYTHONPATH=tools python3 -m gpu_report.building build/gpu [WHEELS]
 
-The folder's `package` is the Python package with its extension and `bin`, its `site` holds what
-this Python lacked, and `cmake` is CMake's.
+The folder has three subfolders. `package` has the Python package with its C++ core and `bin`.
+`site` has the packages that this Python lacked. `cmake` is CMake's build folder.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Asked for as programs: an installed one does as well as the Python package of that name.
+# Used as programs: one on PATH is as good as the Python package of that name.
 _PROGRAMS = ("cmake", "ninja")
-# torch and what belongs to it come with the Python that was chosen.
+# Not installed here: they must come with the chosen Python, whose torch sees the GPU.
 _GIVEN = ("torch", "numpy", "setuptools")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where things are.
+    """The paths of a build.
 
     Attributes:
-        folder: Absolute.
+        folder: The build's folder, an absolute path.
     """
 
     folder: Path
 
     @property
     def package(self) -> Path:
-        """What PYTHONPATH needs for `import usbyte`."""
+        """The folder that PYTHONPATH needs for `import usbyte`."""
         return self.folder / "package"
 
     @property
     def site(self) -> Path:
-        """What this Python lacked."""
+        """The folder of the packages that this Python lacked."""
         return self.folder / "site"
 
     @property
     def logs(self) -> Path:
-        """Outputs of the parts."""
+        """The folder of the parts' outputs."""
         return self.folder / "logs"
 
     def binary(self, name: str) -> str:
-        """Path of a benchmark."""
+        """Returns the path of a C++ benchmark."""
         return str(self.package / "usbyte" / "bin" / name)
 
     def environ(self) -> dict[str, str]:
-        """This process's environment, in which `usbyte` is the one built here."""
+        """Returns the environment of this process, changed so that it finds this build."""
         known = [self.package, self.site, ROOT / "tools", os.environ.get("PYTHONPATH", "")]
         tools = [str(self.site / "bin"), os.environ.get("PATH", os.defpath)]
         return os.environ | {
@@ -67,7 +67,10 @@ class Place:
 
 
 def missing(requirements: Iterable[str], site: Path) -> list[str]:
-    """Those that neither this Python nor `site` meets, whatever of them is a program on PATH."""
+    """Returns the requirements that neither this Python nor `site` meets.
+
+    A program on PATH meets the requirement for cmake or ninja.
+    """
     packaging = "packaging" if importlib.util.find_spec("packaging") else "pip._vendor.packaging"
     parse = importlib.import_module(f"{packaging}.requirements").Requirement
     found = []
@@ -77,7 +80,7 @@ def missing(requirements: Iterable[str], site: Path) -> list[str]:
             continue
         if wanted.marker is not None and not wanted.marker.evaluate():
             continue
-        # The first one counts, as in an import.
+        # The first distribution on the path is the one that an import finds.
         there = metadata.distributions(name=wanted.name, path=[str(site), *sys.path])
         version = next((distribution.version for distribution in there), None)
         if version is None or not wanted.specifier.contains(version, prereleases=True):
@@ -86,15 +89,15 @@ def missing(requirements: Iterable[str], site: Path) -> list[str]:
 
 
 def provide(requirements: Iterable[str], site: Path, wheels: str) -> None:
-    """Installs what is missing into `site`.
+    """Installs missing requirements into `site`.
 
     Args:
-        requirements: As in pyproject.toml.
-        site: May exist.
-        wheels: A folder of wheels, all of which are then installed as they are; "" for pip's index.
+        requirements: Requirements in the form of pyproject.toml.
+        site: Target folder, which may exist.
+        wheels: Folder of wheels, which are all installed without dependencies; "" for pip's index.
 
     Raises:
-        SystemExit: Something is still missing.
+        SystemExit: A requirement is still missing.
     """
     lacking = missing(requirements, site)
     if not lacking:
@@ -105,30 +108,35 @@ def provide(requirements: Iterable[str], site: Path, wheels: str) -> None:
     if wheels:
         what = [str(path) for path in sorted(Path(wheels).glob("*.whl"))]
         if not what:
-            raise SystemExit(f"there are no wheels in '{wheels}', of which {lacking} are needed")
+            raise SystemExit(
+                f"there are no wheels in '{wheels}'; put wheels of {', '.join(lacking)} there"
+            )
         target += ["--no-index", "--no-deps"]
     done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", *target, *what])
     lacking = missing(requirements, site)
     if done.returncode != 0 or lacking:
         source = f"the wheels in '{wheels}' do not hold" if wheels else "pip could not install"
         raise SystemExit(
-            f"{source} {', '.join(lacking) or 'all that is needed'}; without a package index, "
-            "download wheels of these elsewhere and name their folder: make gpu-test WHEELS=FOLDER"
+            f"{source} {', '.join(lacking) or 'all requirements'}; without a package index, "
+            "download their wheels elsewhere and name the folder: make gpu-test WHEELS=FOLDER"
         )
 
 
 def build(place: Place, wheels: str = "", options: Iterable[str] = ("-DUSBYTE_CUDA=ON",)) -> None:
-    """Makes the folder.
+    """Builds usbyte and checks that it can be imported.
 
     Args:
-        place: Its CMake part may exist.
-        wheels: See `provide`.
-        options: For CMake.
+        place: The folder. An existing CMake build folder in it is reused.
+        wheels: Folder of wheels for missing packages; "" for pip's index.
+        options: Additional options for CMake.
+
+    Raises:
+        SystemExit: A package is missing, or a command failed.
     """
     place.folder.mkdir(parents=True, exist_ok=True)
     provide(_requirements(), place.site, wheels)
     env = place.environ()
-    # A package of an earlier build could hold modules that are gone.
+    # The package of an earlier build could have modules that were removed since.
     shutil.rmtree(place.package, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "bin")
     shutil.copytree(ROOT / "python" / "usbyte", place.package / "usbyte", ignore=ignored)
@@ -143,16 +151,16 @@ def build(place: Place, wheels: str = "", options: Iterable[str] = ("-DUSBYTE_CU
     install = ["--component", "python", "--prefix", str(place.package)]
     _run(env, "cmake", "--install", str(cmake), *install)
     answer = "from usbyte import _core; print(_core.build_info(), _core.cuda_info())"
-    if "-DUSBYTE_CUDA=ON" in options:  # a CUDA newer than the driver's, say
+    if "-DUSBYTE_CUDA=ON" in options:  # Fails, for example, if CUDA is too new for the driver.
         answer += "; devices = _core.cuda_info(); assert devices.devices, devices.reason"
     _run(env, sys.executable, "-c", answer)
 
 
 def _requirements() -> list[str]:
     reader = "tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli"
-    told = importlib.import_module(reader).loads((ROOT / "pyproject.toml").read_text())
-    tests = told["project"]["optional-dependencies"]["test"]
-    found = [*told["build-system"]["requires"], *told["project"]["dependencies"]]
+    project = importlib.import_module(reader).loads((ROOT / "pyproject.toml").read_text())
+    tests = project["project"]["optional-dependencies"]["test"]
+    found = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
     return [*found, *(text for text in tests if text.startswith("pytest"))]
 
 

@@ -1,4 +1,4 @@
-"""What this machine is: asked in a process of its own, which a broken driver may hang."""
+"""Collects facts about this machine, in a separate process, as a broken driver may hang it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_LIMIT_S = 120.0  # the first import of torch on a fresh machine reads gigabytes
+_LIMIT_S = 120.0  # The first import of torch on a fresh machine reads gigabytes.
 
 _ASK = """
 import json, sys
@@ -48,17 +48,17 @@ _REMEDY = (
 
 
 class NoGpuError(Exception):
-    """There is nothing to test on."""
+    """This machine has no GPU that torch can use."""
 
 
 def ask(revision: str = "") -> dict[str, object]:
-    """Facts by name, in the order in which they are shown.
+    """Returns facts about this machine by name, in the order in which the report shows them.
 
     Args:
-        revision: Of the sources, where git cannot tell.
+        revision: Revision of the sources; "" to ask git.
 
     Raises:
-        NoGpuError: The message says what is missing and what to do.
+        NoGpuError: torch or a GPU is missing; the message has a remedy.
     """
     try:
         done = subprocess.run(
@@ -84,15 +84,15 @@ def ask(revision: str = "") -> dict[str, object]:
 
 
 def slug(gpu: str) -> str:
-    """The report's file name for a GPU: "NVIDIA H100 80GB HBM3" is "h100-80gb-hbm3"."""
+    """Returns the report's file name: "h100-80gb-hbm3" for "NVIDIA H100 80GB HBM3"."""
     words = re.findall(r"[a-z0-9]+", gpu.lower())
     return "-".join(words[1:] if words[:1] == ["nvidia"] and words[1:] else words) or "gpu"
 
 
 def _driver() -> str:
-    told = _last_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if re.fullmatch(r"[0-9.]+", told):
-        return told
+    version = _last_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if re.fullmatch(r"[0-9.]+", version):
+        return version
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What `make gpu-test` runs, in this order."""
+"""The parts of `make gpu-test`, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NO_SANITIZER = ("Device not supported", "not supported on this", "Insufficient 
 
 
 def all_parts(place: Place, only: str = "", nccl: str = "") -> list[Part]:
-    """The parts.
+    """Returns the parts to run.
 
     Args:
-        place: Of what was built.
-        only: Names some of them, separated by commas.
-        nccl: Path of the library for programs without torch, which finds its own.
+        place: The build.
+        only: Names of the parts to run, separated by commas; "" for all.
+        nccl: Path of the NCCL library, for the C++ benchmarks; Python programs use torch's.
 
     Raises:
         SystemExit: A name in `only` is unknown.
@@ -126,23 +126,23 @@ def _training() -> Part:
 
 
 def read_training(path: Path) -> Any:
-    """What the benchmark writes.
+    """Reads the results of the training benchmark.
 
     Raises:
-        ValueError: It has measured nothing.
+        ValueError: The results have no measurement.
     """
     found = read_json(path)
     if not found["rows"]:
-        why = "; ".join(f"{what}: {why}" for what, why in found["skipped"].items())
-        raise ValueError(f"nothing was measured: {why}")
+        reasons = "; ".join(f"{what}: {why}" for what, why in found["skipped"].items())
+        raise ValueError(f"nothing was measured: {reasons}")
     return found
 
 
 def read_tests(path: Path) -> dict[str, Any]:
-    """What tests/gpu/conftest.py records: one line of JSON for each test that is over.
+    """Reads the record that tests/gpu/conftest.py writes: a line of JSON for each finished test.
 
     Raises:
-        ValueError: Not one test has passed.
+        ValueError: No test has passed.
     """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     counts = {what: sum(line["verdict"] == what for line in lines) for what in _VERDICTS}

@@ -1,4 +1,4 @@
-"""The report: Markdown for people, JSON for programs, and one log of everything."""
+"""The report: Markdown for people, JSON for programs, and a log of all outputs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gpu_report.running import NOT_RUN, SKIPPED, Outcome
 from gpu_report.targets import Target, targets
 
 _LONGEST_LIST = 12
-_LOG_BYTES = 1 << 20  # of each part, its end
+_LOG_BYTES = 1 << 20  # The log has only so many bytes of each part, from its end.
 
 
 class Report:
-    """What has been found so far.
+    """The report of the parts that have run so far.
 
     Args:
-        facts: About the machine; "GPU" names the files.
-        folder: Where they go.
+        facts: Facts about the machine by name; "GPU" gives the file names.
+        folder: Folder of the report's files.
         logs: Folder of the parts' outputs.
 
     Attributes:
-        markdown: The report's file.
+        markdown: Path of the Markdown file.
     """
 
     def __init__(self, facts: dict[str, object], folder: Path, logs: Path) -> None:
@@ -38,11 +38,11 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Whether nothing failed, timed out or was left out for lack of time."""
+        """Whether no part failed, timed out or had no time left."""
         return all(outcome.good for outcome in self._outcomes)
 
     def add(self, outcome: Outcome) -> None:
-        """Takes a part's outcome, and writes everything anew: nobody knows what comes next."""
+        """Adds a part's outcome and writes all files, as the next part may end the whole run."""
         self._outcomes.append(outcome)
         found = {
             "machine": self._facts,
@@ -55,7 +55,7 @@ class Report:
         _replace(self.markdown.with_suffix(".log"), self._log())
 
     def text(self) -> str:
-        """The report in Markdown."""
+        """Returns the report in Markdown."""
         lines = [f"# {self._facts['GPU']}", ""]
         lines += ["Written by `make gpu-test`; [README.md](README.md) tells what is checked.", ""]
         lines += table(("machine", ""), [(name, str(value)) for name, value in self._facts.items()])
@@ -75,7 +75,7 @@ class Report:
         return re.sub(r"\n{3,}", "\n\n", text)
 
     def summary(self) -> str:
-        """A few lines for the terminal."""
+        """Returns a few lines for the terminal."""
         rows = [("part", "verdict", "why")]
         rows += [(part.name, part.verdict, part.reason) for part in self._outcomes]
         goals = [("target", "measured", "wanted", "")]
@@ -85,7 +85,7 @@ class Report:
         )
 
     def _log(self) -> str:
-        """The parts' outputs, one behind the other."""
+        """Returns the outputs of all parts, in order."""
         found = []
         for part in self._outcomes:
             path = self._logs / f"{part.name}.log"
@@ -126,7 +126,7 @@ def _section(part: Outcome) -> list[str]:
         lines += ["", *table(("", ""), [(_heading(k), shown(k, v)) for k, v in numbers.items()])]
     for name, rows in data.items():
         tabular = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
-        if tabular and name != "targets":  # those have their own place
+        if tabular and name != "targets":  # The targets have their own section.
             lines += ["", *([f"{name}:", ""] if name != "rows" else []), *_of_rows(rows)]
     return lines
 
@@ -142,14 +142,14 @@ def _long(value: object) -> bool:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Returns the lines of a Markdown table."""
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     cells = ((cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows)
     return lines + [f"| {' | '.join(row)} |" for row in cells]
 
 
 def _heading(name: str) -> str:
-    """A column's name without its unit, which the cells have."""
+    """Returns a column's name without its unit, which is in the cells."""
     if name == "bytes_per_s":
         return "rate"
     if name.endswith("_per_s") and not name.endswith("bytes_per_s"):
@@ -161,7 +161,7 @@ def _heading(name: str) -> str:
 
 
 def shown(name: str, value: object) -> str:
-    """A value with the unit that its name ends with."""
+    """Formats a value with the unit that its name ends with."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -176,7 +176,7 @@ def shown(name: str, value: object) -> str:
 
 
 def seconds(value: float) -> str:
-    """In the unit that suits."""
+    """Formats a time in us, ms or s."""
     for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3)):
         if abs(value) < limit:
             return f"{value * scale:.4g} {unit}"
@@ -199,7 +199,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """All of it or nothing: the time may be over in the middle."""
+    """Writes the file atomically, since the run may be killed at any time."""
     fresh = path.with_name(f".{path.name}.part")
     fresh.write_text(text)
     fresh.replace(path)

@@ -1,4 +1,4 @@
-"""Runs the parts: each in a process of its own, with its own log and limit."""
+"""Runs a part in a separate process, with its own log and time limit."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from typing import Any
 from gpu_report.building import ROOT, Place
 
 PASSED, FAILED, TIMED_OUT, SKIPPED, NOT_RUN = "passed", "failed", "timed out", "skipped", "not run"
-_GRACE_S = 15.0  # for a part that is told to end: the lab removes its namespaces
+_GRACE_S = 15.0  # Between SIGTERM and SIGKILL: the lab removes its namespaces.
 _REASON_CHARS = 300
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to run.
+    """A test or benchmark to run.
 
     Attributes:
-        name: Of its log and its results.
-        title: For people.
-        command: "{results}" stands for the file that takes its results, "{limit}" for the seconds
-            that it has.
-        limit_s: After which it is ended.
-        env: More environment variables.
-        results: Turns its file of results into the data that the report shows; None if it has none.
-        unsupported: Texts in the log that say that this machine cannot do it.
-        quoted: What of the log is worth showing: lines that hold one of these.
-        meaning: What is measured, and how each number is defined.
-        asks_help: The program's own --help tells the meaning.
+        name: Short name, also of its log and its results.
+        title: Heading in the report.
+        command: The program and its arguments. "{results}" stands for the path of the results file,
+            "{limit}" for the time limit in seconds.
+        limit_s: Time limit, in seconds.
+        env: Additional environment variables.
+        results: Reads the results file and returns the data for the report; None: no results.
+        unsupported: Texts in the log which mean that this machine does not support the part.
+        quoted: The report quotes log lines that have one of these texts.
+        meaning: Description of the measurement and its numbers.
+        asks_help: Whether the output of the program's --help is the description.
     """
 
     name: str
@@ -53,18 +53,18 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became of a part.
+    """The result of a part.
 
     Attributes:
-        name: The part's.
-        title: The part's.
-        verdict: One of this module's constants.
-        seconds: It took.
-        reason: Why it was not passed; "" if it was.
-        command: As one may type it.
-        meaning: The part's.
-        quoted: Lines of its log.
-        data: Its results; None without.
+        name: Name of the part.
+        title: Heading of the part.
+        verdict: `PASSED`, `FAILED`, `TIMED_OUT`, `SKIPPED` or `NOT_RUN`.
+        seconds: Run time.
+        reason: Why the part has not passed; "" if it has.
+        command: The command for a shell.
+        meaning: Description of the measurement and its numbers.
+        quoted: Quoted lines of the log.
+        data: The results; None if there are none.
     """
 
     name: str
@@ -79,22 +79,22 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether the whole may pass: it did, or this machine cannot do it."""
+        """Whether the part has passed, or was skipped as this machine does not support it."""
         return self.verdict in (PASSED, SKIPPED)
 
 
 def run(part: Part, left_s: float, place: Place, least_s: float = 0.0) -> Outcome:
-    """Runs a part within its limit and what is left of the time for all.
+    """Runs a part within its time limit and the time that is left for all parts.
 
     Args:
-        part: To run.
-        left_s: Seconds for this and all other parts.
-        place: What was built.
-        least_s: With less time than this the part is not begun.
+        part: The part.
+        left_s: Seconds left for this and all later parts.
+        place: The build.
+        least_s: With fewer seconds than this, the part is not started.
     """
     limit_s = min(part.limit_s, left_s)
     if limit_s < least_s:
-        return unstarted(part, f"{max(left_s, 0):.0f} s were left of the time for all parts")
+        return unstarted(part, f"only {max(left_s, 0):.0f} s were left of the time for all parts")
     results = place.folder / "results" / f"{part.name}.json"
     log = place.logs / f"{part.name}.log"
     for path in (results, log):
@@ -124,7 +124,7 @@ def run(part: Part, left_s: float, place: Place, least_s: float = 0.0) -> Outcom
     elif code == 0:
         outcome.verdict = PASSED
     elif refusal is not None:
-        outcome.verdict, outcome.reason = SKIPPED, f"this machine cannot: {refusal}"
+        outcome.verdict, outcome.reason = SKIPPED, f"not supported on this machine: {refusal}"
     else:
         outcome.reason = f"exit code {code}: {_last_words(text)}"
     _read(part, results, outcome)
@@ -134,12 +134,12 @@ def run(part: Part, left_s: float, place: Place, least_s: float = 0.0) -> Outcom
 
 
 def unstarted(part: Part, reason: str) -> Outcome:
-    """The outcome of a part that is not begun."""
+    """Returns the outcome of a part that was not started."""
     return Outcome(part.name, part.title, NOT_RUN, reason=reason, command=_shown(part.command))
 
 
 def _wait(command: list[str], env: dict[str, str], output: Any, limit_s: float) -> int | None:
-    """The exit code; None if the process had to be ended."""
+    """Runs a command; returns its exit code, or None after the time limit."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
         cwd=ROOT, start_new_session=True,
@@ -153,7 +153,7 @@ def _wait(command: list[str], env: dict[str, str], output: Any, limit_s: float) 
             process.wait(_GRACE_S)
         return None
     finally:
-        # Also what the process has left behind, and when this one is interrupted.
+        # Kills processes that the command has left behind, also if this process is interrupted.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -171,12 +171,12 @@ def _read(part: Part, results: Path, outcome: Outcome) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Results that are JSON already."""
+    """Reads a results file that is JSON."""
     return json.loads(path.read_text())
 
 
 def _about(program: str, env: dict[str, str]) -> str:
-    """What a benchmark's --help says before it lists the flags."""
+    """Returns the description in a benchmark's --help, before the list of flags."""
     try:
         done = subprocess.run(
             [program, "--help"], capture_output=True, text=True, timeout=30, env=env, check=False
@@ -190,11 +190,11 @@ def _about(program: str, env: dict[str, str]) -> str:
 
 def _last_words(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[-1] if lines else "it has said nothing")[:_REASON_CHARS]
+    return (lines[-1] if lines else "no output")[:_REASON_CHARS]
 
 
 def _shown(command: Sequence[str]) -> str:
-    """Without this machine's folders."""
+    """Returns a command as text, without paths of this machine."""
     words = []
     for word in command:
         path = Path(word)

@@ -1,4 +1,4 @@
-"""What was to be reached, beside what was."""
+"""Compares measurements with the targets of the project."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Target:
-    """One of them.
+    """A target and its measurement.
 
     Attributes:
-        what: Is measured.
-        measured: With its unit.
-        wanted: Likewise.
-        met: None where nothing was measured.
+        what: Name of the measured quantity.
+        measured: The measured value, with its unit.
+        wanted: The value to reach, with its unit.
+        met: Whether the target is met; None if nothing was measured.
     """
 
     what: str
@@ -29,14 +29,15 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """For tables."""
+        """The result as text: "met", "MISSED" or "not measured"."""
         return {True: "met", False: "MISSED", None: _NOT_MEASURED}[self.met]
 
 
 def targets(parts: Mapping[str, Outcome]) -> list[Target]:
-    """All targets, also of parts that have not run.
+    """Returns all targets, also those of parts that have not run.
 
-    A part's results tell its own ones under "targets": "what", "measured", "wanted", "met".
+    The results of a part can have their own targets, in the field "targets": a list of objects with
+    the fields "what", "measured", "wanted" and "met".
     """
     found = [
         _verdict(parts, "tests", "the tests of tests/gpu pass"),
@@ -47,8 +48,8 @@ def targets(parts: Mapping[str, Outcome]) -> list[Target]:
     for name, what in _MEASURED.items():
         part = parts.get(name)
         data = part.data if part and isinstance(part.data, dict) else {}
-        if told := data.get("targets"):
-            found += [_told(target) for target in told]
+        if own := data.get("targets"):
+            found += [_from_results(target) for target in own]
         elif name == "collective" and "wrong" in data:
             wrong = int(data["wrong"])
             found.append(Target(what, f"{wrong} wrong", "0 wrong", wrong == 0))
@@ -73,7 +74,7 @@ def _verdict(parts: Mapping[str, Outcome], name: str, what: str) -> Target:
     return Target(what, part.verdict, PASSED, None if refused else part.verdict == PASSED)
 
 
-def _told(target: Mapping[str, Any]) -> Target:
+def _from_results(target: Mapping[str, Any]) -> Target:
     met = target.get("met")
     measured, wanted = str(target["measured"]), str(target["wanted"])
     return Target(str(target["what"]), measured, wanted, None if met is None else bool(met))

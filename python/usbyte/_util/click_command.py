@@ -1,4 +1,4 @@
-"""What the commands `usbyte` and `usbyterun` have in common."""
+"""The base class of the commands `usbyte` and `usbyterun`."""
 
 import errno
 import sys
@@ -6,18 +6,18 @@ from typing import Any
 
 import click
 
-# Of a disk, a quota, a limit, a terminal that is gone, a descriptor that is open for reading.
+# Full disk, quota, file size limit, closed terminal, descriptor that is open for reading only.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
-class Telling(click.Command):
-    """A command that tells in one line that standard output cannot be written.
+class StdoutErrorCommand(click.Command):
+    """A command that exits with a one-line error if it cannot write to standard output.
 
-    Also of help and version, which click prints before the command itself runs.
+    This includes the output of --help and --version, which click prints before it runs the command.
     """
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Runs the command, as click does."""
+        """Runs the command as `click.Command.main` does."""
         try:
             return super().main(*args, **extra)
         except OSError as error:

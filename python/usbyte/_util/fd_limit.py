@@ -1,17 +1,20 @@
-"""How many files, connections among them, this process may have open."""
+"""The limit of open files, which includes connections, of this process."""
 
 import resource
 
 _OWN = 1024
-# Some connections of each rank to the job's store, and one to each other rank for each group.
+# Each rank has a few connections to the job's store, and one to each other rank per process group.
 _PER_RANK = 32
 
 
 def allow_open_files(ranks: int) -> str:
-    """Raises the soft limit, as `ulimit -Sn`, to what a job of so many ranks may need.
+    """Raises the soft limit of open files (`ulimit -Sn`) to what a process of the job may need.
+
+    Args:
+        ranks: Ranks of the job.
 
     Returns:
-        A warning if the limit stays too low; else nothing.
+        A warning for the user if the hard limit keeps the soft limit too low; otherwise "".
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OWN + _PER_RANK * ranks
@@ -20,7 +23,7 @@ def allow_open_files(ranks: int) -> str:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    except (OSError, ValueError):  # as where fs.nr_open has been set below the hard limit
+    except (OSError, ValueError):  # For example, fs.nr_open is below the hard limit.
         most = soft
     if most >= _PER_RANK * ranks:
         return ""

@@ -1,4 +1,4 @@
-"""Files that users hand in, and those that are written for them."""
+"""Reading of input files and atomic writing of output files."""
 
 import errno
 import os
@@ -7,19 +7,19 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-# A disk, a quota, a limit.
+# Full disk, quota, file size limit.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-#: As much as the parsers take; see csrc/plan/json.h.
+#: The largest input of the C++ parsers, as in csrc/plan/json.h.
 MOST_BYTES = 64 << 20
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that is to be a plan, a profile or the like.
+    """Reads the text of an input file, such as a plan or a profile.
 
     Raises:
-        OSError: It cannot be read, or is larger than any such file.
-        UnicodeDecodeError: It is no text.
+        OSError: The file cannot be read, or has more than `MOST_BYTES` bytes.
+        UnicodeDecodeError: The file is not UTF-8 text.
     """
     with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
@@ -31,13 +31,13 @@ def read_text(path: Path) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a file as a whole: where there is no room for it, what was there before stays.
+    """Replaces the content of a file; if the disk is full, the old content stays.
 
-    What has another name besides, as links and descriptors have, is written in place, and so is
-    what cannot be replaced.
+    A path that is not a regular file with a single name is written in place. Such paths are links,
+    pipes and devices. A file that cannot be replaced is written in place, too.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     old: os.stat_result | None = None
     with suppress(FileNotFoundError):
@@ -55,7 +55,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def _replace(path: Path, data: bytes, old: os.stat_result | None) -> None:
     part = path.with_name(f".usbyte-{secrets.token_hex(8)}.part")
-    mode = 0o666 if old is None else 0o600  # nobody else's for a moment either
+    mode = 0o666 if old is None else 0o600  # Others must not read it before fchmod below.
     try:
         with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)

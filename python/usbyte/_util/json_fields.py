@@ -1,4 +1,4 @@
-"""JSON files of the lab, read field by field, with errors that name file and field."""
+"""Reading of JSON files field by field, with errors that name the file and the field."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import NoReturn
 
 from usbyte.errors import UsageError
 
-#: Seconds, bytes and factors above are refused, so that no sum of them overflows.
+#: The largest number of seconds or bytes, or factor; larger ones could overflow in a sum.
 MOST = 1e18
 _LONGEST = 60
 
 
 class Fields:
-    """One object of a file, each field of which must be asked for.
+    """One JSON object of a file.
+
+    Read all fields that the format has, then call `end`, which rejects the unknown ones.
 
     Args:
-        value: What the file holds there.
-        file: What messages call the file.
-        place: Where in the file; empty for all of it.
+        value: The parsed JSON value.
+        file: The name of the file in error messages.
+        place: The position of the object in the file, such as "steps[0]"; "" for the root.
 
     Raises:
-        UsageError: It is no object.
+        UsageError: The value is not an object.
     """
 
     def __init__(self, value: object, file: str, place: str = "") -> None:
@@ -32,52 +34,52 @@ class Fields:
         self._values, self._asked = value, set[str]()
 
     def has(self, name: str) -> bool:
-        """Whether there is such a field, and it is not null."""
+        """Returns whether the field exists and is not null."""
         self._asked.add(name)
         return self._values.get(name) is not None
 
     def text(self, name: str) -> str:
-        """A string."""
+        """Reads a string; UsageError if the field is missing or has another type."""
         value = self._value(name)
         return value if isinstance(value, str) else self._refuse(name, "a string")
 
     def one_of(self, name: str, known: tuple[str, ...]) -> str:
-        """A string that is one of those known."""
+        """Reads a string that must be in `known`."""
         value = self.text(name)
         return value if value in known else self._refuse(name, "one of " + ", ".join(known))
 
     def flag(self, name: str) -> bool:
-        """True or false."""
+        """Reads true or false."""
         value = self._value(name)
         return value if isinstance(value, bool) else self._refuse(name, "true or false")
 
     def number(self, name: str) -> float:
-        """A number from 0 to `MOST`."""
+        """Reads a number from 0 to `MOST`."""
         value = self._value(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
             self._refuse(name, f"a number from 0 to {MOST:g}")
         return float(value)
 
     def whole(self, name: str, least: int, most: int) -> int:
-        """An integer within bounds."""
+        """Reads an integer from `least` to `most`."""
         value = self._value(name)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             self._refuse(name, f"an integer from {least} to {most}")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings."""
+        """Reads a list of strings."""
         value = self._value(name)
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             self._refuse(name, "a list of strings")
         return tuple(value)
 
     def inner(self, name: str) -> Fields:
-        """An object."""
+        """Reads an object."""
         return Fields(self._value(name), self._file, self._at(name))
 
     def rows(self, name: str) -> list[Fields]:
-        """A list of objects."""
+        """Reads a list of objects."""
         value = self._value(name)
         if not isinstance(value, list):
             self._refuse(name, "a list")
@@ -86,10 +88,10 @@ class Fields:
         ]
 
     def end(self) -> None:
-        """All fields have been asked for.
+        """Checks that the object has no unknown fields.
 
         Raises:
-            UsageError: There is one that nobody has asked for.
+            UsageError: The object has a field that no call has asked for.
         """
         for name in self._values.keys() - self._asked:
             raise UsageError(f"'{self._file}': {self._at(name)} is no known field")
@@ -110,14 +112,14 @@ class Fields:
 
 
 def parse(text: str, file: str) -> Fields:
-    """Reads a file's only object.
+    """Parses the text of a file whose root is an object.
 
     Args:
-        text: Of the file.
-        file: What messages call it.
+        text: The text of the file.
+        file: The name of the file in error messages.
 
     Raises:
-        UsageError: It is no JSON, or no object.
+        UsageError: The text is not JSON, or its root is not an object.
     """
     try:
         root = json.loads(text, parse_constant=_refuse_constant)

@@ -1,6 +1,6 @@
-"""Sizes, rates and times as people write them: "25M", "10gbit", "25us".
+"""Parsing and formatting of sizes, rates and times: "25M", "10gbit", "25us".
 
-Nothing here needs the extension or torch.
+This module needs neither the C++ core nor torch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ _NUMBER = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]{1,3})?)\s*([a-z/]*)\s*"
 _SIZE = re.compile(r"([0-9]{1,19})([kmg]?)(ib)?", re.IGNORECASE)
 _MOST_BYTES = (1 << 63) - 1
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SECONDS = {"": 0, "s": 0, "ms": -3, "us": -6, "ns": -9}  # powers of ten
+_SECONDS = {"": 0, "s": 0, "ms": -3, "us": -6, "ns": -9}  # Powers of ten.
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "8388608", "8M" or "8MiB"; k, M and G are powers of 1024, as in USBYTE_*.
+    """Returns the bytes of "8388608", "8M" or "8MiB".
+
+    The letters k, M and G are powers of 1024, as in the USBYTE_* variables.
 
     Raises:
-        ValueError: It is no size, or not positive.
+        ValueError: The text is not a size, or the size is not from 1 to 2**63 - 1.
     """
     match = _SIZE.fullmatch(text.strip())
-    # As the core's parser has it: "iB" follows a letter only.
+    # "iB" needs a letter before it, as in the parser of the C++ core.
     value = 0
     if match and not (match[3] and not match[2]):
         value = int(match[1]) << (10 * _POWERS[match[2].lower()])
@@ -36,13 +38,12 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second of "10gbit", "200mbit/s", "1.25GB/s".
+    """Returns the bytes per second of "10gbit", "200mbit/s" or "1.25GB/s".
 
-    Bits and bytes are told apart by the unit, and k, M, G, T are powers of 1000, as is usual for
-    networks.
+    The unit is "bit" or "B". The prefixes k, M, G and T are powers of 1000, as usual for networks.
 
     Raises:
-        ValueError: It is no rate, or not positive.
+        ValueError: The text is not a rate, or the rate is not positive and finite.
     """
     match = _NUMBER.fullmatch(text)
     unit = match[2].removesuffix("/s") if match else ""
@@ -61,10 +62,10 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of "25us", "8ms", "1.5s" or "1.5".
+    """Returns the seconds of "25us", "8ms", "1.5s" or "1.5".
 
     Raises:
-        ValueError: It is no time, or negative.
+        ValueError: The text is not a time of at least 0.
     """
     match = _NUMBER.fullmatch(text)
     seconds = math.inf
@@ -79,7 +80,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Writes 1.25e9 as "10gbit"."""
+    """Formats bytes per second: 1.25e9 as "10gbit"."""
     bits = bytes_per_s * 8
     for power, prefix in ((4, "t"), (3, "g"), (2, "m"), (1, "k")):
         if bits >= 1000**power:
@@ -88,7 +89,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Writes 25e-6 as "25us"."""
+    """Formats seconds: 25e-6 as "25us"."""
     for unit in ("s", "ms", "us"):
         scaled = seconds * 10 ** -_SECONDS[unit]
         if abs(scaled) >= 1:
@@ -97,11 +98,17 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_cost(alpha_s: float, beta_s_per_byte: float, overlap_s: float) -> str:
-    """Writes what an operation costs as "6ms (overlap 5ms) + 12.6 ns/byte"."""
+    """Formats a cost line as "6ms (overlap 5ms) + 12.6 ns/byte".
+
+    Args:
+        alpha_s: The startup, in seconds.
+        beta_s_per_byte: Seconds per byte.
+        overlap_s: The startup overlap, in seconds; 0 is left out.
+    """
     overlap = f" (overlap {format_seconds(overlap_s)})" if overlap_s else ""
     return f"{format_seconds(alpha_s)}{overlap} + {beta_s_per_byte * 1e9:.3g} ns/byte"
 
 
 def _times_ten_to(number: str, power: int) -> float:
-    """Exact but for the last rounding: "25us" is 25e-6, not 2.4999999999999998e-05."""
+    """Returns number * 10**power, rounded once: 25e-6 for "25us", not 2.4999999999999998e-05."""
     return float(Decimal(number).scaleb(power))

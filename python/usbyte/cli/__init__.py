@@ -1,7 +1,7 @@
 """The `usbyte` command.
 
-Importing this needs neither the extension nor torch, so that `usbyte doctor` can say what is
-wrong with them. Each command is imported when it is asked for.
+An import of this package needs neither the C++ core nor torch, so that `usbyte doctor` can report
+what is wrong with them. The module of a command is imported when the command runs.
 """
 
 import importlib
@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 import usbyte
-from usbyte._util.click_command import Telling
+from usbyte._util.click_command import StdoutErrorCommand
 
 _COMMANDS = ("doctor", "profile", "probe", "plan", "simulate", "whatif", "report", "lab")
 
 
-class _Commands(Telling, click.Group):
-    """Commands that are each a module of this package and the object of its name in it."""
+class _Commands(StdoutErrorCommand, click.Group):
+    """A group whose command NAME is the object NAME in the module `usbyte.cli.NAME`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -29,7 +29,7 @@ class _Commands(Telling, click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """The library's errors are written for users, who need no traceback with them."""
+        """Runs the command; shows errors of the library without a traceback."""
         try:
             return super().invoke(ctx)
         except RuntimeError as error:

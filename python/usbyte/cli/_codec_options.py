@@ -1,4 +1,4 @@
-"""What `usbyte probe --codecs` measures and prints, and the options that take its file."""
+"""Measurement of codecs for `usbyte probe --codecs`, and the options that use the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: Parameters of codecs that need one, when all are measured.
+#: The parameter with which "all" measures a codec that needs one.
 _PARAMETERS = {
     "topk": "0.01",
     "randk": "0.01",
@@ -30,7 +30,7 @@ _PARAMETERS = {
 
 
 def parse_codec(text: str) -> str:
-    """The one spelling of a codec's spec.
+    """Returns the normalized spec of a codec, "none" for none.
 
     Raises:
         ValueError: There is no such codec.
@@ -42,10 +42,14 @@ def parse_codec(text: str) -> str:
 
 
 def parse_codecs(text: str) -> list[str]:
-    """Specs of "dgc:0.01,momentum=0.5,fp16", which are two, or of "all".
+    """Parses a list of codec specs.
+
+    Args:
+        text: Specs separated by commas, or "all". A part such as "momentum=0.5" belongs to the spec
+            before it: "dgc:0.01,momentum=0.5,fp16" has two specs.
 
     Raises:
-        ValueError: There is no such codec, or nothing to measure of it.
+        ValueError: A codec is unknown or "none", or the list is empty.
     """
     from usbyte import _core
 
@@ -55,7 +59,7 @@ def parse_codecs(text: str) -> list[str]:
     parts: list[str] = []
     for part in listed(str)(text):
         if parts and "=" in part and ":" not in part.partition("=")[0]:
-            parts[-1] += f",{part}"  # a parameter of the codec before it
+            parts[-1] += f",{part}"  # A parameter of the codec before it.
         else:
             parts.append(part)
     specs = list(dict.fromkeys(parse_codec(part) for part in parts))
@@ -67,21 +71,27 @@ def parse_codecs(text: str) -> list[str]:
 def measure(
     specs: Sequence[str], seconds: float, device: _core.Cuda | None
 ) -> list[_core.MeasuredCodec]:
-    """Measures each codec on one thread, or on a device, for about so many seconds."""
+    """Measures the cost of codecs.
+
+    Args:
+        specs: Specs of the codecs.
+        seconds: Approximate time for each codec.
+        device: The GPU; None: one CPU thread.
+    """
     from usbyte import _core
 
     return [_core.measure_codec(spec, seconds, device) for spec in specs]
 
 
 def costs_of(measured: Sequence[_core.MeasuredCodec]) -> _core.CodecCosts:
-    """What was measured, as planners take it."""
+    """Returns the measured costs in the form that policies take."""
     from usbyte import _core
 
     return _core.CodecCosts({m.spec: m.cost for m in measured})
 
 
 def table(measured: Sequence[_core.MeasuredCodec], place: str) -> Table:
-    """One row for each codec; `place` is where they were measured."""
+    """Makes a table with one row for each codec; `place` names the device in its title."""
     from rich.table import Table
 
     out = Table(title=f"codecs on {place}, by bytes of float32 gradients")
@@ -106,34 +116,37 @@ def _cells(cost: _core.AlphaBeta, residual: float) -> tuple[str, str, str]:
 
 
 def costs_option(command: _F) -> _F:
-    """Adds --codec-costs; see `read_costs`."""
+    """Adds --codec-costs, whose value `read_costs` reads."""
     return click.option(
         "--codec-costs",
         "costs_path",
         type=click.Path(path_type=Path),
         metavar="COSTS.json",
-        help="What codecs cost, as usbyte probe --codecs --json writes it; without, coding takes "
+        help="Costs of codecs, written by usbyte probe --codecs --json; without it, coding takes "
         "no time.",
     )(command)
 
 
 def coding_options(command: _F) -> _F:
-    """Adds --codec and --codec-costs; see `codecs_for` and `read_costs`."""
+    """Adds --codec and --codec-costs, for `codecs_for` and `read_costs`."""
     command = costs_option(command)
     return click.option(
         "--codec",
         type=Parsed("codec", parse_codec),
         default="none",
         metavar="SPEC",
-        help="What gradients of floats travel by, such as topk:0.01.",
+        help="Codec of the floating-point gradients, such as topk:0.01.",
     )(command)
 
 
 def codecs_for(profile: _core.Profile, codec: str) -> list[str]:
-    """By tensor, the codec where it is of floats; empty if nothing is compressed.
+    """Returns the codec of each tensor: `codec` for floating-point tensors, "none" for others.
+
+    Returns:
+        The codecs in the profile's order; empty if `codec` is "none".
 
     Raises:
-        UsageError: The codec is for matrices, and the profile does not tell which tensors are.
+        UsageError: The codec factors matrices, and the profile has no tensor with rows.
     """
     from usbyte import _core
     from usbyte.errors import UsageError
@@ -143,14 +156,14 @@ def codecs_for(profile: _core.Profile, codec: str) -> list[str]:
     made = _core.make_codec(codec)
     if made is not None and made.factors and all(t.rows == 1 for t in profile.tensors):
         raise UsageError(
-            f"codec {codec} is for matrices, and this profile tells of none; record one with "
+            f"codec {codec} is for matrices, and this profile has none; record one with "
             "usbyte.torch.profile"
         )
     return [codec if "float" in t.dtype else "none" for t in profile.tensors]
 
 
 def read_costs(path: Path | None) -> _core.CodecCosts:
-    """Reads costs of codecs from JSON; none without a file."""
+    """Reads the costs of codecs from a JSON file; without a file, coding takes no time."""
     from usbyte import _core
 
     if path is None:

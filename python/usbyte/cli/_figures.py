@@ -1,4 +1,4 @@
-"""Pictures, drawn by matplotlib without a display."""
+"""Pictures of the commands, drawn by matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _COLOURS = {"forward": "#8fb8de", "backward": "#4f81b5", "wait": "#d64545", "upd
 
 
 def check_format(path: Path) -> None:
-    """Says before long work that there are no such pictures."""
+    """Raises ClickException if matplotlib cannot write the format; call it before long work."""
     known = ["html", *Figure().canvas.get_supported_filetypes()]
     if _format(path) not in known:
         raise click.ClickException(
-            f"cannot write '{path}': there are no pictures of this kind; name a file that ends "
+            f"cannot write '{path}': unknown picture format; name a file that ends "
             f"with one of {', '.join(f'.{kind}' for kind in sorted(known))}"
         )
 
@@ -43,7 +43,7 @@ def _format(path: Path) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the picture in the format that the name ends with; of .html, a page that holds it."""
+    """Writes the picture in the format of the file name's suffix; .html is a page with an SVG."""
     drawn = io.BytesIO()
     try:
         if _format(path) == "html":
@@ -62,9 +62,10 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def steps_by_workers(cases: Sequence[Case]) -> Figure:
-    """How near each policy comes to the bound: a row for each model, a column for each bandwidth.
+    """Draws bound / step over workers, with a row for each model and a column per bandwidth.
 
-    In percent, since the steps of poor policies are longer by orders of magnitude.
+    The value is in percent of the bound, since the steps of poor policies are longer by orders of
+    magnitude.
     """
     models = list(dict.fromkeys(case.model for case in cases))
     rates = list(dict.fromkeys(case.bandwidth_bytes_per_s for case in cases))
@@ -80,7 +81,7 @@ def steps_by_workers(cases: Sequence[Case]) -> Figure:
             for scheme in schemes:
                 line = [(c.workers, c) for c in here if c.scheme == scheme]
                 near = [100 * bounds[n] / c.step_s for n, c in line]
-                style = "--" if ":" in scheme else "-"  # may lie on the forward one
+                style = "--" if ":" in scheme else "-"  # It may cover the forward curve.
                 panel.plot([n for n, _ in line], near, style, marker="o", ms=3, label=scheme)
             panel.set_xscale("log", base=2)
             panel.set_xticks(workers, [str(n) for n in workers])
@@ -95,9 +96,9 @@ def steps_by_workers(cases: Sequence[Case]) -> Figure:
 
 
 def scaling_by_bandwidth(found: Sequence[tuple[str, Sequence[Point]]]) -> Figure:
-    """Scaling factors, and below them the ratios needed: a column for each model.
+    """Draws scaling factors, and below them the ratios needed, with a column for each model.
 
-    A ratio that compression cannot reach has no point.
+    An infinite ratio has no point.
     """
     figure = Figure(figsize=(4.6 * len(found) + 1.8, 6.4), layout="constrained")
     panels = figure.subplots(2, len(found), squeeze=False, sharex="col", sharey="row")
@@ -133,7 +134,7 @@ def scaling_by_bandwidth(found: Sequence[tuple[str, Sequence[Point]]]) -> Figure
 
 
 def costs(lines: Sequence[Line]) -> Figure:
-    """Measured times with their spread, and the lines through them: a panel for each collective."""
+    """Draws measured times with their spread and the cost lines, in one panel per collective."""
     kinds = list(dict.fromkeys(line.kind for line in lines))
     figure = Figure(figsize=(4.2 * len(kinds) + 0.6, 3.8), layout="constrained")
     panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
@@ -160,13 +161,13 @@ def costs(lines: Sequence[Line]) -> Figure:
 
 
 def _between(sizes: Sequence[int]) -> list[int]:
-    """Sizes from the least to the largest, close enough for a curve."""
+    """Returns 61 sizes from the least to the largest, for a smooth curve."""
     ratio = max(sizes) / min(sizes)
     return [round(min(sizes) * ratio ** (k / 60)) for k in range(61)]
 
 
 def timeline(scene: Scene) -> Figure:
-    """The lanes of a report, one below the other."""
+    """Draws the lanes of a report, one below the other."""
     lanes = scene.lanes
     rows = sum(len(lane.rows) + 1 for lane in lanes)
     figure = Figure(figsize=(12.0, 1.6 + 0.2 * rows), layout="constrained")
@@ -175,7 +176,7 @@ def timeline(scene: Scene) -> Figure:
     for lane in lanes:
         for row in lane.rows:
             colours = [_COLOURS[b.kind] if b.op is None else scene.colour(b.op) for b in row]
-            # A bar of no length would not be drawn.
+            # A minimum length, since matplotlib does not draw a bar of length 0.
             spans = [(b.start_s * 1e3, max(b.end_s - b.start_s, 1e-5) * 1e3) for b in row]
             panel.broken_barh(spans, (top, 0.85), color=colours, edgecolor="white", linewidth=0.3)
             top += 1
@@ -192,5 +193,5 @@ def timeline(scene: Scene) -> Figure:
     text += f"{scene.prediction.step_s * 1e3:.2f} ms"
     text += f", measured {measured * 1e3:.2f} ms" if measured is not None else ""
     text += f", bound {scene.bound_s * 1e3:.2f} ms"
-    panel.set_title(text, loc="left", fontsize=10, parse_math=False)  # names may hold dollars
+    panel.set_title(text, loc="left", fontsize=10, parse_math=False)  # Names may have dollars.
     return figure

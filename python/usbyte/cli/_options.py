@@ -1,6 +1,6 @@
-"""What the options of several commands have in common.
+"""Options that several commands share, with their parsers.
 
-Importing this needs neither the extension nor torch.
+An import of this module needs neither the C++ core nor torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
-#: What a network of one cost cannot tell; see csrc/include/usbyte/network.h.
+#: A ring has one cost line, so how the startups of concurrent ops combine is an assumption.
 SERIAL_HELP = (
-    "Operations in flight together are taken to start up at the same time, as on connections of "
-    "their own, which favours policies that have several in flight; serial: one after the other, "
-    "as on one connection or one NCCL stream."
+    "By default, the startups of operations in flight overlap, as on separate connections, which "
+    "favours policies with several operations in flight; serial: startups follow each other, as on "
+    "one connection or one NCCL stream."
 )
 
 
@@ -34,14 +34,14 @@ _MAX_WORKERS = 4096
 
 
 class Parsed(click.ParamType):
-    """A value that a function makes of its text; the function's ValueError is the message."""
+    """A click type that parses text with a function; its ValueError becomes the error message."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Leaves alone what is no text: defaults that are values already."""
+        """Parses text; returns other values, which are defaults, unchanged."""
         if not isinstance(value, str):
             return value
         try:
@@ -51,7 +51,7 @@ class Parsed(click.ParamType):
 
 
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Parses values separated by commas; there may be none."""
+    """Returns a parser of values separated by commas; the list may be empty."""
     return lambda text: [parse(part.strip()) for part in text.split(",") if part.strip()]
 
 
@@ -61,11 +61,11 @@ SECONDS = Parsed("time", units.parse_seconds)
 
 
 class Scheme(NamedTuple):
-    """How a job is trained.
+    """An overlap mode and a policy.
 
     Attributes:
-        mode: "forward" or "backward", the overlap; "sharded" is forward with a sharded optimizer.
-        policy: Who plans.
+        mode: The overlap, "forward" or "backward"; "sharded" is forward with a sharded optimizer.
+        policy: Name of the policy.
     """
 
     mode: str
@@ -76,25 +76,26 @@ class Scheme(NamedTuple):
 
     @property
     def overlap(self) -> str:
-        """What communication may hide behind."""
+        """The overlap: "backward" or "forward"."""
         return "backward" if self.mode == "backward" else "forward"
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank updates a shard of the parameters."""
+        """Whether each rank updates only its shard of the parameters."""
         return self.mode == "sharded"
 
 
 def parse_scheme(text: str) -> Scheme:
-    """The scheme of "backward:ddp" or "sharded:dear"; "auto" alone means "forward:auto".
+    """Parses "backward:ddp" or "sharded:dear"; "auto" alone means "forward:auto".
 
     Raises:
-        ValueError: There is no such mode or policy, or the policy cannot do it.
+        ValueError: The mode or the policy is unknown, or the policy does not support a sharded
+            optimizer.
     """
     from usbyte.planning import tuning
 
     first, colon, second = text.strip().partition(":")
-    alone = not colon or text.strip() in tuning.TUNED  # "tune:dear" names no overlap
+    alone = not colon or text.strip() in tuning.TUNED  # "tune:dear" has no overlap in it.
     mode, policy = ("forward", text.strip()) if alone else (first, second)
     if mode not in ("forward", "backward", "sharded"):
         raise ValueError(
@@ -113,10 +114,10 @@ def parse_scheme(text: str) -> Scheme:
 
 
 def parse_workers(text: str) -> int:
-    """The number of ranks of an imagined network.
+    """Parses the number of ranks of a simulated network.
 
     Raises:
-        ValueError: It is not 2 to 4096.
+        ValueError: The number is not from 2 to 4096.
     """
     workers = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
     if not 2 <= workers <= _MAX_WORKERS:
@@ -125,7 +126,10 @@ def parse_workers(text: str) -> int:
 
 
 def all_schemes() -> list[Scheme]:
-    """Every policy with forward overlap but the tuned ones, which take long; and what DDP does."""
+    """Returns all untuned policies with forward overlap, and backward:ddp, which is DDP.
+
+    Tuned policies take long, so they are left out.
+    """
     from usbyte import _core
 
     return [*(Scheme("forward", policy) for policy in _core.policies()), Scheme("backward", "ddp")]
@@ -137,23 +141,23 @@ def overlap_options(command: _F) -> _F:
         "--shard-optimizer",
         "sharded",
         is_flag=True,
-        help="Each rank updates a shard, and parameters are gathered in the next forward.",
+        help="Each rank updates a shard, and the next forward gathers the parameters.",
     )(command)
     return click.option(
         "--overlap",
         type=click.Choice(["forward", "backward"]),
         default="forward",
-        help="What communication may hide behind: backward, or backward and the next forward.",
+        help="Overlap communication with backward, or with backward and the next forward.",
     )(command)
 
 
 def parse_ring(text: str) -> _core.NetworkModel:
-    """The network of "8,25us,10gbit": ranks, latency of a message, bandwidth of a link.
+    """Parses "8,25us,10gbit": ranks, latency of a message, bandwidth of a link.
 
-    With ",serial" behind them startups take turns, see `SERIAL_HELP`.
+    With a fourth value "serial", only one op at a time starts up, as `SERIAL_HELP` says.
 
     Raises:
-        ValueError: It is not three such values.
+        ValueError: The text does not have this form, or there are not 1 to `MOST_RANKS` ranks.
     """
     from usbyte import _core
 
@@ -170,7 +174,7 @@ def parse_ring(text: str) -> _core.NetworkModel:
 
 
 def network_options(command: _F) -> _F:
-    """Adds --network and --ring; see `network`."""
+    """Adds --network and --ring, whose values `network` turns into a network model."""
     command = click.option(
         "--ring",
         type=Parsed("ring", parse_ring),
@@ -182,21 +186,21 @@ def network_options(command: _F) -> _F:
         "network_path",
         type=click.Path(path_type=Path),
         metavar="NETWORK.json",
-        help="A measured network.",
+        help="A measured network, written by usbyte probe --json.",
     )(command)
 
 
 def network(path: Path | None, ring: _core.NetworkModel | None) -> _core.NetworkModel:
-    """The network of the options --network and --ring.
+    """Returns the network model of the options --network and --ring.
 
     Raises:
-        UsageError: None or both are given.
+        UsageError: Neither or both options are given.
     """
     if path is not None and ring is None:
         return read_network(path)
     if ring is not None and path is None:
         return ring
-    raise click.UsageError("give the network as --network NETWORK.json or as --ring, not both")
+    raise click.UsageError("give the network by one of --network NETWORK.json and --ring")
 
 
 def scale_options(command: _F) -> _F:
@@ -208,14 +212,23 @@ def scale_options(command: _F) -> _F:
 
 
 def read_network(path: Path) -> _core.NetworkModel:
-    """Reads a network from JSON."""
+    """Reads a network model from a JSON file."""
     from usbyte import _core
 
     return read_json(path, "network", _core.NetworkModel.from_json)
 
 
 def read_json(path: Path, what: str, parse: Callable[[str], _T]) -> _T:
-    """What `parse` makes of a file, or a message that says what the file was to be."""
+    """Reads and parses a file.
+
+    Args:
+        path: The file.
+        what: What the file should be, for the error message, such as "plan".
+        parse: Parses the text; raises an `Error` of usbyte if the text is not valid.
+
+    Raises:
+        ClickException: The file cannot be read or parsed.
+    """
     from usbyte.errors import Error
 
     text = read_text(path, what)
@@ -226,7 +239,7 @@ def read_json(path: Path, what: str, parse: Callable[[str], _T]) -> _T:
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file, or a message that says what the file was to be."""
+    """Reads the text of a file; ClickException with `what` in its message if that fails."""
     try:
         return files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -234,7 +247,16 @@ def read_text(path: Path, what: str) -> str:
 
 
 def check_writable(*paths: Path | None, inputs: Iterable[Path | str | None] = ()) -> None:
-    """Says before long work that a file could not be written after it, or is what is read."""
+    """Checks, before long work, that output files can be written afterwards.
+
+    Args:
+        paths: Output files; None is ignored.
+        inputs: Input files, which no output may overwrite; None is ignored.
+
+    Raises:
+        ClickException: A file cannot be written.
+        UsageError: A file is one of the inputs.
+    """
     read = [source for source in inputs if source is not None and os.path.isfile(source)]
     for path in paths:
         if path is None:
@@ -249,12 +271,12 @@ def check_writable(*paths: Path | None, inputs: Iterable[Path | str | None] = ()
             raise _unwritable(path, "it is a folder" if folder else "not writable")
         if replaced:
             raise click.UsageError(
-                f"'{path}' is read here, and would be overwritten; write to another"
+                f"'{path}' is an input and would be overwritten; write to another file"
             )
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file as `read_text` reads it, or ends with a message."""
+    """Writes a text file; ClickException if that fails."""
     try:
         files.write_bytes(path, text.encode())
     except OSError as error:

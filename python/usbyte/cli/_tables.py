@@ -15,7 +15,14 @@ def for_terminal(
     rows: Iterable[Sequence[RenderableType]],
     left: Sequence[str] = (),
 ) -> RenderableType:
-    """A table of numbers below its title; the columns in `left` are text."""
+    """Makes a table of numbers with a title above it.
+
+    Args:
+        title: The title.
+        columns: Names of the columns.
+        rows: The cells of each row.
+        left: Columns of text, which are left-aligned.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -25,11 +32,11 @@ def for_terminal(
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    return Group(Text(title, "italic"), table)  # brackets in names are no markup
+    return Group(Text(title, "italic"), table)  # As Text: brackets in names must not be markup.
 
 
 def in_markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for a document; it ends with a line break."""
+    """Makes a Markdown table that ends with a line break."""
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -22,17 +22,16 @@ Example:
   usbyte lab down
   usbyte lab up --topology 2x2:10gbit,1gbit
 """
-_LEAST_RATE = 1e3  # bytes/s; of less, tc makes nothing that TCP gets through
-_NAME = click.option(
-    "--name", default="usbyte", show_default=True, help="Labs of other names are left alone."
-)
+_LEAST_RATE = 1e3  # Bytes/s. At a lower rate of tc, TCP transfers nothing.
+_NAME = click.option("--name", default="usbyte", show_default=True, help="Name of the lab.")
 
 
 def _rate(text: str) -> float:
     rate = float("inf") if text == "unlimited" else units.parse_rate(text)
     if rate < _LEAST_RATE:
         raise ValueError(
-            f"{text!r}: links of the lab carry {units.format_rate(_LEAST_RATE)} at least"
+            f"{text!r} is too slow; a link of the lab needs {units.format_rate(_LEAST_RATE)} or "
+            "more"
         )
     return rate
 
@@ -42,7 +41,7 @@ def _rates(text: str) -> list[float]:
 
 
 def _topology(text: str) -> tuple[list[int], list[float]]:
-    """Sizes and rates by dimension of "2x2:10gbit,1gbit"."""
+    """Returns the sizes and the rates of the dimensions of "2x2:10gbit,1gbit"."""
     sizes, _, rates = text.partition(":")
     if not re.fullmatch(r"[0-9]+(x[0-9]+)*", sizes):
         raise ValueError(
@@ -59,29 +58,31 @@ _RATES = Parsed("rate", _rates)
 def lab() -> None:
     """Emulate a cluster on this machine.
 
-    Hosts are network namespaces whose links have a given rate. A lab of several dimensions
-    (--topology) has an interface for each at every host. Each has its own share of this
-    machine's cores; with fewer cores than hosts, some share a core. Needs Linux, root, iproute2 and
-    util-linux.
+    Hosts are network namespaces whose links have a given rate. In a lab of several dimensions
+    (--topology), every host has an interface for each dimension. Each host has its own share of
+    this machine's cores; with fewer cores than hosts, hosts share cores. Needs Linux, root,
+    iproute2 and util-linux.
     """
 
 
 @lab.command()
-@click.option("--hosts", type=click.IntRange(1, 250), help="How many; 4 if nothing is given.")
+@click.option("--hosts", type=click.IntRange(1, 250), show_default="4", help="Number of hosts.")
 @click.option(
     "--rate",
     type=_RATES,
-    help="Of each link in each direction, such as 1gbit; unlimited if nothing is given.",
+    show_default="unlimited",
+    help="Rate of each link in each direction, such as 1gbit.",
 )
 @click.option(
     "--topology",
     type=Parsed("topology", _topology),
     metavar="SIZES:RATES",
-    help="Dimensions instead, the innermost first: 2x2:10gbit,1gbit is two nodes of two ranks.",
+    help="Sizes and rates of the dimensions, innermost first, in place of --hosts and --rate: "
+    "2x2:10gbit,1gbit is two machines of two ranks.",
 )
 @click.option(
     "--congestion", metavar="NAME",
-    help="TCP's congestion control, such as cubic; by default this system's.",
+    show_default="the system's", help="TCP's congestion control, such as cubic.",
 )  # fmt: skip
 @_NAME
 def up(
@@ -93,7 +94,7 @@ def up(
 ) -> None:
     """Start the cluster."""
     if topology is not None and (hosts, rate) != (None, None):
-        raise click.UsageError("--topology tells hosts and rates: leave out --hosts and --rate")
+        raise click.UsageError("--topology sets hosts and rates: leave out --hosts and --rate")
     sizes, rates = topology or ([hosts or 4], rate or [float("inf")])
     _lab(name).up(sizes, _shaped(rates), congestion)
     click.echo(f"lab '{name}': {'x'.join(map(str, sizes))} hosts, {_rate_text(rates)}")
@@ -103,12 +104,13 @@ def up(
 @_NAME
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(name: str, command: tuple[str, ...]) -> None:
-    """Run COMMAND, one rank on each host, on its cores.
+    """Run COMMAND with one rank on each host, on the host's cores.
 
-    Ranks that share a core run as batch jobs (chrt --batch), since hosts of a cluster do not
-    interrupt each other; there, what benchmarks/compare.py computes gives way to communication.
-    Ranks get torchrun's environment, and their lines are shown with the rank in front. The first
-    rank that fails ends all others, and its exit code is this command's.
+    Ranks that share a core run as batch jobs (chrt --batch), since hosts of a real cluster do not
+    interrupt each other. On such a core, the compute of benchmarks/compare.py yields to
+    communication. Ranks get torchrun's environment. Each line of their output is shown with the
+    rank in front. The first rank that fails ends all others, and its exit code is that of this
+    command.
     """
     _lab(name).run(command)
 
@@ -117,10 +119,10 @@ def run(name: str, command: tuple[str, ...]) -> None:
 @click.argument("rate", type=_RATES)
 @_NAME
 def rate(rate: list[float], name: str) -> None:
-    """Give the links another RATE.
+    """Set the rate of the links to RATE.
 
-    RATE is for example 200mbit or unlimited, or one for each dimension, as 10gbit,1gbit. Ranks that
-    run go on.
+    RATE is for example 200mbit or unlimited, or one rate for each dimension, such as 10gbit,1gbit.
+    Running ranks continue.
     """
     _lab(name).rate(_shaped(rate))
     click.echo(f"lab '{name}': {_rate_text(rate)}")
@@ -129,9 +131,9 @@ def rate(rate: list[float], name: str) -> None:
 @lab.command()
 @_NAME
 def status(name: str) -> None:
-    """Show the hosts, their rates, and what runs in them.
+    """Show the hosts, their rates and their processes.
 
-    The exit status is 1 if the cluster is not up.
+    The exit status is 1 if the lab is not up.
     """
     from rich.console import Console
     from rich.table import Table
@@ -148,7 +150,7 @@ def status(name: str) -> None:
 
 
 @lab.command()
-@click.option("--kill", is_flag=True, help="Also end what still runs in it.")
+@click.option("--kill", is_flag=True, help="Kill the processes that still run in it.")
 @_NAME
 def down(kill: bool, name: str) -> None:
     """Remove the cluster."""
@@ -163,7 +165,7 @@ def _lab(name: str) -> Lab:
 
 
 def _shaped(rates: Sequence[float]) -> float | list[float | None] | None:
-    """One for all dimensions, or one for each."""
+    """Converts rates for `Lab`: one for all dimensions, or one for each; None: no shaping."""
     found = [None if rate == float("inf") else rate for rate in rates]
     return found[0] if len(found) == 1 else found
 

@@ -1,4 +1,4 @@
-"""`usbyte plan`: what a policy makes of a profile and a network, and what to expect of it."""
+"""`usbyte plan`: makes a policy's plan for a profile and a network, and its prediction."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ if TYPE_CHECKING:
     from usbyte import _core
 
 _MEGA = 1e6
-_SHOWN = 500  # rows of the table, which takes long to lay out
+_SHOWN = 500  # The most rows of the table; rich needs long for more.
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
 @click.argument("profile")
 @scale_options
 @network_options
-@click.option("--policy", default="auto", help="Who plans; tuned policies tune the predicted step.")
+@click.option(
+    "--policy", default="auto", help="Policy; a tuned policy tunes the predicted step time."
+)
 @overlap_options
 @coding_options
-@click.option("--partition", type=BYTES, help="bytescheduler: larger tensors are split.")
-@click.option("--credit", type=BYTES, help="bytescheduler: bytes in flight.")
+@click.option(
+    "--partition", type=BYTES, help="bytescheduler: split tensors that are larger than this."
+)
+@click.option("--credit", type=BYTES, help="bytescheduler: the most bytes in flight.")
 @click.option("--bucket", type=BYTES, help="ddp: bucket size.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan as JSON.")
 def plan(
@@ -57,10 +61,10 @@ def plan(
 ) -> None:
     """Plan the communication of a profile.
 
-    PROFILE is a file of usbyte's own, a published trace, or a name: vgg16, resnet50, bert-base and
-    gpt2 were recorded on a CPU, vgg16-half and vgg16-even are made up. Launched and done are
-    seconds since the forward pass began; the bound is a step that no order of sending goes below,
-    without codecs. Of more than 500 operations the first and the last are shown.
+    PROFILE is a usbyte profile, a published trace, or a name: vgg16, resnet50, bert-base and gpt2
+    were recorded on a CPU, vgg16-half and vgg16-even are made up. Launched and done are seconds
+    since the forward pass began. The bound is the step time that no plan without codecs can beat.
+    Of more than 500 operations, only the first and the last 250 are shown.
     """
     from rich.console import Console
 
@@ -92,11 +96,11 @@ def plan(
 
 
 def _table(plan: _core.Plan, predicted: _core.Prediction) -> RenderableType:
-    """One row for each op."""
+    """Makes a table with one row for each op."""
     from rich.text import Text
 
     rows: list[list[RenderableType]] = []
-    # Each of these converts all that the core has.
+    # Each access of these attributes converts the whole list from C++.
     tensors, launched_s, done_s = plan.tensors, predicted.launched_s, predicted.done_s
     ops = list(enumerate(plan.ops))
     left_out = len(ops) - _SHOWN
@@ -117,7 +121,7 @@ def _table(plan: _core.Plan, predicted: _core.Prediction) -> RenderableType:
 
 
 def _window(window_bytes: int, plan: _core.Plan) -> str:
-    # Windows that hold everything are as good as none.
+    # A window as large as the flat buffer limits nothing.
     return "all" if window_bytes >= plan.arena_bytes else f"{window_bytes / _MEGA:.3f}"
 
 

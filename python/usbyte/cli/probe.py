@@ -1,4 +1,4 @@
-"""`usbyte probe`: what collectives cost between the ranks it is started on, or what codecs cost."""
+"""`usbyte probe`: measures collectives between the ranks that it runs on, or codecs."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ Example:
 @click.command(context_settings={"show_default": True, "max_content_width": 100}, epilog=_EXAMPLES)
 @click.option(
     "--largest", type=BYTES, default="32M",
-    help="Upper limit to the payloads, of which there are two sizes at least; they end where an "
-    "operation takes about 0.05 s. What runs beside a small one, or is packed, is up to four times "
-    "as large.",
+    help="Largest payload. Payloads grow until an operation takes about 0.05 s, and there are at "
+    "least two sizes. Operations beside a small one, and packed ones, are up to four times as "
+    "large.",
 )  # fmt: skip
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu",
-    help="Where payloads are, and what codecs code: gradients are on the device of the model.",
+    help="Device of the payloads, and of the gradients for codecs. Use the device of the model.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1), default=10, help="Measurements of each size.")
 @click.option(
     "--codecs", type=Parsed("list", coding.parse_codecs), is_flag=False, flag_value="all",
     metavar="[SPEC,SPEC...]",
-    help="Measure codecs instead, on one thread of this machine, or on its device; without a list, "
-    "all there are.",
+    help="Measure codecs instead of the network, on one CPU thread or on the GPU; without a list, "
+    "all codecs.",
 )  # fmt: skip
 @click.option(
-    "--codec-time", type=SECONDS, default="1s", help="For each codec, with --codecs; about."
+    "--codec-time", type=SECONDS, default="1s", help="Approximate time for each of --codecs."
 )
 @click.option(
     "--dimensions", is_flag=False, flag_value="hosts", metavar="[SIZES]",
-    help="Measure the lines of a mesh too: of the ranks of each host, and of hosts; or of sizes "
-    "such as 2x4, the innermost first.",
+    help="Also measure each dimension of the network: the ranks inside a host, and the hosts; or "
+    "dimensions of given sizes such as 2x4, innermost first.",
 )  # fmt: skip
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path),
-    help="Write the network that usbyte plan takes as --network; with --codecs, what it takes as "
-    "--codec-costs.",
+    help="Write the network model, for usbyte plan --network; with --codecs, the costs, for usbyte "
+    "plan --codec-costs.",
 )  # fmt: skip
 @click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Write every measurement.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw a picture (matplotlib).")
@@ -77,16 +77,17 @@ def probe(
 ) -> None:
     """Measure the network between ranks, or codecs.
 
-    Start it on every rank, as a training script; rank 0 reports. With k operations in flight a
-    group of k takes alpha - overlap + beta for each byte of the group, but at least alpha: bytes
-    travel during the end of the startup already. The bus bandwidth is what a ring's links carry at
-    that beta. The residual is how far this lies from the median of a size, as a median over sizes;
-    the second table has it by size.
+    Start it on every rank, like a training script; rank 0 prints the result. The first table has
+    the fitted cost lines: k operations in flight with b bytes together take max(alpha, alpha -
+    overlap + beta * b), as bytes already travel at the end of a startup. The bus bandwidth is that
+    of a ring's links at that beta. The residual is the difference between the line and the median
+    time of a size; the first table has its median over the sizes, the second table all of them.
 
-    With --codecs, one process is enough. Encoding and decoding take the least time there is, or by
-    the byte of the gradients if that is more. Encoding is with the memory of what was not sent;
-    decoding is of one message. On a device that is of gradients there, by kernels or through the
-    host, with copies and waits. The error is as the residual; the message is part of the gradients.
+    With --codecs, one process is enough. Encoding and decoding take the least time shown, or the
+    bytes of the gradients over the rate shown, if that is longer. Encoding includes error feedback.
+    Decoding is that of one message. On a GPU, the gradients are there, and the codec runs as
+    kernels or on the CPU, with copies and waits included. The error is the residual of the fit; the
+    message is its share of the gradients' size.
     """
     if codecs is not None:
         if dimensions is not None:
@@ -98,7 +99,7 @@ def probe(
     cluster = detect()
     if cluster.size == 1:
         raise click.ClickException(
-            "a network has several ranks; start this on each of them, as in: "
+            "a network has several ranks; start this command on each of them, as in: "
             "usbyterun -np 4 usbyte probe"
         )
     if cluster.rank == 0:
@@ -148,7 +149,7 @@ def _probe_codecs(
 ) -> None:
     if seconds <= 0:
         raise click.BadParameter("write a time above 0", param_hint="--codec-time")
-    if detect().rank != 0:  # others would only compete for the cores
+    if detect().rank != 0:  # Other ranks would only compete for the cores.
         return
     check_writable(json_path)
     from rich.console import Console
@@ -165,7 +166,7 @@ def _probe_codecs(
 
 def _together(concurrent: int | None, busy_alpha_s: float) -> str:
     if concurrent is None:
-        return "How many operations run at once cannot be told; try a larger --largest."
+        return "How many operations run at once could not be measured; use a larger --largest."
     most = {0: "Any number of operations run", 1: "One operation runs"}
     text = most.get(concurrent, f"{concurrent} operations run") + " at once."
     if busy_alpha_s > 0:
@@ -180,7 +181,7 @@ def _packing(s_per_byte: float) -> str:
 
 def _shots(one: _core.OneShot) -> str:
     return (
-        f"An all_reduce of up to {one.most_bytes} bytes goes in one shot, which takes "
+        f"A direct all_reduce, of up to {one.most_bytes} bytes, takes "
         f"{units.format_seconds(one.latency_s)}, beside a large one "
         f"{units.format_seconds(one.busy_latency_s)}; of several, one ends every "
         f"{units.format_seconds(one.gap_s)}."
@@ -188,7 +189,7 @@ def _shots(one: _core.OneShot) -> str:
 
 
 def _table(lines: Sequence[Line], ranks: int) -> Table:
-    """One row for each line."""
+    """Makes a table with one row for each cost line."""
     from rich.table import Table
 
     table = Table(title=f"{ranks} ranks")
@@ -197,7 +198,7 @@ def _table(lines: Sequence[Line], ranks: int) -> Table:
         table.add_column(column, justify="right")
     for line in lines:
         beta = line.cost.beta_s_per_byte
-        # Of the payload, what each link of a ring carries.
+        # The share of the payload that each link of a ring carries.
         share = (2 if line.kind == "all_reduce" else 1) * (ranks - 1) / ranks
         table.add_row(
             line.kind,
@@ -212,10 +213,10 @@ def _table(lines: Sequence[Line], ranks: int) -> Table:
 
 
 def _lines(topology: _core.Topology) -> Table:
-    """One row for each dimension."""
+    """Makes a table with one row for each dimension."""
     from rich.table import Table
 
-    table = Table(title="lines of the mesh: reduce_scatters and all_gathers")
+    table = Table(title="dimensions of the network: reduce_scatters and all_gathers")
     table.add_column("dimension")
     for column in ("ranks", "startup", "a rank sends"):
         table.add_column(column, justify="right")
@@ -230,10 +231,10 @@ def _lines(topology: _core.Topology) -> Table:
 
 
 def _residuals(lines: Sequence[Line]) -> Table:
-    """How far each line lies above the measured medians, by size."""
+    """Makes a table of the residuals of each cost line, by size."""
     from rich.table import Table
 
-    table = Table(title="residual by bytes of an operation: above what was measured, in percent")
+    table = Table(title="residual by bytes of an operation: fit above measurement, in percent")
     table.add_column("collective")
     table.add_column("ops", justify="right")
     sizes = sorted({point.bytes // line.window for line in lines for point in line.points})

@@ -1,4 +1,4 @@
-"""`usbyte profile`: runs a training script and records what one of its iterations does."""
+"""`usbyte profile`: runs a training script and records a profile of its iterations."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ Example:
     epilog=_EXAMPLES,
 )
 @click.option("--steps", type=click.IntRange(1), default=10, help="Optimizer steps to record.")
-@click.option("--skip", type=click.IntRange(1), default=3, help="Steps of warm-up before them.")
+@click.option("--skip", type=click.IntRange(1), default=3, help="Warm-up steps before them.")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), default="profile.json", help="The profile."
+    "-o", "--output", type=click.Path(path_type=Path), default="profile.json", help="Output file."
 )
-@click.option("--name", show_default="the model's class", help="Of the job.")
+@click.option("--name", show_default="the model's class", help="Name of the job.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option(
     "--continue",
     "go_on",
     is_flag=True,
-    help="Let the script run to its end. Otherwise it is stopped once enough steps were seen.",
+    help="Let the script run to its end. Otherwise it is stopped after the recorded steps.",
 )
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
@@ -61,13 +61,13 @@ def profile(
 ) -> None:
     """Record a profile of a training script.
 
-    SCRIPT runs unchanged in this process, as python would run it, but that torch is imported
-    before it. It must train one model with one optimizer, whose steps end the iterations.
+    SCRIPT runs unchanged in this process, as python would run it; only torch is imported before
+    it. It must train one model with one optimizer. Each step of the optimizer ends an iteration.
 
-    Started on several ranks, the slowest rank's times are taken. A script with a
-    DistributedOptimizer is recorded by that itself, in its first steps, without the time that it
-    waits for the network; --steps and --skip then have no effect. DDP and FSDP are refused; what
-    else communicates counts as compute.
+    On several ranks, the profile has the times of the slowest rank. A DistributedOptimizer in the
+    script records the profile itself, in its first steps and without the waits for the network;
+    --steps and --skip then have no effect. DDP and FSDP raise an error. Any other communication
+    counts as compute.
     """
     if not module and not Path(script).is_file():
         raise click.ClickException(
@@ -89,8 +89,8 @@ def profile(
             click.echo("times are those of rank 0: the script has not called ub.init()")
         click.echo(f"wrote {output}" + ("" if go_on else f" and stopped {script}"))
 
-    watch = ScriptRecorder(skip, steps, name, finish, stop=not go_on)
-    with _arguments(script, arguments, module), watch:
+    recorder = ScriptRecorder(skip, steps, name, finish, stop=not go_on)
+    with _arguments(script, arguments, module), recorder:
         try:
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -101,13 +101,13 @@ def profile(
         except SystemExit as ending:
             if ending.code not in (None, 0):
                 raise
-    if not watch.finished:
-        raise click.ClickException(f"no profile of '{script}': {watch.missing()}")
+    if not recorder.finished:
+        raise click.ClickException(f"no profile of '{script}': {recorder.missing()}")
 
 
 @contextmanager
 def _arguments(script: str, arguments: tuple[str, ...], module: bool) -> Iterator[None]:
-    """What a script finds in sys.argv and first in sys.path."""
+    """Sets sys.argv and the first entry of sys.path for a script, inside the `with`."""
     argv, path = sys.argv[:], sys.path[:]
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, str(Path.cwd() if module else Path(script).resolve().parent))
@@ -118,7 +118,7 @@ def _arguments(script: str, arguments: tuple[str, ...], module: bool) -> Iterato
 
 
 def _summary(job: _core.Profile) -> str:
-    """What people want to know of a profile."""
+    """Returns a short text about a profile."""
     first, last = min(job.ready_s), max(job.ready_s)
     spread = sorted(job.ready_spread_s)
     middle = spread[len(spread) // 2] if spread else 0.0

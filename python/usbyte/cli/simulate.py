@@ -1,4 +1,4 @@
-"""`usbyte simulate`: predicted step times of models, policies, worker counts and bandwidths."""
+"""`usbyte simulate`: predicts step times of jobs for policies, worker counts and bandwidths."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Case:
     """One prediction.
 
     Attributes:
-        model: Of the profile.
+        model: Name of the profile.
         workers: Ranks of the ring.
-        bandwidth_bytes_per_s: Of a link.
-        latency_s: Of a message.
-        serial_startups: Whether operations start up one after the other.
+        bandwidth_bytes_per_s: Bandwidth of a link.
+        latency_s: Latency of a message.
+        serial_startups: Whether only one op at a time starts up.
         overlap: "forward" or "backward".
-        shard_optimizer: Whether each rank updates a shard of the parameters.
-        policy: Who plans.
-        ops: Collectives of one step.
-        step_s: Predicted.
-        bound_s: What no order of sending goes below, with this overlap.
-        compute_s: The step without communication.
-        codec: What gradients of floats travel by; the bound is without.
+        shard_optimizer: Whether each rank updates only its shard of the parameters.
+        policy: Name of the policy.
+        ops: Number of ops in a step.
+        step_s: Predicted seconds of a step.
+        bound_s: The bound for this overlap, without a codec, in seconds.
+        compute_s: Seconds of a step without communication.
+        codec: Codec of the floating-point gradients.
     """
 
     model: str
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def scheme(self) -> str:
-        """Overlap and policy; the overlap is left out where it is the usual one."""
+        """Overlap and policy as text; the overlap "forward" is left out."""
         if self.shard_optimizer:
             return f"sharded:{self.policy}"
         return self.policy if self.overlap == "forward" else f"{self.overlap}:{self.policy}"
@@ -83,15 +83,16 @@ class Case:
 @click.option(
     "--policies",
     type=Parsed("list", listed(parse_scheme)),
-    show_default="all but tuned ones in forward overlap, and backward:ddp",
-    help="POLICY or OVERLAP:POLICY, separated by commas.",
+    show_default="all untuned policies with overlap forward, and backward:ddp",
+    help="Policies to compare, as POLICY or OVERLAP:POLICY, separated by commas.",
 )
 @click.option(
     "--shard-optimizer",
     "sharded",
     is_flag=True,
-    help="Each rank updates a shard, and parameters are gathered in the next forward; with "
-    "those policies that can if none are named. Beside others: write sharded:POLICY.",
+    help="Shard the optimizer: each rank updates a shard, and the next forward gathers the "
+    "parameters. Without --policies, compare all untuned policies that support this. To mix, write "
+    "sharded:POLICY in --policies.",
 )
 @click.option(
     "--workers", type=Parsed("list", listed(parse_workers)), default="4,16,64,256",
@@ -99,9 +100,9 @@ class Case:
 )  # fmt: skip
 @click.option(
     "--bandwidth", type=Parsed("list", listed(units.parse_rate)), default="10gbit",
-    help="Of a link, separated by commas.",
+    help="Bandwidths of a link, separated by commas.",
 )  # fmt: skip
-@click.option("--latency", type=SECONDS, default="25us", help="Of a message.")
+@click.option("--latency", type=SECONDS, default="25us", help="Latency of a message.")
 @coding_options
 @click.option("--serial-startups", "serial", is_flag=True, help=SERIAL_HELP)
 @click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Also write CSV.")
@@ -123,10 +124,10 @@ def simulate(
 ) -> None:
     """Predict step times with ring collectives.
 
-    PROFILES are files of usbyte's own, published traces, or names: vgg16, resnet50, bert-base and
-    gpt2 were recorded on a CPU, vgg16-half and vgg16-even are made up. Published traces have no
-    forward times: half of backward is taken. Times are milliseconds; the bound is a step that no
-    order of sending goes below, without codecs, and the best policy is marked.
+    PROFILES are usbyte profiles, published traces, or names: vgg16, resnet50, bert-base and gpt2
+    were recorded on a CPU, vgg16-half and vgg16-even are made up. Published traces have no forward
+    times, so forward is set to half of backward. Times are milliseconds. The bound is the step time
+    that no plan without codecs can beat. The best policy is marked.
     """
     from rich.console import Console
     from rich.text import Text
@@ -142,7 +143,7 @@ def simulate(
     schemes = _all_sharded(policies) if sharded else policies or all_schemes()
     console = Console(highlight=False)
     if not workers or not bandwidth:
-        raise click.BadParameter("name one at least", param_hint="--workers and --bandwidth")
+        raise click.BadParameter("give at least one", param_hint="--workers and --bandwidth")
     costs = read_costs(costs_path)
     cases: list[Case] = []
     for job, source in jobs:
@@ -167,7 +168,7 @@ def _all_sharded(policies: Sequence[Scheme] | None) -> list[Scheme]:
     named = policies or [Scheme("forward", policy) for policy in untuned]
     try:
         if any(scheme.mode == "backward" for scheme in named):
-            raise ValueError("a sharded optimizer needs overlap forward; name policies alone")
+            raise ValueError("a sharded optimizer needs overlap forward; leave out 'backward:'")
         return [parse_scheme(f"sharded:{scheme.policy}") for scheme in named]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--policies") from error
@@ -204,7 +205,7 @@ def _cases(
 
 
 def _table(cases: Sequence[Case]) -> RenderableType:
-    """A row for each policy, a column for each number of workers."""
+    """Makes a table with a row for each policy and a column for each number of workers."""
     first = cases[0]
     by = "" if first.codec == "none" else f" by {first.codec}"
     title = (

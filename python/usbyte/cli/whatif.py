@@ -1,4 +1,4 @@
-"""`usbyte whatif`: whether the network is what a job waits for, and what would help."""
+"""`usbyte whatif`: tells whether the network limits a job, and what would help."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 _RANKS, _BANDWIDTHS, _LATENCY = "2,8,64", "1gbit,10gbit,25gbit,100gbit", "25us"
 
 _NOTE = (
-    "Scaling: the step without communication over the step. Needs: how many times fewer bytes "
-    "reach the target if compressing takes no time, so at least that; not by compression: startups "
-    "alone take too long. Bound by compute: DDP reaches the target; by software: the network could "
-    "carry all bytes in time, but not in DDP's schedule; by the network: no schedule can."
+    "Scaling: time of a step without communication, divided by the time of a step. Needs: how many "
+    "times fewer bytes reach the target, if compression takes no time; in practice more is needed. "
+    "Not by compression: the startups alone take too long. Bound by compute: DDP reaches the "
+    "target; by software: the network could carry all bytes in time, but not in DDP's schedule; by "
+    "network: no schedule reaches the target."
 )
 
 _EXAMPLES = """\b
@@ -52,8 +53,8 @@ Example:
 @scale_options
 @click.option(
     "--network", "network_path", type=click.Path(path_type=Path), metavar="NETWORK.json",
-    help="A measured network, whose startups stay at another --bandwidth. Else rings of ideal "
-    "collectives.",
+    help="A measured network; --bandwidth changes its bandwidth and not its startups. Without it, "
+    "rings with ideal collectives.",
 )  # fmt: skip
 @click.option(
     "--ranks", type=Parsed("list", listed(parse_workers)), show_default=_RANKS,
@@ -62,14 +63,16 @@ Example:
 @click.option(
     "--bandwidth", type=Parsed("list", listed(units.parse_rate)),
     show_default=f"the measured one, or {_BANDWIDTHS}",
-    help="That a ring's links carry, separated by commas.",
+    help="Bandwidths of a ring's links, separated by commas.",
 )  # fmt: skip
-@click.option("--latency", type=SECONDS, show_default=_LATENCY, help="Of a message on the rings.")
-@click.option("--serial-startups", "serial", is_flag=True, help=f"On the rings. {SERIAL_HELP}")
-@click.option("--target", default=0.95, help="The scaling factor that is asked for; 1 is linear.")
+@click.option(
+    "--latency", type=SECONDS, show_default=_LATENCY, help="Latency of a message on the rings."
+)
+@click.option("--serial-startups", "serial", is_flag=True, help=f"For the rings. {SERIAL_HELP}")
+@click.option("--target", default=0.95, help="The scaling factor to reach; 1 is linear.")
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path),
-    help="Also write JSON; a ratio of null is not by compression.",
+    help="Also write JSON; a ratio of null means: not by compression.",
 )  # fmt: skip
 @click.option(
     "--plot", type=click.Path(path_type=Path),
@@ -90,9 +93,9 @@ def whatif(
 ) -> None:
     """Tell whether the network is the bottleneck of a job, and what would help.
 
-    PROFILES are as for `usbyte simulate`. For each network: the scaling factors of DDP's buckets,
-    of policy auto under forward overlap, and of the bound, how many times fewer bytes they need for
-    the target, and a verdict.
+    PROFILES are as for `usbyte simulate`. For each network, the table has the scaling factors of
+    DDP's buckets, of policy auto with overlap forward, and of the bound. It also has the factor by
+    which DDP and auto would have to reduce the bytes for the target, and what limits the job.
 
     After Zhang et al., "Is Network the Bottleneck of Distributed Training?", 2020.
     """
@@ -147,8 +150,8 @@ def _networks(
         ]
     if ranks is not None or latency_s is not None or serial:
         raise click.UsageError(
-            "--ranks, --latency and --serial-startups are of rings; the network of --network has "
-            "its own, and only --bandwidth goes with it"
+            "--ranks, --latency and --serial-startups are for rings; a measured network has its "
+            "own, so give only --bandwidth with --network"
         )
     measured = read_network(path)
     return [at_bandwidth(measured, rate) for rate in bandwidths] if bandwidths else [measured]
@@ -189,7 +192,7 @@ def _json(found: Sequence[tuple[str, Sequence[Point]]]) -> str:
         values = asdict(point) | {"verdict": point.verdict}
         for schedule in ("ddp", "plan", "bound"):
             if values[schedule]["ratio"] == math.inf:
-                values[schedule]["ratio"] = None  # JSON has no infinity
+                values[schedule]["ratio"] = None  # JSON has no infinity.
         return values
 
     root = [

@@ -1,24 +1,26 @@
 """An emulated cluster on one machine.
 
-Each host is a network namespace; all are joined by a bridge, and each link is shaped by tbf in both
-directions. Host i of the lab NAME is 10.98.0.(i+1) on eth0, and called NAME-i. What is up is asked
-of `ip` every time: there is no state file to go stale. Needs Linux, root, iproute2, util-linux, and
-the kernel's bridge, veth and sch_tbf.
+Each host is a network namespace. A bridge connects all hosts, and tbf shapes each link in both
+directions. Host i of the lab NAME is called NAME-i and has the address 10.98.0.(i+1) on eth0. There
+is no state file, which could become stale: every call asks `ip` for the namespaces and links. The
+lab needs Linux, root, iproute2, util-linux, and the kernel's bridge, veth and sch_tbf.
 
-A lab of several dimensions has an interface for each of them at every host: eth0 for the innermost,
-whose hosts stand for the ranks of a node. Where host i is in the dimensions is i by the digits of
-their sizes, the innermost first. Hosts reach each other over the outermost dimension in which they
-are in different places; a bridge joins those that are in the same places further out. The address
-is eth0's, and the same on every path, so that nothing that runs in the lab has to know of it.
+In a lab of several dimensions, every host has an interface for each dimension: eth0 for the
+innermost, whose hosts stand for the GPUs of a machine, then eth1 and so on. The coordinates of host
+i are the digits of i in the mixed radix of the dimensions' sizes, innermost first. Two hosts reach
+each other over the outermost dimension in which their coordinates differ. One bridge connects the
+hosts that have the same coordinates in all dimensions further out. A host has one address for all
+paths, that of eth0, so programs in the lab need no knowledge of the dimensions.
 
-Each host computes on its own share of the cores. With fewer cores than hosts, several share one. A
-message would then at once wake its receiver in the sender's place, who answers, and then Gloo's
-thread in the sender, which spins for up to a tick of the scheduler on the lock that the sender
-still holds: a small all_reduce takes several times as long as without. Hosts of a cluster cannot do
-that to each other, so ranks that share a core run as batch jobs, which are not woken in one
-another's place. The price: where layers really compute, messages wait for the scheduler's tick,
-also those of the rank itself. What `benchmarks/compare.py` computes in place of an accelerator
-gives way to them, also to other ranks': that is what the lab's control group is for.
+Each host computes on its own share of the cores. With fewer cores than hosts, several hosts share a
+core, which disturbs small messages: the scheduler lets the receiver preempt the sender at once, and
+the receiver's answer wakes Gloo's thread in the sender, which then spins, for up to a scheduler
+tick, on a lock that the preempted thread holds. A small all_reduce takes several times as long.
+Hosts of a real cluster cannot preempt each other. So ranks that share a core run as batch jobs
+(SCHED_BATCH), which do not preempt each other on wake-up. The drawback: while layers really
+compute, messages wait for the scheduler tick, those of the same rank included. The simulated
+compute of `benchmarks/compare.py` yields to communication, also to that of other ranks; the lab's
+control group makes this work.
 """
 
 from __future__ import annotations
@@ -43,29 +45,31 @@ from usbyte.errors import UsageError
 
 log = logging.getLogger("usbyte")
 
-#: Name of the lab that commands mean where none is given.
+#: Default name of a lab.
 DEFAULT = "usbyte"
-#: Of every host: the interface that has its address.
+#: The interface that has the address of its host.
 INTERFACE = "eth0"
-# `ip netns exec` lays the files of the namespace's folder here over those of /etc.
+# `ip netns exec` mounts the files of the namespace's folder here over those of /etc.
 _ETC = Path("/etc/netns")
-#: More do not fit into one byte of the address.
+#: The most hosts; the last byte of the address has their number.
 MAX_HOSTS = 250
-#: One digit in the interfaces' names.
+#: The most dimensions; the interface names have one digit for it.
 MAX_DIMENSIONS = 10
 
-# A bucket of 1 ms lets a link reach its rate if it holds two of the largest packets that TCP hands
-# on, as from 430 Mbit/s on. Slow links, up to 215 Mbit/s, do with one, and there what a bucket lets
-# through at once would count. The queue holds what 32 ms of the rate carry.
+# The token bucket of a link holds 1 ms of its rate, and at least two of the largest packets of TCP:
+# with fewer, a link of 430 Mbit/s or more does not reach its rate. Up to 215 Mbit/s one packet is
+# enough, and a larger bucket would let through too many bytes at once. In between, the minimum is
+# 2.6 ms of the rate. The queue holds 32 ms of the rate.
 _BURST_S, _SLOW_BURST_S, _PACKET = 1e-3, 2.6e-3, 68 << 10
 _QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
-_TRIES, _PAUSE_S = 100, 0.05  # until what was killed has left its control group
+_TRIES, _PAUSE_S = 100, 0.05  # Killed processes take a while to leave their control group.
 
-# Each rank enters the lab's control group, which cannot be seen from inside a host, then its host,
-# on that host's cores. It must not look for the launcher's own store, which is outside.
+# Each rank first enters the lab's control group, which is not visible inside a host. Then it enters
+# its host, on that host's cores. The store of the launcher is outside of the lab and not reachable,
+# so the variables that refer to it are removed.
 _ENTER = (
     '[ -z "$LAB_CGROUP" ] || echo 0 > "$LAB_CGROUP/cgroup.procs"; '
     'cores=$(echo "$LAB_CORES" | cut -d " " -f $((RANK + 1))); '
@@ -82,10 +86,11 @@ class Host:
     """One host of a lab.
 
     Attributes:
-        namespace: Its network namespace.
-        address: Its IPv4 address.
-        bytes_per_s: Of its links in each direction, by dimension; None where one is not shaped.
-        pids: Processes that run in it.
+        namespace: Name of the network namespace.
+        address: IPv4 address.
+        bytes_per_s: Rate of the link in each direction, by dimension; None for a link without
+            shaping.
+        pids: Processes in the namespace.
     """
 
     namespace: str
@@ -95,11 +100,15 @@ class Host:
 
 
 class Lab:
-    """A cluster of the name `name`; several of different names do not see each other.
+    """An emulated cluster.
+
+    Args:
+        name: Name of the lab: a lower-case letter, then up to 7 lower-case letters and digits. Labs
+            with different names are isolated from each other.
 
     Raises:
-        UsageError: The name cannot be part of an interface's name, or this is not root on Linux
-            with iproute2 and util-linux.
+        UsageError: The name is not valid, or the process is not root on Linux with iproute2 and
+            util-linux.
     """
 
     def __init__(self, name: str = DEFAULT) -> None:
@@ -110,15 +119,15 @@ class Lab:
         if missing := unusable():
             raise UsageError(f"the lab cannot be used here: {missing}")
         self.name = name
-        legacy = _CGROUPS / "cpu"  # of version 1
+        legacy = _CGROUPS / "cpu"  # cgroup v1.
         self._cgroup = (legacy if legacy.is_dir() else _CGROUPS) / f"usbyte-lab-{name}"
 
     def hosts(self) -> int:
-        """How many hosts are up."""
+        """Returns the number of hosts that are up; 0 if the lab is down."""
         return len(self._namespaces())
 
     def dimensions(self) -> int:
-        """How many dimensions its network has; 0 if it is down."""
+        """Returns the number of dimensions of the network; 0 if the lab is down."""
         links = (re.fullmatch(rf"{self.name}-v0d([0-9])", link) for link in self._links())
         return sum(link is not None for link in links)
 
@@ -131,13 +140,15 @@ class Lab:
         """Starts the cluster.
 
         Args:
-            sizes: How many hosts, or how many in each dimension, the innermost first.
-            bytes_per_s: Of each link in each direction, or of those of each dimension; None for as
-                fast as it goes.
+            sizes: Number of hosts, or the size of each dimension, innermost first. The product is
+                at most `MAX_HOSTS`.
+            bytes_per_s: Rate of each link in each direction: one for all dimensions, or one for
+                each. None: no shaping.
             congestion: TCP's congestion control, such as "cubic"; None for the system's default.
 
         Raises:
-            UsageError: It is up already, or the system refuses; then nothing is left behind.
+            UsageError: The lab is up already, an argument is out of range, or a command of the
+                system failed. After a failed command, everything is removed again.
         """
         shape = [sizes] if isinstance(sizes, int) else list(sizes)
         hosts = math.prod(shape)
@@ -169,10 +180,11 @@ class Lab:
             raise
 
     def rate(self, bytes_per_s: float | Sequence[float | None] | None) -> None:
-        """Shapes the links anew, also while ranks run; None ends shaping.
+        """Changes the rate of the links, also while ranks run.
 
         Args:
-            bytes_per_s: Of all links, or of those of each dimension.
+            bytes_per_s: Rate of each link in each direction: one for all dimensions, or one for
+                each. None: no shaping.
 
         Raises:
             UsageError: The lab is not up, or has another number of dimensions.
@@ -181,7 +193,7 @@ class Lab:
         self._shape(hosts, _by_dimension(bytes_per_s, self.dimensions()))
 
     def status(self) -> list[Host]:
-        """The hosts; empty if the lab is down."""
+        """Returns the hosts; empty if the lab is down."""
         found = []
         dimensions = self.dimensions()
         for i in range(self.hosts()):
@@ -192,9 +204,15 @@ class Lab:
         return found
 
     def run(self, command: Sequence[str]) -> NoReturn:
-        """Becomes a usbyterun that starts one rank of `command` on each host, on its own cores.
+        """Replaces this process by a usbyterun with one rank on each host, on the host's cores.
 
-        The first rank that fails ends all others, and the exit status is its code.
+        The first rank that fails ends all others, and its exit code is that of the process.
+
+        Args:
+            command: The program of the ranks, with its arguments.
+
+        Raises:
+            UsageError: The lab is not up.
         """
         size = self._require()
         shares = [",".join(map(str, share)) for share in _shares(size)]
@@ -214,12 +232,12 @@ class Lab:
         """Removes the cluster.
 
         Args:
-            kill: Also ends what still runs in it.
+            kill: Whether to kill the processes that still run in the lab.
 
         Raises:
-            UsageError: It is not up, or something still runs in it and `kill` is not set.
+            UsageError: The lab is not up, or processes still run in it and `kill` is False.
         """
-        if not self._links():  # also true of one that was left half built
+        if not self._links():  # A lab that was left half built has links, and can be removed.
             self._require()
         pids = [pid for namespace in self._namespaces() for pid in _pids(namespace)]
         if pids and not kill:
@@ -235,7 +253,7 @@ class Lab:
         return f"{self.name}-b{dimension}g{group}"
 
     def _link(self, i: int, dimension: int) -> str:
-        """The outer end of a host's link."""
+        """Returns the name of the outer end of a host's link, which is outside the namespace."""
         return f"{self.name}-v{i}d{dimension}"
 
     def _add_host(self, i: int, shape: Sequence[int]) -> None:
@@ -253,8 +271,8 @@ class Lab:
         _run(*inside, "addr", "add", f"{_address(i)}/32", "dev", INTERFACE)
 
     def _add_routes(self, i: int, shape: Sequence[int], congestion: str | None) -> None:
-        # Congestion control is the routes', since the sysctl belongs to the whole machine in some
-        # containers.
+        # Congestion control is set by route, since in some containers the sysctl would change that
+        # of the whole machine.
         control = ["congctl", congestion] if congestion is not None else []
         routes = [
             " ".join(
@@ -275,17 +293,19 @@ class Lab:
             ) from error
 
     def _forget_connections(self, i: int) -> None:
-        # Else a connection starts from what an earlier one to the same host met with, and who is
-        # measured after whom decides. Some containers have /proc/sys read-only.
+        # Without this, TCP starts a connection with the metrics of earlier ones to the same host,
+        # and a measurement would depend on those before it. In some containers /proc/sys is
+        # read-only.
         inside = ["ip", "netns", "exec", f"{self.name}-{i}"]
         try:
             _run(*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save")
         except UsageError as error:
-            log.warning("connections of host %d inherit from earlier ones: %s", i, error)
+            log.warning("TCP connections of host %d reuse metrics of earlier ones: %s", i, error)
 
     def _weigh_together(self) -> None:
-        # Where the scheduler weighs sessions as wholes, and so ranks, no thread of one gives way to
-        # those of another on the same core. Inside a control group sessions do not count.
+        # With autogroups, the scheduler shares a core among sessions, and so among ranks. A
+        # low-priority thread of one rank then does not yield to threads of another. Autogroups have
+        # no effect inside a control group.
         if not _AUTOGROUP.exists() or _AUTOGROUP.read_text().strip() == "0":
             return
         try:
@@ -293,15 +313,15 @@ class Lab:
             if controllers.exists() and "cpu" not in controllers.read_text().split():
                 controllers.write_text("+cpu")
             if not (self._cgroup.parent / "cgroup.procs").exists():
-                raise UsageError(f"{self._cgroup.parent} is no place for control groups")
+                raise UsageError(f"no control groups can be made in {self._cgroup.parent}")
             self._cgroup.mkdir(exist_ok=True)
-            _run("sh", "-c", f"echo 0 > {self._cgroup / 'cgroup.procs'}")  # as ranks do
+            _run("sh", "-c", f"echo 0 > {self._cgroup / 'cgroup.procs'}")  # As ranks will do.
         except (OSError, UsageError) as error:
-            log.warning("ranks that share a core do not give way to each other: %s", error)
+            log.warning("ranks that share a core do not yield to each other: %s", error)
             self._remove_cgroup()
 
     def _name_hosts(self, i: int, hosts: int) -> None:
-        # Its own name too, by which some libraries look for the address to listen at.
+        # Some libraries look up the machine's own name for the address to listen on.
         lines = ["127.0.0.1 localhost", f"{_address(i)} {socket.gethostname()}"]
         lines += [f"{_address(k)} {self.name}-{k}" for k in range(hosts)]
         folder = _ETC / f"{self.name}-{i}"
@@ -322,7 +342,7 @@ class Lab:
                     _shape_link(*end, bytes_per_s)
 
     def _remove(self) -> None:
-        # Links first: a namespace is torn down in the background, and its veth would linger.
+        # Links first: a namespace is removed in the background, and its links would stay meanwhile.
         for link in self._links():
             _run("ip", "link", "del", link)
         for namespace in self._namespaces():
@@ -371,7 +391,7 @@ def _address(i: int) -> str:
 
 
 def _dimension_between(i: int, j: int, shape: Sequence[int]) -> int:
-    """The outermost dimension in which two hosts are in different places."""
+    """Returns the outermost dimension in which the coordinates of two hosts differ."""
     places = (math.prod(shape[:k]) for k in range(len(shape)))
     return max(k for k, place in enumerate(places) if i // place != j // place)
 
@@ -395,7 +415,7 @@ def _by_dimension(
 
 
 def _shares(hosts: int) -> list[list[int]]:
-    """The cores of each host, of those that this process may use, as many for each."""
+    """Returns the cores of each host, equally many, out of those that this process may use."""
     cores = sorted(os.sched_getaffinity(0), key=_place)
     if hosts > len(cores):
         return [[cores[i % len(cores)]] for i in range(hosts)]
@@ -404,7 +424,7 @@ def _shares(hosts: int) -> list[list[int]]:
 
 
 def _place(core: int) -> tuple[int, ...]:
-    """Sorts the threads of one physical core beside each other, where the system tells."""
+    """Returns a sort key that puts the hardware threads of a core next to each other."""
     topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     try:
         names = ("physical_package_id", "core_id")
@@ -418,7 +438,7 @@ def _pids(namespace: str) -> list[int]:
 
 
 def unusable() -> str:
-    """Why labs cannot be used here, and what to do; "" if they can."""
+    """Returns the reason why labs do not work here, with a remedy; "" if they work."""
     if not sys.platform.startswith("linux"):
         return "it needs Linux's network namespaces; use a Linux machine"
     tools = {"iproute2": ("ip", "tc"), "util-linux": ("taskset", "chrt")}
@@ -432,20 +452,23 @@ def unusable() -> str:
 
 
 def shape_own_link(bytes_per_s: float | None) -> None:
-    """Shapes what this host of a lab sends, in all dimensions, from inside, also while ranks run.
+    """Sets the sending rate of this host of a lab, in all dimensions, also while ranks run.
+
+    Call it in a process that runs on that host.
 
     Args:
-        bytes_per_s: None ends shaping.
+        bytes_per_s: Rate of the links; None: no shaping.
 
     Raises:
-        UsageError: This is not a host of a lab.
+        UsageError: The process does not run on a host of a lab, or labs do not work here.
     """
     if missing := unusable():
         raise UsageError(f"the lab cannot be used here: {missing}")
     found = [a["local"] for link in _json("ip", "-j", "addr") for a in link["addr_info"]]
     if not any(address.startswith("10.98.0.") for address in found):
         raise UsageError(
-            "this is no host of a lab, whose link could be shaped: start it by `usbyte lab run`"
+            "this process is not on a host of a lab, so it has no link to shape: start it by "
+            "`usbyte lab run`"
         )
     links = [link["ifname"] for link in _json("ip", "-j", "link", "show")]
     for link in links:
@@ -476,7 +499,7 @@ def _run(*command: str, stdin: str | None = None) -> str:
     if done.returncode != 0:
         reason = (done.stderr.strip() or done.stdout.strip() or f"exit {done.returncode}").strip()
         raise UsageError(
-            f"`{' '.join(command)}` failed: {reason}. The lab needs the right to make network "
+            f"`{' '.join(command)}` failed: {reason}. The lab needs permission to create network "
             "namespaces, and the kernel's bridge, veth and sch_tbf"
         )
     return done.stdout

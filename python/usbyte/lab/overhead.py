@@ -1,6 +1,6 @@
-"""What usbyte costs where it cannot help: `ready()` from Python, and a job of a single process.
+"""Measures usbyte's overhead: `Engine.ready()` from Python, and a job of a single process.
 
-python -m usbyte.lab.overhead
+Run it with: python -m usbyte.lab.overhead
 """
 
 from __future__ import annotations
@@ -19,16 +19,24 @@ from usbyte import _core
 
 
 def ready_us(tensors: int, steps: int) -> list[float]:
-    """Microseconds of a `ready()` call from Python, for each step, on one local rank."""
+    """Measures `Engine.ready()` from Python on one local rank.
+
+    Args:
+        tensors: Number of tensors of 16 float32 elements.
+        steps: Number of steps.
+
+    Returns:
+        For each step, the microseconds of a call, averaged over the tensors.
+    """
     specs = [_core.TensorSpec(f"t{i}", 16, "float32", 16 * i) for i in range(tensors)]
     profile = _core.Profile(
         specs, [float(i) for i in range(tensors)], [float(2 * tensors - i) for i in range(tensors)]
     )
     network = _core.NetworkModel(1, [_core.AlphaBeta(1e-6, 1e-9)])
     plan = _core.make_plan("ddp", profile, network, {"bucket_bytes": 1 << 10})
-    arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cpu")
+    buffer = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device="cpu")
     [communicator] = _core.make_local_communicators(1)
-    engine = _core.Engine(plan, arena.data_ptr(), communicator)
+    engine = _core.Engine(plan, buffer.data_ptr(), communicator)
     times = []
     for _ in range(steps):
         engine.begin_step()
@@ -43,7 +51,15 @@ def ready_us(tensors: int, steps: int) -> list[float]:
 
 
 def single_process(step_ms: float, rounds: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of a training step with the bare and with the wrapped optimizer, in turns."""
+    """Measures a training step with a bare and with a wrapped optimizer, alternately.
+
+    Args:
+        step_ms: The batch grows until the bare step takes at least this many milliseconds.
+        rounds: Half of the number of steps with each optimizer.
+
+    Returns:
+        Milliseconds of each bare step, and of each wrapped step.
+    """
     torch.manual_seed(0)
     width = 512
     rows, models, optimizers = 64, [], []
@@ -85,10 +101,10 @@ def single_process(step_ms: float, rounds: int) -> tuple[list[float], list[float
 @click.command(context_settings={"show_default": True})
 @click.option("--tensors", default=200, help="Tensors of the plan for ready().")
 @click.option("--steps", default=500, help="Steps over which ready() is timed.")
-@click.option("--step-ms", default=20.0, help="The single-process step is at least this long.")
-@click.option("--rounds", default=100, help="Twice this many steps for each of bare and wrapped.")
+@click.option("--step-ms", default=20.0, help="Minimum length of the single-process step, in ms.")
+@click.option("--rounds", default=100, help="Half of the steps with each optimizer.")
 def main(tensors: int, steps: int, step_ms: float, rounds: int) -> None:
-    """Prints what ready() costs from Python and what the wrapper costs a single process."""
+    """Print the cost of ready() from Python, and of the wrapper in a single process."""
     torch.set_num_threads(1)
     ub.init()
     table = Table(title=f"usbyte's overhead, torch {torch.__version__}, one thread")

@@ -1,7 +1,7 @@
-"""A model that repeats a recorded job: its layers wait instead of computing.
+"""A `nn.Module` that repeats a recorded job: its layers sleep instead of computing.
 
-Compute then takes a known time and no core, as on an accelerator, while gradients are real: they
-have the job's sizes, are sent and applied, and what they add up to is checked.
+So compute takes a known time and uses no core, as on an accelerator. The gradients are real: they
+have the sizes of the job, are sent and applied, and their sums are checked.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import nn
 
 from usbyte._core import Profile
 from usbyte.errors import UsageError
-from usbyte.planning.profiles import line, without_flags
+from usbyte.planning.layout import tensor_specs, without_flags
 
-# Sleep is no finer than this; tensors that are nearer to each other share a layer or a beat.
+# The resolution of sleep. Tensors whose times differ by less share a layer or a beat.
 _MERGE_S = 100e-6
-# Gradients differ from step to step, so that one of another step is noticed. Their sum grows so
-# slowly that 16-bit types hold it for hundreds of steps.
+# Gradients differ from step to step, so that a gradient of a wrong step is detected. Their sum
+# grows slowly, so that 16-bit types represent it for hundreds of steps.
 _FACTORS = (4, -1, -2)
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 2e-2}
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -33,10 +33,10 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """This thread does what an accelerator, and a core of its host's own, would do.
+    """Lowers the priority of this thread, which stands for an accelerator, inside the `with`.
 
-    On a core that ranks of `usbyte lab run` share, threads that communicate go before it; elsewhere
-    it is like any other. Threads that it starts meanwhile would give way for ever.
+    On a core that ranks of `usbyte lab run` share, communicating threads then run first. Elsewhere
+    this does nothing. Start no threads inside: they would have the low priority for good.
     """
     shared = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH
     if not (shared and _may_come_back()):
@@ -51,7 +51,10 @@ def giving_way() -> Iterator[None]:
 
 @cache
 def _may_come_back() -> bool:
-    """Tried by a thread that ends then, as not everybody may raise a priority again."""
+    """Returns whether this process may raise a lowered priority again.
+
+    A short-lived thread tries it, so that a failure has no effect on this thread.
+    """
 
     def there_and_back() -> bool:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -66,21 +69,21 @@ def _may_come_back() -> bool:
 
 
 class _Clock:
-    """The time of the current pass, in which only what the pass is to wait for makes it later."""
+    """The clock of the current pass; only real waits for communication move it back."""
 
     def __init__(self) -> None:
         self._start = 0.0
 
     def set(self, now_s: float) -> None:
-        """It is `now_s` seconds since the forward pass began."""
+        """Sets the time since the beginning of the forward pass to `now_s`, in seconds."""
         self._start = time.perf_counter() - now_s
 
     def excuse(self, seconds: float) -> None:
-        """Moves the rest of the pass, since it really had to wait."""
+        """Delays the rest of the pass by the seconds of a real wait."""
         self._start += seconds
 
     def wait_until(self, due_s: float) -> None:
-        """Sleeps; not at all where it is late, so that overshoot does not add up."""
+        """Sleeps until `due_s`; returns at once if it is late, so that delays do not add up."""
         left = self._start + due_s - time.perf_counter()
         if left > 0:
             time.sleep(left)
@@ -88,11 +91,11 @@ class _Clock:
 
 @dataclass
 class _Beat:
-    """Tensors of one layer whose gradients are ready together.
+    """Tensors of one layer whose gradients are ready at the same time.
 
     Attributes:
-        ready_s: When, since the forward pass began.
-        tensors: Their positions in the profile.
+        ready_s: Seconds since the beginning of the forward pass.
+        tensors: Positions of the tensors in the profile.
     """
 
     ready_s: float
@@ -101,14 +104,14 @@ class _Beat:
 
 @dataclass
 class _Layer:
-    """Tensors that forward needs together, since `need_s`; the beats are in order of time."""
+    """Tensors that the forward pass needs at the same time, `need_s`; beats are in time order."""
 
     need_s: float
     beats: list[_Beat] = field(default_factory=list)
 
 
 class _Wait(torch.autograd.Function):
-    """Identity on x whose backward takes until the beat's time and gives its tensors gradients."""
+    """Identity on x; its backward sleeps until the beat is ready and returns its gradients."""
 
     @staticmethod
     def forward(
@@ -120,14 +123,14 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         replay: Replay = ctx.replay
-        # Before the wait: filling a large gradient takes a while, which is part of the compute.
+        # Before the sleep, because the time to fill a large gradient is part of the compute.
         grads = replay._enter_backward(ctx.beat, ctx.params)
         replay.clock.wait_until(ctx.beat.ready_s)
         return grad, None, None, *grads
 
 
 class ReplayLayer(nn.Module):
-    """What forward needs at one time. Its parameters' forward is a wait until `until_s`."""
+    """The parameters that the forward pass needs at one time; forward sleeps until `until_s`."""
 
     def __init__(
         self, replay: Replay, beats: Sequence[_Beat], params: dict[int, nn.Parameter]
@@ -142,15 +145,15 @@ class ReplayLayer(nn.Module):
         self.until_s = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs hooks and forward; what the hooks before forward take is waiting."""
+        """Runs hooks and forward; the time of the forward pre-hooks counts as a real wait."""
         self._called_s = time.perf_counter()
         return super().__call__(*args, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Waits and returns x."""
+        """Sleeps, and returns x."""
         [replay] = self._replay
         replay.clock.excuse(time.perf_counter() - self._called_s)
-        # The last one of the chain is the first one in backward.
+        # Backward runs the chain of autograd functions in reverse.
         for beat in reversed(self._beats):
             params = [getattr(self, f"tensor{i}") for i in beat.tensors]
             x = _Wait.apply(x, replay, beat, *params)
@@ -159,27 +162,29 @@ class ReplayLayer(nn.Module):
 
 
 class Replay(nn.Module):
-    """A model that needs parameters and gives gradients when a profile says so.
+    """A module that needs parameters and gives gradients at the times of a profile.
 
-    Each distinct need time is one layer. Waiting at a layer's gate delays what comes after it, as
-    in a real model; the time that hooks take in backward does not, since an accelerator would go
-    on. Backward visits the layers in the reverse of forward's order: where the profile's ready
-    times contradict that, gradients come later than it says, and `profile` tells when.
+    Each distinct need time is one layer. A wait in a layer's forward pre-hooks delays the rest of
+    the pass, as in a real module. The time of hooks in backward delays nothing, since an
+    accelerator would go on meanwhile. Backward runs the layers in the reverse order of forward. If
+    the profile's ready times contradict that order, gradients come later than the profile says; the
+    attribute `profile` has the corrected times.
 
-    Forward takes a tensor of any shape, which wants a gradient, and returns it. Parameters start
-    as zeros and have the profile's dtypes; train them by SGD with lr=1, and see `wrong`.
+    Forward takes a tensor of any shape that requires a gradient, and returns it. Parameters are
+    1-d, start as zeros and have the dtypes of the profile. Train them with SGD and lr=1, then check
+    them with `wrong`.
 
     Args:
-        profile: What to repeat. The flags that usbyte sends with gradients are left out.
-        value: What this rank's gradients are made of; for example rank + 1.
+        profile: The job to repeat. The control tensor and sparse gradients are left out.
+        value: Factor of this rank's gradients, for example rank + 1.
 
     Attributes:
-        profile: What is repeated. Updates take what they take, so their time is not in it.
-        clock: The time of the current pass.
-        steps: Backward passes so far.
+        profile: The job as it is repeated. It includes no update time, as updates are real.
+        clock: The clock of the current pass.
+        steps: Number of backward passes so far.
 
     Raises:
-        UsageError: The profile is empty or has tensors without gradients.
+        UsageError: The profile has no tensors, or tensors of a dtype without gradients.
     """
 
     def __init__(self, profile: Profile, value: float = 1.0) -> None:
@@ -191,7 +196,7 @@ class Replay(nn.Module):
         layers = _layers(profile)
         last_need_s = layers[-1].need_s
         first_ready_s = max(layers[-1].beats[0].ready_s, last_need_s)
-        # Nobody records where forward ends; backward takes about twice as long.
+        # Profiles do not have the end of forward. Backward takes about twice as long as forward.
         self._forward_end_s = last_need_s + (first_ready_s - last_need_s) / 3
         _delay_contradictions(layers, self._forward_end_s)
         self.layers = nn.ModuleList()
@@ -219,29 +224,29 @@ class Replay(nn.Module):
         return x
 
     def rest(self) -> None:
-        """Waits for what the job does between the update and the next forward pass."""
+        """Sleeps for the time of the job between the update and the next forward pass."""
         time.sleep(self._rest_s)
 
     def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters under the names that they have in the profile."""
+        """Yields the parameters with their names in the profile."""
         for spec, param in zip(self.profile.tensors, self._params, strict=True):
             yield spec.name, param
 
     def wrong(self, mean: float) -> list[str]:
-        """Names of the tensors that do not hold what `steps` steps of SGD with lr=1 make of them.
+        """Returns the names of the tensors whose values are wrong after `steps` steps of SGD.
 
         Args:
-            mean: Of `value`, over all ranks whose gradients were averaged.
+            mean: Mean of `value` over all ranks whose gradients were averaged.
         """
         rounds, rest = divmod(self.steps, len(_FACTORS))
         total = rounds * sum(_FACTORS) + sum(_FACTORS[:rest])
         found = []
-        # Not the parameters made above: sharding replaces them.
+        # FSDP replaces the parameters that were made above, so they are looked up again.
         now = {name: p for layer in self.layers for name, p in layer.named_parameters()}
         for i, spec in enumerate(self.profile.tensors):
             values = now[f"tensor{i}"].detach()
             values = values.to_local() if hasattr(values, "to_local") else values
-            if values.numel() == 0:  # this rank's shard
+            if values.numel() == 0:  # This rank's shard is empty.
                 continue
             expected = -mean * total * _weight(i)
             low, high = (bound.item() for bound in values.aminmax())
@@ -256,26 +261,27 @@ class Replay(nn.Module):
             yield module
 
     def _enter_backward(self, beat: _Beat, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients of the beat's tensors in this step, for parameters of these shapes."""
+        """Returns the gradients of the beat's tensors in this step, with the parameters' shapes."""
         if beat is self._first_beat:
             self.clock.set(self._forward_end_s)
             self.steps += 1
         factor = _FACTORS[(self.steps - 1) % len(_FACTORS)]
         grads = []
         for i, param in zip(beat.tensors, params, strict=True):
-            # The same memory in each step: the system takes many times as long to hand out new
-            # pages as to fill them, and an accelerator's allocator does not ask it. What autograd
-            # gets shares that memory but is nobody else's, so that it makes no copy. What was kept
-            # from the step before would be overwritten, and then added to itself.
-            kept = param.is_leaf and param.grad is not None
-            if kept or i not in self._grads:
+            # Each step uses the same memory: new pages from the system take many times as long as
+            # filling them, and the caching allocator of an accelerator needs none. Autograd gets a
+            # new tensor on that memory, which nothing else refers to, so that it makes no copy. If
+            # the parameter still has a gradient, that memory is in use: autograd would add the new
+            # gradient to itself.
+            accumulates = param.is_leaf and param.grad is not None
+            if accumulates or i not in self._grads:
                 self._grads[i] = torch.empty_like(param)
             grads.append(self._grads[i].fill_(self._value * factor * _weight(i)).detach())
         return grads
 
 
 def _weight(i: int) -> int:
-    """Tells neighbouring tensors apart."""
+    """Returns a factor that differs between neighbouring tensors, so that mix-ups show."""
     return 1 + i % 4
 
 
@@ -289,7 +295,7 @@ def _parameter(name: str, numel: int, dtype: str) -> nn.Parameter:
 
 
 def _layers(profile: Profile) -> list[_Layer]:
-    """In the order of forward."""
+    """Groups the tensors of a profile into layers, in the order of forward."""
     layers: list[_Layer] = []
     groups: list[list[int]] = []
     for i in sorted(range(len(profile.tensors)), key=lambda i: profile.need_s[i]):
@@ -319,5 +325,5 @@ def _achieved(profile: Profile, layers: Sequence[_Layer], rest_s: float) -> Prof
         for beat in layer.beats:
             for i in beat.tensors:
                 need_s[i], ready_s[i] = layer.need_s, beat.ready_s
-    tensors = line((t.name, t.numel, t.dtype) for t in profile.tensors)
+    tensors = tensor_specs((t.name, t.numel, t.dtype) for t in profile.tensors)
     return Profile(tensors, need_s, ready_s, step_s=max(ready_s) + rest_s, model=profile.model)

@@ -1,4 +1,4 @@
-"""`python -m usbyte.launch` is `usbyterun`."""
+"""Makes `python -m usbyte.launch` run `usbyterun`."""
 
 from usbyte.launch import main
 

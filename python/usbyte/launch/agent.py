@@ -1,9 +1,10 @@
-"""The agent: starts the ranks of one host, passes on what they print, ends them.
+"""The agent: starts the ranks of one host, forwards their output, and ends them.
 
-`python -m usbyte.launch.agent` is started by the launcher, here or over ssh; stdin and stdout speak
-`wire`. Two threads share the work. The main thread starts the ranks and waits for them; some of
-its calls into torch cannot be interrupted. The control thread hears the launcher and signals, and
-alone ends everything, whatever the main thread is doing.
+The launcher starts `python -m usbyte.launch.agent` on each host, directly or over ssh, and talks to
+it through stdin and stdout; `usbyte.launch.protocol` defines the messages. The agent has two
+threads. The main thread starts the ranks and waits for them; some of its calls into torch cannot be
+interrupted. The control thread receives commands and signals. It alone ends the processes and the
+agent, in any state of the main thread.
 """
 
 import os
@@ -24,12 +25,12 @@ _CONNECT_SECONDS = 5.0
 
 
 class Agent:
-    """One host's part of the job.
+    """Runs the ranks of one host.
 
     Args:
-        spec: What to start.
-        channel: The way to the launcher.
-        wake: Wakes the control thread.
+        spec: The ranks to start, and how.
+        channel: The connection to the launcher.
+        wake: Signals of this process; they wake the control thread.
     """
 
     def __init__(self, spec: AgentSpec, channel: Channel, wake: process_tree.SignalWake) -> None:
@@ -41,7 +42,7 @@ class Agent:
         self._ending = False
 
     def run(self) -> NoReturn:
-        """Runs the ranks; ends with the process."""
+        """Runs the ranks; never returns, as the control thread ends the process."""
         threading.Thread(target=self._control, daemon=True).start()
         try:
             self._start()
@@ -52,8 +53,8 @@ class Agent:
     def _start(self) -> None:
         spec = self._spec
         _enter(spec)
-        allow_open_files(spec.size)  # the store's connections to all ranks, for one
-        # The environment is complete only now, and torch takes a second or two.
+        allow_open_files(spec.size)  # For example, the store has connections to all ranks.
+        # Imported here: the environment is complete only now, and the import takes seconds.
         from usbyte.launch import torch_elastic
 
         address = torch_elastic.interface_address(spec.interface) if spec.interface else None
@@ -70,17 +71,21 @@ class Agent:
         )
         pipes = torch_elastic.Pipes((spec.restarts, spec.max_restarts))
 
-        def watch(ranks: dict[int, int]) -> NoReturn:
+        def on_started(ranks: dict[int, int]) -> NoReturn:
             self._pump.start(pipes.ends)
-            self._watch(ranks)
+            self._report_exits(ranks)
 
         master = self._master.get()
         _check_reachable(master, spec)
-        torch_elastic.ElasticAgent(spec, master, pipes, watch).run()
+        torch_elastic.ElasticAgent(spec, master, pipes, on_started).run()
 
-    def _watch(self, ranks: dict[int, int]) -> NoReturn:
-        """Reports how each rank ends; reaps adopted orphans, as init would."""
-        self._wake.handle()  # torch has replaced the handlers
+    def _report_exits(self, ranks: dict[int, int]) -> NoReturn:
+        """Reports the exit code of each rank, and reaps adopted orphans.
+
+        Args:
+            ranks: Global rank of each process id.
+        """
+        self._wake.handle()  # torch has replaced the handlers.
         self._channel.event("started")
         while True:
             try:
@@ -93,7 +98,7 @@ class Agent:
             code = os.waitstatus_to_exitcode(status)
             self._channel.event("exit", rank=rank, code=code)
             if code:
-                # The launcher will say so too, but perhaps late.
+                # Ends the other ranks at once; the launcher's command for that may come late.
                 self._wake.poke()
 
     def _control(self) -> NoReturn:
@@ -115,13 +120,13 @@ class Agent:
         return self._channel.next_command(timeout=0).get("command") == "kill"
 
     def _park(self) -> NoReturn:
-        """Leaves the rest to the control thread."""
+        """Blocks the main thread until the control thread ends the process."""
         while True:
             threading.Event().wait()
 
 
 def _enter(spec: AgentSpec) -> None:
-    """Gives this process the directory and the environment that the ranks inherit."""
+    """Sets the working directory and the environment of this process, which the ranks inherit."""
     try:
         os.chdir(spec.cwd)
     except OSError as error:
@@ -130,19 +135,22 @@ def _enter(spec: AgentSpec) -> None:
             "start usbyterun from a directory that all hosts have"
         ) from error
     os.environ["PWD"] = spec.cwd
-    # A login over ssh has not activated the virtual environment that this python is in, and who
-    # runs usbyterun by its path has not either.
+    # The virtual environment of this python may not be activated: ssh does not activate it, nor
+    # does a user who runs usbyterun by its path.
     own = os.path.dirname(sys.executable)
     os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
     os.environ.update(spec.env)
-    # With it, torch would take all hosts to have equally many ranks.
+    # If this is set, torch assumes the same number of ranks on every host.
     os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
     if spec.ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # As torchrun does.
 
 
 def _check_reachable(master: tuple[str, int], spec: AgentSpec) -> None:
-    """Finds out by itself what torch would only tell after its timeout, and less clearly."""
+    """Raises ValueError if this host cannot connect to the store.
+
+    torch would report this only after its timeout, and less clearly.
+    """
     try:
         timeout = min(_CONNECT_SECONDS, spec.start_timeout / 2)
         socket.create_connection(master, timeout=timeout).close()
@@ -162,13 +170,13 @@ def main() -> NoReturn:
     channel = Channel.over_stdio()
     line = channel.read_line()
     if not line:
-        sys.exit()  # the launcher has gone already
+        sys.exit()  # The launcher is gone already.
     try:
         spec = AgentSpec.decode(line)
     except ValueError as error:
         sys.exit(f"usbyte.launch.agent: {error}")
     if spec.remote:
-        process_tree.guard()  # for local agents the launcher does it
+        process_tree.guard()  # Below a local agent, the launcher does the clean-up.
     process_tree.adopt_orphans()
     wake = process_tree.SignalWake(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     Agent(spec, channel, wake).run()

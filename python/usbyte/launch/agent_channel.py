@@ -1,4 +1,4 @@
-"""The agent's end of its line to the launcher, and the ranks' output that travels over it."""
+"""The agent's end of its connection to the launcher, and the forwarding of the ranks' output."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from usbyte.launch.protocol import EVENT, GREETING, Frame, decode_command
 
 _CHUNK_BYTES = 1 << 16
 _DRAIN_SECONDS = 3.0
-_MOST_LINE_BYTES = 64 << 20  # far more than a system lets a program's arguments and environment be
+_MOST_LINE_BYTES = 64 << 20  # Well above the system's limit of arguments and environment.
 
 
 class Channel:
-    """Commands from the launcher, frames to it.
+    """Receives commands from the launcher, and sends it frames.
 
     Args:
         commands: Descriptor to read lines of JSON from.
@@ -32,10 +32,10 @@ class Channel:
 
     @classmethod
     def over_stdio(cls) -> "Channel":
-        """Takes stdin and stdout and greets.
+        """Makes a channel from stdin and stdout, and sends the greeting.
 
-        Whatever else is printed in this process goes to stderr, and the ranks, which inherit
-        stdin, find it empty instead of reading the launcher's commands.
+        From then on, output to stdout in this process goes to stderr. stdin becomes empty, so that
+        the ranks, which inherit it, do not read the launcher's commands.
         """
         channel = cls(os.dup(0), os.dup(1))
         with open(os.devnull) as empty:
@@ -45,7 +45,7 @@ class Channel:
         return channel
 
     def read_line(self) -> bytes:
-        """The next line; b"" if the launcher is gone, or writes without end."""
+        """Returns the next line; b"" if the launcher is gone or the line is too long."""
         while b"\n" not in self._unread:
             chunk = os.read(self._commands, _CHUNK_BYTES)
             if not chunk or len(self._unread) > _MOST_LINE_BYTES:
@@ -58,12 +58,12 @@ class Channel:
         """Waits for a command.
 
         Args:
-            wake: Descriptor that ends the wait too when it becomes readable.
-            timeout: Seconds to wait at most; None for ever.
+            wake: Descriptor that also ends the wait when it becomes readable.
+            timeout: The most seconds to wait; None: no limit.
 
         Returns:
-            The command; empty if the launcher is gone, `wake` is readable or time is up, or if what
-            came is no command, which the launcher is told.
+            The command. Empty if the launcher is gone, `wake` is readable or the time is up. Empty
+            also if the message is not a valid command; the launcher then gets an "error" event.
         """
         if b"\n" not in self._unread:
             watched = [self._commands] if wake is None else [self._commands, wake]
@@ -77,12 +77,15 @@ class Channel:
             return {}
 
     def event(self, name: str, **fields: Any) -> None:
-        """Tells the launcher that something has happened."""
+        """Sends the launcher an event with these fields."""
         self.send(Frame(EVENT, 0, json.dumps({"event": name, **fields}).encode()))
 
     def send(self, frame: Frame) -> None:
-        """Sends a frame, however long the launcher takes to read it; drops it if it is gone."""
-        # The pump may hold the lock for ever, blocked in a write that nobody reads.
+        """Sends a frame; blocks until the launcher has read it, drops it if the launcher is gone.
+
+        After `close`, it waits for other threads' frames only a few seconds, then drops the frame.
+        """
+        # The pump may have the lock forever, blocked in a write that the launcher does not read.
         while not self._lock.acquire(timeout=_DRAIN_SECONDS):
             if self._closing:
                 return
@@ -92,7 +95,7 @@ class Channel:
             self._lock.release()
 
     def close(self) -> None:
-        """From now on a launcher that does not read is waited for only a few seconds."""
+        """Limits the waits of later calls of `send` to a few seconds."""
         self._closing = True
 
     def _write(self, data: bytes) -> None:
@@ -103,7 +106,7 @@ class Channel:
 
 
 class Pump:
-    """A thread that sends the launcher what the ranks print, as it comes."""
+    """A thread that forwards the output of the ranks to the launcher."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -112,10 +115,10 @@ class Pump:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self, ends: list[tuple[int, int, int]]) -> None:
-        """Begins to read.
+        """Starts to read the pipes.
 
         Args:
-            ends: Read end, STDOUT or STDERR, and global rank of each pipe.
+            ends: For each pipe its read end, STDOUT or STDERR, and the global rank.
         """
         for fd, kind, rank in ends:
             os.set_blocking(fd, False)
@@ -124,10 +127,10 @@ class Pump:
         self._thread.start()
 
     def finish(self) -> None:
-        """Sends what is left in the pipes, however long that takes; the ranks have ended.
+        """Sends the rest of the output, without a time limit. Call it when the ranks have ended.
 
-        A launcher that does not want to wait ends this process. The pipes never come to an end of
-        file: torch keeps their write ends open.
+        A launcher that does not want to wait kills this process. The pipes never reach the end of
+        file, since torch keeps their write ends open in this process.
         """
         if self._thread.ident is not None:
             os.write(self._stop_write, b"\0")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from usbyte._util.click_command import Telling
+from usbyte._util.click_command import StdoutErrorCommand
 from usbyte._util.fd_limit import allow_open_files
 from usbyte.launch import hosts, process_tree
 from usbyte.launch.job import Job, Ssh
@@ -20,8 +20,8 @@ from usbyte.launch.restarts import Pool, RestartPolicy
 
 _LONGEST_S = 7 * 86400.0
 _MOST_RESTARTS = 1_000_000
-# What ranks are told of their place, whatever the environment says.
-_PLACES = re.compile(
+# Variables that usbyterun sets itself for each rank, so that --env cannot.
+_RANK_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|USBYTE_JOB_TOKEN)"
 )
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -65,14 +65,14 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
         name, equals, value = item.partition("=")
         if not name or not equals:
             raise click.BadParameter(f"{item!r} is not of the form NAME=VALUE")
-        if _PLACES.fullmatch(name):
+        if _RANK_VARIABLES.fullmatch(name):
             raise click.BadParameter(f"{name} is set by usbyterun for each rank; leave it out")
         env[name] = value
     return env
 
 
 @click.command(
-    cls=Telling,
+    cls=StdoutErrorCommand,
     context_settings={
         "allow_interspersed_args": False,
         "help_option_names": ["-h", "--help"],
@@ -151,15 +151,15 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
     type=click.IntRange(0, _MOST_RESTARTS),
     default=0,
     metavar="N",
-    help="When a rank fails or a host is lost, end all ranks and start them anew, up to N times; "
-    "the program continues from its checkpoint.",
+    help="Restart all ranks, up to N times, when a rank fails or a host is lost; the program must "
+    "load its own checkpoint.",
 )
 @click.option(
     "--nnodes",
     metavar="MIN:MAX",
     callback=_parse_nodes,
-    help="Run on as many of the hosts as can be reached, MIN to MAX, with a rank on each of their "
-    "slots; a host that is lost is left out at the next restart.  [default: all hosts]",
+    help="Run on MIN to MAX of the hosts, as many as can be reached, with a rank on each of their "
+    "slots; the next restart leaves out a host that is lost.  [default: all hosts]",
 )
 @click.option(
     "--start-timeout",
@@ -174,8 +174,8 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
     "--timeline-filename",
     "timeline",
     metavar="FILE",
-    help="Have usbyte write a timeline; sets USBYTE_TIMELINE. %r in the name stands for the rank; "
-    "without it only rank 0 records.",
+    help="Write usbyte's timeline to FILE; sets USBYTE_TIMELINE. %r in the name stands for the "
+    "rank; without it, only rank 0 writes a timeline.",
 )
 @click.option(
     "--env",
@@ -187,9 +187,9 @@ def _parse_env(_: click.Context, __: click.Parameter, items: tuple[str, ...]) ->
 @click.option(
     "--log-level",
     type=click.Choice(_LOG_LEVELS, case_sensitive=False),
-    help="Least severity that usbyte logs; sets USBYTE_LOG_LEVEL.",
+    help="Lowest severity that usbyte logs; sets USBYTE_LOG_LEVEL.",
 )
-@click.option("--gloo", is_flag=True, hidden=True, expose_value=False)  # of horovodrun; always so
+@click.option("--gloo", is_flag=True, hidden=True, expose_value=False)  # horovodrun has it.
 @click.option("--verbose", is_flag=True, help="Show which ranks run where and the ssh commands.")
 @click.option(
     "-v",
@@ -222,13 +222,13 @@ def main(
 ) -> None:
     """Start COMMAND as the ranks of one distributed job, here and on other hosts.
 
-    Each line that a rank prints is shown with the rank in front. The first rank that fails ends
-    all others, which --max-restarts starts anew; usbyterun exits with its code, or with 128 + n if
-    signal n killed it.
+    Each line of a rank's output is shown with the rank in front. When a rank fails, usbyterun ends
+    all others; with --max-restarts it then restarts all ranks. It exits with the code of the first
+    rank that failed, or with 128 + n if signal n killed that rank.
 
-    Ranks find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as
-    under torchrun, and the current directory. Ranks on other hosts also get this shell's USBYTE_*,
-    NCCL_*, GLOO_*, OMP_NUM_THREADS and PYTHONPATH.
+    Ranks run in the current directory. As under torchrun, RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. Ranks on other hosts also get the
+    variables USBYTE_*, NCCL_*, GLOO_*, OMP_NUM_THREADS and PYTHONPATH of this shell.
     """
     process_tree.open_standard_descriptors()
     if not command[0]:
@@ -263,12 +263,13 @@ def main(
 def _pool(
     ranks: int | None, host_list: str | None, hostfile: Path | None, nnodes: range | None
 ) -> Pool:
-    # An empty -H is a variable that is not set, and no wish for this host.
+    # An empty -H comes from an unset shell variable, and must not mean this host.
     if host_list is not None and hostfile:
         raise click.UsageError("-H and --hostfile exclude each other; give one of them")
     if nnodes and ranks:
         raise click.UsageError(
-            "with --nnodes there is a rank on each slot of the hosts that are there; leave out -np"
+            "--nnodes and -np exclude each other: with --nnodes, each slot of a host has a rank; "
+            "leave out -np"
         )
     try:
         if host_list is not None:
@@ -293,9 +294,9 @@ def _split(ssh_options: str) -> tuple[str, ...]:
 
 
 def _current_directory() -> str:
-    """The current directory by the name that the user knows it by.
+    """Returns the current directory as the shell names it, in PWD.
 
-    Behind an automounter or a symbolic link, only that name may exist on the other hosts.
+    Behind an automounter or a symbolic link, the other hosts may have only that name.
     """
     name = os.environ.get("PWD", "")
     with suppress(OSError):

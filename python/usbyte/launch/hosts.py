@@ -1,4 +1,4 @@
-"""Hosts, their slots, and which ranks run where."""
+"""Hosts, their slots, and the placement of ranks on hosts."""
 
 import functools
 import re
@@ -11,7 +11,7 @@ from usbyte._util import files
 from usbyte.cluster_env import MOST_RANKS
 
 _ITEM = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.@%-]+)(?::(\d+))?", re.ASCII)
-_SHOWN_CHARS = 60  # of a word in a message
+_SHOWN_CHARS = 60  # Longer words are cut in error messages.
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Host:
     """A machine that ranks may run on.
 
     Attributes:
-        name: As the user wrote it, without brackets; for ssh it may hold `user@`.
-        slots: Ranks it may run.
-        local: Its ranks are started without ssh.
+        name: The name as the user wrote it, without brackets; may begin with `user@` for ssh.
+        slots: The most ranks on this host.
+        local: Whether it is this host, whose ranks are started without ssh.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Placement:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Reads `-H`: `host:slots,host:slots,...`; a host without slots has one.
+    """Parses the value of `-H`: `host:slots,host:slots,...`; the default is one slot.
 
     Raises:
-        ValueError: An item is no host with slots, or a host has too many of them.
+        ValueError: An item is malformed, or a host has more than `MOST_RANKS` slots.
     """
     return _merge((_parse_item(item.strip(), "-H") for item in text.split(",")), "-H")
 
@@ -56,11 +56,11 @@ def parse_hostfile(path: Path) -> list[Host]:
     """Reads a host file: `host slots=2` or `host:2` on each line; `#` begins a comment.
 
     Raises:
-        ValueError: The file cannot be read, names no host, a line is in neither form, or a host has
-            too many slots.
+        ValueError: The file cannot be read or names no host, a line is malformed, or a host has
+            more than `MOST_RANKS` slots.
     """
     try:
-        text = files.read_text(path).removeprefix("\ufeff")  # some editors write one
+        text = files.read_text(path).removeprefix("\ufeff")  # Some editors write this mark.
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the host file {path}: {error}") from error
     hosts = []
@@ -74,12 +74,12 @@ def parse_hostfile(path: Path) -> list[Host]:
 
 
 def this_host(slots: int) -> list[Host]:
-    """The hosts of a job for which none are given."""
+    """Returns the host list of a job that runs on this host only."""
     return [Host("localhost", slots, local=True)]
 
 
 def place(hosts: list[Host], ranks: int) -> list[Placement]:
-    """Fills the slots in the order of the hosts; hosts that get no rank are left out.
+    """Places ranks on the slots in the order of the hosts; leaves out hosts without a rank.
 
     Raises:
         ValueError: There are fewer slots than ranks.
@@ -115,7 +115,7 @@ def _parse_line(words: list[str], where: str) -> Host:
 
 def _parse_item(text: str, where: str) -> Host:
     match = _ITEM.fullmatch(text)
-    # A leading dash would be read as an option by ssh.
+    # ssh would read a name with a leading dash as an option.
     if match is None or text.startswith("-"):
         form = "'[address]:slots'" if text.count(":") > 1 else "'host' or 'host:slots'"
         raise ValueError(f"{where}: {_shown(text)} is no host; write {form}")
@@ -127,7 +127,7 @@ def _slots(text: str, where: str) -> int:
     digits = text.lstrip("0")
     if not digits:
         raise ValueError(f"{where}: a host needs at least one slot")
-    # Python refuses to convert thousands of digits, and more than these are too many anyhow.
+    # The length is checked first, as int() raises ValueError for thousands of digits.
     if len(digits) > len(str(MOST_RANKS)) or int(digits) > MOST_RANKS:
         given = text if len(text) <= _SHOWN_CHARS else f"a number of {len(text)} digits"
         raise ValueError(f"{where}: a host may have {MOST_RANKS} slots at most, not {given}")
@@ -135,7 +135,7 @@ def _slots(text: str, where: str) -> int:
 
 
 def _shown(text: str) -> str:
-    """A word of the user's for a message, whose beginning is enough to find it."""
+    """Returns the word in quotes for an error message, cut if it is long."""
     return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
 
 
@@ -151,9 +151,9 @@ def _own_names() -> frozenset[str]:
 
 
 def _merge(hosts: Iterable[Host], where: str) -> list[Host]:
-    """Adds the slots of a host that is listed twice, as Open MPI does.
+    """Adds up the slots of a host that is listed several times, as Open MPI does.
 
-    Two agents on one machine would hand out the same local ranks, and so the same GPUs.
+    Two agents on one machine would assign the same local ranks, and so the same GPUs.
     """
     merged: dict[str, Host] = {}
     for host in hosts:

@@ -1,4 +1,4 @@
-"""What the launcher was asked to run, and how it starts an agent on each host."""
+"""The job that the launcher runs, and the commands that start an agent on each host."""
 
 import math
 import os
@@ -29,9 +29,9 @@ class Ssh:
     """How to reach remote hosts.
 
     Attributes:
-        port: Port of their sshd; None for ssh's own default.
+        port: Port of sshd on the hosts; None for ssh's own default.
         identity: Private key file; None for ssh's own default.
-        options: Options that take precedence over the launcher's.
+        options: Options of the user, which take precedence over those of the launcher.
     """
 
     port: int | None = None
@@ -44,18 +44,18 @@ class Job:
     """One run of `command` on all ranks.
 
     Attributes:
-        placements: Which ranks run where, in the order of ranks; see `attempt`.
         command: The program and its arguments.
-        env: Variables for every rank, on top of what it inherits.
-        cwd: Directory that the ranks start in, on every host.
-        interface: Network interfaces, separated by commas; None for any.
-        start_timeout: Seconds until the agents of all hosts must have met.
+        env: Variables for every rank, in addition to those that it inherits.
+        cwd: Working directory of the ranks, on every host.
+        placements: Placement of the ranks on hosts, in the order of ranks; set by `attempt`.
+        interface: Names of network interfaces, separated by commas; None for any.
+        start_timeout: Seconds in which the agents of all hosts must have met.
         ssh: How to reach remote hosts.
         remote_python: Python that runs the agents on remote hosts.
-        run_id: Name of this run.
-        token: What its ranks know each other by; a secret.
-        restarts: How often ranks have been started anew before.
-        max_restarts: How often they may be.
+        run_id: Unique name of this run.
+        token: The job token, a secret by which the ranks recognise each other.
+        restarts: Number of restarts before this run.
+        max_restarts: The most restarts of the job.
     """
 
     command: list[str]
@@ -72,7 +72,14 @@ class Job:
     max_restarts: int = 0
 
     def attempt(self, placements: list[Placement], restarts: int) -> "Job":
-        """The same job on these hosts, with a name and a token that no earlier rank knows."""
+        """Returns the job for its next run, with a new run id and a new job token.
+
+        Processes of an earlier run that are still alive cannot join the new run.
+
+        Args:
+            placements: Placement of the ranks.
+            restarts: Number of restarts so far, this run included.
+        """
         return replace(
             self,
             placements=placements,
@@ -87,7 +94,7 @@ class Job:
         return sum(placement.count for placement in self.placements)
 
     def agent_spec(self, node: int) -> AgentSpec:
-        """What the agent of the host `node` is told."""
+        """Returns the spec for the agent of the host with index `node` in `placements`."""
         placement = self.placements[node]
         env = {} if placement.host.local else forwarded(os.environ)
         sockets = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -115,9 +122,9 @@ class Job:
         )
 
     def agent_command(self, host: Host) -> list[str]:
-        """The command that starts the agent of `host`.
+        """Returns the command that starts the agent of `host`.
 
-        The ranks' own command is not in it: it travels as JSON, so that no shell sees it.
+        It does not include the command of the ranks, which is sent as JSON. So no shell expands it.
         """
         module = ["-m", "usbyte.launch.agent"]
         if host.local:
@@ -132,15 +139,15 @@ class Job:
             "BatchMode": "yes",
             "ConnectTimeout": str(math.ceil(self.start_timeout)),
             "StrictHostKeyChecking": "accept-new",
-            # Notices within a minute that a host is gone.
+            # Detects a lost host within a minute.
             "ServerAliveInterval": "15",
             "ServerAliveCountMax": "4",
-            # A connection of its own: one that stays open for others would outlive the job.
+            # A shared master connection would stay open after the job.
             "ControlMaster": "no",
             "ClearAllForwardings": "yes",
             "LogLevel": "ERROR",
         }
-        words = ["-T", "-x", *self.ssh.options]  # ssh takes the first value it is given
+        words = ["-T", "-x", *self.ssh.options]  # First: ssh uses the first value of an option.
         if self.ssh.port is not None:
             words += ["-p", str(self.ssh.port)]
         if self.ssh.identity is not None:
@@ -151,10 +158,10 @@ class Job:
 
 
 def agent_env() -> dict[str, str]:
-    """The environment in which local agents start.
+    """Returns the environment in which local agents start.
 
-    Agents start in `/`: python -m puts the current directory first on its path, and a file of the
-    user's there must not hide a module. Relative entries of PYTHONPATH are made to fit.
+    Agents start in `/`, because `python -m` puts the current directory first on its path, where a
+    file of the user could hide a module. So relative entries of PYTHONPATH are made absolute.
     """
     env = dict(os.environ)
     if env.get("PYTHONPATH"):
@@ -164,7 +171,7 @@ def agent_env() -> dict[str, str]:
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this shell that remote ranks get too."""
+    """Returns the variables of `environ` that are forwarded to remote ranks."""
     return {
         name: value
         for name, value in environ.items()

@@ -1,4 +1,4 @@
-"""Runs a job: brings the agents together, passes on their output, ends them all."""
+"""Runs a job once: starts the agents, shows the ranks' output, and ends all processes."""
 
 import errno
 import selectors
@@ -17,21 +17,22 @@ from usbyte.launch.launcher_channel import AgentConnection
 from usbyte.launch.output import Output
 from usbyte.launch.protocol import EVENT, Frame, decode_event
 
-# After the grace: to kill, to pass on the last output, and for slow networks.
+# After their grace time, agents kill ranks and send the last output; a slow network takes time.
 _END_SECONDS = GRACE_SECONDS + 10.0
 _HURRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a run ends.
+    """The end of a run.
 
     Attributes:
-        code: 0; or the exit code of the first rank that failed, 128 + n if signal n ended it or the
-            launcher; or 1 if the job could not be started or a host was lost.
-        message: The last line on stderr; None for none.
-        restartable: A rank or a host was lost after all had started.
-        lost: Names of the hosts that could not be reached or are lost.
+        code: 0 for success. Otherwise the exit code of the first rank that failed; 128 + n if
+            signal n ended that rank or the launcher, SIGPIPE if the reader of stdout is gone; 1 if
+            the job could not be started, a host was lost, or the output could not be written.
+        message: The last line on stderr; None for no line.
+        restartable: Whether a rank or a host was lost after all ranks had started.
+        lost: Names of the hosts that were lost or could not be reached.
     """
 
     code: int
@@ -41,13 +42,13 @@ class JobOutcome:
 
 
 class Launcher:
-    """One run of a job.
+    """Runs a job once.
 
     Args:
-        job: What to run.
-        output: Where its output goes.
-        wake: Signals that end it.
-        verbose: Shows the plan and the commands that start the agents.
+        job: The job, with its placements.
+        output: Destination of its output.
+        wake: Signals that end the run.
+        verbose: Whether to show the placements and the commands that start the agents.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class Launcher:
         self._links: list[AgentConnection] = []
         self._running = set(range(job.size))
         self._all_run = False
-        self._verdict: JobOutcome | None = None
+        self._outcome: JobOutcome | None = None
         self._master: tuple[str, int] | None = None
         self._deadline: float | None = time.monotonic() + job.start_timeout
 
     def run(self) -> JobOutcome:
-        """Runs the job to its end; nothing of it is left when this returns."""
+        """Runs the job to its end; all its processes have then ended, except on lost hosts."""
         earlier = frozenset(process_tree.descendants())
         self._selector.register(self._wake.fd, selectors.EVENT_READ, self._on_signal)
         try:
@@ -76,14 +77,14 @@ class Launcher:
         finally:
             for link in self._links:
                 link.kill()
-            # Only an agent that was killed itself leaves anything.
+            # An agent ends its own ranks; processes are left only if the agent itself was killed.
             process_tree.end_descendants(0, spare=earlier)
             process_tree.reap()
             self._selector.close()
         self._output.finish()
-        self._on_signal()  # one that came while that waited for its reader
-        verdict = self._verdict or JobOutcome(1, "no agent was started")
-        return (verdict.code == 0 and self._lost_output()) or verdict
+        self._on_signal()  # A signal may have come while the last output was being written.
+        outcome = self._outcome or JobOutcome(1, "no agent was started")
+        return (outcome.code == 0 and self._lost_output()) or outcome
 
     def _start_agents(self) -> None:
         env = agent_env()
@@ -108,15 +109,15 @@ class Launcher:
         ready = self._selector.select(timeout)
         began = time.monotonic()
         for key, _ in ready:
-            # What an earlier one did may have closed this one.
+            # An earlier callback of this loop may have closed this descriptor.
             if key.fd in self._selector.get_map():
                 key.data()
-        if self._deadline is not None and self._verdict is not None and self._verdict.code == 0:
-            # What the reader takes does not count: the agents wait with this process.
+        if self._deadline is not None and self._outcome is not None and self._outcome.code == 0:
+            # The time that the reader of the output takes does not count: the agents wait, too.
             self._deadline += time.monotonic() - began
         for link in self._links:
-            # One that ends before it could tell why is lost too.
-            if link.gone and not (link.ended and self._verdict):
+            # An agent that closes the connection without an "end" event is lost, too.
+            if link.gone and not (link.ended and self._outcome):
                 self._conclude(1, _describe_loss(link), self._all_run, [link])
                 self._lose(link)
         if lost := self._lost_output():
@@ -135,11 +136,11 @@ class Launcher:
         match event["event"]:
             case "ready":
                 link.ready = event
-                if all(other.ready for other in self._links) and self._verdict is None:
+                if all(other.ready for other in self._links) and self._outcome is None:
                     self._go()
             case "started":
                 link.started = True
-                if all(other.started for other in self._links) and self._verdict is None:
+                if all(other.started for other in self._links) and self._outcome is None:
                     self._all_run = True
                     self._deadline = None
             case "exit":
@@ -156,7 +157,7 @@ class Launcher:
     def _on_exit(self, link: AgentConnection, rank: int, code: int) -> None:
         link.check_rank(rank)
         if not -128 < code < 256:
-            raise ValueError(f"its agent tells of exit code {code}, which no process has")
+            raise ValueError(f"its agent reported exit code {code}, which no process has")
         where = f"rank {rank} on host {link.name}"
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
@@ -168,19 +169,19 @@ class Launcher:
             self._conclude(0)
 
     def _on_text(self, link: AgentConnection, line: bytes) -> None:
-        # Before the agent runs, it is what ssh says; the verdict then repeats it.
+        # Before the agent's greeting, the text comes from ssh, and the final message repeats it.
         if link.greeted or self._verbose:
             self._output.host(link.name, line)
 
     def _on_signal(self) -> None:
         for number in self._wake.take():
             ended = JobOutcome(128 + number, f"ended by {number.name}")
-            if self._verdict is None:
+            if self._outcome is None:
                 self._conclude(ended.code, ended.message)
             else:
-                # A job that has succeeded may still wait for who reads its output.
-                verdict = self._verdict if self._verdict.code else ended
-                self._verdict = replace(verdict, restartable=False, lost=frozenset())
+                # A job that has succeeded may still wait for the reader of its output.
+                outcome = self._outcome if self._outcome.code else ended
+                self._outcome = replace(outcome, restartable=False, lost=frozenset())
                 self._output.hurry()
                 self._tell_all("kill")
                 self._deadline = time.monotonic() + _HURRY_SECONDS
@@ -194,7 +195,7 @@ class Launcher:
         return JobOutcome(1, f"cannot write to standard output: {error.strerror}")
 
     def _on_deadline(self) -> None:
-        if self._verdict is None:
+        if self._outcome is None:
             silent = [link for link in self._links if link.ready is None]
             self._conclude(1, _describe_delay(self._links, self._job, self._master), False, silent)
             return
@@ -222,10 +223,10 @@ class Launcher:
         restartable: bool = False,
         lost: Sequence[AgentConnection] = (),
     ) -> None:
-        """Ends the job; the first verdict stands."""
-        if self._verdict is not None:
+        """Sets the outcome and ends the job; later calls have no effect."""
+        if self._outcome is not None:
             return
-        self._verdict = JobOutcome(
+        self._outcome = JobOutcome(
             code, message, restartable, frozenset(link.name for link in lost)
         )
         self._deadline = time.monotonic() + _END_SECONDS
@@ -238,10 +239,13 @@ class Launcher:
                 link.kill()
 
     def _lose(self, link: AgentConnection) -> None:
-        """A host may be what has ended the job even where a rank elsewhere told first."""
-        verdict = self._verdict
-        if verdict is not None and verdict.restartable:
-            self._verdict = replace(verdict, lost=verdict.lost | {link.name})
+        """Adds a host to the lost ones of the outcome, if the job can be restarted.
+
+        The loss of a host may have ended the job even if a rank on another host failed first.
+        """
+        outcome = self._outcome
+        if outcome is not None and outcome.restartable:
+            self._outcome = replace(outcome, lost=outcome.lost | {link.name})
 
     def _tell_all(self, command: str, **fields: Any) -> None:
         for link in self._links:
@@ -249,14 +253,15 @@ class Launcher:
 
 
 def _master(links: list[AgentConnection]) -> tuple[str, int]:
-    """Address and port at which all agents can reach the first one's store.
+    """Returns the address and port at which all agents can reach the first agent's store.
 
-    What ssh's connections tell (client address and port, server address and port) needs no name
-    service and holds for names that only ssh's configuration knows.
+    Without an interface, the address comes from SSH_CONNECTION (client address and port, server
+    address and port). That needs no name service, and works for names that only ssh's configuration
+    has.
     """
     answers = [link.ready or {} for link in links]
-    told = [(answer["ssh"] or "").split() for answer in answers]
-    connections = [words if len(words) == 4 else None for words in told]
+    ssh_words = [(answer["ssh"] or "").split() for answer in answers]
+    connections = [words if len(words) == 4 else None for words in ssh_words]
     first = links[0].placement.host
     address = answers[0]["address"]
     if address is None and len(links) == 1:
@@ -270,7 +275,7 @@ def _master(links: list[AgentConnection]) -> tuple[str, int]:
 
 
 def _describe_loss(link: AgentConnection) -> str:
-    """Why an agent is gone that should not be."""
+    """Returns the message for an agent that has ended unexpectedly."""
     said = f": {link.complaint}" if link.complaint else ""
     if link.started:
         return f"lost host {link.name}{said}"
@@ -282,7 +287,7 @@ def _describe_loss(link: AgentConnection) -> str:
 
 
 def _describe_delay(links: list[AgentConnection], job: Job, master: tuple[str, int] | None) -> str:
-    """Why the agents have not met in time."""
+    """Returns the message for agents that have not met in time."""
     late = [link for link in links if not link.started]
     if master is not None:
         problem = f"could not join the others at {master[0]}, port {master[1]}"
@@ -295,5 +300,5 @@ def _describe_delay(links: list[AgentConnection], job: Job, master: tuple[str, i
             problem = "did not get ready (importing torch takes long?)"
             remedy = "check that host"
     names = ", ".join(link.name for link in late)
-    who = f"host {names}" if len(late) == 1 else f"hosts {names}"
-    return f"{who} {problem} within {job.start_timeout:g} s; {remedy} or raise --start-timeout"
+    subject = f"host {names}" if len(late) == 1 else f"hosts {names}"
+    return f"{subject} {problem} within {job.start_timeout:g} s; {remedy} or raise --start-timeout"

@@ -1,4 +1,4 @@
-"""The launcher's end of the line to one agent."""
+"""The launcher's end of the connection to one agent."""
 
 import os
 import selectors
@@ -18,26 +18,26 @@ _EXIT_SECONDS = 1.0
 
 
 class AgentConnection:
-    """An agent, or the ssh that leads to it, and what is known of it.
+    """The process of one agent, or of the ssh that runs it, with its pipes and its state.
 
-    Nothing here blocks: the launcher must stay able to hear the other hosts.
+    No method blocks on the agent, since the launcher must serve the other hosts, too.
 
     Args:
-        placement: Host and ranks.
-        command: Starts the agent.
-        env: The environment it starts in.
-        spec: The first line to send.
-        selector: The link registers its descriptors there; their data is what to call when they
-            are ready.
-        on_frame: Gets what the agent sends.
-        on_text: Gets lines that the agent or ssh writes to stderr.
+        placement: The host and its ranks.
+        command: Command that starts the agent.
+        env: Environment of that command.
+        spec: The encoded `AgentSpec`, which is the first line sent.
+        selector: Gets the descriptors of the connection. The data of each is the function to call
+            when the descriptor is ready.
+        on_frame: Called with each frame of the agent.
+        on_text: Called with each line that the agent or ssh writes to stderr.
 
     Attributes:
-        ready: The agent's "ready" event, once it is there.
-        started: Its ranks run.
-        ended: It has said that nothing of the job is left on its host.
-        gone: The line is closed.
-        code: Exit code of the agent or ssh, once it is gone; negative for a signal.
+        ready: The agent's "ready" event; None before it has arrived.
+        started: Whether the ranks of the agent run.
+        ended: Whether the agent has reported that no process of the job is left on its host.
+        gone: Whether the connection is closed.
+        code: Exit code of the agent or ssh, negative for a signal; None before `gone`.
 
     Raises:
         OSError: The command cannot be started.
@@ -57,7 +57,7 @@ class AgentConnection:
         self.ready: dict[str, Any] | None = None
         self.started = self.ended = self.gone = False
         self._complaints: deque[bytes] = deque(maxlen=20)
-        self._broken = ""  # what came that no agent sends
+        self._broken = ""  # Describes the invalid data that came.
         self.code: int | None = None
         self._reader = FrameReader()
         self._cutter = LineCutter()
@@ -65,7 +65,7 @@ class AgentConnection:
         self._selector = selector
         self._on_frame = on_frame
         self._on_text = on_text
-        # Its own session: Ctrl-C in the terminal reaches the launcher only, which then ends all.
+        # In a session of its own: Ctrl-C reaches only the launcher, which then ends everything.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -91,12 +91,12 @@ class AgentConnection:
 
     @property
     def greeted(self) -> bool:
-        """The agent runs."""
+        """Whether the agent has sent its greeting, so that it runs."""
         return self._reader.greeted
 
     @property
     def complaint(self) -> str:
-        """What came over the line in place of an agent, or in place of what one sends."""
+        """Describes invalid data, or the text that came instead of a greeting; "" if none did."""
         if self._broken:
             return self._broken
         lines = [*self._complaints, *self._reader.noise.splitlines()]
@@ -106,15 +106,15 @@ class AgentConnection:
     def check_rank(self, rank: int) -> None:
         """Raises ValueError unless the rank runs on this host."""
         if not 0 <= rank - self.placement.first_rank < self.placement.count:
-            raise ValueError(f"its agent tells of rank {rank}, which is not on that host")
+            raise ValueError(f"its agent reported rank {rank}, which is not on that host")
 
     def send(self, command: str, **fields: Any) -> None:
-        """Sends the agent a command."""
+        """Sends the agent a command, as soon as its pipe has room."""
         if not self.gone:
             self._send(encode_message({"command": command, **fields}))
 
     def kill(self) -> None:
-        """Ends the agent, or the ssh to it, at once; a remote agent notices and ends its ranks."""
+        """Kills the agent, or the ssh to it. A remote agent then ends its ranks by itself."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         self._close()
@@ -128,7 +128,7 @@ class AgentConnection:
             self._unsent = self._unsent[os.write(self._in, self._unsent) :]
         except BlockingIOError:
             pass
-        except OSError:  # it is gone; the end of its stdout tells the rest
+        except OSError:  # The agent is gone; the end of its stdout closes the connection.
             self._unsent = b""
         registered = self._in in self._selector.get_map()
         if self._unsent and not registered:
@@ -167,7 +167,7 @@ class AgentConnection:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self.code = self._process.wait()
-        with suppress(BlockingIOError):  # a process that ssh left behind may keep stderr open
+        with suppress(BlockingIOError):  # A process that ssh left behind may still have stderr.
             while self._err in self._selector.get_map():
                 self._read_text()
         for fd in (self._in, self._out, self._err):

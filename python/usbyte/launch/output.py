@@ -1,4 +1,4 @@
-"""What the ranks print: whole lines on the terminal, each with its rank, and files."""
+"""The output of the ranks: whole lines on the terminal, each with its rank, and files."""
 
 import errno
 import os
@@ -17,13 +17,13 @@ _FILE_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
 
 class LineCutter:
-    r"""Cuts a stream of bytes into lines; `\r` ends one too, as progress bars use it."""
+    r"""Cuts a stream of bytes into lines; `\r` also ends a line, for progress bars."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes, with their ends."""
+        """Returns the lines that `data` completes, with their line ends."""
         lines = (self._rest + data).splitlines(keepends=True)
         # A \r at the very end may be the first half of \r\n.
         complete = not lines or lines[-1].endswith(b"\n") or len(lines[-1]) > _MAX_LINE_BYTES
@@ -31,23 +31,23 @@ class LineCutter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """What came after the last line end."""
+        """Returns the text after the last line end, as a list of at most one line."""
         rest, self._rest = self._rest, b""
         return [rest] if rest else []
 
 
 class Sink:
-    """A descriptor that may be a pipe or a terminal on which nobody reads for a while.
+    """Writes to a descriptor whose reader may be slow, such as a pipe or a terminal.
 
     Args:
-        fd: Where to write.
-        wake: Readable when the launcher has something more urgent to do than to write.
+        fd: The descriptor to write to.
+        wake: Descriptor that is readable when a signal has come; it ends the wait for the reader.
 
     Attributes:
-        error: Why nothing can be written any more: EPIPE where the reader is gone, or the disk is
-            full.
-        stuck: Since `hurry`, nobody has read for a second; what comes is dropped.
-        lost: Something was dropped.
+        error: The error after which nothing more is written: EPIPE if the reader is gone, or for
+            example a full disk. None: no error.
+        stuck: Whether nobody has read for a second since `hurry`; further output is dropped.
+        lost: Whether output was dropped.
     """
 
     def __init__(self, fd: int, wake: int) -> None:
@@ -58,20 +58,20 @@ class Sink:
         self.stuck = self.lost = False
 
     def hurry(self) -> None:
-        """From now on, gives up if nobody reads for a second."""
+        """Limits later waits for the reader to one second, and ignores `wake`."""
         self._patient = False
 
     def calm(self) -> None:
-        """Ends the hurry."""
+        """Removes the limit that `hurry` has set."""
         self._patient = True
         self.stuck = False
 
     def write(self, data: bytes) -> None:
-        """Writes everything, unless that fails or `wake` ends the wait for the reader."""
+        """Writes all of `data`, unless an error, `wake` or the limit of `hurry` ends it."""
         view = memoryview(data)
         while view and self.error is None and not self.stuck and self._wait():
             try:
-                # That many bytes do not block once a pipe is ready for any.
+                # A pipe that is ready takes PIPE_BUF bytes without blocking.
                 view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
             except BlockingIOError:
                 continue
@@ -93,11 +93,11 @@ class Sink:
 def _open_new(folder: Path, name: str) -> BinaryIO:
     """Opens an empty file for a rank's output.
 
-    Others may write to the directory where it is a shared one. A link that they have put there is
-    not followed, or output would overwrite any file of this user; nor is a pipe waited for.
+    Other users may be able to write to the directory. So links are not followed, as the output
+    could overwrite any file of this user, and a pipe does not block the call.
 
     Raises:
-        OSError: It cannot be written, or is no plain file of one name.
+        OSError: The file cannot be written, or is not a regular file with a single name.
     """
     flags = os.O_CLOEXEC | os.O_NOFOLLOW
     inside = _opened(folder, folder, flags | os.O_RDONLY | os.O_DIRECTORY)
@@ -119,24 +119,23 @@ def _opened(path: Path, name: Path | str, flags: int, inside: int | None = None)
     try:
         return os.open(name, flags, 0o666, dir_fd=inside)
     except OSError as error:
-        # A link, a directory link, and a pipe that nobody reads.
+        # A link, a link in place of the directory, and a pipe without a reader.
         if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
             raise OSError(error.errno, _NOT_PLAIN, str(path)) from error
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class Output:
-    """The launcher's stdout and stderr, and the ranks' files.
+    """The launcher's stdout and stderr, and the files of the ranks.
 
     Args:
-        size: Ranks that the job may have.
-        wake: See `Sink`.
-        directory: Where `rank.N/stdout` and `rank.N/stderr` are written; None for nowhere. As with
-            Horovod, N has as many digits as the highest rank.
+        size: The most ranks that the job can have.
+        wake: Descriptor that is readable when a signal has come; it ends the wait for a reader.
+        directory: Directory for the files `rank.N/stdout` and `rank.N/stderr`; None: no files. As
+            with Horovod, N has as many digits as the highest rank.
 
     Raises:
-        OSError: The directory or a file in it cannot be written, or has been put there as a link to
-            another place.
+        OSError: The directory or a file in it cannot be written, or is a link.
     """
 
     def __init__(self, size: int, wake: int, directory: Path | None = None) -> None:
@@ -151,48 +150,53 @@ class Output:
                 self._files[kind, rank] = _open_new(folder, name)
 
     def rank(self, kind: int, rank: int, data: bytes) -> None:
-        """Takes what a rank has printed; kind is STDOUT or STDERR.
+        """Shows output of a rank, and writes it to the rank's file.
+
+        Args:
+            kind: STDOUT or STDERR.
+            rank: Global rank.
+            data: The output, not cut at line ends.
 
         Raises:
             OSError: A file cannot be written.
         """
         if (kind, rank) in self._files:
             rest = memoryview(data)
-            while rest:  # a disk that gets full takes a part
+            while rest:  # A write may be partial, for example when the disk becomes full.
                 rest = rest[self._files[kind, rank].write(rest) :]
         self._show(kind, rank, self._cutters.setdefault((kind, rank), LineCutter()).feed(data))
 
     def note(self, text: str) -> None:
-        """Shows a message of the launcher's own."""
+        """Shows a message of the launcher on stderr."""
         self.stderr.write(f"usbyterun: {text}\n".encode(errors="surrogateescape"))
 
     def host(self, host: str, line: bytes) -> None:
-        """Shows what a host's agent, or ssh, has printed."""
+        """Shows a line that the agent of a host, or ssh, has printed."""
         self.stderr.write(f"[{host}] ".encode() + line.rstrip() + b"\n")
 
     def finish(self) -> None:
-        """Shows lines that have no end: no rank that runs now prints any more."""
+        """Shows the last lines without a line end. Call it when all ranks have ended."""
         for (kind, rank), cutter in sorted(self._cutters.items()):
             self._show(kind, rank, cutter.finish())
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files of the ranks."""
         for file in self._files.values():
             file.close()
 
     def hurry(self) -> None:
-        """From now on, gives up if nobody reads for a second."""
+        """Limits later waits for the readers of stdout and stderr to one second."""
         self.stdout.hurry()
         self.stderr.hurry()
 
     def calm(self) -> None:
-        """Ends the hurry, and tells what it has cost."""
+        """Removes the limit that `hurry` has set, and reports dropped output."""
         self.stdout.calm()
         self.stderr.calm()
         self.tell_lost()
 
     def tell_lost(self) -> None:
-        """Tells that something was dropped, if it was, since the last time."""
+        """Shows a message if output was dropped since the last call."""
         lost = self.stdout.lost or self.stderr.lost
         self.stdout.lost = self.stderr.lost = False
         if lost:

@@ -1,4 +1,4 @@
-"""Finding and ending every process below this one (Linux)."""
+"""Finds and ends all descendants of this process (Linux)."""
 
 import ctypes
 import os
@@ -16,29 +16,29 @@ _POLL_SECONDS = 0.05
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of all descendants whose own parent ends.
+    """Makes this process the new parent of descendants whose own parent ends.
 
-    A rank's grandchild that has left its session, or whose parent is gone, is then still found
-    below this process.
+    So `descendants` also finds a process that has left its session, or whose parent is gone.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Some daemons ignore it, which their descendants inherit, and then exit codes are lost.
+    # A daemon that started this process may ignore SIGCHLD, which is inherited. The kernel would
+    # then discard the exit codes of children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def descendants(spare: Collection[int] = ()) -> list[int]:
-    """Ids of the running processes below this one, parents before children.
+    """Returns the ids of the running descendants of this process, parents before children.
 
     Args:
-        spare: Processes to leave out, with all that is below them.
+        spare: Processes to leave out, with their descendants.
     """
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():
             continue
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # The process has ended in the meantime.
             stat = Path("/proc", entry, "stat").read_bytes()
-            # The name, in parentheses, may itself hold spaces and parentheses.
+            # The process name, in parentheses, may itself have spaces and parentheses.
             state, parent = stat[stat.rindex(b")") + 1 :].split()[:2]
             if state not in (b"Z", b"X"):
                 children.setdefault(int(parent), []).append(int(entry))
@@ -56,12 +56,12 @@ def end_descendants(
     """Sends SIGTERM to all descendants, and SIGKILL to those that still run after `grace`.
 
     Args:
-        grace: Seconds between the two; 0 sends SIGKILL at once.
-        hurry: Asked again and again; True ends the grace.
-        spare: Processes to leave alone, with all that is below them.
+        grace: Seconds between the two signals; 0 sends SIGKILL at once.
+        hurry: Polled during the grace time; True ends it.
+        spare: Processes to leave alone, with their descendants.
 
     Returns:
-        Processes that even SIGKILL did not end in five seconds: they hang in the kernel.
+        Processes that SIGKILL did not end in five seconds, because they hang in the kernel.
     """
     if grace > 0:
         _signal(descendants(spare), signal.SIGTERM)
@@ -69,7 +69,7 @@ def end_descendants(
         while descendants(spare) and time.monotonic() < deadline and not hurry():
             time.sleep(_POLL_SECONDS)
     deadline = time.monotonic() + _KILL_SECONDS
-    # Again and again, for a process may fork between being found and being killed.
+    # A loop, because a process may fork after it was found and before it is killed.
     while (pids := descendants(spare)) and time.monotonic() < deadline:
         _signal(pids, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
@@ -77,7 +77,7 @@ def end_descendants(
 
 
 def reap() -> None:
-    """Takes the exit codes of children that have ended; nobody else waits for any."""
+    """Reaps all children that have ended. Other code must not wait for a child."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -90,9 +90,10 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def guard() -> None:
-    """Returns in a child of this process, after whose death everything below it is ended.
+    """Forks, and returns in the child. When the child ends, the parent kills its descendants.
 
-    For a host without a launcher that would do it. Must be called before any thread is started.
+    This is for a remote host, where no launcher does the clean-up. Call it before any thread is
+    started.
     """
     guardian = os.getpid()
     child = os.fork()
@@ -102,7 +103,7 @@ def guard() -> None:
     adopt_orphans()
 
     def pass_on(number: int, _: object) -> None:
-        with suppress(ProcessLookupError):  # it has ended, and what it left must still be ended
+        with suppress(ProcessLookupError):  # The child has ended; its descendants come next.
             os.kill(child, number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -114,17 +115,20 @@ def guard() -> None:
 
 
 def open_standard_descriptors() -> None:
-    """Opens those of stdin, stdout and stderr that are closed, or what is opened next gets them."""
+    """Opens closed ones of stdin, stdout and stderr on /dev/null.
+
+    Otherwise the next file that is opened would get the number of a standard descriptor.
+    """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
 
 
 class SignalWake:
-    """Turns signals into a file descriptor that becomes readable.
+    """Makes a file descriptor readable when a signal arrives.
 
-    The interpreter's C handler writes to it, so that another thread learns of a signal even while
-    the main thread is inside a long call of a C++ library.
+    The interpreter's C-level handler writes to it. So another thread can react to a signal while
+    the main thread is in a long call of a C++ library.
 
     Attributes:
         fd: Readable when a signal has arrived or `poke` was called.
@@ -139,9 +143,9 @@ class SignalWake:
         self.handle()
 
     def handle(self) -> None:
-        """Installs the handlers, again if a library has replaced them."""
+        """Installs the handlers; call it again after a library has replaced them."""
         for number in self._signals:
-            # One that was ignored from the start (nohup) stays ignored.
+            # A signal that was ignored from the start, as under nohup, stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)
 
@@ -151,7 +155,7 @@ class SignalWake:
             os.write(self._write, b"\0")
 
     def take(self) -> list[signal.Signals]:
-        """The signals that have arrived since the last call."""
+        """Returns the signals that have arrived since the last call."""
         with suppress(BlockingIOError):
             return [signal.Signals(byte) for byte in os.read(self.fd, 4096) if byte]
         return []

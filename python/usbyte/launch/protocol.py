@@ -1,8 +1,8 @@
-"""What the launcher and its agents say to each other.
+"""The protocol between the launcher and its agents.
 
-Launcher to agent: lines of JSON, the `AgentSpec` first. The end of that stream tells the agent
-that the launcher is gone. Agent to launcher: a greeting, then frames, which carry the output of
-the ranks byte for byte and, in between, events as JSON.
+Launcher to agent: lines of JSON, the `AgentSpec` first. The end of that stream means that the
+launcher is gone. Agent to launcher: a greeting, then frames. A frame carries output of a rank, byte
+for byte, or an event as JSON.
 """
 
 import json
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 STDOUT, STDERR, EVENT = 1, 2, 3
 
-# Login shells may print something before the agent does, so that its stream needs a beginning;
-# the number changes with anything else in this file.
+# Marks the beginning of the agent's stream, since a login shell may print something before it.
+# Increase the number with any change of the protocol.
 GREETING = b"usbyte-agent 2\n"
 _ANY_GREETING = re.compile(rb"usbyte-agent (\d+)\n")
 _MAX_NOISE_BYTES = 4096
-_MAX_PAYLOAD_BYTES = 16 << 20  # many times what agents send
-_HEADER = struct.Struct("!BII")  # kind, rank, payload bytes
-_SHOWN_BYTES = 80  # of a message that is refused
+_MAX_PAYLOAD_BYTES = 16 << 20  # Many times the payload that agents send.
+_HEADER = struct.Struct("!BII")  # Kind, rank, payload bytes.
+_SHOWN_BYTES = 80  # Longer messages are cut in errors.
 
-# Of each event and command, its fields and what they hold.
+# The fields of each event and command, with their types.
 _EVENTS: dict[str, dict[str, Any]] = {
     "ready": {"port": int | None, "address": str | None, "ssh": str | None},
     "started": {},
@@ -40,12 +40,12 @@ _COMMANDS: dict[str, dict[str, Any]] = {
 
 
 class Frame(NamedTuple):
-    """One piece of an agent's stream.
+    """One message of an agent's stream.
 
     Attributes:
         kind: STDOUT, STDERR or EVENT.
         rank: Global rank whose output this is; 0 for an event.
-        payload: Output as it came, not cut at line ends, or an event's JSON.
+        payload: Output, not cut at line ends, or the JSON of an event.
     """
 
     kind: int
@@ -53,7 +53,7 @@ class Frame(NamedTuple):
     payload: bytes
 
     def encode(self) -> bytes:
-        """The frame as it travels."""
+        """Returns the bytes of the frame in the stream."""
         return _HEADER.pack(self.kind, self.rank, len(self.payload)) + self.payload
 
 
@@ -61,7 +61,7 @@ class FrameReader:
     """Cuts an agent's stream into frames.
 
     Attributes:
-        greeted: The greeting has been read.
+        greeted: Whether the greeting has been read.
     """
 
     def __init__(self) -> None:
@@ -70,14 +70,14 @@ class FrameReader:
 
     @property
     def noise(self) -> bytes:
-        """What has come in place of a greeting."""
+        """The bytes that have come instead of a greeting."""
         return b"" if self.greeted else bytes(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yields the frames that `data` completes.
 
         Raises:
-            ValueError: What comes is no frame of this version of the protocol.
+            ValueError: The data is not a frame of this version of the protocol.
         """
         self._buffer += data
         if not self.greeted and not self._read_greeting():
@@ -107,23 +107,23 @@ class FrameReader:
 
 @dataclass(frozen=True)
 class AgentSpec:
-    """What one agent has to do.
+    """The task of one agent.
 
     Attributes:
-        host: The host's name, for messages.
-        remote: It was started over ssh.
-        node: Its number among the agents, from 0.
-        nodes: Agents in the job.
-        ranks: Ranks that it starts.
-        size: Ranks of the job.
-        command: What each of them runs.
-        env: Variables set on top of the agent's environment.
-        cwd: Directory that the ranks start in.
-        interface: Network interface, or several separated by commas; None for any.
-        run_id: Name of this run, for the rendezvous.
-        start_timeout: Seconds until all agents must have met.
-        restarts: How often ranks have been started anew before.
-        max_restarts: How often they may be.
+        host: Name of the host, for messages.
+        remote: Whether the agent was started over ssh.
+        node: Number of this agent, from 0.
+        nodes: Number of agents in the job.
+        ranks: Number of ranks that this agent starts.
+        size: Number of ranks in the job.
+        command: The program of the ranks, with its arguments.
+        env: Variables for the ranks, in addition to the agent's environment.
+        cwd: Working directory of the ranks.
+        interface: Names of network interfaces, separated by commas; None for any.
+        run_id: Unique name of this run, for torch's rendezvous of the agents.
+        start_timeout: Seconds in which all agents must have met.
+        restarts: Number of restarts before this run.
+        max_restarts: The most restarts of the job.
     """
 
     host: str
@@ -142,7 +142,7 @@ class AgentSpec:
     max_restarts: int = 0
 
     def encode(self) -> bytes:
-        """The spec as the first line for an agent."""
+        """Returns the spec as a line of JSON, the first line that an agent gets."""
         return encode_message(asdict(self))
 
     @classmethod
@@ -150,7 +150,7 @@ class AgentSpec:
         """Reads what `encode` wrote.
 
         Raises:
-            ValueError: The line is no such thing.
+            ValueError: The line is not a spec of this version of usbyte.
         """
         message = _parse(line)
         _check_fields(message, {field.name: field.type for field in fields(cls)}, line)
@@ -158,24 +158,27 @@ class AgentSpec:
 
 
 def encode_message(message: dict[str, Any]) -> bytes:
-    """One line of JSON; its escapes carry bytes that are no UTF-8 as Python's surrogates."""
+    """Returns the message as one line of JSON in ASCII.
+
+    Bytes of arguments that are not UTF-8, which Python holds as surrogates, become escapes.
+    """
     return json.dumps(message).encode() + b"\n"
 
 
 def decode_event(payload: bytes) -> dict[str, Any]:
-    """What an agent tells, its name under "event".
+    """Returns the fields of an agent's event; its name is the field "event".
 
     Raises:
-        ValueError: No agent of this version tells that.
+        ValueError: The payload is not an event of this version of usbyte.
     """
     return _decode(payload, "event", _EVENTS)
 
 
 def decode_command(line: bytes) -> dict[str, Any]:
-    """What the launcher wants, its name under "command".
+    """Returns the fields of a launcher's command; its name is the field "command".
 
     Raises:
-        ValueError: No launcher of this version wants that.
+        ValueError: The line is not a command of this version of usbyte.
     """
     return _decode(line, "command", _COMMANDS)
 
@@ -209,7 +212,7 @@ def _check_fields(message: dict[str, Any], kinds: dict[str, Any], data: bytes) -
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of this kind: a type, a list or dict of one, one or None."""
+    """Returns whether a value from JSON has a type: scalar, list, dict, or a union with None."""
     if isinstance(kind, UnionType):
         return any(_is(value, each) for each in get_args(kind))
     if get_origin(kind) is list:

@@ -1,8 +1,8 @@
-"""Runs a job again when a rank or a host is lost: `--max-restarts` and `--nnodes`.
+"""Restarts a job when a rank or a host is lost: `--max-restarts` and `--nnodes`.
 
-As with torch's elastic launcher, every rank starts anew and finds its own checkpoint. Unlike
-there, the launcher decides, which knows all hosts: no host has to be told that others are gone,
-and a host that comes back is taken at the next restart, not at once.
+As with torch's elastic launcher, a restart starts every rank, and the program loads its own
+checkpoint. Unlike there, the launcher alone decides, since it knows all hosts. The hosts need not
+agree on who is left, and a host that comes back is used at the next restart, not at once.
 """
 
 import select
@@ -17,7 +17,7 @@ from usbyte.launch.launcher import Launcher
 from usbyte.launch.output import Output
 from usbyte.launch.process_tree import SignalWake
 
-# Before a host that was lost is tried again: its agent may be ending ranks, cut off as it is.
+# Wait before a lost host is tried again: its agent may still be ending the ranks of the last run.
 _PAUSE_SECONDS = GRACE_SECONDS + 6.0
 
 
@@ -26,10 +26,10 @@ class Pool:
     """The hosts that a job may run on.
 
     Attributes:
-        hosts: In the order in which they are taken.
-        ranks: Of the job; None for as many as there are slots on the hosts taken.
-        least: Hosts without which there is no job.
-        most: Hosts that are taken at once; the others are spare.
+        hosts: The hosts, in the order in which they are used.
+        ranks: Ranks of the job; None for one rank on each slot of the used hosts.
+        least: The fewest hosts with which the job runs.
+        most: The most hosts that are used at once; the others are spare.
 
     Raises:
         ValueError: There are fewer hosts than `least`, fewer slots than `ranks`, or more slots than
@@ -45,8 +45,8 @@ class Pool:
         if self.least > len(self.hosts):
             names = ",".join(host.name for host in self.hosts)
             raise ValueError(
-                f"--nnodes wants {self.least} hosts or more, and {len(self.hosts)} are named "
-                f"({names}); name more, or ask for fewer"
+                f"--nnodes needs {self.least} hosts or more, and {len(self.hosts)} are named "
+                f"({names}); name more hosts, or lower MIN"
             )
         if self.size > MOST_RANKS:
             raise ValueError(
@@ -57,16 +57,16 @@ class Pool:
 
     @property
     def size(self) -> int:
-        """The most ranks that the job may have."""
+        """The most ranks that the job can have."""
         slots = sorted((host.slots for host in self.hosts), reverse=True)
         return self.ranks or sum(slots[: self.most])
 
     def enough(self, absent: Collection[str]) -> bool:
-        """Whether the job can do without the hosts of these names."""
+        """Returns whether enough hosts are left without the hosts of these names."""
         return len(self._present(absent)) >= self.least
 
     def placements(self, absent: Collection[str] = ()) -> list[Placement]:
-        """Which ranks run where, without the hosts of these names."""
+        """Places the ranks, without the hosts of these names."""
         taken = self._present(absent)[: self.most]
         return place(taken, self.ranks or sum(host.slots for host in taken))
 
@@ -75,14 +75,14 @@ class Pool:
 
 
 class RestartPolicy:
-    """A job, from its first attempt to its end.
+    """Runs a job, with all its restarts.
 
     Args:
-        job: What to run.
-        pool: Where.
-        output: Where its output goes.
-        wake: Signals that end it.
-        verbose: See `Launcher`.
+        job: The job, without placements.
+        pool: The hosts that it may use.
+        output: Destination of its output.
+        wake: Signals that end the job.
+        verbose: Whether to show the placements and the commands that start the agents.
     """
 
     def __init__(
@@ -100,30 +100,30 @@ class RestartPolicy:
         self._verbose = verbose
 
     def run(self) -> int:
-        """Runs the job; returns the exit code of its last attempt, see `Verdict`."""
+        """Runs the job; returns the exit code of its last run, as `JobOutcome.code`."""
         most = self._job.max_restarts
         restarts = 0
         has_run = False
         absent: frozenset[str] = frozenset()
         while True:
             job = self._job.attempt(self._pool.placements(absent), restarts)
-            verdict = Launcher(job, self._output, self._wake, self._verbose).run()
-            has_run |= verdict.restartable
-            missing = absent | verdict.lost
-            if verdict.lost and not verdict.restartable and self._pool.enough(missing):
+            outcome = Launcher(job, self._output, self._wake, self._verbose).run()
+            has_run |= outcome.restartable
+            missing = absent | outcome.lost
+            if outcome.lost and not outcome.restartable and self._pool.enough(missing):
                 absent = missing
-                self._output.note(f"{verdict.message}; going on without")
-            elif restarts < most and (verdict.restartable or (verdict.lost and has_run)):
+                self._output.note(f"{outcome.message}; going on without")
+            elif restarts < most and (outcome.restartable or (outcome.lost and has_run)):
                 restarts += 1
-                absent = verdict.lost if self._pool.enough(verdict.lost) else frozenset()
-                self._output.note(f"{verdict.message}; restart {restarts} of {most}")
-                if verdict.lost - absent or not verdict.restartable:
+                absent = outcome.lost if self._pool.enough(outcome.lost) else frozenset()
+                self._output.note(f"{outcome.message}; restart {restarts} of {most}")
+                if outcome.lost - absent or not outcome.restartable:
                     select.select([self._wake.fd], [], [], _PAUSE_SECONDS)
             else:
                 break
             self._output.calm()
         self._output.tell_lost()
-        if verdict.message is not None:
+        if outcome.message is not None:
             after = f" (after {restarts} of {most} restarts)" if restarts else ""
-            self._output.note(verdict.message + after)
-        return verdict.code
+            self._output.note(outcome.message + after)
+        return outcome.code

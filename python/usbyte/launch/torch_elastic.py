@@ -1,10 +1,11 @@
-"""The ranks of one host, started by torch's elastic agent: what usbyte.launch needs of torch.
+"""Starts the ranks of one host with torch's elastic agent. Works with torch 2.4 and newer.
 
-`launch_agent` of torch.distributed.launcher is not enough here: its agent asks every 0.1 s who
-has ended, so that of two ranks that fail together the wrong one may be blamed; it waits 30 s for
-ranks that ignore SIGTERM (older releases: always), and gives up its store, which remote
-ranks may still use, 300 s after its own ranks. So the elastic agent meets the others, numbers the
-ranks and starts them, and `watch` takes over from there. Only what torch 2.4 has is used.
+`launch_agent` of torch.distributed.launcher does not fit, for three reasons. Its agent polls every
+0.1 s which ranks have ended, so of two ranks that fail together it may blame the wrong one. It
+waits 30 s for ranks that ignore SIGTERM (in older releases without a limit). It closes its store
+300 s after its own ranks have ended, although remote ranks may still use it. So torch's elastic
+agent only meets the other agents, numbers the ranks and starts them; usbyte's own agent does the
+rest.
 """
 
 import fcntl
@@ -31,15 +32,15 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 def serve_store(timeout: float, address: str, token: str) -> TCPStore:
-    """Opens the job's store on a port that is free; it lives as long as the returned object.
+    """Opens the job's store on a free port; the store lives as long as the returned object.
 
-    The elastic agent of this process finds it by its port (multi-tenancy) instead of opening
-    another, so that no other program can take the port in between.
+    The elastic agent of this process finds the store by its port (multi-tenancy) and does not open
+    another one. So no other program can take the port in between.
 
     Args:
-        timeout: Of its operations, seconds.
-        address: The IPv4 address to listen at; empty for all of this host's, IPv6 too.
-        token: The job's, by which ranks tell whether the store is theirs.
+        timeout: Timeout of the store's operations, in seconds.
+        address: The IPv4 address to listen on; "" for all addresses of this host, IPv6 included.
+        token: The job token, by which ranks check that the store belongs to their job.
     """
     with _listen(address) as listener:
         port = listener.getsockname()[1]
@@ -58,7 +59,7 @@ def serve_store(timeout: float, address: str, token: str) -> TCPStore:
 
 def _listen(address: str) -> socket.socket:
     if not address and socket.has_dualstack_ipv6():
-        # A kernel that knows IPv6 may still refuse it here.
+        # IPv6 may be compiled in and yet disabled on this host.
         with suppress(OSError):
             return socket.create_server(
                 ("", 0), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True
@@ -67,7 +68,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of the first of the comma-separated interfaces.
+    """Returns the IPv4 address of the first of the comma-separated interfaces.
 
     Raises:
         ValueError: One of them does not exist on this host, or the first has no address.
@@ -76,7 +77,7 @@ def interface_address(interface: str) -> str:
     present = [name for _, name in socket.if_nameindex()]
     for name in names:
         if name not in present:
-            raise ValueError(f"no network interface {name!r}; there are {', '.join(present)}")
+            raise ValueError(f"no network interface {name!r}; this host has {', '.join(present)}")
     request = struct.pack("256s", names[0].encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -90,10 +91,10 @@ class Pipes(LogsSpecs):
     """Gives every rank a pipe for stdout and one for stderr, in place of torch's log files.
 
     Args:
-        restarts: How often ranks have been started anew before, and may be.
+        restarts: Number of restarts so far, and the most restarts of the job.
 
     Attributes:
-        ends: Read end, STDOUT or STDERR, and global rank of each pipe.
+        ends: For each pipe its read end, STDOUT or STDERR, and the global rank.
     """
 
     def __init__(self, restarts: tuple[int, int]) -> None:
@@ -102,11 +103,11 @@ class Pipes(LogsSpecs):
         self.ends: list[tuple[int, int, int]] = []
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Opens the pipes; torch's name for "say where the output of these ranks goes"."""
+        """Opens the pipes; torch calls this to get the destinations of the ranks' output."""
         paths: dict[int, dict[int, str]] = {STDOUT: {}, STDERR: {}}
         for local_rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = ""
-            # Torch's agent, which is a new one each time, knows of no restart.
+            # Each restart makes a new elastic agent of torch, which would count from zero.
             made, allowed = self._restarts
             env["TORCHELASTIC_RESTART_COUNT"] = str(made)
             env["TORCHELASTIC_MAX_RESTARTS"] = str(allowed)
@@ -119,18 +120,19 @@ class Pipes(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """No files are written."""
+        """Required by torch; no log files are written."""
         return os.devnull
 
 
 class ElasticAgent(LocalElasticAgent):
-    """Starts the ranks of this host and leaves them to `watch`.
+    """Starts the ranks of this host, then calls `on_started`.
 
     Args:
-        spec: The part of the job that runs here.
+        spec: The ranks to start.
         master: Address and port of the store.
-        pipes: Where the ranks' output goes.
-        watch: Called once they run, with the global rank of each process id; does not return.
+        pipes: Destinations of the ranks' output.
+        on_started: Called when the ranks run, with the global rank of each process id. It does not
+            return.
     """
 
     def __init__(
@@ -138,9 +140,9 @@ class ElasticAgent(LocalElasticAgent):
         spec: AgentSpec,
         master: tuple[str, int],
         pipes: Pipes,
-        watch: Callable[[dict[int, int]], NoReturn],
+        on_started: Callable[[dict[int, int]], NoReturn],
     ) -> None:
-        self._watch = watch
+        self._on_started = on_started
         rendezvous = StaticTCPRendezvous(
             master_addr=master[0],
             master_port=master[1],
@@ -166,4 +168,4 @@ class ElasticAgent(LocalElasticAgent):
         super().__init__(workers, logs_specs=pipes)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._watch({worker.id: worker.global_rank for worker in worker_group.workers})
+        self._on_started({worker.id: worker.global_rank for worker in worker_group.workers})

@@ -1,7 +1,8 @@
-"""The last step before a rank's command; `elastic.py` runs it as a file, without site packages.
+"""Executes a rank's command. `torch_elastic.py` runs this file directly, without site packages.
 
-Arguments: the agent's process id, then the command. It ties the rank's life to the agent's and
-becomes the command, so that process id, signals and exit code are the command's own.
+Arguments: the process id of the agent, then the command. The process is set up to die with the
+agent. Then it becomes the command by exec, so that process id, signals and exit code are those of
+the command.
 """
 
 import ctypes
@@ -14,22 +15,22 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when the process `parent` dies."""
+    """Makes the kernel kill this process when its parent, the process `parent`, dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # The parent died before the line above.
         os._exit(128 + signal.SIGKILL)
 
 
 def main(agent: int, command: list[str]) -> NoReturn:
     """Replaces this process with `command`, which dies when the process `agent` dies."""
     die_with(agent)
-    # Python ignores these two, and what is ignored stays so across exec.
+    # Python ignores these two signals, and exec would pass that on to the command.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        # As shells report it: 127 for a command that is not there, 126 for one that cannot run.
+        # The exit codes of shells: 127 for a missing command, 126 for one that cannot run.
         sys.stderr.write(f"usbyterun: cannot run {command[0]!r}: {error.strerror}\n")
         sys.stderr.flush()
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)

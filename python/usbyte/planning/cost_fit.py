@@ -1,4 +1,4 @@
-"""From timed collectives to what they cost: lines, and how well they fit."""
+"""Fits cost lines to timed collectives, and tells how well the lines fit."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import numpy as np
 
 from usbyte import _core
 
-#: Kinds of measurements: a small all_reduce that was posted right behind large ones; two blocks
-#: that were packed into one message and put back; an all_reduce of one shot, several that were
-#: posted together, and one that was posted right behind a large one.
+#: Kinds of measurements besides the collectives. `BUSY`: a small all_reduce posted right behind
+#: large ones. `PACKED`: copies of two blocks into one message and back.
 BUSY, PACKED = "busy", "packed"
+#: Kinds for the direct all-reduce: a single one, several posted together, and one posted right
+#: behind a large all_reduce.
 ONE_SHOT, SHOTS, SHOT_BUSY = "one_shot", "one_shot_together", "one_shot_busy"
 
-# Of the time that large operations take together. With slots of their own beside them, small ones
-# wait for messages only.
+# A small op behind large ones that takes more than this share of their common time waited until one
+# of them had ended. If all of them can run at once, it waits for single messages only.
 _WAITS_FOR_THEM = 0.75
-_LONG = 4  # startups that large operations must take for that to show
+_LONG = 4  # The large ops must take at least this many startups for the wait to show.
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Groups of operations, each group posted when the one before has ended.
+    """The mean time of a batch of ops. A batch is posted when the one before it has ended.
 
     Attributes:
-        kind: "all_reduce", "reduce_scatter" or "all_gather"; or one of the kinds above.
-        window: Operations in a group; if `SHOT_BUSY`, without the large one.
-        bytes: Payload of a group; if `BUSY`, of the large ones; if `SHOT_BUSY`, of the small one.
-        seconds: Mean time of a group; if `BUSY` or `SHOT_BUSY`, of the small one; if `PACKED`, of
-            the copies.
+        kind: "all_reduce", "reduce_scatter", "all_gather" or one of the kinds above.
+        window: Ops in a batch. `SHOT_BUSY`: without the large one.
+        bytes: Payload of a batch. `BUSY`: of the large ops. `SHOT_BUSY`: of the small op.
+        seconds: Mean time of a batch. `BUSY` and `SHOT_BUSY`: of the small op. `PACKED`: of the
+            copies.
     """
 
     kind: str
@@ -42,14 +43,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Point:
-    """All measurements of one size.
+    """The measurements of one payload size.
 
     Attributes:
-        bytes: Payload of a group.
-        seconds: Median.
-        low_s: The 10th percentile.
-        high_s: The 90th percentile.
-        residual: What the line says beyond the median, as a part of the median.
+        bytes: Payload of a batch.
+        seconds: Median time of a batch.
+        low_s: 10th percentile of the time.
+        high_s: 90th percentile of the time.
+        residual: (time on the cost line - median) / median; negative where the line is below.
     """
 
     bytes: int
@@ -61,14 +62,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """What one collective costs with `window` operations in flight.
+    """The cost line of one collective with `window` ops in flight.
 
     Attributes:
         kind: The collective.
-        window: Operations in flight.
-        cost: The line.
-        residual: Median over sizes of the points' residuals without sign.
-        points: What was measured, by size.
+        window: Ops in flight.
+        cost: The cost line.
+        residual: Median over the sizes of the absolute residuals.
+        points: The measurements, by ascending size.
     """
 
     kind: str
@@ -79,7 +80,7 @@ class Line:
 
 
 def fit_lines(rows: Sequence[Measured]) -> list[Line]:
-    """A line for each collective and window, in order of measurement; see `_core.fit_cost`."""
+    """Fits a cost line to each collective and window, in order of measurement."""
     samples: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.kind not in (BUSY, PACKED, ONE_SHOT, SHOTS, SHOT_BUSY):
@@ -93,9 +94,14 @@ def fit_lines(rows: Sequence[Measured]) -> list[Line]:
 
 
 def concurrent(rows: Sequence[Measured]) -> int | None:
-    """How many operations run at once; 0 if as many as were tried, None if it cannot be told.
+    """Returns how many ops the network runs at the same time.
 
-    Behind so many large ones a small one waits until one of them has ended.
+    A small op that is posted behind n large ones tells: if n is the limit, it waits until one of
+    them has ended.
+
+    Returns:
+        The limit; 0 if all ops that were tried ran at once; None if the measurements cannot tell,
+        since there are none of kind `BUSY` or their large ops are too short.
     """
     by_size: dict[tuple[int, int], list[float]] = defaultdict(list)
     for row in rows:
@@ -115,7 +121,14 @@ def concurrent(rows: Sequence[Measured]) -> int | None:
 
 
 def fit(ranks: int, rows: Sequence[Measured]) -> _core.NetworkModel:
-    """What the measurements say; a window that was not measured costs what the next does."""
+    """Fits a network model to the measurements.
+
+    A window that was not measured gets the cost of the next larger window that was.
+
+    Args:
+        ranks: Ranks of the network.
+        rows: Measurements; all_reduce must be among them, other kinds may be absent.
+    """
     by_kind: dict[str, dict[int, _core.AlphaBeta]] = defaultdict(dict)
     for line in fit_lines(rows):
         by_kind[line.kind][line.window] = line.cost

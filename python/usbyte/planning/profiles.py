@@ -1,9 +1,8 @@
-"""Profiles to replay and to plan for: recorded jobs, made-up ones, published traces, files."""
+"""Profiles to plan for and to replay: recorded jobs, made-up jobs, published traces, files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,23 @@ from typing import Any
 from usbyte._core import Plan, Profile, TensorSpec
 from usbyte._util import files
 from usbyte.errors import Error, UsageError
+from usbyte.planning.layout import (
+    CONTROL_TENSOR,
+    check_size,
+    dense,
+    filter_tensors,
+    tensor_specs,
+)
 
-#: Names of the made-up profiles, as they may stand where a file is expected.
+#: Names of the made-up profiles; accepted in place of a file name.
 MADE_UP = ("vgg16-half", "vgg16-even")
-#: Names of the recorded ones; `recorded/README.md` says how they came about.
+#: Names of the recorded profiles; `recorded/README.md` tells how they were recorded.
 RECORDED = ("vgg16", "resnet50", "bert-base", "gpt2")
 _FOLDER = Path(__file__).parent / "recorded"
 
-_CONTROL_TENSOR = (
-    "usbyte.used"  # flags that travel with the gradients; whoever replays adds its own
-)
-
-_DIGITS = 9  # of times in seconds
-_MOST_ELEMENTS = 1 << 56  # so that bytes of a job fit 64 bits
 _MOST_FACTOR = 1e9
-_MOST_SECONDS = 1e9  # thirty years; sums and products of more are soon no numbers
-_SHAPED = 0.01  # of a scaled matrix' elements, which may be other ones to keep its rows
+_MOST_SECONDS = 1e9  # Thirty years. Sums and products of longer times could overflow.
+_SHAPED = 0.01  # The size of a scaled matrix may differ by this share, to keep its rows.
 
 _WIDTHS = [32, 32, 64, 64, 128, 128, 128, 256, 256, 256, 256, 256, 256]
 _SIDES = [224, 224, 112, 112, 56, 56, 56, 28, 28, 28, 14, 14, 14]
@@ -34,16 +34,17 @@ _DENSE = [(256 * 7 * 7, 1740), (1740, 1740), (1740, 1000)]
 
 
 def vgg16_half(compute_s: float = 1.5, *, even: bool = False) -> Profile:
-    """The sixteen layers of VGG-16 at half width, about 120 MB of fp32 gradients.
+    """Makes a profile of the sixteen layers of VGG-16 at half width: 120 MB of fp32 gradients.
 
     Backward takes twice as long as forward. Simonyan and Zisserman, "Very Deep Convolutional
     Networks for Large-Scale Image Recognition", 2015.
 
     Args:
         compute_s: Seconds of forward and backward together.
-        even: All layers take the same time ("vgg16-even"), else in proportion to multiply-adds.
+        even: Whether all layers take the same time ("vgg16-even"). Otherwise the time of a layer is
+            proportional to its multiply-adds.
     """
-    layers: list[tuple[str, int, int, int]] = []  # name, weights, biases, multiply-adds
+    layers: list[tuple[str, int, int, int]] = []  # Name, weights, biases, multiply-adds.
     inputs = 3
     for i, (width, side) in enumerate(zip(_WIDTHS, _SIDES, strict=True)):
         weights = inputs * width * 9
@@ -64,15 +65,21 @@ def vgg16_half(compute_s: float = 1.5, *, even: bool = False) -> Profile:
 
 
 def read_trace(text: str) -> Profile:
-    """Reads a published backward trace: JSON whose rows are tensor, elements, backward_gap_us.
+    """Converts a published backward trace to a profile.
 
-    Rows are in backward order; a gap is the time from the gradient before to this one, in
-    microseconds. Such traces hold no forward times: the forward time of a tensor is taken to be
-    half of its gap. Consecutive tensors of one module ("conv1.weight", "conv1.bias") are needed
-    together, when the module's forward begins. Elements are fp32.
+    The trace is JSON with the columns tensor, elements and backward_gap_us, and with rows in
+    backward order. A gap is the time since the gradient before became ready, in microseconds. The
+    elements are fp32.
+
+    Such traces have no forward times, so the forward time of a tensor is set to half of its gap.
+    Consecutive tensors of one module ("conv1.weight", "conv1.bias") are needed at the same time,
+    when the module's forward begins.
+
+    Args:
+        text: The text of the trace.
 
     Raises:
-        UsageError: It is not such a trace.
+        UsageError: The text is not such a trace.
     """
     try:
         root = json.loads(text)
@@ -105,10 +112,13 @@ def read_trace(text: str) -> Profile:
 
 
 def load(source: str) -> Profile:
-    """Reads a job to plan for: its dense gradients; see `load_whole`.
+    """Reads the dense gradients of a profile, which are those that a policy plans.
+
+    Args:
+        source: A file, or one of `MADE_UP` and `RECORDED`.
 
     Raises:
-        UsageError: There are none.
+        UsageError: The profile has no dense gradients, or `load_whole` cannot read it.
     """
     job = dense(load_whole(source))
     if not job.tensors:
@@ -117,20 +127,22 @@ def load(source: str) -> Profile:
 
 
 def file_of(source: str) -> Path | None:
-    """Where `load_whole` reads a profile; None if it is made up."""
+    """Returns the file that `load_whole` reads for `source`; None for a made-up profile."""
     if source in MADE_UP:
         return None
     return _FOLDER / f"{source}.json" if source in RECORDED else Path(source)
 
 
 def load_whole(source: str) -> Profile:
-    """Reads a profile of usbyte's own or a published trace, or gives one that usbyte comes with.
+    """Reads a profile with all its gradients, sparse ones included.
 
     Args:
-        source: A file, or one of `MADE_UP` and `RECORDED`.
+        source: A file with a usbyte profile or a published trace, or one of `MADE_UP` and
+            `RECORDED`.
 
     Raises:
-        UsageError: There is no such file, or it holds neither, or contradicts itself.
+        UsageError: The file cannot be read, has neither a profile nor a trace, or contradicts
+            itself.
     """
     path = file_of(source)
     if path is None:
@@ -143,7 +155,7 @@ def load_whole(source: str) -> Profile:
             + ", ".join((*MADE_UP, *RECORDED))
         ) from error
     root: Any = None
-    with suppress(ValueError, RecursionError):  # which Profile tells better
+    with suppress(ValueError, RecursionError):  # Profile.from_json has the better message.
         root = json.loads(text)
     read = read_trace if isinstance(root, dict) and "columns" in root else Profile.from_json
     try:
@@ -154,36 +166,24 @@ def load_whole(source: str) -> Profile:
     longest_s = max([job.step_s, job.update_s, *job.need_s, *job.ready_s, *spreads_s])
     if longest_s > _MOST_SECONDS:
         raise UsageError(
-            f"'{source}': a time of {longest_s:g} s is no job's; times are in seconds, and "
+            f"'{source}': a time of {longest_s:g} s is too long; times are in seconds, and "
             f"{_MOST_SECONDS:g} s at most"
         )
     return job
 
 
-def dumps(profile: Profile, recorded: Mapping[str, object]) -> str:
-    """A profile as JSON, a line for each tensor, times to the nanosecond; `load` reads it.
-
-    Args:
-        profile: The job.
-        recorded: How it came about, for people who read the file: machine, versions, date.
-    """
-    root = json.loads(profile.to_json(), parse_float=lambda text: round(float(text), _DIGITS))
-    rows = ",\n".join(json.dumps(row) for row in root.pop("tensors"))
-    head = json.dumps({**root, "recorded": dict(recorded)})
-    return f'{head[:-1]},\n"tensors": [\n{rows}\n]}}\n'
-
-
 def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
-    """The same job with all times and all tensor sizes multiplied.
+    """Returns the profile with all times and all tensor sizes multiplied.
 
     Args:
-        profile: The job.
-        time: Factor of every time, updates included.
-        size: Factor of every tensor's elements; each keeps at least one. Matrices stay matrices
-            unless their rows are too short for that; sparse gradients keep their rows.
+        profile: The profile.
+        time: Factor of every time, updates included; above 0 and up to 1e9.
+        size: Factor of every tensor's elements; above 0 and up to 1e9. Each tensor has at least one
+            element. A matrix keeps its number of rows, unless that changes its size by more than
+            1 %; it then becomes a vector. A sparse gradient keeps its rows.
 
     Raises:
-        UsageError: A factor is not above 0, or the job gets too large.
+        UsageError: A factor is out of range, or the result has too many elements for a plan.
     """
     if not (0 < time <= _MOST_FACTOR and 0 < size <= _MOST_FACTOR):
         raise UsageError(
@@ -200,7 +200,7 @@ def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
             if abs(shaped - numel) <= _SHAPED * numel:
                 numel, rows = shaped, t.rows
         elements += numel + rows * width
-        _check_size(elements)
+        check_size(elements)
         specs.append(TensorSpec(t.name, numel, t.dtype, offset, rows, width))
         offset += numel
     return Profile(
@@ -215,64 +215,22 @@ def scaled(profile: Profile, time: float = 1.0, size: float = 1.0) -> Profile:
     )
 
 
-def dense(profile: Profile) -> Profile:
-    """The job without sparse gradients, of which planners know nothing."""
-    return _only(profile, lambda t: not t.sparse)
-
-
-def without_flags(profile: Profile, model: str | None = None) -> Profile:
-    """The job without what usbyte itself sends: flags with the gradients, and sparse ones as rows.
-
-    Args:
-        profile: The job.
-        model: Its new name; None keeps the name.
-    """
-    return _only(profile, lambda t: t.name != _CONTROL_TENSOR and not t.sparse, model)
-
-
-def _only(
-    profile: Profile, keeps: Callable[[TensorSpec], bool], model: str | None = None
-) -> Profile:
-    tensors = profile.tensors  # converted anew each time, as times are
-    keep = [i for i, t in enumerate(tensors) if keeps(t)]
-    if len(keep) == len(tensors) and model is None:
-        return profile
-    specs, offset = [], 0
-    for t in (tensors[i] for i in keep):
-        specs.append(TensorSpec(t.name, t.numel, t.dtype, offset, t.rows, t.width))
-        offset += t.numel
-
-    def kept(times: Sequence[float]) -> list[float]:
-        return [times[i] for i in keep] if times else []
-
-    return Profile(
-        specs,
-        kept(profile.need_s),
-        kept(profile.ready_s),
-        profile.step_s,
-        profile.update_s,
-        profile.model if model is None else model,
-        kept(profile.need_spread_s),
-        kept(profile.ready_spread_s),
-    )
-
-
 def matched(profile: Profile, plan: Plan) -> Profile:
-    """The job with the plan's tensors, in the plan's order.
+    """Returns the profile with the tensors of a plan, in the plan's order.
 
-    The flags that usbyte sends with the gradients are added where the plan has them: needed first,
-    ready last. Sparse gradients that it has not are left out.
+    If the plan has the control tensor, the result has it too: needed first, ready last. Sparse
+    gradients that are not in the plan are left out.
 
     Raises:
         UsageError: The plan was made for other tensors.
     """
-    job = _only(profile, lambda t: t.name != _CONTROL_TENSOR)
+    job = filter_tensors(profile, lambda t: t.name != CONTROL_TENSOR)
     tensors, need_s, ready_s = job.tensors, job.need_s, job.ready_s
     index = {t.name: i for i, t in enumerate(tensors)}
     rows = []
     for spec in plan.tensors:
         i = index.pop(spec.name, None)
-        if spec.name == _CONTROL_TENSOR:
+        if spec.name == CONTROL_TENSOR:
             rows.append((0.0, profile.backward_end_s))
         elif i is not None and _size(tensors[i]) == _size(spec):
             rows.append((need_s[i], ready_s[i]))
@@ -297,24 +255,7 @@ def _size(tensor: TensorSpec) -> str:
     return f"{tensor.numel} elements"
 
 
-def line(
-    tensors: Iterable[tuple[str, int, str]], rows: Mapping[str, int] | None = None
-) -> list[TensorSpec]:
-    """Tensors one after the other, from (name, elements, dtype); `rows` of matrices by name."""
-    specs, offset = [], 0
-    for name, numel, dtype in tensors:
-        offset += numel
-        _check_size(offset)
-        specs.append(TensorSpec(name, numel, dtype, offset - numel, (rows or {}).get(name, 1)))
-    return specs
-
-
-def _check_size(elements: int) -> None:
-    if elements > _MOST_ELEMENTS:
-        raise UsageError(f"gradients of more than {_MOST_ELEMENTS} elements cannot be planned")
-
-
 def _profile(model: str, rows: list[tuple[str, int, float, float]]) -> Profile:
-    """From (name, fp32 elements, need_s, ready_s) in forward order."""
-    specs = line((name, numel, "float32") for name, numel, *_ in rows)
+    """Makes a profile from rows of (name, fp32 elements, need_s, ready_s), in forward order."""
+    specs = tensor_specs((name, numel, "float32") for name, numel, *_ in rows)
     return Profile(specs, [row[2] for row in rows], [row[3] for row in rows], model=model)

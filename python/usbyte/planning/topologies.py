@@ -1,4 +1,4 @@
-"""Published networks of several dimensions, and training jobs as what they send on them."""
+"""Published networks of several dimensions, and published jobs as sequences of collectives."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from usbyte._core import (
 from usbyte._util.json_fields import Fields, parse
 from usbyte.errors import UsageError
 
-#: Names of published networks; `meshes/README.md` says where they are from.
+#: Names of published networks; `meshes/README.md` gives their sources.
 MESHES = (
     "2d-sw-sw", "3d-sw-sw-sw-homo", "3d-sw-sw-sw-hetero", "3d-fc-ring-sw", "4d-ring-sw-sw-sw",
     "4d-ring-fc-ring-sw",
 )  # fmt: skip
-#: Names of published jobs; each file says where it is from and what was assumed.
+#: Names of published jobs; each file gives its source and its assumptions.
 WORKLOADS = ("resnet50", "gnmt", "dlrm", "transformer-1t")
 _FOLDER = Path(__file__).parent
 _GROUPS = ("all", "model", "data")
@@ -31,7 +31,7 @@ _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _FORMAT = "usbyte-mesh-workload-1"
 _MOST_RANKS = 2**31 - 1
 
-#: Routes of the chunks of a collective of a kind and so many bytes.
+#: Returns the routes of a collective's chunks, from its topology, its kind and its bytes.
 Routing = Callable[[Topology, str, float], Sequence[Sequence[int]]]
 
 
@@ -40,11 +40,13 @@ class Start:
     """A collective that a job starts.
 
     Attributes:
-        name: By which a later step waits for it.
-        kind: all_reduce, reduce_scatter, all_gather or all_to_all.
-        bytes: Of the vector of one rank where it is whole.
-        ranks: all; model: those that share one copy of the model; data: those with the same part.
-        blocking: Computing goes on when it is done.
+        name: Unique name, by which a later step waits for the collective.
+        kind: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all".
+        bytes: Size of the whole vector of one rank, that is, before a reduce_scatter and after an
+            all_gather.
+        ranks: "all"; "model": the ranks that share one copy of the model; "data": the ranks that
+            have the same shard of it.
+        blocking: Whether the next step starts only when the collective is done.
     """
 
     name: str
@@ -56,12 +58,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank does next: wait, then compute, then start a collective.
+    """One action of a rank: wait, then compute, then start a collective. Each may be absent.
 
     Attributes:
-        wait: For the collective of this name.
-        compute_s: Seconds, before `Workload.compute_scale`.
-        start: Which collective.
+        wait: Name of the collective to wait for.
+        compute_s: Seconds of compute, before the factor `Workload.compute_scale`.
+        start: The collective to start.
     """
 
     wait: str | None = None
@@ -74,12 +76,12 @@ class Workload:
     """One iteration of a job, the same on all ranks.
 
     Attributes:
-        name: Of the model.
-        source: Of the figures.
-        assumptions: What is not published, or not known here.
-        model_ranks: So many of the innermost ranks share one copy of the model.
-        compute_scale: Factor of all compute.
-        steps: One after another.
+        name: Name of the job's neural network.
+        source: Where the numbers were published.
+        assumptions: Facts that were assumed, as they are not published.
+        model_ranks: Number of innermost ranks that share one copy of the neural network.
+        compute_scale: Factor of all compute times.
+        steps: The actions, in order.
     """
 
     name: str
@@ -91,19 +93,22 @@ class Workload:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of computing alone."""
+        """Seconds of compute in the iteration."""
         return self.compute_scale * sum(step.compute_s for step in self.steps)
 
     def scaled(self, compute: float) -> Workload:
-        """The same with so many times as much to compute."""
+        """Returns the job with all compute times multiplied by `compute`."""
         return replace(self, compute_scale=self.compute_scale * compute)
 
 
 def load_mesh(source: str) -> Topology:
-    """Reads a network, by one of the names in `MESHES` or from a file.
+    """Reads a topology.
+
+    Args:
+        source: A name in `MESHES`, or the path of a JSON file.
 
     Raises:
-        UsageError: There is no such file, or it holds no valid topology.
+        UsageError: The file cannot be read, or does not have a valid topology.
     """
     text = _read("meshes", MESHES, source)
     try:
@@ -113,10 +118,13 @@ def load_mesh(source: str) -> Topology:
 
 
 def load_workload(source: str) -> Workload:
-    """Reads a job, by one of the names in `WORKLOADS` or from a file.
+    """Reads a job.
+
+    Args:
+        source: A name in `WORKLOADS`, or the path of a JSON file.
 
     Raises:
-        UsageError: There is no such file, or it holds no valid job.
+        UsageError: The file cannot be read, or does not have a valid job.
     """
     root = parse(_read("workloads", WORKLOADS, source), source)
     root.one_of("format", (_FORMAT,))
@@ -133,19 +141,20 @@ def load_workload(source: str) -> Workload:
 
 
 def group_sizes(topology: Topology, ranks: str, model_ranks: int) -> list[int]:
-    """Ranks of each line that take part in a collective.
+    """Returns, by dimension, how many ranks of a mesh axis group take part in a collective.
 
     Args:
         topology: The network.
-        ranks: all, model or data; see `Start`.
-        model_ranks: How many of the innermost ranks share one copy of the model.
+        ranks: "all", "model" or "data", as in `Start.ranks`.
+        model_ranks: Number of innermost ranks that share one copy of the model.
 
     Raises:
-        UsageError: These ranks do not fill dimensions, the last one in equal parts.
+        UsageError: The `model_ranks` innermost ranks do not form a mesh. They must fill whole
+            dimensions, and divide the size of the last one that they span.
     """
     sizes, left = [], model_ranks
     for dimension in topology.dimensions:
-        # A dimension is shared only once those further in are full.
+        # Ranks can span a dimension only if they fill all inner dimensions.
         sizes.append(math.gcd(dimension.size, left))
         left //= sizes[-1]
         if left > 1 and sizes[-1] < dimension.size:
@@ -169,14 +178,16 @@ def step_s(
     queue: str = "fifo",
     startups_overlap: bool = False,
 ) -> float:
-    """Seconds of an iteration, until everything is computed and has arrived.
+    """Simulates an iteration; returns the seconds until all compute and collectives are done.
 
     Args:
-        job: What is computed and sent.
-        topology: On which network.
-        routing: Routes for a collective, of which the topology shows only its ranks.
-        queue: fifo or scf.
-        startups_overlap: See `mesh_simulator.h`.
+        job: The job.
+        topology: The network.
+        routing: Chooses the routes of each collective. The topology that it gets has only the ranks
+            of that collective.
+        queue: Order in which a dimension serves its chunks, "fifo" or "scf".
+        startups_overlap: Whether a dimension starts the next chunk as soon as the bytes of the one
+            before have been sent. By default it starts it when that chunk has arrived.
     """
     sent, computed = _walk(job, topology)
     collectives = [
@@ -187,30 +198,31 @@ def step_s(
 
 
 def ideal_step_s(job: Workload, topology: Topology) -> float:
-    """Seconds of an iteration in which every collective is served as an ideal network would.
+    """Returns the seconds of an iteration on an ideal network.
 
-    A collective that is served uses all links of the dimensions that it spans, all the time;
-    startups take no time, switches do not add up, and no rank passes on what is for another.
-    Collectives among the same ranks are served one after another, each as a whole, in the order in
-    which they start; those among other ranks are not in each other's way, though they share links.
+    On the ideal network, a collective uses all links of the dimensions that it spans, all the time.
+    Startups take no time, switches do not reduce data, and no rank forwards data for another.
+    Collectives among the same ranks are served one after another, in the order in which they start.
+    Collectives among different sets of ranks do not delay each other, although they share links.
 
-    No schedule is faster for a job of which no two collectives among the same ranks are under way
-    at once, on a network whose switches do not add up. It is no bound otherwise: chunks of a small
-    collective may overtake those of a large one, which here it waits for, and a switch that adds up
-    has less sent.
+    The result is a lower limit of the step time under two conditions. No two collectives among the
+    same ranks are in flight at once, and the switches of the real network do not reduce data.
+    Otherwise a schedule can be faster: chunks of a small collective may overtake those of a large
+    one, and a switch that reduces data receives and sends fewer bytes.
     """
     sent, computed = _walk(job, topology)
     spans = sorted({tuple(each.sizes) for each in sent})
     if not spans:
         return job.compute_s
-    # For all dimensions that a collective spans one of two ranks, which send half of a vector to
-    # each other: as much faster than theirs together as they send more. A mesh of as many ranks as
-    # all of them have could have more than there are numbers for.
+    # Each distinct set of dimensions becomes one dimension of two ranks, which send half of a
+    # vector to each other. The real ranks send a share of 1 - 1/ranks, so the bandwidth is scaled
+    # to give the same time. With the real sizes, the number of ranks of the joined mesh, which is
+    # the product of all sizes, could overflow.
     joined = []
     for place, sizes in enumerate(spans):
         among = topology.among(sizes)
         part = 1 - 1 / among.ranks
-        speed = among.bytes_per_s / (2 * part) if part else 1.0  # of one rank alone
+        speed = among.bytes_per_s / (2 * part) if part else 1.0  # A single rank sends nothing.
         joined.append(Dimension(str(place), 2, speed, kind="fully_connected"))
     mesh = Topology(joined)
     collectives = []
@@ -224,7 +236,14 @@ def ideal_step_s(job: Workload, topology: Topology) -> float:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A collective, and so long after the ends of which earlier ones (-1: the start) it starts."""
+    """A collective and its start time.
+
+    Attributes:
+        start: The collective.
+        sizes: Participating ranks of each mesh axis group, as of `group_sizes`.
+        after: Seconds to wait after the end of each earlier collective, by its position; -1 is the
+            start of the iteration.
+    """
 
     start: Start
     sizes: list[int]
@@ -244,7 +263,10 @@ class _Sent:
 
 
 def _walk(job: Workload, topology: Topology) -> tuple[list[_Sent], dict[int, float]]:
-    """All collectives, and so long after the ends of which of them all is computed."""
+    """Returns all collectives, and when compute ends.
+
+    The end of compute is given like `_Sent.after`: as seconds after the end of collectives.
+    """
     now, sent, places = {-1: 0.0}, list[_Sent](), dict[str, int]()
     for step in job.steps:
         if step.wait is not None:
@@ -270,7 +292,7 @@ def _read(folder: str, names: Sequence[str], source: str) -> str:
     path = _FOLDER / folder / f"{source}.json" if source in names else Path(source)
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: no text, or a path that there cannot be
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the path.
         raise UsageError(
             f"cannot read '{source}': {error}; give a JSON file or one of " + ", ".join(names)
         ) from error

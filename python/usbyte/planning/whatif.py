@@ -1,9 +1,9 @@
-"""What a faster network, a better schedule or fewer bytes would be worth to a job.
+"""Predicts how much a faster network, a better schedule or fewer bytes would speed up a job.
 
-The question is that of Zhang et al., "Is Network the Bottleneck of Distributed Training?", 2020:
-gradients become ready when the profile says, communication costs what a model says, and nothing is
-run. Here three schedules answer it side by side, with startups, so that what a schedule loses is
-told apart from what the network cannot carry.
+This is the analysis of Zhang et al., "Is Network the Bottleneck of Distributed Training?", 2020. It
+runs nothing: the profile has the times at which gradients become ready, and the network model has
+the cost of communication. Here it compares three schedules and includes startups, so that the loss
+of a schedule is told from the limit of the network.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from usbyte import _core
 from usbyte._util import units
 from usbyte.errors import UsageError
 
-#: Verdicts.
+#: Values of `Point.verdict`.
 COMPUTE, SOFTWARE, NETWORK = "compute bound", "software bound", "network bound"
 
-#: A ratio is at most by this factor larger than it need be.
+#: A ratio exceeds the smallest sufficient one by at most this factor.
 TOLERANCE = 1.01
-_MOST = 2.0**20  # fewer bytes than that are as good as none
+_MOST = 2.0**20  # With a ratio above this, the bytes take no time.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one schedule makes of a job on a network.
+    """The predicted step of a job on a network under one schedule.
 
     Attributes:
         step_s: Seconds of a step.
-        scaling: The step without communication over this one; 1 is linear speed-up.
-        ratio: By what bytes must be divided, at least, for the target, if compressing takes no
-            time; 1: nothing need be. Infinite: not even no bytes would do, startups are too long.
+        scaling: Seconds of a step without communication, divided by `step_s`; 1 is linear speed-up.
+        ratio: The least factor by which the bytes must shrink to reach the target, if compression
+            takes no time. 1: no compression is needed. Infinite: no compression is enough, as the
+            startups alone take too long.
     """
 
     step_s: float
@@ -42,16 +43,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Point:
-    """A job on one network.
+    """The predictions for a job on one network.
 
     Attributes:
-        ranks: Of the network.
-        bandwidth_bytes_per_s: What a ring's links carry.
-        target: The scaling factor that is asked for.
+        ranks: Ranks of the network.
+        bandwidth_bytes_per_s: Bandwidth of a link, if the network is a ring.
+        target: The scaling factor to reach.
         compute_s: Seconds of a step without communication.
         ddp: DDP's buckets of 25 MiB, overlapped with backward.
         plan: Policy auto, overlapped with backward and the next forward.
-        bound: What no order of sending beats; it has no startups.
+        bound: The bound, which no plan can beat; it includes no startups.
     """
 
     ranks: int
@@ -64,15 +65,16 @@ class Point:
 
     @property
     def rate(self) -> str:
-        """The bandwidth as people write it, to three digits."""
+        """The bandwidth as text, with three digits, such as "10gbit"."""
         return units.format_rate(float(f"{8 * self.bandwidth_bytes_per_s:.3g}") / 8)
 
     @property
     def verdict(self) -> str:
-        """What is in the way.
+        """What limits the job.
 
-        Compute bound: DDP reaches the target. Software bound: it does not, though the bytes could
-        be carried in time. Network bound: no schedule reaches it with all bytes.
+        Compute bound: DDP reaches the target. Software bound: DDP does not reach it, although the
+        network could carry all bytes in time. Network bound: no schedule reaches it without
+        compression.
         """
         if self.ddp.scaling >= self.target:
             return COMPUTE
@@ -82,24 +84,25 @@ class Point:
 
 
 def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.95) -> Point:
-    """Asks what a job would reach on a network, and what it lacks.
+    """Predicts the scaling of a job on a network, and the compression that the target needs.
 
-    A ratio divides the network's beta, and plans are made anew for it. So compressing is free here,
-    and messages are added up on their way as gradients are: a codec needs more than the ratio, and
-    one whose messages travel by all_gather needs half the number of ranks times as much.
+    For each ratio, the network's time per byte is divided by the ratio, and `auto` makes a new
+    plan. So compression takes no time here, and messages are summed on the way as gradients are. A
+    real codec needs a larger ratio. One whose messages travel by all_gather needs ranks / 2 times
+    the ratio.
 
     Args:
         job: The profile.
-        network: Its costs, of several ranks.
+        network: A network model of at least two ranks.
         target: A scaling factor above 0 and up to 1.
 
     Raises:
-        UsageError: The target is no such factor, or the network is of one rank.
+        UsageError: The target is out of range, the network has one rank, or its bytes cost nothing.
     """
     if not 0 < target <= 1:
         raise UsageError(
-            f"a scaling factor of {target:g} cannot be asked for; 1 is linear, so write a target "
-            "above 0 and up to 1, such as 0.95"
+            f"the target {target:g} is not a scaling factor; 1 is linear, so write a target above "
+            "0 and up to 1, such as 0.95"
         )
     bandwidth = bus_bandwidth(network)
 
@@ -126,7 +129,7 @@ def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.9
         return Outcome(now_s, job.iteration_s / now_s, ratio)
 
     bound = outcome(bound_s)
-    # No plan needs less than the bound does, which tells where to look: planning takes long.
+    # No plan needs a smaller ratio than the bound. Starting there saves calls of the slow `auto`.
     plan = outcome(plan_s, bound.ratio)
     return Point(
         network.ranks, bandwidth, target, job.iteration_s, outcome(ddp_s), plan, bound
@@ -134,14 +137,14 @@ def examine(job: _core.Profile, network: _core.NetworkModel, target: float = 0.9
 
 
 def least_ratio(reaches: Callable[[float], bool], lowest: float = 1.0) -> float:
-    """The smallest ratio that reaches a target, or up to `TOLERANCE` times as much.
+    """Returns the smallest ratio that reaches a target, or up to `TOLERANCE` times as much.
 
     Args:
-        reaches: Whether a ratio does; if one does, so do larger ones.
-        lowest: What is known to be too little, or just enough.
+        reaches: Whether a ratio reaches the target; must be monotonic.
+        lowest: Start of the search; no smaller ratio reaches the target.
 
     Returns:
-        The ratio, or infinity if none reaches it.
+        The ratio, or infinity if no ratio reaches the target.
     """
     if not lowest < _MOST or not reaches(_MOST):
         return math.inf
@@ -155,10 +158,12 @@ def least_ratio(reaches: Callable[[float], bool], lowest: float = 1.0) -> float:
 
 
 def bus_bandwidth(network: _core.NetworkModel) -> float:
-    """Bytes per second that the links of a ring carry where bytes cost what they do here.
+    """Returns the link bandwidth, in bytes/s, of a ring with this network's time per byte.
+
+    It is the smallest time per byte of the all_reduce over all numbers of ops in flight.
 
     Raises:
-        UsageError: There is one rank, or bytes cost nothing.
+        UsageError: The network has one rank, or its bytes cost nothing.
     """
     beta = min(cost.beta_s_per_byte for cost in network.all_reduce)
     if network.ranks < 2 or not beta > 0:
@@ -170,46 +175,45 @@ def bus_bandwidth(network: _core.NetworkModel) -> float:
 
 
 def at_bandwidth(network: _core.NetworkModel, bytes_per_s: float) -> _core.NetworkModel:
-    """The network with the same startups on links of another bandwidth."""
+    """Returns the network model with the same startups, on links of another bandwidth."""
     return network.scaled(1.0, bus_bandwidth(network) / bytes_per_s)
 
 
 def advice(points: Sequence[Point]) -> str:
-    """What to do first about a job, and what is left then, in one sentence.
+    """Returns one sentence that says what to do for a job, in order.
 
     Args:
-        points: Of one job and target; one at least.
+        points: Predictions for one job and one target, on one or more networks.
     """
     lacking = [point for point in points if point.verdict != COMPUTE]
     goal = f"{points[0].target:.3g} of linear"
     if not lacking:
-        return f"Nothing is to be done: DDP reaches {goal} {_where(lacking, points)}."
+        return f"Nothing to do: DDP reaches {goal} {_where(lacking, points)}."
     planned = [point for point in lacking if point.plan.ratio == 1]
     smaller = [point for point in lacking if 1 < point.plan.ratio < math.inf]
     startups = [point for point in lacking if point.plan.ratio == math.inf]
     steps = []
     if planned:
         steps.append(
-            "let usbyte plan (policy auto, overlap forward), which is enough "
-            + _where(planned, points)
+            "use usbyte (policy auto, overlap forward), which is enough " + _where(planned, points)
         )
     if smaller:
         ratios = sorted(point.plan.ratio for point in smaller)
         least, most = (format_ratio(ratio) for ratio in (ratios[0], ratios[-1]))
         times = least if least == most else f"{least} to {most}"
         steps.append(
-            f"send {times} fewer bytes, or take links as much faster, {_where(smaller, points)}"
+            f"send {times} fewer bytes, or use links as much faster, {_where(smaller, points)}"
         )
     if startups:
         steps.append(
-            "have fewer or shorter startups (fewer ranks, a lower latency, larger batches), since "
+            "reduce the startups (fewer ranks, a lower latency) or use larger batches, since "
             f"no compression is enough {_where(startups, points)}"
         )
     return f"For {goal}, first {'; then '.join(steps)}."
 
 
 def format_ratio(ratio: float) -> str:
-    """Writes 2.347 as "2.35x"; rounded up, so that it is enough."""
+    """Formats 2.347 as "2.35x"; rounds up, so that the printed ratio is enough."""
     digits = max(0, 2 - math.floor(math.log10(ratio)))
     return f"{math.ceil(ratio * 10**digits - 1e-9) / 10**digits:.{digits}f}x"
 

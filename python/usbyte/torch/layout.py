@@ -6,18 +6,19 @@ import torch
 from torch import nn
 
 from usbyte.errors import UsageError
+from usbyte.planning.layout import CONTROL_TENSOR as CONTROL_TENSOR
 
-#: Name of the control tensor, the first tensor of the flat buffer. It holds, in this order:
-#: one used flag for each parameter, set by the ranks that used the parameter in this step;
-#: `NUM_VOTES` votes: this rank wants a new plan, has data, has joined and so has no data, updated
-#: its parameters with the previous sums, skipped that update;
-#: `NUM_CHECK_FLAGS` flags of the step checksum, see `StepChecksum`.
-#: Votes are flags that are tested for non-zero, not counts: a count would not survive the rounding
-#: of the gradients' dtype, nor the scaling of averages.
-#: The control tensor lies next to the parameter that the forward pass needs first. The gradient of
-#: that parameter is ready last, so one bucket can hold both.
-CONTROL_TENSOR = "usbyte.used"
+# The control tensor is the first tensor of the flat buffer. It has a used flag for each parameter,
+# set by the ranks that used the parameter in this step, then the votes, then the checksum flags of
+# `StepChecksum`. It is next to the parameter that the forward pass needs first, whose gradient is
+# ready last, so that one bucket can take both.
+
+#: Votes of a rank: it wants a new plan, it has data, it has joined and has none, it has updated
+#: parameters with the last reduced gradients, it has skipped that update. Each vote is a 0/1 flag
+#: that is tested for non-zero: a sum of flags in the gradients' dtype, perhaps scaled by 1/size, is
+#: no exact count.
 NUM_VOTES = 5
+#: Checksum flags behind the votes.
 NUM_CHECK_FLAGS = 32
 
 _DTYPES = {

@@ -20,7 +20,7 @@ SEEDS = [
     "n[\u0661-\u0663]\0\u0662(x3)\0\u0661".encode(),
 ]
 # How messages end or begin; another ValueError is one that the parser did not expect.
-_MESSAGES = ("no list of ", "no host list", "[")
+_MESSAGES = ("not a list of ", "not a host list", "a host name", "the list has ", "[")
 
 
 def one_input(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""`usbyte doctor`: does usbyte work on this machine, and if not, what is to be done?"""
+"""`usbyte doctor`: checks whether usbyte works on this machine, and gives remedies."""
 
 import importlib
 import platform
@@ -25,13 +25,13 @@ _REINSTALL = f"{sys.executable} -m pip install --force-reinstall --no-deps usbyt
     default=120.0,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds that the self-test may take.",
+    help="Time limit of the self-test, in seconds.",
 )
 def doctor(as_json: bool, timeout: float) -> None:
     """Report versions, devices, network and settings, and run a self-test.
 
-    The self-test is a real all_reduce of two processes over loopback. The exit status is 1 when
-    something is broken; each broken line comes with a remedy.
+    The self-test is a real all_reduce of two processes over loopback. The exit status is 1 if
+    something is broken; each broken line has a remedy.
     """
     findings = list(_examine(timeout))
     show(findings, as_json)
@@ -56,10 +56,10 @@ def _examine(timeout_s: float) -> Iterator[Finding]:
 
 
 def _import(name: str) -> tuple[Any, str]:
-    """The module, or None and why not."""
+    """Returns the module and "", or None and the reason why it cannot be imported."""
     try:
         return importlib.import_module(name), ""
-    except Exception as error:  # a broken shared library raises more than ImportError
+    except Exception as error:  # A broken shared library can raise more than ImportError.
         return None, f"cannot be imported: {type(error).__name__}: {error}"
 
 
@@ -114,7 +114,8 @@ def _cuda(core: Any, torch: ModuleType | None) -> Iterator[Finding]:
     if info.built:
         yield Finding("CUDA", "runtime", info.runtime_version)
     elif torch is not None and torch.version.cuda is not None:
-        yield Finding("CUDA", "runtime", "torch has CUDA, this build not", "warning", info.reason)
+        text = "torch has CUDA, this build of usbyte has not"
+        yield Finding("CUDA", "runtime", text, "warning", info.reason)
     yield Finding("CUDA", "driver", info.driver_version or "none")
     for index, device in enumerate(info.devices):
         memory = f"{device.memory_bytes / 2**30:.1f} GiB"
@@ -134,8 +135,8 @@ def _job() -> Iterator[Finding]:
         yield Finding("job", "place", what, "broken", remedy)
     else:
         local = [cluster.local_rank, cluster.local_size]
-        told = ["not told" if number is None else str(number) for number in local]
-        place = f"rank {cluster.rank} of {cluster.size}, local {' of '.join(told)}, "
+        texts = ["not set" if number is None else str(number) for number in local]
+        place = f"rank {cluster.rank} of {cluster.size}, local {' of '.join(texts)}, "
         place += f"from: {cluster.source}"
         yield Finding("job", "place", place)
 

@@ -1,4 +1,4 @@
-"""What `usbyte doctor` found, and its output as a table, as plain text or as JSON."""
+"""The findings of `usbyte doctor`, and their output as a table, plain text or JSON."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,11 +18,11 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        section: Heading that it stands under.
-        name: What was looked at.
-        value: What was found.
-        status: "warning" is worth a look; "broken" stops usbyte from working here.
-        remedy: What to do about it.
+        section: Heading of the line.
+        name: The thing that was examined.
+        value: The result.
+        status: "ok"; "warning": may be a problem; "broken": usbyte does not work here.
+        remedy: What the user should do; "" for nothing.
     """
 
     section: str
@@ -33,7 +33,7 @@ class Finding:
 
 
 def guarded(section: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yields what `look` finds; its failure is a finding too, and the others still run."""
+    """Yields the findings of `look`; an exception becomes a finding, so that others still run."""
     try:
         yield from look()
     except Exception as error:
@@ -42,7 +42,7 @@ def guarded(section: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Fin
 
 
 def show(findings: Sequence[Finding], as_json: bool) -> None:
-    """Prints a table where standard output is a terminal, else lines that are easy to search."""
+    """Prints the findings as JSON, or as a table on a terminal, or else as plain lines."""
     broken = [finding for finding in findings if finding.status == "broken"]
     if as_json:
         found = {"healthy": not broken, "findings": [asdict(finding) for finding in findings]}
@@ -79,7 +79,7 @@ def _table(findings: Sequence[Finding]) -> Table:
             table.add_section()
         heading = finding.section if finding.section != section else ""
         section = finding.section
-        # Text, because values may hold brackets, which are markup in plain strings.
+        # As Text: rich reads brackets in plain strings as markup.
         value = Text(finding.value, style=_STYLES[finding.status])
         if finding.remedy:
             value.append(f"\n{finding.remedy}", style="italic")

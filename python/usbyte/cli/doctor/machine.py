@@ -16,7 +16,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def hardware() -> Iterator[Finding]:
-    """Yields the system, its cores and its memory, with the limits of a container."""
+    """Yields the operating system, the cores and the RAM, with the limits of a container."""
     yield Finding("machine", "system", f"{platform.system()} {platform.release()}")
     cores = f"{os.cpu_count()}"
     if hasattr(os, "sched_getaffinity"):
@@ -39,10 +39,10 @@ def interfaces() -> Iterator[Finding]:
     addresses6 = _addresses6()
     for _, name in socket.if_nameindex():
         state = _read(_NET / name / "operstate")
-        # The loopback's is "unknown".
+        # The state of loopback is "unknown".
         facts = [state] if state not in ("", "unknown") else []
         speed = _read(_NET / name / "speed")
-        # Virtual interfaces have none, and say so with -1 or an error.
+        # Virtual interfaces have no speed: the file has -1 or cannot be read.
         facts.append(f"{int(speed) / 1000:g} Gb/s" if speed.isdigit() else "speed unknown")
         mtu = _read(_NET / name / "mtu")
         facts += [f"MTU {mtu}"] if mtu else []
@@ -58,7 +58,7 @@ def _read(path: Path) -> str:
 
 
 def _addresses4(interface: str) -> list[str]:
-    """The first IPv4 address."""
+    """Returns the first IPv4 address of an interface, if it has one."""
     with suppress(ImportError, OSError):
         import fcntl
 
@@ -69,7 +69,7 @@ def _addresses4(interface: str) -> list[str]:
 
 
 def _addresses6() -> dict[str, list[str]]:
-    """The IPv6 addresses by interface, without the link-local ones."""
+    """Returns the IPv6 addresses by interface, without link-local ones."""
     found: dict[str, list[str]] = {}
     for line in _read(Path("/proc/net/if_inet6")).splitlines():
         digits, _, _, scope, _, interface = line.split()

@@ -1,4 +1,4 @@
-"""The NCCL libraries that can be found, in the order in which usbyte takes the first."""
+"""Finds NCCL libraries, in the order of preference of usbyte."""
 
 import importlib.util
 import re
@@ -13,8 +13,8 @@ from usbyte.cli.doctor.findings import Finding
 
 SONAME = "libnccl.so.2"
 
-# In a process of its own: a library that is broken, or built for another CUDA, may crash the
-# process that opens it. ncclGetVersion does not initialise CUDA.
+# Runs in a separate process: a library that is broken, or built for another CUDA version, may crash
+# the process that opens it. ncclGetVersion does not initialize CUDA.
 _ASK = """
 import ctypes, sys
 version = ctypes.c_int()
@@ -27,10 +27,10 @@ print(version.value, (paths or [sys.argv[1]])[0])
 
 
 def libraries(torch: ModuleType | None) -> Iterator[Finding]:
-    """Yields the copies of NCCL: path and version.
+    """Yields version and path of each copy of NCCL.
 
     Args:
-        torch: The module, where it could be imported.
+        torch: The module; None if it cannot be imported.
     """
     chosen = cluster_env.usbyte_variables().get("USBYTE_NCCL_LIB", "")
     found = False
@@ -87,6 +87,6 @@ def _ask(library: str, name: str, remedy: str) -> Finding:
 
 
 def _version(code: int) -> str:
-    """22703 is 2.27.3; before 2.9 it was 2708 for 2.7.8."""
+    """Decodes NCCL's version number: 22703 is 2.27.3; before 2.9 it was 2708 for 2.7.8."""
     base = 10000 if code >= 10000 else 1000
     return f"{code // base}.{code % base // 100}.{code % 100}"

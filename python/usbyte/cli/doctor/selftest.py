@@ -1,4 +1,4 @@
-"""A real all_reduce of two fresh processes over loopback, through the public API."""
+"""The self-test: a real all_reduce of two new processes over loopback, by the public API."""
 
 import socket
 import subprocess
@@ -11,7 +11,7 @@ from typing import IO
 
 from usbyte import cluster_env
 
-# A -c script has the current folder on its path, where another usbyte may lie.
+# A -c script has the current folder on its path, which may have another usbyte.
 _WORKER = """
 import sys
 sys.path = [folder for folder in sys.path if folder]
@@ -25,10 +25,10 @@ def run(timeout_s: float) -> str:
     """Runs the two processes.
 
     Args:
-        timeout_s: For both together; they are killed when it is over.
+        timeout_s: Seconds for both processes; they are killed at its end.
 
     Returns:
-        What went wrong, "" where nothing did.
+        The error, or "" for success.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -44,13 +44,13 @@ def run(timeout_s: float) -> str:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-            processes.append(stack.enter_context(process))  # waits for it on the way out
+            processes.append(stack.enter_context(process))  # Its exit waits for the process.
             stack.callback(process.kill)
         return _wait(processes, outputs, timeout_s)
 
 
 def worker() -> None:
-    """What each process does; leaves with an error where the numbers are wrong."""
+    """Runs one process of the self-test; exits with an error if the sum is wrong."""
     import torch
 
     import usbyte.torch as ub
@@ -68,7 +68,7 @@ def worker() -> None:
 def _environ(rank: int, port: int) -> dict[str, str]:
     cluster = cluster_env.Cluster(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
     inherited = cluster_env.environ_of(cluster)
-    # The variables in force are reported by themselves; this shows whether the installation works.
+    # Without the user's variables, which the doctor checks separately: this tests the installation.
     clean = {name: text for name, text in inherited.items() if not name.startswith("USBYTE_")}
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)

@@ -1,4 +1,4 @@
-"""`usbyte report`: a plan's timeline, predicted and measured, as a page and as a picture."""
+"""`usbyte report`: draws a plan's timeline, predicted and measured, as a page or a picture."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     "--trace",
     "trace_path",
     type=click.Path(path_type=Path),
-    help="What USBYTE_TIMELINE has written of a run of this plan.",
+    help="Timeline of a run of this plan, written by USBYTE_TIMELINE.",
 )
 @click.option(
-    "--step", type=int, show_default="one of the most usual length", help="Which step of the trace."
+    "--step", type=int, show_default="a step of median length", help="Step of the trace to show."
 )
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), default="report.html", help="The page."
+    "-o", "--output", type=click.Path(path_type=Path), default="report.html", help="HTML page."
 )
 @click.option("--png", type=click.Path(path_type=Path), help="Also draw a picture (matplotlib).")
 def report(
@@ -59,9 +59,9 @@ def report(
 ) -> None:
     """Draw a plan's timeline, predicted and measured.
 
-    PLAN is JSON as `usbyte plan -o` writes it, PROFILE what it was made from; the options that both
-    commands have are to be the same. The page needs nothing from elsewhere. Without --trace only
-    the prediction is shown.
+    PLAN is a file written by `usbyte plan -o`, PROFILE the profile that it was made from. Give the
+    options that both commands have the same values. The page loads nothing from elsewhere. Without
+    --trace, it shows only the prediction.
     """
     from usbyte import _core
     from usbyte.cli.report import html, trace

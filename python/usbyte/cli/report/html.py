@@ -1,4 +1,4 @@
-"""A report as one HTML page without anything from elsewhere."""
+"""Renders a report as one HTML page that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from string import Template
 from usbyte._util.units import format_cost
 from usbyte.cli.report.scene import Bar, Lane, Scene
 
-_ROW, _GAP, _AXIS = 18, 10, 26  # pixels: a row, between lanes, the axis at the top
-_NUMBERED = 0.012  # bars above this share of the width carry their op's number
+_ROW, _GAP, _AXIS = 18, 10, 26  # Heights in pixels: row, gap between lanes, axis at the top.
+_NUMBERED = 0.012  # Bars wider than this share of the page show the number of their op.
 
 
 def render(scene: Scene) -> str:
-    """The page's text."""
+    """Returns the text of the page."""
     lanes = scene.lanes
     tops, height = [], _AXIS
     for lane in lanes:
@@ -58,14 +58,14 @@ def _facts(scene: Scene) -> Iterator[tuple[str, str, str, str]]:
 
 def _note(scene: Scene) -> str:
     text = (
-        "Time runs from the beginning of a forward pass. Operations have colours by how early the "
-        "forward pass needs them, from red to blue. The bound is a step that no order of sending "
-        "goes below."
+        "Time runs from the beginning of a forward pass. The colour of an operation says how early "
+        "the forward pass needs it, from red to blue. The bound is the step time that no plan "
+        "without codecs can beat."
     )
     if scene.measured is not None:
         text += (
-            f" Measured is step {scene.measured.step}, shifted so that the first operation's "
-            "gradients are complete when they are predicted to be."
+            f" The measured step is step {scene.measured.step}, shifted so that the gradients of "
+            "the first operation are complete at the predicted time."
         )
     return text
 
@@ -104,7 +104,7 @@ def _axis(scene: Scene, end_s: float, height: int) -> Iterator[str]:
     for k in range(int(end_s / step) + 1):
         x = f"{100 * k * step / end_s:.4f}%"
         yield f'<line class="grid" x1="{x}" x2="{x}" y1="{_AXIS - 8}" y2="{height}"/>'
-        if k * step < 0.95 * end_s:  # else it would be cut off
+        if k * step < 0.95 * end_s:  # A label further right would be cut off.
             yield f'<text class="tick" x="{x}" y="12" dx="3">{k * step * 1e3:g} ms</text>'
     x = f"{100 * scene.profile.backward_end_s / end_s:.4f}%"
     yield f'<line class="mark" x1="{x}" x2="{x}" y1="{_AXIS - 8}" y2="{height}">'
@@ -112,7 +112,7 @@ def _axis(scene: Scene, end_s: float, height: int) -> Iterator[str]:
 
 
 def _tick(end_s: float) -> float:
-    """A round number of seconds, of which about ten make `end_s`."""
+    """Returns a round number of seconds, such that `end_s` has about ten ticks."""
     power = 1e-9
     while True:
         for digit in (1, 2, 5):
@@ -149,7 +149,7 @@ def _table_row(scene: Scene, i: int) -> str:
 
 
 def _sparse_table(scene: Scene) -> str:
-    """What sparse gradients were like in the measured step, if there are any."""
+    """Returns a table about sparse gradients in the measured step; "" if there are none."""
     sums = scene.measured.sums if scene.measured is not None else {}
     if not sums:
         return ""
@@ -157,26 +157,27 @@ def _sparse_table(scene: Scene) -> str:
     columns += ["sent MB", "received MB"]
     head = "".join(f"<th>{column}</th>" for column in columns)
     rows = []
-    for i, told in sorted(sums.items()):
+    for i, values in sorted(sums.items()):
         op, names = scene.ops[i], scene.op_tensors(i)
         if op.sparse:
             scheme, of = op.sparse.scheme, scene.tensors[op.sparse.tensor].rows
         else:
             scheme, of = op.scheme, sum(end - begin for begin, end in op.blocks)
         cells = [
-            str(i), scheme, str(of), f"{100 * told['density']:.3g}",
-            f"{100 * told['sum_rows'] / of:.3g}",
-            *(f"{told[n]:.2f}" for n in ("gamma", "skew", "push_imbalance", "pull_imbalance")),
-            *(f"{told[n] / 1e6:.3f}" for n in ("sent_bytes", "received_bytes")),
+            str(i), scheme, str(of), f"{100 * values['density']:.3g}",
+            f"{100 * values['sum_rows'] / of:.3g}",
+            *(f"{values[n]:.2f}" for n in ("gamma", "skew", "push_imbalance", "pull_imbalance")),
+            *(f"{values[n] / 1e6:.3f}" for n in ("sent_bytes", "received_bytes")),
         ]  # fmt: skip
         text = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         rows.append(f'<tr data-op="{i}">{text}<td class="text">{escape(names)}</td></tr>')
     body = "\n".join(rows)
     return (
-        "<h2>Sparse gradients, measured</h2>\n<p>Of this rank. Density: rows of its gradient that "
-        "are not zero; gamma: by how many times the sum of all ranks has more; skew: of the rank's "
-        "rows those in the fullest of as many equal ranges as ranks, over their mean; push, pull: "
-        "the largest share of one rank, times the ranks.</p>\n"
+        "<h2>Sparse gradients, measured</h2>\n<p>Values of this rank. Density: share of its "
+        "gradient's rows that are not zero. Gamma: density of the sum over all ranks, divided by "
+        "that density. Skew: non-zero rows in the fullest of as many equal row ranges as there are "
+        "ranks, divided by their mean. Push, pull: the largest share of one rank, times the number "
+        "of ranks.</p>\n"
         f'<table id="sparse"><thead><tr>{head}<th class="text">tensor</th></tr></thead>\n'
         f"<tbody>{body}</tbody></table>"
     )

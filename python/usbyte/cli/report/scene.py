@@ -1,4 +1,4 @@
-"""What a report shows: lanes of bars, predicted and measured, on one time axis."""
+"""The content of a report: lanes of bars, predicted and measured, on one time axis."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Kind = Literal["forward", "backward", "wait", "op", "update"]
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that takes time.
+    """One time interval of a lane.
 
     Attributes:
-        start_s: Since the forward pass began.
-        end_s: Likewise.
-        kind: What it is; decides the colour, but for ops.
-        tip: Text for whoever points at it, of several lines.
-        op: Position in the plan, for ops.
+        start_s: Start, in seconds since the forward pass began.
+        end_s: End, in seconds since the forward pass began.
+        kind: Decides the colour, except for "op".
+        tip: Tooltip, of several lines.
+        op: Position of the op in the plan; None for other kinds.
     """
 
     start_s: float
@@ -37,7 +37,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """Bars of one sort; those of one row do not overlap."""
+    """Bars of one sort, in rows; the bars of a row do not overlap."""
 
     name: str
     measured: bool
@@ -46,17 +46,17 @@ class Lane:
 
 @dataclass(frozen=True)
 class Scene:
-    """All that a report shows.
+    """The data of a report.
 
     Attributes:
-        plan: What is executed.
-        profile: With the plan's tensors, in its order.
+        plan: The plan.
+        profile: The profile, with the plan's tensors in the plan's order.
         overlap: "forward" or "backward".
-        sharded: Whether each rank updates a shard, and parameters are gathered.
-        prediction: Of the plan under `network`.
-        bound_s: A step that no order of sending goes below.
-        network: What operations cost.
-        measured: On the prediction's clock, if there is a trace.
+        sharded: Whether each rank updates only its shard of the parameters.
+        prediction: Prediction of the plan under `network`.
+        bound_s: The bound, in seconds.
+        network: The network model.
+        measured: The measured step, on the clock of the prediction; None without a trace.
     """
 
     plan: _core.Plan
@@ -68,27 +68,27 @@ class Scene:
     network: _core.NetworkModel
     measured: Measured | None
 
-    # The core converts all that it has whenever it is asked, so each is asked for once.
+    # Cached, because each access of these attributes of the C++ core converts the whole list.
 
     @cached_property
     def ops(self) -> list[_core.Op]:
-        """The plan's, in its order."""
+        """The ops of the plan."""
         return self.plan.ops
 
     @cached_property
     def tensors(self) -> list[_core.TensorSpec]:
-        """The plan's."""
+        """The tensors of the plan."""
         return self.plan.tensors
 
     @cached_property
     def spans(self) -> list[tuple[float, float]]:
-        """By op, launched and done as predicted."""
+        """For each op, the predicted times at which it is launched and done."""
         p = self.prediction
         return list(zip(p.launched_s, p.done_s, strict=True))
 
     @cached_property
     def _by_need(self) -> tuple[list[float], list[int], list[float]]:
-        """When tensors are needed, ascending, and elements of all before each; need by tensor."""
+        """Returns need times ascending, elements before each of them, and need times by tensor."""
         need_s = self.profile.need_s
         rows = sorted(zip(need_s, (t.numel for t in self.tensors), strict=True))
         before = list(accumulate((numel for _, numel in rows), initial=0))
@@ -96,7 +96,7 @@ class Scene:
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        """From top to bottom; what can be compared is side by side."""
+        """The lanes from top to bottom; each measured lane is below its prediction."""
         lanes = [Lane("compute", False, [self._compute()])]
         predicted, measured = self._predicted(), self._measured()
         for name, bars in predicted.items():
@@ -107,23 +107,23 @@ class Scene:
 
     @property
     def end_s(self) -> float:
-        """Where the time axis ends."""
+        """End of the time axis, in seconds."""
         ends = [bar.end_s for lane in self.lanes for row in lane.rows for bar in row]
         return max([*ends, self.prediction.step_s]) * 1.01
 
     def colour(self, op: int) -> str:
-        """By how early forward needs what is in the op: from red, at the input, to blue."""
-        what = self.ops[op]
-        if what.sparse:  # as if it were where the dense gradients are that forward needs next
+        """Returns the colour of an op: red if forward needs it first, to blue for the last."""
+        shown = self.ops[op]
+        if shown.sparse:  # Its place is that of the dense gradients which forward needs next.
             ascending, before, need_s = self._by_need
-            begin = before[bisect_left(ascending, need_s[what.sparse.tensor])]
+            begin = before[bisect_left(ascending, need_s[shown.sparse.tensor])]
         else:
-            begin = min(begin for begin, _ in what.blocks)
+            begin = min(begin for begin, _ in shown.blocks)
         hue = (15 + 235 * begin / max(1, self.plan.numel)) / 360
         return "#" + "".join(f"{round(255 * c):02x}" for c in hls_to_rgb(hue, 0.45, 0.55))
 
     def op_tip(self, i: int) -> str:
-        """Number, kind, bytes and tensors of an op."""
+        """Returns the tooltip of an op: number, kind, bytes, window and tensors."""
         op = self.ops[i]
         fence = ", fence" if op.fence else ""
         return (
@@ -132,12 +132,12 @@ class Scene:
         )
 
     def op_kind(self, i: int) -> str:
-        """The collective, and what it travels by."""
+        """Returns the collective of an op, and its codec."""
         op = self.ops[i]
         return op.kind if op.codec == "none" else f"{op.kind} by {op.codec}"
 
     def op_tensors(self, i: int) -> str:
-        """Names of the tensors in an op."""
+        """Returns the names of the tensors in an op, at most eight."""
         return _listed([self.tensors[t].name for t in self.plan.tensors_of(self.ops[i])])
 
     def _predicted(self) -> dict[str, list[Bar]]:
@@ -169,7 +169,7 @@ class Scene:
         return Bar(start_s, end_s, "op", f"{self.op_tip(i)}\n{_span(start_s, end_s)}", i)
 
     def _compute(self) -> list[Bar]:
-        """Forward and backward of this step and, with forward overlap, the next forward."""
+        """Returns forward and backward of this step, and the next forward with that overlap."""
         names = [t.name for t in self.profile.tensors]
         needs = _grouped(zip(self.profile.need_s, names, strict=True))
         readies = _grouped(zip(self.profile.ready_s, names, strict=True))
@@ -185,14 +185,14 @@ class Scene:
         return bars + self._next_forward()
 
     def _next_forward(self) -> list[Bar]:
-        # Between a layer's update and what the next layer waits for, the layer computes.
-        asked = {t: span[0] for t, span in self.prediction.gates}
+        # A layer computes from the end of its update until the next layer begins to wait.
+        waits_from = {t: span[0] for t, span in self.prediction.gates}
         bars = []
         for (ts, (_, end)), (after, (passed, _)) in pairwise(self.prediction.updates):
-            start = asked.get(after[0], passed)
+            start = waits_from.get(after[0], passed)
             if start > end:
                 name = self.tensors[ts[0]].name
-                bars.append(Bar(end, start, "forward", f"next forward, after the gate of\n{name}"))
+                bars.append(Bar(end, start, "forward", f"next forward, after the wait for\n{name}"))
         return bars
 
 
@@ -204,7 +204,7 @@ def _grouped(rows: Iterable[tuple[float, str]]) -> list[tuple[float, list[str]]]
 
 
 def _rows(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Each bar in the first row that is free."""
+    """Puts each bar into the first row that is free at its start."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         row = next((row for row in rows if row[-1].end_s <= bar.start_s), None)

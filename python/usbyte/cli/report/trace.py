@@ -1,4 +1,4 @@
-"""What usbyte has measured of a plan: one step of the Chrome trace that it writes."""
+"""Reads one measured step from a Chrome trace that usbyte has written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from usbyte import _core
 from usbyte.errors import UsageError
 
-#: What the trace tells of a sparse op.
+#: Fields of a sparse op in the trace.
 _SUMS = (
     "sum_rows", "density", "gamma", "skew", "push_imbalance", "pull_imbalance", "sent_bytes",
     "received_bytes",
@@ -21,16 +21,16 @@ _SUMS = (
 
 @dataclass
 class Measured:
-    """One step of a trace, and how long such steps took.
+    """One step of a trace. Times are seconds on the clock of the trace.
 
     Attributes:
-        step: Its number.
-        step_s: Median over the trace's steps of this plan; None with a single one.
-        queued: By op, when it was ready to go and when it went, seconds of the trace.
-        flights: By op, launched and done.
-        gates: Tensor's name, from, to.
-        updates: Names of tensors, from, to.
-        sums: By sparse op, what the trace tells of it, by name.
+        step: Number of the step.
+        step_s: Median length of the trace's steps under this plan; None if there is only one.
+        queued: For each op, when it was ready to be launched and when it was launched.
+        flights: For each op, when it was launched and when it was done.
+        gates: Waits of the forward pass: name of the tensor, start, end.
+        updates: Updates: names of the tensors, start, end.
+        sums: For each sparse op, its `_SUMS` by name.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Measured:
     sums: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def shifted(self, by_s: float) -> Measured:
-        """The same, `by_s` seconds later."""
+        """Returns the step with all times `by_s` seconds later."""
         return Measured(
             self.step,
             self.step_s,
@@ -55,15 +55,15 @@ class Measured:
 
 
 def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measured:
-    """Reads one step of a Chrome trace that usbyte has written, with times as they are in it.
+    """Reads one step of a Chrome trace that usbyte has written, on the clock of the trace.
 
     Args:
-        path: Of the trace.
-        plan: What the step has followed.
-        step: Which one; by default the one of the most usual length.
+        path: The trace.
+        plan: The plan of the step.
+        step: Number of the step; None for a step of median length.
 
     Raises:
-        UsageError: The file is no such trace, or holds no such step.
+        UsageError: The file is not such a trace, or does not have the step under this plan.
     """
     ops = {plan.describe(i): i for i in range(len(plan.ops))}
     found: dict[int, Measured] = {}
@@ -103,11 +103,11 @@ def read_trace(path: Path, plan: _core.Plan, step: int | None = None) -> Measure
 
 
 def _add(found: Measured, event: Any, ops: dict[str, int]) -> None:
-    """Adds an event to its step."""
+    """Adds an event of the trace to its step."""
     name, kind, start = str(event["name"]), event["cat"], float(event["ts"]) * 1e-6
     end = start + float(event["dur"]) * 1e-6
     if not (math.isfinite(start) and start <= end < math.inf):
-        raise ValueError(f"'{name}' has no such times")
+        raise ValueError(f"'{name}' has times that are not finite, or ends before it starts")
     if kind == "gate":
         found.gates.append((name, start, end))
     elif kind == "update":
@@ -119,7 +119,7 @@ def _add(found: Measured, event: Any, ops: dict[str, int]) -> None:
         if "sum_rows" in event["args"]:
             found.sums[ops[name]] = sums = {what: float(event["args"][what]) for what in _SUMS}
             if not all(map(math.isfinite, sums.values())):
-                raise ValueError(f"'{name}' has no such sums")
+                raise ValueError(f"'{name}' has a statistic that is not finite")
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -127,7 +127,10 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def aligned(measured: Measured, plan: _core.Plan, profile: _core.Profile) -> Measured:
-    """On the prediction's clock: an op's gradients are first complete at the same moment."""
+    """Moves a measured step to the clock of the prediction.
+
+    On both clocks, the first op whose gradients are complete then has them at the same time.
+    """
     ready_s = profile.ready_s
     complete = [max(ready_s[t] for t in plan.tensors_of(op)) for op in plan.ops]
     first = min(a for a, _ in measured.queued.values())

@@ -1,4 +1,4 @@
-"""Plans that are tried, in the running job or on the simulator, to keep the fastest."""
+"""Searches that try plans, in the running job or on the simulator, and choose the fastest."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ __all__ = [
     "policies",
 ]
 
-#: What each tuned policy searches, by name.
+#: The search of each tuned policy, by the policy's name.
 TUNED = {
     "mergecomp_online": mergecomp_online,
     "tune:bytescheduler": bytescheduler,
     "tune:dear": dear,
 }
 
-#: What is tried in a running job, by policy.
+#: The search that runs in a training job, by policy; other policies have no trials.
 TRIED = {"auto": auto, **TUNED}
 
-#: Policies that a sharded optimizer can follow.
+#: Policies whose plans a sharded optimizer can execute.
 SHARDING = ("auto", "dear", "dear_exact", "tune:dear")
 
 
 def policies() -> list[str]:
-    """Names of all policies, the tuned ones last."""
+    """Returns the names of all policies, the tuned ones last."""
     return [*_core.policies(), *TUNED]
 
 
 def check_policy(policy: str) -> None:
-    """Raises UsageError, with all that there are, unless there is such a policy."""
+    """Raises UsageError with the list of all policies if `policy` is not one of them."""
     if policy not in policies():
         raise UsageError(f"unknown policy '{policy}'; known are {', '.join(policies())}")
 
@@ -59,10 +59,21 @@ def make_plan(
     codecs: Sequence[str] = (),
     codec_costs: _core.CodecCosts | None = None,
 ) -> _core.Plan:
-    """As `usbyte._core.make_plan`, also for tuned policies, which then tune the simulated step.
+    """Makes the plan of a policy; a tuned policy tunes the simulated step time.
+
+    Args:
+        policy: A name in `policies()`.
+        profile: The measured job.
+        network: The measured network.
+        options: Sizes in bytes, by the names of `usbyte._core.make_plan`.
+        overlap: "backward" or "forward".
+        sharded: Whether each rank updates only its shard of the parameters.
+        codecs: The codec of each tensor, in the profile's order; empty: no compression.
+        codec_costs: Encoding and decoding costs of these codecs; None: coding takes no time.
 
     Raises:
-        UsageError: The policy is unknown, or tuned and bayesian-optimization is not installed.
+        UsageError: The policy is unknown, or it needs bayesian-optimization, which is not
+            installed.
     """
     check_policy(policy)
     if policy not in TUNED:

@@ -1,4 +1,4 @@
-"""What is tried: sizes of published policies, plans that are nearly as good as `auto`'s."""
+"""The searches: sizes of published policies, and variants of the plan of `auto`."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from usbyte import _core
 from usbyte.planning.tuning.tuner import Candidate, Point, Search, Space
 
 _MIB = 1 << 20
-_XI = 0.1  # as published, by both
-_SCALES = [  # of startups and bytes, from which variants of a plan come
-    (alpha, beta) for beta in (1.0, 0.99, 1.01, 0.98) for alpha in (2.0, 1.4, 0.7)
-]
-_VARIANTS = 5  # that are tried
-_BY_LAYER = 0.05  # of a step, that updates by layer may cost
-_ALMOST = 0.005  # of the step: differences that the model cannot tell
-_PLANNING_S = 5.0  # after which no more variants are planned
+_XI = 0.1  # The value of both papers, ByteScheduler and DeAR.
+# Factors of the network model's startups and times per byte; each pair gives a variant of a plan.
+_SCALES = [(alpha, beta) for beta in (1.0, 0.99, 1.01, 0.98) for alpha in (2.0, 1.4, 0.7)]
+_VARIANTS = 5  # The most variants to try.
+_BY_LAYER = 0.05  # The share of a step that updates by layer may cost; the simulator ignores it.
+_ALMOST = 0.005  # Predicted steps that differ by a smaller share count as equal.
+_PLANNING_S = 5.0  # No more variants are planned after this time.
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a policy plans for.
+    """The inputs of a policy.
 
     Attributes:
-        profile: What the job was measured to do.
-        network: What the network was measured to cost.
-        options: Sizes in bytes; see `usbyte._core.make_plan`.
-        overlap: What communication may hide behind.
-        sharded: Whether each rank updates its shard, and parameters are gathered.
-        codecs: By tensor, what gradients travel by; empty: nothing is compressed, or plans get
-            their codecs afterwards.
-        codec_costs: Of those codecs.
-        may_end_in_backward: Plans under which gradients are final after backward are tried too.
+        profile: The measured job.
+        network: The measured network.
+        options: Sizes in bytes, by the names of `usbyte._core.make_plan`.
+        overlap: "backward" or "forward".
+        sharded: Whether each rank updates only its shard of the parameters.
+        codecs: The codec of each tensor, in the profile's order. Empty: no compression, or the
+            caller adds the codecs to the plans later.
+        codec_costs: Encoding and decoding costs of these codecs.
+        may_end_in_backward: Whether to try also plans with overlap "backward".
     """
 
     profile: _core.Profile
@@ -49,7 +48,13 @@ class Job:
     def plan(
         self, policy: str, network: _core.NetworkModel | None = None, **sizes: int
     ) -> _core.Plan:
-        """A policy's plan under other sizes, or another network."""
+        """Makes a policy's plan.
+
+        Args:
+            policy: A policy of `usbyte._core.policies()`.
+            network: Used instead of the job's network model.
+            sizes: Sizes in bytes that replace those in `options`.
+        """
         options = {**self.options, **sizes}
         return _core.make_plan(
             policy, self.profile, network or self.network, options, self.overlap, self.sharded,
@@ -57,18 +62,18 @@ class Job:
         )  # fmt: skip
 
     def simulated_s(self, plan: _core.Plan) -> float:
-        """Seconds of a step, as predicted."""
+        """Returns the predicted seconds of a step under the plan."""
         args = (self.profile, self.network, self.overlap, self.sharded, self.codec_costs)
         return _core.simulate(plan, *args).step_s
 
 
 def bytescheduler(job: Job) -> Search:
-    """ByteScheduler's tuner: partition 2 to 32 MiB and credit 4 to 64 MiB, 15 points of 100 steps.
+    """Searches partition (2 to 32 MiB) and credit (4 to 64 MiB) in 15 trials of 100 steps.
 
-    Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration",
-    SOSP 2019. The second axis is the credit's place between the partition and 64 MiB, so that no
-    point has a credit that holds no part; both are logarithmic. The first point is what the options
-    say.
+    This is the tuner of Peng et al., "A Generic Communication Scheduler for Distributed DNN
+    Training Acceleration" (ByteScheduler), SOSP 2019. Both axes are logarithmic. The second axis is
+    the position of the credit between the partition (at least 4 MiB) and 64 MiB, so that no credit
+    is smaller than a partition. The first point comes from the job's options.
     """
 
     def at(point: Point) -> Candidate:
@@ -87,10 +92,10 @@ def bytescheduler(job: Job) -> Search:
 
 
 def dear(job: Job) -> Search:
-    """DeAR's tuner: the fusion size, 1 to 256 MiB from 25 MiB on, 10 trials of 5 steps.
+    """Searches the fusion size (1 to 256 MiB, first 25 MiB) in 10 trials of 5 steps.
 
-    Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-    Pipelining", ICDCS 2023. The axis is logarithmic.
+    This is the tuner of Zhang et al., "DeAR: Accelerating Distributed Deep Learning with
+    Fine-Grained All-Reduce Pipelining", ICDCS 2023. The axis is logarithmic.
     """
 
     def at(point: Point) -> Candidate:
@@ -103,17 +108,21 @@ def dear(job: Job) -> Search:
 
 
 def auto(job: Job) -> Search:
-    """`auto` in the job: its plan, variants that the model holds for as good, and DDP's plan.
+    """Tries the plan of `auto`, variants of it with an almost equal prediction, and DDP's plan.
 
-    Plans of equal predicted steps differ by some percent where they run, as ops compete with
-    compute for cores and memory, and ranks are late by chance: the job knows better than any model.
-    Variants are what `auto` plans under startups and bytes a little dearer or cheaper, as far as
-    the predicted step hardly suffers. DDP's plan is there for the case that the model is wrong
-    altogether, and, where gradients may be final after backward, as what updates by layer cost is
-    not in the model, also what `auto` plans then. The faster ones are measured again.
+    Plans with equal predictions differ by some percent in the real job: ops compete with compute
+    for cores and memory bandwidth, and ranks are late at random. A measurement shows which one is
+    faster. The candidates are:
 
-    Nothing but its plan is tried where that is DDP's already, as nothing is to be won; nor with
-    shards, as state moves between ranks with each change of plans.
+    - The plan of `auto`.
+    - Variants: plans of `auto` under slightly larger or smaller startups and times per byte, if
+      their predicted step is almost as short.
+    - With `may_end_in_backward`: the plan of `auto` for overlap "backward". The network model does
+      not include the cost of updates by layer, which this plan does not have.
+    - DDP's plan, in case the network model is wrong.
+
+    The faster half is measured again. Only the plan of `auto` is tried if it equals DDP's plan, or
+    if the optimizer is sharded, since each switch of plans then moves state between ranks.
     """
     end = time.monotonic() + _PLANNING_S
     first = job.plan("auto")
@@ -129,14 +138,14 @@ def auto(job: Job) -> Search:
 
 
 def mergecomp_online(job: Job) -> Search:
-    """MergeComp's search as published: two groups, one boundary, the running job's steps.
+    """Searches the boundary between two groups of gradients, as MergeComp does, in the job.
 
     Wang, Wu and Ng, "MergeComp: A Compression Scheduler for Scalable Communication-Efficient
-    Distributed Training", 2021. All gradients as one group first, then two groups of those that
-    backward produces first and last; the step is taken to fall and then to rise with the boundary
-    between them, so that a search over it needs about 1.44 log2 of the number of tensors. Here it
-    is Fibonacci's (Kiefer, "Sequential Minimax Search for a Maximum", 1953), with 10 steps of each
-    plan. Groups are sent one after the other, each as an operation for each dtype and codec.
+    Distributed Training", 2021. The first candidate sends all gradients as one group of tensors.
+    The others have two groups: the gradients that backward produces first, and the rest. The step
+    time is assumed to fall and then to rise with the boundary. A Fibonacci search (Kiefer,
+    "Sequential Minimax Search for a Maximum", 1953) then needs about 1.44 log2(tensors) trials, of
+    10 steps each. Groups are sent one after the other, with one op for each dtype and codec.
     """
     profile = job.profile
     count = len(profile.tensors)
@@ -158,13 +167,13 @@ def mergecomp_online(job: Job) -> Search:
     def guide(time_of: Callable[[Candidate], float | None]) -> Candidate | None:
         return _fibonacci(at, 1, count - 1, time_of)
 
-    # A job with one start and no space is taken to have nothing to try.
+    # Callers take a search with one start and no space for one that has nothing to try.
     second = guide(lambda _: None)
     return Search([at(0), second] if second else [at(0)], steps=10, guide=guide)
 
 
 def _merged(tensors: Sequence[_core.TensorSpec], group: Sequence[int]) -> list[_core.Op]:
-    """An all_reduce for each dtype of a group, in the order in which their last tensors follow."""
+    """Returns one all_reduce per dtype of a group, ordered by the last tensor of each dtype."""
     members: dict[str, list[int]] = {}
     for tensor in group:
         dtype = tensors[tensor].dtype
@@ -187,13 +196,20 @@ def _fibonacci(
     high: int,
     time_of: Callable[[Candidate], float | None],
 ) -> Candidate | None:
-    """The next point that a search for the least time within [low, high] asks for, if any."""
+    """Returns the next candidate of a Fibonacci search for the least time; None at its end.
+
+    Args:
+        at: Returns the candidate at a point.
+        low: First point.
+        high: Last point.
+        time_of: Returns the measured time of a candidate, None if it was not measured yet.
+    """
     if high < low:
         return None
-    small, large = 1, 1  # the two inner points lie so far from the ends
+    small, large = 1, 1  # Distances of the two inner points from the ends.
     while large < high - low + 2:
         small, large = large, small + large
-    start = low - 1  # the points from here to `large` further are left, without the ends
+    start = low - 1  # The points strictly between start and start + large are left.
     while large > 2:
         left, right = start + large - small, start + small
         times = []
@@ -225,7 +241,7 @@ def _variants(job: Job, first: _core.Plan, end: float) -> list[Candidate]:
 
 
 def _in_backward(job: Job, first: _core.Plan) -> list[Candidate]:
-    """What `auto` plans where gradients are final after backward, if that may be no slower."""
+    """Returns the plan of `auto` for overlap "backward", unless it is predicted too slow."""
     ended = replace(job, overlap="backward")
     plan = ended.plan("auto")
     worst_s = job.simulated_s(first) * (1 + _BY_LAYER)
@@ -235,17 +251,17 @@ def _in_backward(job: Job, first: _core.Plan) -> list[Candidate]:
 
 
 def _named(policy: str, plan: _core.Plan) -> _core.Plan:
-    # Equal ops then make equal hashes, whoever has planned them.
+    # The hash includes the policy: with one name, equal ops of different policies hash equally.
     return _core.Plan(policy, plan.tensors, plan.ops)
 
 
 def _between(low: int, high: int, place: float) -> int:
-    """From low (0) to high (1), logarithmically."""
+    """Maps a position from 0 to 1 to a size from low to high, on a logarithmic scale."""
     return min(max(round(low * (high / low) ** place), low), high)
 
 
 def _place(low: int, high: int, value: int) -> float:
-    """Inverse of `_between`; values outside count as the nearest end."""
+    """Returns the inverse of `_between`; values outside the range count as its nearest end."""
     return min(max(math.log(value / low) / math.log(high / low), 0.0), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""A search for the plan with the shortest step: given plans, then Bayesian optimisation."""
+"""Searches for the plan with the shortest step: given plans, then Bayesian optimization."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from usbyte import _core
 from usbyte.errors import UsageError
 
-#: Coordinates between 0 and 1: one length scale serves all axes of the Gaussian process.
+#: Coordinates from 0 to 1, so that one length scale fits all axes of the Gaussian process.
 Point = tuple[float, ...]
 
-_NOISE = 1e-2  # variance of a measurement, relative to that between points
-_REPEATS = 6  # suggestions in a row whose plans are known: the search is over
+_NOISE = 1e-2  # Variance of a measurement, relative to the variance between points.
+_REPEATS = 6  # The search ends after so many suggestions in a row of plans already measured.
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Candidate:
     """A plan to try.
 
     Attributes:
-        what: In words, for the log.
-        plan: What is measured.
-        point: Where it lies in the space that is searched; None for a plan from elsewhere.
-        overlap: What communication may hide behind under it; None: what the job says.
+        what: Description for the log.
+        plan: The plan.
+        point: Its coordinates in the search space; None for a plan that is not from the space.
+        overlap: "backward" or "forward"; None for the overlap of the job.
     """
 
     what: str
@@ -37,20 +37,20 @@ class Candidate:
 
     @property
     def key(self) -> tuple[int, str | None]:
-        """The same for what takes the same time."""
+        """Key under which measurements are stored; equal for candidates with equal steps."""
         return self.plan.hash(), self.overlap
 
 
 @dataclass(frozen=True)
 class Space:
-    """Where Bayesian optimisation looks for plans.
+    """The search space of Bayesian optimization.
 
     Attributes:
         axes: Names of the coordinates.
-        at: The candidate at a point.
-        trials: Plans that are measured, those tried before included.
-        xi: Expected improvement counts from this much above the best speed, where 1 is the speed
-            of the first candidate; more explores more.
+        at: Returns the candidate at a point.
+        trials: The most plans to measure, the starts of the search included.
+        xi: Expected improvement counts only above best speed + xi, where 1 is the speed of the
+            first candidate. A larger value explores more.
     """
 
     axes: Sequence[str]
@@ -61,20 +61,22 @@ class Space:
 
 @dataclass(frozen=True)
 class Search:
-    """What a tuner may choose, and how long it may take.
+    """The candidates of a tuner, and the length of its trials.
 
     Attributes:
-        starts: Tried first.
-        steps: Of each measurement, in a running job.
-        space: What is tried then; None for nothing more.
-        halve: The faster half is measured again, then the faster half of that, until one is left,
-            and none is by a single measurement; a plan counts with the mean of its measurements.
-            After the sequential halving of Karnin, Koren and Somekh, "Almost Optimal Exploration in
-            Multi-Armed Bandits", 2013, with one more measurement in each round instead of twice as
-            many. Not together with a space.
-        worth: A start counts as faster than those behind it only by more than this part of a step.
-        guide: What to measure after the starts, given what is known of the seconds of a candidate's
-            step (None: nothing); None once the search is over. Not together with a space.
+        starts: Candidates that are tried first.
+        steps: Steps of a trial in a training job.
+        space: Where further candidates come from; None for no more.
+        halve: Whether to measure the faster half again, then the faster half of that, until one is
+            left. The winner has at least two measurements; a plan counts with the mean of its
+            measurements. This is the sequential halving of Karnin, Koren and Somekh, "Almost
+            Optimal Exploration in Multi-Armed Bandits", 2013, but with one more measurement in each
+            round instead of twice as many. Cannot be combined with a space.
+        worth: A start is preferred to a later one only if its step is shorter by more than this
+            share.
+        guide: Returns the next candidate after the starts, None at the end of the search. Its
+            argument returns the seconds of a candidate's step, None if it was not measured. Cannot
+            be combined with a space.
     """
 
     starts: Sequence[Candidate]
@@ -87,34 +89,37 @@ class Search:
 
 @dataclass
 class Trial:
-    """A candidate and the seconds that its step was measured to take, each time."""
+    """A candidate with its measured step times, in seconds."""
 
     candidate: Candidate
     times_s: list[float]
 
     @property
     def step_s(self) -> float:
-        """Their mean."""
+        """Mean of the measured step times."""
         return fmean(self.times_s)
 
 
 @dataclass
 class Tuner:
-    """Asks for one measurement after the other, then knows the best plan.
+    """Chooses the fastest candidate of a search from measured step times.
 
-    What Bayesian optimisation sees is the speed relative to the first candidate's. A plan that was
-    measured before is not tried again, but to halve, and does not count as a trial. Equal
-    measurements lead to equal questions.
+    Call `ask` for a candidate, measure its step, report it with `tell`, and repeat until `ask`
+    returns None. Then `best` is the result. The tuner is deterministic: equal times lead to equal
+    candidates.
+
+    Bayesian optimization maximizes the speed relative to the first candidate. A plan that was
+    measured already is not measured again, except by `Search.halve`, and does not count as a trial.
 
     Args:
-        search: What to choose from.
-        seed: Of the library's random numbers.
+        search: The candidates.
+        seed: Seed of the random numbers of bayesian-optimization.
 
     Attributes:
-        trials: The plans that were measured so far.
+        trials: The measured candidates, in order of their first measurement.
 
     Raises:
-        UsageError: There is a space to search, and bayesian-optimization is not installed.
+        UsageError: The search has a space, and bayesian-optimization is not installed.
     """
 
     search: Search
@@ -125,26 +130,29 @@ class Tuner:
         space = self.search.space
         self._sampler = _Sampler(space, self.seed) if space else None
         self._starts = list(self.search.starts)
-        self._known: dict[tuple[int, str | None], Trial] = {}  # by the candidate's key
+        self._known: dict[tuple[int, str | None], Trial] = {}  # By `Candidate.key`.
         self._asked: Candidate | None = None
-        self._rivals = self.trials  # that are left
-        self._round: list[Trial] = []  # of them, those to measure again
+        self._rivals = self.trials  # Trials that halving has not excluded.
+        self._round: list[Trial] = []  # Rivals that this round of halving has still to measure.
 
     def ask(self) -> Candidate | None:
-        """What to measure next, the same until it is told; None once `best` is certain."""
+        """Returns the next candidate to measure, the same until `tell`; None at the end."""
         if self._asked is None:
             self._asked = self._next() or self._next_again()
         return self._asked
 
     def tell(self, step_s: float) -> None:
-        """Takes what a step of the plan that `ask` has returned takes, in seconds.
+        """Reports the measured step time of the candidate that `ask` returned.
+
+        Args:
+            step_s: Seconds of a step, above 0 and finite.
 
         Raises:
-            UsageError: It is no positive time, or nothing was asked.
+            UsageError: The time is out of range, or there is no candidate to measure.
         """
         asked = self._asked
         if asked is None:
-            raise UsageError("a tuner was told a time that it had not asked for; call ask() first")
+            raise UsageError("tell() without a candidate to measure; call ask() first")
         if not 0 < step_s < math.inf:
             raise UsageError(
                 f"a step of the plan '{asked.what}' was measured to take {step_s} s, which cannot "
@@ -161,11 +169,11 @@ class Tuner:
         self._register(asked, step_s)
 
     def best(self) -> Candidate:
-        """The fastest candidate of those that are left."""
+        """Returns the fastest candidate so far; UsageError if none was measured."""
         return self._fastest().candidate
 
     def summary(self) -> str:
-        """What was tried and found, in a line."""
+        """Returns one line of text about the trials and their result."""
         fastest, first = self._fastest(), self.trials[0]
         return (
             f"{len(self.trials)} plans tried, '{fastest.candidate.what}' stays with "
@@ -175,12 +183,12 @@ class Tuner:
 
     @property
     def measurements(self) -> int:
-        """How many times it was told."""
+        """Number of measurements so far."""
         return sum(len(trial.times_s) for trial in self.trials)
 
     def _fastest(self) -> Trial:
         if not self.trials:
-            raise UsageError("a tuner has no best plan before it was told a time")
+            raise UsageError("there is no best plan yet; measure at least one: ask(), then tell()")
         if self.search.worth == 0:
             return min(self._rivals, key=lambda trial: trial.step_s)
         fastest = self.trials[-1]
@@ -224,8 +232,8 @@ class Tuner:
 
 
 def check_installed() -> None:
-    """Raises UsageError unless the library that searches is there."""
-    if find_spec("bayes_opt") is None:  # importing it would take a second, on every rank
+    """Raises UsageError if bayesian-optimization is not installed."""
+    if find_spec("bayes_opt") is None:  # An import would take a second on every rank.
         raise UsageError(
             "tuned policies need bayesian-optimization, which is not installed; install it with: "
             "pip install 'usbyte[tune]'"
@@ -233,7 +241,7 @@ def check_installed() -> None:
 
 
 class _Sampler:
-    """Points by expected improvement over a Gaussian process, both bayesian-optimization's."""
+    """Suggests points by expected improvement over a Gaussian process (bayesian-optimization)."""
 
     def __init__(self, space: Space, seed: int) -> None:
         check_installed()
@@ -252,7 +260,7 @@ class _Sampler:
 
     def suggest(self) -> Candidate:
         point = self._point(self._optimizer.suggest())
-        if point in self._points:  # nothing more is to be expected anywhere
+        if point in self._points:  # No point has an expected improvement any more.
             point = self._point(self._optimizer.random_sample()[0])
         return self.space.at(point)
 

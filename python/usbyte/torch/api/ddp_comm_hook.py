@@ -12,7 +12,7 @@ from torch import nn
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.planning.profiles import line
+from usbyte.planning.layout import tensor_specs
 from usbyte.torch.comm.sparse_exchange import TorchExchange, host_group
 from usbyte.torch.compression.codecs import Codec, Rules, codecs_of
 from usbyte.torch.compression.state import CodecState
@@ -159,7 +159,7 @@ class _Bucket:
         stages = {spec: _core.make_codec(spec) for spec in specs}
         self._stages = {c: c.at_step(step - 1) for c in stages.values() if c is not None}
         dtype = str(buffer.dtype).removeprefix("torch.")
-        tensors = line(
+        tensors = tensor_specs(
             [(name, p.numel(), dtype) for name, p in zip(names, params, strict=True)],
             {name: rows_of(p) for name, p in zip(names, params, strict=True)},
         )

@@ -22,7 +22,7 @@ from usbyte.planning.cost_fit import (
     concurrent,
     fit_lines,
 )
-from usbyte.planning.profiles import line
+from usbyte.planning.layout import tensor_specs
 from usbyte.torch.comm.base import EngineCommunicator
 from usbyte.torch.comm.process_group import PackBufferPool
 from usbyte.torch.world.rank_group import RankGroup
@@ -261,7 +261,7 @@ def _time_packing(
     rank_group: RankGroup, communicator: EngineCommunicator, size: int, repeats: int
 ) -> list[Measured]:
     """Packs two blocks of that many bytes together, on all ranks at once as those of a host do."""
-    [tensor] = line([("probe0", 1, "float32")])
+    [tensor] = tensor_specs([("probe0", 1, "float32")])
     meet = _core.Op("all_reduce", [(tensor.offset, tensor.end)], _UNLIMITED)
     half = size // _FLOAT_BYTES // 2
     floats = torch.zeros(2 * half, dtype=torch.float32, device="cpu")
@@ -387,7 +387,7 @@ def _plan(
     """
     each = [numel for numel in numels for _ in range(window)]
     fenced = range(0, len(each) if fences is None else fences * window, window)
-    tensors = line((f"probe{i}", numel, "float32") for i, numel in enumerate(each))
+    tensors = tensor_specs((f"probe{i}", numel, "float32") for i, numel in enumerate(each))
     ops = [
         _core.Op(kind, [(t.offset, t.end)], _UNLIMITED, fence=i in fenced)
         for kind in kinds

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.planning.profiles import line
+from usbyte.planning.layout import tensor_specs
 from usbyte.torch.layout import CONTROL_TENSOR, dtype_name, rows_of, used_numel
 from usbyte.torch.plan.sparse import sparse_spec
 from usbyte.torch.runtime.device import Mark
@@ -157,7 +157,9 @@ def job_profile(
     rows = [(names[i], params[i].numel(), dtypes[i]) for i in order]
     first = rows[0][2] if rows else "float32"
     matrices = {name: rows_of(param) for name, param in zip(names, params, strict=True)}
-    tensors = line([(CONTROL_TENSOR, used_numel(len(names)), first)] * flags + rows, matrices)
+    tensors = tensor_specs(
+        [(CONTROL_TENSOR, used_numel(len(names)), first)] * flags + rows, matrices
+    )
     end = tensors[-1].end if tensors else 0
     apart = sorted(set(range(len(names))).difference(there), key=lambda i: times.ready_s[i])
     tensors += [sparse_spec(names[i], params[i], end) for i in apart]

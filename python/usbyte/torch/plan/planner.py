@@ -15,7 +15,7 @@ from usbyte._util.units import format_cost
 from usbyte.errors import UsageError
 from usbyte.planning import tuning
 from usbyte.planning.cost_fit import Measured, fit
-from usbyte.planning.profiles import dense
+from usbyte.planning.layout import dense
 from usbyte.torch.comm.topology import canonical_topology
 from usbyte.torch.compression.codecs import Choices
 from usbyte.torch.layout import dtype_name

@@ -16,7 +16,7 @@ from usbyte import _core
 from usbyte._util import files
 from usbyte.cluster_env import detect
 from usbyte.errors import UsageError
-from usbyte.planning.profiles import dumps, without_flags
+from usbyte.planning.layout import dumps, without_flags
 from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from usbyte.torch.optimizer.param_owner import get_owner
 from usbyte.torch.profiler.recorder import Recorder, hook_on_all_steps, names_of, parameters_of

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import UsageError
-from usbyte.planning.profiles import without_flags
+from usbyte.planning.layout import without_flags
 from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from usbyte.torch.profiler.api import NOT_PLANNED, distributed_owner, too_few
 from usbyte.torch.profiler.recorder import Recorder, hook_on_all_steps, names_of, parameters_of
