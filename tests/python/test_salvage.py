@@ -20,13 +20,8 @@ import usbyte.torch as ub
 from _ranks import run_ranks
 from usbyte.errors import FaultError
 from usbyte.torch.compression.state import CODEC_STATE_KEY
-from usbyte.torch.fault.recovery import (
-    ParamRecovery,
-    RankProgress,
-    RecoveryDecision,
-    decide_recovery,
-    has_partial_step,
-)
+from usbyte.torch.fault.decision import RankProgress, RecoveryDecision, decide_recovery
+from usbyte.torch.fault.recovery import ParamRecovery, has_partial_step
 from usbyte.torch.lazy_tensor import make_lazy, unwrap
 from usbyte.torch.world import world
 from usbyte.torch.world.world import current

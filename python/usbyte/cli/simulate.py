@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from usbyte._util import units
+from usbyte.cli._case import Case
 from usbyte.cli._codec_options import codecs_for, coding_options, read_costs
 from usbyte.cli._options import (
     SECONDS,
@@ -33,48 +34,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from usbyte import _core
-
-
-@dataclass(frozen=True)
-class Case:
-    """One prediction.
-
-    Attributes:
-        model: Name of the profile.
-        workers: Ranks of the ring.
-        bandwidth_bytes_per_s: Bandwidth of a link.
-        latency_s: Latency of a message.
-        serial_startups: Whether only one op at a time starts up.
-        overlap: "forward" or "backward".
-        shard_optimizer: Whether each rank updates only its shard of the parameters.
-        policy: Name of the policy.
-        ops: Number of ops in a step.
-        step_s: Predicted seconds of a step.
-        bound_s: The bound for this overlap, without a codec, in seconds.
-        compute_s: Seconds of a step without communication.
-        codec: Codec of the floating-point gradients.
-    """
-
-    model: str
-    workers: int
-    bandwidth_bytes_per_s: float
-    latency_s: float
-    serial_startups: bool
-    overlap: str
-    shard_optimizer: bool
-    policy: str
-    ops: int
-    step_s: float
-    bound_s: float
-    compute_s: float
-    codec: str = "none"
-
-    @property
-    def scheme(self) -> str:
-        """Overlap and policy as text; the overlap "forward" is left out."""
-        if self.shard_optimizer:
-            return f"sharded:{self.policy}"
-        return self.policy if self.overlap == "forward" else f"{self.overlap}:{self.policy}"
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})

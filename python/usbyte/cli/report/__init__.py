@@ -72,6 +72,7 @@ def report(
     check_writable(output, png, inputs=inputs)
     if png is not None:
         from usbyte.cli import _figures
+        from usbyte.cli.report import picture
 
         _figures.check_format(png)
     if step is not None and trace_path is None:
@@ -93,5 +94,5 @@ def report(
     )
     write_text(output, html.render(shown))
     if png is not None:
-        _figures.save(_figures.timeline(shown), png)
+        _figures.save(picture.timeline(shown), png)
     click.echo(f"wrote {output}" + (f" and {png}" if png else ""))

@@ -19,7 +19,7 @@ from usbyte.torch.comm.topology import sizes_of
 from usbyte.torch.daso.flat_params import ParameterVectors
 from usbyte.torch.daso.node_averager import NodeAverager, NodeSum
 from usbyte.torch.daso.schedule import DasoSchedule, Phase, Start
-from usbyte.torch.fault.recovery import RankProgress
+from usbyte.torch.fault.decision import RankProgress
 from usbyte.torch.optimizer.config import integer
 from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex

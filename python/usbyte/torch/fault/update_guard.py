@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from usbyte.errors import Error, FaultError
-from usbyte.torch.fault.recovery import ParamRecovery, RankProgress, RecoveryDecision
+from usbyte.torch.fault.decision import RankProgress, RecoveryDecision
+from usbyte.torch.fault.recovery import ParamRecovery
 
 _UPDATE_S = 5.0  # limit for an update that runs during a fault to end
 

@@ -16,7 +16,7 @@ from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.comm.topology import TopologyLike, parse
 from usbyte.torch.compression.codecs import Rules
 from usbyte.torch.compression.state import CODEC_STATE_KEY, CodecState, codes_shards
-from usbyte.torch.fault.recovery import RankProgress, RecoveryDecision
+from usbyte.torch.fault.decision import RankProgress, RecoveryDecision
 from usbyte.torch.fault.update_guard import UpdateGuard
 from usbyte.torch.optimizer import grad_scaler
 from usbyte.torch.optimizer.backward_driver import BackwardDriver

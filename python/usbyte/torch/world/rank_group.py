@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from usbyte import _core
-from usbyte.torch.fault.recovery import RankProgress, RecoveryDecision
+from usbyte.torch.fault.decision import RankProgress, RecoveryDecision
 from usbyte.torch.reduce_op import ReduceOp
 
 

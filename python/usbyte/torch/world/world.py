@@ -28,7 +28,7 @@ from usbyte.cluster_env import Cluster, detect
 from usbyte.errors import Error, FaultError, UsageError
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.fault.coordinator import FaultCoordinator
-from usbyte.torch.fault.recovery import RankProgress, decide_recovery
+from usbyte.torch.fault.decision import RankProgress, decide_recovery
 from usbyte.torch.fault.report import State
 from usbyte.torch.runtime import default_group
 from usbyte.torch.runtime.format import brief_error

@@ -1,0 +1,62 @@
+"""Decides after a fault whether a rank's parameters are those of one step on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass
+class RankProgress:
+    """How far the updates of an optimizer's parameters have come on a rank, after a fault.
+
+    Attributes:
+        completed: The last step whose updates have all been applied, counted from 1; 0 if none.
+        partial: Whether some updates of the next step have been applied, too.
+        completable: Whether the rest of the next step's updates can still be applied.
+    """
+
+    completed: int
+    partial: bool
+    completable: bool
+
+    @property
+    def last_reachable_step(self) -> int:
+        """The last step that this rank has completed or can still complete."""
+        return self.completed + self.completable
+
+
+@dataclass
+class RecoveryDecision:
+    """Whether a rank's parameters are usable after a fault.
+
+    Attributes:
+        reason: Why the parameters are not usable; empty if they are.
+        completes: Whether pending updates have to be applied to make them usable.
+    """
+
+    reason: str
+    completes: bool = False
+
+
+def decide_recovery(rank: int, lefts: Mapping[int, RankProgress] | None) -> RecoveryDecision:
+    """Decides whether the parameters of `rank` are usable.
+
+    Args:
+        rank: A rank of the run.
+        lefts: Progress of the surviving ranks, by rank; None if it is not known.
+    """
+    if lefts is None:
+        return RecoveryDecision("how far the other ranks have come cannot be found out")
+    if rank not in lefts:
+        return RecoveryDecision("the others have gone on without this rank")
+    mine = lefts[rank]
+    last, least = min((left.last_reachable_step, other) for other, left in lefts.items())
+    if mine.completable and last == mine.last_reachable_step:
+        return RecoveryDecision("", completes=True)
+    if mine.partial:
+        step = mine.completed + 1
+        return RecoveryDecision(f"step {step} was applied to some of the parameters, not to all")
+    if last < mine.completed:
+        return RecoveryDecision(f"step {mine.completed} was applied here, but not on rank {least}")
+    return RecoveryDecision("")
