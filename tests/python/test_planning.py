@@ -15,7 +15,7 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.planning.cost_fit import Measured, fit
-from usbyte.torch.comm.process_group import PackBufferPool
+from usbyte.torch.comm.pack_buffers import PackBufferPool
 from usbyte.torch.plan.drift import StepTimeMonitor
 from usbyte.torch.plan.measurement import NEVER, Iteration, StepProfiler
 

@@ -24,7 +24,7 @@ from usbyte.planning.cost_fit import (
 )
 from usbyte.planning.layout import tensor_specs
 from usbyte.torch.comm.base import EngineCommunicator
-from usbyte.torch.comm.process_group import PackBufferPool
+from usbyte.torch.comm.pack_buffers import PackBufferPool
 from usbyte.torch.world.rank_group import RankGroup
 
 # By operations posted together.

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from usbyte import _core
 from usbyte.torch.comm.base import MeshLike
 from usbyte.torch.comm.direct_allreduce import DirectAllReduce
+from usbyte.torch.comm.pack_buffers import PackBufferPool, PackedMessage
 from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.format import brief_error
 from usbyte.torch.runtime.process_groups import destroy_group
@@ -186,53 +186,6 @@ class TorchCommunicator:
             error = brief_error(e)
         self._in_flight.discard(ticket)
         self.core.complete(ticket, error)
-
-
-class PackedMessage(NamedTuple):
-    """A packed message.
-
-    Attributes:
-        views: Where its elements come from and go to.
-        buffer: 1-d uint8.
-        message: The elements, at the beginning of the buffer.
-    """
-
-    views: list[torch.Tensor]
-    buffer: torch.Tensor
-    message: torch.Tensor
-
-
-class PackBufferPool:
-    """Memory in which ops of several blocks travel as one message.
-
-    It is kept, as new pages cost more than the copy: as many buffers as there were such ops in
-    flight. Who launches packs, the waiters unpack. A message whose op has failed keeps its
-    buffer: the backend may still write there.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()  # guards _free
-
-    def pack(self, views: list[torch.Tensor]) -> PackedMessage:
-        """Copies the views' elements into one message."""
-        size = sum(view.nbytes for view in views)
-        with self._lock:
-            self._free.sort(key=len)
-            fits = next((i for i, buffer in enumerate(self._free) if len(buffer) >= size), -1)
-            buffer = self._free.pop(fits) if self._free else None
-        if buffer is None or len(buffer) < size:
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        message = torch.cat(views, out=buffer[:size].view(views[0].dtype))
-        return PackedMessage(views, buffer, message)
-
-    def unpack(self, staged: PackedMessage) -> None:
-        """Copies the elements back; `staged` is not used any more."""
-        parts = staged.message.split([view.numel() for view in staged.views])
-        for view, part in zip(staged.views, parts, strict=True):
-            view.copy_(part)
-        with self._lock:
-            self._free.append(staged.buffer)
 
 
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -5,13 +5,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 from torch import nn
 
 from usbyte.errors import UsageError
+from usbyte.torch.optimizer.gradients.reducer import Reducer
 from usbyte.torch.optimizer.gradients.step_phase import StepPhase
-from usbyte.torch.optimizer.step_controller import StepController
 from usbyte.torch.torch_private import backward_id, call_after_backward
+
+
+class StepTaker(Protocol):
+    """The step controller, as far as backward passes concern it."""
+
+    reducer: Reducer
+
+    def prepare_backward(self, i: int) -> set[int]:
+        """Before the first gradient is sent; returns parameters whose use was not seen."""
+
+    def finish_updates(self) -> None:
+        """Applies the updates of layers that the forward pass has skipped."""
+
+    def missed_use(self, i: int) -> Exception:
+        """Returns the error of a parameter that was read before its update."""
+
+    def finish_backward(self) -> None:
+        """After all gradients were sent."""
 
 
 class BackwardDriver:
@@ -24,7 +43,7 @@ class BackwardDriver:
     """
 
     def __init__(
-        self, controller: StepController, params: Sequence[nn.Parameter], passes_per_step: int
+        self, controller: StepTaker, params: Sequence[nn.Parameter], passes_per_step: int
     ) -> None:
         self._controller, self._passes_per_step = controller, passes_per_step
         self._reducer = controller.reducer

@@ -366,10 +366,8 @@ class DistributedOptimizer(OptimizerWrapper):
             raise
         finally:
             if self._controller is not None:
-                self._controller.shared, self._controller.against = (
-                    controller.shared,
-                    controller.against,
-                )
+                before, overlap = controller.overlap, self._controller.overlap
+                overlap.shared, overlap.against = before.shared, before.against
                 self._controller.reducer.has_accumulated = unsent
 
     def __repr__(self) -> str:

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.eager.serialization import from_bytes, open_message, to_message
-from usbyte.torch.optimizer.gradients.reducer import Reducer
+from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.messages import unreadable
 from usbyte.torch.world.rank_group import RankGroup
+
+
+class JoinState(Protocol):
+    """The reducer, as far as ranks have joined.
+
+    Attributes:
+        device: Where parameters are.
+    """
+
+    device: Device
+
+    @property
+    def is_joined(self) -> bool:
+        """True if this rank contributed zeros to what was sent last."""
+
+    @property
+    def applied(self) -> bool:
+        """True if updates may have used the last sums."""
+
+    def joined_in_part(self) -> bool:
+        """Returns True if some ranks have joined and others sent gradients."""
 
 
 class HyperparamSync:
@@ -29,7 +52,7 @@ class HyperparamSync:
         rank_group: RankGroup,
         label: str,
         optimizer: torch.optim.Optimizer,
-        reducer: Reducer,
+        reducer: JoinState,
         sharded: bool,
     ) -> None:
         self._rank_group, self._label = rank_group, label

@@ -24,20 +24,18 @@ from usbyte.torch.optimizer.compat.known_optimizers import (
 )
 from usbyte.torch.optimizer.compat.other_reducers import check_module, check_unreduced
 from usbyte.torch.optimizer.fused import FusedUpdate
-from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
-from usbyte.torch.optimizer.gradients.reducer import Reducer, no_whole_gradients
-from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
-from usbyte.torch.optimizer.gradients.step_consensus import StepConsensus
+from usbyte.torch.optimizer.gradients.assembly import make_gradient_path
+from usbyte.torch.optimizer.gradients.reducer import no_whole_gradients
 from usbyte.torch.optimizer.hyperparam_sync import HyperparamSync
+from usbyte.torch.optimizer.overlap.decision import OverlapDecision
 from usbyte.torch.optimizer.overlap.deferred_updates import DeferredUpdates
-from usbyte.torch.optimizer.overlap.eligibility import ScriptObserver, agree_on_overlap
+from usbyte.torch.optimizer.overlap.eligibility import ScriptObserver
 from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.optimizer.sharded import ShardedUpdates, check_step_own
 from usbyte.torch.optimizer.sharded_steps import ShardedSteps
 from usbyte.torch.optimizer.step_warnings import StepWarnings
 from usbyte.torch.plan.job import ParamTable, Settings
-from usbyte.torch.plan.lifecycle import PlanLifecycle
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
@@ -74,8 +72,7 @@ class StepController:
     Attributes:
         transport: Moves gradients.
         reducer: Sends them, and gives their sums.
-        shared: A parameter that another thread than the one that trains has used; empty if none.
-        against: What speaks against updates that wait, if it was found after the first steps.
+        overlap: Whether updates wait for the next forward pass.
         ended: After `end`.
     """
 
@@ -100,10 +97,7 @@ class StepController:
         self._groups = ParamGroupIndex(optimizer, param_table)
         self._everything = range(len(param_table.params))
         self.ended = False
-        self._learned = False  # there is a plan, and a decision on overlap
         self._in_step = False  # of the wrapped optimizer, which may run a closure
-        self._unhooked_params: list[int] = []  # parameters whose use nobody would see
-        self.shared = self.against = ""
         self._passes = 0  # backward ones that have sent gradients since the last step
         self._warnings = StepWarnings(planner.label, param_table.names)
         self._watch = ScriptObserver(optimizer, param_table.names, param_table.params)
@@ -117,34 +111,22 @@ class StepController:
             device,
             partial(check_module, named=named),
         )
-        self.executor = PlanExecutor(
-            rank_group, settings, param_table, device, planner, memory, steps_before
+        self.overlap = OverlapDecision(
+            rank_group, settings, planner, self._watch, self._forward_hooks, self._warnings
         )
-        lifecycle = PlanLifecycle(
-            planner,
-            self._forward_hooks,
-            device,
-            rank_group.env.learning_steps,
-            adapt=settings.policy == "auto",
-            may_ask=settings.overlap == "auto",
-            on_learned=self._on_learned,
-        )
-        check = StepChecksum(
-            planner.label,
+        self.reducer, self.executor = make_gradient_path(
+            rank_group,
             optimizer,
+            settings,
             param_table,
             changing,
             device,
-            rank_group.env.check_steps,
-            rank_group.ranks,
-            self.executor.gather_answers,
-            update_guard.spoil,
-        )
-        consensus = StepConsensus(
-            planner.label, rank_group.ranks, self.executor, lifecycle, check, update_guard
-        )
-        self.reducer = Reducer(
-            settings, param_table, planner, self.executor, lifecycle, memory, check, consensus
+            planner,
+            update_guard,
+            memory,
+            steps_before,
+            self._forward_hooks,
+            self._on_learned,
         )
         self._deferred = DeferredUpdates(
             optimizer,
@@ -378,14 +360,6 @@ class StepController:
     def _updates(self) -> DeferredUpdates | ShardedUpdates:
         return self.shards or self._deferred
 
-    @property
-    def _defers(self) -> bool:
-        """Updates wait for the next forward pass, under the plan in force."""
-        if not self._learned or self._settings.overlap == "backward":
-            return False
-        decision = self._planner.decision
-        return decision is not None and decision.overlap == "forward"
-
     def _needs_whole_step(self) -> bool:
         """True if step hooks, a GradScaler or the optimizer want to see this step as a whole."""
         optimizer = self._optimizer
@@ -414,7 +388,7 @@ class StepController:
         reducer = self.reducer
         self.drain()
         self._joined.sync()
-        self._watch.step(closure is not None, self._needs_whole_step(), not self._learned)
+        self._watch.step(closure is not None, self._needs_whole_step(), not self.overlap.learned)
         start = reducer.device.now()
         if self._settings.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._param_table.params, self._settings.max_grad_norm)
@@ -423,15 +397,11 @@ class StepController:
             self._on_updated()
             self._update_guard.count_step()
         reducer.finish_step(start)
-        if reducer.learning:
-            if self._learned:
-                self._watch.begin()
-            self._learned = False
-        elif not self._learned:
-            self._finish_learning()
+        if self.overlap.end_step(reducer.learning) and self._settings.shard_optimizer:
+            self._sharded.begin()
         if self._settings.shard_optimizer:
             self._sharded.release_grads()
-        self._forward_hooks.set_enabled(reducer.learning or self._defers)
+        self._forward_hooks.set_enabled(reducer.learning or self.overlap.defers)
         self._watch.step_ends()
         return result
 
@@ -440,7 +410,7 @@ class StepController:
             return self._take_step(closure)
         self._in_step = True
         try:
-            if self._learned:
+            if self.overlap.learned:
                 return self._take_step(closure)
             with self._watch.groups(self._settings.overlap == "forward"):
                 return self._take_step(closure)
@@ -456,7 +426,7 @@ class StepController:
             aliased = self._deferred.aliased
         if aliased:
             self._warnings.aliases(aliased)
-        self._apply([*self._unhooked_params, *aliased])
+        self._apply([*self.overlap.unhooked_params, *aliased])
 
     def _apply(self, indices: Sequence[int]) -> None:
         if self.pending:
@@ -484,12 +454,12 @@ class StepController:
         if not self._sharded.step(shards):
             return
         self._watch.step_ends()
-        self._apply(self._unhooked_params)
+        self._apply(self.overlap.unhooked_params)
         if self.reducer.plan_ends:
             self.apply_all()
             self._sharded.change_plan(shards)
             if self.reducer.learning:
-                self._learned = False
+                self.overlap.learned = False
 
     # Learning.
 
@@ -500,25 +470,11 @@ class StepController:
         warn_if_params_diverge(
             self._rank_group, label, self._param_table.names, self._param_table.params
         )
-        self._unhooked_params = sorted(self._forward_hooks.finish_learning())
-        if self._settings.overlap == "auto":
-            self._deferred.look_at_memory()
-            aliased = self._deferred.aliased
-            reason = self._watch.reason(
-                self._forward_hooks, self._unhooked_params, aliased, self.shared, self.against
-            )
-            self._planner.settle_overlap(agree_on_overlap(self._rank_group, label, reason))
+        self.overlap.decide(self._look_for_aliases)
 
-    def _finish_learning(self) -> None:
-        if self._settings.shard_optimizer:
-            self._sharded.begin()
-        elif self._planner.overlap == "forward":
-            log.info(
-                "%s: updates wait for the next forward pass, except %d whose use was not seen",
-                self._planner.label,
-                len(self._unhooked_params),
-            )
-        self._learned = True
+    def _look_for_aliases(self) -> Sequence[int]:
+        self._deferred.look_at_memory()
+        return self._deferred.aliased
 
     # Who uses parameters and gradients.
 
@@ -541,18 +497,12 @@ class StepController:
         self._apply(indices)
 
     def _note_use(self, i: int) -> None:
-        if self._updates.unvisited or not self._learned:
+        if self._updates.unvisited or not self.overlap.learned:
             self._watch.used(i)
 
     def _check_threads(self) -> None:
-        """Whether others than the calling thread, which trains, have used parameters."""
-        name = self._watch.finds_threads()
-        self.shared = self.shared or name
-        if not name or not self._defers:
-            return
-        if self._settings.overlap == "auto":
+        if self.overlap.check_threads():
             self.reducer.ask_for_plan()
-        self._warnings.thread(name)
 
     def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
         if self.shards is not None:
@@ -561,7 +511,7 @@ class StepController:
             self.drain()
         elif i in self._deferred.unvisited:
             self._apply([i])
-        elif not self._learned and not self._in_step:
+        elif not self.overlap.learned and not self._in_step:
             self._watch.gradient_read(i)
         unwrap(grad)
 
@@ -580,8 +530,8 @@ class StepController:
             self._joined.check_step_taken()
         elif self.reducer.in_flight and self.reducer.dropped(renewed=i):
             self._sharded.drop(self.shards)
-        self._watch.backward_begins(not self._learned)
-        if self._passes and self._defers and self.shards is None:
+        self._watch.backward_begins(not self.overlap.learned)
+        if self._passes and self.overlap.defers and self.shards is None:
             self._stay_with_backward("several backward passes before one step() have come up")
         return set(self._updates.unvisited)
 
@@ -603,7 +553,7 @@ class StepController:
         self._passes += 1
         if self.reducer.learning:
             self._warnings.no_step(self._passes)
-        defers = self._defers and not self._in_step and not self.against
+        defers = self.overlap.defers and not self._in_step and not self.overlap.against
         if self.reducer.shows_parts and self.shards is None:
             self._stay_with_backward("gradients are parts of memory that the script uses, too")
             defers = False
@@ -612,15 +562,13 @@ class StepController:
         if not defers:
             self.reducer.settle()
             self._watch.backward()
-        if defers or not (self._learned or self._in_step or self._settings.overlap == "backward"):
+        watches = not (self.overlap.learned or self._in_step)
+        if defers or (watches and self._settings.overlap != "backward"):
             self.reducer.hold_gradients(self._fetch_gradient)
 
     def _stay_with_backward(self, reason: str) -> None:
-        """Under "auto", updates do not wait for the forward pass any more."""
-        if self._settings.overlap == "auto" and not self.against:
-            self.against = reason
-            if self._learned:
-                self.reducer.ask_for_plan()
+        if self.overlap.stay_with_backward(reason):
+            self.reducer.ask_for_plan()
 
 
 def _is_in_backward() -> bool:

@@ -11,7 +11,6 @@ from usbyte import _core
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.drift import StepTimeMonitor
 from usbyte.torch.plan.measurement import Iteration, JobTimes, StepProfiler
-from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Counts, DensityMonitor, RowCounts
 from usbyte.torch.plan.stopwatch import StepTimer
 from usbyte.torch.runtime.device import Device, Mark
@@ -37,6 +36,25 @@ class ParameterUseTracker(Protocol):
         """Records uses from now on."""
 
 
+class PlanMaker(Protocol):
+    """The planner, as far as plans follow one another."""
+
+    def learning_plan(self) -> _core.Plan:
+        """Returns the plan of steps that are learned from."""
+
+    def recodes_at(self, steps: int) -> bool:
+        """Returns True if codecs change after so many steps."""
+
+    def recoded(self, steps: int) -> _core.Plan:
+        """Returns the plan in force with the codecs that follow."""
+
+    def next_trial(self, step_s: float) -> Decision:
+        """Returns the next candidate, told how long a step took under the last one. Collective."""
+
+    def is_outdated(self, rows: Mapping[str, Counts]) -> bool:
+        """Returns True if another scheme would be faster for these counts of rows."""
+
+
 class PlanLifecycle:
     """Says after which step another plan comes into force, and which.
 
@@ -58,7 +76,7 @@ class PlanLifecycle:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: PlanMaker,
         uses: ParameterUseTracker,
         device: Device,
         learning_steps: int,

@@ -14,7 +14,7 @@ import torch
 from usbyte import _core
 from usbyte.errors import FaultError, UsageError
 from usbyte.planning.cost_fit import Measured
-from usbyte.torch.comm.factory import connect
+from usbyte.torch.comm.base import EngineCommunicator
 from usbyte.torch.comm.probe import LARGEST_BYTES, measure, measure_dimensions
 from usbyte.torch.comm.sparse_exchange import TorchExchange
 from usbyte.torch.compression.state import CodecState, coded_shards, codes_shards
@@ -51,6 +51,7 @@ class PlanExecutor:
 
     Args:
         rank_group: The ranks that take part.
+        communicator: Connects the ranks; nothing else uses it.
         settings: What was asked for.
         trained: The parameters.
         device: Where they are.
@@ -78,6 +79,7 @@ class PlanExecutor:
     def __init__(
         self,
         rank_group: RankGroup,
+        communicator: EngineCommunicator,
         settings: Settings,
         param_table: ParamTable,
         device: Device,
@@ -95,7 +97,7 @@ class PlanExecutor:
         self._scale, self._sharded = settings.scale(rank_group.size), settings.shard_optimizer
         self.rows: dict[int, Rows] = {}
         self.writer: _core.TimelineWriter | None = None
-        self._communicator = connect(rank_group, device, settings.topology)
+        self._communicator = communicator
         self._engine_handle = EngineHandle(rank_group, planner.label, self._communicator)
         self._let_go = weakref.finalize(self, rank_group.adopt_orphan, self._engine_handle)
         self._let_go.atexit = False  # `shutdown` closes what there is

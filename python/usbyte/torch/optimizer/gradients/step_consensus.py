@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
 from usbyte.errors import MismatchError
 from usbyte.torch.fault.update_guard import UpdateGuard
 from usbyte.torch.layout import NUM_VOTES
-from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
+from usbyte.torch.optimizer.gradients.flat_buffer import FlatBuffer
 from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
 from usbyte.torch.optimizer.gradients.step_phase import StepPhase
-from usbyte.torch.plan.lifecycle import PlanLifecycle
 from usbyte.torch.runtime.device import Device, Fetched
 from usbyte.torch.runtime.format import name_ranks
 
@@ -30,6 +30,37 @@ class StepVote(Enum):
     STEPPED = b"taken"
     SKIPPED = b"left out"
     ABSTAIN = b""
+
+
+class ControlChannel(Protocol):
+    """The plan executor, as far as it carries the control tensor."""
+
+    device: Device
+    flat_buffer: FlatBuffer
+
+    @property
+    def steps(self) -> int:
+        """Steps begun so far."""
+
+    def gather_answers(self, name: str, answer: bytes) -> list[bytes]:
+        """Returns the answers of all ranks, by rank. Collective."""
+
+    def wait_for_control(self) -> None:
+        """Waits for the sum of the control tensor."""
+
+
+class PlanVotes(Protocol):
+    """The life cycle of plans, as far as ranks vote for new ones."""
+
+    @property
+    def learning(self) -> bool:
+        """True until a plan is made from measurements."""
+
+    def plan_boundary_next(self, steps: int) -> bool:
+        """Returns True if the plan may change after this step."""
+
+    def record_votes(self, wanted: bool, joined: bool) -> None:
+        """Hears whether some rank wants a new plan, and whether some rank has joined."""
 
 
 class StepConsensus:
@@ -52,8 +83,8 @@ class StepConsensus:
         self,
         label: str,
         ranks: Sequence[int],
-        executor: PlanExecutor,
-        lifecycle: PlanLifecycle,
+        executor: ControlChannel,
+        lifecycle: PlanVotes,
         check: StepChecksum,
         update_guard: UpdateGuard,
     ) -> None:
