@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -22,7 +22,6 @@ from usbyte.torch.optimizer.gradients.engine_handle import EngineHandle
 from usbyte.torch.optimizer.gradients.flat_buffer import FlatBuffer
 from usbyte.torch.optimizer.gradients.grad_writer import HostGradWriter, sender
 from usbyte.torch.plan.job import ParamTable, Settings
-from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Rows
 from usbyte.torch.reduce_op import Average
 from usbyte.torch.runtime.device import Device, Mark
@@ -42,6 +41,25 @@ class _Orphan:
             "this process was forked from a rank and cannot train or wait for gradients: start it "
             "with the method 'spawn', or fork it between optimizer.step() and the next backward()"
         )
+
+
+class PlanSource(Protocol):
+    """The planner, as far as plans are run.
+
+    Attributes:
+        label: Name of the optimizer.
+        sparse: Names of parameters whose gradients travel as rows.
+    """
+
+    label: str
+    sparse: Collection[str]
+
+    @property
+    def seed(self) -> int:
+        """Of codecs that draw random numbers."""
+
+    def learning_plan(self) -> _core.Plan:
+        """Returns the plan of steps that are learned from."""
 
 
 class PlanExecutor:
@@ -83,7 +101,7 @@ class PlanExecutor:
         settings: Settings,
         param_table: ParamTable,
         device: Device,
-        planner: Planner,
+        planner: PlanSource,
         memory: CodecState,
         steps_before: int,
     ) -> None:
