@@ -27,7 +27,7 @@ class EmulatedDevice(CudaDevice):
     def identity(self) -> str:
         return "emulated"
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+    def record_stream(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
 
     def fence(self) -> None:

@@ -321,7 +321,7 @@ def _numbers_of_any_kind(rank, size, device):
     refused = [
         ("a whole number, not 0.5", lambda: ops.broadcast(mine, 0.5)),
         ("a number, not '2'", lambda: ops.allreduce(mine, prescale_factor="2")),
-        ("a string, not 5", lambda: ops.allreduce(mine, name=5)),
+        ("must be a string of .* UTF-8, not 5", lambda: ops.allreduce(mine, name=5)),
         ("4096 bytes of UTF-8", lambda: ops.allreduce(mine, name="x" * 4097)),
         ("4096 bytes of UTF-8", lambda: ops.broadcast(mine, 0, "\ud800")),
         ("a whole number, not 1.7", lambda: ops.alltoall(mine, [1.7, *[0] * (size - 1)])),

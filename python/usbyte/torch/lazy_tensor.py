@@ -58,6 +58,26 @@ def make_lazy(
         tensor.__class__ = _classes.get(kind) or _class_for(kind)
 
 
+def make_all_lazy(tensors: Sequence[torch.Tensor], fetches: Sequence[MaterializeFn]) -> None:
+    """Does `make_lazy(tensor, fetch)` for each pair, with less overhead."""
+    if _owners:
+        for tensor, fetch in zip(tensors, fetches, strict=True):
+            make_lazy(tensor, fetch)
+        return
+    for tensor, fetch in zip(tensors, fetches, strict=True):
+        _materializers[id(tensor)] = (fetch, fetch)
+        kind = type(tensor)
+        if kind not in _bases:
+            tensor.__class__ = _classes.get(kind) or _class_for(kind)
+
+
+def unwrap_all(tensors: Sequence[torch.Tensor]) -> None:
+    """Does `unwrap(tensor)` for each, with less overhead."""
+    for tensor in tensors:
+        if type(tensor) in _bases:
+            unwrap(tensor)
+
+
 def unwrap(tensor: torch.Tensor, owner: object = None) -> None:
     """Gives `tensor` its plain class back; no-op if it is not lazy or belongs to another owner."""
     if (_owner_of(tensor) if _owners else None) is not owner:

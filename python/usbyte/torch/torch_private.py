@@ -68,9 +68,8 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 # Autograd.
 
 
-def backward_id() -> int:
-    """Returns the number of the backward pass that this thread runs; -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
+#: Returns the number of the backward pass that this thread runs; -1 outside of one.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -185,13 +184,13 @@ def _check_lazy_reads() -> None:
         def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
             raise AssertionError("__torch_function__ was called")
 
-    tensor = torch.zeros(2).as_subclass(Refuses)
+    tensor = torch.zeros(2, dtype=torch.float32, device="cpu").as_subclass(Refuses)
     with DisableTorchFunction():
         assert tensor.data_ptr() != 0
 
 
 def _check_versions() -> None:
-    tensor = torch.zeros(2)
+    tensor = torch.zeros(2, dtype=torch.float32, device="cpu")
     before = tensor._version
     with preserve_version(tensor):
         tensor.add_(1)
@@ -202,7 +201,7 @@ def _check_versions() -> None:
 def _check_storage_uses() -> None:
     if storage_use_count is None:
         return
-    tensor = torch.zeros(2)
+    tensor = torch.zeros(2, dtype=torch.float32, device="cpu")
     handle = storage_handle(tensor)
     before = storage_use_count(handle)
     alias = tensor.view(2)
@@ -211,8 +210,10 @@ def _check_storage_uses() -> None:
 
 
 def _check_functorch() -> None:
-    assert not is_functorch_tensor(torch.zeros(2))
-    torch.vmap(lambda x: [x, _must(is_functorch_tensor(x))][0])(torch.zeros(2))
+    assert not is_functorch_tensor(torch.zeros(2, dtype=torch.float32, device="cpu"))
+    torch.vmap(lambda x: [x, _must(is_functorch_tensor(x))][0])(
+        torch.zeros(2, dtype=torch.float32, device="cpu")
+    )
 
 
 def _must(condition: bool) -> bool:
@@ -221,7 +222,7 @@ def _must(condition: bool) -> bool:
 
 
 def _check_backward() -> None:
-    param = torch.zeros(2, requires_grad=True)
+    param = torch.zeros(2, dtype=torch.float32, device="cpu", requires_grad=True)
     seen: list[int] = []
     param.register_hook(lambda grad: seen.append(backward_id()))
     param.register_post_accumulate_grad_hook(
@@ -245,24 +246,29 @@ def _check_modes() -> None:
             return func(*args, **(kwargs or {}))
 
     with Counts(), no_user_modes():
-        torch.zeros(2).add_(1)
+        torch.zeros(2, dtype=torch.float32, device="cpu").add_(1)
     assert Counts.calls == 0
 
 
 def _check_optimizers() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [torch.zeros(2, dtype=torch.float32, device="cpu", requires_grad=True)], lr=1.0
+    )
     for name in OPTIMIZER_HOOKS:
         assert isinstance(getattr(optimizer, name), dict), name
     optimizer.register_step_pre_hook(lambda *_: None)
     assert len(step_hooks(optimizer)[0]) == 1
-    target, source = torch.zeros(2), torch.ones(2)
+    target, source = (
+        torch.zeros(2, dtype=torch.float32, device="cpu"),
+        torch.ones(2, dtype=torch.float32, device="cpu"),
+    )
     copy_all([target], [source])
     assert torch.equal(target, source)
 
 
 def _check_compiler() -> None:
     assert not_compiled(lambda: 3)() == 3
-    assert hasattr(torch.nn.Linear(1, 1), "_compiled_call_impl")
+    assert hasattr(torch.nn.Module(), "_compiled_call_impl")
     compiled_frames()
 
 

@@ -36,7 +36,7 @@ class UpdateGuard:
         self._mid_step = False  # whether the wrapped optimizer's step() is running
         self._failure = ""  # the fault verdict
         self._thread: int | None = None  # thread that is inside `updating`
-        self._applier: int | None = None  # thread that is inside `applying`
+        self.applier: int | None = None  # thread that is inside `applying`
         self._recovering = False  # whether updates complete the step after a fault
 
     @contextmanager
@@ -62,11 +62,11 @@ class UpdateGuard:
     def applying(self) -> Iterator[None]:
         """Context for deferred updates, which any thread may apply; else like `updating`."""
         with self.updating():
-            outer, self._applier = self._applier, threading.get_ident()
+            outer, self.applier = self.applier, threading.get_ident()
             try:
                 yield
             finally:
-                self._applier = outer
+                self.applier = outer
 
     @property
     def updating_in_other_thread(self) -> bool:
@@ -75,7 +75,7 @@ class UpdateGuard:
         It is safe to wait for that thread: deferred updates run no closure of the user, which
         could itself wait for the calling thread.
         """
-        applier = self._applier
+        applier = self.applier
         return applier is not None and applier != threading.get_ident()
 
     @contextmanager

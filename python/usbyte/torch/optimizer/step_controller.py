@@ -164,7 +164,8 @@ class StepController:
     @property
     def pending(self) -> bool:
         """Some parameters have not got their update yet, or another thread gives it to them."""
-        return self._updates.count > 0 or self._update_guard.updating_in_other_thread
+        waits = (self._sharded.shards or self._deferred).pending
+        return bool(waits) or self._update_guard.updating_in_other_thread
 
     @property
     def is_healthy(self) -> bool:
@@ -215,8 +216,8 @@ class StepController:
         if closure is None:
             self.flush_accumulated()
         reducer = self.reducer
-        if self.shards is not None:
-            self._step_shards(self.shards)
+        if self._sharded.shards is not None:
+            self._step_shards(self._sharded.shards)
             return None
         if closure is None and (reducer.learning or reducer.applied):  # looked for seldom
             self._tell_of_unsent()
@@ -274,7 +275,7 @@ class StepController:
     def drain(self) -> None:
         """Applies pending updates and makes gradients final, or, with shards, the sums of those."""
         self.apply_all()
-        if self.reducer.in_flight and self.shards is not None:
+        if self.reducer.in_flight and self._sharded.shards is not None:
             self.reducer.wait_reduced()
         elif self.reducer.in_flight:
             with self._update_guard.lock:
@@ -305,7 +306,7 @@ class StepController:
         try:
             if self.is_healthy:
                 self.apply_all()
-                if reducer.in_flight and self.shards is None:
+                if reducer.in_flight and self._sharded.shards is None:
                     reducer.settle()
                 if whole_state:
                     self.end_sharding()
@@ -341,11 +342,11 @@ class StepController:
         """Whether a step was applied in part, and whether its rest can be applied."""
         count, reducer = self._updates.count, self.reducer
         # Of sharded parameters a shard each is a step ahead of the rest at once.
-        whole = count in (0, 0 if self.shards else len(self._everything))
+        whole = count in (0, 0 if self._sharded.shards else len(self._everything))
         completable, torn = False, reducer.device.core is not None
         with suppress(UsageError):  # the engine has ended meanwhile
             torn = reducer.is_torn()
-            alone = count > 0 and is_quiet and self.shards is None
+            alone = count > 0 and is_quiet and self._sharded.shards is None
             completable = alone and reducer.has_all()
         return not whole or not is_quiet or torn, completable
 
@@ -358,7 +359,7 @@ class StepController:
 
     @property
     def _updates(self) -> DeferredUpdates | ShardedUpdates:
-        return self.shards or self._deferred
+        return self._sharded.shards or self._deferred
 
     def _needs_whole_step(self) -> bool:
         """True if step hooks, a GradScaler or the optimizer want to see this step as a whole."""
@@ -429,12 +430,13 @@ class StepController:
         self._apply([*self.overlap.unhooked_params, *aliased])
 
     def _apply(self, indices: Sequence[int]) -> None:
-        if self.pending:
-            with self._update_guard.applying():
-                self._updates.apply(indices)
-                self._update_guard.count_applied(self._updates.count)
-        elif not self._updates.is_done:
-            self._updates.apply(indices)
+        updates, guard = self._sharded.shards or self._deferred, self._update_guard
+        if updates.pending or (guard.applier is not None and guard.updating_in_other_thread):
+            with guard.applying():
+                updates.apply(indices)
+                guard.count_applied(updates.count)
+        elif not updates.is_done:
+            updates.apply(indices)
 
     def _tell_of_unsent(self) -> None:
         """Warns once of gradients that no backward pass has given, which nobody sends."""
@@ -481,11 +483,12 @@ class StepController:
     def _on_root(self, trains: bool) -> None:
         # Evaluation may take other paths through the model than those that were learned, and a
         # second forward pass before step() leads to a second backward pass.
-        self._note_use(0)
+        if self._updates.unvisited or not self.overlap.learned:
+            self._watch.used(0)
         if trains:
             mark_training_thread()
             self._watch.forward()
-        if not trains or (self.reducer.in_flight and self.shards is None):
+        if not trains or (self.reducer.in_flight and self._sharded.shards is None):
             self.drain()
 
     def _on_param_read(self, i: int, param: torch.Tensor) -> None:
@@ -493,19 +496,19 @@ class StepController:
         unwrap(param)
 
     def _on_use(self, indices: Sequence[int]) -> None:
-        self._note_use(indices[0])
-        self._apply(indices)
-
-    def _note_use(self, i: int) -> None:
-        if self._updates.unvisited or not self.overlap.learned:
-            self._watch.used(i)
+        updates = self._sharded.shards or self._deferred
+        if updates.unvisited or not self.overlap.learned:
+            self._watch.used(indices[0])
+            self._apply(indices)
+        elif not updates.is_done or self.pending:
+            self._apply(indices)
 
     def _check_threads(self) -> None:
         if self.overlap.check_threads():
             self.reducer.ask_for_plan()
 
     def _on_gradient_read(self, i: int, grad: torch.Tensor) -> None:
-        if self.shards is not None:
+        if self._sharded.shards is not None:
             raise no_whole_gradients("clip with max_grad_norm=, and use them up in step()")
         if self.reducer.in_flight:
             self.drain()
@@ -526,12 +529,12 @@ class StepController:
         """
         self._forward_hooks.stop_recording()
         self._update_guard.check_whole()
-        if self.shards is None:
+        if self._sharded.shards is None:
             self._joined.check_step_taken()
         elif self.reducer.in_flight and self.reducer.dropped(renewed=i):
-            self._sharded.drop(self.shards)
+            self._sharded.drop(self._sharded.shards)
         self._watch.backward_begins(not self.overlap.learned)
-        if self._passes and self.overlap.defers and self.shards is None:
+        if self._passes and self.overlap.defers and self._sharded.shards is None:
             self._stay_with_backward("several backward passes before one step() have come up")
         return set(self._updates.unvisited)
 
@@ -554,10 +557,10 @@ class StepController:
         if self.reducer.learning:
             self._warnings.no_step(self._passes)
         defers = self.overlap.defers and not self._in_step and not self.overlap.against
-        if self.reducer.shows_parts and self.shards is None:
+        if self.reducer.shows_parts and self._sharded.shards is None:
             self._stay_with_backward("gradients are parts of memory that the script uses, too")
             defers = False
-        elif defers and self.shards is None and self._watch.expects_another_pass():
+        elif defers and self._sharded.shards is None and self._watch.expects_another_pass():
             defers = False
         if not defers:
             self.reducer.settle()

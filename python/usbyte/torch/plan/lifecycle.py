@@ -72,6 +72,9 @@ class PlanLifecycle:
             gradients have, but not while on trial.
         may_ask: Some rank may `ask_for_plan`.
         on_learned: Called when all ranks have learned enough, before they plan.
+
+    Attributes:
+        learning: True until a plan is made from measurements.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class PlanLifecycle:
         self._step_time_monitor = StepTimeMonitor() if adapt else None
         self._density_monitor = DensityMonitor(planner.is_outdated)
         self._profiler: StepProfiler | None = StepProfiler()
+        self.learning = True
         self._counts = RowCounts()
         self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
         self._settled: Mark = 0.0  # when that was over
@@ -99,11 +103,6 @@ class PlanLifecycle:
         self._first_kind: tuple[str, frozenset[str]] | None = None  # of that plan
         self._asked = False  # for a new plan, by this rank
         self._agreed = False  # on a new plan, by all
-
-    @property
-    def learning(self) -> bool:
-        """True until the plan is made from measurements."""
-        return self._profiler is not None
 
     def plan_ends(self, steps: int) -> bool:
         """On all ranks, the plan in force ends with the step that is about to be taken.
@@ -141,7 +140,7 @@ class PlanLifecycle:
         if self._profiler is None:
             self._agreed = self._agreed or (wanted and self._votes_count)
         elif joined:
-            self._profiler = StepProfiler()
+            self._profiler, self.learning = StepProfiler(), True
 
     def end_backward(self) -> bool:
         """A backward pass that sends ends, which counts; returns whether to vote for a new plan."""
@@ -223,7 +222,7 @@ class PlanLifecycle:
                 "learning anew, as steps take another time, gradients have other rows, or other "
                 "threads use parameters"
             )
-            self._profiler = StepProfiler()
+            self._profiler, self.learning = StepProfiler(), True
             self._counts.take()
             self._uses.begin_learning()
             return self._planner.learning_plan()
@@ -248,7 +247,7 @@ class PlanLifecycle:
         decision = decide(times, self._counts.take())
         if self._step_time_monitor is not None:
             self._step_time_monitor.cost_s = time.monotonic() - start
-        self._profiler = None
+        self._profiler, self.learning = None, False
         self._first_s = None
         return self._follow(decision, plan)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import dlpack
 
 from usbyte.errors import Error, UsageError
-from usbyte.torch.lazy_tensor import MaterializeFn, make_lazy, unwrap
+from usbyte.torch.lazy_tensor import MaterializeFn, make_all_lazy, unwrap_all
 from usbyte.torch.torch_private import DisableTorchFunction, storage_use_count
 
 
@@ -227,16 +227,16 @@ class InFlightGrads:
                 turn out to have none either.
         """
         self._lent, self._held = expose_remote, True
-        for i, each in enumerate(fetch):
-            if expose_remote and not self.own[i] and not self._sparse[i]:
-                self._params[i].grad = self.show_sum(i)
-            make_lazy(self.shown[i], each)
+        if expose_remote and not all(self.own):
+            for i, param in enumerate(self._params):
+                if not self.own[i] and not self._sparse[i]:
+                    param.grad = self.show_sum(i)
+        make_all_lazy(self.shown, fetch)
 
     def unwrap(self) -> None:
         """Who reads a gradient gets it as it is."""
         if self._held:
-            for grad in self.shown:
-                unwrap(grad)
+            unwrap_all(self.shown)
             self._held = False
 
     def show_sum(self, i: int) -> torch.Tensor:

@@ -64,6 +64,7 @@ class Reducer:
         names: By parameter, its name.
         device: Where parameters are.
         phase: Of the step whose gradients were sent last.
+        in_flight: Gradients of the last backward pass have not been waited for; follows `phase`.
         has_accumulated: This rank has accumulated gradients since it last sent any.
         passes: Backward passes since gradients were last sent, of those that count.
         shows_parts: Gradients of the last backward pass lie in memory that the script uses in other
@@ -88,7 +89,7 @@ class Reducer:
         self._memory, self._check, self._consensus = memory, check, consensus
         self._sharded, self._densifies = settings.shard_optimizer, settings.sparse_as_dense
         self._sums = settings.op == Sum
-        self.phase = StepPhase.NOTHING_SENT
+        self.phase, self.in_flight = StepPhase.NOTHING_SENT, False
         self.has_accumulated = self.shows_parts = False
         self.passes = 0
         self._used: list[bool] | None = None  # by any rank, by tensor of the plan, once it is known
@@ -98,11 +99,6 @@ class Reducer:
         self._waits_no_more = False  # after a fault
         self._in_flight = InFlightGrads(self.names, self._params, self._sparse)
         self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
-
-    @property
-    def in_flight(self) -> bool:
-        """Gradients of the last backward pass have not been waited for."""
-        return self.phase in (StepPhase.IN_FLIGHT, StepPhase.APPLYING_SHARDS)
 
     @property
     def in_backward(self) -> bool:
@@ -120,16 +116,20 @@ class Reducer:
         """This rank contributed zeros to what was sent last."""
         return self._consensus.is_joined
 
+    def _advance(self, phase: StepPhase) -> None:
+        self.phase = advance(self.phase, phase)
+        self.in_flight = phase in (StepPhase.IN_FLIGHT, StepPhase.APPLYING_SHARDS)
+
     def defer(self) -> None:
         """Each update waits for its own gradient from now on."""
-        self.phase = advance(self.phase, StepPhase.DEFERRED)
+        self._advance(StepPhase.DEFERRED)
 
     def mark_applied(self) -> None:
         """An update is about to use sums, or has."""
         if self.phase is StepPhase.IN_FLIGHT:
-            self.phase = advance(self.phase, StepPhase.APPLYING_SHARDS)
+            self._advance(StepPhase.APPLYING_SHARDS)
         elif self.phase in (StepPhase.REDUCED, StepPhase.DEFERRED):
-            self.phase = advance(self.phase, StepPhase.APPLIED)
+            self._advance(StepPhase.APPLIED)
 
     @property
     def learning(self) -> bool:
@@ -219,7 +219,7 @@ class Reducer:
                 self.wait(i)
             elif sent.shows_others:
                 sent.bring(i)
-        self.phase = advance(self.phase, StepPhase.REDUCED)
+        self._advance(StepPhase.REDUCED)
 
     def gradient(self, i: int) -> torch.Tensor:
         """What `param.grad` of parameter i was set to when its gradient was sent."""
@@ -310,7 +310,7 @@ class Reducer:
         """The shards hold new values: lets the all_gathers go."""
         self._executor.engine.release_gathers(self.device.stream())
         applied = self.phase is StepPhase.APPLYING_SHARDS
-        self.phase = advance(self.phase, StepPhase.APPLIED if applied else StepPhase.REDUCED)
+        self._advance(StepPhase.APPLIED if applied else StepPhase.REDUCED)
 
     def wait_gathered(self, i: int) -> None:
         """Waits until `gathered(i)` holds parameter i's new value."""
@@ -347,7 +347,7 @@ class Reducer:
         executor, consensus = self._executor, self._consensus
         if self.phase in (StepPhase.NOTHING_SENT, StepPhase.COMPLETED):
             return  # a step with the same sums once more
-        self.phase = advance(self.phase, StepPhase.COMPLETED)
+        self._advance(StepPhase.COMPLETED)
         if self._lifecycle.affects_plan(executor.steps):
             if consensus.any_joined():
                 return self._lifecycle.skip_step(self._in_flight.own)
@@ -423,7 +423,7 @@ class Reducer:
         self._consensus.record_participation()
         self._executor.sender.begin()
         self._used = None
-        self.phase = advance(self.phase, StepPhase.IN_BACKWARD)
+        self._advance(StepPhase.IN_BACKWARD)
 
     def _leave_kept_gradients(self) -> None:
         """Lets a script keep gradients in the arena that the next ones would overwrite."""
@@ -524,7 +524,7 @@ class Reducer:
         self._executor.engine.end_backward()
         self._in_flight.check_kept()
         self.passes = 0
-        self.phase = advance(self.phase, StepPhase.IN_FLIGHT)
+        self._advance(StepPhase.IN_FLIGHT)
 
 
 @not_compiled

@@ -50,11 +50,13 @@ class ControlChannel(Protocol):
 
 
 class PlanVotes(Protocol):
-    """The life cycle of plans, as far as ranks vote for new ones."""
+    """The life cycle of plans, as far as ranks vote for new ones.
 
-    @property
-    def learning(self) -> bool:
-        """True until a plan is made from measurements."""
+    Attributes:
+        learning: True until a plan is made from measurements.
+    """
+
+    learning: bool
 
     def plan_boundary_next(self, steps: int) -> bool:
         """Returns True if the plan may change after this step."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from usbyte.errors import Error
-from usbyte.torch.lazy_tensor import MaterializeFn, make_lazy, unwrap
+from usbyte.torch.lazy_tensor import MaterializeFn, make_all_lazy, make_lazy, unwrap
 from usbyte.torch.optimizer.compat.shared_memory import Aliases, sharing_memory
 from usbyte.torch.optimizer.overlap.reduced_gradients import ReducedGradients
 from usbyte.torch.plan.job import ParamTable
@@ -65,8 +65,7 @@ class DeferredUpdateQueue(ABC):
         self._update_events = {}
         self.pending = set(range(len(self._params)))
         self.unvisited = set(self.pending)
-        for param, fetch in zip(self._params, self._fetch, strict=True):
-            make_lazy(param, fetch)
+        make_all_lazy(self._params, self._fetch)
 
     def look_at_memory(self) -> None:
         """Notices other memory of parameters, and other tensors over it; none may be held."""
@@ -94,7 +93,8 @@ class DeferredUpdateQueue(ABC):
         for i in self.unvisited.intersection(indices):
             self.unvisited.discard(i)
             unwrap(self._params[i])
-        self._wait_on_stream(indices)
+        if self._update_events:
+            self._wait_on_stream(indices)
 
     @abstractmethod
     def _apply(self, due: Sequence[int]) -> None:
@@ -168,8 +168,8 @@ class DeferredUpdateQueue(ABC):
         """
         if (fence := self._reducer.device.fence()) is not None:
             self._update_events.update(dict.fromkeys(updated, fence))
-        for i in self.unvisited.intersection(updated).difference(asked):
-            make_lazy(self._params[i], self._fetch[i])
+        others = list(self.unvisited.intersection(updated).difference(asked))
+        make_all_lazy([self._params[i] for i in others], [self._fetch[i] for i in others])
 
     def _put_back(self, taken: Sequence[int]) -> None:
         """What was to be updated still is to be."""
