@@ -233,7 +233,7 @@ from torch.nn.modules import module
 def state():
     hooks = [module._global_forward_pre_hooks, module._global_forward_hooks]
     return [
-        torch.amp.GradScaler.step, torch.amp.GradScaler.unscale_, torch.optim.SGD.step,
+        torch.amp.GradScaler.step, torch.amp.GradScaler.unscale_,
         torch.Tensor.__torch_function__, torch.optim.Optimizer.__init__, torch.nn.Module.__call__,
         threading.excepthook, *[dict(each) for each in hooks],
         # torch.distributed puts one of its own there.
