@@ -8,10 +8,10 @@
 
 namespace usbyte {
 
-/// Ends waits for a device, for good. Thread-safe.
+/// Cancels waits for a device, for good. Thread-safe.
 ///
-/// CUDA's own wait for an event cannot be ended, and what hangs on a device hangs for ever; so the
-/// event is looked at now and then.
+/// CUDA's own wait for an event cannot be cancelled, and a hung device hangs for ever; so `await`
+/// polls the event.
 class CancellationToken {
  public:
   void cancel() {
@@ -20,8 +20,8 @@ class CancellationToken {
     changed_.notify_all();
   }
 
-  /// Until the event has passed. Throws FaultError once this is set, also if it has passed: what
-  /// passes after a failure holds no result.
+  /// Blocks until the event has passed. Throws FaultError once cancelled, even if the event has
+  /// passed: after a failure that says nothing about the result.
   void await(Cuda& cuda, CudaEvent event) {
     constexpr auto kInterval = std::chrono::microseconds(100);
     bool over = cuda.passed(event);

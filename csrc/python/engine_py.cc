@@ -1,5 +1,3 @@
-#include "usbyte/engine.h"
-
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -7,11 +5,14 @@
 
 #include "bindings.h"
 #include "cuda/device_clock.h"
+#include "usbyte/engine.h"
 #include "usbyte/error.h"
+#include "usbyte/timeline.h"
 
 namespace py = pybind11;
 
 namespace usbyte {
+
 namespace {
 
 // Joining the engine's thread, which may be about to call Python, needs the GIL to be free.
@@ -190,6 +191,16 @@ void register_engine(py::module_& m) {
           [](const PyEngine& e, const std::vector<int>& tensors, const Moment& start,
              const Moment& end) { e.get()->record_update(tensors, start, end); },
           py::arg("tensors"), py::arg("start"), py::arg("end"));
+}
+
+void register_timeline(py::module_& m) {
+  m.def("now_s", &now_s, "Seconds on the steady clock, the time base of every measurement.");
+  py::class_<TimelineWriter, std::shared_ptr<TimelineWriter>>(
+      m, "TimelineWriter", "Writes a Chrome trace; steps is 'A:B', half open.")
+      .def(py::init([](const std::string& path, int rank, const std::string& steps) {
+             return std::make_shared<TimelineWriter>(path, rank, StepRange::parse(steps));
+           }),
+           py::arg("path"), py::arg("rank"), py::arg("steps") = "0:");
 }
 
 }  // namespace usbyte

@@ -1,5 +1,3 @@
-#include "usbyte/network.h"
-
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -7,11 +5,14 @@
 #include <vector>
 
 #include "bindings.h"
+#include "usbyte/codec_costs.h"
 #include "usbyte/error.h"
+#include "usbyte/network.h"
 
 namespace py = pybind11;
 
 namespace usbyte {
+
 namespace {
 
 std::vector<Sample> rows(const std::vector<std::pair<int64_t, double>>& samples) {
@@ -118,6 +119,38 @@ void register_network(py::module_& m) {
       },
       py::arg("samples"),
       "Cost from repeated measurements of several sizes, and the median of its relative errors.");
+}
+
+void register_codec_costs(py::module_& m) {
+  py::class_<CodecCost>(m, "CodecCost",
+                        "What a codec costs by bytes of float32 gradients: encoding, and decoding "
+                        "a message, of an op one by one or all at once.")
+      .def(py::init<AlphaBeta, AlphaBeta, bool, double>(), py::arg("encode") = AlphaBeta{},
+           py::arg("decode") = AlphaBeta{}, py::arg("at_once") = false,
+           py::arg("further_s_per_byte") = 0.0)
+      .def_readonly("encode", &CodecCost::encode)
+      .def_readonly("decode", &CodecCost::decode)
+      .def_readonly("at_once", &CodecCost::at_once)
+      .def_readonly("further_s_per_byte", &CodecCost::further_s_per_byte)
+      .def("__eq__", &CodecCost::operator==);
+  py::class_<CodecCosts>(m, "CodecCosts", "The costs of codecs on one machine, by spec.")
+      .def(py::init([](const std::map<std::string, CodecCost>& by_spec, double row_s) {
+             CodecCosts costs{{}, row_s};
+             costs.by_spec.insert(by_spec.begin(), by_spec.end());
+             return CodecCosts::from_json(costs.to_json());
+           }),
+           py::arg("by_spec") = std::map<std::string, CodecCost>{}, py::arg("row_s") = 0.0)
+      .def_readonly("row_s", &CodecCosts::row_s)
+      .def_property_readonly("specs",
+                             [](const CodecCosts& costs) {
+                               std::vector<std::string> out;
+                               for (const auto& [spec, unused] : costs.by_spec) out.push_back(spec);
+                               return out;
+                             })
+      .def("of", &CodecCosts::of, py::arg("spec"), "Of a spec; \"none\" is free.")
+      .def("to_json", &CodecCosts::to_json)
+      .def_static("from_json", &CodecCosts::from_json, py::arg("json"))
+      .def("__eq__", &CodecCosts::operator==);
 }
 
 }  // namespace usbyte

@@ -1,14 +1,39 @@
-#include "usbyte/plan.h"
-
 #include <pybind11/stl.h>
 
 #include <limits>
 
 #include "bindings.h"
+#include "usbyte/plan.h"
+#include "usbyte/profile.h"
+#include "usbyte/tensor.h"
 
 namespace py = pybind11;
 
 namespace usbyte {
+
+void register_tensor(py::module_& m) {
+  py::class_<TensorSpec>(m, "TensorSpec", "One gradient on the line; numel and offset in elements.")
+      .def(py::init([](std::string name, int64_t numel, const std::string& dtype, int64_t offset,
+                       int64_t rows, int64_t width) {
+             return TensorSpec{std::move(name), numel, dtype_from_name(dtype), offset, rows, width};
+           }),
+           py::arg("name"), py::arg("numel"), py::arg("dtype") = "float32", py::arg("offset") = 0,
+           py::arg("rows") = 1, py::arg("width") = 0)
+      .def_readonly("name", &TensorSpec::name)
+      .def_readonly("numel", &TensorSpec::numel)
+      .def_readonly("offset", &TensorSpec::offset)
+      .def_readonly("rows", &TensorSpec::rows)
+      .def_readonly("width", &TensorSpec::width)
+      .def_property_readonly("sparse", &TensorSpec::sparse)
+      .def_property_readonly("dtype",
+                             [](const TensorSpec& t) { return std::string(name(t.dtype)); })
+      .def_property_readonly("end", &TensorSpec::end)
+      .def("__eq__", &TensorSpec::operator==)
+      .def("__repr__", [](const TensorSpec& t) {
+        return "TensorSpec(" + t.name + ", " + std::to_string(t.numel) + " x " +
+               std::string(name(t.dtype)) + " at " + std::to_string(t.offset) + ")";
+      });
+}
 
 void register_plan(py::module_& m) {
   using Range = std::pair<int64_t, int64_t>;
@@ -73,6 +98,50 @@ void register_plan(py::module_& m) {
       },
       py::arg("plan"), py::arg("codec_of"), py::arg("sharded") = false,
       "The same plan with each tensor's codec; see plan.h.");
+}
+
+void register_profile(py::module_& m) {
+  using Times = std::vector<double>;
+  py::class_<Profile>(m, "Profile",
+                      "Measured iteration: tensors in forward order, need_s and ready_s in seconds "
+                      "since the forward pass began.")
+      .def(py::init([](std::vector<TensorSpec> tensors, Times need_s, Times ready_s, double step_s,
+                       double update_s, std::string model, Times need_spread_s,
+                       Times ready_spread_s) {
+             Profile p{std::move(tensors),
+                       std::move(need_s),
+                       std::move(ready_s),
+                       step_s,
+                       update_s,
+                       std::move(model),
+                       std::move(need_spread_s),
+                       std::move(ready_spread_s)};
+             p.validate();
+             return p;
+           }),
+           py::arg("tensors"), py::arg("need_s"), py::arg("ready_s"), py::arg("step_s") = 0.0,
+           py::arg("update_s") = 0.0, py::arg("model") = "", py::arg("need_spread_s") = Times{},
+           py::arg("ready_spread_s") = Times{})
+      .def_readonly("tensors", &Profile::tensors)
+      .def_readonly("need_s", &Profile::need_s)
+      .def_readonly("ready_s", &Profile::ready_s)
+      .def_readonly("step_s", &Profile::step_s)
+      .def_readonly("update_s", &Profile::update_s)
+      .def_readonly("model", &Profile::model)
+      .def_readonly("need_spread_s", &Profile::need_spread_s)
+      .def_readonly("ready_spread_s", &Profile::ready_spread_s)
+      .def_property_readonly("backward_end_s", &Profile::backward_end_s)
+      .def_property_readonly("iteration_s", &Profile::iteration_s)
+      .def_property_readonly("bytes", &Profile::bytes)
+      .def("to_json", &Profile::to_json)
+      .def_static("from_json", &Profile::from_json, py::arg("json"));
+  m.def(
+      "due_times",
+      [](const Profile& profile, const std::string& overlap) {
+        return due_times(profile, overlap_from_name(overlap));
+      },
+      py::arg("profile"), py::arg("overlap"),
+      "By tensor, the latest arrival that delays nothing, seconds since the forward pass began.");
 }
 
 }  // namespace usbyte

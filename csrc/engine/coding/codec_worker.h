@@ -15,24 +15,24 @@
 
 namespace usbyte {
 
-/// The thread that makes the messages of coded ops, and makes gradients of those of all ranks.
+/// The thread that encodes the messages of coded ops and decodes those of all ranks.
 ///
-/// Ownership: of an op's part of the arena, its memory and its buffer, this has the use from
-/// `encode` until it has reported that, and from `decode` likewise; the communicator has the buffer
-/// in between. Reports come from the thread, without any lock.
+/// Ownership: from `encode` until its callback, and from `decode` until its callback, the worker
+/// alone uses the op's part of the arena, its codec state and its buffer. In between the buffer
+/// belongs to the communicator. Callbacks run on the worker's thread, without any lock.
 class CodecWorker {
  public:
   using Callback = std::function<void(int op, std::exception_ptr error)>;
 
-  /// With `encodes_first`, no message waits to be made until another has been read: for those that
-  /// are on a stream, and not yet there. Throws UsageError where memory is missing.
+  /// With `encodes_first`, encoding goes before all decoding: for messages on a stream, which may
+  /// not be there yet. Throws UsageError if the codecs' state is missing.
   CodecWorker(CodingSpace space, bool encodes_first, Callback encoded, Callback decoded);
   ~CodecWorker() { stop(); }
-  /// Before the network is aborted: what waits for a device does so no longer, and fails.
+  /// Ends waits for the device, which fail then. Called before the network is aborted.
   void cancel() { cancellation_.cancel(); }
   /// Drops jobs that are not begun and those to come, and waits for the one that is.
   void stop();
-  /// After `stop`: whether nothing touches messages and arena any more; see `CodedOp::quiesce`.
+  /// After `stop`: whether nothing uses messages and arena any more; see `CodedOp::quiesce`.
   bool quiesce();
 
   /// What travels for a coded op.

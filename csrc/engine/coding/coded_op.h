@@ -30,8 +30,9 @@ struct CodingSpace {
   const Topology* mesh = nullptr;             ///< of the ranks; null where there are no lines
 };
 
-/// One use of a coded op. On a device, `order` is the network's and `done` is recorded when the
-/// arena holds what was decoded; `encode` comes behind `order->after`.
+/// The step and, on a device, the stream order in which a coded op runs: `encode` runs after
+/// `order->after`, the network as `order` says, and `done` is recorded once the arena holds what
+/// was decoded.
 struct CodingContext {
   int64_t step = 0;
   std::optional<StreamOrder> order = std::nullopt;
@@ -49,8 +50,8 @@ class CodedOp {
 
   virtual void encode(const CodingContext& context) = 0;
   virtual void decode(const CodingContext& context) = 0;
-  /// Once the network has ended: waits for a device, for a second at most; whether nothing of this
-  /// is on its streams any more. False where that cannot be told, as there is none.
+  /// Once the network has ended: waits up to a second for the device. Returns whether no work of
+  /// this op is left on its streams; false without a device, as nothing tells it then.
   virtual bool quiesce() { return false; }
   /// What this rank adds to the sum; until that is given.
   virtual RowsView rows() const { return {}; }

@@ -31,8 +31,8 @@ struct EngineOptions {
   std::shared_ptr<Exchange> exchange = nullptr;
   /// Multiplied with gradients as they are taken into the arena, and with sums of sparse ones.
   double scale = 1;
-  /// What codecs remember: as many rows as the `memories` of any of the plan's, each of as many
-  /// float32 as the arena has elements, where the arena is; outlives the engine. Zeros at first.
+  /// The codecs' state, such as error feedback: [most `memories` of a codec, plan.numel()] float32,
+  /// all zeros at first, on the same device as the arena. Not owned; must outlive the engine.
   float* memory = nullptr;
   /// Of what codecs draw by chance; the same on all ranks.
   uint64_t seed = 0;
@@ -53,21 +53,21 @@ struct EngineOptions {
 /// One step: `begin_step`, `ready` once for every tensor, `end_backward`; then `wait` for tensors
 /// in any order, or `drain`. Ops are launched strictly in plan order, each when all its bytes are
 /// ready and its window admits it; an all_gather also waits for the reduce_scatter of its blocks.
-/// No op of step k+1 is launched before every op of step k has completed. What an op's end makes
-/// launchable is launched by the thread that reports it, else by the background thread; launches
-/// never overlap. Who waits for the op is woken once the communicator has launched, and packed, the
-/// next; earlier if another op ends first.
+/// No op of step k+1 is launched before every op of step k has completed. The thread that reports a
+/// completion launches the ops that it unblocks; otherwise the engine's thread does. At most one
+/// thread launches at a time. Waiters are notified only after the next op has been launched, so
+/// that they do not take the core, or the GIL, from the launching thread.
 ///
-/// On a device nothing here waits for it, but what says so. Gradients stay where they are until the
-/// last one that an op waits for is there: then one launch packs them into the arena. The device
-/// runs what the calls below have put in order: an op comes behind its gradients, and what comes
-/// later on a stream that was given to `wait` behind the op. Whoever waits on the host does so
-/// until the op is on a stream or, if the communicator is not `stream_ordered`, until the network
-/// has done its part; for a sparse tensor, whose sum the host makes, always until it has.
+/// On a device, methods do not wait for the device unless they say so. Gradients stay where they
+/// are until the last one that an op needs is ready: then one kernel packs them into the arena.
+/// Events order the streams: an op runs after its gradients, and later work on a stream that was
+/// given to `wait` runs after the op. A wait on the host ends when the op is on a stream or, if the
+/// communicator is not `stream_ordered`, when the network has done its part. For a sparse tensor it
+/// always ends then, as the host makes the sum.
 ///
-/// A fault ends a stream-ordered collective early, and what waits for it on the device goes on:
-/// updates that were on a stream may have been applied to sums that are not whole. State of the
-/// step that failed is not to be used.
+/// A fault ends a stream-ordered collective early, and work on the device that waits for it goes
+/// on: updates that were on a stream may have been applied to incomplete sums. The state of the
+/// failed step must not be used.
 ///
 /// After a fault every call that begins, feeds or waits for a step throws the same
 /// FaultError. All methods are thread-safe.
@@ -124,8 +124,9 @@ class Engine {
 
   /// Ends the engine with this message, as a fault that another rank has found.
   void fail(const std::string& message);
-  /// What does so without owning the engine, whose end waits for such calls; a later one does
-  /// nothing. For whoever that end waits for, as the engine's callbacks.
+  /// A function that does the same without owning the engine, for threads that the engine's
+  /// destructor waits for, such as its callbacks. The destructor waits for running calls; a later
+  /// call does nothing.
   std::function<void(const std::string&)> fail_callback() const;
   /// Empty while all is well.
   std::string fault() const;

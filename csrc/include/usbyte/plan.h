@@ -75,7 +75,7 @@ struct Op {
   std::optional<MeshSchedule> route = std::nullopt;
   int line = -1;  ///< -1: among all ranks
 
-  /// The scheme that adds up its rows; empty for ops that a communicator carries out.
+  /// The scheme that adds up the op's rows; empty for ops that a communicator executes.
   const std::string& sparse_scheme() const { return sparse ? sparse->scheme : scheme; }
   bool operator==(const Op&) const = default;
 };
@@ -114,8 +114,8 @@ class Plan {
   DType dtype(const Op& op) const;
   /// Bytes of `op`'s gradients; of sparse ones, as they are expected.
   int64_t bytes(const Op& op) const;
-  /// Bytes that a rank puts on the network for it, which its window counts: the same, or those of
-  /// its messages.
+  /// Bytes that one rank sends for `op`: `bytes(op)`, or the size of its encoded messages if it has
+  /// a codec. `window_bytes` limits these.
   int64_t message_bytes(const Op& op) const;
   /// What it is for the network, and its payload there: messages that cannot be added are gathered,
   /// and sums of two rounds reduced; an all_gather that takes as long as a scheme, by its formula.
@@ -165,12 +165,13 @@ class Plan {
   std::vector<Op> ops_;
 };
 
-/// The same plan with each tensor's codec, but for ops that have one: the others become one for
-/// each codec that their tensors have, in the place of the op. For codecs that cannot be relayed, a
-/// reduce_scatter becomes an all_reduce, and its all_gather does without that. With one of two
-/// rounds, matrices for which it pays are scattered as a whole in the place of their last part, and
-/// gathered there, or after the op behind it. `codec_of` is by tensor. `sharded`: all_gathers are
-/// of something else, and have no codec; throws UsageError for codecs that cannot do without.
+/// A copy of `plan` in which every op without a codec is split by codec: one op for each distinct
+/// entry of `codec_of`, which is by tensor, in the position of the original op. Ops with a codec
+/// are unchanged. If the codec cannot be relayed, a reduce_scatter becomes an all_reduce, and its
+/// all_gather leaves these blocks out. If the codec has two rounds, a matrix for which it pays is
+/// scattered as a whole in the position of its last part, and gathered there or after the next op.
+/// With `sharded`, all_gathers carry parameters and get no codec; throws UsageError for codecs that
+/// cannot do without.
 Plan with_codecs(const Plan& plan, std::span<const std::string> codec_of, bool sharded = false);
 
 }  // namespace usbyte
