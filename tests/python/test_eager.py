@@ -183,7 +183,7 @@ def _refused(rank, size):
         (lambda: collectives.sparse_allreduce_async(torch.ones(1)), "needs a sparse COO tensor"),
         (
             lambda: collectives.allreduce(torch.ones(1), compression=Compression.int8),
-            "int8 cannot be",
+            "compression int8 does not work",
         ),
         (lambda: collectives.allreduce(torch.ones(1), compression="fp16"), "no compress"),
         (lambda: collectives.synchronize(7), "7 is no handle"),
