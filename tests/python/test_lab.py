@@ -233,7 +233,7 @@ def test_without_control_groups_a_lab_is_up_all_the_same(lab, monkeypatch, tmp_p
     bare = netns.Lab(NAME)
     bare.up(1)
     assert bare.hosts() == 1
-    assert "no place for control groups" in caplog.text
+    assert "no control groups can be made" in caplog.text
     bare.down()
     assert [file.name for file in tmp_path.iterdir()] == ["autogroup"]
     assert left() == []

@@ -125,7 +125,7 @@ def test_it_can_be_turned_off():
 @pytest.mark.parametrize(
     ("size", "sent", "most"), [(1, 100, 0), (2, 1, 0), (2, 100, 96), (16, 1200, 80), (17, 1200, 0)]
 )
-def test_who_goes_this_way(size, sent, most):
+def test_which_sizes_are_exchanged_directly(size, sent, most):
     assert direct_allreduce_max_bytes(size, sent) == most
 
 
