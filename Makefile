@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # `make train` and `make test` do all the set-up themselves; `make help` lists the rest.
 # Variables: PYTHON (3.10 or newer), TORCH (pip's requirement for torch), CXX, USBYTE_CUDA, WERROR
 # (ON: warnings in the package and the C++ tests are errors), TEST_JOBS (number of parallel tests).

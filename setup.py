@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drives CMake for the extension and the benchmark binaries; metadata is in pyproject.toml."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the contenders did, as a table, as Markdown and as JSON."""
 
 from __future__ import annotations

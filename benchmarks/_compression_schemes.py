@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to compress a job's gradients, all simulated in ByteComp's timeline."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to train a replayed job: usbyte, PyTorch's own, Horovod, and no communication at all."""
 
 from __future__ import annotations

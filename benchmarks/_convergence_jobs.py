@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is trained: the models and data of the examples."""
 
 from __future__ import annotations

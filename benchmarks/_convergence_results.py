@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What came of training, as a table, as JSON and as curves."""
 
 from __future__ import annotations

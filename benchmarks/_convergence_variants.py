@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is trained with: codecs, each with what it needs of the optimizer."""
 
 from __future__ import annotations

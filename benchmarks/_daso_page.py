@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `daso.py` trains, and the page of its results."""
 
 from __future__ import annotations

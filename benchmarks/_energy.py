@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Energy that the machines of a job use, read from counters of CPUs and GPUs.
 
 CPUs: Linux RAPL, packages and memory, which only root may read on most systems. GPUs: NVML, if

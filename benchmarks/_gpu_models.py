@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs for an accelerator: the models of `_models`, with batches that keep one busy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every rank of `gpu_training.py` runs: all contenders for one model after the other.
 
     python _gpu_rank.py '{"models": ["tiny"], "contenders": ["ddp:25", "forward:auto"], ...}'

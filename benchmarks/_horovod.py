@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts Horovod in ranks that another launcher has started."""
 
 from __future__ import annotations

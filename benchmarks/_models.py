@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four models whose shapes data-parallel systems are usually compared on, in plain torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of published figures beside simulated ones: the traces they need, and where they go."""
 
 from __future__ import annotations

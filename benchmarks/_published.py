@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What others have published, and on which network it is simulated here."""
 
 from __future__ import annotations

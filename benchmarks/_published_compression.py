@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is published on compressed training, and what it is simulated with: costs and clusters."""
 
 from __future__ import annotations

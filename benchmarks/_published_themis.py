@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Themis' authors have published of its simulations, and where each figure is from."""
 
 from __future__ import annotations

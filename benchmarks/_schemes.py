@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step times of published systems, simulated as their authors count."""
 
 from __future__ import annotations

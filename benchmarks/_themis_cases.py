@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is simulated of Themis: one all_reduce, two dimensions, and training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the page about Themis says between its tables."""
 
 HEAD = """# Themis' published figures, reproduced by simulation

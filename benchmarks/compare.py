@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step times of a replayed job under usbyte's policies, PyTorch DDP, FSDP2 and Horovod.
 
 Run it on every rank, on this host or on the emulated cluster of `usbyte lab`:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All_reduces with a codec through two dimensions of a network: flat, and every way along lines.
 
 Run it on every rank of an emulated cluster of two dimensions:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published figures of compressed training beside what usbyte's ByteComp makes of them.
 
     python benchmarks/compression_published.py --profiles FOLDER -o docs/reproduced_compression.md

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What codecs do to training: the examples' jobs with each codec, against no compression.
 
 Run it on every rank, two at least:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DASO loses and saves: the examples' jobs with it, and with synchronous training.
 
 Run it on every rank of several nodes, such as those of the emulated cluster of `usbyte lab`:

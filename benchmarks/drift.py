@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A network that changes under a running job: when usbyte plans anew, and what that is worth.
 
 Run it on every rank of the emulated cluster of `usbyte lab`:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What usbyte costs where it cannot help: a single rank, and the host's time for each block.
 
     python benchmarks/gpu_overhead.py --json overhead.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usbyte against PyTorch DDP on models that really compute, over shaped links, on one machine.
 
     python benchmarks/gpu_training.py --json training.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host pays for each parameter of a model that computes next to nothing.
 
     usbyterun -np 2 python benchmarks/host_time.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records the profiles that usbyte comes with, on this machine's CPU.
 
     python benchmarks/record_profiles.py --steps 6 vgg16 resnet50 bert-base gpt2

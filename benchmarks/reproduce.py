@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published figures beside what usbyte's policies and simulator make of them.
 
     python benchmarks/reproduce.py --profiles FOLDER -o docs/reproduced.md

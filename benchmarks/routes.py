@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All_reduces through the dimensions of a network: flat, in the fixed order, and by Themis' routes.
 
 Run it on every rank of an emulated cluster of two dimensions:

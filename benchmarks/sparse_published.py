@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published figures of Zen beside what the schemes' cost formulas make of them.
 
     python benchmarks/sparse_published.py -o docs/reproduced_sparse.md

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-reduces of a sparse gradient: every scheme, by density, in one run.
 
 Run it on every rank of the emulated cluster of `usbyte lab`:

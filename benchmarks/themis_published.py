@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published figures of Themis beside what usbyte's routes and its mesh simulator make of them.
 
     python benchmarks/themis_published.py -o docs/themis.md

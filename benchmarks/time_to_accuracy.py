@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long training takes to an accuracy, compressed and not: usbyte, DDP and DDP's own hooks.
 
 A wide network on scanned digits, so that there is something to send. All contenders start from the

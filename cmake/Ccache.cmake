@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # ccache, where it is installed: what was compiled before, in any build folder, is not compiled again.
 find_program(USBYTE_CCACHE ccache)
 mark_as_advanced(USBYTE_CCACHE)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sets USBYTE_HAVE_CUDA and USBYTE_CUDA_BUILD, a line for `usbyte doctor` that says what was built and why,
 # and enables the CUDA language where the CUDA part is built.
 set(USBYTE_HAVE_CUDA OFF)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # nlohmann/json: the distribution's package, or the header-only Python package of the build environment.
 find_package(nlohmann_json 3.11 QUIET)
 if(NOT nlohmann_json_FOUND)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 add_library(usbyte_warnings INTERFACE)
 target_compile_options(usbyte_warnings INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wconversion
   -Wno-sign-conversion)

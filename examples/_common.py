@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the examples need besides the model and the loop: options, shards, checkpoints."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The few `usbyte.torch` names that the examples use, over plain PyTorch DDP (`--ddp`).
 
 The model has to be wrapped in `DistributedDataParallel` as well; the examples do that.

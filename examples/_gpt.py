@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GPT: byte embedding, pre-norm blocks with causal attention, tied output head."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rank 0 shows and writes: progress, lines, the step-time table, the results as JSON."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small byte-level GPT on the source of Python's standard library, usbyte or plain DDP.
 
     usbyterun -np 2 python examples/char_gpt.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small CNN on scikit-learn's 1,797 handwritten digits, with usbyte or with plain DDP.
 
 Any launcher goes with either:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learns vectors of the words in Python's standard library, with usbyte or with plain DDP.
 
     usbyterun -np 2 python examples/words.py

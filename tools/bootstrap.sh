@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Creates the virtual environment and checks for system packages, with "test", "fuzz" and "lint" also
 # for those of the tests, of libFuzzer and of the check of locks.
 # Usage: tools/bootstrap.sh PYTHON VENV train|test|fuzz|lint

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that every call of a torch factory function states `device=` and `dtype=`.
 
 Without `device=`, a tensor is made on the default device of the user's program, as set by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints requirements of pyproject.toml for pip.
 
 Usage: `requirements.py build` for those of the build, or `requirements.py EXTRA...` for those of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What codecs cost: encoding and decoding on one core, against copies of the same gradients.
 
 #include <algorithm>

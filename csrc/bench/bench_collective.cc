@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Time, bandwidth and correctness of every collective of a communicator.
 
 #include <algorithm>

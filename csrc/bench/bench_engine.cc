@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the engine itself costs: scheduling an op, reporting a gradient, and doing nothing.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bandwidth and correctness of the kernels: pack, unpack, cast, fill, scatter_add, gather_rows,
 // fused updates, codecs.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What planning costs: every policy's plan for jobs of several sizes, and the simulator's rate.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What Zen's sparse all_reduce takes of this machine: hashing, balance and memory.
 
 #include <malloc.h>

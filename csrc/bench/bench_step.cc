@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a training step costs beyond its kernels when its gradients go through the engine.
 
 #include <algorithm>

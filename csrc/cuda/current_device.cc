@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "current_device.h"
 
 #include <dlfcn.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda_device.h"
 #include "usbyte/cuda.h"
 #include "usbyte/error.h"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of the C++ extension. What each thing means is documented in csrc/include/usbyte."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank, size and master address of this process, read from the launcher's environment variables.
 
 No other module of the Python package reads these variables. The class `Env` of the C++ core reads,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parsers for the compressed lists in Slurm's variables: hosts and tasks per node."""
 
 import itertools

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ByteComp beside simpler ways to the same: a plain simulation, and trying every choice.
 #include <gtest/gtest.h>
 

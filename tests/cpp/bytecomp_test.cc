@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ByteComp: the decision tree, costs and timelines that are worked out by hand, and the policy.
 #include "policy/espresso/select.h"
 #include "policy/espresso/timeline.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PowerSGD: sums of factors instead of sums of matrices.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What codecs remember between steps.
 
 #include <gtest/gtest.h>

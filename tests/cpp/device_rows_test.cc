@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of a device that are dealt out there: the messages and sums of the host, whatever is late.
 
 #include "engine/sparse/device_rows.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/emulation/emulated_cuda.h"
 
 #include <gtest/gtest.h>

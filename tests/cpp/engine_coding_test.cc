@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ops with codecs: what arrives, what is remembered, and how they mix with others.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ops along the lines of a mesh, of a device's memory: the same as of the host's, whatever is late.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sparse sums of gradients on a device: the same as on the host, whatever is late.
 
 #include <gtest/gtest.h>

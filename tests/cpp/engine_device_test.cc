@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine on a device: order by events alone, and no waiting on the host.
 
 #include <gtest/gtest.h>

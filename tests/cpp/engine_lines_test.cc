@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ops along the lines of a mesh: what is coded is a shard of what a node has summed up.
 
 #include <gtest/gtest.h>

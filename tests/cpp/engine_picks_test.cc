@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What codecs pick, added up by schemes: the same as if messages were gathered.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Properties of the engine on random plans: results, order, admission, and long runs.
 
 #include <gtest/gtest.h>

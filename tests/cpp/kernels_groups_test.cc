@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels of codecs: the same as the codecs of the host.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Policies that send whole tensors or fixed slices: MG-WFBP and P3.
 #include <gtest/gtest.h>
 

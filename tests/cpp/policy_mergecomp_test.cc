@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MergeComp: groups of gradients that are encoded, sent and decoded as one.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Coded ops as predicted: one thread that encodes and decodes, beside compute and channel.
 #include <gtest/gtest.h>
 

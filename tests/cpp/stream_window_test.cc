@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/communicators/stream_window.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training runs that the tests compare, and delays on the GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How several ranks of one job can talk on this machine.
 
 Ranks of NCCL want a GPU each. From 2.30 on it lets them share one if told so; before, ranks that

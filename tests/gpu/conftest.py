@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of what runs on a GPU; `--device cpu` runs those of them that make sense there.
 
 Tests leave what they find out about the machine with `record_property`; `--record FILE` takes it,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed gradients: casts as DDP's hooks make them, all codecs alike on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fused_update=True`: torch's own updates, to the last bit or the one before it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host enqueues a step and goes on; it never waits for the GPU inside forward or backward."""
 
 from __future__ import annotations

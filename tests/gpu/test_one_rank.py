@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A single rank: exactly the bare optimizer, and DDP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several ranks: the numbers of DDP on the same backend."""
 
 from __future__ import annotations

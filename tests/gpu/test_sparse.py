@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse gradients: the numbers of one process, whatever is late, and a host that does not wait."""
 
 from __future__ import annotations

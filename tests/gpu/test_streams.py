@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work that comes late on the device is waited for there: nothing overtakes it.
 
 Each run has delays in other places: before gradients, before the collectives (the other rank comes

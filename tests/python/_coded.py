@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs as tests need them."""
 
 from __future__ import annotations

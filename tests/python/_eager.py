@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An eager queue in a rank of a test."""
 
 from contextlib import contextmanager

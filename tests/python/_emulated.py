@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device that is not there: tensors of the host, streams that are threads and late."""
 
 from __future__ import annotations

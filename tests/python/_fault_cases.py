@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults, and what is promised of each: the rows of docs/reliability.md.
 
 Every case is a training by three real processes; rank 1 is the one with which something is wrong.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do when something is wrong with one of them; see `_fault_cases`."""
 
 from __future__ import annotations

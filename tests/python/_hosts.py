@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on one machine that take themselves for those of several hosts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small model and a training loop that the tests of the optimizer share."""
 
 from __future__ import annotations

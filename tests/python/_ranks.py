@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function in several fresh processes, as the ranks of one job.
 
 results = run_ranks(3, work, 42, timeout=30)     # work(rank, size, 42) in three processes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/reliability.md from what was observed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training scripts do: each function trains a small model and returns what to compare.
 
 `wrap(model, optimizer)` gives what to call and what to step, under DDP or usbyte; `rank` makes the

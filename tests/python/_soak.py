@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A long training in which plans, delays and checkpoints come at random."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that begin with torch and usbyte imported, as copies of one that has done so.
 
 Importing takes a core for three seconds, more than most tests do. Strings hash by chance in each

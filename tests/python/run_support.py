@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts usbyterun as a user does, and finds what it leaves behind."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other tensors over the memory of parameters are up to date right after `step()`."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates whose sums arrive in one operation are applied together, whatever gets in between."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which codecs are chosen, and what they are predicted to take."""
 
 from __future__ import annotations

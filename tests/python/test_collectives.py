@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rings over point-to-point against serial references, with real processes."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/compare.py` on two ranks: it runs, checks values, and reports."""
 
 from __future__ import annotations

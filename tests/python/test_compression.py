@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are compressed on their way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/compression_published.py` on small traces, and the bindings that it uses."""
 
 from __future__ import annotations

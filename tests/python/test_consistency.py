@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that trains otherwise than the others is an error on all, which names rank and thing."""
 
 import contextlib

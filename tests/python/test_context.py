@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """init and shutdown."""
 
 from __future__ import annotations

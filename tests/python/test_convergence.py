@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/convergence.py` on two ranks, and how it judges."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DasoOptimizer against its algorithm in numpy, and how it ends. Real processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/daso.py` on two ranks that are two nodes."""
 
 from __future__ import annotations

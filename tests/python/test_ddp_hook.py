@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compression inside DDP."""
 
 from __future__ import annotations

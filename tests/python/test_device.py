@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients on a device: everything but torch's own kernels, over an emulated one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse gradients on a device: the host's numbers, over an emulated one."""
 
 from __future__ import annotations

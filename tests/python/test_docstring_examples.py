@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples in docstrings of the public functions run as they stand."""
 
 import doctest

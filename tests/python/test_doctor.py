@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte doctor`: what it reports, and what it says where something is broken."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The eager queue with real processes: order, names, errors, faults."""
 
 import logging

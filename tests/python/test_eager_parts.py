@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the eager queue by themselves: one rank, messages, verdicts, stores."""
 
 from datetime import timedelta

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks and hosts that are lost under --max-restarts, and training that goes on."""
 
 from __future__ import annotations

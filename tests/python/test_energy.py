@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/_energy.py` on a made-up sysfs and a made-up NVML."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cluster as launchers describe it, and the USBYTE_* knobs as Python sees them."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluation between `step()` and the next forward pass computes what it does under DDP."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How every rank ends when one of them fails. Real processes without a launcher, short limits.
 
 What they report of each fault, and what is left of the parameters, is in test_reliability.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that are forked from a rank: they read its model, end in order, and cannot train."""
 
 from __future__ import annotations

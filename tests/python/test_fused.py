@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates in one launch, by the device's kernels on the host, against torch's own."""
 
 from __future__ import annotations

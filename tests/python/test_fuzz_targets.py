@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fuzz targets in Python run, on what they begin with and on damaged copies of it."""
 
 import importlib.util

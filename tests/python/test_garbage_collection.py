@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers that nobody refers to any more go with their models, as plain ones do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks for a GPU, tried on CPUs; the shapes of the models they train."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make gpu-test` without a GPU: how parts are run and judged, and what the report says."""
 
 from __future__ import annotations

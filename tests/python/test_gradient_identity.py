@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`param.grad` is the tensor that torch would have there, and keeps the values it would keep."""
 
 import copy

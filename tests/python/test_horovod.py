@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names, arguments and answers that scripts written for Horovod rely on."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning and Accelerate, with usbyte's optimizer and with its hook: DDP's numbers."""
 
 from __future__ import annotations

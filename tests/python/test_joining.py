@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that have joined, and what other ranks submit meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte lab`: real network namespaces, of a name that no other lab has."""
 
 from __future__ import annotations

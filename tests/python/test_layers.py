@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The import contract of pyproject.toml, and the size of modules and folders."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups along the lines of a mesh."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients on routes through the dimensions of a network."""
 
 from __future__ import annotations

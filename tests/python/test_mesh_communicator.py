@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mesh communicator from Python: over threads, and over communicators written in Python."""
 
 from __future__ import annotations

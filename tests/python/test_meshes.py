@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks of several dimensions from Python: topologies, routes, and jobs on them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks write for each other beside objects: it is read as it was meant, or refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/migrating.md: its snippets run, and do the same before and after."""
 
 from __future__ import annotations

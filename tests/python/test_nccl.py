@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether NCCL is used, and which: with libraries that look like it, on emulated devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small all_reduces in one round of messages: the sums, who goes that way, and lost peers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs whose ranks have more connections than a shell allows at first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values and gradients of the public collectives against references, with real processes."""
 
 import itertools

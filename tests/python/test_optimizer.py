@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer against DDP and the bare optimizer: the same numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other reducers of the same gradients are noticed, and so are tensors without memory."""
 
 import gc

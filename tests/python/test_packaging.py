@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The installed package: an extension free of torch, hidden symbols, benchmarks, one version."""
 
 import importlib.metadata

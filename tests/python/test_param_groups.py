@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of an optimizer that a script rearranges by hand, after it was wrapped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a fault leaves: parameters of one step on all ranks, or an error for who reads them."""
 
 from __future__ import annotations

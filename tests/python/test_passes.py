@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward passes that come otherwise than in the first steps, or without a step()."""
 
 import pytest

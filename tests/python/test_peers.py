@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank does wrong, and what the others hear of it; objects and names between ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans against a brute-force reading of the rule that they tile the line."""
 
 from __future__ import annotations

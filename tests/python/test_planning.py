@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning, probing, planning, and planning anew while training goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte probe` between real processes, and the fit that it reports."""
 
 from __future__ import annotations

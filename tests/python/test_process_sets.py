@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process sets with real processes: values, gradients, names, errors, faults."""
 
 import os

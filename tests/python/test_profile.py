@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ub.profile` and `usbyte profile`: what they record of jobs, and what they say of others."""
 
 from __future__ import annotations

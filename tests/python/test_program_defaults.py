@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Defaults of the program (device, dtype, modes) do not reach what usbyte makes for itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between ranks through a store, and what is told of their progress."""
 
 from __future__ import annotations

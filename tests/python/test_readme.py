@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README.md's table of systems names what there is, and all of it; so do other pages with code."""
 
 from __future__ import annotations

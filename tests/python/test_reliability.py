@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every fault of docs/reliability.md, as real processes: what ranks report, and what is left."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ranks meet: proofs of membership, names of missing ranks, and ranks of one host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replayed jobs: sizes, order and values of what they need and give."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte report`: the page, in a real browser where there is one, and the picture."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usbyterun on this host, as a process with real ranks."""
 
 import fcntl

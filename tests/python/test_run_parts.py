@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launcher's parts that need no running job: hosts, lines, frames, the command line."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usbyterun over ssh: a real sshd on the loopback addresses 127.0.0.2, 127.0.0.3 and ::1."""
 
 import getpass

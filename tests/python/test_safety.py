@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What would train on wrong numbers is an error instead."""
 
 from __future__ import annotations

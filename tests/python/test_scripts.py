@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training scripts do, under overlap="auto" and "forward": DDP's numbers, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process that is not part of a job, or somebody's text, can do to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded updates against whole ones: the same numbers, state and checkpoints."""
 
 from __future__ import annotations

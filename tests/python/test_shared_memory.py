@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that have memory in common, whatever torch knows of it, are updated together."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A long training under random plans, delays and checkpoints. `make soak` runs 5,000 steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse gradients: the same numbers as one process's, and errors where they cannot be.
 
 None is compared with plain DDP: its sparse sums over Gloo break torch's heap (see docs/sparse.md).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/sparse_published.py`: what it derives from published figures, and its page."""
 
 from __future__ import annotations

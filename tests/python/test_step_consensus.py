@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that train otherwise than the others: told of, or an error, on every rank."""
 
 from __future__ import annotations

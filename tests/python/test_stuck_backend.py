@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gloo can overlook that its peers are gone, until its timeout: nobody has to wait for that."""
 
 from __future__ import annotations

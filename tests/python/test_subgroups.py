@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer among some of the ranks: data parallelism inside a larger mesh."""
 
 from __future__ import annotations

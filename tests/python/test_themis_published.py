@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/themis_published.py`: what it simulates of published networks, and its page."""
 
 from __future__ import annotations

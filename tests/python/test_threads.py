@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads beside the one that trains: they are waited for, told of, and "auto" keeps clear."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trace of real ranks: valid JSON at any moment, with names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte plan` and `usbyte simulate`."""
 
 from __future__ import annotations

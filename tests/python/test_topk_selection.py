@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed gradients whose picked elements are added up by a scheme, and not gathered."""
 
 from __future__ import annotations

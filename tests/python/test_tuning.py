@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies that try plans and keep the fastest, on the simulator and in the running job."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exceptions that nobody catches, in the main thread or others: the other ranks hear of them."""
 
 from __future__ import annotations

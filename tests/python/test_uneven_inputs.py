@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks with unequal numbers of batches, and micro-batches: DDP's numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the network is the bottleneck: `usbyte.planning.whatif` and `usbyte whatif`."""
 
 from __future__ import annotations

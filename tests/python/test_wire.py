@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects on the wire: what arrives is what was sent, to the stride; everything else is refused."""
 
 from __future__ import annotations

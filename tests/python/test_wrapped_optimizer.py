@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scripts do to an optimizer through its wrapper, and past it, while updates wait."""
 
 from __future__ import annotations

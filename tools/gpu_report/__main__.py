@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command of `make gpu-test`.
 
 Exit code: 0 for success; 1 if a part failed, timed out or had no time left; 2 if torch sees no GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds usbyte with CUDA into one folder; installs nothing outside of it.
 
     PYTHONPATH=tools python3 -m gpu_report.building build/gpu [WHEELS]

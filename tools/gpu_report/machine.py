@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collects facts about this machine, in a separate process, as a broken driver may hang it."""
 
 from __future__ import annotations

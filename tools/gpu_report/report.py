@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report: Markdown for people, JSON for programs, and a log of all outputs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a part in a separate process, with its own log and time limit."""
 
 from __future__ import annotations

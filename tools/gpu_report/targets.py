@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares measurements with the targets of the project."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Included by each file that compiles the loops. Nothing here may be an inline function of another
 // header: the linker keeps one copy of those, and it must run on every processor.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "schemes.h"
 #include "sparse/partitioners.h"
 #include "sparse/rows.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "push_pull.h"
 #include "schemes.h"
 #include "sparse/partitioners.h"

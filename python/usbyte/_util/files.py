@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading of input files and atomic writing of output files."""
 
 import errno

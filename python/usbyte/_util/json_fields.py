@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading of JSON files field by field, with errors that name the file and the field."""
 
 from __future__ import annotations

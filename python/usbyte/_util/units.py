@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parsing and formatting of sizes, rates and times: "25M", "10gbit", "25us".
 
 This module needs neither the C++ core nor torch.

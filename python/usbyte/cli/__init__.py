@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `usbyte` command.
 
 An import of this package needs neither the C++ core nor torch, so that `usbyte doctor` can report

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prediction of `usbyte simulate`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurement of codecs for `usbyte probe --codecs`, and the options that use the result."""
 
 from __future__ import annotations

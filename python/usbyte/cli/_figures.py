@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of the commands, drawn by matplotlib without a display."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that several commands share, with their parsers.
 
 An import of this module needs neither the C++ core nor torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables, for terminals and for documents."""
 
 from __future__ import annotations

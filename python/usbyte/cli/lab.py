@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte lab`: an emulated cluster on this machine."""
 
 from __future__ import annotations

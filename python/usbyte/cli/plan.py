@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte plan`: makes a policy's plan for a profile and a network, and its prediction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte probe`: measures collectives between the ranks that it runs on, or codecs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte profile`: runs a training script and records a profile of its iterations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte simulate`: predicts step times of jobs for policies, worker counts and bandwidths."""
 
 from __future__ import annotations

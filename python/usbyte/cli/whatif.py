@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte whatif`: tells whether the network limits a job, and what would help."""
 
 from __future__ import annotations

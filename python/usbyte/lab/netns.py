@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An emulated cluster on one machine.
 
 Each host is a network namespace. A bridge connects all hosts, and tbf shapes each link in both

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures usbyte's overhead: `Engine.ready()` from Python, and a job of a single process.
 
 Run it with: python -m usbyte.lab.overhead

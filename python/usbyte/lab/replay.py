@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `nn.Module` that repeats a recorded job: its layers sleep instead of computing.
 
 So compute takes a known time and uses no core, as on an accelerator. The gradients are real: they

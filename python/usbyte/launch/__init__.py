@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usbyterun: starts the ranks of a job on this host and, over ssh, on others.
 
 The launcher process needs neither the C++ core nor torch. Only the agents import torch.

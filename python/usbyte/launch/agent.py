@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent: starts the ranks of one host, forwards their output, and ends them.
 
 The launcher starts `python -m usbyte.launch.agent` on each host, directly or over ssh, and talks to

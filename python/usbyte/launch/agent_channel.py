@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's end of its connection to the launcher, and the forwarding of the ranks' output."""
 
 import json

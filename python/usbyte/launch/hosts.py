@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts, their slots, and the placement of ranks on hosts."""
 
 import functools

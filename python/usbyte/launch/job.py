@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The job that the launcher runs, and the commands that start an agent on each host."""
 
 import math

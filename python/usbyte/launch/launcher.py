@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a job once: starts the agents, shows the ranks' output, and ends all processes."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output of the ranks: whole lines on the terminal, each with its rank, and files."""
 
 import errno

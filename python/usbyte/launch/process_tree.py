@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds and ends all descendants of this process (Linux)."""
 
 import ctypes

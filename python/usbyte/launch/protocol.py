@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol between the launcher and its agents.
 
 Launcher to agent: lines of JSON, the `AgentSpec` first. The end of that stream means that the

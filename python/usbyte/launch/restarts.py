@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Restarts a job when a rank or a host is lost: `--max-restarts` and `--nnodes`.
 
 As with torch's elastic launcher, a restart starts every rank, and the program loads its own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts the ranks of one host with torch's elastic agent. Works with torch 2.4 and newer.
 
 `launch_agent` of torch.distributed.launcher does not fit, for three reasons. Its agent polls every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executes a rank's command. `torch_elastic.py` runs this file directly, without site packages.
 
 Arguments: the process id of the agent, then the command. The process is set up to die with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits cost lines to timed collectives, and tells how well the lines fit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of a profile: their layout in the flat buffer, their selection, and JSON output."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles to plan for and to replay: recorded jobs, made-up jobs, published traces, files."""
 
 from __future__ import annotations

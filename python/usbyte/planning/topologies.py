@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published networks of several dimensions, and published jobs as sequences of collectives."""
 
 from __future__ import annotations

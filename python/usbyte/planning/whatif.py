@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts how much a faster network, a better schedule or fewer bytes would speed up a job.
 
 This is the analysis of Zhang et al., "Is Network the Bottleneck of Distributed Training?", 2020. It

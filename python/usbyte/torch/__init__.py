@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usbyte for PyTorch.
 
 Write `import usbyte.torch as ub`, call `ub.init()`, wrap the optimizer in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory layout of gradients in the flat buffer: dtypes, strides, and the control tensor."""
 
 from __future__ import annotations

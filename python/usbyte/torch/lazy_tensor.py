@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lazy tensors: the first use in Python materializes the value.
 
 A lazy tensor keeps its identity, its memory and its place in autograd. Only its Python class is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions of eager collectives and their arithmetic on a 1-d tensor."""
 
 from __future__ import annotations

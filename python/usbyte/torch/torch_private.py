@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every private symbol of torch that usbyte uses, each with its reason, and a test of each.
 
 Private symbols can change with any release of torch. No other module of usbyte names one, and

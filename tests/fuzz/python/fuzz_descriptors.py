@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks write about eager operations and faults: it is read, or refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host files, and the text of -H."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slurm's lists, alone and in the environment of a task."""
 
 from usbyte import cluster_env, slurm

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects of other ranks: any bytes are read, or refused with an error of usbyte's."""
 
 from __future__ import annotations

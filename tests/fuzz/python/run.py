@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuzzes the readers of bytes from outside that are written in Python, guided by coverage.
 
 Each `fuzz_NAME.py` beside this file is a target: its `one_input(data)` lets nothing but documented

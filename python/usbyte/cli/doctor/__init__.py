@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte doctor`: checks whether usbyte works on this machine, and gives remedies."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The findings of `usbyte doctor`, and their output as a table, plain text or JSON."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cores, memory and network interfaces of this machine."""
 
 import os

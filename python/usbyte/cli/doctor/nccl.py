@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds NCCL libraries, in the order of preference of usbyte."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The self-test: a real all_reduce of two new processes over loopback, by the public API."""
 
 import socket

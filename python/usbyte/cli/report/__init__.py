@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`usbyte report`: draws a plan's timeline, predicted and measured, as a page or a picture."""
 
 from __future__ import annotations

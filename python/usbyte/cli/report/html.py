@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Renders a report as one HTML page that loads nothing from elsewhere."""
 
 from __future__ import annotations

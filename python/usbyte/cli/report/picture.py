@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The timeline of a plan as a picture, drawn by matplotlib."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The content of a report: lanes of bars, predicted and measured, on one time axis."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads one measured step from a Chrome trace that usbyte has written."""
 
 from __future__ import annotations

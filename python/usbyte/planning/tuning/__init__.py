@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches that try plans, in the running job or on the simulator, and choose the fastest."""
 
 from __future__ import annotations

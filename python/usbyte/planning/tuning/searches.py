@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The searches: sizes of published policies, and variants of the plan of `auto`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches for the plan with the shortest step: given plans, then Bayesian optimization."""
 
 from __future__ import annotations

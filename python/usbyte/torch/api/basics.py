@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks, process sets and timelines of the run, and the features of this build.
 
 All functions but `*_built`, `*_enabled` and `mpi_threads_supported` raise `UsageError` before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broadcasts of parameters, optimizer state and objects, so that all ranks start equal."""
 
 from __future__ import annotations

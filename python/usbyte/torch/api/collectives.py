@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eager collectives, under Horovod's names.
 
 Ranks match operations by name, so ranks may submit them in different orders. The n-th unnamed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DDP communication hook that compresses buckets and sums sparse gradients as rows."""
 
 # No `from __future__ import annotations`: DDP checks the annotations of its hooks, as objects.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`join`, for ranks that run out of data before others."""
 
 from __future__ import annotations

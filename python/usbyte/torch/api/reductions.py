@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions of eager collectives, under Horovod's names.
 
 The docstring of `usbyte.torch.api.collectives` states the rules that hold for all operations.

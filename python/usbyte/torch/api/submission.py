@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common parts of the public collectives: compression, and the choice of the eager queue."""
 
 from __future__ import annotations

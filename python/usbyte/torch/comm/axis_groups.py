@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups along the axes of a mesh: their ranks differ in one coordinate only."""
 
 from __future__ import annotations

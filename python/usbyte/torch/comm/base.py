@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine needs of the communicator that carries out its operations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small all_reduces in one round of messages, on connections of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What gradients travel through: NCCL, the host's network, and dimensions of either."""
 
 from __future__ import annotations

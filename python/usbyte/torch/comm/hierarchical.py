@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's communicator on a network of several dimensions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients on a CUDA device over a network of the host's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients on CUDA devices over NCCL."""
 
 from __future__ import annotations

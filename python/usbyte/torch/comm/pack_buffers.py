@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buffers in which several blocks of gradients become one message."""
 
 from __future__ import annotations

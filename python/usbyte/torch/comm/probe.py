@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the network costs: collectives timed on the very path that training uses."""
 
 from __future__ import annotations

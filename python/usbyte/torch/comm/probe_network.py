@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the network over a communicator that is made for it."""
 
 from __future__ import annotations

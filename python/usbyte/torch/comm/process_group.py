@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's communicator over any torch.distributed backend."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages whose sizes depend on the data, over any torch.distributed backend."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of the network, as users give it."""
 
 from __future__ import annotations

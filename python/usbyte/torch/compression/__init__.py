@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs of gradients, and the codec state between steps."""

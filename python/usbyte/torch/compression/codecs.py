@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codecs that compress gradients for the network, and the rules that assign them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codec state of parameters, between steps and plans, and in checkpoints."""
 
 from __future__ import annotations

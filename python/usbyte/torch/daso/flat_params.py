@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters as flat vectors, for the sums over nodes and for merging these into the parameters."""
 
 from __future__ import annotations

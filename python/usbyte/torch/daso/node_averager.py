@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of vectors over the nodes, in a background thread."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DasoOptimizer: gradients averaged inside a node, parameters averaged between nodes, late."""
 
 from __future__ import annotations

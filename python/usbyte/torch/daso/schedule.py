@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule of DASO: its phases, the turns of the local indices, and its rule for plateaus.
 
 Nothing here communicates. Every rank has its own schedule. All schedules make the same decisions,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autograd functions of the eager collectives, with Horovod's gradients.
 
 Horovod defines the loss as the mean of the ranks' losses. The gradient of an averaging collective

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptors of eager collectives, and the check that all ranks submitted the same one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Protocol by which ranks, through a store, put eager collectives into one global order.
 
 Each rank may submit its operations in an order of its own.

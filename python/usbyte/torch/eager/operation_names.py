@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of eager operations.
 
 Names given by users, by usbyte, and derived names are in separate name spaces and never collide.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the requests of eager collectives: the descriptor and the code that runs.
 
 Every function here returns a `Request`. Its docstring describes the result of the request. Inputs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The queue of eager collectives: ranks submit in any order, all ranks run them in one order.
 
 Ops of a plan do not pass through this queue. It serves everything else: metrics, broadcasts, and

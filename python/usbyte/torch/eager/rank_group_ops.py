@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of eager operations, and the collectives between them."""
 
 from __future__ import annotations

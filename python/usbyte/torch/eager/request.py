@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests and handles of eager operations, from submission to result."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serializes objects for other ranks: JSON for structure, raw bytes for tensors, never pickle.
 
 Tensors and arrays keep their strides, so that computations on them round alike on all ranks.

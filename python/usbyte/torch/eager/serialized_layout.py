@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory layouts of serialized tensors, and which elements are sent."""
 
 from __future__ import annotations

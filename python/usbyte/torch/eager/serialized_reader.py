@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads serialized objects of other ranks: checks their structure and rebuilds them."""
 
 from __future__ import annotations

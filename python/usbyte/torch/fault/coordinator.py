@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns a fault into one verdict that names the culprit and reaches every rank in bounded time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides after a fault whether a rank's parameters are those of one step on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides whether a rank's parameters are usable after a fault.
 
 A rank's parameters are usable if all of them are those after the last common step. That is the last

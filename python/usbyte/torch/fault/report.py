@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes how far each rank has come, for stall warnings, fault verdicts and the fault log."""
 
 from __future__ import annotations

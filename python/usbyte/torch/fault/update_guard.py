@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serializes updates of an optimizer's parameters and tracks their progress for fault recovery."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer: reduces gradients by plan, and may update during the next forward."""

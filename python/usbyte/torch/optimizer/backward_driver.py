@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows backward passes: sends each gradient as autograd makes it."""
 
 from __future__ import annotations

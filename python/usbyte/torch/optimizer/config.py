@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may be asked of a DistributedOptimizer, each as its docstring says; else UsageError."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer: wraps any torch optimizer and averages gradients over all ranks."""
 
 from __future__ import annotations

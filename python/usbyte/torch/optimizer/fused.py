@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGD, Adam and AdamW in one launch for all parameters of an update, on CUDA devices.
 
 Results are those of torch.optim's own steps up to the rounding of the last bit; so is the state,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets torch's GradScaler look at gradients that are the same on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hyper-parameters as they are now, whatever a script changes in place later."""
 
 from __future__ import annotations

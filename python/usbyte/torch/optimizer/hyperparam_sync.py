@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hyper-parameters for the shards of ranks that have joined."""
 
 from __future__ import annotations

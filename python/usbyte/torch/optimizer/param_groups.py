@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which group of an optimizer each parameter is in, while a script may rearrange them."""
 
 from __future__ import annotations

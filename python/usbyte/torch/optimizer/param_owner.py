@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which DistributedOptimizer a parameter belongs to, and how long that lives."""
 
 from __future__ import annotations

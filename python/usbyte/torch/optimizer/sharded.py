@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded updates: each rank updates the part of every parameter whose gradient it has summed.
 
 Between the last reduce_scatter of backward and the first all_gather of the next forward pass, the

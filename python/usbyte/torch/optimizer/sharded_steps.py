@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps in which each rank updates a shard of the parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the sums of gradients become updates: at once, layer by layer, or shard by shard."""
 
 from __future__ import annotations

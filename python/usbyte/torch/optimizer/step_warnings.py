@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warnings about a script, each of which is logged once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether an optimizer's parameters can be served as was asked for, and by what."""
 
 from __future__ import annotations

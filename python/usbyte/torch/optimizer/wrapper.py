@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A torch optimizer that wraps another one and looks like it to schedulers, scalers and hooks."""
 
 from __future__ import annotations

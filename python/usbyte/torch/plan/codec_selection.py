@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of one job with codecs in them: what they are predicted to take, and which codecs pay."""
 
 from __future__ import annotations

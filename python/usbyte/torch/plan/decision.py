@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks agree on when they plan, and how it travels."""
 
 from __future__ import annotations

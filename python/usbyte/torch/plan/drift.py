@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notices that steps have come to take another time than they did under the same plan."""
 
 from __future__ import annotations

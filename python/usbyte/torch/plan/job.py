@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is asked of a DistributedOptimizer, and for which parameters."""
 
 from __future__ import annotations

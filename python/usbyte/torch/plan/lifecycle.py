@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long plans stay in force: jobs are learned, plans are tried, and steps are watched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the first steps show of a job: when gradients are ready and parameters needed."""
 
 from __future__ import annotations

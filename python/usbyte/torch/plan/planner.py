@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what each rank measured to one plan for all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are mostly zeros: which parameters have them, and their rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the steps of a plan take that is on trial."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`profile`: records the ready and need times of one training iteration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks that record when a training job needs its parameters and has its gradients."""
 
 from __future__ import annotations

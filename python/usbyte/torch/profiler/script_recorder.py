@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records the profile of an unmodified script, with torch's global hooks."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Foundations of usbyte.torch: stores, threads, process groups, devices and message checks."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signatures by which processes prove to each other that they belong to the same job."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Initializes torch.distributed's default process group, unless the script has done so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices of gradients (CPU or CUDA): their clock, streams, events and copies to the host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats parts of messages: lists of ranks, and errors of a backend."""
 
 from __future__ import annotations

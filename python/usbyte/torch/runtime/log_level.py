@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Level and last-resort handler of the `usbyte` logger."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between ranks through the store of the run. Receivers block and do not poll."""
 
 from __future__ import annotations

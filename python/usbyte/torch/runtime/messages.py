@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses JSON messages of other ranks and checks them against a type hint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds out which ranks share a host, and their local ranks."""
 
 from __future__ import annotations

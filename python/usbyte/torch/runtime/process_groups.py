@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups that a subset of the ranks makes without the other ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rendezvous: the ranks of a job find each other and prove that they know the job's credential.
 
 Every process writes its rank and a nonce into a log in the store. Rank 0 answers each with a nonce

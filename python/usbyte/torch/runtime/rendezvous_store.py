@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opens the store for the rendezvous, if there is no default process group that has one."""
 
 from __future__ import annotations

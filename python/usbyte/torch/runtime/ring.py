@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocking collectives on ranges of one flat tensor, over any backend's send and recv.
 
 They call methods of the group object. The functions of torch.distributed accept only groups that

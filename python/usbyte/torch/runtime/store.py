@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections to torch.distributed's key-value store, with key prefixes of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that a tensor's values can be read by address, from memory of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs usbyte's own work, in the middle of the user's computation, outside of the user's modes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports uncaught exceptions to the other ranks, which else wait until the stall limit."""
 
 from __future__ import annotations

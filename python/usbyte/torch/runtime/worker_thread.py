@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs calls that may never return, such as to the store of an unreachable host, in a thread."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What has to be alike on all ranks before they train, and who differs in what."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines whose optimizers are gone before all ranks have closed them."""
 
 from __future__ import annotations

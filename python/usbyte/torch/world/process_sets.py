@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process sets: collectives among a subset of the ranks, under Horovod's names."""
 
 from __future__ import annotations

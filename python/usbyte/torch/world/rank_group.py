@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the layers above ask of the ranks that share gradients, be they all or some of the job's."""
 
 from __future__ import annotations

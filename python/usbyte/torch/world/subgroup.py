@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Some of the ranks, which share gradients among themselves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process's place among the ranks: init, shutdown, and what they own."""
 
 from __future__ import annotations

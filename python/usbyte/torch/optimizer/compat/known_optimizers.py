@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known of an optimizer: by its class, by the function that is its step, by its hooks."""
 
 from __future__ import annotations

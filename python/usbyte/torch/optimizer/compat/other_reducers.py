@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrappers of other libraries that reduce gradients too; with usbyte's they would do so twice."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that have memory in common, whatever torch knows of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts the parts together by which an optimizer's gradients are summed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What moves an optimizer's gradients, and outlives it for a while where nobody has closed it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arena: one flat buffer that holds every gradient, in the plan's order."""
 
 from __future__ import annotations

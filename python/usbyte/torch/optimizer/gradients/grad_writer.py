@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients on their way into the arena: torch writes it on the host, the engine elsewhere."""
 
 from __future__ import annotations

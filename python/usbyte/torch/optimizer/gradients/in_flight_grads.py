@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that have been sent, and the tensors by which parameters show them."""
 
 from __future__ import annotations

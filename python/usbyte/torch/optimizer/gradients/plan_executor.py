@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What moves gradients under the plan in force: memory for them, and an engine that sends it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From backward passes to sums: hooks that send gradients, and what waits for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether ranks are about to apply the same: hyper-parameters and, in turn, parameters.
 
 A rank that trains otherwise than the others (a scheduler on one rank alone, another scale of a

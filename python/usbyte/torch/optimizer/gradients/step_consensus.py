@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether all ranks take the same steps.
 
 Each rank says what it has done with the last sums by flags that travel with the next gradients, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an optimizer's step stands, from its first gradient to its end."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates that wait for the next forward pass, each layer for its own parameters."""

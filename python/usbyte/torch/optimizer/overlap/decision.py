@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether updates wait for the next forward pass: learned, decided by all ranks, and revised."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters whose updates are on their way: held until somebody asks for them."""
 
 from __future__ import annotations

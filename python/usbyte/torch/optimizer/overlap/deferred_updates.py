@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates that wait for the next forward pass and then run layer by layer."""
 
 from __future__ import annotations

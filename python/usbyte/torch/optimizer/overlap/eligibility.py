@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether updates may wait for the next forward pass: what the first steps show against it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates: what makes a layer's forward wait until its own parameters are updated.
 
 The modules that own the parameters are found at the first forward pass (or in `model`, if the user

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What deferred updates need of the reducer."""
 
 from __future__ import annotations
