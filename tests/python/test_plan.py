@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from usbyte import _core
 from usbyte.errors import PlanError, UsageError
-from usbyte.torch.optimizer.gradients.plan_executor import arriving_together
+from usbyte.torch.optimizer.gradients.plan_executor import co_arriving
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -150,7 +150,7 @@ def test_what_arrives_together_is_what_no_other_operation_brings(data):
         for t in slot
     ]
     everything = range(len(slot))
-    assert arriving_together(plan, slot) == [
+    assert co_arriving(plan, slot) == [
         [j for j in everything if bringing[j] <= bringing[i]] for i in everything
     ]
 
