@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flat buffer, which holds all gradients of an optimizer in the plan's order of tensors."""
+"""The flat buffer: all gradients of an optimizer, in the plan's order of tensors."""
 
 from __future__ import annotations
 

@@ -289,10 +289,9 @@ class Reducer:
     # Shards.
 
     def gathered(self, i: int) -> torch.Tensor:
-        """Returns the memory of parameter `i` in the flat buffer.
+        """Returns a view of the flat buffer: the gradient of parameter `i`, later its new value.
 
-        It holds the gradient first. `wait_gathered` then waits until it holds the new parameter
-        value.
+        The new value is there after `wait_gathered`.
         """
         with DisableTorchFunction():  # must not materialize the lazy gradient
             return self._in_flight.tensors[i].detach()
