@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedOptimizer: reduces gradients by plan, and may update during the next forward."""
+"""DistributedOptimizer: reduces gradients by a plan and can defer updates to the next forward."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows backward passes: sends each gradient as autograd makes it."""
+"""Drives backward passes: sends each gradient as soon as autograd has accumulated it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,39 @@ from usbyte.torch.torch_private import backward_id, call_after_backward
 
 
 class StepTaker(Protocol):
-    """The step controller, as far as backward passes concern it."""
+    """The parts of the step controller that concern backward passes.
+
+    Attributes:
+        reducer: Sends gradients and waits for sums.
+    """
 
     reducer: Reducer
 
     def prepare_backward(self, i: int) -> set[int]:
-        """Before the first gradient is sent; returns parameters whose use was not seen."""
+        """Prepares a backward pass, before its first gradient, that of parameter `i`, is sent.
+
+        Returns:
+            Indices of the parameters with a deferred update that the forward pass did not wait for.
+        """
 
     def finish_updates(self) -> None:
         """Applies the updates of layers that the forward pass has skipped."""
 
     def missed_use(self, i: int) -> Exception:
-        """Returns the error of a parameter that was read before its update."""
+        """Returns the error that parameter `i` was read before its update was applied."""
 
     def finish_backward(self) -> None:
-        """After all gradients were sent."""
+        """Ends a backward pass, after all of its gradients were sent."""
 
 
 class BackwardDriver:
-    """Has hooks on parameters, by which autograd calls it; calls the controller and the reducer.
+    """Registers a hook on each parameter, which calls the step controller and the reducer.
 
     Args:
         controller: Takes the steps.
-        params: The parameters.
-        passes_per_step: Backward passes that accumulate before gradients are sent.
+        params: Parameters of the optimizer.
+        passes_per_step: Number of backward passes that accumulate before gradients are sent, at
+            least 1.
     """
 
     def __init__(
@@ -49,10 +58,10 @@ class BackwardDriver:
         self._controller, self._passes_per_step = controller, passes_per_step
         self._reducer = controller.reducer
         self._sync = True
-        self._in_pass = False  # a backward pass, with sync
-        self._backward_id = -1  # of the last pass that has begun
-        self._missed: set[int] = set()  # parameters that the forward pass did not ask for
-        # Torch keeps hooks where Python's garbage collector does not look.
+        self._in_pass = False  # whether a backward pass with sync runs
+        self._backward_id = -1  # number of the last pass that has begun
+        self._missed: set[int] = set()  # deferred updates that the forward pass skipped
+        # Weak: Python's garbage collector cannot see references from torch's hooks.
         this = weakref.ref(self)
         self._handles = [
             param.register_post_accumulate_grad_hook(partial(_on_grad_ready, this, i))
@@ -65,17 +74,17 @@ class BackwardDriver:
             handle.remove()
 
     def set_sync(self, sync: bool) -> bool:
-        """With False, backward passes only accumulate gradients. Returns the value before."""
+        """Sets whether backward passes send gradients (default True). Returns the value before."""
         before, self._sync = self._sync, sync
         return before
 
     @property
     def accumulates(self) -> bool:
-        """True between the first and the last of several backward passes of a step."""
+        """Whether some, but not all, of the backward passes of a step have run."""
         return self._passes_per_step > 1 and self._reducer.has_accumulated
 
     def _begin_pass(self, i: int) -> None:
-        """Before the first gradient of a pass is sent, that of parameter i."""
+        """Begins a backward pass, before its first gradient, that of parameter `i`, is sent."""
         current = backward_id()
         if self._sync or current != self._backward_id:
             self._backward_id = current
@@ -99,7 +108,7 @@ class BackwardDriver:
             self._controller.finish_backward()
 
     def _check_not_captured(self) -> None:
-        # Replays would neither be sent nor reach `param.grad`, which is the flat buffer's then.
+        # A replay calls no hook, and `param.grad` is by then a tensor over the flat buffer.
         if self._reducer.device.capturing():
             raise UsageError(
                 "a backward pass is being captured into a CUDA graph, and what a replay adds to "
@@ -108,7 +117,7 @@ class BackwardDriver:
 
 
 def _on_grad_ready(of: weakref.ref[BackwardDriver], i: int, _param: object) -> None:
-    # What torch passes is what a hook before this one has returned, if it has returned something.
+    # torch passes the result of an earlier hook here, not always the parameter.
     driver = of()
     if driver is None:
         raise UsageError(

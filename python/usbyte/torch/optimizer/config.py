@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be asked of a DistributedOptimizer, each as its docstring says; else UsageError."""
+"""Checks of the arguments of DistributedOptimizer, each of which raises UsageError."""
 
 from __future__ import annotations
 
@@ -28,7 +28,22 @@ def check_combination(
     backward_passes_per_step: int,
     gradient_predivide_factor: float,
 ) -> None:
-    """Whether these go together."""
+    """Checks the arguments of DistributedOptimizer, alone and in combination.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        overlap: "auto", "backward" or "forward".
+        op: `Average` or `Sum`.
+        shard_optimizer: Whether updates are sharded.
+        fused_update: Whether updates are fused.
+        max_grad_norm: Positive limit of the gradient norm; needs `shard_optimizer`. None for no
+            limit.
+        backward_passes_per_step: At least 1.
+        gradient_predivide_factor: Positive and finite; other values than 1.0 need `Average`.
+
+    Raises:
+        UsageError: An argument, or the combination, cannot be used.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
     if not isinstance(getattr(optimizer, "param_groups", None), list):
@@ -64,7 +79,16 @@ def check_combination(
 
 
 def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | None) -> None:
-    """Whether there is such a policy, and it can do that."""
+    """Checks that the policy exists and supports the other arguments.
+
+    Args:
+        policy: Name of a policy, or a function of a Profile and a NetworkModel.
+        shard_optimizer: Whether updates are sharded.
+        tune_steps: Steps of each trial, at least 2; or 0 for "auto". None for the default.
+
+    Raises:
+        UsageError: The policy is unknown or does not support the arguments.
+    """
     if isinstance(policy, str):
         tuning.check_policy(policy)
     elif not callable(policy):
@@ -91,16 +115,20 @@ def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | 
 
 
 def _is_positive(given: float, or_infinite: bool = False) -> bool:
-    """Whether it is a number above 0, of whatever type."""
+    """Returns whether `given`, a number of any type, is above 0 and finite or `or_infinite`."""
     try:
         number = 0.0 if isinstance(given, str | bytes) else float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # of tensors: a RuntimeError
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: tensors
         return False
     return number > 0 and (or_infinite or number < math.inf)
 
 
 def integer(name: str, given: int) -> int:
-    """A whole number, as an int whatever type of integer it was."""
+    """Returns `given`, an integer of any type, as an int.
+
+    Raises:
+        UsageError: `given` is no integer. The message names the argument `name`.
+    """
     try:
         return int(operator.index(given))
     except TypeError:
@@ -108,7 +136,11 @@ def integer(name: str, given: int) -> int:
 
 
 def positive(name: str, given: int | None, default: int) -> int:
-    """A number of bytes, or the default."""
+    """Returns `given` as an int, or `default` if it is None.
+
+    Raises:
+        UsageError: `given` is no integer, or not positive. The message names the argument `name`.
+    """
     if given is None:
         return default
     size = integer(name, given)
@@ -118,7 +150,14 @@ def positive(name: str, given: int | None, default: int) -> int:
 
 
 def names_of(named: Iterable[tuple[str, nn.Parameter]] | None) -> dict[nn.Parameter, str] | None:
-    """The name of each parameter."""
+    """Returns the name of each parameter; None if `named` is None.
+
+    Args:
+        named: Pairs of names and parameters, as `model.named_parameters()` yields them.
+
+    Raises:
+        UsageError: `named` has another form, or two parameters have the same name.
+    """
     if named is None:
         return None
     names: dict[nn.Parameter, str] = {}

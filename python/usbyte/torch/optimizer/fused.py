@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGD, Adam and AdamW in one launch for all parameters of an update, on CUDA devices.
+"""SGD, Adam and AdamW in one kernel launch for all parameters of an update, on CUDA devices.
 
-Results are those of torch.optim's own steps up to the rounding of the last bit; so is the state,
-which a checkpoint can move between the two.
+Results equal those of torch.optim up to rounding of the last bit. The state has the same form, so
+that a checkpoint can move between the two.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _REFUSED = ("amsgrad", "differentiable", "capturable", "fused")
 
 
 class FusedUpdate:
-    """Takes the steps of an optimizer whose groups, state and hyper-parameters stay its own.
+    """Runs the steps of an optimizer, which keeps its own groups, state and hyper-parameters.
 
     Args:
-        optimizer: A torch.optim.SGD, Adam or AdamW, not of a subclass.
-        names: Of the parameters.
-        params: Its parameters.
+        optimizer: A torch.optim.SGD, Adam or AdamW; no subclass.
+        names: Names of its parameters, by parameter index.
+        params: Its parameters, by parameter index; on one CUDA device.
 
     Raises:
-        UsageError: An option of the optimizer, or a parameter, is not served.
+        UsageError: An option of the optimizer, or a parameter, is not supported.
     """
 
     def __init__(
@@ -62,7 +62,17 @@ class FusedUpdate:
 
     @torch.no_grad()
     def step(self, closure: StepClosure = None) -> float | None:
-        """Updates every parameter of the optimizer's groups that has a gradient."""
+        """Updates every parameter of the optimizer's groups that has a gradient.
+
+        Args:
+            closure: Called first, with gradients enabled; None (default) for none.
+
+        Returns:
+            The result of `closure`; None without one.
+
+        Raises:
+            UsageError: Step hooks or an option of the optimizer are not supported.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,14 +88,14 @@ class FusedUpdate:
         return loss
 
     def check(self) -> None:
-        """Raises UsageError, before anything is updated, if `step` would not be the optimizer's."""
-        _check_step(self._optimizer)  # not in `step`, which may be that of an earlier time
+        """Raises UsageError, before any update, if `step` would differ from the optimizer's."""
+        _check_step(self._optimizer)  # not in `step`: a deferred one may predate a replaced step()
         self._check_options()
 
     def _check_options(self) -> None:
         if has_step_hooks(self._optimizer):
             raise UsageError("fused_update=True does not call step hooks: leave one of them out")
-        with DisableTorchFunction():  # parameters may be held
+        with DisableTorchFunction():  # lazy parameters stay lazy
             for group in self._optimizer.param_groups:
                 self._check(group)
 
@@ -138,7 +148,7 @@ class FusedUpdate:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
-            if state["step"].device.type != "cpu":  # of a checkpoint
+            if state["step"].device.type != "cpu":  # as loaded from a checkpoint
                 state["step"] = state["step"].cpu()
             state["step"] += 1
             rows.append(
@@ -178,7 +188,7 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _grad(param: nn.Parameter) -> int:
-    """Address of the gradient, whose elements are in the order of the parameter's."""
+    """Returns the address of the gradient, after a copy if its layout is not the parameter's."""
     grad = param.grad
     assert grad is not None
     if not laid_out_alike(grad, param):
@@ -187,15 +197,16 @@ def _grad(param: nn.Parameter) -> int:
 
 
 def _state(state: dict[str, Any], key: str, param: nn.Parameter) -> int:
-    """Address of a state that has a value of the parameter's type for each element, in its order.
+    """Returns the address of a state tensor with one value for each element of the parameter.
 
-    A checkpoint may have had another one.
+    The tensor gets the dtype and the order of elements of the parameter; those of a checkpoint may
+    differ.
     """
     state[key] = value = laid_out_like(state[key].to(param.dtype), param)
     return value.data_ptr()
 
 
 def _written(params: Sequence[nn.Parameter]) -> None:
-    """Lets autograd know, which kernels of our own write behind the back of."""
+    """Increments the version counters of parameters, because autograd cannot see our kernels."""
     for param in params:
         torch.autograd.graph.increment_version(param)

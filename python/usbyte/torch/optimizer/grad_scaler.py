@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets torch's GradScaler look at gradients that are the same on all ranks."""
+"""Makes torch's GradScaler look at gradients that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 @runtime_checkable
 class AccumulatesGradients(Protocol):
-    """An optimizer that may hold gradients which it has not sent yet."""
+    """An optimizer that may have accumulated gradients that it has not sent yet."""
 
     def flush_accumulated(self) -> None:
-        """Sends accumulated gradients that have not been sent."""
+        """Sends the accumulated gradients."""
 
 
 def install() -> None:
-    """Wraps `GradScaler.unscale_` and `GradScaler.step`, once; `uninstall` undoes it.
+    """Wraps `GradScaler.unscale_` and `GradScaler.step` once; `uninstall` undoes it.
 
-    An optimizer is asked by a scaler for its param_groups only, so it cannot notice the call by
-    itself.
+    A scaler reads only `param_groups` of an optimizer, so the optimizer cannot detect the call.
     """
     for name in _METHODS if not _originals else ():
         _originals[name] = getattr(torch.amp.GradScaler, name)
@@ -33,7 +32,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restores the methods, except where another library has wrapped them since."""
+    """Restores both methods, except where another library has wrapped them since."""
     for name, original in _originals.items():
         if getattr(getattr(torch.amp.GradScaler, name), "__wrapped__", None) is original:
             setattr(torch.amp.GradScaler, name, original)
@@ -41,10 +40,10 @@ def uninstall() -> None:
 
 
 def _after_sending(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Sends accumulated gradients before the scaler looks for infinite ones.
+    """Returns `method` wrapped: it first sends accumulated gradients, then looks for infinite ones.
 
-    Otherwise each rank would look in its own gradients, and a rank that finds some would leave out
-    a step that the others take.
+    Without it each rank would look at its own gradients only. A rank that finds an infinite one
+    would skip a step that the others take.
     """
 
     @functools.wraps(method)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-parameters as they are now, whatever a script changes in place later."""
+"""Snapshots of hyper-parameters, unaffected by later in-place changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = frozenset([int, float, bool, str, bytes, complex, type(None)])
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """A group of an optimizer without its parameters, as it is now."""
+    """Returns a snapshot of the hyper-parameters of one parameter group."""
     return {
         key: value if type(value) in _PLAIN else _snapshot(value)
         for key, value in group.items()
@@ -24,7 +24,7 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two hyper-parameters are equal, element by element."""
+    """Returns whether two hyper-parameters are equal, element by element."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
@@ -37,9 +37,9 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def _snapshot(value: Any) -> Any:
-    """Copies tensors, arrays and containers.
+    """Returns a copy of a tensor, array or container.
 
-    Other objects stay themselves: a generator of random numbers, for one, has to advance.
+    Any other object is returned itself. A random number generator, for example, must advance.
     """
     if type(value) in _PLAIN:
         return value
@@ -66,9 +66,10 @@ def _snapshot(value: Any) -> Any:
 
 @contextmanager
 def check_groups_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[str]]:
-    """Gives a list, which after the step inside names what it has changed in its groups.
+    """Context for a step: yields a list, which then names the hyper-parameters that it changed.
 
-    Narrowing would repeat that.
+    Such a change would be repeated by every deferred update, which runs the step with some of the
+    parameters.
     """
     before = [hyper_parameters(group) for group in optimizer.param_groups]
     changed: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-parameters for the shards of ranks that have joined."""
+"""Copies hyper-parameters to ranks that have joined, which still update their shards."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from usbyte.torch.world.rank_group import RankGroup
 
 
 class JoinState(Protocol):
-    """The reducer, as far as ranks have joined.
+    """The parts of the reducer that concern joined ranks.
 
     Attributes:
-        device: Where parameters are.
+        device: Device of the parameters.
     """
 
     device: Device
 
     @property
     def is_joined(self) -> bool:
-        """True if this rank contributed zeros to what was sent last."""
+        """Whether this rank contributed zeros to the gradients that were sent last."""
 
     @property
     def applied(self) -> bool:
-        """True if updates may have used the last sums."""
+        """Whether updates may have used the last sums."""
 
     def joined_in_part(self) -> bool:
-        """Returns True if some ranks have joined and others sent gradients."""
+        """Returns whether some ranks have joined while others have sent gradients."""
 
 
 class HyperparamSync:
-    """Ranks that have joined update their shards as those do that have data.
+    """Gives joined ranks, which still update their shards, the hyper-parameters of the others.
 
-    On a device that would have to be waited for in every step, they keep their own options.
+    On a CUDA device they keep their own hyper-parameters, because every step would have to wait for
+    the device.
 
     Args:
-        rank_group: The ranks that take part.
+        rank_group: Ranks that share the gradients.
         label: Name of the optimizer, for messages.
-        optimizer: The wrapped one.
-        reducer: Knows who has data.
-        sharded: Whether updates are by shard; otherwise there is nothing to follow.
+        optimizer: The wrapped optimizer.
+        reducer: Knows which ranks have data.
+        sharded: Whether updates are sharded. If not, nothing is copied.
     """
 
     def __init__(
@@ -60,7 +61,11 @@ class HyperparamSync:
         self._optimizer, self._reducer, self._sharded = optimizer, reducer, sharded
 
     def sync(self) -> None:
-        """Takes over options before a step, where some ranks have joined. Collective."""
+        """Copies hyper-parameters to joined ranks before a step. Collective if there are some.
+
+        Raises:
+            MismatchError: The optimizer has another number of parameter groups on this rank.
+        """
         if not self._others_step():
             return
         reducer, groups = self._reducer, self._optimizer.param_groups
@@ -69,7 +74,7 @@ class HyperparamSync:
         texts = self._rank_group.eager.allgather_bytes(
             label, b"" if reducer.is_joined else to_message(own)
         )
-        # All ranks look at one rank's, so that what it cannot send is the same error everywhere.
+        # All ranks open the same rank's message, so that all raise the same error if it is bad.
         for rank, text in zip(self._rank_group.ranks, texts, strict=True):
             if text:
                 self._take(open_message(text, label, rank), rank)
@@ -92,7 +97,7 @@ class HyperparamSync:
             group.update(row)
 
     def check_step_taken(self) -> None:
-        """Raises UsageError if ranks that have joined wait for a step that this one leaves out."""
+        """Raises UsageError if this rank skips a step for which joined ranks wait."""
         if self._others_step():
             raise UsageError(
                 "gradients were sent and no step() has followed: with shard_optimizer=True none "
@@ -100,7 +105,7 @@ class HyperparamSync:
             )
 
     def _others_step(self) -> bool:
-        """Ranks that have joined take a step with what was sent last, which is yet to come here."""
+        """Returns whether joined ranks take a step that this rank has not taken yet."""
         reducer = self._reducer
         if not self._sharded or reducer.device.core is not None or reducer.applied:
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which group of an optimizer each parameter is in, while a script may rearrange them."""
+"""Maps parameters to parameter groups, which a script may rearrange at any time."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from usbyte.torch.plan.job import ParamTable
 
 
 class ParamGroupIndex:
-    """Looks an optimizer's groups up at each step, as scripts write to `param_groups` by hand.
+    """Parameter group of each parameter. It is read at each step, as scripts change `param_groups`.
 
     Args:
-        optimizer: The wrapped one.
-        trained: Its parameters when it was wrapped.
+        optimizer: The wrapped optimizer.
+        param_table: Its parameters when it was wrapped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, param_table: ParamTable) -> None:
         self._optimizer, self._param_table = optimizer, param_table
-        self._known: list[list[torch.Tensor]] = []  # parameters by group, when last looked up
+        self._known: list[list[torch.Tensor]] = []  # parameters by group at the last refresh
         self._group_of: list[int | None] = []
 
     def refresh(self) -> Sequence[int | None]:
-        """By parameter, its group now; None where it is in none any more, and not to be updated.
+        """Returns, by parameter, the index of its parameter group now.
+
+        It is None if no group has the parameter any more, so that the parameter is not updated.
 
         Raises:
-            UsageError: Groups have a parameter that got no hook, or one twice.
+            UsageError: A group has a parameter that was added by hand, so that it has no hook, or a
+                parameter is in two groups.
         """
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         if len(groups) != len(self._known) or not all(

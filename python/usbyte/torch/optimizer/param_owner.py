@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which DistributedOptimizer a parameter belongs to, and how long that lives."""
+"""Registry that maps a parameter to its DistributedOptimizer and controls its lifetime."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import nn
 
 from usbyte.errors import UsageError
 
-# Torch keeps hooks where Python's collector does not look, so they refer to the optimizer weakly.
-# As an attribute of its parameters it lives as long as one of these, and goes with the last.
+# Python's garbage collector cannot see torch's hooks, so they refer to the optimizer weakly.
+# Attributes of its parameters keep it alive as long as one of the parameters lives.
 _TIE = "_usbyte_tie"
 
 
 class Owner(Protocol):
-    """A DistributedOptimizer, as its parameters know it."""
+    """A DistributedOptimizer, as its parameters refer to it."""
 
     @property
     def closed(self) -> bool:
-        """True once it sends nothing any more."""
+        """Whether the optimizer is closed, and sends nothing any more."""
 
 
 class ParamOwner:
-    """From a parameter to its optimizer; a pickle of the parameter has something empty for it.
+    """Attribute of a parameter that refers to its optimizer. It is pickled as an empty OrderedDict.
 
-    Torch swaps no tensor to which there are weak references, and a parameter that it swapped would
-    leave its hook behind.
+    The weak reference to the parameter also keeps torch from swapping the parameter with another
+    tensor, which would leave its hook behind.
     """
 
     def __init__(self, param: nn.Parameter, owner: Owner) -> None:
@@ -44,16 +44,22 @@ class ParamOwner:
 
 
 def get_owner(param: nn.Parameter) -> Owner | None:
-    """The optimizer that last claimed the parameter, if it still exists."""
+    """Returns the optimizer that last registered the parameter; None if there is none any more."""
     tie = _tie_of(param)
     return tie.owner() if tie is not None else None
 
 
 def register_params(owner: Owner, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-    """Makes parameters the optimizer's.
+    """Registers `owner` as the optimizer of the parameters.
+
+    Args:
+        owner: The optimizer; it is not kept alive.
+        params: The parameters.
+        names: Their names, in the same order.
 
     Raises:
-        UsageError: Another one that is not closed has one of them.
+        UsageError: Another optimizer, which is not closed, has one of the parameters. Nothing has
+            changed then.
     """
     for param, name in zip(params, names, strict=True):
         other = get_owner(param)
@@ -67,9 +73,12 @@ def register_params(owner: Owner, params: Sequence[nn.Parameter], names: Sequenc
 
 
 def retain_owner(owner: Owner | None, params: Sequence[nn.Parameter]) -> None:
-    """From now on the optimizer that has claimed the parameters lives as long as any of them.
+    """Keeps the registered optimizer alive as long as any of the parameters lives.
 
-    With None, as long as somebody else refers to it.
+    Args:
+        owner: The optimizer that has registered the parameters. None ends this: it then lives as
+            long as something else refers to it.
+        params: The parameters.
     """
     for param in params:
         if (tie := _tie_of(param)) is not None:

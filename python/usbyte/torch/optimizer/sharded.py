@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded updates: each rank updates the part of every parameter whose gradient it has summed.
 
-Between the last reduce_scatter of backward and the first all_gather of the next forward pass, the
-wrapped optimizer runs on flat views of this rank's shards, so that its state and its work are
-1 / size of what they were (as in ZeRO stage 1; Rajbhandari et al., SC 2020). What is gathered is
-updated parameters. The plan is DeAR's kind (Zhang et al., ICDCS 2023).
+After the last reduce_scatter of backward and before the first all_gather of the next forward pass,
+the wrapped optimizer runs on flat views of this rank's shards. Its state and its work are therefore
+1 / size of those without shards, as in ZeRO stage 1 (Rajbhandari et al., SC 2020). The all_gathers
+transfer updated parameters. The plan is of the kind that DeAR uses (Zhang et al., ICDCS 2023).
 """
 
 from __future__ import annotations
@@ -38,7 +38,16 @@ from usbyte.torch.world.rank_group import RankGroup
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
-    """Raises UsageError unless the optimizer's updates can be cut into shards."""
+    """Checks that the optimizer's updates can be sharded.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        overlap: Overlap that the user asks for.
+
+    Raises:
+        UsageError: The optimizer does not treat each element independently, or overlap is
+            "backward".
+    """
     if not is_elementwise(optimizer):
         kind = type(optimizer).__name__
         raise UsageError(
@@ -55,7 +64,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, overlap: str) -> None:
 
 
 def check_step_own(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError if another function was put in the place of the optimizer's step."""
+    """Raises UsageError if the optimizer's step was replaced by another function."""
     if step_is_replaced(optimizer):
         raise UsageError(
             "shard_optimizer=True needs a step() that treats every element by itself, and another "
@@ -65,7 +74,15 @@ def check_step_own(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_dense(names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
-    """Raises UsageError unless every parameter's elements are one run of memory."""
+    """Checks that every parameter can be sharded.
+
+    Args:
+        names: Names of the parameters, by parameter index.
+        params: The parameters.
+
+    Raises:
+        UsageError: A parameter has no dimension, or its elements have gaps or overlaps in memory.
+    """
     for name, param in zip(names, params, strict=True):
         if param.dim() == 0 or not is_dense(param):
             raise UsageError(
@@ -76,7 +93,13 @@ def check_dense(names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
 
 @dataclass
 class _Piece:
-    """A part of one parameter that one rank owns, in elements of the flat parameter."""
+    """The elements of one parameter that one rank owns.
+
+    Attributes:
+        param: Index of the parameter.
+        begin: First element of the flat parameter, in memory order.
+        end: End of the elements, exclusive.
+    """
 
     param: int
     begin: int
@@ -87,20 +110,22 @@ class ShardedUpdates(DeferredUpdateQueue):
     """Runs an optimizer on this rank's shards.
 
     Args:
-        rank_group: The ranks that take part.
-        label: Name of the optimizer, the same on all ranks.
-        optimizer: The wrapped optimizer; its state has been whole so far and is cut here.
-        trained: Its parameters.
-        groups: Where they are in it.
-        reducer: Has their gradients.
-        plan: In force, of reduce_scatters and all_gathers.
-        max_grad_norm: Gradients are scaled so that their norm over all parameters is no larger.
-        fetch: By parameter, what whoever reads it before it has arrived is to call first.
-        step: Takes the optimizer's step.
+        rank_group: Ranks that share the gradients.
+        label: Name of the optimizer, equal on all ranks.
+        optimizer: The wrapped optimizer. Its state is whole; the constructor shards it.
+        param_table: Its parameters.
+        groups: Maps parameters to parameter groups of the optimizer.
+        reducer: Sends gradients and waits for sums.
+        plan: Plan in force, of reduce_scatters and all_gathers.
+        max_grad_norm: Upper limit of the gradient norm over all parameters; larger gradients are
+            scaled down. None for no limit.
+        fetch: By parameter, the function that materializes it if it is read before its all_gather
+            has completed.
+        step: Runs the optimizer's step.
 
     Attributes:
         used: By parameter, whether any rank had a gradient in the last step.
-        spent: A step has used up gradients that nobody has reset to None since.
+        grads_consumed: Whether a step has consumed the gradients and no reset to None has followed.
     """
 
     def __init__(
@@ -137,7 +162,10 @@ class ShardedUpdates(DeferredUpdateQueue):
         self._cut()
 
     def step(self) -> None:
-        """Updates this rank's shards and lets them be gathered. Waits for backward's reductions."""
+        """Updates this rank's shards and allows their all_gathers to launch.
+
+        It waits for the reductions of the backward pass.
+        """
         self._check_addresses()
         self._reducer.check_untouched()
         self._reducer.wait_reduced()
@@ -157,16 +185,16 @@ class ShardedUpdates(DeferredUpdateQueue):
         self._send()
 
     def drop(self) -> None:
-        """Ends a step of the engine without an update: no rank has a use for the gradients.
+        """Ends a step of the engine without an update, because no rank uses the gradients.
 
         Raises:
-            MismatchError: Another rank has used them.
+            MismatchError: Another rank has used the gradients.
         """
         self._check_addresses()
         self._reducer.wait_reduced()
         self.used = self._reducer.used_anywhere()
         if self._max_grad_norm is not None:
-            self._clip(self._max_grad_norm)  # where ranks that take the step wait for this one
+            self._clip(self._max_grad_norm)  # collective: ranks that step wait for it
         self._send()
         for i, param in enumerate(self._params):
             self._reducer.wait_gathered(i)
@@ -177,7 +205,10 @@ class ShardedUpdates(DeferredUpdateQueue):
                 )
 
     def _send(self) -> None:
-        """Lets shards be gathered as they are now; the arena's gradients are spent."""
+        """Allows the all_gathers of the shards, as they are now.
+
+        The shards overwrite the gradients in the flat buffer.
+        """
         for view, grad in zip(self._views, self._grads, strict=True):
             grad.copy_(view.detach())
         self._reducer.release_gathers()
@@ -203,7 +234,7 @@ class ShardedUpdates(DeferredUpdateQueue):
         try:
             values = [self._reducer.gathered(i) for i in taken]
             copy_all([self._params[i] for i in taken], values)
-        except BaseException:  # to take them once more changes nothing
+        except BaseException:  # a second copy is harmless
             for i in taken:
                 self._versions[i] = self._params[i]._version
             self._put_back(taken)
@@ -212,10 +243,10 @@ class ShardedUpdates(DeferredUpdateQueue):
 
     @torch.no_grad()
     def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The optimizer's state as without shards, on every rank. Collective."""
+        """Returns the optimizer's state as without shards, on every rank. Collective."""
         states = [self._optimizer.state.get(view, {}) for view in self._views]
         mine = "\n".join(sorted({key for state in states for key in state}))
-        # Every rank takes part in the same gathers, in the same order.
+        # All ranks need the same keys in the same order, because each key is a collective.
         texts = self._rank_group.eager.allgather_bytes(f"{self._label}.state_dict()", mine.encode())
         whole: dict[nn.Parameter, dict[str, Any]] = {}
         for key in sorted({key for text in texts for key in text.decode().splitlines()}):
@@ -223,7 +254,7 @@ class ShardedUpdates(DeferredUpdateQueue):
         return whole
 
     def unshard_state(self) -> None:
-        """Gives the optimizer back its whole state. Collective."""
+        """Gives the optimizer its whole state back. Collective."""
         whole = self.whole_state()
         for view in self._views:
             self._optimizer.state.pop(view, None)
@@ -231,7 +262,7 @@ class ShardedUpdates(DeferredUpdateQueue):
             self._optimizer.state[param] = state
 
     def reshard_state(self) -> None:
-        """The optimizer's state is whole again, for example just loaded: keeps this rank's part."""
+        """Shards the optimizer's state again after it was replaced by a whole one, as by a load."""
         self._cut()
 
     def _cut(self) -> None:
@@ -252,7 +283,7 @@ class ShardedUpdates(DeferredUpdateQueue):
         self, key: str, values: Sequence[Any], whole: dict[nn.Parameter, dict[str, Any]]
     ) -> None:
         name, eager = f"{self._label}.state.{key}", self._rank_group.eager
-        # Whether a parameter has this state, and of which kind, is the same on all its owners.
+        # All ranks with a shard of a parameter have the same kind of state, so Max is exact.
         kinds = torch.zeros(len(self._params), dtype=torch.int64, device="cpu")
         scalars = torch.full(kinds.shape, -math.inf, dtype=torch.float64, device="cpu")
         for piece, view, value in zip(self._mine, self._views, values, strict=True):
@@ -294,12 +325,15 @@ class ShardedUpdates(DeferredUpdateQueue):
                 offset += count
 
     def _counted_on_device(self) -> set[int]:
-        """Ids of the parameters whose step counts torch wants where they are."""
-        groups = self._optimizer.param_groups  # which may have got parameters that are to be sent
+        """Returns the ids of the parameters whose step counts torch wants on their device.
+
+        They are the parameters of groups with `capturable` or `fused`.
+        """
+        groups = self._optimizer.param_groups  # may have new parameters, which have no shards yet
         return {id(p) for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
 
     def _clip(self, max_norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_ does, over the shards of all ranks."""
+        """Clips gradients as torch.nn.utils.clip_grad_norm_, over all shards. Collective."""
         mine = [view.grad for view in self._views if view.grad is not None]
         squares = torch.stack(
             [g.double().square().sum() for g in mine]
@@ -318,7 +352,7 @@ class ShardedUpdates(DeferredUpdateQueue):
         for piece, view in zip(self._mine, self._views, strict=True):
             if (g := group_of[piece.param]) is not None:
                 shards_of[g].append(view)
-        # The user's groups keep the whole parameters; what a step reads is only borrowed.
+        # Copies, so that the user's groups keep the whole parameters.
         self._optimizer.param_groups = [
             {**group, "params": views}
             for group, views in zip(groups, shards_of, strict=True)
@@ -331,7 +365,7 @@ class ShardedUpdates(DeferredUpdateQueue):
 
 
 _ABSENT = object()
-_MISSING, _NOTHING, _ELEMENTS, _SCALAR = range(4)  # the last one plus the place of its dtype
+_MISSING, _NOTHING, _ELEMENTS, _SCALAR = range(4)  # _SCALAR plus the index of its dtype
 _SCALAR_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -359,13 +393,13 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in the order of memory, which is the arena's."""
+    """Returns the elements as a flat view in memory order, which is that of the flat buffer."""
     data = tensor.detach()
     return data.as_strided((data.numel(),), (1,))
 
 
 def _pieces(plan: _core.Plan, names: dict[str, int], rank: int, size: int) -> list[_Piece]:
-    """What `rank` owns under a plan, in the order of the line."""
+    """Returns what `rank` owns under a plan, in the order of the flat buffer."""
     owned = []
     for op in plan.ops:
         if op.kind == "reduce_scatter":

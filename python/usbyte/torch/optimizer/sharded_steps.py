@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in which each rank updates a shard of the parameters."""
+"""Steps of an optimizer with shards, each of which one rank updates."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class ShardedSteps:
     """Begins and ends the sharding of optimizer state, and resets gradients that a step consumed.
 
     Args:
-        rank_group: The ranks that take part.
-        label: Name of the optimizer.
+        rank_group: Ranks that share the gradients.
+        label: Name of the optimizer, equal on all ranks.
         optimizer: The wrapped optimizer.
         param_table: Its parameters.
-        groups: Their places in its param_groups.
-        reducer: Has their gradients.
+        groups: Maps parameters to parameter groups of the optimizer.
+        reducer: Sends gradients and waits for sums.
         executor: Runs the plan in force.
-        max_grad_norm: Norm to clip gradients to; None: they are not clipped.
-        fetch: By parameter, what the first read of it calls.
-        take_step: Calls the wrapped optimizer's step.
-        update_guard: Counts steps.
-        joined: Syncs hyper-parameters with ranks that have joined.
+        max_grad_norm: Upper limit of the gradient norm over all parameters; None for no limit.
+        fetch: By parameter, the function that materializes it before it is read.
+        take_step: Runs the step of the wrapped optimizer.
+        update_guard: Counts steps and serializes updates.
+        joined: Copies hyper-parameters to ranks that have joined.
 
     Attributes:
-        shards: The shards; None while a plan is learned, or without shard_optimizer.
+        shards: The sharded updates; None in learning steps and without `shard_optimizer`.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class ShardedSteps:
         self._max_grad_norm, self._fetch, self._take_step = max_grad_norm, fetch, take_step
         self._update_guard, self._joined = update_guard, joined
         self.shards: ShardedUpdates | None = None
-        self._set_to_none = True  # when gradients were reset last
-        self._consumed: list[bool] = []  # as `ShardedUpdates.used`, while a plan is learned
+        self._set_to_none = True  # how gradients were reset last
+        self._consumed: list[bool] = []  # by parameter, in learning steps
 
     def begin(self) -> ShardedUpdates:
-        """Shards the optimizer's state under the plan in force."""
+        """Shards the optimizer's state under the plan in force; returns the sharded updates."""
         self.shards = ShardedUpdates(
             self._rank_group,
             self._label,
@@ -83,7 +83,7 @@ class ShardedSteps:
         return self.shards
 
     def end(self) -> None:
-        """Gives the optimizer its whole state back, if it is in shards. Collective."""
+        """Gives the optimizer its whole state back if it is sharded. Collective then."""
         if self.shards is not None:
             self.shards.unshard_state()
             self.shards = None
@@ -91,11 +91,15 @@ class ShardedSteps:
     def step(self, shards: ShardedUpdates) -> bool:
         """Updates this rank's shards with the gradients in flight.
 
+        Args:
+            shards: The sharded updates.
+
         Returns:
-            False where there is nothing to update with.
+            False if there is nothing to update with: no gradient was sent, or the gradients were
+            reset.
 
         Raises:
-            UsageError: The last step has used the gradients up, or one was set by hand.
+            UsageError: The last step has consumed the gradients, or a gradient was set by hand.
         """
         if not self._reducer.in_flight:
             if shards.grads_consumed:
@@ -119,20 +123,24 @@ class ShardedSteps:
         return True
 
     def drop(self, shards: ShardedUpdates) -> None:
-        """Nobody wants the gradients in flight any more, here and on all ranks."""
+        """Drops the gradients in flight, which the script has reset. All ranks must do so.
+
+        Raises:
+            MismatchError: Another rank has used the gradients.
+        """
         with self._update_guard.updating():
-            if not self._reducer.in_flight:  # another thread has done so
+            if not self._reducer.in_flight:  # another thread has dropped them
                 return
-            self._joined.sync()  # where ranks that have joined wait for this one
+            self._joined.sync()  # ranks that have joined wait here for this one
             try:
                 shards.drop()
             except MismatchError as error:
-                self._executor.check()  # after a fault a device may hold anything
+                self._executor.check()  # after a fault, device memory may be garbage
                 self._update_guard.mark_partial_step(error)
                 raise
 
     def change_plan(self, shards: ShardedUpdates) -> None:
-        """Ends the step after which the plan changes; everything is applied."""
+        """Ends the step after which the plan changes. All updates must be applied."""
         self.end()
         self._reducer.finish_step(self._reducer.device.now())
         if self._reducer.learning:
@@ -141,14 +149,22 @@ class ShardedSteps:
             self.begin().used = shards.used
 
     def release_grads(self) -> None:
-        """Resets gradients after a step that was taken as a whole, as one on shards does."""
+        """Resets gradients after a step that was not sharded, as a sharded step does."""
         params = self._param_table.params
         self._consumed = [param.grad is not None for param in params] if not self.shards else []
         for param in params:
             param.grad = None
 
     def zero_grad(self, set_to_none: bool) -> bool:
-        """Resets gradients if there are shards; returns False otherwise."""
+        """Resets gradients if there are shards.
+
+        Args:
+            set_to_none: True sets gradients to None; False replaces them by zeros, also those that
+                the last step consumed.
+
+        Returns:
+            False if there are no shards, in which case nothing is done.
+        """
         self._set_to_none = set_to_none
         if self.shards is None:
             return False
@@ -166,14 +182,14 @@ class ShardedSteps:
         return True
 
     def zero_consumed(self, set_to_none: bool) -> None:
-        """While a plan is learned: resets gradients that the last step has consumed."""
+        """In learning steps: resets gradients, including those that the last step consumed."""
         if self._consumed and not set_to_none:  # zeros are gradients too
             rows = zip(self._consumed, self._param_table.params, strict=True)
             self._zero([used or param.grad is not None for used, param in rows])
         self._consumed = []
 
     def check_whole_gradients(self) -> None:
-        """Raises UsageError while gradients are on their way of which ranks get shards only."""
+        """Raises UsageError while gradients are in flight of which ranks get only shards."""
         if self.shards is not None and self._reducer.in_flight:
             raise no_whole_gradients(
                 "call step() right after backward(), and clip with max_grad_norm="

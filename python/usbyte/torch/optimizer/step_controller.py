@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the sums of gradients become updates: at once, layer by layer, or shard by shard."""
+"""Controls when reduced gradients become updates: at once, layer by layer, or by shard."""
 
 from __future__ import annotations
 
@@ -51,30 +51,32 @@ log = logging.getLogger("usbyte")
 class StepController:
     """Takes the steps of an optimizer whose gradients are summed over several ranks.
 
-    While the job is learned, and under a plan that overlaps backward only, a step waits for all
-    sums and is taken as a whole. Under one that overlaps the next forward pass too, gates and
-    readers of parameters have their updates applied. Closed by `end`.
+    In learning steps, and with overlap "backward", a step waits for all sums and updates all
+    parameters at once. With overlap "forward", updates are deferred: the forward pre-hook of a
+    module, or any other read of a parameter, applies the updates that it needs. With shards, each
+    rank updates its shards only. Call `end` to close the controller.
 
     Args:
-        rank_group: The ranks that take part.
-        optimizer: The wrapped one.
-        updater: Whose `step` updates parameters; the same, or what fuses its updates.
-        settings: What was asked for.
-        trained: Its parameters.
-        changing: Those that forward passes change on each rank in another way.
-        device: Where they are.
+        rank_group: Ranks that share the gradients.
+        optimizer: The wrapped optimizer.
+        updater: Its `step` updates the parameters: `optimizer` itself or its fused update.
+        settings: Arguments of the DistributedOptimizer.
+        param_table: Parameters of the optimizer. Indices of parameters are positions in it.
+        changing: Parameters that the forward pass changes differently on each rank.
+        device: Device of the parameters.
         planner: Makes the plans.
-        changes: Counts steps, and stands before parameters after a fault.
-        memory: Of codecs.
-        steps_before: Completed before this was made.
-        on_updated: Called when the optimizer has taken a step as a whole, before anybody reads
-            parameters.
+        update_guard: Serializes updates, counts steps, and blocks reads of parameters after a
+            fault.
+        memory: Codec state.
+        steps_before: Number of steps that were completed before.
+        on_updated: Called after a step that updated all parameters at once, before parameters can
+            be read.
 
     Attributes:
-        transport: Moves gradients.
-        reducer: Sends them, and gives their sums.
-        overlap: Whether updates wait for the next forward pass.
-        ended: After `end`.
+        executor: Runs the plan in force. Deleted by `end`, unless there was a fault.
+        reducer: Sends gradients and waits for sums. Deleted by `end`, unless there was a fault.
+        overlap: Decides whether updates are deferred to the next forward pass.
+        ended: Whether `end` was called.
     """
 
     def __init__(
@@ -98,8 +100,8 @@ class StepController:
         self._groups = ParamGroupIndex(optimizer, param_table)
         self._everything = range(len(param_table.params))
         self.ended = False
-        self._in_step = False  # of the wrapped optimizer, which may run a closure
-        self._passes = 0  # backward ones that have sent gradients since the last step
+        self._in_step = False  # whether the wrapped optimizer's step, with its closure, runs
+        self._passes = 0  # backward passes that sent gradients since the last step
         self._warnings = StepWarnings(planner.label, param_table.names)
         self._watch = ScriptObserver(optimizer, param_table.names, param_table.params)
         self._fetch_param = [weak_method(self._on_param_read, i) for i in self._everything]
@@ -159,22 +161,29 @@ class StepController:
 
     @property
     def shards(self) -> ShardedUpdates | None:
-        """Shards of parameters, each updated by the rank that owns it; None unless there are."""
+        """The sharded updates; None if there are no shards."""
         return self._sharded.shards
 
     @property
     def pending(self) -> bool:
-        """Some parameters have not got their update yet, or another thread gives it to them."""
+        """Whether an update is pending, or another thread is applying one."""
         waits = (self._sharded.shards or self._deferred).pending
         return bool(waits) or self._update_guard.updating_in_other_thread
 
     @property
     def is_healthy(self) -> bool:
-        """Neither communication nor a backward pass has failed."""
+        """Whether neither communication nor a backward pass has failed."""
         return not (self.executor.failed or self.reducer.in_backward)
 
     def check(self) -> None:
-        """Raises an error unless training can go on."""
+        """Raises an error unless training can go on.
+
+        Raises:
+            FaultError: There was a fault.
+            UsageError: The call is inside `backward()`, or a frozen parameter requires a gradient
+                now.
+            Error: The last `backward()` did not end, or the parameters are not those of any step.
+        """
         self.executor.check()
         self._update_guard.check_whole()
         if self.reducer.in_backward:
@@ -188,23 +197,33 @@ class StepController:
 
     @property
     def evaluates_first(self) -> bool:
-        """`step(closure)` is the same as `evaluate(closure)` and then `step()`."""
+        """Whether `step(closure)` equals `evaluate(closure)` followed by `step()`."""
         return calls_closure_first(self._optimizer) and not self._is_watched()
 
     def evaluate(self, closure: Callable[[], float]) -> float:
-        """Runs the closure of a step."""
+        """Runs the closure of a step with gradients enabled and returns its result."""
         self._check_threads()
         with torch.enable_grad():
             loss = closure()
-        self._watch.finds_threads()  # what the closure has run in others is over
+        self._watch.finds_threads()  # threads of the closure itself do not count
         return loss
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """See `DistributedOptimizer`; after `check`."""
+        """Takes a step, now or deferred. Call `check` first.
+
+        Args:
+            closure: As for `torch.optim.Optimizer.step`.
+
+        Returns:
+            The result of `closure`; None without one.
+
+        Raises:
+            UsageError: The step does not support the closure or other settings.
+        """
         mark_training_thread()
         self._passes = 0
         self._check_threads()
-        self._groups.refresh()  # before anything is given to the optimizer
+        self._groups.refresh()  # raises before anything has changed
         if isinstance(self._updater, FusedUpdate):
             self._updater.check()
         if self._settings.shard_optimizer:
@@ -220,7 +239,7 @@ class StepController:
         if self._sharded.shards is not None:
             self._step_shards(self._sharded.shards)
             return None
-        if closure is None and (reducer.learning or reducer.applied):  # looked for seldom
+        if closure is None and (reducer.learning or reducer.applied):  # seldom: costs time
             self._tell_of_unsent()
         if (
             not reducer.in_flight
@@ -234,7 +253,11 @@ class StepController:
         return None
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """See `DistributedOptimizer`."""
+        """Resets gradients. Pending updates still use the reduced gradients.
+
+        Args:
+            set_to_none: As for `torch.optim.Optimizer.zero_grad`.
+        """
         if self._sharded.zero_grad(set_to_none):
             pass
         elif self.pending or self._deferred.unvisited:
@@ -249,11 +272,11 @@ class StepController:
         self.reducer.forget_results(set_to_none)
 
     def check_whole_gradients(self) -> None:
-        """Raises UsageError while gradients are on their way of which ranks get shards only."""
+        """Raises UsageError while gradients are in flight of which ranks get only shards."""
         self._sharded.check_whole_gradients()
 
     def flush_accumulated(self) -> None:
-        """Sends what backward passes have accumulated on this rank."""
+        """Sends the gradients that this rank has accumulated, if there are any."""
         if self.reducer.has_accumulated and not self.reducer.in_flight:
             self.apply_all()
             self.reducer.begin()
@@ -261,10 +284,10 @@ class StepController:
             self.finish_backward()
 
     def contribute_zeros(self) -> bool:
-        """Takes part in a step of the other ranks with nothing; waits for them.
+        """Contributes zeros to a step of the other ranks and waits for their flags.
 
         Returns:
-            Whether any rank has sent something; if not, nothing is in flight any more.
+            Whether any rank has sent gradients. If not, nothing is in flight any more.
         """
         others_send = self.reducer.send_zeros()
         self.finish_backward()
@@ -274,7 +297,7 @@ class StepController:
 
     @outside_inference_mode
     def drain(self) -> None:
-        """Applies pending updates and makes gradients final, or, with shards, the sums of those."""
+        """Applies pending updates and makes gradients final; with shards, waits for reductions."""
         self.apply_all()
         if self.reducer.in_flight and self._sharded.shards is not None:
             self.reducer.wait_reduced()
@@ -282,7 +305,7 @@ class StepController:
             with self._update_guard.lock:
                 if self.reducer.in_flight:
                     self.reducer.settle()
-                else:  # another thread has put the updates off meanwhile
+                else:  # another thread has deferred the updates meanwhile
                     self.apply_all()
 
     def apply_all(self) -> None:
@@ -290,18 +313,18 @@ class StepController:
         self._apply(self._everything)
 
     def up_to_date(self) -> None:
-        """The calling thread has made everything final."""
+        """Records that the calling thread has applied all updates."""
         self._watch.up_to_date()
 
     def end_sharding(self) -> None:
-        """Gives the optimizer its whole state back, if it is in shards. Collective."""
+        """Gives the optimizer its whole state back if it is sharded. Collective then."""
         self._sharded.end()
 
     def end(self, whole_state: bool) -> None:
-        """Applies pending updates, unless communication has failed; then ends the engine.
+        """Applies pending updates, unless communication has failed, and ends the engine.
 
         Args:
-            whole_state: Also gives the optimizer its whole state back.
+            whole_state: Whether to give the optimizer its whole state back if it is sharded.
         """
         reducer = self.reducer
         try:
@@ -312,7 +335,7 @@ class StepController:
                 if whole_state:
                     self.end_sharding()
         except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt, which would else wait again below
+            if not isinstance(error, Exception):  # an interrupt must not wait again in close()
                 self.executor.fail(f"this rank's end was interrupted by {type(error).__name__}")
             raise
         finally:
@@ -322,15 +345,19 @@ class StepController:
             reducer.close()
             self.executor.close()
             self.ended = True
-            if self._update_guard.recovery is None:  # or pending updates might still be asked for
-                # They refer to this one too; their memory goes now, not when a collector comes.
+            if self._update_guard.recovery is None:  # after a fault pending updates may be applied
+                # Breaks reference cycles: frees memory now, not when the garbage collector runs.
                 del self._forward_hooks, self._deferred, self._joined
                 del self.reducer, self.executor
 
     # After a fault.
 
     def clean_up(self, completes: bool) -> None:
-        """Somebody goes on from the parameters as they are, with pending updates or without."""
+        """Prepares parameters for use after a fault.
+
+        Args:
+            completes: Whether to apply the pending updates first. If not, they are dropped.
+        """
         if completes:
             self.reducer.stop_waiting()
             with self._update_guard.updating_after_fault():
@@ -340,19 +367,23 @@ class StepController:
         self._give_up()
 
     def examine(self, is_quiet: bool) -> tuple[bool, bool]:
-        """Whether a step was applied in part, and whether its rest can be applied."""
+        """Returns whether a step was applied in part, and whether the rest of it can be applied.
+
+        Args:
+            is_quiet: Whether no update is running and no step has ended half-way.
+        """
         count, reducer = self._updates.count, self.reducer
-        # Of sharded parameters a shard each is a step ahead of the rest at once.
+        # With shards, this rank's shard of every parameter is a step ahead of the rest.
         whole = count in (0, 0 if self._sharded.shards else len(self._everything))
         completable, torn = False, reducer.device.core is not None
-        with suppress(UsageError):  # the engine has ended meanwhile
+        with suppress(UsageError):  # raised if the engine has ended meanwhile
             torn = reducer.is_torn()
             alone = count > 0 and is_quiet and self._sharded.shards is None
             completable = alone and reducer.has_all()
         return not whole or not is_quiet or torn, completable
 
     def _give_up(self) -> None:
-        """Forgets the updates that are pending, as those of a run that has failed."""
+        """Drops the pending updates, which are of a run that has failed."""
         self._update_guard.forget()
         self._deferred.forget()
 
@@ -363,7 +394,7 @@ class StepController:
         return self._sharded.shards or self._deferred
 
     def _needs_whole_step(self) -> bool:
-        """True if step hooks, a GradScaler or the optimizer want to see this step as a whole."""
+        """Returns whether step hooks, a GradScaler or the optimizer need one undivided step."""
         optimizer = self._optimizer
         return self._is_watched() or mixes_dtypes(optimizer) or step_is_replaced(optimizer)
 
@@ -372,7 +403,7 @@ class StepController:
         return found_inf is not None or has_step_hooks(self._optimizer)
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        return self._run(self._updater.step, closure)  # looked up each time: schedulers replace it
+        return self._run(self._updater.step, closure)  # not cached: schedulers replace it
 
     def _take_deferred(self, call: Callable[[], Any]) -> Any:
         return self._run(call, None)
@@ -382,7 +413,7 @@ class StepController:
             self.reducer.mark_applied()
         calls_first = closure is not None and is_known(self._optimizer)
         result = self._update_guard.step(call, closure, calls_first)
-        self.reducer.mark_applied()  # also what the closure has brought
+        self.reducer.mark_applied()  # also sums of gradients that the closure has sent
         self._memory.uncommitted = False
         return result
 
@@ -440,10 +471,10 @@ class StepController:
             updates.apply(indices)
 
     def _tell_of_unsent(self) -> None:
-        """Warns once of gradients that no backward pass has given, which nobody sends."""
+        """Warns once of a gradient that came from no backward pass and is not sent."""
         if (i := self.reducer.unsent_gradient()) < 0:
             return
-        if _is_in_backward():  # in a hook that comes before usbyte's
+        if _is_in_backward():  # a hook that runs before usbyte's called this
             raise _called_in_backward()
         self._warnings.set_by_hand(i)
 
@@ -467,7 +498,10 @@ class StepController:
     # Learning.
 
     def _on_learned(self) -> None:
-        """All ranks are about to plan: they see that they train alike, and agree on the overlap."""
+        """Checks that all ranks train alike and chooses the overlap. Collective.
+
+        Called when all ranks have learned, before they plan.
+        """
         label = self._planner.label
         check_unreduced(self._optimizer, self._param_table.names, self._param_table.params)
         warn_if_params_diverge(
@@ -479,7 +513,7 @@ class StepController:
         self._deferred.look_at_memory()
         return self._deferred.aliased
 
-    # Who uses parameters and gradients.
+    # Uses of parameters and gradients.
 
     def _on_root(self, trains: bool) -> None:
         # Evaluation may take other paths through the model than those that were learned, and a
@@ -522,11 +556,12 @@ class StepController:
     # Backward passes.
 
     def prepare_backward(self, i: int) -> set[int]:
-        """Before the first gradient of a backward pass, that of parameter i, is sent.
+        """Prepares a backward pass, before its first gradient, that of parameter `i`, is sent.
 
         Returns:
-            Parameters whose updates the forward pass did not wait for. If one of them gets a
-            gradient, the forward pass has read it without its hook: see `missed_use`.
+            Indices of the parameters with a deferred update that the forward pass did not wait for.
+            If one of them gets a gradient, the forward pass has read it without its forward
+            pre-hook: raise `missed_use`.
         """
         self._forward_hooks.stop_recording()
         self._update_guard.check_whole()
@@ -545,7 +580,7 @@ class StepController:
         self._watch.up_to_date()
 
     def missed_use(self, i: int) -> Error:
-        """Returns the error of a parameter that the forward pass has read before its update."""
+        """Returns the error that the forward pass has read parameter `i` before its update."""
         return Error(
             f"parameter '{self._param_table.names[i]}' was used in the forward pass before its "
             "update had been applied, in a way that the first steps did not show; use "
@@ -553,7 +588,10 @@ class StepController:
         )
 
     def finish_backward(self) -> None:
-        """After all gradients were sent: waits for the sums, or has their first reads wait."""
+        """Ends a backward pass, after all of its gradients were sent.
+
+        It waits for the sums, or makes gradients lazy if updates may be deferred.
+        """
         self._passes += 1
         if self.reducer.learning:
             self._warnings.no_step(self._passes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a script, each of which is logged once."""
+"""Warnings about a script, each logged once for an optimizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PASSES_WITHOUT_STEP = 30
 
 
 class StepWarnings:
-    """Logs what a script does that costs speed or equal parameters.
+    """Logs what a script does that costs speed, or lets parameters of ranks diverge.
 
     Args:
         label: Name of the optimizer.
-        names: By parameter, its name.
+        names: Names of the parameters, by parameter index.
     """
 
     def __init__(self, label: str, names: Sequence[str]) -> None:
@@ -24,14 +24,14 @@ class StepWarnings:
         self._told: set[str] = set()
 
     def is_new(self, topic: str) -> bool:
-        """Returns True the first time."""
+        """Returns True in the first call for this topic, else False."""
         if topic in self._told:
             return False
         self._told.add(topic)
         return True
 
     def aliases(self, aliased: Sequence[int]) -> None:
-        """Updates of these parameters do not wait, as other tensors show their memory."""
+        """Warns that updates of `aliased` are not deferred: other tensors use their memory."""
         if self.is_new("aliases"):
             log.warning(
                 "%s: a script keeps other tensors over the memory of %d of %d parameters, '%s' for "
@@ -44,7 +44,7 @@ class StepWarnings:
             )
 
     def set_by_hand(self, i: int) -> None:
-        """No backward pass has given the gradient of parameter i, so nobody sends it."""
+        """Warns that the gradient of parameter `i` came from no backward pass and is not sent."""
         if self.is_new("unsent"):
             log.warning(
                 "%s: the gradient of '%s' was set by hand, and only those that backward() gives "
@@ -55,7 +55,7 @@ class StepWarnings:
             )
 
     def thread(self, name: str) -> None:
-        """Another thread than the one that trains has used a parameter while updates wait."""
+        """Warns that another thread has used the parameter `name` while updates are deferred."""
         if self.is_new("threads"):
             log.warning(
                 "%s: another thread than the one that trains has used '%s' while updates wait for "
@@ -67,7 +67,7 @@ class StepWarnings:
             )
 
     def no_step(self, passes: int) -> None:
-        """So many backward passes have sent gradients, and no step has followed."""
+        """Warns that `passes` backward passes have sent gradients without a step, at a limit."""
         if passes == _PASSES_WITHOUT_STEP:
             log.warning(
                 "%s: %d backward passes have sent gradients without a call of step(), so that "

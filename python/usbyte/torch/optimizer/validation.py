@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an optimizer's parameters can be served as was asked for, and by what."""
+"""Checks that an optimizer's parameters support the settings, and chooses what serves them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger("usbyte")
 
 @dataclass(frozen=True)
 class ValidatedOptimizer:
-    """What serves them.
+    """The result of `validate_optimizer`.
 
     Attributes:
-        updater: Whose `step` updates them.
-        codecs: That there are for them.
-        sparse: Names of those whose gradients travel as the rows that they have.
+        updater: Its `step` updates the parameters: the wrapped optimizer or its fused update.
+        codecs: Codecs that may encode the gradients.
+        sparse: Names of the parameters whose gradients are sent as the rows that they have.
     """
 
     updater: torch.optim.Optimizer | FusedUpdate
@@ -49,17 +49,18 @@ def validate_optimizer(
     size: int,
     model: nn.Module | None,
 ) -> ValidatedOptimizer:
-    """Checks all that a rank can by itself, and changes nothing.
+    """Checks everything that a rank can check alone. Changes nothing.
 
     Args:
-        optimizer: The wrapped one.
+        optimizer: The wrapped optimizer.
         param_table: Its parameters.
-        settings: What was asked for.
-        size: Number of ranks.
-        model: That has the parameters, where it is known.
+        settings: Arguments of the DistributedOptimizer.
+        size: Number of ranks that share the gradients.
+        model: Module that owns the parameters; None if unknown. Layers with sparse gradients are
+            found in it.
 
     Raises:
-        UsageError: Some of them cannot be served.
+        UsageError: A parameter does not support the settings.
     """
     names, params = param_table.names, param_table.params
     if not params:
@@ -90,7 +91,14 @@ def validate_optimizer(
 def warn_of_renormalized(
     label: str, param_table: ParamTable, model: nn.Module | None
 ) -> set[nn.Parameter]:
-    """Logs which parameters the forward pass changes, on each rank in another way; returns them."""
+    """Returns, and logs, the parameters that the forward pass changes differently on each rank.
+
+    Args:
+        label: Name of the optimizer.
+        param_table: Parameters of the optimizer; only these are logged.
+        model: Module that owns the parameters; None if unknown, in which case no parameter is
+            found.
+    """
     changed = renormalized_parameters(model)
     for name, param in zip(param_table.names, param_table.params, strict=True):
         if param in changed:
@@ -120,7 +128,11 @@ def _sparse(param_table: ParamTable, settings: Settings, model: nn.Module | None
 def _check_separate(
     settings: Settings, names: Sequence[str], params: Sequence[nn.Parameter]
 ) -> None:
-    """Raises UsageError if parameters share memory, which is then to be updated one by one."""
+    """Raises UsageError if parameters share memory.
+
+    Their updates must then be applied one after the other, which sharded and fused updates do not
+    do.
+    """
     for group in sharing_memory(params):
         what = "shard_optimizer=True" if settings.shard_optimizer else "fused_update=True"
         first, second = (names[i] for i in group[:2])

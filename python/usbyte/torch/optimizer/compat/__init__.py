@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other libraries' optimizers, wrappers and scalers do that usbyte has to know."""
+"""What usbyte has to know of other libraries' optimizers, module wrappers and scalers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of an optimizer: by its class, by the function that is its step, by its hooks."""
+"""Properties of an optimizer that follow from its class, its step function and its hooks."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import torch
 from usbyte.errors import UsageError
 from usbyte.torch.torch_private import step_hooks
 
-#: Classes of torch.optim whose updates treat every element by itself.
+#: Classes of torch.optim whose updates treat each element independently.
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
 )  # fmt: skip
 
-# What runs when a step is taken, as far as methods of the class decide it.
+# Methods of the class that decide what a step does.
 _METHODS = ("step", "_init_group")
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's own, each of which updates every parameter by itself.
+    """Returns whether the optimizer is torch's own, which updates each parameter independently.
 
-    A subclass is none, nor is an optimizer whose step was replaced.
+    False for a subclass, and for an optimizer whose step was replaced.
     """
     return is_torchs(type(optimizer)) and not step_is_replaced(optimizer)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class updates every element of a parameter by itself."""
+    """Returns whether its class updates each element of a parameter independently."""
     return type(optimizer) in (getattr(torch.optim, name) for name in ELEMENTWISE)
 
 
 def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer.step` runs another function than its class defines.
+    """Returns whether `optimizer.step` runs another function than its class defines.
 
-    Wrappers of torch's own do not count: those of learning rate schedulers, of the profiler, of
-    torch.compile and of `torch.no_grad`. A class of torch.optim is to run nothing but torch's code.
-    Of another class, whatever its own `step` runs is its definition.
+    Wrappers from torch do not count: those of learning rate schedulers, the profiler, torch.compile
+    and `torch.no_grad`. An optimizer of torch.optim must run only torch's code. For any other
+    class, its own `step` is the definition, whatever it runs.
     """
     kind, attributes = type(optimizer), vars(optimizer)
     from_torch = is_torchs(kind)
@@ -59,7 +59,7 @@ def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
 def _runs_other(
     function: Any, method: Any, optimizer: torch.optim.Optimizer, from_torch: bool
 ) -> bool:
-    """Whether a function ends in another one than the class defines."""
+    """Returns whether a function, without torch's wrappers, is not `method` of the class."""
     while function is not None:
         if function is method and not from_torch:
             return False
@@ -78,14 +78,19 @@ def _runs_other(
 
 
 def is_torchs(kind: type) -> bool:
-    """Whether a class of optimizers is one of torch.optim's."""
+    """Returns whether a class of optimizers is defined in torch.optim."""
     return kind.__module__ == "torch.optim" or kind.__module__.startswith("torch.optim.")
 
 
 def check_narrowable(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError unless a step updates just the parameters of `param_groups`, as set last.
+    """Checks that a step updates exactly the parameters of `param_groups`, as set last.
 
-    An optimizer that holds another one, as Lookahead does, may have that update all of its own.
+    An optimizer that contains another one, as Lookahead does, may let that one update all of its
+    own parameters.
+
+    Raises:
+        UsageError: `param_groups` cannot be set, or an inner optimizer has `param_groups` of its
+            own.
     """
     groups, kind = optimizer.param_groups, type(optimizer).__name__
     narrowed = list(groups)
@@ -118,22 +123,26 @@ def _held_optimizers(
 
 
 def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step(closure)` is to call the closure and then to take a step."""
+    """Returns whether `step(closure)` equals one call of the closure and then `step()`."""
     return is_known(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody is called before or after each step of the optimizer."""
+    """Returns whether hooks run before or after each step of the optimizer."""
     return any(step_hooks(optimizer))
 
 
 @contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Runs the update of a step that was taken before any of the present hooks was registered."""
+    """Context in which no step hook runs.
+
+    A deferred update belongs to a step that was taken before any of the present hooks was
+    registered.
+    """
     hooks = [each for each in step_hooks(optimizer) if each]
     registered = [dict(each) for each in hooks]
     for each in hooks:
-        each.clear()  # in place, as the handles refer to these
+        each.clear()  # in place, because hook handles refer to these dictionaries
     try:
         yield
     finally:
@@ -144,9 +153,9 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def mixes_dtypes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the first parameter of a group, by its dtype, decides how others are updated.
+    """Returns whether the dtype of a group's first parameter changes how the others are updated.
 
-    So it does in torch's Adafactor, unless that is told its first epsilon.
+    That is so in torch's Adafactor, unless its first epsilon is given.
     """
     return isinstance(optimizer, getattr(torch.optim, "Adafactor", ())) and any(
         group["eps"][0] is None and len({p.dtype for p in group["params"] if p.requires_grad}) > 1

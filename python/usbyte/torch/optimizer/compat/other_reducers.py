@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers of other libraries that reduce gradients too; with usbyte's they would do so twice."""
+"""Detects wrappers of other libraries that also reduce gradients, which would reduce them twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from usbyte.errors import UsageError
 from usbyte.torch.torch_private import gradient_hooks
 
-# Names of classes, in whichever library: asking for the classes would import those.
+# By name, whatever the library: the classes themselves would have to be imported.
 _MODULES = frozenset(
     [
         "DeepSpeedEngine",
@@ -23,7 +23,7 @@ _MODULES = frozenset(
         "ShardedDataParallel",
     ]
 )
-# Libraries whose hooks of parameters send gradients.
+# Libraries whose hooks on parameters send gradients.
 _LIBRARIES = frozenset(["apex", "bagua", "byteps", "colossalai", "deepspeed", "fairscale",
                         "horovod", "megatron"])  # fmt: skip
 
@@ -33,12 +33,12 @@ def check_unreduced(
 ) -> None:
     """Raises UsageError if something else in this process reduces the gradients of parameters.
 
-    Looks at all objects that Python's collector knows, which takes some 10 ms.
+    It searches all objects that Python's garbage collector tracks, which takes about 10 ms.
 
     Args:
-        optimizer: That is to be wrapped.
-        names: Of its parameters.
-        params: Its parameters.
+        optimizer: The optimizer to wrap.
+        names: Names of its parameters, by parameter index.
+        params: Its parameters, by parameter index.
     """
     if hasattr(optimizer, "_allreduce_grad_async"):
         raise UsageError(
@@ -51,16 +51,16 @@ def check_unreduced(
             if library in _LIBRARIES:
                 raise _reduced_twice(name, f"a hook of {library}'s")
     if _first_reduced(_living(), named) is not None:
-        gc.collect()  # a wrapper that was dropped may be part of a cycle
+        gc.collect()  # a deleted wrapper may live on in a reference cycle
         if (found := _first_reduced(_living(), named)) is not None:
             raise found
 
 
 def check_module(module: nn.Module, named: Mapping[nn.Parameter, str]) -> None:
-    """Raises UsageError if a module that runs reduces the gradients of parameters.
+    """Raises UsageError if a module that is about to run reduces the gradients of parameters.
 
     Args:
-        module: It is about to run forward.
+        module: The module that is about to run its forward.
         named: The parameters that usbyte reduces, with their names.
     """
     active = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
@@ -70,14 +70,14 @@ def check_module(module: nn.Module, named: Mapping[nn.Parameter, str]) -> None:
 
 
 def _living() -> list[nn.Module]:
-    # By type, as isinstance would run the code of proxies.
+    # By type, because isinstance would run code of proxy objects.
     return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
 
 
 def _first_reduced(
     modules: Iterable[nn.Module], named: Mapping[nn.Parameter, str]
 ) -> UsageError | None:
-    """The error of the first of the modules that reduces one of the parameters."""
+    """Returns the error for the first module that reduces one of the parameters, or None."""
     for module in modules:
         kind = next((k.__name__ for k in type(module).__mro__ if k.__name__ in _MODULES), "")
         if kind and _reduces(module):
@@ -88,9 +88,9 @@ def _first_reduced(
 
 
 def _reduces(module: nn.Module) -> bool:
-    """Whether a wrapper works among several ranks, or would in a larger run of this script."""
+    """Returns whether a wrapper reduces over several ranks, or would in a larger run."""
     if type(module).__name__ == "FullyShardedDataParallel":
-        return True  # its parameters are parts of others, however many ranks share them
+        return True  # its parameters are flat shards, even with a single rank
     group = getattr(module, "process_group", None)
     if not isinstance(group, dist.ProcessGroup) or not dist.is_initialized():
         return True
@@ -98,7 +98,7 @@ def _reduces(module: nn.Module) -> bool:
 
 
 def _reduced_by(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The wrapper's parameters, without those that DDP was told to ignore."""
+    """Returns the wrapper's parameters, without those that DDP was told to ignore."""
     ignored = getattr(module, "parameters_to_ignore", ())
     inner = module.module if ignored and isinstance(module.module, nn.Module) else module
     return (param for name, param in inner.named_parameters() if name not in ignored)
@@ -115,5 +115,5 @@ def _reduced_twice(name: str, by: str) -> UsageError:
 
 
 def _library_of(hook: Any) -> str:
-    hook = getattr(hook, "func", hook)  # of a functools.partial
+    hook = getattr(hook, "func", hook)  # the function inside a functools.partial
     return str(getattr(hook, "__module__", "")).partition(".")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that have memory in common, whatever torch knows of it."""
+"""Finds tensors that share memory, including those that share it unknown to torch."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ import torch
 
 from usbyte.torch.torch_private import storage_handle, storage_use_count
 
-_OWN_USES = 2  # of a storage: its tensor, and the object by which Python asks
+_OWN_USES = 2  # of a storage: its tensor, and the Python storage object of the query
 
 
 class Aliases:
-    """Other tensors over the memory of parameters, as in a `state_dict()` that a script keeps.
+    """Finds other tensors over the memory of parameters, such as a kept `state_dict()`.
 
-    They read that memory without a word, also while an update of it waits.
+    A read of such a tensor cannot be detected, even while an update of its memory is deferred.
 
     Args:
-        params: All plain. The parameters that are not among them count as other tensors.
+        params: Plain tensors, none of them lazy. Parameters that are not among them count as other
+            tensors.
 
     Attributes:
-        are_outdated: Parameters may have other memory by now, as of the last `find`.
+        are_outdated: Whether parameters may have new memory, as of the last `find`.
     """
 
     are_outdated = True
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        # Kept, so that a number stands for the same storage as long as this one lives.
+        # A reference to each storage, so that its number is not given to another storage.
         self._storages = [param.untyped_storage() for param in params]
         self._numbers = [storage._cdata for storage in self._storages]
         own = Counter(self._numbers)
         self._expected = [own[number] + 1 for number in self._numbers]
 
     def find(self) -> list[int]:
-        """Indices of the parameters whose memory other tensors use."""
+        """Returns the indices of the parameters whose memory other tensors use."""
         if storage_use_count is None:
-            self.are_outdated = False  # as far as can be told
+            self.are_outdated = False  # this torch cannot tell
             return []
         if not self._numbers:
             return []
@@ -45,20 +46,20 @@ class Aliases:
         if uses == self._expected:
             self.are_outdated = False
             return []
-        # Each parameter has left one storage if it has another one now.
+        # A parameter that got another storage is missing in the use count of its old one.
         rows = list(zip(uses, self._expected, strict=True))
         self.are_outdated = any(count < expected for count, expected in rows)
         return [i for i, (count, expected) in enumerate(rows) if count > expected]
 
 
 def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Groups of tensors that have memory in common, as where `a.data = b.data.t()` ties two.
+    """Returns the groups of tensors that share memory, as `a.data = b.data.t()` makes two share it.
 
     Args:
-        tensors: All plain, dense or not.
+        tensors: Plain tensors, none of them lazy, with or without gaps between elements.
 
     Returns:
-        Indices of the tensors of each group, ascending; those that share nothing are left out.
+        Ascending indices of the tensors of each group. Tensors that share nothing are left out.
     """
     spans = sorted(
         (device, begin, end, i)
@@ -79,7 +80,7 @@ def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _span_of(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Device, first address and the one behind the last, between which all elements lie."""
+    """Returns the device, the first address, and the end address of a tensor's elements."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return "", 0, 0
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -88,7 +89,7 @@ def _span_of(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether other tensors have parts of the same storage; False where torch cannot tell."""
+    """Returns whether other tensors use the same storage; False where torch cannot tell."""
     if storage_use_count is None or tensor.layout is not torch.strided:
         return False
     return storage_use_count(storage_handle(tensor)) > _OWN_USES

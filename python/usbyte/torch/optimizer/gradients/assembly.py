@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the parts together by which an optimizer's gradients are summed."""
+"""Connects the objects that sum an optimizer's gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ from usbyte.torch.world.rank_group import RankGroup
 
 
 class GradientPath(NamedTuple):
-    """What takes a gradient from autograd to its sum."""
+    """The objects that take a gradient from autograd to its sum.
+
+    Attributes:
+        reducer: Sends gradients and waits for sums.
+        executor: Runs the plan in force.
+    """
 
     reducer: Reducer
     executor: PlanExecutor
@@ -44,20 +49,20 @@ def make_gradient_path(
     uses: ParameterUseTracker,
     on_learned: Callable[[], None],
 ) -> GradientPath:
-    """Connects the ranks, and makes a reducer with all that it needs. Collective.
+    """Connects the ranks and makes a reducer with everything that it needs. Collective.
 
     Args:
-        rank_group: The ranks that take part.
+        rank_group: Ranks that share the gradients.
         optimizer: The wrapped optimizer.
         settings: Arguments of the DistributedOptimizer.
-        param_table: The parameters.
-        changing: Parameters that forward passes change on each rank in another way.
-        device: Where parameters are.
+        param_table: Parameters of the optimizer.
+        changing: Parameters that the forward pass changes differently on each rank.
+        device: Device of the parameters.
         planner: Makes the plans.
-        update_guard: Told when parameters of ranks have come to differ.
-        memory: State of the codecs.
-        steps_before: Steps completed before this was made.
-        uses: Knows when the forward pass uses each parameter.
+        update_guard: Receives the notice that parameters differ between ranks.
+        memory: Codec state.
+        steps_before: Number of steps that were completed before.
+        uses: Records when the forward pass needs each parameter.
         on_learned: Called when all ranks have learned, before they plan.
     """
     communicator = connect(rank_group, device, settings.topology)

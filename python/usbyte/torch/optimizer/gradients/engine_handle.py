@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves an optimizer's gradients, and outlives it for a while where nobody has closed it."""
+"""Ownership of an engine and its resources, which may outlive the optimizer."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from usbyte.torch.world.rank_group import RankGroup
 
 
 class EngineHandle:
-    """An engine, what it sends through, and the memory that it reads by address.
+    """An engine, its communicator and exchange, and the memory that the engine reads by address.
 
-    It knows neither parameters nor whoever uses it, so that Python's collector may take a model and
-    its optimizer while the engine is still at work; the context closes what they leave.
+    It refers neither to parameters nor to the plan executor. The garbage collector can therefore
+    free a model and its optimizer while the engine still works. The rank group then adopts the
+    handle and closes it.
 
     Args:
-        rank_group: The ranks that take part.
-        label: Of the optimizer, the same on all ranks.
-        communicator: Nothing else uses it.
+        rank_group: Ranks that share the gradients.
+        label: Name of the optimizer, equal on all ranks.
+        communicator: Connects the ranks; owned by this handle and used by this engine only.
 
     Attributes:
-        rank_group: The ranks that take part.
-        label: As given.
-        communicator: As given.
-        exchange: What sparse gradients travel over, once there are any.
-        abandoned: Nobody on this rank waits for it any more, so that a fault of it is nobody's.
+        rank_group: Ranks that share the gradients.
+        label: Name of the optimizer, equal on all ranks.
+        communicator: Connects the ranks; closed by `close`.
+        exchange: Exchange for sparse gradients; None until a plan needs it. Closed by `close`.
+        orphaned: True if nothing on this rank waits for the engine any more, so that its faults are
+            not reported. Default False.
     """
 
     def __init__(self, rank_group: RankGroup, label: str, communicator: EngineCommunicator) -> None:
@@ -41,41 +43,57 @@ class EngineHandle:
         self._memory: tuple[object, ...] = ()
 
     def attach_engine(self, engine: _core.Engine, *memory: object) -> None:
-        """From now on this is the engine, and `memory` what is to live as long as it works."""
+        """Sets the engine, and `memory` that must live as long as the engine works."""
         self._engine, self._memory = engine, memory
 
     def on_stall(self, text: str) -> str:
-        """See `EngineOptions.on_stall`."""
+        """Adds the ranks that are behind to the text of a stall warning.
+
+        Called on the engine's thread when an op has not completed for `stall_warning_s`.
+
+        Args:
+            text: What this rank knows about the stall.
+
+        Returns:
+            The text to log.
+        """
         steps = self._engine.steps if self._engine is not None else 0
         if self.orphaned:
             return text
         return self.rank_group.query_stragglers(f"{self.label}.step{steps}", text)
 
     def on_fault(self, noticed: str) -> str:
-        """See `EngineOptions.on_fault`."""
+        """Asks the other ranks about a fault. Called on the engine's thread.
+
+        Args:
+            noticed: What this rank knows about the fault.
+
+        Returns:
+            The message that every wait raises.
+        """
         return noticed if self.orphaned else self.rank_group.report_fault(noticed)
 
     def status(self) -> dict[str, Any]:
-        """How far this rank has come; see `Engine.status`. Empty without an engine."""
+        """Returns this rank's progress as the engine reports it; empty without an engine."""
         status: dict[str, Any] = json.loads(self._engine.status()) if self._engine else {}
         return status
 
     def fail(self, message: str) -> None:
-        """After a fault: nothing that is on its way is waited for any more."""
-        with suppress(UsageError):  # it has ended
+        """After a fault: makes every wait on the engine raise FaultError with this message."""
+        with suppress(UsageError):  # the engine has ended
             if self._engine is not None:
                 self._engine.fail(message)
 
     def stop_timeline(self) -> None:
-        """Writes out what is complete and stops recording."""
-        with suppress(UsageError):  # it has ended
+        """Writes the complete part of the timeline and stops recording."""
+        with suppress(UsageError):  # the engine has ended
             if self._engine is not None:
                 self._engine.set_timeline(None)
 
     def close(self) -> None:
-        """Ends all threads, once a step whose backward has ended is over."""
+        """Ends all threads, after the step whose backward pass has ended."""
         exchange, self.exchange = self.exchange, None
-        with ExitStack() as last_first:  # each of them, whatever others raise
+        with ExitStack() as last_first:  # closes all, even if one close raises
             if exchange is not None:
                 last_first.callback(exchange.close)
             last_first.callback(self.communicator.close)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena: one flat buffer that holds every gradient, in the plan's order."""
+"""The flat buffer: all gradients of an optimizer, in the plan's order of tensors."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from usbyte.torch.layout import NUM_CHECK_FLAGS, NUM_VOTES, is_dense
 
 
 class FlatBuffer:
-    """Buffer and views for one plan.
+    """A flat buffer and its views for one plan.
 
     Args:
-        plan: Its tensors are `CONTROL_TENSOR` and then the parameters' gradients.
-        params: In the plan's order, without `CONTROL_TENSOR`; sparse ones last.
-        buffer: 1-d uint8 of the plan's size, where they are.
+        plan: Its tensors are the control tensor and then the gradients of `params`.
+        params: Parameters in the plan's order of tensors; sparse ones are last.
+        buffer: 1-d uint8, of the plan's size in bytes, on the device of the parameters.
 
     Attributes:
-        buffer: 1-d uint8.
-        flags: 1-d, all of `CONTROL_TENSOR`.
-        used: 1-d, of those the flags, one for each parameter, in the plan's order, the votes and
-            the flags of a checksum.
-        votes: 1-d, the votes and those.
-        grads: For each dense parameter its gradient's view, of its shape and strides. Each
-            view has a version counter of its own, so that a write to one gradient can be told from
-            a write to another.
+        buffer: 1-d uint8, the whole flat buffer.
+        flags: 1-d, the whole control tensor.
+        used: 1-d, the part of `flags` that is in use: one used flag for each parameter in the
+            plan's order, then the step votes, then the checksum flags.
+        votes: 1-d, the step votes and the checksum flags.
+        grads: Views of the gradients of all dense parameters, with the parameter's shape and, if it
+            has no gaps, its strides. Each view has its own version counter, so that a write to one
+            gradient is not taken for a write to another.
     """
 
     def __init__(

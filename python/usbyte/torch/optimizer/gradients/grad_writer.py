@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients on their way into the arena: torch writes it on the host, the engine elsewhere."""
+"""Writes gradients to the flat buffer: by torch on the CPU, by the engine on a CUDA device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from usbyte.torch.layout import laid_out_alike
 from usbyte.torch.optimizer.gradients.flat_buffer import FlatBuffer
 from usbyte.torch.runtime.device import Device
 
-_SMALL_NUMEL = 1 << 15  # up to here torch uses one thread
+_SMALL_NUMEL = 1 << 15  # up to this size torch uses one thread
 
 
 class HostGradWriter:
-    """Writes each gradient to the arena, scaled, as it comes.
+    """Writes each gradient to the flat buffer, scaled, as soon as it is ready. For the CPU.
 
     Args:
-        params: The parameters, by index.
-        at_slot: Their indices in the plan's order, in which the arena holds gradients behind the
-            flags.
-        arena: Where gradients go.
-        engine: Sends what is ready.
-        scale: Multiplied with gradients.
+        params: The parameters, by parameter index.
+        at_slot: Parameter indices in the plan's order of tensors, without the control tensor.
+        flat_buffer: Flat buffer of the plan in force.
+        engine: Launches ops whose gradients are ready.
+        scale: Factor of all gradients: 1 / number of ranks for `Average`, 1 for `Sum`.
     """
 
     def __init__(
@@ -37,12 +36,12 @@ class HostGradWriter:
         scale: float,
     ) -> None:
         self._params, self._at_slot = params, at_slot
-        self._slot = {i: k + 1 for k, i in enumerate(at_slot)}  # 0: the flags
-        self._views = dict(zip(at_slot, flat_buffer.grads, strict=False))  # sparse ones have none
+        self._slot = {i: k + 1 for k, i in enumerate(at_slot)}  # slot 0 is the control tensor
+        self._views = dict(zip(at_slot, flat_buffer.grads, strict=False))  # none for sparse ones
         self._flat_buffer, self._engine = flat_buffer, engine
-        # Of a number torch would make a tensor each time.
+        # torch.mul would turn a number into a tensor in each call.
         self._scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
-        # By parameter, the layout in which the core scales in less time than torch needs to begin.
+        # Dtype and strides of small gradients: the core scales them faster than torch launches.
         self._small = {
             i: (view.dtype, view.stride())
             for i, view in self._views.items()
@@ -50,16 +49,18 @@ class HostGradWriter:
         }
 
     def begin(self) -> None:
-        """Opens a step."""
+        """Opens a step in the engine."""
         self._engine.begin_step()
 
     def send(self, i: int, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
-        """Sends the gradient of parameter i, which the arena holds from then on, or already.
+        """Copies the gradient of parameter `i` to the flat buffer, scaled, and marks it ready.
 
         Args:
-            i: The parameter.
-            grad: Its gradient.
-            shown: What `param.grad` is to be then, over the arena's memory; None: as it is.
+            i: Index of the parameter; not a sparse one.
+            grad: Its gradient, of the shape and dtype of the parameter. It may be the flat buffer's
+                memory.
+            shown: Tensor over the flat buffer's memory that `param.grad` becomes once the gradient
+                is there; None leaves `param.grad` as it is.
         """
         view = self._views[i]
         small = self._small.get(i)
@@ -72,25 +73,28 @@ class HostGradWriter:
             self._params[i].grad = shown
 
     def send_zeros(self, i: int) -> None:
-        """Sends zeros for parameter i, which keeps the gradient that it has, or none."""
+        """Sends zeros for parameter `i`, whose `param.grad` does not change."""
         self._views[i].zero_()
         self._engine.ready(self._slot[i])
 
     def send_flags(self, flags: Sequence[float]) -> None:
-        """Sends this rank's flags."""
+        """Writes `flags` to the control tensor, the used part of it, and marks it ready."""
         self._flat_buffer.used.copy_(_on_host(flags))
         self._engine.ready(0)
 
 
 class DeviceGradWriter(HostGradWriter):
-    """Gives gradients to the engine, which packs them, scaled, once it has all of an operation.
+    """Passes gradients to the engine, which packs and scales those of an op at once. For CUDA.
 
-    Until then they stay where they are, also for who reads `param.grad`. Into the arena itself only
-    the engine may write, as it knows when that is free again.
+    Until then a gradient stays where it is, and `param.grad` shows it there. Only the engine may
+    write to the flat buffer, because it knows when the memory is free again.
 
     Args:
-        device: Where all of it is.
-        args: As of `HostGradWriter`; the engine scales.
+        device: Device of gradients and flat buffer.
+        params: The parameters, by parameter index.
+        at_slot: Parameter indices in the plan's order of tensors, without the control tensor.
+        flat_buffer: Flat buffer of the plan in force.
+        engine: Packs, scales and sends the gradients.
     """
 
     def __init__(
@@ -103,18 +107,26 @@ class DeviceGradWriter(HostGradWriter):
     ) -> None:
         super().__init__(params, at_slot, flat_buffer, engine, 1.0)
         self._device = device
-        self._sources: dict[int, torch.Tensor] = {}  # not packed yet, by slot
-        # By slot until then: what the parameter has as its gradient, and what it is to have.
+        self._sources: dict[int, torch.Tensor] = {}  # by slot, until packed
+        # By slot, until packed: the present `param.grad`, and the tensor that replaces it then.
         self._user_visible_grads: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._flags: Sequence[float] = ()
         self._flags_there = flat_buffer.flags[:0]
 
     def begin(self) -> None:
-        """See `HostGradWriter`."""
+        """Opens a step in the engine, ordered after the work on the current stream."""
         self._engine.begin_step(self._device.stream())
 
     def send(self, i: int, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
-        """Sends the gradient of parameter i; see `HostGradWriter.send`."""
+        """Passes the gradient of parameter `i` to the engine.
+
+        Args:
+            i: Index of the parameter; not a sparse one.
+            grad: Its gradient, of the shape and dtype of the parameter. A copy is sent if its
+                layout differs from that in the flat buffer.
+            shown: Tensor over the flat buffer's memory that `param.grad` becomes once the gradient
+                is packed; None leaves `param.grad` as it is.
+        """
         view = self._views[i]
         if shown is not None:
             self._user_visible_grads[self._slot[i]] = self._params[i].grad, shown
@@ -129,11 +141,14 @@ class DeviceGradWriter(HostGradWriter):
             self._submit(self._slot[i], laid_out.copy_(grad))
 
     def send_zeros(self, i: int) -> None:
-        """See `HostGradWriter`."""
+        """Sends zeros for parameter `i`, whose `param.grad` does not change."""
         self._submit(self._slot[i], torch.zeros_like(self._views[i]))
 
     def send_flags(self, flags: Sequence[float]) -> None:
-        """See `HostGradWriter`; they seldom change, and are on the device then."""
+        """Sends `flags` as the control tensor.
+
+        They seldom change, so the last ones stay on the device and are sent again.
+        """
         if flags != self._flags:
             there = torch.zeros_like(self._flat_buffer.flags, device="cpu")
             there[: len(flags)] = _on_host(flags)
@@ -155,7 +170,7 @@ class DeviceGradWriter(HostGradWriter):
         self._device.record_stream(used)
         for k in packed:
             before, shown = self._user_visible_grads.pop(k, (None, None))
-            # A hook may have put another one there.
+            # A hook may have replaced `param.grad` meanwhile.
             if shown is not None and (param := self._params[self._at_slot[k - 1]]).grad is before:
                 param.grad = shown
 
@@ -172,7 +187,7 @@ def sender(
     engine: _core.Engine,
     scale: float,
 ) -> HostGradWriter:
-    """The one for the device."""
+    """Returns the gradient writer for `device`. On CUDA, the engine applies the scale itself."""
     if device.core is None:
         return HostGradWriter(params, at_slot, flat_buffer, engine, scale)
     return DeviceGradWriter(device, params, at_slot, flat_buffer, engine)

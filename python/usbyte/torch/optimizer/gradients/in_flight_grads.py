@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that have been sent, and the tensors by which parameters show them."""
+"""Gradients that were sent, and the tensors that `param.grad` shows for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from usbyte.torch.torch_private import DisableTorchFunction, storage_use_count
 
 
 def _two_lists_references() -> int:
-    """What `map(sys.getrefcount, ...)` counts for a tensor that two lists alone refer to."""
+    """Returns `sys.getrefcount` in a `map` for a tensor that only two lists refer to."""
     first, second = [torch.empty(0, dtype=torch.float32, device="cpu")], []
     second.append(first[0])
     return next(map(sys.getrefcount, first))
@@ -26,33 +26,35 @@ _OWN_REFERENCES = _two_lists_references()
 
 
 class InFlightGrads:
-    """Where each gradient is on its way, and whether anybody has touched it since it was sent.
+    """Tracks where each sent gradient is, and whether the script has changed it since.
 
-    `param.grad` usually is a tensor over the arena's memory, which the next backward pass writes
-    again. torch allocates new gradients after `zero_grad(set_to_none=True)`, and keeps the tensor
-    that `param.grad` is otherwise, so scripts rely on both. Two rules give them that:
+    `param.grad` is usually a tensor over the flat buffer's memory, which the next backward pass
+    overwrites. Scripts rely on two facts of plain torch: after `zero_grad(set_to_none=True)` a new
+    tensor is allocated, and otherwise `param.grad` stays the same tensor. These rules provide both:
 
-    - A gradient that has memory of the script's own (a view of a flat buffer, a tensor in a list)
-      stays `param.grad`. Its sum is copied into it.
-    - When a script still refers to a gradient in the arena although `param.grad` is another tensor
-      or None, that gradient gets memory of its own before the arena is written again.
-    - When it refers to a view of one, which no gradient can be told from, the arena moves, and from
-      then on those parameters have gradients of their own memory.
+    - A gradient in memory that the script uses too (a view of the script's flat buffer, a tensor in
+      a list) stays `param.grad`. The sum is copied into it.
+    - If the script still refers to a gradient in the flat buffer that is not `param.grad` any more,
+      this gradient gets memory of its own before the flat buffer is written again.
+    - If the script refers to a view of such a gradient, its parameter cannot be determined. Then
+      the flat buffer moves to other memory, and from then on the gradients of all parameters in
+      question have memory of their own.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters, by parameter index.
         params: The parameters.
-        sparse: By parameter, whether only rows of its gradient travel.
+        sparse: By parameter, whether its gradient is sent as rows.
 
     Attributes:
-        tensors: By parameter, its gradient in the arena; if sparse, the last one that was sent.
-        shown: By parameter, what `param.grad` was set to when its gradient was sent: the tensor
-            above, or one that has memory of its own.
-        shows_others: Some of those are not the tensors in the arena.
-        own: By parameter, whether this rank had a gradient for it in the last step.
-        versions: By parameter, the version of `shown` when it was sent; a write since then is
-            found by it.
-        has_private: Some `shown` are never the flat buffer's memory.
+        tensors: By parameter, its gradient in the flat buffer; for a sparse one, the gradient sent
+            last.
+        shown: By parameter, the tensor that `param.grad` was set to when its gradient was sent:
+            that of `tensors`, or one with memory of its own.
+        shows_others: Whether some tensors of `shown` are not those of `tensors`.
+        own: By parameter, whether this rank had a gradient in the last step.
+        versions: By parameter, the version of its `shown` tensor when it was sent. A later write is
+            detected by it.
+        has_private: Whether the gradients of some parameters never use the flat buffer's memory.
     """
 
     def __init__(
@@ -64,24 +66,24 @@ class InFlightGrads:
         self.own = [False] * len(params)
         self.versions = [0] * len(params)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._views: Sequence[torch.Tensor | None] = []  # by parameter, its part of the arena
+        self._views: Sequence[torch.Tensor | None] = []  # by parameter, in the flat buffer
         self._addresses = [0] * len(params)
-        self._storage: torch.UntypedStorage | None = None  # of all `tensors` that are not sparse
-        self._storage_uses = 0  # of that storage, when the script refers to none of it
-        self._private = [False] * len(params)  # by parameter, `shown` is never the arena's memory
+        self._storage: torch.UntypedStorage | None = None  # shared by all dense `tensors`
+        self._storage_uses = 0  # use count without references of the script
+        self._private = [False] * len(params)  # by parameter, see `has_private`
         self.has_private = False
-        self._lent = False  # all parameters have gradients, until they are final
-        self._held = False  # some may be
+        self._lent = False  # whether `param.grad` shows gradients of other ranks
+        self._held = False  # whether tensors of `shown` may be lazy
 
     def rebind(self, buffer: torch.Tensor, views: Sequence[torch.Tensor | None]) -> None:
-        """Goes over to another arena. `param.grad` stays the tensor that it is, with its values.
+        """Switches to another flat buffer. Each `param.grad` keeps its identity and values.
 
         Args:
-            buffer: All of the arena, 1-d uint8.
-            views: By parameter, its gradient in the arena; None if it is sparse.
+            buffer: The flat buffer, 1-d uint8.
+            views: By parameter, its gradient in the flat buffer; None if it is sparse.
         """
         self.unwrap()
-        # A storage of its own tells who else uses the memory that scripts get to see.
+        # A separate storage object: its use count tells whether the script keeps gradients.
         self._buffer = dlpack.from_dlpack(dlpack.to_dlpack(buffer))
         self._views = views
         self._addresses = [0 if view is None else view.data_ptr() for view in views]
@@ -103,7 +105,10 @@ class InFlightGrads:
         self.record_version(i)
 
     def _in_arena(self, i: int) -> torch.Tensor:
-        """A new tensor, with a version counter of its own, over parameter i's part of the arena."""
+        """Returns a new tensor over the gradient of parameter `i` in the flat buffer.
+
+        It has a version counter of its own.
+        """
         view = self._views[i]
         assert view is not None
         begin = self._addresses[i] - self._buffer.data_ptr()
@@ -111,11 +116,12 @@ class InFlightGrads:
         return flat.as_strided(view.shape, view.stride()).data
 
     def leave_kept(self) -> bool:
-        """Lets scripts keep the last gradients, which are not `param.grad` any more.
+        """Gives gradients memory of their own that the script keeps and that are not `param.grad`.
 
         Returns:
-            Whether the arena has to move, as views of gradients are kept: they do not tell of which
-            parameters. All that may be meant are not shown in the arena from now on.
+            Whether the flat buffer must move, because the script keeps views of gradients. A view
+            does not tell its parameter, so every parameter in question is marked to get gradients
+            with memory of their own.
         """
         references = list(map(sys.getrefcount, self.tensors))
         if max(references, default=0) > _OWN_REFERENCES:
@@ -132,12 +138,12 @@ class InFlightGrads:
         return bool(left)
 
     def _is_left(self, i: int) -> bool:
-        """Whether parameter i's last gradient lies in the arena and is not its gradient now."""
+        """Returns whether the flat buffer has a gradient of `i` that is not `param.grad` now."""
         is_there = not (self._private[i] or self._sparse[i])
         return is_there and self._params[i].grad is not self.tensors[i]
 
     def _leave(self, i: int) -> None:
-        """Gives the script's tensor memory of its own, and makes another one over the arena."""
+        """Moves the script's tensor out of the flat buffer and makes a new one over its memory."""
         kept = self.tensors[i]
         kept.data = kept.clone()
         if self.shown[i] is kept:
@@ -148,15 +154,16 @@ class InFlightGrads:
         self.record_version(i)
 
     def show(self, i: int, grad: torch.Tensor, is_shared: bool) -> torch.Tensor | None:
-        """Notes by which tensor parameter i shows the gradient that is about to be sent.
+        """Chooses the tensor that `param.grad` shows for the gradient that is about to be sent.
 
         Args:
-            i: The parameter, not a sparse one.
-            grad: Its `param.grad`, or what is sent in its place.
-            is_shared: The script refers to `grad`, or uses its memory in other ways.
+            i: Index of the parameter; not a sparse one.
+            grad: Its `param.grad`, or the dense gradient that is sent in its place.
+            is_shared: Whether the script refers to `grad` or uses its memory in other ways.
 
         Returns:
-            What `param.grad` is to be once the arena has the gradient; None leaves it as it is.
+            The tensor that `param.grad` becomes once the gradient is in the flat buffer; None to
+            leave `param.grad` as it is.
         """
         there = self.tensors[i]
         if not (is_shared or self._private[i]) or grad is there:
@@ -166,14 +173,14 @@ class InFlightGrads:
         return None
 
     def bring(self, i: int) -> None:
-        """Parameter i's sum is in the arena: copies it to where the parameter shows it."""
+        """Copies the sum of parameter `i`, which has arrived, to the tensor in `shown`."""
         if self.shown[i] is not self.tensors[i]:
-            self.shown[i].data.copy_(self.tensors[i])  # views of one buffer share their version
+            self.shown[i].data.copy_(self.tensors[i])  # views of one buffer share a version
 
     def result(self, i: int) -> torch.Tensor:
-        """Parameter i's sum, which is in the arena, for an update.
+        """Returns the sum of parameter `i`, which has arrived, for an update.
 
-        The update may keep it, as scripts may keep gradients.
+        The update may keep the tensor, as scripts may keep gradients.
         """
         if self.shows_others:
             self.bring(i)
@@ -182,7 +189,7 @@ class InFlightGrads:
         return self.shown[i]
 
     def begin(self) -> None:
-        """A step begins, for which nothing has been sent yet."""
+        """Begins a step: nothing has been sent yet."""
         self.unwrap()
         self._lent = False
         self.own = [False] * len(self._params)
@@ -190,29 +197,30 @@ class InFlightGrads:
         self._rebind_storage()
 
     def _rebind_storage(self) -> None:
-        """What was given other memory, as by `param.grad.data = ...`, lies in the arena again.
+        """Points gradients that were given other memory at the flat buffer again.
 
-        So do modules that are moved, or made of another dtype, with the gradients that they have.
+        They get it by `param.grad.data = ...`, or when a module is moved or converted with its
+        gradients.
         """
         rows = zip(self._params, self.tensors, self._addresses, strict=True)
         for i, (param, grad, address) in enumerate(rows):
             if address and grad.data_ptr() != address:
                 if param.grad is grad:
-                    param.grad = grad.detach()  # the user's own from now on
+                    param.grad = grad.detach()  # from now on a tensor of the script
                 grad.data = self._in_arena(i)
 
     def record_version(self, i: int) -> None:
-        """Parameter i's is sent: who changes it from now on is noticed."""
+        """Records the version of the gradient of parameter `i`, to detect later writes."""
         self.versions[i] = self.shown[i]._version
 
     def check_all(self) -> None:
-        """Raises Error if a gradient was written to on its way."""
+        """Raises Error if a gradient was written to while it was in flight."""
         for i, (shown, version) in enumerate(zip(self.shown, self.versions, strict=True)):
             if shown._version != version:
                 raise self.modified(i)
 
     def modified(self, i: int) -> Error:
-        """Returns the error that says so of parameter i's gradient."""
+        """Returns the error that the gradient of parameter `i` was written to while in flight."""
         return Error(
             f"the gradient of '{self._names[i]}' was modified after backward() while it was on its "
             'way to the other ranks. Use overlap="backward", or call optimizer.synchronize() '
@@ -220,12 +228,12 @@ class InFlightGrads:
         )
 
     def make_lazy(self, fetch: Sequence[MaterializeFn], expose_remote: bool) -> None:
-        """Who reads a gradient has it fetched first, until it was waited for or released.
+        """Makes every gradient lazy: its first read waits for its all-reduce. `unwrap` ends this.
 
         Args:
-            fetch: By parameter, what to call.
-            expose_remote: Parameters without a gradient here show the other ranks'; these may
-                turn out to have none either.
+            fetch: By parameter, the function that materializes its gradient.
+            expose_remote: Whether `param.grad` of a parameter without a gradient on this rank shows
+                the other ranks' sum. It may turn out that no rank has one.
         """
         self._lent, self._held = expose_remote, True
         if expose_remote and not all(self.own):
@@ -235,13 +243,13 @@ class InFlightGrads:
         make_all_lazy(self.shown, fetch)
 
     def unwrap(self) -> None:
-        """Who reads a gradient gets it as it is."""
+        """Makes every gradient a plain tensor, whose reads wait for nothing."""
         if self._held:
             unwrap_all(self.shown)
             self._held = False
 
     def show_sum(self, i: int) -> torch.Tensor:
-        """The tensor by which parameter i shows the other ranks' gradient, having none itself."""
+        """Returns the tensor that shows the other ranks' sum where this rank has no gradient."""
         there = self.tensors[i]
         self.shown[i] = there
         if self._private[i]:
@@ -250,17 +258,17 @@ class InFlightGrads:
         return self.shown[i]
 
     def was_reset_by_user(self, i: int) -> bool:
-        """Whether the user has reset what parameter i showed without a gradient of its own."""
+        """Returns whether the script has reset a gradient that showed only the other ranks' sum."""
         return self._params[i].grad is None and self._lent and not self._sparse[i]
 
     def untouched(self) -> bool:
-        """Whether parameters still have the gradients in flight, not others or none.
+        """Returns whether no `param.grad` in flight was replaced or reset.
 
         Raises:
-            Error: One of those was changed since backward.
+            Error: A gradient was written to while it was in flight.
         """
         same = True
-        with DisableTorchFunction():  # gradients are held
+        with DisableTorchFunction():  # must not materialize lazy gradients
             for i, param in enumerate(self._params):
                 if param.grad is not self.shown[i]:
                     absent = not self.own[i] and param.grad is None
@@ -270,10 +278,14 @@ class InFlightGrads:
         return same
 
     def check_kept(self) -> None:
-        """Raises UsageError if parameters have others, or none, right after all were sent."""
+        """Checks that every `param.grad` is the one that was sent, right after all were sent.
+
+        Raises:
+            UsageError: A hook has replaced or reset a gradient.
+        """
         for i, (param, grad) in enumerate(zip(self._params, self.shown, strict=True)):
             if self.shows_others and grad is not self.tensors[i]:
-                # backward() has written to views of the same buffer since.
+                # backward() may have written to other views that share the version counter.
                 self.record_version(i)
             if param.grad is not grad and self.own[i]:
                 what = "reset" if param.grad is None else "replaced"
@@ -284,12 +296,13 @@ class InFlightGrads:
                 )
 
     def dropped(self, renewed: int = -1) -> bool:
-        """Whether the user has reset all gradients since.
+        """Returns whether the script has reset all gradients since they were sent.
 
         Args:
-            renewed: The parameter that has got one again, which is another tensor then.
+            renewed: Index of a parameter that has a new gradient already, in another tensor; -1
+                (default) for none.
         """
-        with DisableTorchFunction():  # parameters are held
+        with DisableTorchFunction():  # lazy parameters stay lazy
             return all(
                 p.grad is None if i != renewed else p.grad is not grad
                 for i, (p, grad) in enumerate(zip(self._params, self.shown, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves gradients under the plan in force: memory for them, and an engine that sends it."""
+"""Runs the plan in force: owns the flat buffer, the communicator and the engine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from usbyte.torch.reduce_op import Average
 from usbyte.torch.runtime.device import Device, Mark
 from usbyte.torch.world.rank_group import RankGroup
 
-# How long the network is probed goes by what there is to gain: jobs of fewer bytes than this get a
-# share of the time, down to the least.
+# Small models gain little from an exact network model. If all gradients are smaller than this, the
+# probe of the network takes a proportional share of its time, but at least `_LEAST_CARE` of it.
 _CAREFUL_BYTES = 8 << 20
 _LEAST_CARE = 1 / 8
 
 
 class _Orphan:
-    """Stands for an engine in a process that was forked, which has none of its threads."""
+    """Replaces the engine in a forked child process, which has none of the engine's threads."""
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(
@@ -45,11 +45,11 @@ class _Orphan:
 
 
 class PlanSource(Protocol):
-    """The planner, as far as plans are run.
+    """The parts of the planner that the plan executor uses.
 
     Attributes:
-        label: Name of the optimizer.
-        sparse: Names of parameters whose gradients travel as rows.
+        label: Name of the optimizer, equal on all ranks.
+        sparse: Names of the parameters whose gradients are sent as rows.
     """
 
     label: str
@@ -57,38 +57,40 @@ class PlanSource(Protocol):
 
     @property
     def seed(self) -> int:
-        """Of codecs that draw random numbers."""
+        """Seed of codecs that draw random numbers, equal on all ranks."""
 
     def learning_plan(self) -> _core.Plan:
-        """Returns the plan of steps that are learned from."""
+        """Returns the plan of the learning steps."""
 
 
 class PlanExecutor:
-    """An arena and the engine that sums it over all ranks, as the plan in force says.
+    """A flat buffer, and the engine that sums it over all ranks as the plan in force says.
 
-    With another plan both are made anew; the communicator and what codecs remember stay.
+    Another plan needs a new flat buffer and a new engine. The communicator and the codec state
+    stay.
 
     Args:
-        rank_group: The ranks that take part.
-        communicator: Connects the ranks; nothing else uses it.
-        settings: What was asked for.
-        trained: The parameters.
-        device: Where they are.
-        planner: Makes the plans.
-        memory: Of codecs.
-        steps_before: Completed before this was made.
+        rank_group: Ranks that share the gradients.
+        communicator: Connects the ranks; owned by this object and used by nothing else.
+        settings: Arguments of the DistributedOptimizer.
+        param_table: Parameters of the optimizer.
+        device: Device of the parameters.
+        planner: Gives the learning plan, which is the first plan in force.
+        memory: Codec state.
+        steps_before: Number of steps that were completed before.
 
     Attributes:
-        device: As given.
-        engine: Runs the plan in force.
-        arena: What it sends.
-        sender: Takes gradients into the arena.
-        tensor_of_param: By parameter, which tensor of the plan it is.
-        at_slot: Parameters in the plan's order.
-        co_arriving: By parameter, those whose gradients are complete as soon as its own is, since
-            they need no other ops.
-        rows: On their way, by parameter, of sparse gradients.
-        writer: Of a timeline; None if none is recorded.
+        device: Device of the parameters.
+        engine: Engine that runs the plan in force.
+        flat_buffer: Flat buffer of the plan in force.
+        sender: Writes gradients to the flat buffer.
+        tensor_of_param: By parameter, the index of its tensor in the plan.
+        param_of_tensor: Parameter indices in the plan's order of tensors, without the control
+            tensor.
+        co_arriving: By parameter, the parameters whose gradients are complete as soon as its own
+            is, because their ops are a subset of its ops.
+        rows: By parameter, the rows of its sparse gradient in flight.
+        writer: Writer of the timeline; None if none is recorded.
     """
 
     engine: _core.Engine
@@ -119,18 +121,18 @@ class PlanExecutor:
         self._communicator = communicator
         self._engine_handle = EngineHandle(rank_group, planner.label, self._communicator)
         self._let_go = weakref.finalize(self, rank_group.adopt_orphan, self._engine_handle)
-        self._let_go.atexit = False  # `shutdown` closes what there is
-        # Held while an engine takes another's place: what other threads ask or tell waits for it.
+        self._let_go.atexit = False  # at exit `shutdown` closes the engine
+        # Guards the switch of engines against `status` and `fail` from other threads.
         self._exchanging = threading.RLock()
-        self._failure = ""  # what `fail` was told
-        self._retired: list[torch.Tensor] = []  # arenas before, until memory is allocated anew
+        self._failure = ""  # message of `fail`
+        self._retired: list[torch.Tensor] = []  # maybe still registered, until the next `allocate`
         plan = planner.learning_plan()
         self._provide_exchange(plan)
         self._lay_out(plan)
         self._start(plan, steps_before, learning=True)
 
     def gather_answers(self, name: str, answer: bytes) -> list[bytes]:
-        """What the ranks answer, by rank. Collective."""
+        """Returns the answers of all ranks, by rank. Collective."""
         return self._rank_group.eager.allgather_bytes(f"{self._planner.label}.{name}", answer)
 
     def wait_for_control(self) -> None:
@@ -144,40 +146,43 @@ class PlanExecutor:
 
     @property
     def steps(self) -> int:
-        """Begun so far."""
+        """Number of steps begun so far."""
         return self.engine.steps
 
     @property
     def failed(self) -> bool:
-        """True after a fault."""
+        """Whether there was a fault."""
         return bool(self._failure or self.engine.fault)
 
     def grad_views(self) -> list[torch.Tensor | None]:
-        """By parameter, of its gradient in the arena; None if it is sparse."""
+        """Returns, by parameter, its gradient in the flat buffer; None if it is sparse."""
         return [
             None if name in self._planner.sparse else self.flat_buffer.grads[slot - 1]
             for name, slot in zip(self._names, self.tensor_of_param, strict=True)
         ]
 
     def ready_s(self) -> list[float]:
-        """By parameter, when its gradient was ready in the last step, steady clock seconds."""
+        """Returns, by parameter, when its gradient was ready in the last step.
+
+        Times are seconds of the steady clock.
+        """
         ready = self.engine.ready_times()
         return [ready[slot] for slot in self.tensor_of_param]
 
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
-        """Adds an update of parameters that began at `start` and is over to the timeline."""
+        """Adds an update of `indices`, begun at `start` and completed now, to the timeline."""
         if self.writer is not None:
             slots = [self.tensor_of_param[i] for i in indices]
             self.device.record_update(self.engine, slots, start, self.device.now())
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
-        """Records from the next step on; None stops."""
+        """Records the timeline into `writer` from the next step on; None stops."""
         self.writer = writer
         self.device.anchor()
         self.engine.set_timeline(writer)
 
     def status(self) -> dict[str, Any]:
-        """How far this rank has come; see `Engine.status`."""
+        """Returns this rank's progress, as `Engine.status` gives it."""
         with self._exchanging:
             status: dict[str, Any] = json.loads(self.engine.status())
         return status
@@ -188,14 +193,18 @@ class PlanExecutor:
             raise FaultError(fault)
 
     def fail(self, message: str) -> None:
-        """Every wait from now on raises FaultError with this message."""
+        """Makes every later wait raise FaultError with this message."""
         with self._exchanging:
             self._failure = message
-            with suppress(UsageError):  # it has ended
+            with suppress(UsageError):  # the engine has ended
                 self.engine.fail(message)
 
     def orphan(self) -> Any:
-        """In a forked process: every use is an error from now on; returns what has threads."""
+        """In a forked child process: makes every later use an error.
+
+        Returns:
+            The engine, which must never be destroyed there, because its threads do not exist.
+        """
         engine = self.engine
         self.engine = cast("_core.Engine", _Orphan())
         return engine
@@ -206,7 +215,7 @@ class PlanExecutor:
         self._let_go.detach()
 
     def probe(self) -> tuple[list[Measured], _core.Topology | None]:
-        """What the network costs, and its dimensions if there are some. Collective."""
+        """Returns the measured costs of the network, and its dimensions or None. Collective."""
         total = sum(p.numel() * p.element_size() for p in self._params)
         largest = min(max(total, 1 << 20), LARGEST_BYTES)
         care = min(max(total / _CAREFUL_BYTES, _LEAST_CARE), 1.0)
@@ -215,24 +224,24 @@ class PlanExecutor:
                 measure(self._rank_group, self._communicator, largest, care=care),
                 measure_dimensions(self._rank_group, self._communicator, largest),
             )
-        finally:  # should no plan come of it, the old one goes on
+        finally:  # without a new plan, the flat buffer stays in use
             self._communicator.register(self.flat_buffer.buffer)
 
     def set_speeds(self, topology: _core.Topology | None) -> None:
-        """Operations on routes go by these from now on."""
+        """Sets the speeds of the dimensions that ops with routes use; no-op without a topology."""
         if (mesh := self._communicator.mesh) and topology:
             mesh.set_speeds(topology)
 
     def switch_plan(self, plan: _core.Plan, learning: bool) -> None:
-        """Goes over to another plan; everything is drained. Collective.
+        """Switches to another plan. Collective; nothing may be in flight.
 
         Args:
-            plan: Alike on all ranks.
-            learning: Times are wanted of its steps.
+            plan: The new plan, equal on all ranks.
+            learning: Whether it is the learning plan, so that times of its steps are measured.
         """
         self._provide_exchange(plan)
         moves = coded_shards(plan) != coded_shards(self.plan)
-        if moves:  # others send elements than those that remember what of these was not sent
+        if moves:  # the ranks that send an element will not be those with its error feedback
             told = self._rank_group.eager.allgather_bytes(
                 "usbyte.memory.kinds", self._memory.told().encode()
             )
@@ -240,15 +249,15 @@ class PlanExecutor:
         self._restart(plan, learning, concentrates=moves and codes_shards(plan))
 
     def renew(self, learning: bool) -> None:
-        """Gives the arena other memory under the plan in force; everything is drained.
+        """Moves the flat buffer to new memory under the plan in force. Nothing may be in flight.
 
-        For this rank alone to call, so that the memory is not registered with NCCL, for which all
-        ranks would have to come.
+        One rank may call this alone. The new memory is therefore not registered with NCCL, because
+        registration is collective.
 
         Args:
-            learning: As for `switch_plan`.
+            learning: Whether the learning plan is in force.
         """
-        self._retired.append(self.flat_buffer.buffer)  # which may be registered
+        self._retired.append(self.flat_buffer.buffer)  # it may be registered with NCCL
         memory = torch.zeros(
             self.plan.arena_bytes, dtype=torch.uint8, device=self.device.torch_device
         )
@@ -261,17 +270,18 @@ class PlanExecutor:
         concentrates: bool,
         memory: torch.Tensor | None = None,
     ) -> None:
-        """Makes arena and engine anew.
+        """Makes a new flat buffer and a new engine.
 
         Args:
-            plan: To go over to.
-            learning: As for `switch_plan`.
-            concentrates: Each rank keeps codecs' memory of its own shards alone.
-            memory: For the arena; None lets the communicator allocate it, which is collective.
+            plan: The plan to run.
+            learning: Whether it is the learning plan, so that times of its steps are measured.
+            concentrates: Whether each rank keeps codec state for its own shards only.
+            memory: Memory of the flat buffer, 1-d uint8. None (default) lets the communicator
+                allocate it, which is collective.
         """
         self.check()
         steps = self.engine.steps
-        self.engine.close()  # outside the lock: its thread may be about to tell of a fault
+        self.engine.close()  # outside the lock, because the engine's thread may report a fault
         with self._exchanging:
             if self._failure:
                 raise FaultError(self._failure)
@@ -288,7 +298,7 @@ class PlanExecutor:
         self._rank_group.eager.allreduce("usbyte.memory", tensor, Average)
 
     def _provide_exchange(self, plan: _core.Plan) -> None:
-        """For a plan that adds up rows, to which all ranks go over together."""
+        """Makes the exchange if the plan needs one. Collective then."""
         if self._engine_handle.exchange is None and any(op.sparse or op.scheme for op in plan.ops):
             self._engine_handle.exchange = TorchExchange(self._rank_group.new_group())
 
@@ -340,11 +350,13 @@ class PlanExecutor:
 
 
 def co_arriving(plan: _core.Plan, tensor_of_param: Sequence[int]) -> list[list[int]]:
-    """By parameter, those for whose sums it takes no operations but those for its own.
+    """Returns, by parameter, the parameters whose gradients are complete as soon as its own is.
+
+    Their ops are a subset of the ops of that parameter.
 
     Args:
-        plan: Which operations bring a sum.
-        tensor_of_param: By parameter, which tensor of the plan it is.
+        plan: Plan whose ops transfer the gradients.
+        tensor_of_param: By parameter, the index of its tensor in the plan.
     """
     bringing: list[set[int]] = [set() for _ in plan.tensors]
     for k, op in enumerate(plan.ops):

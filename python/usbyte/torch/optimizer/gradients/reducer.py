@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From backward passes to sums: hooks that send gradients, and what waits for them."""
+"""Sends the gradients of backward passes and waits for their sums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from usbyte.torch.torch_private import DisableTorchFunction, not_compiled
 
 
 def _one_reference() -> int:
-    """What `sys.getrefcount` counts for a tensor that a local variable alone refers to."""
+    """Returns `sys.getrefcount` for a tensor that only one local variable refers to."""
     tensor = torch.empty(0, dtype=torch.float32, device="cpu")
     return sys.getrefcount(tensor)
 
@@ -40,36 +40,37 @@ _ONE_REFERENCE = _one_reference()
 
 
 def no_whole_gradients(remedy: str) -> UsageError:
-    """Somebody wants what a rank has a shard of only."""
+    """Returns the error that a script needs gradients of which a rank has only a shard."""
     return UsageError(f"with shard_optimizer=True no rank has whole gradients: {remedy}")
 
 
 class Reducer:
     """Sums the gradients of parameters over all ranks, step after step.
 
-    A backward pass calls `begin`, `send` for each gradient, and `end`. The first steps follow DDP's
-    plan over the order of registration, later ones the plans that `PlanLifecycle` has all ranks
-    agree on.
+    A backward pass calls `begin`, then `send` for each gradient, then `end`. The first steps run
+    the learning plan: DDP's buckets in order of registration. The plans that `PlanLifecycle`
+    chooses on all ranks follow.
 
     Args:
         settings: Arguments of the DistributedOptimizer.
-        param_table: The parameters.
+        param_table: Parameters of the optimizer. Indices of parameters are positions in it.
         planner: Makes the plans.
         executor: Runs the plan in force.
         lifecycle: Decides how long plans stay in force.
-        memory: State of the codecs.
-        check: Compares what ranks are about to apply.
-        consensus: Agrees with the other ranks about steps.
+        memory: Codec state.
+        check: Step check, which compares hyper-parameters and parameters across ranks.
+        consensus: Step consensus with the other ranks.
 
     Attributes:
-        names: By parameter, its name.
-        device: Where parameters are.
-        phase: Of the step whose gradients were sent last.
-        in_flight: Gradients of the last backward pass have not been waited for; follows `phase`.
-        has_accumulated: This rank has accumulated gradients since it last sent any.
-        passes: Backward passes since gradients were last sent, of those that count.
-        shows_parts: Gradients of the last backward pass lie in memory that the script uses in other
-            ways, such as a flat buffer.
+        names: Names of the parameters, by parameter index.
+        device: Device of the parameters.
+        phase: Phase of the step whose gradients were sent last.
+        in_flight: Whether gradients of the last backward pass have not been waited for; follows
+            from `phase`.
+        has_accumulated: Whether this rank has accumulated gradients since it last sent any.
+        passes: Number of backward passes outside `no_sync` since gradients were last sent.
+        shows_parts: Whether gradients of the last backward pass are in memory that the script uses
+            in other ways, such as its own flat buffer.
     """
 
     def __init__(
@@ -93,28 +94,28 @@ class Reducer:
         self.phase, self.in_flight = StepPhase.NOTHING_SENT, False
         self.has_accumulated = self.shows_parts = False
         self.passes = 0
-        self._used: list[bool] | None = None  # by any rank, by tensor of the plan, once it is known
+        self._used: list[bool] | None = None  # by tensor of the plan; None: not fetched yet
         # By parameter, a gradient was sent since gradients were last reset.
         self._holds_result = [False] * len(self._params)
-        self._at_reset = self._gradients_now()  # those that were there then
-        self._waits_no_more = False  # after a fault
+        self._at_reset = self._gradients_now()  # their identities and versions at the last reset
+        self._waits_no_more = False  # set after a fault
         self._in_flight = InFlightGrads(self.names, self._params, self._sparse)
         self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
 
     @property
     def in_backward(self) -> bool:
-        """A backward pass that sends has begun and not ended."""
+        """Whether a backward pass that sends gradients has begun and not ended."""
         return self.phase is StepPhase.IN_BACKWARD
 
     @property
     def applied(self) -> bool:
-        """Updates may have used sums of the last step."""
+        """Whether updates may have used sums of the last step."""
         applying = (StepPhase.APPLYING_SHARDS, StepPhase.APPLIED, StepPhase.COMPLETED)
         return self.phase in applying
 
     @property
     def is_joined(self) -> bool:
-        """This rank contributed zeros to what was sent last."""
+        """Whether this rank contributed zeros to the gradients that were sent last."""
         return self._consensus.is_joined
 
     def _advance(self, phase: StepPhase) -> None:
@@ -122,11 +123,11 @@ class Reducer:
         self.in_flight = phase in (StepPhase.IN_FLIGHT, StepPhase.APPLYING_SHARDS)
 
     def defer(self) -> None:
-        """Each update waits for its own gradient from now on."""
+        """Enters the phase in which each update waits for its own gradient."""
         self._advance(StepPhase.DEFERRED)
 
     def mark_applied(self) -> None:
-        """An update is about to use sums, or has."""
+        """Records that an update is about to use sums, or has used them."""
         if self.phase is StepPhase.IN_FLIGHT:
             self._advance(StepPhase.APPLYING_SHARDS)
         elif self.phase in (StepPhase.REDUCED, StepPhase.DEFERRED):
@@ -134,17 +135,17 @@ class Reducer:
 
     @property
     def learning(self) -> bool:
-        """True until the plan is made from measurements."""
+        """Whether the plan in force is the learning plan."""
         return self._lifecycle.learning
 
     @property
     def plan_ends(self) -> bool:
-        """On all ranks, the plan in force ends with the step that is about to be taken."""
+        """Whether the plan in force ends with the step about to be taken. Equal on all ranks."""
         ends = self._lifecycle.plan_ends(self._executor.steps)
         return ends and not self._consensus.any_joined()
 
     def ask_for_plan(self) -> None:
-        """This rank votes for a new plan; see `PlanLifecycle`."""
+        """Votes for a new plan from the next step on, until there is one."""
         self._lifecycle.ask_for_plan()
 
     def close(self) -> None:
@@ -154,23 +155,23 @@ class Reducer:
     # Sums.
 
     def wait(self, i: int) -> torch.Tensor | None:
-        """Waits for the reduced gradient of parameter i; None if no rank had one."""
+        """Waits for the reduced gradient of parameter `i`; returns None if no rank had one."""
         if not self._waits_no_more:
             executor = self._executor
             executor.engine.wait(executor.tensor_of_param[i], self.device.stream())
         return self.sum(i)
 
     def co_arriving(self, indices: Sequence[int]) -> set[int]:
-        """Parameters that this rank had gradients for, whose sums are there when those of these."""
+        """Returns parameters with a gradient on this rank that are co-arriving with `indices`."""
         together = self._executor.co_arriving
         lists = {id(alike): alike for alike in (together[i] for i in indices)}
         return {j for alike in lists.values() for j in alike if self._in_flight.own[j]}
 
     def sum(self, i: int) -> torch.Tensor | None:
-        """The reduced gradient of parameter i, which has arrived; None if no rank used it.
+        """Returns the gradient of parameter `i`, which has arrived; None if no rank had one.
 
         Raises:
-            Error: Somebody wrote to it while it was in flight.
+            Error: The gradient was written to while it was in flight.
         """
         sent = self._in_flight
         unwrap(sent.shown[i])
@@ -188,17 +189,17 @@ class Reducer:
 
     def _take_rows(self, i: int) -> None:
         found = self._executor.engine.take_rows(self._executor.tensor_of_param[i])
-        # Whoever has the gradient that was sent has the sum from now on, as with dense ones.
+        # In place, so that references to the sent gradient show the sum, as with dense gradients.
         self._in_flight.tensors[i].data = sparse_tensor(found, self._params[i], self.device)
         self._lifecycle.count_rows(self.names[i], found[2].own_rows, len(found[0]))
         self._in_flight.record_version(i)
         del self._executor.rows[i]
 
     def settle(self) -> None:
-        """Waits for everything in flight and makes every `param.grad` final.
+        """Waits for all gradients in flight and makes every `param.grad` final.
 
         Raises:
-            Error: Somebody wrote to a gradient while it was in flight.
+            Error: A gradient was written to while it was in flight.
         """
         stream, sent = self.device.stream(), self._in_flight
         if not self.learning:
@@ -223,27 +224,43 @@ class Reducer:
         self._advance(StepPhase.REDUCED)
 
     def gradient(self, i: int) -> torch.Tensor:
-        """What `param.grad` of parameter i was set to when its gradient was sent."""
+        """Returns the tensor that `param.grad` of parameter `i` was when its gradient was sent."""
         return self._in_flight.shown[i]
 
     def hold_gradients(self, fetch: Sequence[MaterializeFn]) -> None:
-        """Who reads a gradient has it fetched first, until it was waited for or released."""
+        """Makes every gradient lazy: its first read waits for its all-reduce.
+
+        It stays lazy until it has been waited for.
+
+        Args:
+            fetch: By parameter, the function that materializes its gradient.
+        """
         self._in_flight.make_lazy(fetch, expose_remote=self.in_flight)
 
     def untouched(self) -> bool:
-        """See `InFlightGrads`."""
+        """Returns whether no `param.grad` in flight was replaced or reset.
+
+        Raises:
+            Error: A gradient was written to while it was in flight.
+        """
         return self._in_flight.untouched()
 
     def dropped(self, renewed: int = -1) -> bool:
-        """See `InFlightGrads`."""
+        """Returns whether the script has reset all gradients since they were sent.
+
+        Args:
+            renewed: Index of a parameter that has a new gradient already, in another tensor; -1
+                (default) for none.
+        """
         return self._in_flight.dropped(renewed)
 
     def unsent_gradient(self) -> int:
-        """A parameter whose gradient nobody has sent since gradients were last reset, or -1.
+        """Returns a parameter whose gradient was set since the last reset but not sent; else -1.
 
-        Zeros do not count, with which torch.distributed.checkpoint has optimizers make their state.
+        Zeros do not count: torch.distributed.checkpoint sets them to make optimizers allocate
+        state.
         """
-        with DisableTorchFunction():  # parameters may be held
+        with DisableTorchFunction():  # lazy parameters stay lazy
             for i, param in enumerate(self._params):
                 own = param.grad
                 if own is None or self._holds_result[i] or _state_of(own) == self._at_reset[i]:
@@ -253,42 +270,45 @@ class Reducer:
         return -1
 
     def forget_results(self, set_to_none: bool) -> None:
-        """The user has reset the gradients, to None or to zeros."""
+        """Records that the script has reset the gradients, to None (`set_to_none`) or to zeros."""
         self._holds_result = [False] * len(self._params)
         self._at_reset = [None] * len(self._params) if set_to_none else self._gradients_now()
 
     def _gradients_now(self) -> list[tuple[int, int] | None]:
-        with DisableTorchFunction():  # parameters may be held
+        with DisableTorchFunction():  # lazy parameters stay lazy
             return [None if p.grad is None else _state_of(p.grad) for p in self._params]
 
     def begin_update(self) -> Mark:
-        """For `PlanExecutor.record_update`."""
+        """Returns the start time of an update for `record_update`; 0.0 without a timeline."""
         return self.device.now() if self._executor.writer is not None else 0.0
 
     def record_update(self, indices: Sequence[int], start: Mark) -> None:
-        """See `PlanExecutor`."""
+        """Adds an update of `indices`, begun at `start` and completed now, to the timeline."""
         self._executor.record_update(indices, start)
 
     # Shards.
 
     def gathered(self, i: int) -> torch.Tensor:
-        """Where the arena holds parameter i's gradient and then, once gathered, its new value."""
-        with DisableTorchFunction():  # the gradient is held
+        """Returns a view of the flat buffer: the gradient of parameter `i`, later its new value.
+
+        The new value is there after `wait_gathered`.
+        """
+        with DisableTorchFunction():  # must not materialize the lazy gradient
             return self._in_flight.tensors[i].detach()
 
     def check_untouched(self) -> None:
-        """Raises an error if the user has changed, replaced or removed a gradient in flight."""
+        """Raises an error if a gradient in flight was changed, replaced or removed."""
         if not self._in_flight.untouched():
             raise no_whole_gradients("do not replace or remove any between backward() and step()")
 
     def wait_reduced(self) -> None:
-        """Waits until this rank's shards hold sums over all ranks."""
+        """Waits until this rank's shards hold the sums over all ranks."""
         self._executor.engine.wait_reduced(self.device.stream())
 
     def used_anywhere(self) -> list[bool]:
-        """By parameter, whether any rank has a gradient for it; valid once reduced."""
+        """Returns, by parameter, whether any rank had a gradient; call it after `wait_reduced`."""
         if all(self._in_flight.own):
-            return list(self._in_flight.own)  # a device need not be waited for
+            return list(self._in_flight.own)  # saves the wait for the device
         by_slot = self._used_by_slot()
         used = [by_slot[slot] for slot in self._executor.tensor_of_param]
         for name, was_used in zip(self.names, used, strict=True):
@@ -297,63 +317,69 @@ class Reducer:
         return used
 
     def _used_by_slot(self) -> list[bool]:
-        """Looked at once in a step, as a device has to be waited for."""
+        """Returns, by tensor of the plan, whether any rank had a gradient.
+
+        The flags are fetched once in a step, because this waits for the device.
+        """
         if self._used is None:
             self._used = [True, *map(bool, self._executor.flat_buffer.used.tolist())]
         return self._used
 
     def joined_in_part(self) -> bool:
-        """Some ranks have joined, others have sent gradients; waits, on a device too."""
+        """Returns whether some ranks have joined while others have sent gradients.
+
+        This waits for the reductions, also on a device.
+        """
         self.wait_reduced()
         return all(self._executor.flat_buffer.votes[1:3].tolist())
 
     def release_gathers(self) -> None:
-        """The shards hold new values: lets the all_gathers go."""
+        """Allows the all_gathers to launch, because the shards hold the new values."""
         self._executor.engine.release_gathers(self.device.stream())
         applied = self.phase is StepPhase.APPLYING_SHARDS
         self._advance(StepPhase.APPLIED if applied else StepPhase.REDUCED)
 
     def wait_gathered(self, i: int) -> None:
-        """Waits until `gathered(i)` holds parameter i's new value."""
+        """Waits until `gathered(i)` holds the new value of parameter `i`."""
         self._executor.engine.wait(self._executor.tensor_of_param[i], self.device.stream())
 
     # After a fault.
 
     def has_all(self) -> bool:
-        """Whether the sums of the last step are all in the host's memory."""
+        """Returns whether all sums of the last step have arrived in host memory."""
         if self.device.core is not None or self._executor.rows:
             return False
         return bool(self._executor.status()["phase"] == "idle")
 
     def is_torn(self) -> bool:
-        """Whether updates may have used sums on the device that were not whole."""
+        """Returns whether updates may have used incomplete sums on the device."""
         return self.device.core is not None and has_partial_step(
             self._executor.status(), self.applied
         )
 
     def stop_waiting(self) -> None:
-        """Gradients are taken as they are, which `has_all` has found to be in order."""
+        """Takes gradients as they are from now on; call it only if `has_all` returned True."""
         self._waits_no_more, self._executor.writer = True, None
 
     # Plans.
 
     def finish_step(self, began: Mark) -> None:
-        """Counts a completed step; after the last one under a plan, all ranks adopt the next plan.
+        """Counts a completed step. After the last one of a plan, all ranks switch to the next.
 
-        To be called when everything is drained and no update is pending.
+        Nothing may be in flight and no update may be pending. Collective at the end of a plan.
 
         Args:
-            began: When the optimizer's step began; a closure may have run backward in it.
+            began: Time at which the optimizer's step began. A closure may have run backward in it.
         """
         executor, consensus = self._executor, self._consensus
         if self.phase in (StepPhase.NOTHING_SENT, StepPhase.COMPLETED):
-            return  # a step with the same sums once more
+            return  # the step used the same sums again
         self._advance(StepPhase.COMPLETED)
         if self._lifecycle.affects_plan(executor.steps):
             if consensus.any_joined():
                 return self._lifecycle.skip_step(self._in_flight.own)
             due = self._lifecycle.plan_boundary_next(executor.steps)
-            consensus.process_votes(0)  # of earlier steps first; and the flat buffer may go
+            consensus.process_votes(0)  # on earlier steps, before a new flat buffer
             if due and not consensus.all_ranks_step(StepVote.STEPPED):
                 return self._lifecycle.skip_step(self._in_flight.own)
         plan = self._lifecycle.end_step(
@@ -369,7 +395,7 @@ class Reducer:
             self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
 
     def _decide(self, times: JobTimes, rows: Mapping[str, Counts]) -> Decision:
-        """Plans with the other ranks, from what they have learned and a probe of the network."""
+        """Chooses a plan with the other ranks, from measured times and a probe of the network."""
         measured, topology = self._executor.probe()
         decision = self._planner.decide(times, measured, topology, rows)
         self._executor.set_speeds(decision.network.topology)
@@ -378,12 +404,12 @@ class Reducer:
     # Backward passes.
 
     def send_zeros(self) -> bool:
-        """Takes part in a step of the other ranks with nothing; waits for them.
+        """Contributes zeros to a step of the other ranks and waits for their flags.
 
         All gradients of this rank must be reset.
 
         Returns:
-            Whether any rank has sent something; if not, `drop_zeros` is to follow.
+            Whether any rank has sent gradients. If not, call `drop_zeros`.
         """
         self._consensus.has_data = False
         try:
@@ -395,18 +421,19 @@ class Reducer:
         return bool(self._executor.flat_buffer.votes[1].item())
 
     def drop_zeros(self) -> None:
-        """No rank has sent anything: nothing is in flight any more."""
+        """Ends a step to which every rank contributed zeros: nothing is in flight any more."""
         if self._sharded and not self.learning:
             self.wait_reduced()
-            self.release_gathers()  # of nothing, which nobody is going to take
+            self.release_gathers()  # no rank uses what is gathered
         self.settle()
 
     def begin(self) -> None:
-        """A backward pass is about to send gradients.
+        """Begins a backward pass that sends gradients.
 
         Raises:
-            UsageError: Those of the last one are on their way.
-            MismatchError: On all ranks: some have skipped a step that others have taken.
+            UsageError: Gradients of the last backward pass are still in flight.
+            MismatchError: Some ranks have skipped a step that others have taken; raised on all
+                ranks.
         """
         if self.in_flight:
             other = "leave out shard_optimizer" if self._sharded else 'use overlap="backward"'
@@ -427,15 +454,18 @@ class Reducer:
         self._advance(StepPhase.IN_BACKWARD)
 
     def _leave_kept_gradients(self) -> None:
-        """Lets a script keep gradients in the arena that the next ones would overwrite."""
+        """Saves gradients in the flat buffer that the script keeps, before they are overwritten."""
         if self._sharded and not self.learning:
-            return  # scripts see no gradients, and the shards' views share the arena's memory
+            return  # scripts see no gradients, and views of shards must stay in the flat buffer
         if self._in_flight.leave_kept():
             self._executor.renew(self.learning)
             self._in_flight.rebind(self._executor.flat_buffer.buffer, self._executor.grad_views())
 
     def send(self, i: int) -> None:
-        """Sends the gradient that parameter i has. Callers must hold no reference to it."""
+        """Sends the gradient of parameter `i`.
+
+        The caller must hold no reference to it: references are counted to find those of the script.
+        """
         param, sent = self._params[i], self._in_flight
         if sent.own[i]:
             raise self._second_gradient(i)
@@ -453,9 +483,9 @@ class Reducer:
         if self._sparse[i]:
             return self._send_rows(i, grad)
         is_shared = False
-        # torch makes a gradient, or adds to one that is there, which alone a script may use in
-        # other ways: as a part of a flat buffer, or in a list.
-        # Compiled code that runs hooks cannot look at a version.
+        # torch makes a new gradient, or adds to an older one. Only an older one can be used by the
+        # script in other ways: as a part of its own flat buffer, or in a list.
+        # A hook in compiled code cannot read a version directly.
         is_older = _is_older(grad) if torch.compiler.is_compiling() else grad._version > 0
         if is_older and grad is not sent.tensors[i]:
             is_shared = is_part = shares_memory(grad)
@@ -506,7 +536,7 @@ class Reducer:
             )
 
     def end(self) -> None:
-        """All gradients of the backward pass are there: sends zeros for those that it has not."""
+        """Ends the sends of a backward pass: sends zeros for the parameters without a gradient."""
         for i, param in enumerate(self._params):
             if self._in_flight.own[i]:
                 continue
@@ -530,10 +560,10 @@ class Reducer:
 
 @not_compiled
 def _is_older(grad: torch.Tensor) -> bool:
-    """Whether torch has not just made it."""
+    """Returns whether the gradient existed before: torch has not just made it."""
     return grad._version > 0
 
 
 def _state_of(grad: torch.Tensor) -> tuple[int, int]:
-    """Changes when the gradient is replaced or written to. Keeps no reference to it."""
+    """Returns a value that changes when the gradient is replaced or written to; no reference."""
     return id(grad), grad._version

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks are about to apply the same: hyper-parameters and, in turn, parameters.
+"""Step check: compares hyper-parameters and, in turn, parameters across ranks.
 
-A rank that trains otherwise than the others (a scheduler on one rank alone, another scale of a
-GradScaler, a checkpoint that one rank has loaded) ends with other parameters, and so does the job,
-without a word. So every few steps each rank sends a checksum along with its votes. It travels as
-flags, a pair for each of its bits: if a bit is set on some ranks and not on others, both flags of
-its pair are. No sum of numbers, however coarse, can hide that.
+A rank that trains differently ends with other parameters and spoils the job without an error.
+Causes are a scheduler on one rank only, another scale of a GradScaler, or a checkpoint that only
+one rank has loaded.
+
+Therefore each rank sends a checksum with its step votes every few steps. Each bit of it travels as
+a pair of flags. If some ranks have set the bit and others have not, both flags of the pair are set
+in the sum. A sum of the checksums themselves could hide a difference by rounding.
 """
 
 from __future__ import annotations
@@ -40,24 +42,24 @@ _FIELDS, _FIELD_BITS = 2, 8
 assert NUM_CHECK_FLAGS == 2 * _FIELDS * _FIELD_BITS
 _NO_FLAGS = [0.0] * NUM_CHECK_FLAGS
 
-# What is read of parameters for a checksum: few of them at a time, and few elements of large ones.
+# Largest number of parameters for one checksum, and of elements of each, to bound its cost.
 _PARAMS, _ELEMENTS = 8, 1 << 15
-_LARGEST_TENSOR = 16  # among hyper-parameters
-_EXACT_INTEGERS = 1 << 53  # that a float can hold
-# How far apart sums of squares of the same parameters may be where ranks round differently.
+_LARGEST_TENSOR = 16  # elements of a tensor among hyper-parameters that is compared
+_EXACT_INTEGERS = 1 << 53  # largest integer up to which all are exact in a float
+# Largest relative difference between sums of squares of ranks that round differently.
 _ROUNDING = 1e-3
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class _Record:
-    """What a checksum was made of.
+    """The input of one checksum.
 
     Attributes:
-        step: Begun before, when parameters were looked at.
-        options: The optimizer's class and hyper-parameters, by what they are called in messages.
-        indices: The parameters that were looked at.
-        numbers: For each of those a number that tells their values apart.
+        step: Number of steps begun before the parameters were read.
+        options: The optimizer's class and hyper-parameters, by their description in messages.
+        indices: Indices of the parameters that were read.
+        numbers: By position in `indices`, a checksum or a sum of squares of the parameter's values.
     """
 
     step: int
@@ -71,18 +73,18 @@ class _Record:
 
 
 class StepChecksum:
-    """Compares the ranks' hyper-parameters and parameters, every so many steps.
+    """Compares the hyper-parameters and parameters of all ranks at regular intervals.
 
     Args:
         label: Name of the optimizer, for messages.
         optimizer: The wrapped optimizer.
-        trained: Its parameters.
-        changing: Those that forward passes change on each rank in another way.
-        device: Where they are.
-        every: Steps from one comparison to the next; 0: none.
-        ranks: What the ranks that are compared are called.
-        ask: Gathers a byte string of each rank, under a name. Collective.
-        tear: Told why parameters are not to be used any more, where ranks differ.
+        param_table: Its parameters.
+        changing: Parameters that the forward pass changes differently on each rank; not compared.
+        device: Device of the parameters.
+        every: Number of steps between comparisons; 0 turns them off.
+        ranks: Numbers of the ranks in the world, by rank of the group; for messages.
+        ask: Gathers one byte string from each rank under a name. Collective.
+        tear: Called with a text if ranks differ, so that the parameters are not used any more.
     """
 
     def __init__(
@@ -101,21 +103,21 @@ class StepChecksum:
         self._device, self._every, self._ranks = device, every, ranks
         self._ask, self._tear = ask, tear
         self._compared = [i for i, param in enumerate(param_table.params) if param not in changing]
-        self._next = 0  # of these, to look at
-        self._exact: bool | None = None  # equal parameters have equal bits; None: not known yet
-        self._taken: deque[_Record] = deque()  # whose checksums are to be sent
-        # By step whose flags are to be heard: what they are of.
+        self._next = 0  # position in `_compared`
+        self._exact: bool | None = None  # whether ranks round alike; None: not known yet
+        self._taken: deque[_Record] = deque()  # records whose checksums are still to be sent
+        # One entry for each step whose summed flags are not processed yet; None: no checksum.
         self._in_flight: deque[_Record | None] = deque()
 
     def begin(self, step: int) -> None:
-        """Looks at hyper-parameters and parameters if it is time to; no update may be pending.
+        """Reads hyper-parameters and parameters if a comparison is due. No update may be pending.
 
         Args:
-            step: Steps begun so far, the same on all ranks.
+            step: Number of steps begun so far, equal on all ranks.
         """
         if not self._every or step % self._every or not step:
             return
-        if self._exact is None:  # all ranks come here together
+        if self._exact is None:  # collective: `step` is equal on all ranks
             self._exact = self._rounds_alike()
         indices = self._choose()
         if not indices:
@@ -127,11 +129,11 @@ class StepChecksum:
         self._taken.append(_Record(step, options_of(self._optimizer), indices, numbers))
 
     def flags(self, step: int, is_silent: bool) -> Sequence[float]:
-        """What to send in the step that `begin` was last called for.
+        """Returns the checksum flags to send in the step of the last `begin`.
 
         Args:
-            step: Steps begun so far, as `begin` was told.
-            is_silent: This rank has no data, and no say.
+            step: Number of steps begun so far, as in the call of `begin`.
+            is_silent: Whether this rank has no data (it has joined), so that it sends zeros only.
         """
         record = None
         if self._taken and step >= self._taken[0].step + self._device.lag:
@@ -140,10 +142,14 @@ class StepChecksum:
         return _NO_FLAGS if record is None or is_silent else self._flags_of(record)
 
     def record_votes(self, flags: Sequence[float]) -> None:
-        """Takes the sum of what all ranks have sent in a step, one after the other.
+        """Processes the summed checksum flags of one step. Called for each step, in order.
+
+        Args:
+            flags: The sums over all ranks. Any nonzero value counts as set.
 
         Raises:
-            MismatchError: Ranks differ. It names what and which rank, and is alike on all ranks.
+            MismatchError: Ranks differ. It names the difference and the ranks, and is equal on all
+                ranks.
         """
         record = self._in_flight.popleft()
         if record is None:
@@ -164,7 +170,7 @@ class StepChecksum:
                 raise MismatchError(f"{self._label}: {found}")
 
     def _rounds_alike(self) -> bool:
-        """Whether equal parameters stay equal to the last bit on all ranks. Collective."""
+        """Returns whether equal parameters stay bitwise equal on all ranks. Collective."""
         optimizer, device = self._optimizer, self._device.torch_device
         mine = [
             is_elementwise(optimizer) and not step_is_replaced(optimizer),
@@ -178,7 +184,7 @@ class StepChecksum:
         return bool(mine[0]) and len(set(answers)) == 1
 
     def _choose(self) -> list[int]:
-        """The parameters whose turn it is."""
+        """Returns the indices of the parameters that are next in turn."""
         count = len(self._compared)
         chosen = [(self._next + k) % count for k in range(min(_PARAMS, count))]
         self._next = (self._next + len(chosen)) % max(count, 1)
@@ -190,8 +196,8 @@ class StepChecksum:
             whole = zlib.crc32(f"{text} {numbers} {record.step}".encode())
             fields = [whole & 0xFF, whole >> 8 & 0xFF]
         else:
-            # On two grids, each halfway between the lines of the other: equal but for rounding,
-            # values are in one cell of one of them at least.
+            # Two grids, offset by half a cell: values that differ only by rounding are in the same
+            # cell of at least one grid.
             place = math.log(min(max(sum(numbers), 1e-300), 1e300)) / (4 * _ROUNDING)
             fields = [
                 zlib.crc32(f"{text} {math.floor(place + k / 2)} {record.step}".encode()) & 0xFF
@@ -201,7 +207,7 @@ class StepChecksum:
         return [float(flag) for bit in bits for flag in (bit, 1 - bit)]
 
     def _difference(self, records: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
-        """The first thing that is not alike, in words; empty if there is none."""
+        """Returns a description of the first difference; empty if there is none."""
         for what in records[0].get("options", {}):
             values = [json.dumps(record.get("options", {}).get(what)) for record in records]
             if len(set(values)) > 1:
@@ -238,10 +244,11 @@ class StepChecksum:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer's class and hyper-parameters are, as JSON can carry it.
+    """Returns an optimizer's class and hyper-parameters, in a form that JSON can carry.
 
-    Those that scripts have added to groups, tensors on a device and objects are left out. So is,
-    of classes that are not torch's, what torch's have under no such name: it may be the rank.
+    Left out are entries that scripts have added to parameter groups, tensors on a device, and
+    objects. For a class that is not of torch.optim, entries with names that torch.optim does not
+    use are left out too: one may be the rank.
     """
     kind = type(optimizer)
     found: dict[str, Any] = {"the optimizer": kind.__qualname__}
@@ -257,7 +264,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 _UNKNOWN = object()
 _COMMON = frozenset(["betas", "eps", "lr", "maximize", "momentum", "nesterov", "weight_decay"])
-_WAYS = frozenset(["capturable", "differentiable", "foreach", "fused"])  # to the same results
+_WAYS = frozenset(["capturable", "differentiable", "foreach", "fused"])  # with equal results
 
 
 def _plain(value: Any) -> Any:
@@ -270,13 +277,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int | float) and not isinstance(value, bool):
-        # One text for equal numbers of all types, nan and those too large for a float included.
+        # Equal numbers of different types get equal texts, nan and huge integers included.
         return repr(value) if abs(value) > _EXACT_INTEGERS else repr(float(value))
     return value if value is None or isinstance(value, bool | str) else _UNKNOWN
 
 
 def _sample(param: torch.Tensor, step: int) -> torch.Tensor:
-    """Elements of a parameter in the order of memory, in another step others of a large one."""
+    """Returns elements of a parameter in memory order; in another step, others of a large one."""
     data = param.detach()
     flat = data.as_strided((data.numel(),), (1,)) if is_dense(data) else data.reshape(-1)
     stride = -(-flat.numel() // _ELEMENTS)
@@ -284,14 +291,14 @@ def _sample(param: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _checksum(param: torch.Tensor, step: int) -> torch.Tensor:
-    """Of the bits of the elements and their places."""
+    """Returns an int64 checksum of the bits and positions of a parameter's elements."""
     bits = _sample(param, step).view(_INTEGERS[param.element_size()]).to(torch.int64)
     weights = torch.arange(1, 2 * len(bits), 2, device=bits.device, dtype=torch.int64)
     return (bits * weights).sum()
 
 
 def _square_sum(param: torch.Tensor, step: int) -> torch.Tensor:
-    # Finite, also when those of several parameters are added up.
+    # The limit keeps the sum over several parameters finite.
     return _sample(param, step).double().square().sum().nan_to_num().clamp(max=1e300)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all ranks take the same steps.
+"""Step consensus: makes sure that all ranks take or skip the same steps.
 
-Each rank says what it has done with the last sums by flags that travel with the next gradients, so
-that no collective is added. Ranks that differ are told by a collective of their own; so is a step
-after which all ranks change the plan. docs/design/step-consensus.md tells why.
+Flags that travel with the next gradients say what each rank has done with the last sums, so that no
+collective is added. Only if the flags show a difference, and before a change of plan, do the ranks
+compare their votes in a separate collective. docs/design/step-consensus.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _APPLIED = frozenset({StepPhase.APPLYING_SHARDS, StepPhase.APPLIED, StepPhase.CO
 
 
 class StepVote(Enum):
-    """What a rank has done with sums."""
+    """What a rank has done with the sums of a step: taken a step, skipped it, or no statement."""
 
     STEPPED = b"taken"
     SKIPPED = b"left out"
@@ -34,14 +34,19 @@ class StepVote(Enum):
 
 
 class ControlChannel(Protocol):
-    """The plan executor, as far as it carries the control tensor."""
+    """The parts of the plan executor that carry the control tensor.
+
+    Attributes:
+        device: Device of the flat buffer.
+        flat_buffer: Flat buffer of the plan in force.
+    """
 
     device: Device
     flat_buffer: FlatBuffer
 
     @property
     def steps(self) -> int:
-        """Steps begun so far."""
+        """Number of steps begun so far."""
 
     def gather_answers(self, name: str, answer: bytes) -> list[bytes]:
         """Returns the answers of all ranks, by rank. Collective."""
@@ -51,7 +56,7 @@ class ControlChannel(Protocol):
 
 
 class PlanVotes(Protocol):
-    """The life cycle of plans, as far as ranks vote for new ones.
+    """The parts of the plan lifecycle by which ranks vote for new plans.
 
     Attributes:
         learning: True until a plan is made from measurements.
@@ -60,26 +65,27 @@ class PlanVotes(Protocol):
     learning: bool
 
     def plan_boundary_next(self, steps: int) -> bool:
-        """Returns True if the plan may change after this step."""
+        """Returns whether the plan may change after the current step."""
 
     def record_votes(self, wanted: bool, joined: bool) -> None:
-        """Hears whether some rank wants a new plan, and whether some rank has joined."""
+        """Records whether some rank wants a new plan, and whether some rank has joined."""
 
 
 class StepConsensus:
-    """One rank's part in the agreement about steps.
+    """The step consensus of one rank.
 
     Args:
         label: Name of the optimizer, for messages.
         ranks: Numbers of the ranks in the world, by rank of the group.
-        executor: Carries the control tensor, and asks ranks.
-        lifecycle: Hears the votes for a new plan.
-        check: Hears the flags of checksums.
-        update_guard: Told when parameters of ranks have come to differ.
+        executor: Carries the control tensor and gathers answers of the ranks.
+        lifecycle: Receives the votes for a new plan.
+        check: Receives the checksum flags.
+        update_guard: Receives the notice that parameters differ between ranks.
 
     Attributes:
-        has_data: False while this rank contributes zeros, as after `join()`.
-        is_joined: This rank contributed zeros to what was sent last.
+        has_data: Whether this rank sends gradients; False while it contributes zeros after
+            `join()`.
+        is_joined: Whether this rank contributed zeros to the gradients that were sent last.
     """
 
     def __init__(
@@ -96,22 +102,26 @@ class StepConsensus:
         self._check, self._update_guard = check, update_guard
         self._device: Device = executor.device
         self.has_data, self.is_joined = True, False
-        self._vote = StepVote.ABSTAIN  # on the sums before the last ones
-        # By step whose votes were not looked at yet: this rank's, and those of all.
+        self._vote = StepVote.ABSTAIN  # on the sums of the step before the last one sent
+        # For each step whose votes are not processed yet: this rank's vote, and the summed flags.
         self._votes: deque[tuple[StepVote, Fetched]] = deque()
-        self._voted = False  # the control tensor holds votes that are not in `_votes`
+        self._voted = False  # the control tensor has votes that are not in `_votes`
 
     def begin_step(self, phase: StepPhase, compares_itself: bool) -> None:
-        """Before gradients are sent: looks at votes, and chooses this rank's next one.
+        """Processes the votes that have arrived and chooses this rank's next vote.
+
+        Called before gradients are sent.
 
         Args:
-            phase: Of the step before.
-            compares_itself: A sharded step compares by itself whether ranks drop sums.
+            phase: Phase that the previous step has reached.
+            compares_itself: Whether updates are sharded; a sharded step itself detects that some
+                ranks have dropped the sums.
 
         Raises:
-            MismatchError: On all ranks: some have skipped a step that others have taken.
+            MismatchError: Some ranks have skipped a step that others have taken; raised on all
+                ranks.
         """
-        # A rank that joins is given the parameters of the others.
+        # A rank that has joined gets the parameters of the others, so its steps do not count.
         silent = self.is_joined or compares_itself or not self.has_data
         if silent or phase is StepPhase.NOTHING_SENT:
             vote = StepVote.ABSTAIN
@@ -122,15 +132,15 @@ class StepConsensus:
         due = due and not self.any_joined()
         self.process_votes(0 if due or self._lifecycle.learning else self._device.lag)
         if due:
-            self.all_ranks_step(vote)  # those that complete it ask, too
+            self.all_ranks_step(vote)  # ranks that complete the step call this too
         self._vote = vote
 
     def record_participation(self) -> None:
-        """From now on what is sent is that of the step which has begun."""
+        """Records, for the step that begins, whether this rank contributes zeros."""
         self.is_joined = not self.has_data
 
     def flags(self, wants_plan: bool) -> list[float]:
-        """Returns this rank's votes, as flags of the control tensor."""
+        """Returns this rank's votes and checksum flags, each 0.0 or 1.0, for the control tensor."""
         votes = (
             wants_plan,
             self.has_data,
@@ -143,10 +153,14 @@ class StepConsensus:
         return [*map(float, votes), *checks]
 
     def process_votes(self, lag: int) -> None:
-        """Looks at the votes of all steps but the last `lag`, which may have yet to arrive.
+        """Processes the votes of all steps except the last `lag`, which may not have arrived yet.
+
+        Args:
+            lag: Number of steps to leave; 0 waits for the votes of all steps.
 
         Raises:
-            MismatchError: On all ranks: some have skipped a step that others have taken.
+            MismatchError: Some ranks have skipped a step that others have taken; raised on all
+                ranks.
         """
         if self._voted:
             votes = self._device.fetch(self._executor.flat_buffer.votes)
@@ -159,22 +173,27 @@ class StepConsensus:
             self._lifecycle.record_votes(wanted, joined)
             self._check.record_votes(flags[NUM_VOTES:])
             if stepped and skipped:
-                self.all_ranks_step(own)  # they do not
+                self.all_ranks_step(own)  # raises, and names the ranks
 
     def any_joined(self) -> bool:
-        """Returns True if some rank contributed zeros to what was sent last. Waits for the votes.
+        """Returns whether some rank contributed zeros to the gradients that were sent last.
 
-        Such a rank does not see whether the others take a step with the sums. They may skip it, as
-        a GradScaler does, or run backward again before it.
+        This waits for the votes. A rank that contributed zeros cannot know whether the others take
+        a step with the sums. They may skip it, as a GradScaler does, or run backward again before
+        it.
         """
         self._executor.wait_for_control()
         return any(self._device.fetch(self._executor.flat_buffer.votes[2:3]).get())
 
     def all_ranks_step(self, vote: StepVote) -> bool:
-        """Returns True if all ranks take the step. Collective.
+        """Returns whether all ranks take the step. Collective.
+
+        Args:
+            vote: This rank's vote.
 
         Raises:
-            MismatchError: On all ranks: some have skipped what others have taken.
+            MismatchError: Some ranks have skipped a step that others have taken; raised on all
+                ranks.
         """
         votes = self._executor.gather_answers("stepped", vote.value)
         if StepVote.STEPPED.value in votes and StepVote.SKIPPED.value in votes:

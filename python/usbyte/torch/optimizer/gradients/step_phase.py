@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an optimizer's step stands, from its first gradient to its end."""
+"""Phases of an optimizer's step, from its first gradient to its end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from usbyte.errors import Error
 
 
 class StepPhase(Enum):
-    """What has happened to the gradients that were sent last.
-
-    `TRANSITIONS` lists what may follow.
-    """
+    """Phase of the step whose gradients were sent last. `TRANSITIONS` lists what may follow."""
 
     NOTHING_SENT = "nothing was sent yet"
     IN_BACKWARD = "a backward pass sends gradients"
@@ -42,7 +39,7 @@ def advance(before: StepPhase, after: StepPhase) -> StepPhase:
     """Returns `after`.
 
     Raises:
-        Error: `after` cannot follow `before`, which is a fault of usbyte itself.
+        Error: `after` must not follow `before`; this is a bug in usbyte.
     """
     if after is not before and after not in TRANSITIONS[before]:
         raise Error(

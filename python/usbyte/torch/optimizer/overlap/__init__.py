@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates that wait for the next forward pass, each layer for its own parameters."""
+"""Deferred updates: each layer of the next forward pass waits for its own parameters only."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether updates wait for the next forward pass: learned, decided by all ranks, and revised."""
+"""Decides whether updates are deferred to the next forward pass. All ranks decide alike."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ log = logging.getLogger("usbyte")
 
 
 class OverlapDecision:
-    """What is known of the script, and what follows for its updates.
+    """Chooses between overlap "backward" and "forward" after the learning steps.
+
+    With `overlap="auto"` all ranks choose together. A rank that later finds a reason against
+    deferred updates asks for a new plan.
 
     Args:
-        rank_group: The ranks that decide together.
+        rank_group: Ranks that choose together.
         settings: Arguments of the DistributedOptimizer.
-        planner: Told of the decision.
-        observer: Watches what the script does.
-        forward_hooks: Watches which modules use parameters.
+        planner: Gives the overlap of the plan in force and receives the choice.
+        observer: Records how the script uses parameters and gradients.
+        forward_hooks: Forward pre-hooks, which record which modules use parameters.
         warnings: Logs what the script should change.
 
     Attributes:
-        learned: There is a plan, and a decision.
-        shared: A parameter that another thread than the one that trains has used; empty if none.
-        against: A reason against updates that wait, found after the first steps; empty if none.
-        unhooked_params: Parameters whose use no hook sees.
+        learned: True while the plan in force was made from measurements and the choice has been
+            made.
+        shared: Name of a parameter that a thread other than the training thread has used; empty if
+            there is none.
+        against: Reason against deferred updates that was found after the learning steps; empty if
+            there is none.
+        unhooked_params: Ascending indices of the parameters whose use no forward pre-hook observed.
+            Their updates are never deferred.
     """
 
     def __init__(
@@ -52,17 +59,18 @@ class OverlapDecision:
 
     @property
     def defers(self) -> bool:
-        """Updates wait for the next forward pass, under the plan in force."""
+        """Whether updates are deferred to the next forward pass under the plan in force."""
         if not self.learned or self._settings.overlap == "backward":
             return False
         decision = self._planner.decision
         return decision is not None and decision.overlap == "forward"
 
     def decide(self, aliased: Callable[[], Sequence[int]]) -> None:
-        """All ranks have learned: agrees on the overlap if it is "auto". Collective.
+        """Chooses the overlap if the setting is "auto". Collective; called once ranks have learned.
 
         Args:
-            aliased: Returns the parameters over whose memory the script keeps other tensors.
+            aliased: Returns the indices of the parameters whose memory other tensors of the script
+                use.
         """
         self.unhooked_params = sorted(self._forward_hooks.finish_learning())
         if self._settings.overlap == "auto":
@@ -73,13 +81,13 @@ class OverlapDecision:
             self._planner.settle_overlap(agree_on_overlap(self._rank_group, label, reason))
 
     def end_step(self, learning: bool) -> bool:
-        """After a step that was taken as a whole.
+        """Updates the decision after a step whose updates were all applied at once.
 
         Args:
-            learning: The plan in force is the one that is learned under.
+            learning: Whether the plan in force is the learning plan.
 
         Returns:
-            True if a plan has come into force that was made from measurements.
+            True if this step brought a plan into force that was made from measurements.
         """
         if learning:
             if self.learned:
@@ -97,10 +105,10 @@ class OverlapDecision:
         return begins
 
     def check_threads(self) -> bool:
-        """Notes which parameters other threads than the calling one, which trains, have used.
+        """Records whether other threads than the calling (training) thread have used parameters.
 
         Returns:
-            True if updates should not wait any more, and the ranks are to plan again.
+            True if updates should not be deferred any more, so that the ranks must plan again.
         """
         name = self._observer.finds_threads()
         self.shared = self.shared or name
@@ -110,10 +118,13 @@ class OverlapDecision:
         return self._settings.overlap == "auto"
 
     def stay_with_backward(self, reason: str) -> bool:
-        """Under "auto", updates do not wait for the forward pass any more.
+        """With overlap "auto", excludes deferred updates from the plans to come.
+
+        Args:
+            reason: Reason for the log. Only the first call has an effect.
 
         Returns:
-            True if the ranks are to plan again.
+            True if the ranks must plan again, because there is a plan already.
         """
         if self._settings.overlap != "auto" or self.against:
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose updates are on their way: held until somebody asks for them."""
+"""Queue of parameters whose updates are deferred until their first use."""
 
 from __future__ import annotations
 
@@ -20,47 +20,49 @@ from usbyte.torch.torch_private import DisableTorchFunction, preserve_version
 
 
 class DeferredUpdateQueue(ABC):
-    """What a step has put off, for a subclass to apply.
+    """The deferred updates of one step. A subclass says how an update is applied.
 
-    Whoever reads a parameter asks for its update first. What has arrived together is applied
-    together: a call of the optimizer costs the host more than most updates cost the device.
+    Reading a parameter first applies its pending update. All updates whose gradients have arrived
+    are applied in one call of the optimizer, because the host time of a call exceeds the device
+    time of most updates.
 
     Args:
-        trained: The parameters.
-        reducer: Has their gradients.
-        fetch: By parameter, what whoever reads it is to call first.
+        param_table: Parameters of the optimizer. Indices of parameters are positions in it.
+        reducer: Gives the reduced gradients.
+        fetch: By parameter, the function that materializes it before it is read.
 
     Attributes:
-        pending: Parameters whose updates have not been applied yet, nor begun.
-        unasked: Those that nobody has asked for yet, be their updates applied or not.
-        aliased: Parameters whose memory other tensors show, as of the last `look_at_memory`.
+        pending: Parameters whose updates have neither been applied nor begun.
+        unvisited: Parameters that have not been requested yet, whether or not their updates are
+            applied. They are lazy.
+        aliased: Parameters whose memory other tensors use, as of the last `look_at_memory`.
     """
 
     def __init__(
         self, param_table: ParamTable, reducer: ReducedGradients, fetch: Sequence[MaterializeFn]
     ) -> None:
         self._params, self._reducer, self._fetch = param_table.params, reducer, fetch
-        self._versions: list[int] = []  # when updates were put off
-        # By parameter, those that are updated together: they share memory or a version counter.
+        self._versions: list[int] = []  # at the call of `defer_all`
+        # By parameter, those that share memory or a version counter with it, itself included.
         self._shared_version_groups: dict[int, list[int]] = {}
         self._aliases = Aliases([])
         self.aliased: Sequence[int] = []
-        self._update_events: dict[int, Fence] = {}  # by parameter, where updates run on a device
+        self._update_events: dict[int, Fence] = {}  # by parameter; empty on the CPU
         self.pending: set[int] = set()
         self.unvisited: set[int] = set()
 
     @property
     def count(self) -> int:
-        """Of pending updates."""
+        """Number of pending updates."""
         return len(self.pending)
 
     @property
     def is_done(self) -> bool:
-        """`apply` has nothing to do, whatever it is asked for."""
+        """Whether `apply` is a no-op for every argument."""
         return not (self.unvisited or self._update_events)
 
     def defer_all(self) -> None:
-        """From now on the update of every parameter is pending."""
+        """Makes every parameter lazy and its update pending."""
         self._versions = [param._version for param in self._params]
         self.look_at_memory()
         self._update_events = {}
@@ -69,7 +71,10 @@ class DeferredUpdateQueue(ABC):
         make_all_lazy(self._params, self._fetch)
 
     def look_at_memory(self) -> None:
-        """Notices other memory of parameters, and other tensors over it; none may be held."""
+        """Finds parameters with new memory, and other tensors over the memory of parameters.
+
+        No parameter may be lazy.
+        """
         self.aliased = self._aliases.find()
         if self._aliases.are_outdated:
             self._shared_version_groups = _sharing(self._params)
@@ -77,15 +82,15 @@ class DeferredUpdateQueue(ABC):
             self.aliased = self._aliases.find()
 
     def forget(self) -> None:
-        """Drops the updates that are pending."""
+        """Drops the pending updates and makes the parameters plain tensors."""
         self.pending, self.unvisited = set(), set()
         for param in self._params:
             unwrap(param)
 
     def apply(self, indices: Sequence[int]) -> None:
-        """Applies pending updates of these parameters, waiting for what they need.
+        """Waits for the gradients of the parameters `indices` and applies their pending updates.
 
-        What the calling thread gives to its current stream from now on comes behind them.
+        Work that the calling thread enqueues later on its current stream runs after the updates.
         """
         due = [i for i in indices if i in self.pending] if self.pending else []
         if due:
@@ -99,19 +104,20 @@ class DeferredUpdateQueue(ABC):
 
     @abstractmethod
     def _apply(self, due: Sequence[int]) -> None:
-        """Applies the pending updates of these parameters and of those that arrive with them."""
+        """Applies the pending updates of `due`, of co-arriving and of memory-sharing parameters."""
 
     def _wait_on_stream(self, indices: Sequence[int]) -> None:
-        """Later work on the current stream comes behind updates on others."""
-        if behind := self._update_events:  # another thread may put another in its place
+        """Makes later work on the current stream wait for updates of `indices` on other streams."""
+        if behind := self._update_events:  # another thread may replace the attribute
             stream = self._reducer.device.stream()
             for fence in {behind[i] for i in indices if i in behind}:
                 fence.wait(stream)
 
     def _expand_shared_storage(self, due: Sequence[int]) -> list[int]:
-        """Adds pending ones that share memory with these.
+        """Returns `due` with the pending parameters that share memory or a version counter with it.
 
-        Or a version counter: autograd would take a later update for a change of what it has saved.
+        With a shared version counter, autograd would take a later update for an in-place change of
+        a tensor that it has saved.
         """
         if not self._shared_version_groups:
             return list(due)
@@ -119,19 +125,23 @@ class DeferredUpdateQueue(ABC):
         return sorted(self.pending & wanted)
 
     def _arrived_with(self, due: Sequence[int]) -> list[int]:
-        """Others whose updates are pending and have what they need once those of `due` have."""
+        """Returns the other pending parameters that are co-arriving with those of `due`."""
         if len(due) == len(self.pending):
             return []
         found = self.pending.intersection(self._reducer.co_arriving(due)).difference(due)
         return sorted(found.difference(self._shared_version_groups))
 
     def _begin(self, due: Sequence[int]) -> list[int]:
-        """Lets an update of these parameters begin, whose gradients are there.
+        """Takes the updates of `due` out of the queue. Their gradients have arrived.
 
-        A signal handler may ask for the same ones at any time: each update is one's who takes it.
+        A signal handler may request the same updates at any time. Each update is applied by the
+        caller that takes it.
 
         Returns:
-            Those of `due` whose updates were still pending.
+            The parameters of `due` whose updates were still pending.
+
+        Raises:
+            Error: A parameter was written to after `defer_all`; its update stays pending.
         """
         taken, due = [], [i for i in due if i in self.pending]
         try:
@@ -149,23 +159,24 @@ class DeferredUpdateQueue(ABC):
             for i in taken:
                 unwrap(self._params[i])
         except BaseException:
-            # An interrupt may have come before what was taken was noted as such. What somebody else
-            # has updated meanwhile is written to.
+            # `taken` may be incomplete after an interrupt, so `pending` decides. Parameters with
+            # another version were updated by another caller meanwhile.
             left = [i for i in due if i not in self.pending]
             self._put_back(sorted(set(left).difference(self._written(left))))
             raise
         return taken
 
     def _written(self, indices: Sequence[int]) -> list[int]:
-        """Those of these parameters that were written to since their updates were put off."""
-        with DisableTorchFunction():  # they may be held
+        """Returns the parameters of `indices` that were written to since `defer_all`."""
+        with DisableTorchFunction():  # must not materialize lazy parameters
             return [i for i in indices if self._params[i]._version != self._versions[i]]
 
     def _end(self, updated: Sequence[int], asked: Sequence[int]) -> None:
-        """These parameters have been updated, of which only some were asked for.
+        """Marks the updates of `updated` as applied, of which only `asked` were requested.
 
-        Who uses one of the others is still to be seen: a use that is not may have come before the
-        update, and is an error of the next backward pass.
+        The others become lazy again, so that their first use is still observed. If one of them gets
+        a gradient without an observed use, the forward pass may have read the old value, so the
+        next backward pass raises an error.
         """
         if (fence := self._reducer.device.fence()) is not None:
             self._update_events.update(dict.fromkeys(updated, fence))
@@ -173,7 +184,7 @@ class DeferredUpdateQueue(ABC):
         make_all_lazy([self._params[i] for i in others], [self._fetch[i] for i in others])
 
     def _put_back(self, taken: Sequence[int]) -> None:
-        """What was to be updated still is to be."""
+        """Makes the updates of `taken` pending again."""
         self.pending.update(taken)
         self.unvisited.update(taken)
         for i in taken:
@@ -181,7 +192,7 @@ class DeferredUpdateQueue(ABC):
 
 
 def _sharing(params: Sequence[torch.Tensor]) -> dict[int, list[int]]:
-    """By parameter that shares memory or a version counter with others: all of these, ascending."""
+    """Returns, by parameter that shares memory or a version counter, all that do; ascending."""
     found: dict[int, set[int]] = {}
     for group in [*sharing_memory(params), *_one_version(params)]:
         whole = set(group).union(*(found[i] for i in group if i in found))
@@ -190,9 +201,9 @@ def _sharing(params: Sequence[torch.Tensor]) -> dict[int, list[int]]:
 
 
 def _one_version(params: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Which parameters share a version counter, as those made of views of one tensor do."""
+    """Returns groups of parameters that share a version counter, as views of one tensor do."""
     found: list[list[int]] = []
-    with DisableTorchFunction(), ExitStack() as stack:  # they may be held
+    with DisableTorchFunction(), ExitStack() as stack:  # lazy parameters stay lazy
         for param in params:
             stack.enter_context(preserve_version(param))
         before = [param._version for param in params]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates that wait for the next forward pass and then run layer by layer."""
+"""Deferred updates that run the wrapped optimizer's step layer by layer in the next forward."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.torch_private import DisableTorchFunction
 
-# Steps whose updates are checked to change nothing but their own parameters.
+# Number of steps in which an unknown optimizer is checked to change no other parameters.
 _CHECKED_STEPS = 10
 
 
 class DeferredUpdates(DeferredUpdateQueue):
     """Applies an optimizer's step to the parameters whose gradients have arrived.
 
-    An update is the optimizer's own `step`, with its groups narrowed to those parameters and with
-    groups, hyper-parameters and its `step` as they were when `defer` was called, whatever a
-    scheduler has done since. Step hooks do not see it: there were none when `defer` was called.
+    An update calls the optimizer's own `step`, with its parameter groups narrowed to these
+    parameters. Groups, hyper-parameters and the `step` function are those at the call of `defer`,
+    whatever a scheduler has changed since. Step hooks are not called: there were none at the call
+    of `defer`.
 
     Args:
         optimizer: The wrapped optimizer.
-        step: Takes its step, by calling the function that it is given.
-        tear: Called with the error that ends one half-way.
-        trained: Its parameters.
-        groups: Where they are in it.
-        reducer: Has their gradients.
-        fetch: By parameter, what whoever reads it is to call first.
+        step: Runs one step of the optimizer: calls the function that it is given.
+        tear: Called with the exception of an update that may have changed some of its parameters.
+        param_table: Parameters of the optimizer.
+        groups: Maps parameters to parameter groups of the optimizer.
+        reducer: Gives the reduced gradients.
+        fetch: By parameter, the function that materializes it before it is read.
     """
 
     def __init__(
@@ -56,16 +57,16 @@ class DeferredUpdates(DeferredUpdateQueue):
         self._groups, self._group_of = groups, groups.refresh()
         self._hyper: list[dict[str, Any]] = []
         self._call: Callable[[], Any] = optimizer.step
-        # Gradients that the user has zeroed meanwhile, by parameter.
+        # By parameter, a gradient that the user has zeroed before its update: zeroed after it.
         self._zero_after: dict[int, torch.Tensor] = {}
-        # Steps of an optimizer that is not known whose updates are still to be checked.
+        # Number of steps left whose updates are checked; 0 for optimizers of torch.optim.
         self._to_check = 0 if is_known(optimizer) else _CHECKED_STEPS
-        self._checks = False  # those of the present step
+        self._checks = False  # whether updates of the current step are checked
         self._expected: dict[int, int] = {}  # versions of parameters while an update is checked
-        self._updating: set[int] = set()  # parameters whose updates are going on
+        self._updating: set[int] = set()  # parameters whose checked updates run now
 
     def defer(self, call: Callable[[], Any]) -> None:
-        """Puts off the update of every parameter, which calls this function."""
+        """Defers the update of every parameter. An update calls `call`, the optimizer's step."""
         self._call = call
         self._group_of = self._groups.refresh()
         self._hyper = [hyper_parameters(group) for group in self._optimizer.param_groups]
@@ -75,9 +76,14 @@ class DeferredUpdates(DeferredUpdateQueue):
         self.defer_all()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Resets the gradients that the user sees; pending updates still get theirs."""
+        """Resets `param.grad` of all parameters. Pending updates still use the reduced gradients.
+
+        Args:
+            set_to_none: True sets gradients to None; False fills them with zeros, those of pending
+                updates after the update.
+        """
         self._wait_on_stream(range(len(self._params)))
-        with DisableTorchFunction():  # parameters are held
+        with DisableTorchFunction():  # lazy parameters stay lazy
             for i, param in enumerate(self._params):
                 if set_to_none:
                     param.grad = None
@@ -113,7 +119,7 @@ class DeferredUpdates(DeferredUpdateQueue):
                 self._put_back(updated)
             raise
         finally:
-            for i, before in zip(updated, kept, strict=False):  # an interrupt may leave none
+            for i, before in zip(updated, kept, strict=False):  # empty after an interrupt
                 if begun and before is not None and before is self._zero_after.get(i):
                     before.zero_()
                 nobody = begun and sums[i] is None and before is reducer.gradient(i)
@@ -122,7 +128,11 @@ class DeferredUpdates(DeferredUpdateQueue):
         reducer.record_update(updated, start)
 
     def _step_on(self, updated: Sequence[int]) -> None:
-        """Takes the step, which is to change these parameters only."""
+        """Runs the optimizer's step and checks that it changes only the parameters `updated`.
+
+        Raises:
+            UsageError: The step changed another parameter.
+        """
         if not self._checks:
             self._step(self._call)
             return
@@ -130,8 +140,8 @@ class DeferredUpdates(DeferredUpdateQueue):
             self._expected = self._versions_now(range(len(self._params)))
         self._updating.update(updated)
         try:
-            self._step(self._call)  # in which others' updates may be asked for
-            # All of a step that is going on further out are left out as well.
+            self._step(self._call)  # may request and apply other updates
+            # Parameters of updates that run further out on the stack may change too.
             left = self._expected.keys() - self._updating
             now = self._versions_now(sorted(left))
             changed = [i for i, version in now.items() if version != self._expected[i]]
@@ -146,7 +156,7 @@ class DeferredUpdates(DeferredUpdateQueue):
             )
 
     def _versions_now(self, indices: Sequence[int]) -> dict[int, int]:
-        with DisableTorchFunction():  # they may be held
+        with DisableTorchFunction():  # lazy parameters stay lazy
             return {i: self._params[i]._version for i in indices}
 
     @contextmanager

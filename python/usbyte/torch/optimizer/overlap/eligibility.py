@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether updates may wait for the next forward pass: what the first steps show against it."""
+"""Observes in the first steps whether a script's updates can be deferred to the next forward."""
 
 from __future__ import annotations
 
@@ -21,33 +21,48 @@ from usbyte.torch.world.rank_group import RankGroup
 
 @dataclass
 class _Seen:
-    """Counts of steps, of those in which it happened, and of what is open."""
+    """What the learning steps have shown.
+
+    Attributes:
+        steps: Number of steps.
+        closures: Number of steps with a closure.
+        wholes: Number of steps that must update all parameters at once.
+        repeated: Number of steps before which several backward passes sent gradients.
+        with_reads: Number of steps before which a gradient was read.
+        first_read: Smallest index of a parameter whose gradient was read before the last such step.
+        changed: Name of a hyper-parameter that the optimizer's step changes; empty if there is
+            none.
+        backwards: Number of backward passes since the last step.
+        most_forwards: Largest number of forward passes in one step.
+        retained: Whether a backward pass retained its graph for another one.
+        reads: Indices of the parameters whose gradients were read since the last step.
+    """
 
     steps: int = 0
     closures: int = 0
     wholes: int = 0
-    repeated: int = 0  # several backward passes were sent
-    with_reads: int = 0  # of gradients
+    repeated: int = 0
+    with_reads: int = 0
     first_read: int = 0
-    changed: str = ""  # in the optimizer's groups
-    backwards: int = 0  # since the last step
-    most_forwards: int = 0  # in a step
-    retained: bool = False  # a graph was kept for another backward pass
-    reads: set[int] = field(default_factory=set)  # since the last backward pass
+    changed: str = ""
+    backwards: int = 0
+    most_forwards: int = 0
+    retained: bool = False
+    reads: set[int] = field(default_factory=set)
 
 
 class ScriptObserver:
-    """Notes what a script does between `backward()`, `step()` and the next forward pass.
+    """Records what a script does between `backward()`, `step()` and the next forward pass.
 
-    Deferred updates are right whatever it does, as who reads a gradient or a parameter gets it
-    fetched first. But then there is nothing to hide communication behind; and an optimizer that
-    looks across parameters must not be called layer by layer, which only the known ones are known
-    not to do.
+    Deferred updates are correct in any script, because lazy tensors materialize before they are
+    read. An early read leaves no computation behind which communication can hide, however. An
+    optimizer that computes across parameters must not be called layer by layer; only the optimizers
+    of torch.optim are known not to do so.
 
     Args:
-        optimizer: The wrapped one.
-        names: Of its parameters.
-        params: Those.
+        optimizer: The wrapped optimizer.
+        names: Names of its parameters, by parameter index.
+        params: Its parameters, by parameter index.
     """
 
     def __init__(
@@ -56,77 +71,85 @@ class ScriptObserver:
         self._optimizer, self._names = optimizer, names
         self._bytes = [p.numel() * p.element_size() for p in params]
         self._seen = _Seen()
-        self._trainer: int | None = None  # the thread that took the last step, while it matters
-        self._users: dict[int, int] = {}  # threads since then, with the first parameter of each
-        self._forwards = 0  # passes of outermost modules since the last step
-        self._retains = False  # the present backward pass keeps its graph
+        self._trainer: int | None = None  # thread of the last step, until updates are applied
+        self._users: dict[int, int] = {}  # by thread since then, the first parameter it used
+        self._forwards = 0  # training passes of outermost modules since the last step
+        self._retains = False  # whether the current backward pass retains its graph
 
     def begin(self) -> None:
-        """Learning begins anew."""
+        """Discards the records, at the start of new learning steps."""
         self._seen = _Seen()
 
     def backward(self) -> None:
-        """A backward pass has ended, with sums that were waited for."""
+        """Counts a backward pass whose reduced gradients have been waited for."""
         self._seen.backwards += 1
 
     def forward(self) -> None:
-        """An outermost module begins a forward pass that a backward pass can follow."""
+        """Counts a training forward pass of an outermost module."""
         self._forwards += 1
 
     def backward_begins(self, learns: bool) -> None:
-        """Called inside `backward()`; the job is being learned, or not."""
+        """Records whether the current backward pass retains its graph. Called inside `backward()`.
+
+        Args:
+            learns: Whether this is a learning step.
+        """
         self._retains = keeps_graph()
         self._seen.retained = self._seen.retained or (learns and self._retains)
 
     def expects_another_pass(self) -> bool:
-        """Whether another backward pass may come before `step()`, as none did while learning.
+        """Returns whether another backward pass may precede `step()`, unlike in learning steps.
 
-        It would add to gradients while they are on their way.
+        Such a pass would add to gradients in flight.
         """
         many = self._forwards > self._seen.most_forwards
         return many or (self._retains and not self._seen.retained)
 
     def gradient_read(self, i: int) -> None:
-        """Somebody uses a gradient between `backward()` and `step()`."""
+        """Records that the gradient of parameter `i` was read between `backward()` and `step()`."""
         self._seen.reads.add(i)
 
     def used(self, i: int) -> None:
-        """The calling thread is about to use a parameter whose update waits, or might have."""
-        # Autograd has threads of its own for backward passes, which the training thread waits for.
+        """Records that this thread uses parameter `i`, whose update is or might be deferred."""
+        # Uses in a backward pass do not count: the training thread waits for autograd's threads.
         if self._trainer is not None and backward_id() == -1:
             self._users.setdefault(threading.get_ident(), i)
 
     def up_to_date(self) -> None:
-        """Updates do not wait any more; counts in the training thread, or in a backward pass."""
+        """Records that no update is pending any more.
+
+        Only calls in the training thread or inside a backward pass count.
+        """
         here, in_backward = threading.get_ident(), backward_id() != -1
-        if in_backward:  # on the CPU this is the thread that has run the forward pass, too
+        if in_backward:  # on the CPU, backward runs in the thread that ran the forward pass
             self._users.pop(here, None)
         if in_backward or here == self._trainer:
             self._trainer = None
 
     def finds_threads(self) -> str:
-        """To be called at the beginning of each step.
+        """Returns whether other threads have used parameters. Called at the beginning of each step.
 
         Returns:
-            Name of a parameter, if other threads than this one have used any since the last step
-            while updates waited, or would have; else empty.
+            Name of a parameter that another thread than the calling one has used since the last
+            step, while updates were or might have been deferred; empty if there is none.
         """
         users, self._users = self._users, {}
         users.pop(threading.get_ident(), None)
         return self._names[min(users.values())] if users else ""
 
     def step_ends(self) -> None:
-        """Updates wait from now on, or would."""
+        """Records the calling thread as the training thread, at the end of a step."""
         self._trainer = threading.get_ident()
         self._forwards = 0
 
     def step(self, closure: bool, whole: bool, learns: bool) -> None:
-        """`step()` is called, and taken as a whole.
+        """Records a call of `step()` that updates all parameters at once.
 
         Args:
-            closure: With one.
-            whole: Step hooks, a GradScaler or the optimizer want all parameters updated at once.
-            learns: The job is being learned.
+            closure: Whether it has a closure.
+            whole: Whether step hooks, a GradScaler or the optimizer need all parameters updated at
+                once.
+            learns: Whether this is a learning step.
         """
         seen = self._seen
         seen.steps += 1
@@ -142,10 +165,13 @@ class ScriptObserver:
 
     @contextmanager
     def groups(self, strict: bool) -> Iterator[None]:
-        """Around the optimizer's step, which must not change its groups.
+        """Context for the optimizer's step: records whether it changes its hyper-parameters.
+
+        Args:
+            strict: Whether a change is an error.
 
         Raises:
-            UsageError: It does, if `strict`.
+            UsageError: The step changed a hyper-parameter, and `strict` is True.
         """
         with check_groups_unchanged(self._optimizer) as changed:
             yield
@@ -164,14 +190,14 @@ class ScriptObserver:
         shared: str,
         against: str,
     ) -> str:
-        """Why updates should not wait for the next forward pass; empty if they may.
+        """Returns the reason against deferred updates; empty if there is none.
 
         Args:
-            forward_hooks: What they have seen.
-            ungated: Parameters whose use they have not.
-            aliased: Parameters whose memory other tensors of the script's show.
-            shared: Name of a parameter that another thread has used; empty if none has.
-            against: A reason that was found later; empty if none was.
+            forward_hooks: Forward pre-hooks of the learning steps.
+            ungated: Parameters whose use no forward pre-hook observed.
+            aliased: Parameters whose memory other tensors of the script use.
+            shared: Name of a parameter that another thread has used; empty if there is none.
+            against: Reason that was found after the learning steps; empty if there is none.
         """
         reasons = list(self._reasons(forward_hooks, ungated, shared))
         if 2 * sum(self._bytes[i] for i in aliased) > sum(self._bytes):
@@ -234,7 +260,10 @@ class ScriptObserver:
 
 
 def agree_on_overlap(rank_group: RankGroup, label: str, reason: str) -> str:
-    """The reason of the first rank that has one, the same on all ranks. Collective."""
+    """Returns the reason of the first rank that has one; empty if no rank has one. Collective.
+
+    The result is the same on all ranks. It names the rank if the ranks have different reasons.
+    """
     reasons: list[str] = rank_group.eager.allgather_json(f"{label}.overlap", reason, str)
     for rank, each in enumerate(reasons):
         if each:

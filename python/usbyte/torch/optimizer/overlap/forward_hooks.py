@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates: what makes a layer's forward wait until its own parameters are updated.
+"""Forward pre-hooks that make a module's forward wait until its parameters are updated.
 
-The modules that own the parameters are found at the first forward pass (or in `model`, if the user
-passes it). Each gets a forward pre-hook, so that all of its parameters are asked for at once; what
-is read in any other way asks for itself (`awaited.py`). Compiled and traced modules run without the
-hooks of what is inside, so they are asked for as a whole. Scripted ones take no hooks at all:
-their updates do not wait.
+Modules that own parameters are found in `model`, or at the first forward pass if the user passes
+none. The forward pre-hook of a module applies the pending updates of all parameters that the module
+owns. Any other read of a parameter materializes the lazy tensor (`lazy_tensor.py`).
+
+Compiled and traced modules run without the hooks of their submodules, so one hook waits for all of
+their parameters. Scripted modules take no hooks at all, so their updates are never deferred.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from usbyte.torch.lazy_tensor import make_lazy, unwrap, weak_method
 from usbyte.torch.runtime.device import Device, Mark
 from usbyte.torch.torch_private import compiled_frames, is_compiled
 
-# Their forward does nothing but to call what they contain.
+# Their forward only calls their children, so they need no hook of their own.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class ForwardPreHooks:
     """Calls `arrive` with the parameters that a module is about to use.
 
-    While learning it also notes when each parameter is first used in an iteration, by its module or
-    otherwise, and then calls `arrive` too; but not in the first iteration, in which modules may
-    still be compiled.
+    In learning steps it also records when each parameter is first used in an iteration, by its
+    module or by another read, and calls `arrive` then. The first iteration records only uses by
+    modules, because modules may still be compiled in it.
 
     Args:
-        params: The parameters, whose positions are the indices passed on.
-        arrive: Called with the indices that a module's forward, or somebody else, needs now.
-        enter: Called before an outermost module's forward, with whether it trains.
-        device: Of the parameters.
-        check: While learning, called before the forward of an outermost module or of one whose
-            parameters are not known yet.
+        params: Parameters of the optimizer. Indices of parameters are positions in it.
+        arrive: Called with the indices of the parameters that are needed now.
+        enter: Called before the forward of an outermost module, with whether it trains.
+        device: Device of the parameters.
+        check: In learning steps, called before the forward of an outermost module and of a module
+            that has no hooks yet.
 
     Attributes:
-        needed: By parameter, when it was first used in the current iteration; None: not yet.
-        read_early: By parameter, in how many learning iterations it was read before the forward
-            pass began.
-        iterations: That were watched.
-        roots: Where parameters were found.
+        needed: By parameter, when it was first used in the current iteration; None if not yet.
+        read_early: By parameter, the number of learning iterations in which it was read before the
+            forward pass began.
+        iterations: Number of learning iterations whose uses were recorded.
+        root_modules: Modules below which parameters were found.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class ForwardPreHooks:
         self._index = {p: i for i, p in enumerate(params)}
         self._arrive, self._enter, self._device = arrive, enter, device
         self._hooks: list[tuple[nn.Module, _Hook]] = []
-        self._handles: list[RemovableHandle] = []  # of those, while they ask
+        self._handles: list[RemovableHandle] = []  # empty while the hooks are not installed
         self._installed: set[nn.Module] = set()
         self.root_modules: list[nn.Module] = []
-        self._unobserved_params: set[int] = set()  # got gradients, but nobody was seen to use them
-        self._compiled_params: set[int] = set()  # read without a hook, by compiled or scripted code
+        self._unobserved_params: set[int] = set()  # got a gradient, without an observed use
+        self._compiled_params: set[int] = set()  # read by compiled or scripted code, without a hook
         self._learning, self._watching = True, False
-        self._begun = False  # the forward pass of this iteration
+        self._begun = False  # whether the forward pass of this iteration has begun
         self.needed: list[Mark | None] = [None] * len(params)
         self.read_early = [0] * len(params)
         self.iterations = 0
@@ -77,10 +78,11 @@ class ForwardPreHooks:
         self._finder: RemovableHandle | None = None
 
     def install(self, model: nn.Module | None) -> None:
-        """Begins to ask for parameters.
+        """Installs the hooks.
 
         Args:
-            model: Where the parameters live; found at the first forward pass if None.
+            model: Module that owns the parameters. If None, modules are found in the first forward
+                pass.
         """
         if model is None:
             self._finder = _Finder(self).handle
@@ -88,10 +90,10 @@ class ForwardPreHooks:
             self._install(model)
 
     def begin_iteration(self, used: Sequence[bool]) -> None:
-        """Forgets the times of the iteration before; called when a learning step is done.
+        """Ends a learning iteration and clears its times.
 
         Args:
-            used: Which parameters got a gradient in it.
+            used: By parameter, whether it got a gradient in that iteration.
         """
         unseen = {i for i, n in enumerate(self.needed) if n is None and used[i]}
         if self._watching:
@@ -104,17 +106,17 @@ class ForwardPreHooks:
         self._watch()
 
     def begin_learning(self) -> None:
-        """Watches again when parameters are used."""
+        """Starts recording the uses of parameters again, as after construction."""
         self._learning, self._watching, self._begun = True, False, False
         self.needed = [None] * len(self.needed)
         self.read_early = [0] * len(self.needed)
         self.iterations = 0
 
     def finish_learning(self) -> set[int]:
-        """Ends the watch.
+        """Stops recording.
 
         Returns:
-            The indices whose use was not seen, so that their updates cannot wait for it.
+            Indices of the parameters whose use was not observed. Their updates cannot be deferred.
         """
         self.stop_recording()
         self._learning = self._watching = False
@@ -124,7 +126,7 @@ class ForwardPreHooks:
         return self._unobserved_params | self._compiled_params
 
     def set_enabled(self, wanted: bool) -> None:
-        """Whether modules ask for their parameters from now on; else they run without hooks."""
+        """Installs (True) or removes (False) the forward pre-hooks."""
         if wanted and not self._handles:
             self._handles = [m.register_forward_pre_hook(hook) for m, hook in self._hooks]
         elif not wanted:
@@ -133,29 +135,29 @@ class ForwardPreHooks:
             self._handles = []
 
     def stop_recording(self) -> None:
-        """Notes nothing more in this iteration: the optimizer is about to use all parameters."""
+        """Stops recording in this iteration, because the optimizer is about to read parameters."""
         for param in self._params if self._learning else ():
             unwrap(param)
 
     def close(self) -> None:
-        """Removes every hook."""
+        """Removes all hooks."""
         self.stop_recording()
         self.set_enabled(False)
         if self._finder is not None:
             self._finder.remove()
 
     def discover(self, module: nn.Module, args: Any) -> None:
-        """Installs gates below a module that is about to run, if it has parameters of these."""
+        """Installs hooks at and below a module that is about to run, if it has parameters."""
         if module in self._installed:
             return
         self._check(module)
         if all(p not in self._index for p in module.parameters()):
             return
-        for hook in self._install(module):  # does not take part in this very call
+        for hook in self._install(module):  # torch does not run a new hook in the current call
             hook(module, args)
 
     def _install(self, root: nn.Module) -> list[Callable[..., None]]:
-        """Puts gates below a root; returns the hooks of the root itself."""
+        """Installs hooks on `root` and its submodules; returns the hooks of `root` itself."""
         self.root_modules.append(root)
         self._compiled_params.update(self._index[p] for p in _scripted(root) if p in self._index)
         here: list[Callable[..., None]] = []
@@ -180,13 +182,13 @@ class ForwardPreHooks:
             return
         if is_root:
             self._pass_root(module)
-        # In evaluation, attention and transformer layers look whether all parameters below them are
-        # plain, and compute in another order if one is held.
+        # In evaluation, attention and transformer layers check that all parameters below them are
+        # plain tensors. If one is lazy, they compute in another order.
         wanted = own if module.training and torch.is_grad_enabled() else below
         if not wanted:
             return
         if self._learning:
-            if torch.is_grad_enabled():  # evaluation needs them too, but not as the next step does
+            if torch.is_grad_enabled():  # evaluation uses them in other ways than training
                 self._use(wanted)
             for i in wanted:
                 unwrap(self._params[i])
@@ -198,14 +200,14 @@ class ForwardPreHooks:
         trains = module.training and torch.is_grad_enabled()
         self._enter(trains)
         if not trains:
-            # Torch looks for overridden tensors before it takes its fast paths.
+            # Torch takes its fast paths only if no tensor overrides __torch_function__.
             self.stop_recording()
         elif self._learning and not self._begun:
             self._begun = True
             self._watch()
 
     def _use(self, indices: Sequence[int]) -> None:
-        if self._device.capturing():  # replays are not seen
+        if self._device.capturing():  # no hook runs in a replay of the CUDA graph
             self._compiled_params.update(indices)
             return
         now = self._device.now()
@@ -214,7 +216,7 @@ class ForwardPreHooks:
                 self.needed[i] = now
 
     def _watch(self) -> None:
-        """Notes who is the first to use a parameter that has not been used yet."""
+        """Makes the parameters that are unused so far lazy, to record their first use."""
         if self._watching:
             for i, param in enumerate(self._params):
                 if self.needed[i] is None and i not in self._compiled_params:
@@ -230,14 +232,14 @@ class ForwardPreHooks:
 
 
 class _Finder:
-    """Watches all modules, and keeps nothing alive."""
+    """Global forward pre-hook that finds modules. It keeps no `ForwardPreHooks` alive."""
 
     def __init__(self, forward_hooks: ForwardPreHooks) -> None:
         self._forward_hooks = weakref.ref(forward_hooks)
         self.handle = register_module_forward_pre_hook(self)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        # Inside a compiled region hooks are traced; its outermost module has been seen before.
+        # Inside a compiled region hooks are traced. Its outermost module has been found before.
         if torch.compiler.is_compiling():
             return
         forward_hooks = self._forward_hooks()
@@ -248,7 +250,7 @@ class _Finder:
 
 
 class _Unscripted:
-    """A hook that is no gate in pickles, and that torch.jit.script asks for its name to compile."""
+    """Base of hooks: pickled as a no-op, and refused by torch.jit.script with a remedy."""
 
     @property
     def __name__(self) -> str:
@@ -263,7 +265,7 @@ class _Unscripted:
 
 
 class _Hook(_Unscripted):
-    """A hook that copies of its module do without."""
+    """Forward pre-hook of one module. A copy of the module gets a no-op in its place."""
 
     def __init__(self, call: Callable[[nn.Module], None]) -> None:
         self._call = call
@@ -276,7 +278,7 @@ class _Hook(_Unscripted):
 
 
 class _NoGate(_Unscripted):
-    """What stands for a gate in copies and pickles of a model."""
+    """No-op that replaces a hook in copies and pickles of a model."""
 
     def __call__(self, *_args: Any) -> None:
         pass
@@ -290,9 +292,9 @@ def _no_gate() -> Callable[..., None]:
 
 
 def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Modules whose hooks run, with the parameters that each is to be asked for."""
+    """Yields the modules whose hooks run, with the parameters that each hook waits for."""
     if is_compiled(root) or isinstance(root, torch.jit.RecursiveScriptModule):
-        return  # the hooks of the root itself are traced, or refused
+        return  # compiled modules trace their own hooks, scripted ones refuse them
     own = list(root.parameters(recurse=False))
     if hasattr(root, "_orig_mod") or isinstance(root, torch.jit.ScriptModule):
         yield root, list(root.parameters())
@@ -309,7 +311,7 @@ def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
 
 
 def _scripted(root: nn.Module) -> Iterator[nn.Parameter]:
-    """What scripted code reads, whether or not Python reads it too."""
+    """Yields the parameters of scripted modules, whether or not Python reads them too."""
     for module in root.modules():
         if isinstance(module, torch.jit.RecursiveScriptModule):
             yield from module.parameters(recurse=False)
