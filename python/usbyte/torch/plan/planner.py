@@ -218,7 +218,7 @@ class Planner:
         All ranks get the same result, because only the rows of the sums are used.
 
         Args:
-            rows: Mean counts of rows since the plan came into force, by parameter name.
+            rows: Mean counts of rows over some recent steps, by parameter name.
         """
         decision = self.decision
         if decision is None:
