@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communicators that carry out a plan's operations, and measurements of their cost."""
+"""Communicators that run the ops of a plan, and probes that measure their cost."""

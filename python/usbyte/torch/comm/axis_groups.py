@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups along the axes of a mesh: their ranks differ in one coordinate only."""
+"""Process groups along the axes of a mesh, whose ranks differ in one coordinate only."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from usbyte.torch.world.rank_group import RankGroup
 
 
 def host_topology(rank_group: RankGroup) -> list[int]:
-    """The mesh that the launcher has made: slots of a host, and hosts. Collective.
+    """Returns the mesh of ranks in a host and hosts, as the launcher placed them. Collective.
 
     Returns:
-        [ranks of each host, hosts]: sizes, the innermost dimension first, either of them maybe 1.
+        [ranks per host, number of hosts], the innermost dimension first. Either may be 1.
 
     Raises:
-        UsageError: Hosts have different numbers of ranks, or the ranks of one do not follow one
-            another; raised on every rank, and names the hosts.
+        UsageError: Hosts have different numbers of ranks, or the ranks of a host are not
+            consecutive. Raised on every rank; the message names the hosts.
     """
     mine = [socket.gethostname(), rank_group.local_rank, rank_group.local_size]
     rows: list[tuple[str, int, int]] = rank_group.eager.allgather_json(
@@ -49,23 +49,24 @@ def host_topology(rank_group: RankGroup) -> list[int]:
 def axis_groups(
     rank_group: RankGroup, topology: _core.Topology | Sequence[int]
 ) -> list[dist.ProcessGroup | None]:
-    """Makes this rank's process group along each axis of a mesh. Collective, on all ranks.
+    """Makes this rank's process group along each axis of a mesh. Collective among `rank_group`.
 
-    Every rank takes part in making the groups of all axes, in one order. The groups have the
+    Every rank takes part in making the groups of all axes, in the same order. The groups have the
     backend and the timeout of `RankGroup.new_group`; nothing else uses them.
 
     Args:
         rank_group: The ranks that take part.
-        topology: The mesh, or its sizes, the innermost dimension first: rank = c0 + c1 * P0 + ...
+        topology: The mesh, or its sizes, innermost dimension first. A rank with coordinates
+            c0, c1, ... in a mesh of sizes P0, P1, ... is rank c0 + c1 * P0 + ...
 
     Returns:
-        By axis, the group of the ranks that differ from this one in that coordinate only, this one
-        among them, in the order of the coordinate; None where the axis has size 1. The caller
-        destroys them by torch.distributed.destroy_process_group.
+        The process group of each axis; None for an axis of size 1. It has the ranks that differ
+        from this rank in that coordinate only, this rank included, in the order of the coordinate.
+        The caller destroys the groups with torch.distributed.destroy_process_group.
 
     Raises:
-        UsageError: It is a mesh of another number of ranks.
-        MismatchError: The ranks were given different meshes; raised on every rank.
+        UsageError: The size of the mesh is not the number of ranks, or a dimension is below 1.
+        MismatchError: The ranks pass different meshes; raised on every rank.
     """
     sizes = sizes_of(topology)
     for rank, other in enumerate(rank_group.eager.allgather_json("usbyte.lines", sizes, list[int])):

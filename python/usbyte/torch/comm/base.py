@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine needs of the communicator that carries out its operations."""
+"""Protocols of the communicators that run the ops of an engine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from usbyte.torch.runtime.device import Device
 
 
 class EngineCommunicator(Protocol):
-    """A communicator between all ranks of a group, used by one engine alone.
+    """A communicator between all ranks of a rank group. Only one engine uses it at a time.
 
     Attributes:
-        direct_allreduce_max_bytes: Largest payload that is all-reduced by direct exchange in one
-            round; 0: none.
+        direct_allreduce_max_bytes: Largest payload of a direct all-reduce, in bytes; 0 if there is
+            no direct all-reduce.
     """
 
     direct_allreduce_max_bytes: int
 
     @property
     def device(self) -> Device:
-        """Where gradients are."""
+        """Device of the gradients."""
 
     @property
     def core(self) -> Any:
@@ -32,35 +32,35 @@ class EngineCommunicator(Protocol):
 
     @property
     def mesh(self) -> MeshLike | None:
-        """The communicator that carries operations along axes of a mesh; None if there is none."""
+        """The communicator with communicators along the axes of a mesh; None if there is none."""
 
     def allocate(self, size: int) -> torch.Tensor:
         """Allocates memory for a flat buffer.
 
         Args:
-            size: Bytes.
+            size: Number of bytes.
 
         Returns:
-            Shape [size], uint8, zeroed, where gradients are.
+            Tensor of shape [size], uint8, zeros, on the device of the gradients.
         """
 
     def register(self, arena: torch.Tensor) -> None:
-        """Names the flat buffer of the engine to come; addresses may point into it.
+        """Sets the flat buffer of the next engine. Addresses in its requests may point into it.
 
         Args:
-            arena: 1-d, uint8.
+            arena: The flat buffer, 1-d, uint8.
         """
 
     def close(self) -> None:
-        """Ends all threads; after a fault, operations in flight are aborted."""
+        """Ends all threads. After a fault, aborts ops in flight."""
 
 
 class MeshLike(EngineCommunicator, Protocol):
-    """A communicator with a communicator along each axis of a mesh.
+    """A communicator that has a communicator along each axis of a mesh.
 
     Attributes:
         topology: The mesh of all ranks.
-        is_measured: Whether the speeds of the topology are known.
+        is_measured: Whether the speeds of the topology are known. If not, the probe measures them.
     """
 
     topology: _core.Topology
@@ -68,7 +68,11 @@ class MeshLike(EngineCommunicator, Protocol):
 
     @property
     def lines(self) -> Sequence[EngineCommunicator | None]:
-        """By axis, the communicator among ranks that differ in that coordinate; None for size 1."""
+        """The communicator of this rank's mesh axis group along each axis; None for size 1."""
 
     def set_speeds(self, measured: _core.Topology) -> None:
-        """Schedules phases by measured speeds from now on; the same on all ranks."""
+        """Sets the speeds by which phases of ops are scheduled from now on.
+
+        Args:
+            measured: The topology with measured speeds, the same on all ranks.
+        """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small all_reduces in one round of messages, on connections of their own."""
+"""Direct all-reduce: small all_reduces in one round of messages, on separate connections."""
 
 from __future__ import annotations
 
@@ -9,52 +9,54 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-_MOST_RANKS = 16  # as each rank sends a message to each other one
+_MOST_RANKS = 16  # because each rank sends a message to every other rank
 
 
 def direct_allreduce_max_bytes(size: int, most_sent: int) -> int:
-    """Payload of the largest all_reduce between `size` ranks that should go in one shot.
+    """Returns the largest payload that should use a direct all-reduce between `size` ranks.
 
     Args:
         size: Number of ranks.
-        most_sent: Bytes that a rank may send for one operation, to all others together; few, for
-            they must not show among those of large operations.
+        most_sent: Most bytes that a rank may send for one op, to all others together. Keep it
+            negligible beside the bytes of large ops.
 
     Returns:
-        Whole elements of every dtype; 0 if none should.
+        Bytes, a multiple of 8 and so of every dtype's size; 0 if no op should use it.
     """
     return most_sent // (size - 1) // 8 * 8 if 1 < size <= _MOST_RANKS else 0
 
 
 class DirectAllReduce:
-    """All_reduces of few bytes, for a latency that large ones beside them hardly change.
+    """Runs small all_reduces with a latency that concurrent large ones hardly change.
 
-    Gloo's all_reduce goes in 2 (n - 1) rounds, each of which queues behind what others send over
-    the same connections, and two threads work on all of them. Here every rank sends its elements to
-    every other one and adds up what it gets, in the order of ranks and so alike on all of them.
-    `usbyte probe` tells what both take beside a large operation.
+    Gloo's all_reduce takes 2 (n - 1) rounds. Each round queues behind the messages of other ops on
+    the same connections, and two threads serve all of them. Here every rank sends its elements to
+    every other rank. It sums the elements in the order of ranks, so the result is bitwise equal on
+    all ranks. `usbyte probe` measures both beside a large op.
 
     Args:
-        group: A process group that nothing else uses, of a backend whose messages have tags.
+        group: A process group that nothing else uses. Its backend must support tags.
 
     Attributes:
-        group: As given.
+        group: The process group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._rank, self._size = group.rank(), group.size()
         self._peers = [r for r in range(self._size) if r != self._rank]
-        # Those that fail stay here: Gloo's thread would spin on messages for which there is no
-        # memory any more.
+        # Failed ops stay here. Without the memory of their messages, Gloo's thread would spin.
         self._in_flight: dict[int, DirectOp] = {}  # by tag
 
     def start(self, tag: int, views: Sequence[torch.Tensor]) -> DirectOp:
-        """Sends the views' elements, one after the other, to all ranks. Does not raise.
+        """Starts to send the concatenated views to all ranks.
+
+        Does not raise if a connection is lost: `finish` raises the error.
 
         Args:
-            tag: From 0 on; the same on all ranks, and another one for each operation in flight.
-            views: 1-d, of one dtype.
+            tag: Tag of the messages, at least 0. The same on all ranks, and different for each op
+                in flight.
+            views: The blocks of the op; 1-d tensors of one dtype.
         """
         numel = sum(view.numel() for view in views)
         parts = views[0].new_empty(self._size, numel)
@@ -71,7 +73,10 @@ class DirectAllReduce:
         return shot
 
     def finish(self, shot: DirectOp) -> None:
-        """Waits for the messages, without the GIL, and puts the sums into the views.
+        """Waits for the messages and writes the sums into the views. Waits without the GIL.
+
+        Args:
+            shot: The op, from `start`.
 
         Raises:
             RuntimeError: The backend's error, for example when a peer is lost.
@@ -91,14 +96,14 @@ class DirectAllReduce:
 
 @dataclass(eq=False)
 class DirectOp:
-    """An operation in flight.
+    """A direct all-reduce in flight.
 
     Attributes:
-        tag: Of its messages.
-        views: Where its elements come from and go to.
-        parts: What each rank has sent, by rank.
-        work: The messages.
-        error: Why not all of them could be posted.
+        tag: Tag of its messages.
+        views: The blocks that are summed in place.
+        parts: The elements of each rank, shape [ranks, elements].
+        work: The posted receives and sends.
+        error: Error of a receive or send that could not be posted; None if all were.
     """
 
     tag: int

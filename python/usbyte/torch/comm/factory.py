@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gradients travel through: NCCL, the host's network, and dimensions of either."""
+"""Makes the communicator of an engine: NCCL, Gloo or host-staged, flat or with dimensions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from usbyte.torch.world.rank_group import RankGroup
 def connect(
     rank_group: RankGroup, device: Device, topology: TopologyLike | None = None
 ) -> EngineCommunicator:
-    """A communicator between all ranks for gradients on `device`. Collective.
+    """Makes a communicator between all ranks of a rank group. Collective.
+
+    CUDA gradients use NCCL if all ranks can, otherwise host memory and the backend of the CPU.
+    `USBYTE_BACKEND` overrides this choice.
 
     Args:
         rank_group: The ranks that take part.
-        device: Where gradients are.
-        topology: Dimensions that all_reduces may be routed through; see `TopologyLike`.
+        device: Device of the gradients.
+        topology: Dimensions that all_reduces may be routed through: "hosts", sizes, a file or a
+            `Topology`; default none.
+
+    Returns:
+        A communicator that the caller closes.
 
     Raises:
-        UsageError: The backend that was asked for cannot be used, or not with dimensions, or
-            there is no such mesh.
-        MismatchError: The ranks would communicate in different ways.
+        UsageError: The requested backend cannot be used, or `topology` is no mesh of these ranks.
+        MismatchError: Ranks have different devices or settings; raised on every rank.
     """
     mesh = None if topology is None else _mesh(rank_group, topology)
     _check_backend(rank_group, device)
@@ -82,7 +88,7 @@ def _flat(rank_group: RankGroup) -> TorchCommunicator:
                 f"USBYTE_ONE_SHOT_BYTES is {sent} on rank {rank_group.rank} but {int(other)} on "
                 f"rank {rank}. Give all ranks the same environment."
             )
-    # Of the backends that torch brings, Gloo alone sends messages with tags beside collectives.
+    # Gloo is the only backend in torch that supports tagged messages beside collectives.
     most = (
         direct_allreduce_max_bytes(rank_group.size, sent)
         if rank_group.host_backend == "gloo"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's communicator on a network of several dimensions."""
+"""The engine's communicator on a network of several dimensions, for hierarchical all-reduces."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from usbyte.torch.comm.process_group import TorchCommunicator
 
 
 class MeshCommunicator:
-    """Carries out all_reduces with routes, and what goes along a line, over the lines of a mesh.
+    """Runs ops with a route, and ops inside one dimension, on the mesh axis groups of this rank.
 
-    All else goes flat.
+    All other ops run on the flat communicator.
 
     Args:
-        topology: The mesh, of all ranks.
-        flat: Between all ranks; nothing else uses it.
-        lines: By dimension, between the ranks of this rank's line; None where it is alone. All over
-            NCCL, or none.
-        is_measured: The topology's speeds are known.
-        slots: Over NCCL, how many operations run side by side at most.
+        topology: The mesh of all ranks.
+        flat: Communicator between all ranks. Owned; nothing else uses it.
+        lines: Communicator of this rank's mesh axis group in each dimension; None where the group
+            has only this rank. Owned. Either `flat` and all of them use NCCL, or none does.
+        is_measured: Whether the speeds of the topology are known.
+        slots: With NCCL: most ops that run at the same time; default 1.
 
     Attributes:
-        topology: As given.
-        lines: As given.
-        is_measured: As given.
-        core: For the engine.
-        most_one_shot_bytes: The flat one's.
-        device: That of the others.
+        topology: The mesh of all ranks.
+        lines: The communicators of the mesh axis groups, by dimension.
+        is_measured: Whether the speeds of the topology are known.
+        core: The C++ communicator that the engine calls.
+        direct_allreduce_max_bytes: Largest payload of a direct all-reduce on `flat`, in bytes.
+        device: Device of the gradients.
     """
 
     def __init__(
@@ -57,25 +57,29 @@ class MeshCommunicator:
 
     @property
     def mesh(self) -> MeshCommunicator:
-        """Itself; None for communicators without dimensions."""
+        """This communicator; communicators without dimensions return None."""
         return self
 
     def set_speeds(self, measured: _core.Topology) -> None:
-        """By what was measured phases are launched from now on; the same on all ranks."""
+        """Sets the speeds by which phases of ops are scheduled. No effect without NCCL.
+
+        Args:
+            measured: The topology with measured speeds, the same on all ranks.
+        """
         if isinstance(self.core, _core.StreamMeshCommunicator):
             self.core.set_speeds(measured)
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Memory of so many bytes for an arena, 1-d uint8, zeros."""
+        """Allocates a flat buffer of `size` bytes: shape [size], uint8, zeros."""
         return self._flat.allocate(size)
 
     def register(self, arena: torch.Tensor) -> None:
-        """Names the buffer (1-d uint8) of an engine to come; addresses may point into it."""
+        """Sets the flat buffer (1-d, uint8) of the next engine, for all its communicators."""
         for communicator in self._all():
             communicator.register(arena)
 
     def close(self) -> None:
-        """Ends all threads; what is still in flight, after a fault, is aborted."""
+        """Closes all communicators. After a fault, aborts ops in flight."""
         for communicator in self._all():
             communicator.close()
 

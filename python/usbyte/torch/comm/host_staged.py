@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients on a CUDA device over a network of the host's."""
+"""The engine's communicator for CUDA gradients that are sent through host memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from usbyte.torch.runtime.device import Device
 
 
 class HostStagedCommunicator:
-    """The engine's communicator where ranks share a GPU or there is no NCCL.
+    """Sends CUDA gradients through host memory, where ranks share a GPU or NCCL is missing.
 
     Args:
-        device: Where gradients are.
-        host: Carries the messages; nothing else uses it.
-        chunk_bytes: Size of a message; while one is on the network, others are copied.
+        device: CUDA device of the gradients.
+        host: Communicator for host memory. Owned; nothing else uses it.
+        chunk_bytes: Size of a chunk in bytes. While one chunk is on the network, others are copied
+            between device and host.
 
     Attributes:
-        core: For the engine.
-        most_one_shot_bytes: The host's.
-        device: As given.
-        host: As given.
+        core: The C++ communicator that the engine calls.
+        direct_allreduce_max_bytes: Largest payload of a direct all-reduce on `host`, in bytes.
+        device: CUDA device of the gradients.
+        host: Communicator for host memory.
     """
 
     def __init__(self, device: Device, host: EngineCommunicator, chunk_bytes: int) -> None:
@@ -35,16 +36,16 @@ class HostStagedCommunicator:
 
     @property
     def mesh(self) -> MeshLike | None:
-        """The host communicator's mesh."""
+        """The mesh of the host communicator; None if it has no dimensions."""
         return self.host.mesh
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Memory of so many bytes for an arena, 1-d uint8, zeros."""
+        """Allocates a flat buffer of `size` bytes on the device: shape [size], uint8, zeros."""
         return torch.zeros(size, dtype=torch.uint8, device=self.device.torch_device)
 
     def register(self, arena: torch.Tensor) -> None:
-        """Any memory of the device will do."""
+        """Does nothing: any memory of the device can be sent."""
 
     def close(self) -> None:
-        """Ends the host's threads."""
+        """Closes the host communicator."""
         self.host.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients on CUDA devices over NCCL."""
+"""The engine's communicator for CUDA gradients over NCCL, and the choice of the NCCL library."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from usbyte.torch.world.rank_group import EagerCollectives, RankGroup
 
 log = logging.getLogger("usbyte")
 
-_ORDERS_STARTS = (12, 3)  # first CUDA driver that can
-_PHASES_IN_HAND = 2  # of a line, each on a communicator of its own
-_RANKS_SHARE_A_GPU = (2, 30)  # first NCCL that can, with NCCL_MULTI_RANK_GPU_ENABLE=1
+_ORDERS_STARTS = (12, 3)  # first CUDA driver that can order the starts of kernels
+_PHASES_IN_HAND = 2  # concurrent phases in a mesh axis group, each on its own NCCL communicator
+_RANKS_SHARE_A_GPU = (2, 30)  # first NCCL that supports NCCL_MULTI_RANK_GPU_ENABLE
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank can use.
+    """Whether one rank can use NCCL, and on which GPU.
 
     Attributes:
-        version: Of NCCL; empty where it cannot be used.
-        why: It cannot.
-        host: As NCCL tells hosts apart.
-        gpu: Identifies the device.
-        shares: NCCL lets ranks share a GPU here.
+        version: Version of NCCL; empty if it cannot be used.
+        why: Why it cannot be used; empty if it can.
+        host: Identity of the host for NCCL: NCCL_HOSTID, or else the host name.
+        gpu: Identity of the device on that host.
+        shares: Whether NCCL allows ranks to share a GPU here.
     """
 
     version: str
@@ -47,10 +47,15 @@ class _Offer:
 
 
 def find(env: _core.Env, several: bool) -> _core.Nccl:
-    """Opens the library that this process is to use, for several communicators or one.
+    """Loads the NCCL library of this process and logs its version and path.
+
+    Args:
+        env: The USBYTE_* settings; `nccl_library` overrides the search.
+        several: Whether several NCCL communicators will run at the same time. NCCL is then asked to
+            start them in launch order.
 
     Raises:
-        UsageError: There is none that can be used.
+        UsageError: No usable library was found.
     """
     if several:
         _ask_for_launch_order()
@@ -66,12 +71,14 @@ def find(env: _core.Env, several: bool) -> _core.Nccl:
 
 
 def _ask_for_launch_order() -> None:
-    """Lets NCCL (2.26 or newer) see to it that communicators start in the order of their launches.
+    """Sets NCCL_LAUNCH_ORDER_IMPLICIT (NCCL 2.26 or later), unless the user has set it.
 
-    Those that run side by side must start in one order on every rank. Ours wait for one another's
-    start as far as events go; this is the rest. With drivers that cannot order starts alone, NCCL
-    would order whole operations, and where another thread launches too (torch's process groups, a
-    second optimizer) in an order that may differ by rank. Nor is it an error where that happens.
+    Concurrent communicators must start in the same order on every rank. Our CUDA events ensure that
+    only in part; with this setting NCCL starts its kernels in the order of their launches.
+
+    It is not set with older drivers. There NCCL would order whole operations instead of starts. If
+    another thread also launches (torch's process groups, a second optimizer), that order may differ
+    by rank. NCCL_LAUNCH_RACE_FATAL=0 makes such concurrent launches no error.
     """
     driver = tuple(int(part) for part in _core.cuda_info().driver_version.split(".") if part)
     if driver >= _ORDERS_STARTS:
@@ -80,7 +87,7 @@ def _ask_for_launch_order() -> None:
 
 
 def wheels() -> list[str]:
-    """NCCL in the packages of this environment."""
+    """Returns the paths of NCCL libraries from pip packages of this Python environment."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -98,22 +105,22 @@ def all_ranks_can(
     backend: str,
     dimensions: bool = False,
 ) -> _core.Nccl | None:
-    """Whether all ranks can use NCCL. Collective.
+    """Loads NCCL on every rank, and checks that all ranks can use it. Collective.
 
     Args:
-        eager: The ranks.
-        env: The knobs.
-        rank: This one.
-        device: This rank's.
-        backend: "nccl", or empty where it need not be.
-        dimensions: There will be communicators along those of a network, too.
+        eager: Collectives among the ranks.
+        env: The USBYTE_* settings.
+        rank: This rank.
+        device: CUDA device of this rank.
+        backend: "nccl" to require NCCL, or "" to use it if possible.
+        dimensions: Whether there will also be communicators of mesh axis groups; default False.
 
     Returns:
-        The library; None, on every rank, if one of them cannot use it.
+        The library; None on every rank if any rank cannot use NCCL.
 
     Raises:
-        UsageError: NCCL is a must and cannot be used; on every rank.
-        MismatchError: The ranks have different settings.
+        UsageError: NCCL is required and cannot be used; raised on every rank.
+        MismatchError: The ranks have different settings; raised on every rank.
     """
     nccl, why = None, ""
     try:
@@ -150,7 +157,7 @@ def all_ranks_can(
 
 
 def _problem(offers: Sequence[_Offer]) -> str:
-    """Why these ranks cannot use NCCL; empty if they can."""
+    """Returns why these ranks cannot use NCCL together; empty if they can."""
     seen: dict[tuple[str, str], int] = {}
     for rank, offer in enumerate(offers):
         if not offer.version:
@@ -170,20 +177,20 @@ def _problem(offers: Sequence[_Offer]) -> str:
 
 
 class NcclCommunicator:
-    """The engine's communicator where each rank has a GPU of its own. Collective to make.
+    """The engine's communicator over NCCL. The constructor is collective among its ranks.
 
     Args:
-        env: The knobs.
+        env: The USBYTE_* settings.
         nccl: The library.
-        rank: This rank, among those of the communicator.
-        size: Their number.
-        ids: The same on all of them, and of no others.
-        device: This rank's.
+        rank: Position of this rank in the communicator, 0 <= rank < size.
+        size: Number of ranks in the communicator.
+        ids: Unique ids of NCCL, one per concurrent op; the same on all ranks of the communicator.
+        device: CUDA device of this rank.
 
     Attributes:
-        core: For the engine.
-        most_one_shot_bytes: 0; NCCL has its own way with small operations.
-        device: As given.
+        core: The C++ communicator that the engine calls.
+        direct_allreduce_max_bytes: 0: NCCL chooses its own algorithm for small all_reduces.
+        device: CUDA device of this rank.
     """
 
     direct_allreduce_max_bytes = 0
@@ -199,7 +206,7 @@ class NcclCommunicator:
     ) -> None:
         assert device.core is not None
         self.device, self._registers = device, bool(env.nccl_register)
-        self._registered = 0  # address
+        self._registered = 0  # address of the registered flat buffer; 0 if there is none
         self.core: _core.NcclCommunicator = _core.NcclCommunicator(
             nccl,
             device.core,
@@ -215,7 +222,7 @@ class NcclCommunicator:
     def of_all(
         cls, rank_group: RankGroup, nccl: _core.Nccl, device: CudaDevice
     ) -> NcclCommunicator:
-        """Between all ranks."""
+        """Makes the communicator between all ranks. Collective."""
         env, rank = rank_group.env, rank_group.rank
         mine = _ids(nccl, env.nccl_communicators) if rank == 0 else []
         sent = rank_group.eager.broadcast_json("usbyte.nccl.ids", mine, 0, list[str])
@@ -225,7 +232,11 @@ class NcclCommunicator:
     def along_axes(
         cls, rank_group: RankGroup, nccl: _core.Nccl, topology: _core.Topology, device: CudaDevice
     ) -> list[NcclCommunicator | None]:
-        """By dimension between the ranks of this rank's line; None where it is alone."""
+        """Makes a communicator for this rank's mesh axis group in each dimension. Collective.
+
+        Returns:
+            The communicators, by dimension; None for a dimension of size 1.
+        """
         env, rank = rank_group.env, rank_group.rank
         lines = [topology.line(rank, d) for d in range(len(topology.dimensions))]
         mine = [
@@ -242,11 +253,15 @@ class NcclCommunicator:
 
     @property
     def mesh(self) -> MeshLike | None:
-        """None: operations go between all ranks at once."""
+        """None: every op runs between all ranks of this communicator."""
         return None
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Memory of so many bytes for an arena, 1-d uint8, zeros. Collective."""
+        """Allocates a flat buffer of `size` bytes: shape [size], uint8, zeros. Collective.
+
+        With USBYTE_NCCL_REGISTER, NCCL allocates and registers the memory, and the previous flat
+        buffer is deregistered.
+        """
         if not self._registers:
             return torch.zeros(size, dtype=torch.uint8, device=self.device.torch_device)
         self._deregister()
@@ -256,11 +271,11 @@ class NcclCommunicator:
         return torch.as_tensor(memory, dtype=torch.uint8, device=self.device.torch_device).zero_()
 
     def register(self, arena: torch.Tensor) -> None:
-        """Any memory of the device will do."""
+        """Does nothing: NCCL sends from any memory of the device."""
 
     def close(self) -> None:
-        """Ends NCCL's communicators. Collective, unless something has failed."""
-        self._registered = 0  # ends with them
+        """Destroys the NCCL communicators. Collective, unless an op has failed."""
+        self._registered = 0  # the registration ends with the communicators
         self.core.close()
 
     def _deregister(self) -> None:
@@ -270,7 +285,7 @@ class NcclCommunicator:
 
 
 def _ids(nccl: _core.Nccl, count: int) -> list[str]:
-    """Of a new communicator with so many slots, as text."""
+    """Returns `count` new unique ids of NCCL, as hexadecimal text."""
     return [nccl.unique_id().hex() for _ in range(count)]
 
 
@@ -282,7 +297,7 @@ def _from_text(ids: Sequence[str]) -> list[bytes]:
 
 
 class _Memory:
-    """Device memory that NCCL has allocated; what is made of it keeps this."""
+    """Device memory that NCCL has allocated. Tensors made from it keep a reference to this."""
 
     def __init__(self, core: _core.NcclCommunicator, size: int, device: torch.device) -> None:
         self._core, self._device = core, device

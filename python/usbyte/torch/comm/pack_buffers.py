@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers in which several blocks of gradients become one message."""
+"""Buffers that pack several blocks of gradients into one contiguous message."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class PackedMessage(NamedTuple):
     """A packed message.
 
     Attributes:
-        views: Where its elements come from and go to.
-        buffer: 1-d uint8.
-        message: The elements, at the beginning of the buffer.
+        views: The blocks that are packed; 1-d tensors of one dtype.
+        buffer: Memory from the pool; 1-d, uint8, on the CPU.
+        message: The elements of the views, concatenated, at the beginning of `buffer`.
     """
 
     views: list[torch.Tensor]
@@ -24,11 +24,12 @@ class PackedMessage(NamedTuple):
 
 
 class PackBufferPool:
-    """Memory in which ops of several blocks travel as one message.
+    """A pool of buffers for ops of several blocks, which are sent as one message.
 
-    It is kept, as new pages cost more than the copy: as many buffers as there were such ops in
-    flight. Who launches packs, the waiters unpack. A message whose op has failed keeps its
-    buffer: the backend may still write there.
+    Buffers are reused, because touching new pages costs more than the copy. There are as many
+    buffers as such ops have been in flight at once. The launching thread calls `pack` and a waiter
+    thread calls `unpack`. The buffer of a failed op does not return to the pool, because the
+    backend may still write to it.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,11 @@ class PackBufferPool:
         self._lock = threading.Lock()  # guards _free
 
     def pack(self, views: list[torch.Tensor]) -> PackedMessage:
-        """Copies the views' elements into one message."""
+        """Concatenates the views into one message.
+
+        Args:
+            views: 1-d CPU tensors of one dtype, at least one.
+        """
         size = sum(view.nbytes for view in views)
         with self._lock:
             self._free.sort(key=len)
@@ -48,7 +53,10 @@ class PackBufferPool:
         return PackedMessage(views, buffer, message)
 
     def unpack(self, staged: PackedMessage) -> None:
-        """Copies the elements back; `staged` is not used any more."""
+        """Copies the message back into its views and returns the buffer to the pool.
+
+        Do not use `staged` afterwards.
+        """
         parts = staged.message.split([view.numel() for view in staged.views])
         for view, part in zip(staged.views, parts, strict=True):
             view.copy_(part)

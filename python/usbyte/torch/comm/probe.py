@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the network costs: collectives timed on the very path that training uses."""
+"""Measures the cost of the network: times collectives on the path that training uses."""
 
 from __future__ import annotations
 
@@ -28,34 +28,42 @@ from usbyte.torch.comm.base import EngineCommunicator
 from usbyte.torch.comm.pack_buffers import PackBufferPool
 from usbyte.torch.world.rank_group import RankGroup
 
-# By operations posted together.
+# Collectives to time, by number of ops that are posted together.
 _WINDOWS = {
     1: [["all_reduce"], ["reduce_scatter", "all_gather"]],
     2: [["all_reduce"], ["reduce_scatter", "all_gather"]],
     4: [["all_reduce"]],
 }
-_SMALLEST_BYTES = 4 << 10  # or more, as smaller ones may go in one shot
+# Smallest size that cost lines are fitted to. It is raised above the size of direct all-reduces.
+_SMALLEST_BYTES = 4 << 10
 LARGEST_BYTES = 32 << 20
-_STEP_S = 0.05  # about how long the largest operation may take
+_STEP_S = 0.05  # rough upper limit for the time of the largest op
 REPEATS = 4
-_GROWTH = 4  # from one size to the next
-_LONGER = 4  # times the largest, if that is no more than LARGEST_BYTES: lasts until a small
-# operation beside it is through
-_MOST_AHEAD = 3  # more than that in flight is as good as any number
-# Groups of one size go one after the other without a pause, as in training, for as long as that
-# many of the smallest size would take, but not much longer than the time below: the times of small
-# ones vary so much that many must count.
+_GROWTH = 4  # ratio of one size to the next smaller one
+# A large op beside a small one has this many times the largest size, at most LARGEST_BYTES, so that
+# the small one ends first.
+_LONGER = 4
+_MOST_AHEAD = 3  # a network that runs more than these ops at once counts as one without a limit
+# Batches of one size follow each other without a pause, as in training. They fill the time of
+# _SPAN batches of the smallest size, but about _SPAN_S seconds at most. Times of small ops vary so
+# much that many batches are needed.
 _SPAN, _SPAN_S = 64, 0.15
 _FEWEST_GROUPS, _MOST_GROUPS = 2, 32
-_CREDITED = 0.5  # of the overlap of startups on lines, as auto does
-_MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # of all groups that count
-_SHOTS = 16  # of one shot each, together
+_CREDITED = 0.5  # share of the startup overlap that counts in dimensions, as in policy "auto"
+_MOST_BYTES = _FEWEST_GROUPS * LARGEST_BYTES  # limit for the payload of all timed batches of a size
+_SHOTS = 16  # direct all-reduces that are posted together
 _FLOAT_BYTES = 4
 _UNLIMITED = 1 << 62
 
 
 def share(rank_group: RankGroup, name: str, network: _core.NetworkModel) -> _core.NetworkModel:
-    """Rank 0's model, on every rank."""
+    """Returns rank 0's network model on every rank. Collective.
+
+    Args:
+        rank_group: The ranks that take part.
+        name: Prefix of the collective's name.
+        network: This rank's network model; only rank 0's is used.
+    """
     payload = network.to_json().encode()
     return _core.NetworkModel.from_json(
         rank_group.eager.broadcast_bytes(f"{name}.network", payload, 0).decode(errors="replace")
@@ -70,16 +78,21 @@ def measure(
     repeats: int = REPEATS,
     care: float = 1.0,
 ) -> list[Measured]:
-    """Times collectives over the communicator, which nothing else uses meanwhile. Collective.
+    """Times collectives on a communicator. Collective.
+
+    Nothing else may use the communicator during the call.
 
     Args:
         rank_group: The ranks that take part.
-        communicator: Its registered buffer is replaced.
-        largest_bytes: Upper limit to the payloads that lines are fitted to, though these are no
-            smaller than a line needs. What runs beside a small operation, or is packed, is up to
-            four times as large.
-        repeats: Measurements of each size.
-        care: How long each of them lasts, as a share of what is usual.
+        communicator: The communicator to measure. Its registered buffer is replaced.
+        largest_bytes: Upper limit of the payloads that cost lines are fitted to, in bytes. It is
+            raised if it is too small for a fit. Large ops beside a small one, and packed ones, have
+            up to four times as many bytes.
+        repeats: Measurements of each size; default 4.
+        care: Factor for the duration of each measurement; default 1.
+
+    Returns:
+        The measurements, for `usbyte.planning.cost_fit.fit`. They may differ between ranks.
     """
     sizes = _Sizes.choose(rank_group, communicator, "all_reduce", largest_bytes, care)
     largest = sizes.largest
@@ -91,11 +104,12 @@ def measure(
 
     rows = time_window(1)
     large = max(min(_LONGER * largest, LARGEST_BYTES), largest)
-    if communicator.device.core is None:  # devices pack on the way, or not at all
+    if communicator.device.core is None:  # CUDA ops pack on the way, or not at all
         rows += _time_packing(rank_group, communicator, large, repeats)
     for ahead in range(1, _MOST_AHEAD + 1):
         rows += _time_busy(rank_group, communicator, large, ahead, repeats)
-        found = concurrent(rows) or 0  # on which all ranks must agree
+        found = concurrent(rows) or 0
+        # Rank 0's value, because all ranks must leave the loop together.
         together = rank_group.eager.broadcast_json("usbyte.probe.concurrent", found, 0, int)
         if together > 0:
             break
@@ -114,19 +128,23 @@ def measure_dimensions(
     *,
     repeats: int = REPEATS,
 ) -> _core.Topology | None:
-    """Times the lines of a mesh, one dimension after the other, all its lines at once. Collective.
+    """Measures the speed of each dimension of a mesh. Collective.
 
-    Lines share what they share in training, such as the interface of a host. The slowest counts.
+    The dimensions are measured in turn. In a dimension, all mesh axis groups run at the same time,
+    because they share resources in training too, such as the network interface of a host. The
+    slowest group's speed is used.
 
     Args:
         rank_group: The ranks that take part.
-        communicator: Nothing else uses it, or its host's, meanwhile.
-        largest_bytes: Upper limit to the payloads, as of `measure`.
-        repeats: Measurements of each size.
+        communicator: The communicator to measure. Nothing else may use it, or its host
+            communicator if it is host-staged, during the call.
+        largest_bytes: Upper limit of the payloads in bytes, as in `measure`.
+        repeats: Measurements of each size; default 4.
 
     Returns:
-        The dimensions as rings, as which they are used, the same on every rank; None if the
-        communicator has none. Those whose speeds were given stay.
+        The topology with measured speeds, the same on every rank. All dimensions are rings, because
+        communicators use them as rings. A topology whose speeds the user gave is returned as it is.
+        None if the communicator has no dimensions.
     """
     mesh = communicator.mesh
     if mesh is None:
@@ -142,7 +160,7 @@ def measure_dimensions(
         known = [row for row in everyone if row is not None]
         startup_s, s_per_byte = map(max, zip(*known, strict=True)) if known else (0.0, 1.0)
         steps = max(dimension.size - 1, 1)
-        share = steps / dimension.size  # of the vector, that a rank sends
+        share = steps / dimension.size  # part of the vector that a rank sends
         found.append(
             _core.Dimension(
                 dimension.name, dimension.size, share / max(s_per_byte, 1e-15), startup_s / steps
@@ -154,25 +172,29 @@ def measure_dimensions(
 def _line_costs(
     rank_group: RankGroup, line: EngineCommunicator, largest_bytes: int, repeats: int
 ) -> tuple[float, float]:
-    """Seconds and seconds per byte of the vector, of a reduce_scatter or all_gather on average."""
+    """Returns (startup s, s per byte) in a mesh axis group: mean of reduce_scatter and all_gather.
+
+    Bytes are those of the whole vector.
+    """
     kinds = ["reduce_scatter", "all_gather"]
     sizes = _Sizes.choose(rank_group, line, kinds[0], largest_bytes)
     rows = _time(rank_group, line, [kinds], 1, sizes.groups(1), repeats)
     costs = [found.cost for found in fit_lines(rows)]
-    # A whole overlap is what too few sizes to tell look like, and chunks would seem free.
+    # Too few sizes for a fit look like a complete startup overlap. With full credit for it, the
+    # startups of chunks would seem to be free.
     startup_s = fmean(cost.alpha_s - _CREDITED * cost.overlap_s for cost in costs)
     return startup_s, fmean(cost.beta_s_per_byte for cost in costs)
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What is timed, the same on all ranks.
+    """The sizes to time, and how often; the same on all ranks.
 
     Attributes:
-        sizes: Bytes, ascending.
-        small_s: What one of the smallest size takes.
-        s_per_byte: What a byte of a larger one takes.
-        care: See `measure`.
+        sizes: Payloads in bytes, ascending.
+        small_s: Seconds of an op of the smallest size.
+        s_per_byte: Seconds per byte of a larger op.
+        care: Factor for the duration of a measurement.
     """
 
     sizes: list[int]
@@ -193,7 +215,15 @@ class _Sizes:
         largest_bytes: int,
         care: float = 1.0,
     ) -> _Sizes:
-        """From what two sizes take. Collective."""
+        """Chooses the sizes from a short measurement of two sizes. Collective.
+
+        Args:
+            rank_group: The ranks that take part.
+            communicator: The communicator to measure.
+            kind: "all_reduce" or "reduce_scatter".
+            largest_bytes: Upper limit of the sizes.
+            care: Factor for the duration of a measurement.
+        """
         smallest = _smallest(communicator)
         some = max(min(1 << 20, largest_bytes), 2 * smallest) // _FLOAT_BYTES * _FLOAT_BYTES
         fewest = {smallest: _FEWEST_GROUPS, some: _FEWEST_GROUPS}
@@ -201,17 +231,17 @@ class _Sizes:
         timed = _time(rank_group, communicator, [kinds], 1, fewest, 2)
         rows = [row for row in timed if row.kind == kind]
         small_s, some_s = (median(r.seconds for r in rows if r.bytes == size) for size in fewest)
-        # Every rank must choose the same sizes and numbers of groups.
+        # Every rank must choose the same sizes and numbers of batches.
         times = rank_group.eager.broadcast_json(
             "usbyte.probe.times", [small_s, some_s], 0, tuple[float, float]
         )
         small_s, some_s = (max(seconds, 1e-6) for seconds in times)
         largest = int(min(largest_bytes, (1 << 20) * max(_STEP_S / max(small_s, some_s), 1)))
-        largest = max(largest, 4 * smallest)  # a line takes two sizes
+        largest = max(largest, 4 * smallest)  # a cost line needs two sizes
         return cls(_sizes(smallest, largest), small_s, some_s / some, care)
 
     def groups(self, window: int) -> dict[int, int]:
-        """How many groups of `window` operations are timed, by the size of one of these."""
+        """Returns the number of batches of `window` ops to time, by the size of an op in bytes."""
         counts = {}
         span_s = self.care * min(_SPAN * self.small_s, _SPAN_S)
         most_bytes = max(_MOST_BYTES // (_FEWEST_GROUPS * window), self.sizes[0])
@@ -223,12 +253,12 @@ class _Sizes:
 
 
 def _smallest(communicator: EngineCommunicator) -> int:
-    """Of the operations that a line is fitted to."""
+    """Returns the smallest payload in bytes that cost lines are fitted to."""
     return max(_SMALLEST_BYTES, 1 << communicator.direct_allreduce_max_bytes.bit_length())
 
 
 def _sizes(low: int, high: int) -> list[int]:
-    """From low to high, each about `_GROWTH` times the one before."""
+    """Returns sizes from low to high, each about `_GROWTH` times the previous one."""
     sizes, size = [high], high // _GROWTH
     while size >= 2 * low:
         sizes.append(size)
@@ -244,11 +274,21 @@ def _time(
     groups: dict[int, int],
     repeats: int,
 ) -> list[Measured]:
-    """`groups`: how many, by the size of each of their operations; `series`: of which kinds."""
+    """Times batches of ops of several sizes.
+
+    Args:
+        rank_group: The ranks that take part.
+        communicator: The communicator to measure.
+        series: Lists of collectives; those of a list run in one engine step, one kind after the
+            other.
+        window: Number of ops in a batch.
+        groups: Number of batches, by the size of an op in bytes.
+        repeats: Measurements of each size.
+    """
     rows = []
     longest = max((count + 1) * window * size for size, count in groups.items())
     buffer = _zeros(communicator, longest)
-    # All sizes anew in each repetition, so that no disturbance meets all measurements of one.
+    # All sizes in each repetition, so that a disturbance cannot affect all measurements of a size.
     for _, size, kinds in product(range(repeats), groups, series):
         plan = _plan(kinds, window, [size // _FLOAT_BYTES] * (groups[size] + 1))
         with _engine(rank_group, communicator, buffer, plan) as engine:
@@ -261,7 +301,10 @@ def _time(
 def _time_packing(
     rank_group: RankGroup, communicator: EngineCommunicator, size: int, repeats: int
 ) -> list[Measured]:
-    """Packs two blocks of that many bytes together, on all ranks at once as those of a host do."""
+    """Times packing and unpacking of two blocks of `size` bytes in total.
+
+    All ranks pack at the same time, as the ranks of a host do in training.
+    """
     [tensor] = tensor_specs([("probe0", 1, "float32")])
     meet = _core.Op("all_reduce", [(tensor.offset, tensor.end)], _UNLIMITED)
     half = size // _FLOAT_BYTES // 2
@@ -284,9 +327,9 @@ def _time_busy(
     ahead: int,
     repeats: int,
 ) -> list[Measured]:
-    """Small operations, each posted right behind `ahead` large ones.
+    """Times a small all_reduce that is posted right behind `ahead` large ones.
 
-    And the large one, where it is the only one: the larger, the better it tells what a byte takes.
+    With a single large one, its time is recorded too: larger ops give a more exact cost per byte.
     """
     sizes = [*[large_bytes] * ahead, _smallest(communicator)]
     rows = []
@@ -302,7 +345,7 @@ def _time_busy(
 def _time_one_shot(
     rank_group: RankGroup, communicator: EngineCommunicator, large_bytes: int, repeats: int
 ) -> list[Measured]:
-    """Operations of one shot: between small others, several together, and behind a large one."""
+    """Times direct all-reduces: between small ops, several together, and behind a large op."""
     rows = []
     small, numel = (
         bytes_ // _FLOAT_BYTES
@@ -331,7 +374,10 @@ def _time_one_shot(
 def _time_together(
     rank_group: RankGroup, communicator: EngineCommunicator, sizes: list[int], repeats: int
 ) -> Iterator[list[tuple[float, float]]]:
-    """When all_reduces of these sizes, posted together, have begun and ended, time and again."""
+    """Yields the (begin, end) times of all_reduces that are posted together, `repeats` times.
+
+    Times are in seconds; `sizes` are in bytes, in the order of posting.
+    """
     plan = _plan(["all_reduce"], 1, [size // _FLOAT_BYTES for size in sizes], fences=1)
     buffer = _zeros(communicator, sum(sizes))
     with _engine(rank_group, communicator, buffer, plan) as engine:
@@ -362,7 +408,7 @@ def _engine(
 
 
 def _zeros(communicator: EngineCommunicator, size: int) -> torch.Tensor:
-    """A buffer of so many bytes, registered."""
+    """Returns a zeroed buffer of `size` bytes, and makes it the communicator's flat buffer."""
     device = communicator.device.torch_device
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
     communicator.register(buffer)
@@ -374,7 +420,7 @@ def _run(engine: _core.Engine, tensors: int, stream: int) -> None:
     for i in range(tensors):
         engine.ready(i, stream)
     engine.end_backward()
-    for i in range(tensors):  # as the gates of the forward pass do
+    for i in range(tensors):  # as forward pre-hooks do
         engine.wait(i, stream)
     engine.drain(stream)
 
@@ -382,9 +428,13 @@ def _run(engine: _core.Engine, tensors: int, stream: int) -> None:
 def _plan(
     kinds: list[str], window: int, numels: list[int], fences: int | None = None
 ) -> _core.Plan:
-    """Groups of `window` operations, each of that many elements.
+    """Returns a plan of batches of `window` ops, a series of batches for each kind.
 
-    The first `fences` groups wait for those before them; all if it is None.
+    Args:
+        kinds: Collectives, in order.
+        window: Number of ops in a batch.
+        numels: Elements of an op, for each batch.
+        fences: Number of first batches that wait until the previous batch has ended; None for all.
     """
     each = [numel for numel in numels for _ in range(window)]
     fenced = range(0, len(each) if fences is None else fences * window, window)
@@ -398,12 +448,15 @@ def _plan(
 
 
 def _mean_s(ends: list[float], every: int = 1) -> float:
-    """Mean time of all groups but the first, or of every second one of those, and so on."""
+    """Returns the mean time of batches 1, 1 + every, 1 + 2 * every, ... in seconds.
+
+    The time of a batch is from the end of the previous one to its own end.
+    """
     return fmean(ends[i] - ends[i - 1] for i in range(1, len(ends), every))
 
 
 def _ends(engine: _core.Engine, window: int) -> list[list[float]]:
-    """For each collective, when its groups have ended."""
+    """Returns for each kind of collective the end time of each batch, in seconds."""
     times, count = engine.op_times(), len(engine.plan.tensors)
     done = [end for _, end in times]
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the network over a communicator that is made for it."""
+"""Measures the network, with a communicator that is made for the measurement."""
 
 from __future__ import annotations
 
@@ -58,7 +58,18 @@ def measure_apart(
     *,
     repeats: int = REPEATS,
 ) -> tuple[list[Measured], _core.Topology | None]:
-    """Over a communicator of its own. Collective; see `measure` and `measure_dimensions`."""
+    """Measures the network with a communicator that exists only for this call. Collective.
+
+    Args:
+        rank_group: The ranks that take part.
+        device: Device of the payloads.
+        topology: Dimensions of the network to measure as well; None for none.
+        largest_bytes: Upper limit of the payloads, in bytes.
+        repeats: Measurements of each size; default 4.
+
+    Returns:
+        The timed collectives, and the topology with measured speeds, None if `topology` is None.
+    """
     communicator = connect(rank_group, device, topology)
     try:
         rows = measure(rank_group, communicator, largest_bytes, repeats=repeats)

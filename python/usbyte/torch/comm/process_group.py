@@ -28,30 +28,34 @@ from usbyte.torch.runtime.ring import (
     ring_reduce_scatter,
 )
 
-_WAITERS = 4  # threads that wait for ops to end, and go through the steps of some
-_SHOT_WAITERS = 2  # as one may be launching, and packing, what comes next
-_ABORT_S = 5.0  # how long what was aborted may take to end
-_TAGS = 0x20000000  # tickets are counted modulo that where they tell messages apart
+_WAITERS = 4  # threads that wait for ops, or run the rounds of reduce_scatter and the like
+_SHOT_WAITERS = 2  # two, because one may be launching and packing the next ops
+_ABORT_S = 5.0  # timeout for aborted ops to end
+_TAGS = 0x20000000  # tags are tickets modulo this number
 
 
 class TorchCommunicator:
-    """Starts the engine's collectives on a process group.
+    """Runs the engine's collectives on process groups of torch.distributed, with CPU tensors.
 
-    The engine calls `_launch` with the GIL held, from its own thread or from a waiter that reports
-    an op's end, one at a time and in plan order, so every rank uses the group in one order. The
-    waiters take what was launched in the same order, so the oldest op is always being looked after;
-    two of them have those of one shot to themselves. Completion is not taken from the backend's
-    futures: their callbacks would run Python code on the backend's threads, which cannot be joined
-    before the interpreter ends.
+    The engine calls `_launch` with the GIL held, one call at a time and in plan order. So all ranks
+    use the process group in the same order. The calling thread is the engine's, or a waiter thread
+    that reports the end of an op.
+
+    Waiter threads take the launched ops in the same order, so the oldest op is always waited for.
+    Two of the threads serve only direct all-reduces. Completion does not use the backend's futures:
+    their callbacks would run Python code on the backend's threads, which cannot be joined before
+    the interpreter ends.
 
     Args:
-        group: A process group that nothing else uses.
-        small: Another one, for small all_reduces.
-        most_one_shot_bytes: Payload of the largest that goes there, in one shot.
+        group: A process group that nothing else uses. Owned: `close` destroys it.
+        small: Another process group, for direct all-reduces; owned. Default None for no direct
+            all-reduces.
+        direct_allreduce_max_bytes: Largest payload of a direct all-reduce, in bytes; default 0.
 
     Attributes:
-        most_one_shot_bytes: As given.
-        device: The host.
+        direct_allreduce_max_bytes: Largest payload of a direct all-reduce, in bytes.
+        device: The CPU.
+        core: The C++ communicator that the engine calls.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class TorchCommunicator:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         self._shots: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._in_flight: set[int] = set()  # tickets
+        self._in_flight: set[int] = set()  # tickets of launched ops
         self._served = [self._tasks] * _WAITERS + [self._shots] * _SHOT_WAITERS
         self._waiters = [
             threading.Thread(target=_serve, args=(tasks,), name="usbyte-waiter", daemon=True)
@@ -79,8 +83,8 @@ class TorchCommunicator:
         ]
         for waiter in self._waiters:
             waiter.start()
-        # A plain bound method would be a reference cycle through C++, which Python's collector
-        # cannot see.
+        # A bound method would make a reference cycle through C++, which Python's garbage collector
+        # cannot find.
         launch = weakref.WeakMethod(self._launch)
 
         def call(ticket: int, kind: str, dtype: str, spans: list[tuple[int, int]]) -> None:
@@ -93,21 +97,25 @@ class TorchCommunicator:
 
     @property
     def mesh(self) -> MeshLike | None:
-        """None: operations go between all ranks at once."""
+        """None: every op runs between all ranks of this communicator."""
         return None
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Memory of so many bytes for an arena, 1-d uint8, zeros."""
+        """Allocates a flat buffer of `size` bytes on the CPU: shape [size], uint8, zeros."""
         return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
     def register(self, arena: torch.Tensor) -> None:
-        """Names the buffer (1-d uint8) of an engine to come; addresses may point into it."""
+        """Sets the flat buffer (1-d, uint8) of the next engine. Requests may point into it."""
         self._flat_buffer = arena
         self._views.clear()
-        self._staging = PackBufferPool()  # as large as the ops need that follow
+        self._staging = PackBufferPool()  # drops buffers of the old plan's sizes
 
     def close(self) -> None:
-        """Ends the waiters; what is still in flight, after a fault, is aborted."""
+        """Ends the waiter threads and destroys the process groups. Aborts ops in flight first.
+
+        After a fault, it waits at most a few seconds for the aborted ops. The process groups are
+        not destroyed while a waiter thread may still be inside them.
+        """
         if self._closed:
             return
         self._closed = True
@@ -122,10 +130,10 @@ class TorchCommunicator:
         for waiter in self._waiters:
             waiter.join(max(0.0, deadline - time.monotonic()) if faulty else None)
         if any(waiter.is_alive() for waiter in self._waiters):
-            return  # they may still be inside the groups, which stay; see `abort`
+            return  # they may still be inside the groups, which therefore stay
         for group in groups:
             destroy_group(group)
-        # After a fault this may be kept for long, with the parameters that nobody may read.
+        # After a fault this object may live on with the parameters, whose reads are refused.
         del groups, self._group, self._one_shot
 
     def __del__(self) -> None:
@@ -140,7 +148,7 @@ class TorchCommunicator:
             begin = -1 if self._flat_buffer is None else address - self._flat_buffer.data_ptr()
             if self._flat_buffer is not None and 0 <= begin <= len(self._flat_buffer) - size:
                 view = self._flat_buffer[begin : begin + size].view(kind)
-            else:  # the engine's own memory, which outlives what is in flight
+            else:  # memory of the engine, which outlives the ops in flight
                 memory = (ctypes.c_byte * size).from_address(address)
                 view = torch.frombuffer(memory, dtype=kind)
             self._views[key] = view
@@ -170,7 +178,7 @@ class TorchCommunicator:
     def _step_by_step(self, ticket: int, kind: str, views: list[torch.Tensor]) -> None:
         for i, view in enumerate(views):
             bounds = shards(view.numel(), self._size)
-            # Tickets count up alike on every rank; the tag keeps what is in flight at once apart.
+            # Tickets are equal on all ranks. Tags must differ between messages in flight.
             tag = (ticket * 1024 + i) % _TAGS
             if kind == "all_to_all":
                 exchange_chunks(view, self._group, tag)
@@ -193,14 +201,18 @@ def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     with torch.no_grad():
         while (task := tasks.get()) is not None:
             task()
-            del task  # and what it refers to, while this waits for the next one
+            del task  # releases its tensors before this blocks for the next task
 
 
 def shards(numel: int, size: int) -> list[tuple[int, int]]:
-    """Ranges of elements that the ranks own between a reduce_scatter and its all_gather.
+    """Returns the shard [begin, end) of each rank between reduce_scatter and all_gather.
 
-    The same rule as `usbyte::shard`: ceil(numel / size) elements each, the last ones shorter or
-    empty.
+    The rule is that of `usbyte::shard` in C++: each shard has ceil(numel / size) elements; the last
+    ones are shorter or empty.
+
+    Args:
+        numel: Elements of the block.
+        size: Number of ranks.
     """
     chunk = -(-numel // size)
     return [(min(r * chunk, numel), min((r + 1) * chunk, numel)) for r in range(size)]

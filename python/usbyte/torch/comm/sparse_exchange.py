@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages whose sizes depend on the data, over any torch.distributed backend."""
+"""The exchange: point-to-point messages of sparse schemes, over any torch.distributed backend."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from usbyte.torch.runtime.format import brief_error
 from usbyte.torch.runtime.process_groups import destroy_group
 from usbyte.torch.runtime.ring import abort
 
-_TAG = 0x3FFFFFFE  # which nobody else is likely to use on a group
+_TAG = 0x3FFFFFFE  # unlikely to be used by other messages of the group
 
 Leg = tuple[int, memoryview, memoryview]  # peer, what to send and where to receive
 
 
 class TorchExchange:
-    """What sparse gradients travel over.
+    """Sends the messages of sparse schemes, whose sizes depend on the gradients.
 
     Args:
-        group: A process group; `close` ends it.
+        group: A process group that supports CPU tensors and tags. Owned: `close` destroys it.
+
+    Attributes:
+        core: The C++ exchange that the engine calls.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        # Plain bound methods would be reference cycles through C++, which Python's collector cannot
-        # see.
+        # Bound methods would make a reference cycle through C++, which Python's garbage collector
+        # cannot find.
         this = weakref.ref(self)
 
         def transfer(legs: list[Leg]) -> str | None:
@@ -42,11 +45,15 @@ class TorchExchange:
         self.core = _core.PythonExchange(group.rank(), group.size(), transfer, abort_all)
 
     def close(self) -> None:
-        """Ends the group; nothing is on its way any more."""
+        """Destroys the process group. Call it when no message is in flight."""
         destroy_group(self._group)
 
     def _transfer(self, legs: list[Leg]) -> str | None:
-        """Carries out one transfer; returns what went wrong."""
+        """Sends and receives the messages of one transfer.
+
+        Returns:
+            The error message; None on success.
+        """
         try:
             with torch.no_grad():
                 coming = [
@@ -54,8 +61,8 @@ class TorchExchange:
                     for peer, _, memory in legs
                     if memory
                 ]
-                # One after the other: peers come in another order on each rank, so that no link has
-                # more than one message at a time.
+                # One send at a time: each rank has its peers in a different order, so each link
+                # carries at most one message at a time.
                 for peer, memory, _ in legs:
                     if memory:
                         self._group.send([_tensor(memory)], peer, _TAG).wait()
@@ -67,7 +74,10 @@ class TorchExchange:
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group, or one of the same ranks that takes memory of the host, too. Collective."""
+    """Returns a process group of the same ranks that supports CPU tensors. Collective.
+
+    Returns `group` itself if it supports them, or else a new Gloo group.
+    """
     if "cpu:" in dist.get_backend_config(group):
         return group
     ranks = dist.get_process_group_ranks(group)

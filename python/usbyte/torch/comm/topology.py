@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the network, as users give it."""
+"""Parses the `topology=` argument: the dimensions of the network."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from usbyte import _core
 from usbyte._util import files
 from usbyte.errors import UsageError
 
-#: What users give: "hosts", sizes such as "2x4" or [2, 4], the innermost first, the path of a JSON
-#: file of a topology or a network that `usbyte probe --dimensions` has written, or a topology.
+#: Types of `topology=`: "hosts" (ranks in a host, and hosts); sizes such as "2x4" or [2, 4],
+#: innermost dimension first; the path of a JSON file with a topology, or with a network model from
+#: `usbyte probe --dimensions`; or a topology.
 TopologyLike = str | Sequence[int] | _core.Topology
 
 _SIZES = re.compile(r"\d+(x\d+)*")
 
 
 def sizes_of(topology: _core.Topology | Sequence[int]) -> list[int]:
-    """The sizes of a mesh's dimensions, the innermost first.
+    """Returns the sizes of a mesh's dimensions, innermost first.
 
     Raises:
-        UsageError: They are no whole numbers.
+        UsageError: A size is not an integer.
     """
     if isinstance(topology, _core.Topology):
         return [dimension.size for dimension in topology.dimensions]
@@ -35,10 +36,17 @@ def sizes_of(topology: _core.Topology | Sequence[int]) -> list[int]:
 
 
 def parse(given: TopologyLike, ranks: int) -> str | list[int] | _core.Topology:
-    """What a user gave: "hosts", sizes or, if speeds are given too, a topology.
+    """Parses a `topology=` argument.
+
+    Args:
+        given: The argument, of any type that `TopologyLike` lists.
+        ranks: Number of ranks; the product of the sizes must be equal to it.
+
+    Returns:
+        "hosts", the sizes, or a topology if speeds are given too.
 
     Raises:
-        UsageError: It is none of these, or not one of so many ranks.
+        UsageError: `given` cannot be parsed, or is no mesh of `ranks` ranks.
     """
     if isinstance(given, str) and given != "hosts":
         given = _from_text(given)
@@ -52,7 +60,10 @@ def parse(given: TopologyLike, ranks: int) -> str | list[int] | _core.Topology:
 
 
 def canonical_topology(given: TopologyLike | None, ranks: int) -> str:
-    """What `parse` makes of it, or says of it, in words that differ where it does."""
+    """Returns a string that is equal for arguments with the same meaning, to compare ranks.
+
+    If `parse` raises a UsageError, the string is its message.
+    """
     try:
         parsed = None if given is None else parse(given, ranks)
     except UsageError as error:
@@ -83,7 +94,10 @@ def _from_text(text: str) -> list[int] | _core.Topology:
 
 
 def of_sizes(sizes: Sequence[int]) -> _core.Topology:
-    """A mesh whose speeds are not known yet."""
+    """Returns a mesh of these sizes whose speeds are not known yet.
+
+    All speeds are 1 byte/s. Two dimensions are named "inside" and "between", others "d0", "d1", ...
+    """
     names = ["inside", "between"] if len(sizes) == 2 else [f"d{i}" for i in range(len(sizes))]
     return _core.Topology(
         [_core.Dimension(name, size, 1.0) for name, size in zip(names, sizes, strict=True)]

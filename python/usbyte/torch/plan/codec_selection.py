@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of one job with codecs in them: what they are predicted to take, and which codecs pay."""
+"""Plans with codecs: measures codec costs, predicts step times and selects codecs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from usbyte.planning.tuning import Candidate
 
 log = logging.getLogger("usbyte")
 
-_PROBE_S = 0.1  # that a codec is timed for before it is planned with
-_ROWS_PROBE_S = 0.02  # likewise, that adding up by a scheme is
-WORTH_A_LOSS = 0.02  # part of a step that a codec with more loss must gain
+_PROBE_S = 0.1  # time budget for measuring one codec
+_ROWS_PROBE_S = 0.02  # time budget for measuring the per-row cost of sparse schemes
+WORTH_A_LOSS = 0.02  # share of the step time that a lossier codec must save to be chosen
 
 
 class CodedPlans:
-    """Makes and predicts plans by what codecs take here.
+    """Makes plans with codecs and predicts their step times from codec costs measured here.
 
     Args:
         label: Name of the optimizer, the same on all ranks.
-        options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
-        overlap: What communication may hide behind.
-        sharded: Whether each rank updates its shard, and parameters are gathered.
-        device: Where gradients are; None for the host.
+        options: Sizes in bytes for named policies, for example "bucket_bytes" of "ddp". The keys
+            are those of the `options` of `usbyte._core.make_plan`.
+        overlap: "backward" or "forward": the passes that hide communication.
+        sharded: Whether each rank updates its shard and gathers the other shards
+            (`shard_optimizer=True`).
+        device: CUDA device of the gradients; None if they are in host memory.
 
     Attributes:
-        overlap: As given; it may change.
+        overlap: The overlap of the plans that are made next. Callers may assign it.
     """
 
     def __init__(
@@ -42,20 +44,22 @@ class CodedPlans:
     ) -> None:
         self._label, self._options = label, dict(options)
         self.overlap, self._sharded, self._device = overlap, sharded, device
-        self._costs: dict[str, _core.CodecCost] = {}  # that all ranks know alike
-        self._own: dict[str, _core.CodecCost] = {}  # that this rank has timed alone
+        self._costs: dict[str, _core.CodecCost] = {}  # equal on all ranks, from `measure`
+        self._own: dict[str, _core.CodecCost] = {}  # timed on this rank only, from `costs_of`
         self._row_s = 0.0
 
     def measure(
         self, specs: Iterable[str], maximum: Callable[[str, torch.Tensor], torch.Tensor]
     ) -> None:
-        """Times codecs that were not yet, on all ranks at once, as they will run. Collective.
+        """Times the codecs that have no cost yet. Collective.
 
-        Ranks that share cores slow each other down; the slowest counts.
+        All ranks measure at the same time, because ranks that share CPU cores slow each other down
+        in training too. The cost of the slowest rank is used on all ranks.
 
         Args:
-            specs: Of the codecs.
-            maximum: Over the ranks, of a tensor under a name.
+            specs: Specs of the codecs, for example "topk:0.01"; the same on all ranks.
+            maximum: Called with a name and a CPU float64 tensor; returns the element-wise maximum
+                over ranks.
         """
         wanted = sorted(set(specs) - {"none"} - set(self._costs))
         if not wanted:
@@ -72,7 +76,11 @@ class CodedPlans:
         self._row_s = float(maximum(f"{self._label}.row", row_s))
 
     def costs_of(self, specs: Iterable[str]) -> _core.CodecCosts:
-        """What codecs take; those that `measure` has not seen are timed on this rank alone."""
+        """Returns the costs of codecs. Times those that `measure` has not seen on this rank only.
+
+        Args:
+            specs: Specs of the codecs; "none" is ignored.
+        """
         wanted = set(specs) - {"none"}
         for spec in sorted(wanted - set(self._costs) - set(self._own)):
             self._own[spec] = self._measure(spec)
@@ -80,7 +88,15 @@ class CodedPlans:
         return _core.CodecCosts({spec: known[spec] for spec in wanted}, self._row_s)
 
     def line_codecs(self, specs: Iterable[str], mesh: _core.Topology | None) -> list[str]:
-        """Specs that gradients with these may have on their ways through a network's dimensions."""
+        """Returns the codecs that ops may use inside single dimensions of the network, sorted.
+
+        Args:
+            specs: Codecs of the gradients.
+            mesh: The topology; None if there is none, which gives an empty list.
+
+        Returns:
+            Specs, without "none". Empty with a sharded optimizer.
+        """
         if mesh is None or self._sharded:
             return []
         return sorted({spec for each in set(specs) for spec in _core.line_codecs(each, mesh)})
@@ -92,10 +108,17 @@ class CodedPlans:
         network: _core.NetworkModel,
         overlap: str | None = None,
     ) -> _core.Plan:
-        """The plan, its messages on the ways that are predicted to be the fastest.
+        """Returns `plan` with the path of each compressed op that is predicted to be the fastest.
 
-        Those of each op are gathered, added up by a scheme, or go through two dimensions one after
-        the other, by codecs in one of them or in both.
+        The messages of an op are gathered on all ranks; or a sparse scheme sums the selected
+        elements; or the op goes through two dimensions of the network in turn, with a codec in one
+        or both of them.
+
+        Args:
+            plan: A plan whose ops have their codecs.
+            profile: The job; its tensors are those of the plan.
+            network: Costs of the network. Without a topology, no op is split by dimension.
+            overlap: "backward" or "forward"; default the attribute `overlap`.
         """
         best = self.with_schemes(plan, network)
         flat = {op.codec for op in plan.ops if op.kind == "all_reduce" and op.line < 0}
@@ -106,9 +129,12 @@ class CodedPlans:
         return _core.with_lines(best, profile, network, overlap or self.overlap, costs)
 
     def with_schemes(self, plan: _core.Plan, network: _core.NetworkModel) -> _core.Plan:
-        """The plan; what is picked is added up by a scheme where that is faster.
+        """Returns `plan` with a sparse scheme for each op that is predicted to be faster with one.
 
-        Not on a device, where the network was measured on another path than schemes take.
+        Only ops whose codecs select elements, as top-k does, can have a scheme.
+
+        On CUDA the plan is returned unchanged: the network was measured on a different path from
+        the one that schemes use.
         """
         if self._device is not None:
             return plan
@@ -122,7 +148,15 @@ class CodedPlans:
         codecs: Mapping[str, str],
         overlap: str | None = None,
     ) -> _core.Plan:
-        """A policy's plan for tensors that travel by `codecs`, by their names."""
+        """Returns the plan of a policy for compressed gradients, with the fastest paths.
+
+        Args:
+            policy: One of `usbyte._core.policies()`.
+            profile: The job.
+            network: Costs of the network.
+            codecs: Codec specs by tensor name. Tensors that are missing are not compressed.
+            overlap: "backward" or "forward"; default the attribute `overlap`.
+        """
         of = codecs_of(profile, codecs)
         args = (policy, profile, network, self._options, overlap or self.overlap, self._sharded)
         plan = _core.make_plan(*args, of, self.costs_of(of))
@@ -135,7 +169,10 @@ class CodedPlans:
         network: _core.NetworkModel,
         overlap: str | None = None,
     ) -> float:
-        """Predicted seconds of a step."""
+        """Returns the predicted seconds of a step.
+
+        `overlap` is "backward" or "forward"; default the attribute `overlap`.
+        """
         costs = self.costs_of([op.codec for op in plan.ops])
         args = (profile, network, overlap or self.overlap, self._sharded, costs)
         return _core.simulate(plan, *args).step_s
@@ -147,11 +184,22 @@ class CodedPlans:
         network: _core.NetworkModel,
         choices: Sequence[Mapping[str, str]],
     ) -> list[Candidate]:
-        """First the plan with the least lossy codecs among those that are about the fastest.
+        """Chooses among several lossy compressions and none, by predicted step time.
 
-        Behind it, if it compresses, come the ones it was preferred to, that without codecs last.
-        All tensors by a list's codecs, as the policy sends them; under "auto" also only those for
-        which it pays, as bytecomp has them.
+        A lossier choice wins only if it shortens the best step so far by more than `WORTH_A_LOSS`.
+        Each choice is planned by `policy`. Under "auto" it is also planned by "bytecomp", which
+        compresses only the tensors for which that pays; not with a sharded optimizer or with codecs
+        that factor matrices.
+
+        Args:
+            policy: One of `usbyte._core.policies()`.
+            profile: The job.
+            network: Costs of the network.
+            choices: Codec specs by tensor name; the least lossy choice first.
+
+        Returns:
+            The chosen plan first. The plans that it beat follow, the most recent winner first. The
+            plan without compression is the last.
         """
         plan = self.make(policy, profile, network, {})
         plain_s = best_s = self.step_s(plan, profile, network)
@@ -179,13 +227,13 @@ class CodedPlans:
 
 
 def codecs_of(profile: _core.Profile, codecs: Mapping[str, str]) -> list[str]:
-    """By tensor of the profile; empty if nothing is compressed."""
+    """Returns the codec spec of each tensor of `profile`; an empty list if all are "none"."""
     of = [codecs.get(t.name, "none") for t in profile.tensors]
     return [] if set(of) == {"none"} else of
 
 
 def coded_along(plan: _core.Plan, mesh: _core.Topology) -> str:
-    """Which codecs work in which of the network's dimensions, for the end of a log line."""
+    """Returns the codecs that a plan uses in each dimension, as the end of a log message."""
     found: dict[str, set[str]] = {}
     for op in plan.ops:
         if op.line >= 0 and op.codec != "none":

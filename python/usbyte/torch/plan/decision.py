@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks agree on when they plan, and how it travels."""
+"""The decision of rank 0 for a plan, and its serialization for the other ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from usbyte.torch.runtime.messages import check, read, unreadable
 
 @dataclass(frozen=True)
 class Decision:
-    """What the ranks agreed on.
+    """A plan that all ranks follow, with the data that it was made from.
 
     Attributes:
-        plan: The plan that all ranks follow.
-        profile: The job as it was measured, the slowest rank's times.
-        network: What the network was measured to cost.
-        predicted_s: Seconds for a step of this plan.
-        bound_s: Seconds for a step that no plan goes below.
-        trial_steps: Steps after which the next plan is tried; 0 if this one stays.
-        sparse: How sparse gradients travel, by name.
-        overlap: What communication hides behind: "forward", "backward".
+        plan: The plan.
+        profile: The profile of the job, with the maximum of each time over the ranks.
+        network: The network model, from rank 0's measurements.
+        predicted_s: Predicted seconds of a step under the plan.
+        bound_s: Seconds of a step that no plan can beat.
+        trial_steps: Length of the plan's trial in steps, after which the next plan follows; 0 if
+            the plan is final.
+        sparse: Scheme of each sparse gradient, by parameter name.
+        overlap: "forward" or "backward": the passes that hide communication.
     """
 
     plan: _core.Plan
@@ -39,7 +40,7 @@ class Decision:
     overlap: str = "forward"
 
     def to_json(self) -> str:
-        """As it travels, with a hash of the plan."""
+        """Serializes the decision, with a hash of the plan that `from_json` checks."""
         return json.dumps(
             {
                 "hash": self.plan.hash(),
@@ -56,11 +57,15 @@ class Decision:
 
     @classmethod
     def from_json(cls, text: str) -> Decision:
-        """Reads what `to_json` wrote.
+        """Parses the message that rank 0 made with `to_json`.
+
+        Args:
+            text: The message: a serialized decision, or `{"error": reason}`.
 
         Raises:
-            UsageError: Rank 0 could not plan.
-            MismatchError: The plan reads differently here, or cannot be read.
+            UsageError: The message is an error: rank 0 could not plan.
+            MismatchError: The message cannot be parsed, or the parsed plan has another hash than
+                rank 0's, as with another version of usbyte.
         """
         what = "the plan that rank 0 has sent"
         message = read(what, text, dict[str, Any])
@@ -96,9 +101,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Told:
-    """A decision as it travels."""
+    """The fields of a serialized decision, with their types for validation."""
 
-    hash: Any  # the core's, of 64 bits without a sign
+    hash: Any  # unsigned 64-bit `Plan.hash()`
     plan: str
     profile: str
     network: str

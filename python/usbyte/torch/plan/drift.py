@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that steps have come to take another time than they did under the same plan."""
+"""Detects that the step time under a plan has changed, so that a new plan may pay."""
 
 from __future__ import annotations
 
@@ -8,50 +8,56 @@ from statistics import median
 
 from usbyte.torch.runtime.device import Mark, passed
 
-_WINDOW = 6  # steps whose median counts
-_LASTING = 3  # windows
-_THRESHOLD = 0.25  # relative; smaller changes are noise, or not worth a new plan
-_QUIET_STEPS = 100  # after the second plan, doubled with each
+_WINDOW = 6  # steps per window; the median of a window is compared with the baseline
+_LASTING = 3  # consecutive windows that must differ
+_THRESHOLD = 0.25  # relative difference; smaller ones are noise, or not worth a new plan
+_QUIET_STEPS = 100  # steps after the second plan without a new one; doubled by each later plan
 
 
 class StepTimeMonitor:
-    """Watches the times between steps.
+    """Detects lasting changes of the step time.
 
-    A change must last for three windows, and until steps have differed by as much as measuring and
-    planning anew takes, in which training stands still. The plan that answers the first one is kept
-    for some steps, and each after it for twice as many, so that a job whose steps vary by nature
-    does not learn for ever.
+    A new plan is wanted if three consecutive windows of steps differ from the baseline, and the
+    differences of their steps sum to at least `cost_s`, because training stands still during
+    planning. After the first new plan, no other plan is wanted for 100 steps; after each later one,
+    for twice as many as after the one before. So a job whose step times vary by nature does not
+    learn forever.
 
     Attributes:
-        wanted: A new plan should be made.
-        baseline_s: What steps should take; None while that is not known.
-        cost_s: What measuring and planning anew takes.
+        wanted: Whether a new plan should be made.
+        baseline_s: Expected seconds of a step; None until it is known.
+        cost_s: Seconds that a new measurement and plan cost. The owner assigns it; 0 at first.
     """
 
     def __init__(self) -> None:
         self.cost_s = 0.0
-        self._replans = -2  # plans after the first; one comes into force here and now
+        # Plans after the first. The `reset` below and the one for the first plan count up to 0.
+        self._replans = -2
         self.reset()
 
     def reset(self, baseline_s: float | None = None) -> None:
-        """A plan has come into force.
+        """Starts to monitor a plan that has come into force.
 
         Args:
-            baseline_s: What steps should take; None for what the first ones will have taken.
+            baseline_s: Expected seconds of a step; None to use the median of the first window.
         """
         self.wanted = False
         self.baseline_s = baseline_s
-        self._ends: deque[Mark] = deque()  # not looked at yet
+        self._ends: deque[Mark] = deque()  # that the device has not passed yet
         self._last: Mark | None = None
         self._steps = 0
         self._recent: list[float] = []
-        self._suspicious = 0  # windows in a row
-        self._accumulated_change_s = 0.0  # of all their steps, from what they should have taken
+        self._suspicious = 0  # consecutive windows that differ from the baseline
+        self._accumulated_change_s = 0.0  # sum over the steps of these windows
         self._replans += 1
         self._quiet = _QUIET_STEPS * 2 ** (self._replans - 1) if self._replans > 0 else 0
 
     def step(self, now: Mark) -> None:
-        """A step has ended; looks at those that have, without waiting for the others."""
+        """Records the end of a step. Does not block: counts only steps that the device has ended.
+
+        Args:
+            now: The end of the step on the device's clock.
+        """
         self._ends.append(now)
         while self._ends and passed(self._ends[0]):
             self._count(self._ends.popleft())
@@ -59,7 +65,7 @@ class StepTimeMonitor:
     def _count(self, now: Mark) -> None:
         last, self._last = self._last, now
         self._steps += 1
-        if last is None or self._steps <= 2:  # the first ones are between two plans
+        if last is None or self._steps <= 2:  # they overlap with the switch of plans
             return
         self._recent.append(now - last)
         if len(self._recent) < _WINDOW:

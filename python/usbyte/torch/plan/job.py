@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a DistributedOptimizer, and for which parameters."""
+"""The settings of a DistributedOptimizer, and the table of its parameters."""
 
 from __future__ import annotations
 
@@ -19,20 +19,31 @@ from usbyte.torch.reduce_op import Average, ReduceOp
 
 Overlap = Literal["auto", "backward", "forward"]
 
-#: Profile x NetworkModel -> Plan
+#: A policy as a callable: maps a profile and a network model to a plan.
 Policy = Callable[[_core.Profile, _core.NetworkModel], _core.Plan]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of a `DistributedOptimizer`, whose docstring tells of each, with their defaults.
+    """The arguments of a `DistributedOptimizer`, with defaults filled in.
+
+    The docstring of `DistributedOptimizer` describes each argument.
 
     Attributes:
-        shard_optimizer: Its `shard_optimizer`; overlap is "forward" then.
-        fused_update: Its `fused_update`.
-        sparse_as_dense: Its `sparse_as_dense`.
-        options: Sizes in bytes for named policies; see `usbyte._core.make_plan`.
-        passes_per_step: Its `backward_passes_per_step`.
+        overlap: "auto", "backward" or "forward".
+        policy: Name of a policy, or a callable.
+        op: `Average` or `Sum`.
+        model: The module that owns the parameters; None if it is not known.
+        compression: Rules for codecs, or a sequence of rules to choose from.
+        shard_optimizer: Whether each rank updates one shard of every parameter. `overlap` is then
+            "forward".
+        fused_update: Whether updates run as one CUDA kernel.
+        max_grad_norm: Upper limit of the gradient norm with `shard_optimizer`; None for no limit.
+        sparse_as_dense: Whether sparse gradients are sent as dense ones.
+        topology: Dimensions of the network; None for none.
+        options: Sizes in bytes for named policies, for example "bucket_bytes" of "ddp".
+        tune_steps: Steps of each trial of a plan; None for the policy's default, 0 for no trials.
+        passes_per_step: The argument `backward_passes_per_step`, at least 1.
     """
 
     overlap: Overlap
@@ -50,19 +61,24 @@ class Settings:
     passes_per_step: int
 
     def scale(self, size: int) -> float:
-        """What gradients of `size` ranks are multiplied with before they are summed."""
+        """Returns the factor for gradients before their sum over `size` ranks.
+
+        It is 1 / size for `Average` and 1 for `Sum`.
+        """
         return 1.0 / size if self.op == Average else 1.0
 
 
 @dataclass(frozen=True)
 class ParamTable:
-    """Parameters of an optimizer that get gradients, in the order of its groups.
+    """The parameters of an optimizer that get gradients, in the order of its parameter groups.
+
+    `names`, `params` and `groups` have the same length and order.
 
     Attributes:
-        names: Unique.
-        params: Each with elements.
-        groups: By parameter, which of the optimizer's groups it is in.
-        frozen: Those that do not require a gradient.
+        names: Unique name of each parameter.
+        params: The parameters; each requires a gradient and has at least one element.
+        groups: Index of each parameter's group in `optimizer.param_groups`.
+        frozen: The optimizer's parameters with `requires_grad=False`.
     """
 
     names: Sequence[str]
@@ -74,14 +90,15 @@ class ParamTable:
     def of(
         cls, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str] | None
     ) -> ParamTable:
-        """What `optimizer` trains.
+        """Returns the table of the parameters of `optimizer`.
 
         Args:
-            optimizer: Any.
-            names: Of its parameters; None makes them up.
+            optimizer: The wrapped torch optimizer.
+            names: Name of each parameter; None to generate "group<g>.param<i>".
 
         Raises:
-            UsageError: A parameter has no name.
+            UsageError: A parameter is not in `names`, or is an `UninitializedParameter` of a lazy
+                module.
         """
         rows = [(p, g) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
         if any(is_lazy(p) for p, _ in rows):
@@ -101,7 +118,7 @@ class ParamTable:
         )
 
     def in_order(self, names: Sequence[str]) -> ParamTable:
-        """The same parameters in the order of these names."""
+        """Returns a table of the same parameters, sorted into the order of `names`."""
         place = {name: i for i, name in enumerate(self.names)}
         order = [place[name] for name in names]
         return ParamTable(
@@ -112,7 +129,7 @@ class ParamTable:
         )
 
     def check_frozen(self) -> None:
-        """Raises UsageError if one that was frozen is to be trained now."""
+        """Raises UsageError if a parameter in `frozen` has come to require a gradient."""
         for param in self.frozen:
             if param.requires_grad:
                 raise UsageError(
@@ -126,10 +143,17 @@ def with_new_names(
     optimizer: torch.optim.Optimizer,
     model: nn.Module | None,
 ) -> dict[nn.Parameter, str] | None:
-    """Names for the parameters of the optimizer's last group, too, if there are names at all.
+    """Returns `names` with names for the parameters of the optimizer's last group added.
 
-    They are the model's, if it has the parameter; or those that the group was given, as torch keeps
-    them; or made up. All ranks make up the same.
+    The name of a parameter is the first of these that exists: its name in `model`; the name in the
+    parameter group's "param_names", where torch stores it; "group<g>.param<i>". A name that is
+    taken gets apostrophes appended. All ranks generate the same names.
+
+    Args:
+        names: The names of the other parameters; None if the optimizer has no names, and then the
+            result is None.
+        optimizer: The optimizer, which has the new group already.
+        model: The module that owns the parameters; None if it is not known.
     """
     if names is None:
         return None

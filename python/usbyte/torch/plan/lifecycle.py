@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long plans stay in force: jobs are learned, plans are tried, and steps are watched."""
+"""The plan lifecycle: learning, trials of plans, and new plans after a change of the job."""
 
 from __future__ import annotations
 
@@ -24,55 +24,61 @@ class ParameterUseTracker(Protocol):
 
     @property
     def needed(self) -> list[Mark | None]:
-        """By parameter, when it was first used in the current iteration; None: not yet."""
+        """First use of each parameter in the current iteration; None if it was not used yet."""
 
     def begin_iteration(self, used: Sequence[bool]) -> None:
-        """Forgets the times of the iteration before.
+        """Discards the times of the previous iteration.
 
         Args:
-            used: By parameter, whether it got a gradient in it.
+            used: Whether each parameter got a gradient in that iteration.
         """
 
     def begin_learning(self) -> None:
-        """Records uses from now on."""
+        """Starts to record the uses of parameters."""
 
 
 class PlanMaker(Protocol):
-    """The planner, as far as plans follow one another."""
+    """The part of `Planner` that the plan lifecycle uses."""
 
     def learning_plan(self) -> _core.Plan:
-        """Returns the plan of steps that are learned from."""
+        """Returns the plan of the learning steps."""
 
     def recodes_at(self, steps: int) -> bool:
-        """Returns True if codecs change after so many steps."""
+        """Returns True if a codec changes its parameters after `steps` completed steps."""
 
     def recoded(self, steps: int) -> _core.Plan:
-        """Returns the plan in force with the codecs that follow."""
+        """Returns the plan in force with its codecs as they are after `steps` completed steps."""
 
     def next_trial(self, step_s: float) -> Decision:
-        """Returns the next candidate, told how long a step took under the last one. Collective."""
+        """Returns the next candidate or, after the last, the best one. Collective.
+
+        Args:
+            step_s: Measured seconds of a step under the candidate on trial.
+        """
 
     def is_outdated(self, rows: Mapping[str, Counts]) -> bool:
-        """Returns True if another scheme would be faster for these counts of rows."""
+        """Returns True if other schemes would be clearly faster for these counts of rows."""
 
 
 class PlanLifecycle:
-    """Says after which step another plan comes into force, and which.
+    """Decides after which step another plan comes into force, and which one.
 
-    The first `learning_steps` steps are learned from; then all ranks agree on a plan. If it is on
-    trial, others follow, each after a number of steps that all ranks count. So it goes again when
-    a rank asks for that, if it may, or, if `adapt`, when steps come to take another time or sparse
-    gradients to have other rows; ranks vote in each step.
+    The ranks measure the first `learning_steps` steps. Then rank 0 makes a plan for all ranks. If
+    the plan is on trial, other candidates follow, each after the same number of steps on all ranks.
+
+    Each step carries a vote of every rank on a new plan. If a rank wants one, all ranks start to
+    learn again. A rank votes for a new plan after `ask_for_plan`. With `adapt`, it also does so
+    when the step time or the number of rows of sparse gradients has changed for good.
 
     Args:
         planner: Makes the plans.
-        uses: Knows when the forward pass needs each parameter.
-        device: Where the parameters are.
-        learning_steps: Steps to learn from.
-        adapt: Learn and plan anew when the time of a step changes, or how many rows sparse
-            gradients have, but not while on trial.
-        may_ask: Some rank may `ask_for_plan`.
-        on_learned: Called when all ranks have learned enough, before they plan.
+        uses: Records when the forward pass uses each parameter.
+        device: Device of the parameters.
+        learning_steps: Number of steps to measure.
+        adapt: Whether to plan again when the step time or the number of rows of sparse gradients
+            changes. Not during trials.
+        may_ask: Whether any rank may call `ask_for_plan`; the same on all ranks.
+        on_learned: Called after the last learning step, before the ranks plan.
 
     Attributes:
         learning: True until a plan is made from measurements.
@@ -96,20 +102,23 @@ class PlanLifecycle:
         self._profiler: StepProfiler | None = StepProfiler()
         self.learning = True
         self._counts = RowCounts()
-        self._waits: list[tuple[Mark, Mark]] = []  # for the network, after the last backward
-        self._settled: Mark = 0.0  # when that was over
+        # (start, end) of each wait for gradients since the last backward pass.
+        self._waits: list[tuple[Mark, Mark]] = []
+        self._settled: Mark = 0.0  # end of the last wait for gradients
         self._fresh = False  # a backward pass has ended since the last step
-        self._stopwatch: StepTimer | None = None  # while a plan is on trial
-        self._first_s: float | None = None  # a step of the first plan on trial
-        self._first_kind: tuple[str, frozenset[str]] | None = None  # of that plan
-        self._asked = False  # for a new plan, by this rank
-        self._agreed = False  # on a new plan, by all
+        self._stopwatch: StepTimer | None = None  # None unless a plan is on trial
+        self._first_s: float | None = None  # seconds of a step of the first plan on trial
+        self._first_kind: tuple[str, frozenset[str]] | None = None  # `_kind_of` that plan
+        self._asked = False  # this rank wants a new plan
+        self._agreed = False  # all ranks start to learn again after this step
 
     def plan_ends(self, steps: int) -> bool:
-        """On all ranks, the plan in force ends with the step that is about to be taken.
+        """Returns True if the plan in force ends with the step that is about to be taken.
+
+        The result is the same on all ranks.
 
         Args:
-            steps: Begun so far, that one included.
+            steps: Number of steps begun so far, including that one.
         """
         return (
             self._agreed
@@ -118,25 +127,35 @@ class PlanLifecycle:
         )
 
     def waited(self, start: Mark, end: Mark) -> None:
-        """While learning: gradients were waited for, from `start` to `end`."""
+        """Records a wait for gradients, from `start` to `end`. For learning steps."""
         self._settled = end
         self._waits.append((start, end))
 
     def count_rows(self, name: str, own: int, every: int) -> None:
-        """Takes the rows of the sparse gradient of that name: this rank's own, and the sum's."""
+        """Records the number of rows of a sparse gradient in a step.
+
+        Args:
+            name: Name of the parameter.
+            own: Rows of this rank's gradient.
+            every: Rows of the sum over all ranks.
+        """
         if self._profiler is not None or self._step_time_monitor is not None:
             self._counts.add(name, own, every)
 
     def ask_for_plan(self) -> None:
-        """This rank votes for a new plan from now on, until there is one; needs `may_ask`."""
+        """Makes this rank vote for a new plan in each step until there is one.
+
+        The votes have an effect only with `may_ask` or `adapt`.
+        """
         self._asked = True
 
     def record_votes(self, wanted: bool, joined: bool) -> None:
-        """What ranks have voted for in a step, on all ranks alike.
+        """Processes the votes of a step; they are the same on all ranks.
 
         Args:
-            wanted: Some, for a new plan.
-            joined: Some had joined, and may have left out a step before that others learned from.
+            wanted: Whether any rank voted for a new plan.
+            joined: Whether any rank had joined. Such a rank may have skipped an earlier step that
+                other ranks measured. Learning therefore starts again.
         """
         if self._profiler is None:
             self._agreed = self._agreed or (wanted and self._votes_count)
@@ -144,7 +163,11 @@ class PlanLifecycle:
             self._profiler, self.learning = StepProfiler(), True
 
     def end_backward(self) -> bool:
-        """A backward pass that sends ends, which counts; returns whether to vote for a new plan."""
+        """Records the end of a backward pass that sends gradients.
+
+        Returns:
+            Whether this rank votes for a new plan in this step.
+        """
         self._fresh = True
         self._waits.clear()
         if self._stopwatch is not None:
@@ -161,19 +184,27 @@ class PlanLifecycle:
         return wanted
 
     def affects_plan(self, steps: int) -> bool:
-        """The step that is completed is learned from, or ends a plan; see `plan_ends`."""
+        """Returns True if the completed step is a learning step or the last step of a plan.
+
+        Args:
+            steps: Number of steps begun so far, as for `plan_ends`.
+        """
         return (self._profiler is not None and self._fresh) or self.plan_ends(steps)
 
     def plan_boundary_next(self, steps: int) -> bool:
-        """To complete the step is to plan, with all ranks, or to go over to another plan."""
+        """Returns True if the end of this step makes a plan or switches to another one.
+
+        Args:
+            steps: Number of steps begun so far, as for `plan_ends`.
+        """
         learned = self._profiler is not None and len(self._profiler) + 1 >= self._learning_steps
         return (learned and self._fresh) or self.plan_ends(steps)
 
     def skip_step(self, used: Sequence[bool]) -> None:
-        """A step is completed that not all ranks count: nothing is learned from it, no plan ends.
+        """Ends a step that not all ranks have taken. It is not measured, and no plan ends with it.
 
         Args:
-            used: By parameter, whether it got a gradient.
+            used: Whether each parameter got a gradient.
         """
         self._fresh = False
         if self._profiler is not None:
@@ -188,22 +219,26 @@ class PlanLifecycle:
         ready_s: Callable[[], Sequence[float]],
         decide: Callable[[JobTimes, Mapping[str, Counts]], Decision],
     ) -> _core.Plan | None:
-        """The plan to go over to now, which all ranks have alike; None if the old one stays.
+        """Ends a step and returns the plan of the next step.
 
-        Collective where a plan ends. To be called when everything is drained and no update is
+        Collective in a step that ends a plan. Call it when the engine is drained and no update is
         pending.
 
         Args:
-            steps: Completed so far.
-            plan: The one in force.
-            began: When the optimizer's step began; a closure may have run backward in it.
-            used: By parameter, whether it got a gradient.
-            ready_s: Gives, by parameter, when its gradient was ready, steady clock seconds.
-            decide: Has all ranks agree on a plan, from this rank's times and how many rows its
-                sparse gradients had.
+            steps: Number of completed steps.
+            plan: The plan in force.
+            began: Start of the optimizer's `step()`. A closure may run backward after that.
+            used: Whether each parameter got a gradient.
+            ready_s: Returns the ready time of each parameter's gradient, in seconds of the steady
+                clock.
+            decide: Collective; makes one plan for all ranks from this rank's times and the counts
+                of rows of its sparse gradients.
+
+        Returns:
+            The plan to switch to, the same on all ranks; None if the plan in force stays.
         """
         following = self._next_plan(plan, began, used, ready_s, decide)
-        if self._planner.recodes_at(steps):  # of what follows, if anything does
+        if self._planner.recodes_at(steps):  # also if `following` is a new plan
             following = self._planner.recoded(steps)
             if self._step_time_monitor is not None and self._profiler is None:
                 self._step_time_monitor.reset()
@@ -255,9 +290,11 @@ class PlanLifecycle:
     def _follow(self, decision: Decision, before: _core.Plan) -> _core.Plan | None:
         plan = decision.plan
         self._stopwatch = StepTimer(decision.trial_steps) if decision.trial_steps else None
-        self._asked = self._asked and decision.overlap == "forward"  # else it has been answered
+        # A plan with overlap "backward" fulfils the request.
+        self._asked = self._asked and decision.overlap == "forward"
         if self._step_time_monitor is not None and self._stopwatch is None:
-            # Those of a kind take about as long, unless the network has changed since.
+            # Plans of one kind take about as long. The first trial is therefore a baseline that
+            # also shows a change of the network since then.
             alike = self._first_s is not None and _kind_of(plan) == self._first_kind
             self._step_time_monitor.reset(self._first_s if alike else None)
             self._density_monitor.reset()
@@ -266,5 +303,5 @@ class PlanLifecycle:
 
 
 def _kind_of(plan: _core.Plan) -> tuple[str, frozenset[str]]:
-    """Plans of one kind take about as long."""
+    """Returns the policy and the codecs of a plan. Plans with equal results take about as long."""
     return plan.policy, frozenset(op.codec for op in plan.ops)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first steps show of a job: when gradients are ready and parameters needed."""
+"""Measures the profile of a job in the learning steps: ready times and need times."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Iteration:
-    """One step under DDP's plan, in backward mode; steady clock seconds.
+    """The measured times of one learning step, which runs DDP's buckets in backward mode.
 
     Attributes:
-        need_s: By parameter, when the forward pass first used it; NEVER where it was not seen to.
-        ready_s: By parameter, when its gradient was ready.
-        comm_wait_s: Seconds spent waiting for the network after backward.
-        update_s: Seconds that the optimizer's step took.
+        need_s: First use of each parameter in the forward pass, in seconds of the steady clock;
+            NEVER if no use was observed.
+        ready_s: Ready time of each parameter's gradient, in seconds of the steady clock.
+        comm_wait_s: Seconds of waiting for the network after backward.
+        update_s: Seconds of the optimizer update.
     """
 
     need_s: Sequence[float]
@@ -44,19 +45,36 @@ class Iteration:
         comm_wait_s: float,
         update_s: float,
     ) -> Iteration:
-        """Waits until all of it has happened."""
+        """Converts marks to seconds. Blocks until the device has passed all of them.
+
+        Args:
+            needed: First use of each parameter; None if no use was observed.
+            ready: The values of `ready_s`.
+            comm_wait_s: Seconds of waiting for the network after backward.
+            update_s: Seconds of the optimizer update.
+        """
         need = [NEVER if mark is None else float(mark) for mark in needed]
         return cls(need, ready, comm_wait_s, update_s)
 
     @property
     def start_s(self) -> float:
-        """When the forward pass began, as far as it was seen to."""
+        """Start of the step, in seconds of the steady clock: the first observed use or gradient."""
         return min(min(self.need_s), min(self.ready_s))
 
 
 @dataclass
 class JobTimes:
-    """A job's times, as `usbyte._core.Profile` names them; by parameter, seconds."""
+    """The times of a job, named as in `usbyte._core.Profile`. All values are in seconds.
+
+    Attributes:
+        need_s: Need time of each parameter, from the start of the step.
+        ready_s: Ready time of each parameter's gradient, from the start of the step.
+        need_spread_s: Half the distance between the 10th and 90th percentiles of each need time;
+            may be empty.
+        ready_spread_s: The same for each ready time; may be empty.
+        step_s: Time from one forward pass to the next, without waits for the network.
+        update_s: Time of the optimizer update.
+    """
 
     need_s: list[float]
     ready_s: list[float]
@@ -67,10 +85,10 @@ class JobTimes:
 
 
 class StepProfiler:
-    """Collects iterations until there are enough.
+    """Collects the measured iterations of the learning steps.
 
     Args:
-        warm_up: The first ones, which do not count where there are more.
+        warm_up: Number of first iterations to discard, if there are more; default 1.
     """
 
     def __init__(self, warm_up: int = 1) -> None:
@@ -78,27 +96,26 @@ class StepProfiler:
         self._iterations: list[Iteration] = []
 
     def add(self, iteration: Iteration) -> None:
-        """Takes one more."""
+        """Appends an iteration."""
         self._iterations.append(iteration)
 
     def __len__(self) -> int:
         return len(self._iterations)
 
     def times(self) -> JobTimes:
-        """Medians and spreads over all iterations but those of warm-up."""
+        """Returns the medians and spreads over the iterations after warm-up."""
         kept = self._iterations[self._warm_up :] or self._iterations
-        # What the forward pass was not seen to use has no gate: it is needed at once.
+        # Without an observed use there is no forward pre-hook: assume that it is needed at once.
         need = np.array([[_since(t, i.start_s) for t in i.need_s] for i in kept])
         ready = np.array([[_since(t, i.start_s) for t in i.ready_s] for i in kept])
         update = float(np.median([i.update_s for i in kept]))
         ends = ready.max(axis=1) + [i.update_s for i in kept]
-        # From one forward pass to the next, less what the network took.
         periods = [after.start_s - i.start_s - i.comm_wait_s for i, after in pairwise(kept)]
         step = float(np.median(periods or ends))
         middle = np.median(ready, axis=0)
         step = max(step, float(middle.max()) + update)
         return JobTimes(
-            # What is used again after backward, for the first time, counts as needed last.
+            # A first use after backward belongs to the next step: it counts as the last need.
             np.minimum(np.median(need, axis=0), step).tolist(),
             middle.tolist(),
             _spread(need),
@@ -109,11 +126,14 @@ class StepProfiler:
 
 
 def combine(times: JobTimes, allreduce_max: object) -> JobTimes:
-    """The slowest rank's times, which all ranks then have.
+    """Returns the element-wise maximum of the times over all ranks, the same on every rank.
+
+    Collective.
 
     Args:
-        times: This rank's.
-        allreduce_max: Called with a 1-d float64 tensor, returns its maximum over ranks.
+        times: This rank's times, with spreads.
+        allreduce_max: Called with a 1-d float64 CPU tensor; returns its element-wise maximum over
+            ranks.
     """
     assert callable(allreduce_max)
     n = len(times.need_s)
@@ -135,20 +155,21 @@ def job_profile(
     sparse: Container[str] = (),
     model: str = "",
 ) -> _core.Profile:
-    """A job's profile, its tensors in the order of the arena.
+    """Returns the profile of a job, with its tensors in the order of the flat buffer.
 
     Args:
-        names: Of the parameters.
-        params: The parameters.
-        times: Theirs; spreads may be empty.
-        flags: Put the used flags of all parameters, which travel with the gradients, first.
-        sparse: Names of those whose gradients are sparse; they come last, by when they are ready.
-        model: Name of the job.
+        names: Name of each parameter.
+        params: The parameters, in the order of `names`.
+        times: The times of the parameters, in the same order. Spreads may be empty.
+        flags: Whether to put the control tensor, which carries the used flags, first.
+        sparse: Names of the parameters with sparse gradients. Their tensors come last, by ready
+            time.
+        model: Name of the job; default empty.
 
     Raises:
         UsageError: The gradients of a parameter cannot be sent.
     """
-    # One run of each dtype, the largest first, so that blocks can span many tensors.
+    # One segment per dtype, the largest first, so that blocks can span many tensors.
     dtypes = [dtype_name(name, param) for name, param in zip(names, params, strict=True)]
     volume: dict[str, int] = {}
     there = [i for i, name in enumerate(names) if name not in sparse]
@@ -171,7 +192,7 @@ def job_profile(
 
     return _core.Profile(
         tensors,
-        # The flags are complete when backward is, and the first update may need them.
+        # The used flags are complete when backward is, and the first update may need them.
         column(times.need_s, 0.0),
         column(times.ready_s, max(times.ready_s)),
         times.step_s,

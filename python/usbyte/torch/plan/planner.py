@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what each rank measured to one plan for all."""
+"""Combines the measurements of the ranks and makes one plan for all of them."""
 
 from __future__ import annotations
 
@@ -40,26 +40,27 @@ log = logging.getLogger("usbyte")
 
 
 class Planner:
-    """Makes the plans that all ranks follow.
+    """Makes the plans that all ranks follow. The constructor is collective.
 
     Args:
         rank_group: The ranks that take part.
         label: Name of the optimizer, the same on all ranks.
-        settings: What was asked for; with overlap "auto" communication may hide behind backward,
-            until `settle_overlap`.
-        trained: The parameters.
-        device: Which they are on.
-        codecs: What they may travel by.
-        sparse: Names of those whose gradients travel as the rows that they have.
-        steps: Completed before; codecs are as in the step after them.
+        settings: The optimizer's arguments. With overlap "auto", plans use "backward" until
+            `settle_overlap`.
+        param_table: The parameters.
+        device: Device of the parameters.
+        codecs: Codecs that each parameter may use.
+        sparse: Names of the parameters whose gradients are sent as sparse rows.
+        steps: Number of steps completed before, for codecs whose parameters depend on the step.
 
     Raises:
-        MismatchError: Ranks were asked for other things, or have other parameters.
+        MismatchError: The settings or the parameters differ between ranks; raised on every rank.
 
     Attributes:
-        sparse: As given.
-        decision: What the plan in force was made from; None while it is not made from measurements.
-        seed: Of what codecs draw by chance, alike on all ranks.
+        label: Name of the optimizer.
+        sparse: Names of the parameters whose gradients are sent as sparse rows.
+        decision: The decision for the plan in force; None until a plan is made from measurements.
+        seed: Seed of the random numbers of codecs, the same on all ranks.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class Planner:
         names, params, overlap = param_table.names, param_table.params, settings.overlap
         self._names, self._params, self.sparse = names, params, sparse
         self._groups = param_table.groups
-        self._ways: Mapping[str, SchemeChoice] = {}  # of sparse gradients, once they are chosen
-        self._rows: Mapping[str, Counts] = {}  # of theirs, that they were chosen for
-        self._ready: dict[str, float] = {}  # when each gradient is ready, as far as is known, s
+        self._ways: Mapping[str, SchemeChoice] = {}  # schemes of sparse gradients, once chosen
+        self._rows: Mapping[str, Counts] = {}  # the counts that these schemes were chosen for
+        self._ready: dict[str, float] = {}  # ready times in seconds; assumed ones before learning
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._sharded = dict(settings.options), settings.shard_optimizer
         self._chooses_overlap = overlap == "auto"
@@ -95,13 +96,15 @@ class Planner:
             device.core,
         )
         self._steps = steps
-        self._base: _core.Plan | None = None  # the plan in force, by codecs as they end
-        self._stages: list[_core.Codec] = []  # those codecs
-        self._tuner: tuning.Tuner | None = None  # rank 0's, once plans are tried
+        # The plan in force, with its codecs as they are after their warm-up.
+        self._base: _core.Plan | None = None
+        self._stages: list[_core.Codec] = []  # the codecs of `_base`
+        self._tuner: tuning.Tuner | None = None  # on rank 0 only, from the first trial on
         self.decision: Decision | None = None
         self.seed = zlib.crc32(label.encode())
         alike = {
-            "shard_optimizer": self._sharded,  # which "overlap" follows from
+            # Before "overlap", which depends on it: the message names the first difference.
+            "shard_optimizer": self._sharded,
             "overlap": overlap,
             "bucket_bytes": self._options["bucket_bytes"],
             "USBYTE_LEARNING_STEPS": rank_group.env.learning_steps,
@@ -116,14 +119,14 @@ class Planner:
 
     @property
     def overlap(self) -> str:
-        """What communication may hide behind, in plans to come."""
+        """The overlap of the plans that are made next: "backward" or "forward"."""
         return self._plans.overlap
 
     def settle_overlap(self, reason: str) -> None:
-        """Plans to come hide communication behind the next forward pass, or have a reason not to.
+        """Chooses the overlap of later plans, for `overlap="auto"`.
 
         Args:
-            reason: Alike on all ranks; empty if there is none.
+            reason: Why "forward" is not possible, the same on all ranks; empty to use "forward".
         """
         assert self._chooses_overlap
         self._plans.overlap = "backward" if reason else "forward"
@@ -131,7 +134,7 @@ class Planner:
             log.info("%s: updates do not wait for the next forward pass: %s", self.label, reason)
 
     def learning_plan(self) -> _core.Plan:
-        """DDP's buckets in order of registration."""
+        """Returns DDP's buckets, in order of registration, and makes it the plan in force."""
         n = len(self._names)
         need = [float(i) for i in range(n)]
         ready = [float(2 * n - i) for i in range(n)]
@@ -143,11 +146,14 @@ class Planner:
         return self._in_force(self._coded(_core.Plan("learning", plan.tensors, plan.ops)))
 
     def recodes_at(self, steps: int) -> bool:
-        """Codecs code otherwise once so many steps are completed, which ranks count alike."""
+        """Returns True if a codec changes its parameters after `steps` completed steps.
+
+        The result is the same on all ranks.
+        """
         return any(c.at_step(steps) != c.at_step(self._steps) for c in self._stages)
 
     def recoded(self, steps: int) -> _core.Plan:
-        """The plan in force by the codecs as they are after so many steps."""
+        """Returns the plan in force with its codecs as they are after `steps` completed steps."""
         assert self._base is not None
         self._steps = steps
         return self._in_force(self._base)
@@ -159,15 +165,16 @@ class Planner:
         topology: _core.Topology | None,
         rows: Mapping[str, Counts],
     ) -> Decision:
-        """Combines the ranks' times (max), plans on rank 0, gives every rank the decision.
+        """Combines the ranks' times (maximum), plans on rank 0, and broadcasts the decision.
 
-        Where plans are tried, it is the first of them.
+        Collective. If plans are tried, the decision is the first candidate.
 
         Args:
-            times: Of this rank.
-            measured: Of the network; rank 0's count.
-            topology: Its dimensions, if ops may be routed through them.
-            rows: Of sparse gradients, by name; ranks' own ones are averaged.
+            times: Times of this rank.
+            measured: Measurements of the network; rank 0's are used.
+            topology: Dimensions of the network if ops may be routed through them, else None.
+            rows: Counts of rows of sparse gradients, by parameter name. `Counts.own` is averaged
+                over ranks.
         """
         label = self.label
         times = combine(times, lambda t: self._reduced(f"{label}.times", t, Max))
@@ -185,7 +192,7 @@ class Planner:
         lists = self._choices or [self._codecs]
         specs = [spec for codecs in lists for spec in codecs.values()]
         if along := self._plans.line_codecs(specs, topology):
-            # Alike on all ranks, which may have measured other speeds.
+            # Rank 0's list, because ranks may have measured different speeds.
             name = f"{label}.codecs_along"
             specs += self._rank_group.eager.broadcast_json(name, along, 0, list[str])
         self._plans.measure(specs, lambda name, numbers: self._reduced(name, numbers, Max))
@@ -197,18 +204,21 @@ class Planner:
         return self._agree(decide)
 
     def next_trial(self, step_s: float) -> Decision:
-        """Gives every rank the next plan to try or, at the end, the best one.
+        """Returns the next candidate or, after the last, the best one. Collective.
 
         Args:
-            step_s: Seconds that a step of the plan on trial took; rank 0's count, as the
-                collectives keep all ranks at the pace of the slowest.
+            step_s: Seconds of a step under the candidate on trial. Rank 0's value is used, because
+                the collectives keep all ranks at the pace of the slowest.
         """
         return self._agree(lambda: self._tell(step_s))
 
     def is_outdated(self, rows: Mapping[str, Counts]) -> bool:
-        """Sparse gradients would travel otherwise, and clearly faster, if they had such rows.
+        """Returns True if other schemes would be clearly faster for the present sparse gradients.
 
-        Only the sums' rows count, so that all ranks find the same.
+        All ranks get the same result, because only the rows of the sums are used.
+
+        Args:
+            rows: Mean counts of rows over some recent steps, by parameter name.
         """
         decision = self.decision
         if decision is None:
@@ -228,13 +238,16 @@ class Planner:
         return won_s > _WORTH_LEARNING * decision.predicted_s
 
     def _reduced(self, name: str, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """The same over the ranks that follow the plans, which need not be all of the run."""
+        """Returns a copy of `tensor` reduced over the rank group, which may be a subgroup."""
         result = tensor.clone()
         self._rank_group.eager.allreduce(name, result, op)
         return result
 
     def _agree(self, make: Callable[[], Decision]) -> Decision:
-        """What rank 0 makes, on every rank."""
+        """Makes a decision on rank 0, broadcasts it, and puts its plan in force. Collective.
+
+        If `make` raises on rank 0, the error is raised there, and a UsageError on other ranks.
+        """
         payload, problem = b"", None
         if self._rank_group.rank == 0:
             try:
@@ -283,7 +296,7 @@ class Planner:
     def _search(
         self, policy: str, profile: _core.Profile, network: _core.NetworkModel
     ) -> tuning.Search:
-        """What a policy wants to try."""
+        """Returns the candidates that a policy tries."""
         codecs = codecs_of(profile, self._codecs)
         costs = self._plans.costs_of(codecs)
         return tuning.TRIED[policy](
@@ -294,7 +307,7 @@ class Planner:
         )  # fmt: skip
 
     def _worth_forward(self, decision: Decision) -> Decision:
-        """The decision, or that for DDP's plan if updates in the forward pass would save no 1 %."""
+        """Returns `decision`, or the one for DDP's buckets if "forward" saves less than 1 %."""
         profile, network = decision.profile, decision.network
         plan = self._plans.make("ddp", dense(profile), network, self._codecs, "backward")
         plan = _core.Plan("auto", plan.tensors, plan.ops)
@@ -303,7 +316,10 @@ class Planner:
         return decision if worth else usual
 
     def _begin_trials(self, search: tuning.Search) -> tuple[_core.Plan, int, str]:
-        """The first plan to try, for how many steps (0 if there is no other), and its overlap."""
+        """Returns the first candidate's plan, the steps of its trial, and its overlap.
+
+        The number of steps is 0 if there is only one candidate.
+        """
         steps = self._tune_steps or search.steps
         if search.space is None and len(search.starts) == 1:
             return search.starts[0].plan, 0, self.overlap
@@ -337,7 +353,11 @@ class Planner:
         return decision
 
     def _checked_tensors(self, plan: _core.Plan, profile: _core.Profile) -> _core.Plan:
-        """The plan, if it is one for the job."""
+        """Returns the plan of a callable policy for the profile's tensors.
+
+        Raises:
+            UsageError: `plan` is not a Plan, or its tensors are not those of the profile.
+        """
         if not isinstance(plan, _core.Plan):
             raise UsageError(f"the policy gave a {type(plan).__name__} instead of a Plan")
 
@@ -359,7 +379,11 @@ class Planner:
         trial_steps: int,
         overlap: str,
     ) -> Decision:
-        """The decision for a plan, if ranks can follow it."""
+        """Returns the decision for a plan, with its prediction and bound.
+
+        Raises:
+            UsageError: The optimizer is sharded and the plan has all_reduces.
+        """
         if self._sharded:
             if any(op.kind == "all_reduce" for op in plan.ops):
                 raise UsageError(
@@ -368,18 +392,21 @@ class Planner:
                 )
             plan = flags_apart(plan)
         plan = self._plans.routed(plan, dense(profile), network, overlap)
-        # Under backward mode an iteration ends with its backward.
+        # With overlap "backward", the predicted step ends with its backward pass.
         predicted = self._plans.step_s(self._with_rows(plan), profile, network, overlap)
         bound = _core.bound_s(profile, network, self.overlap, self._sharded)
         return Decision(plan, profile, network, predicted, bound, trial_steps, self._ways, overlap)
 
     def _coded(self, plan: _core.Plan) -> _core.Plan:
-        """A plan that knows nothing of codecs, by those that ranks were given."""
+        """Returns `plan`, which has no codecs, with the codec of each tensor."""
         codecs = [self._codecs.get(t.name, "none") for t in plan.tensors]
         return plan if set(codecs) == {"none"} else _core.with_codecs(plan, codecs, self._sharded)
 
     def _in_force(self, plan: _core.Plan) -> _core.Plan:
-        """Goes over to a plan; by codecs as they are in this step."""
+        """Stores `plan` as the plan in force, and returns it as this step executes it.
+
+        The result has the codecs as they are in this step, and the ops of sparse gradients.
+        """
         self._base = plan
         made = map(_core.make_codec, sorted({op.codec for op in plan.ops}))
         self._stages = [codec for codec in made if codec is not None]
@@ -402,19 +429,22 @@ class Planner:
         return self._with_rows(plan)
 
     def _with_rows(self, plan: _core.Plan) -> _core.Plan:
-        """A plan of the dense gradients with what the sparse ones send."""
+        """Returns `plan` with the ops of the sparse gradients added."""
         named = zip(self._names, self._params, strict=True)
         params = {name: param for name, param in named if name in self.sparse}
         return with_sparse(plan, params, self._ready, self._ways)
 
     def _warms_up(self) -> bool:
-        """Steps will take another time as codecs go on, so that plans cannot be compared."""
+        """Returns True if any codec changes its parameters during training.
+
+        The step time then changes too, so plans on trial cannot be compared.
+        """
         lists = self._choices or [self._codecs]
         made = map(_core.make_codec, {spec for codecs in lists for spec in codecs.values()})
         return any(c.at_step(0) != c.at_step(1 << 60) for c in made if c is not None)
 
     def _told(self, name: str) -> str:
-        """What this rank was told about a parameter's compression."""
+        """Returns the requested compression of a parameter, in words."""
         if self._choices:
             return " or ".join(["none", *(choice[name] for choice in self._choices)])
         return self._codecs[name]
@@ -453,7 +483,10 @@ class Planner:
         return job_profile(self._names, self._params, times, flags=True, sparse=self.sparse)
 
     def _specs(self) -> list[list[object]]:
-        """What has to be alike on all ranks of each parameter; see `difference_of`."""
+        """Returns the facts of each parameter that must be equal on all ranks.
+
+        The order of the facts is that of `difference_of` in `world/consistency.py`.
+        """
         return [
             [
                 name,
@@ -470,18 +503,19 @@ class Planner:
         ]
 
 
-#: Share of a step that another way to send rows must be predicted to save.
+#: Share of the step time that other sparse schemes must be predicted to save for a new plan.
 _WORTH_LEARNING = 0.01
-#: Share of a step that updates in the next forward pass must be predicted to save.
+#: Share of the step time that overlap "forward" must be predicted to save over "backward".
 _WORTH_FORWARD = 0.01
-#: Of each trial of codecs to choose from, as of auto's plans.
+#: Steps of each trial when codecs are chosen. The trials of policy "auto" have the same length.
 _CHOICE_STEPS = 7
 
 
 def flags_apart(plan: _core.Plan) -> _core.Plan:
-    """The same plan with the used flags in an all_reduce of their own before the first all_gather.
+    """Returns `plan` with a separate all_reduce of the control tensor before the first all_gather.
 
-    Whether a parameter is updated must be known to every rank before its shard is.
+    For sharded optimizers: every rank must know which parameters are updated before it updates and
+    gathers a shard.
     """
     end = plan.tensors[0].numel
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that are mostly zeros: which parameters have them, and their rows."""
+"""Sparse gradients: finds their parameters, plans their schemes, and passes rows to the engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from usbyte.torch.runtime.device import Device
 
 log = logging.getLogger("usbyte")
 
-_WINDOW = 20  # steps whose mean counts
-_LASTING = 3  # windows
-_CLEARLY = 0.1  # share of the time; what is less is noise, or not worth a new plan
+_WINDOW = 20  # steps per window; the mean counts of a window are compared
+_LASTING = 3  # consecutive windows in which another scheme must be faster
+_CLEARLY = 0.1  # least relative gain; smaller ones are noise, or not worth a new plan
 
 
 def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
-    """Parameters that layers such as `nn.Embedding(sparse=True)` give sparse gradients."""
+    """Returns the weights of layers with `sparse=True`, as of `nn.Embedding(sparse=True)`.
+
+    Autograd gives these parameters sparse gradients. The result is empty if `model` is None.
+    """
     found = set()
     for module in model.modules() if model is not None else ():
         weight = _weight(module)
@@ -37,9 +40,10 @@ def sparse_parameters(model: nn.Module | None) -> set[nn.Parameter]:
 
 
 def renormalized_parameters(model: nn.Module | None) -> set[nn.Parameter]:
-    """Parameters of which the forward pass changes rows, as of `nn.Embedding(max_norm=1)`.
+    """Returns the parameters whose rows the forward pass changes, as of `nn.Embedding(max_norm=1)`.
 
-    Other layers may have a `max_norm` that they apply to all rows, so alike on all ranks.
+    Only `nn.Embedding` and `nn.EmbeddingBag` renormalize the rows of the batch alone. A `max_norm`
+    of another layer may apply to all rows, and is then the same on all ranks.
     """
     return {
         weight
@@ -51,14 +55,21 @@ def renormalized_parameters(model: nn.Module | None) -> set[nn.Parameter]:
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:
-    """Not the attribute, which may be computed: a parametrized one would be, with its effects."""
-    # By torch's own method: overrides may take fewer arguments.
+    """Returns the registered parameter "weight" of a module; None if there is none.
+
+    Does not read the attribute `module.weight`: with torch's parametrizations that computes the
+    weight, with side effects.
+    """
+    # A module's override of named_parameters may take fewer arguments.
     own = nn.Module.named_parameters(module, recurse=False, remove_duplicate=False)
     return dict(own).get("weight")
 
 
 def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
-    """The model whose `named_parameters()` this is, if nobody has begun to read it."""
+    """Returns the model that made the generator `named_parameters`; None if it cannot be found.
+
+    It is found only if the generator is unused.
+    """
     if not inspect.isgenerator(named_parameters):
         return None
     model = inspect.getgeneratorlocals(named_parameters).get("self")
@@ -67,11 +78,11 @@ def model_of(named_parameters: Iterable[Any] | None) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class SchemeChoice:
-    """How a sparse gradient travels.
+    """The scheme that sums a sparse gradient over the ranks.
 
     Attributes:
-        scheme: Of `usbyte._core.sparse_schemes()`.
-        bytes: That the busiest rank is expected to send or receive; 0 if unknown.
+        scheme: One of `usbyte._core.sparse_schemes()`; default "zen".
+        bytes: Expected bytes that the busiest rank sends or receives; default 0 for unknown.
     """
 
     scheme: str = "zen"
@@ -79,7 +90,16 @@ class SchemeChoice:
 
 
 def sparse_spec(name: str, param: nn.Parameter, offset: int) -> _core.TensorSpec:
-    """A sparse gradient in a plan: as many rows as the parameter's first dimension."""
+    """Returns the tensor of a sparse gradient in a plan.
+
+    It takes no space in the flat buffer. The rows of its matrix are the parameter's first
+    dimension.
+
+    Args:
+        name: Name of the parameter.
+        param: The parameter.
+        offset: End of the dense gradients in the flat buffer, in elements.
+    """
     rows, width = matrix_of(param)
     return _core.TensorSpec(name, 0, dtype_name(name, param), offset, rows=rows, width=width)
 
@@ -90,13 +110,15 @@ def with_sparse(
     ready: Mapping[str, float],
     ways: Mapping[str, SchemeChoice],
 ) -> _core.Plan:
-    """The plan with a sparse_all_reduce for each of these parameters.
+    """Returns `plan` with a sparse_all_reduce added for each parameter with a sparse gradient.
+
+    The ops are inserted by ready time, and before the first all_gather.
 
     Args:
-        plan: Of the other parameters.
-        params: Sparse ones, by name.
-        ready: When gradients are ready, by name, those of the plan's tensors too.
-        ways: How they travel, where that has been chosen; else as `SchemeChoice` says.
+        plan: The plan of the dense gradients.
+        params: The parameters with sparse gradients, by name.
+        ready: Ready time of each gradient by name, in seconds; of dense and sparse ones.
+        ways: Scheme of each sparse gradient by name; `SchemeChoice()` for names that are missing.
     """
     if not params:
         return plan
@@ -122,25 +144,35 @@ def with_sparse(
 
 @dataclass(frozen=True)
 class Counts:
-    """Rows of a sparse gradient, on average.
+    """Mean numbers of rows of a sparse gradient.
 
     Attributes:
-        own: That one rank has.
-        all: That the sum over all ranks has.
+        own: Rows of the gradient of one rank.
+        all: Rows of the sum over all ranks.
     """
 
     own: float
     all: float
 
     def grown_to(self, every: float) -> Counts:
-        """The same where the sum has so many, and a rank's own rows have grown alike."""
+        """Returns the counts scaled so that the sum has `every` rows.
+
+        `own` is scaled by the same factor, and is at most `every`.
+        """
         return Counts(min(self.own * every / self.all, every) if self.all else every, every)
 
 
 def choose_scheme(
     name: str, param: nn.Parameter, counts: Counts, network: _core.NetworkModel
 ) -> SchemeChoice:
-    """The fastest by what was measured; logs it."""
+    """Returns the scheme that is predicted to be the fastest, and logs all predictions.
+
+    Args:
+        name: Name of the parameter.
+        param: The parameter.
+        counts: Measured rows of its gradient.
+        network: Costs of the network.
+    """
     found, rows = _choices(name, param, counts, network), param.shape[0]
     log.info(
         "'%s': %.3g %% of %d rows, %.3g %% in the sum: by %s",
@@ -153,7 +185,18 @@ def choose_scheme(
 def potential_gain_s(
     name: str, param: nn.Parameter, way: SchemeChoice, counts: Counts, network: _core.NetworkModel
 ) -> float:
-    """Seconds by which another way is predicted to be faster by now; 0 unless clearly so."""
+    """Returns the predicted seconds that the best scheme saves compared with the current one.
+
+    Args:
+        name: Name of the parameter.
+        param: The parameter.
+        way: The current scheme.
+        counts: Present rows of its gradient.
+        network: Costs of the network.
+
+    Returns:
+        0 if at most 10 % would be saved.
+    """
     found = {choice.scheme: choice.seconds for choice in _choices(name, param, counts, network)}
     won_s = found[way.scheme] - min(found.values())
     return won_s if won_s > _CLEARLY * found[way.scheme] else 0.0
@@ -169,34 +212,35 @@ def _choices(
 
 
 class RowCounts:
-    """How many rows sparse gradients have, over some steps, by name."""
+    """Collects the numbers of rows of sparse gradients over some steps."""
 
     def __init__(self) -> None:
         self._steps: dict[str, list[tuple[int, int]]] = {}
 
     def add(self, name: str, own: int, every: int) -> None:
-        """What a step had: this rank, and the sum of all."""
+        """Records one step of a parameter: rows of this rank, and of the sum over all ranks."""
         self._steps.setdefault(name, []).append((own, every))
 
     @property
     def steps(self) -> int:
-        """Of the one with the most."""
+        """Number of recorded steps of the parameter with the most."""
         return max(map(len, self._steps.values()), default=0)
 
     def take(self) -> dict[str, Counts]:
-        """The means; counting begins anew."""
+        """Returns the mean counts by parameter name, and clears the records."""
         steps, self._steps = self._steps, {}
         return {name: Counts(*np.mean(rows, axis=0).tolist()) for name, rows in steps.items()}
 
 
 class DensityMonitor:
-    """Notices that gradients have come to have so many rows that another scheme is faster.
+    """Detects lasting changes of the density of gradients that make another scheme faster.
 
-    That must last for three windows. After each new plan they are twice as long, so that a job
-    whose batches vary by nature does not learn for ever.
+    A change must last for three consecutive windows. The windows double in length with each new
+    plan, so that a job whose batches vary by nature does not learn forever.
 
     Args:
-        outdated: Whether the plan in force is, by what is counted.
+        outdated: Called with mean counts by parameter name; returns whether another scheme would be
+            clearly faster for them.
     """
 
     def __init__(self, outdated: Callable[[Mapping[str, Counts]], bool]) -> None:
@@ -204,31 +248,41 @@ class DensityMonitor:
         self._window, self._in_a_row = _WINDOW // 2, 0
 
     def reset(self) -> None:
-        """A plan has come into force."""
+        """Starts to monitor a plan that has come into force."""
         self._window *= 2
         self._in_a_row = 0
 
     def wants_plan(self, counts: RowCounts) -> bool:
-        """To be asked in every step; takes the counts of a window that is full."""
+        """Returns whether a new plan is wanted. Call it in every step.
+
+        Args:
+            counts: Counts of this rank since the last full window; cleared when the window is full.
+        """
         if counts.steps >= self._window:
             self._in_a_row = self._in_a_row + 1 if self._outdated(counts.take()) else 0
         return self._in_a_row >= _LASTING
 
 
 class Rows:
-    """A sparse gradient as the engine takes it; keeps the memory.
+    """The rows of a sparse gradient, in memory that the engine reads. Owns that memory.
 
-    On a device the rows are coalesced there, so that no more than one of an id is copied to the
-    host; there are as many as `count` says, behind the work given to the device so far.
+    Uncoalesced rows on CUDA are coalesced on the device, so that each id is copied to the host only
+    once. The number of rows is then known to the device only.
 
     Args:
-        name: Of the parameter.
-        grad: Of its shape; coalesced or not.
-        param: The parameter.
-        device: Where they are.
+        name: Name of the parameter, for messages.
+        grad: The gradient, a sparse COO tensor with one sparse dimension; coalesced or not.
+        param: The parameter, of the same shape and dtype.
+        device: Device of both.
+
+    Attributes:
+        ids: Row indices, shape [n], int64.
+        values: Rows, shape [n, ...].
+        count: Device tensor with the number of leading rows that are valid, shape [1], or [0] if n
+            is 0; None if all are valid. It is written by work that is enqueued on the stream.
 
     Raises:
-        UsageError: It is no sparse gradient of rows.
+        UsageError: `grad` is not a sparse COO tensor of rows, or has another dtype than `param`.
     """
 
     def __init__(self, name: str, grad: torch.Tensor, param: torch.Tensor, device: Device) -> None:
@@ -251,24 +305,31 @@ class Rows:
         if device.core is not None and not grad.is_coalesced():
             self.ids, self.values, self.count = _coalesced(ids, values, device, device.core)
             return
-        # Of its own: torch's indices may be the very memory of the batch, which is filled anew
-        # while these are on their way.
+        # Copies: torch's indices may share memory with the input batch, which may be overwritten
+        # while the rows are in flight.
         self.ids = ids.clone(memory_format=torch.contiguous_format)
         self.values = values.clone(memory_format=torch.contiguous_format)
 
     def give(self, engine: _core.Engine, slot: int) -> None:
-        """Tells the engine, which reads them until the tensor has arrived."""
+        """Passes the rows to the engine, which reads them until the tensor has arrived.
+
+        Args:
+            engine: The engine of the plan.
+            slot: Index of the tensor in the plan.
+        """
         engine.ready_rows(
             slot, self.ids.data_ptr(), len(self.ids), self.values.data_ptr(),
             self._device.stream(), 0 if self.count is None else self.count.data_ptr(),
         )  # fmt: skip
 
     def average(self, exchange: _core.Exchange, param: torch.Tensor) -> torch.Tensor:
-        """Over all ranks, which all call this; blocks, also for a device.
+        """Returns the gradient averaged over all ranks, coalesced. Collective.
+
+        Blocks until the result is there, also on CUDA.
 
         Args:
-            exchange: To the other ranks.
-            param: The same as this was made with, which it does not keep.
+            exchange: Transport to the other ranks.
+            param: The parameter that was passed to the constructor, which keeps no reference.
         """
         rows, width = matrix_of(param)
         count = len(self.ids) if self.count is None or not len(self.ids) else int(self.count)
@@ -286,19 +347,18 @@ class Rows:
 def _coalesced(
     ids: torch.Tensor, values: torch.Tensor, device: Device, core: _core.Cuda
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every id once, ascending, with the sum of its values in their order.
-
-    The device alone knows how many there are; the host does not wait for it.
+    """Coalesces rows on CUDA without a wait of the host for the number of distinct ids.
 
     Args:
-        ids: (n,), in any order.
-        values: (n, ...).
-        device: Where they are.
-        core: The same as the core sees it.
+        ids: Row indices, shape [n], in any order.
+        values: Rows, shape [n, ...].
+        device: Device of both.
+        core: The device object of the engine, `device.core`.
 
     Returns:
-        Ids (n,) and sums (n, ...), of which the first ones are there, and their number (1,), or
-        (0,) if n is 0.
+        Distinct ids ascending, shape [n]; the sum of each id's rows in their given order, shape
+        [n, ...]; and the number of distinct ids, shape [1], or [0] if n is 0. Ids and sums behind
+        that number are zeros.
     """
     ids, order = ids.sort(stable=True)
     begins = torch.ones_like(ids)
@@ -315,12 +375,12 @@ def _coalesced(
 
 
 def matrix_of(param: torch.Tensor) -> tuple[int, int]:
-    """Rows of a parameter, and elements of each: a sparse gradient has some of the rows."""
+    """Returns (rows, elements of a row) of a parameter; rows are its first dimension."""
     return param.shape[0], math.prod(param.shape[1:])
 
 
 def empty_like(param: nn.Parameter) -> torch.Tensor:
-    """A gradient of a parameter that has no row."""
+    """Returns a sparse gradient of `param` with no rows."""
     return torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.int64, device=param.device),
         param.new_empty(0, *param.shape[1:]),
@@ -332,7 +392,13 @@ def empty_like(param: nn.Parameter) -> torch.Tensor:
 
 
 def sparse_tensor(found: _core.RowsSum, param: torch.Tensor, device: Device) -> torch.Tensor:
-    """What the core has added up, of the parameter's shape, coalesced, on its device."""
+    """Returns the summed rows as a coalesced sparse tensor of the parameter's shape.
+
+    Args:
+        found: Row ids, values and traffic counts, as the core returns them in host memory.
+        param: The parameter, for shape and dtype.
+        device: Device of the result.
+    """
     ids, values, _ = found
     flat = device.bring(torch.from_numpy(values).view(param.dtype))
     return torch.sparse_coo_tensor(

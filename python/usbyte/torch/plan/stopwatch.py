@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the steps of a plan take that is on trial."""
+"""Times the steps of a plan that is on trial."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from usbyte.torch.runtime.device import Mark
 class StepTimer:
     """Times steps from the end of one backward pass to the next.
 
-    The first such time does not count if there are others: it pays for fresh memory. The step
-    that ends with the plan's first backward, and the one that begins with its last, never count, as
-    they belong to two plans.
+    The first time is discarded if there are others, because it includes memory allocation. The time
+    before the plan's first backward pass and the time after its last one are not measured: they
+    belong to two plans.
 
     Args:
-        steps: Backward passes until the trial is over; 2 at least.
+        steps: Number of backward passes of the trial, at least 2.
     """
 
     def __init__(self, steps: int) -> None:
@@ -25,23 +25,27 @@ class StepTimer:
         self._ends: list[Mark] = []
 
     def step(self, now: Mark) -> None:
-        """A backward pass has ended; once all are through, the first is forgotten for it."""
+        """Records the end of a backward pass. When the trial is over, it replaces the oldest one.
+
+        Args:
+            now: The end on the device's clock.
+        """
         if self.done:
             del self._ends[0]
         self._ends.append(now)
 
     @property
     def done(self) -> bool:
-        """The trial is over, on all ranks alike, since all count the same passes."""
+        """Whether the trial is over. Equal on all ranks, because all count the same passes."""
         return len(self._ends) >= self._steps
 
     @property
     def steady(self) -> bool:
-        """There are times that hold no first use of memory."""
+        """Whether there are enough steps that `step_s` excludes the first, slower one."""
         return self._steps > 2
 
     @property
     def step_s(self) -> float:
-        """Median seconds of the steps that count; waits until the last has ended."""
+        """Median seconds of the measured steps. Blocks until the last one has ended."""
         times = [b - a for a, b in pairwise(self._ends)]
         return median(times[1:] or times)

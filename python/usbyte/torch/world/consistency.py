@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to be alike on all ranks before they train, and who differs in what."""
+"""Checks that settings and parameters are equal on all ranks, and names the first difference."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
 
-# Share of a parameter's norm that its sum may differ by: hosts of several kinds round differently.
+# Tolerance for checksums of a parameter, relative to its norm: different CPUs or GPUs round
+# differently.
 _ROUNDING = 1e-3
-# Of a parameter, behind its name.
+# The facts of a parameter that follow its name in `specs`.
 _ALIKE = ("shape", "strides", "dtype", "compression", "gradients", "group")
 
 
 class OtherOrderError(MismatchError):
-    """Ranks have the same parameters, by name, in different orders.
+    """Ranks have parameters of the same names in different orders.
 
     Attributes:
-        names: Of the parameters in the order of the first rank.
+        names: Names of the parameters in the order of the first rank.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -39,17 +40,20 @@ class OtherOrderError(MismatchError):
 def verify_same_on_all_ranks(
     rank_group: RankGroup, label: str, settings: Mapping[str, object], specs: Sequence[list[object]]
 ) -> None:
-    """Compares all ranks. Collective.
+    """Checks that settings and parameters are equal on all ranks. Collective.
+
+    Only hashes are exchanged if all ranks are equal.
 
     Args:
         rank_group: The ranks that take part.
-        label: Whose parameters these are.
-        settings: By the names that users know.
-        specs: As `difference_of` takes them, of this rank.
+        label: Name of the optimizer, for messages.
+        settings: Values by the names that users know; the first that differs is reported.
+        specs: This rank's parameters; one list for each, as `difference_of` describes.
 
     Raises:
-        OtherOrderError: Ranks differ in the order of parameters, and perhaps in more.
-        MismatchError: Ranks differ; it is the same on every rank.
+        OtherOrderError: Parameters of the same names are in different orders; other facts may
+            differ too. Raised on every rank.
+        MismatchError: Settings or parameters differ. Raised on every rank with the same message.
     """
     mine = [dict(settings), specs]
     text = json.dumps(mine).encode()
@@ -74,12 +78,19 @@ def verify_same_on_all_ranks(
 
 
 def check_order(rank_group: RankGroup, label: str, params: Sequence[torch.Tensor]) -> None:
-    """Compares the order of parameters that have no names, by their values. Collective.
+    """Checks that parameters without names have the same order on all ranks. Collective.
 
-    Ranks whose parameters have not been made equal yet tell nothing of their order.
+    Compares checksums of the values. Nothing is detected if the ranks do not have equal values yet,
+    as before `broadcast_parameters`.
+
+    Args:
+        rank_group: The ranks that take part.
+        label: Name of the optimizer, for messages.
+        params: The parameters, at least one.
 
     Raises:
-        MismatchError: Ranks have the same values in different places; it is alike on all ranks.
+        MismatchError: Ranks have the same values in different orders. Raised on every rank with the
+            same message.
     """
     with torch.no_grad(), DisableTorchFunction():
         mine = torch.stack([_param_checksum(param) for param in params]).cpu().nan_to_num()
@@ -99,13 +110,13 @@ def check_order(rank_group: RankGroup, label: str, params: Sequence[torch.Tensor
 def warn_if_params_diverge(
     rank_group: RankGroup, label: str, names: Sequence[str], params: Sequence[torch.Tensor]
 ) -> None:
-    """Warns on rank 0 if ranks have other parameters than by rounding. Collective.
+    """Logs a warning on rank 0 if parameters differ by more than rounding. Collective.
 
     Args:
         rank_group: The ranks that take part.
-        label: Of their optimizer.
-        names: Of the parameters.
-        params: None of which waits for an update.
+        label: Name of the optimizer, for the message.
+        names: Name of each parameter.
+        params: The parameters, in the order of `names`. None may have a pending update.
     """
     with torch.no_grad(), DisableTorchFunction():
         mine = (
@@ -144,19 +155,24 @@ def warn_if_params_diverge(
 
 
 def _param_checksum(param: torch.Tensor) -> torch.Tensor:
-    """Sum and norm; norms alone are nearly the same for all large layers that are drawn alike."""
-    dtype = torch.promote_types(param.dtype, torch.float32)  # a wider one takes a copy
+    """Returns the sum and the norm of a parameter, shape [2], float64.
+
+    The norm alone is not enough: it is nearly equal for all large layers with the same shape and
+    random initialization.
+    """
+    # float64 for all would need a copy of the parameter.
+    dtype = torch.promote_types(param.dtype, torch.float32)
     norm = torch.linalg.vector_norm(param, dtype=dtype)
     return torch.stack([param.sum(dtype=dtype), norm]).double()
 
 
 def difference_of(specs: Sequence[Sequence[list[object]]]) -> str:
-    """In which parameter ranks differ first, in words.
+    """Returns a message that names the first parameter in which ranks differ.
 
     Args:
-        specs: By rank, for each parameter its name, shape, strides, dtype, compression in words,
-            whether its gradients are "sparse" or "dense", and the optimizer's group that it is in;
-            or the first of these.
+        specs: For each rank, one list per parameter: name, shape, strides, dtype, compression in
+            words, "sparse" or "dense" gradients, and index of its parameter group. A list may end
+            early.
     """
     first = specs[0]
     for rank, spec in enumerate(specs):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose optimizers are gone before all ranks have closed them."""
+"""Engines whose optimizers were garbage-collected before all ranks have closed them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ log = logging.getLogger("usbyte")
 
 
 class OrphanedEngines:
-    """Keeps engines until all ranks can close them together.
+    """Owns orphaned engines until all ranks can close them together.
 
-    A communicator ends on all ranks or on none, but garbage collectors take models at different
-    times.
+    A communicator must be closed on all ranks at once, but garbage collection frees a model at
+    different times on different ranks.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class OrphanedEngines:
         return iter(list(self._engines))
 
     def add(self, engine: OrphanedEngine) -> None:
-        """Takes over an engine; the garbage collector calls this, in any thread."""
+        """Takes ownership of an engine. Garbage collection calls this, in any thread."""
         engine.orphaned = True
         self._engines.append(engine)
 
@@ -36,9 +36,9 @@ class OrphanedEngines:
         """Closes the engines that are orphaned on all ranks. Collective.
 
         Args:
-            rank_group: Whose engines to close.
-            collect: Run the garbage collector first. By itself it comes late, as it does not know
-                how large tensors are.
+            rank_group: The ranks that take part; only engines of this rank group are closed.
+            collect: Whether to run the garbage collector first. By itself it runs late, because it
+                does not know the size of tensors.
         """
         if collect:
             gc.collect()
@@ -49,5 +49,5 @@ class OrphanedEngines:
             self._engines.remove(mine[label])
             try:
                 mine[label].close()
-            except Error as error:  # of no concern to the optimizer that is being made
+            except Error as error:  # must not fail the optimizer that is being made
                 log.warning("%s: %s", label, error)

@@ -24,7 +24,7 @@ from usbyte.torch.world.rank_group import RankGroup
 
 __all__ = ["ProcessSet", "global_process_set"]
 
-_NAMED = 8  # ranks; a longer list would make a long key
+_NAMED = 8  # most ranks that a key lists, so that keys stay short
 
 
 def _checked(ranks: Any) -> list[int]:
@@ -64,7 +64,7 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
         self.ranks = _checked(ranks_or_comm)
         self.process_set_id: int | None = None
-        self._here: int | None = None  # this process's rank in the job, during a run
+        self._here: int | None = None  # this process's rank in the whole job; None outside a run
 
     def size(self) -> int | None:
         """Returns the number of ranks in the set; None while the set is not part of a run."""
@@ -147,17 +147,17 @@ def ranks_of(members: ProcessSetLike, size: int) -> list[int]:
 
 
 class ProcessSets:
-    """The process sets of a run, with the eager queues of this rank for them.
+    """The process sets of a run, and this rank's eager queues for them.
 
     Args:
         rank_group: All ranks of the job.
-        eager: Collectives among all ranks.
-        timeout: Timeout of the Gloo backend.
+        eager: Eager queue of all ranks.
+        timeout: Timeout of the Gloo process groups that are made for the sets.
     """
 
     def __init__(self, rank_group: RankGroup, eager: EagerQueue, timeout: timedelta) -> None:
         self._rank_group, self._eager, self._timeout = rank_group, eager, timeout
-        self._ids = itertools.count(1)  # equal on all ranks, as all add sets in the same order
+        self._ids = itertools.count(1)  # equal on all ranks, because all add sets in the same order
         # Guards the attributes below. Reentrant, because signal handlers may call methods too.
         self._lock = threading.RLock()
         self._sets: dict[int, ProcessSet] = {}
@@ -169,6 +169,12 @@ class ProcessSets:
     def add(self, *given: ProcessSet | Sequence[int]) -> list[ProcessSet]:
         """Adds process sets to the run, all or none. Collective among all ranks of the job.
 
+        Args:
+            *given: Process sets, or lists of ranks of the whole job.
+
+        Returns:
+            The added process sets, in the order of the arguments.
+
         Raises:
             UsageError: The argument of one rank cannot be used, or a set of the same ranks exists;
                 raised on every rank.
@@ -179,7 +185,7 @@ class ProcessSets:
         try:
             added = [s if isinstance(s, ProcessSet) else ProcessSet(s) for s in given]
             ranks = [ranks_of(process_set.ranks, size) for process_set in added]
-        except UsageError as error:  # raised below, on all ranks: they must not wait for this one
+        except UsageError as error:  # raised below on all ranks, so that none waits for this one
             problem, ranks = str(error), []
         self._agree("add_process_set", ranks, problem)
         with self._lock:
@@ -200,8 +206,11 @@ class ProcessSets:
     def remove(self, process_set: ProcessSet) -> bool:
         """Removes a process set from the run. Collective among all ranks of the job.
 
+        Args:
+            process_set: The set to remove, the same on all ranks.
+
         Returns:
-            False if the set is the global one or not part of the run.
+            True if the set was removed, False if the set is the global one or not part of the run.
 
         Raises:
             UsageError: On some rank an operation of the set is in flight; raised on every rank.
@@ -230,8 +239,8 @@ class ProcessSets:
 
         Args:
             what: Name of the operation, for messages.
-            members: A `ProcessSetLike`. All arguments that are no `ProcessSet` and select the same
-                ranks share one queue.
+            members: The ranks, as a `ProcessSetLike`. Each `ProcessSet` has its own queue. All
+                other arguments that select the same ranks share one queue.
 
         Raises:
             UsageError: This rank is not one of `members`, or `ranks_of` refuses them.
@@ -266,7 +275,7 @@ class ProcessSets:
             queue.fail(message)
 
     def close(self) -> None:
-        """Ends all sets; pending operations fail."""
+        """Ends all process sets. Pending operations fail."""
         with self._lock:
             sets, queues = list(self._sets.values()), list(self._queues.values())
             self._sets, self._queues = {}, {}
@@ -318,9 +327,12 @@ def _of_set(number: int | None) -> str:
 
 
 def name_of(ranks: Sequence[int]) -> str:
-    """Returns the key of a process set that only its members know and that thus has no number.
+    """Returns the key of a set of ranks that was not added to the run and has no number.
 
-    Up to 8 ranks are listed; longer lists are hashed.
+    Only the members know such a set. The key lists up to 8 ranks; longer lists are hashed.
+
+    Args:
+        ranks: Ranks of the whole job, ascending.
     """
     if len(ranks) <= _NAMED:
         return f"ranks.{'.'.join(map(str, ranks))}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers above ask of the ranks that share gradients, be they all or some of the job's."""
+"""Protocols of a rank group: the ranks that share gradients, which are all ranks or a subgroup."""
 
 from __future__ import annotations
 
@@ -15,51 +15,68 @@ from usbyte.torch.reduce_op import ReduceOp
 
 
 class Participant(Protocol):
-    """An optimizer, as the world sees it: it takes part in timelines, faults and shutdown."""
+    """The part of an optimizer that the world uses for timelines, faults and shutdown."""
 
     @property
     def label(self) -> str:
-        """Name, the same on all ranks."""
+        """Name of the optimizer, the same on all ranks."""
 
     @property
     def sends(self) -> bool:
-        """True while other ranks wait for what this optimizer sends."""
+        """Whether other ranks wait for gradients or parameters of this optimizer."""
 
     def drain(self) -> None:
         """Applies every pending update."""
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Progress by label, for messages about faults."""
+        """Returns the progress by label, for messages about faults."""
 
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
-        """Records from the next step on; None stops."""
+        """Records into `writer` from the next step on; None stops."""
 
     def hold(self, message: str) -> None:
-        """After a fault: reads of parameters wait from now on, until `settle_fault`."""
+        """After a fault: blocks reads of parameters until `settle_fault`.
+
+        Args:
+            message: The fault verdict.
+        """
 
     def fail(self, message: str) -> None:
-        """After `hold`: every wait raises FaultError with this message."""
+        """After `hold`: makes every wait raise FaultError(message)."""
 
     def left(self) -> RankProgress | None:
-        """After `hold`: which step the parameters have; None if nothing was held."""
+        """After `hold`: returns this rank's progress; None if no reads were blocked."""
 
     def settle_fault(self, verdict: str, judgement: RecoveryDecision) -> None:
-        """Releases or refuses the reads that `hold` has made wait."""
+        """Applies the recovery decision: blocked reads go on, or raise FaultError.
+
+        Args:
+            verdict: The fault verdict.
+            judgement: Whether this rank's parameters are usable.
+        """
 
     def orphan(self) -> list[Any]:
-        """After a fork, in the child: objects with threads that do not exist there."""
+        """In a forked child: returns the objects whose threads do not exist there.
+
+        These objects must never be destroyed in the child.
+        """
 
     def close(self, whole_state: bool = True) -> None:
-        """Ends the engine. Collective."""
+        """Ends the engine. Collective.
+
+        Args:
+            whole_state: With a sharded optimizer: whether the wrapped optimizer gets its whole
+                state back; default True.
+        """
 
 
 class OrphanedEngine(Protocol):
-    """An engine whose optimizer the garbage collector has taken before all ranks closed it.
+    """An engine whose optimizer was garbage-collected before all ranks closed it.
 
     Attributes:
-        rank_group: The ranks that it connects.
-        label: Of the optimizer, the same on all ranks.
-        orphaned: True once its optimizer is gone.
+        rank_group: The ranks that the engine connects.
+        label: Name of the optimizer, the same on all ranks.
+        orphaned: Whether the optimizer was garbage-collected.
     """
 
     rank_group: RankGroup
@@ -67,23 +84,23 @@ class OrphanedEngine(Protocol):
     orphaned: bool
 
     def status(self) -> dict[str, Any]:
-        """Progress, for messages about faults."""
+        """Returns the progress of the engine, for messages about faults."""
 
     def fail(self, message: str) -> None:
-        """Ends every wait with FaultError(message)."""
+        """Makes every wait raise FaultError(message)."""
 
     def stop_timeline(self) -> None:
-        """Writes out what is complete and stops recording."""
+        """Writes the completed part of the timeline and stops recording."""
 
     def close(self) -> None:
         """Ends all threads. Collective."""
 
 
 class EagerCollectives(Protocol):
-    """Blocking collectives among the group's ranks, matched by their names."""
+    """Blocking eager collectives among the ranks of a rank group, matched by `label`."""
 
     def allreduce(self, label: str, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces a tensor in place."""
+        """Reduces a tensor over the ranks, in place."""
 
     def allgather(self, label: str, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenates the tensors of all ranks along the first dimension."""
@@ -92,30 +109,43 @@ class EagerCollectives(Protocol):
         """Gathers a byte string of any length from every rank, in rank order."""
 
     def allgather_json(self, label: str, value: Any, kind: Any) -> list[Any]:
-        """Gathers a value of the type `kind` from every rank, in rank order."""
+        """Gathers a value from every rank, in rank order.
+
+        Args:
+            label: Name of the collective.
+            value: A value that JSON can represent.
+            kind: Type that every rank's value is checked against and converted to.
+        """
 
     def broadcast_bytes(self, label: str, payload: bytes, root: int) -> bytes:
         """Returns the root's byte string; other ranks' payloads are ignored."""
 
     def broadcast_json(self, label: str, value: Any, root: int, kind: Any) -> Any:
-        """Returns the root's value of the type `kind`."""
+        """Returns the root's value; other ranks' values are ignored.
+
+        Args:
+            label: Name of the collective.
+            value: A value that JSON can represent.
+            root: Rank that sends.
+            kind: Type that the value is checked against and converted to.
+        """
 
     def fail(self, message: str) -> None:
-        """Ends every pending and later operation with FaultError(message)."""
+        """Makes every pending and later collective raise FaultError(message)."""
 
 
 class RankGroup(Protocol):
-    """The ranks that share gradients: `World`, or a `Subgroup` of it.
+    """The ranks that share gradients: the `World`, or a `Subgroup` of it.
 
     Attributes:
-        rank: This process's position, 0 <= rank < size.
-        size: Number of ranks.
-        ranks: The same ranks' numbers in the world, ascending.
-        local_rank: Position among the group's ranks on this host.
-        local_size: The group's ranks on this host.
-        machines: By rank, an identity of its host; equal where ranks share one.
+        rank: Position of this process in the rank group, 0 <= rank < size.
+        size: Number of ranks in the rank group.
+        ranks: Rank in the world of each position, ascending.
+        local_rank: Position among the rank group's ranks on this host.
+        local_size: Number of the rank group's ranks on this host.
+        machines: Identity of each rank's host; equal for ranks on the same host.
         env: The USBYTE_* settings.
-        store: Keys that only these ranks use.
+        store: Key-value store whose keys only these ranks use.
     """
 
     env: _core.Env
@@ -129,7 +159,7 @@ class RankGroup(Protocol):
 
     @property
     def eager(self) -> EagerCollectives:
-        """Collectives outside of the plan."""
+        """Eager collectives among these ranks."""
 
     @property
     def host_backend(self) -> str:
@@ -141,36 +171,48 @@ class RankGroup(Protocol):
     def new_group_of(
         self, ranks: Sequence[int], backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Makes a process group over some of these ranks; None on the others. Collective.
+        """Makes a process group over some of these ranks. Collective among all of them.
 
         Args:
-            ranks: Positions in this group.
-            backend: Default: `host_backend`.
+            ranks: Positions in this rank group.
+            backend: Backend of torch.distributed; default `host_backend`.
+
+        Returns:
+            The process group; None on ranks that are not in `ranks`.
         """
 
     def next_label(self) -> str:
         """Returns the next optimizer's name, the same on all ranks."""
 
     def add(self, optimizer: Participant) -> None:
-        """Lets the optimizer take part in timelines, faults and shutdown."""
+        """Registers an optimizer for timelines, faults and shutdown."""
 
     def adopt_orphan(self, engine: OrphanedEngine) -> None:
-        """Takes over an engine that all ranks still have to close; any thread may call this."""
+        """Takes ownership of an engine until all ranks can close it. Any thread may call this."""
 
     def close_orphans(self) -> None:
         """Closes the engines that are orphaned on all ranks. Collective."""
 
     def check(self) -> None:
-        """Raises FaultError after a fault."""
+        """Raises FaultError if there was a fault."""
 
     def warn(self, text: str) -> None:
         """Logs a warning that names this rank."""
 
     def query_stragglers(self, topic: str, text: str) -> str:
-        """Adds the ranks that are behind to a warning, if this rank is the first to ask."""
+        """Returns a warning with the ranks that are behind added.
+
+        Args:
+            topic: Only the first rank that asks about a topic gets the ranks.
+            text: The warning.
+        """
 
     def report_fault(self, noticed: str) -> str:
-        """Asks the other ranks what happened; returns what every rank is going to raise."""
+        """Diagnoses a fault with the other ranks; returns the fault verdict that all ranks raise.
+
+        Args:
+            noticed: What went wrong on this rank.
+        """
 
     def close(self) -> None:
-        """Ends the threads that belong to the group."""
+        """Ends the threads of the rank group."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of the ranks, which share gradients among themselves."""
+"""Subgroups: some of the ranks of the world, which share an optimizer's gradients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from usbyte.torch.world.world import World
 
 
 def subgroup_of(world: World, ranks: Sequence[int]) -> RankGroup:
-    """Returns the group of these ranks, the same one for each call. Collective among them.
+    """Returns the rank group of `ranks`; the same object for each call. Collective among them.
 
     Args:
         world: All ranks of the job.
-        ranks: Some or all of them, ascending.
+        ranks: Some or all ranks of the world, ascending. For all, the result is `world`.
 
     Raises:
-        UsageError: This rank is not one of them.
+        UsageError: This rank is not in `ranks`.
+        FaultError: There was a fault.
     """
     if len(ranks) == world.size:
         return world
@@ -38,7 +39,7 @@ def subgroup_of(world: World, ranks: Sequence[int]) -> RankGroup:
     if key not in world.subgroups:
         world.check()
         made = Subgroup(world, ranks, name_of(ranks))
-        world.subgroups[key] = made  # so that it is told of a fault from now on
+        world.subgroups[key] = made  # registered before the check, so that a later fault reaches it
         try:
             world.check()
         except BaseException:
@@ -57,7 +58,7 @@ class Subgroup:
     Args:
         world: All ranks of the job.
         ranks: Ranks of the world, this one among them, ascending.
-        name: The same on these ranks, and of no other set.
+        name: Unique name of the subgroup, the same on its ranks.
     """
 
     def __init__(self, world: World, ranks: Sequence[int], name: str) -> None:
@@ -70,7 +71,7 @@ class Subgroup:
         self._name = name
         self.store: dist.Store = dist.PrefixStore(f"members.{name}", world.store)
         self._orphans = world.orphans
-        self._groups = itertools.count()  # equal on these ranks
+        self._groups = itertools.count()  # numbers of process groups, equal on these ranks
         self._labels = 0
         self.eager = EagerQueue(
             self.new_group,
@@ -83,7 +84,7 @@ class Subgroup:
         )
 
     def new_group(self) -> dist.ProcessGroup:
-        """A process group over these ranks that nothing else uses. Collective among them."""
+        """Makes a process group over these ranks that nothing else uses. Collective among them."""
         group = self.new_group_of(range(self.size))
         assert group is not None
         return group
@@ -91,11 +92,16 @@ class Subgroup:
     def new_group_of(
         self, ranks: Sequence[int], backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """A group over some of these ranks, for those; None for the others.
+        """Makes a process group over some of these ranks. Collective among the subgroup.
+
+        All ranks of the subgroup call this in the same order.
 
         Args:
-            ranks: Positions among these. All of them call, in the same order.
-            backend: That of gradients on the CPU if left out.
+            ranks: Positions in this subgroup.
+            backend: Must be "gloo"; default `host_backend`.
+
+        Returns:
+            The process group; None on ranks that are not in `ranks`.
 
         Raises:
             UsageError: The backend is not Gloo.
@@ -111,7 +117,7 @@ class Subgroup:
         return gloo_group(store, list(ranks).index(self.rank), len(ranks), self._timeout)
 
     def next_label(self) -> str:
-        """Returns the next optimizer's name, which tells the group."""
+        """Returns the next optimizer's name, which includes the subgroup's name."""
         self._labels += 1
         return f"optimizer.{self._labels} of {self._name}"
 
@@ -121,11 +127,11 @@ class Subgroup:
         return self._world.host_backend
 
     def add(self, optimizer: Participant) -> None:
-        """Lets the optimizer take part in the world's timelines, faults and shutdown."""
+        """Registers an optimizer for the world's timelines, faults and shutdown."""
         self._world.add(optimizer)
 
     def adopt_orphan(self, engine: OrphanedEngine) -> None:
-        """Takes over an engine that all ranks still have to close; any thread may call this."""
+        """Takes ownership of an engine until all ranks can close it. Any thread may call this."""
         self._orphans.add(engine)
 
     def close_orphans(self) -> None:
@@ -133,7 +139,7 @@ class Subgroup:
         self._orphans.close_common(self, collect=bool(self._world.active_optimizers()))
 
     def check(self) -> None:
-        """Raises FaultError after a fault of any rank of the world."""
+        """Raises FaultError if there was a fault on any rank of the world."""
         self._world.check()
 
     def warn(self, text: str) -> None:
@@ -141,11 +147,11 @@ class Subgroup:
         self._world.warn(text)
 
     def query_stragglers(self, topic: str, text: str) -> str:
-        """Adds the ranks that are behind to a warning, if this rank is the first to ask."""
+        """Returns a warning with the ranks that are behind added, for the first rank that asks."""
         return self._world.query_stragglers(topic, text)
 
     def report_fault(self, noticed: str) -> str:
-        """Asks the world's ranks what happened; returns what every rank is going to raise."""
+        """Diagnoses a fault with all ranks of the world; returns the fault verdict."""
         where = f"in the process set of {name_ranks(self.ranks)}, which counts from 0"
         return self._world.report_fault(f"{noticed} ({where})")
 

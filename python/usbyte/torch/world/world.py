@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process's place among the ranks: init, shutdown, and what they own."""
+"""`init` and `shutdown`, and the `World`: all ranks of the run and the objects made for them."""
 
 from __future__ import annotations
 
@@ -46,28 +46,30 @@ __all__ = ["init", "is_initialized", "shutdown"]
 
 log = logging.getLogger("usbyte")
 
-# The backend's own timeout comes after the engine's stall limit, so that the error with names in it
-# comes first.
+# The backend's timeout is later than the engine's stall limit, so that the engine's error, which
+# has names in it, comes first.
 _BACKEND_GRACE_S = 30.0
 
 
 class World:
-    """What `init` makes and `shutdown` ends.
+    """All ranks of the run, and the objects that `init` makes and `shutdown` ends.
+
+    Implements `RankGroup`. The constructor is collective.
 
     Attributes:
-        rank: 0 <= rank < size.
+        rank: This process's rank, 0 <= rank < size.
         size: Number of ranks.
-        timeout: Of process groups, later than the stall limit of usbyte itself.
-        ranks: What they are called in the whole job.
+        timeout: Timeout of process groups; 30 s longer than the stall limit of the engine.
+        ranks: All ranks: 0, 1, ..., size - 1.
         local_rank: Position among the ranks on this host.
-        local_size: Ranks on this host.
-        machines: By rank; equal where ranks share one.
-        env: The USBYTE_* knobs.
-        eager: Collectives outside the plan.
-        process_sets: The same among some of the ranks.
-        subgroups: By ranks, those that share gradients among themselves, this rank among them.
-        orphans: Engines that are to be closed with the other ranks.
-        store: Keys of this run, which its ranks share.
+        local_size: Number of ranks on this host.
+        machines: Identity of each rank's host; equal for ranks on the same host.
+        env: The USBYTE_* settings.
+        eager: Eager collectives among all ranks.
+        process_sets: Process sets, with eager collectives among some of the ranks.
+        subgroups: Subgroups that this rank belongs to, by their ranks.
+        orphans: Engines whose optimizers were garbage-collected before all ranks closed them.
+        store: torch's key-value store, with keys of this run only.
     """
 
     def __init__(self, cluster: Cluster, env: _core.Env) -> None:
@@ -83,14 +85,15 @@ class World:
         self.ranks = list(range(self.size))
         self.local_rank, self.local_size = self._local[self.rank]
         self._optimizers: weakref.WeakSet[Participant] = weakref.WeakSet()
-        self._adding = threading.RLock()  # a set must not grow while another thread goes through it
+        # Guards _optimizers: a set must not grow while another thread iterates over it.
+        self._adding = threading.RLock()
         self.orphans = OrphanedEngines()
         self._labels = 0
         self._on_close: list[Callable[[], None]] = []
         self.subgroups: dict[tuple[int, ...], RankGroup] = {}
         self._writer: _core.TimelineWriter | None = None
         self._faults: FaultCoordinator | None = None
-        # The queue moves CPU tensors and closes the group after a fault, so nobody else has it.
+        # Only for the queue, which moves CPU tensors and closes the process group after a fault.
         group = connect_all(
             partial(dist.new_group, backend="gloo", timeout=self.timeout),
             dist.PrefixStore("connected", store),
@@ -116,17 +119,17 @@ class World:
                 self.start_timeline(env.timeline, env.timeline_steps)
         except BaseException as error:
             self._uncaught.tell(error)
-            with suppress(Error, RuntimeError):  # of what is broken already
+            with suppress(Error, RuntimeError):  # errors that follow from `error`
                 self.close()
             raise
         self._uncaught.install()
 
     def places(self) -> list[tuple[int, int]]:
-        """By rank, its local rank and the ranks on its host. Not collective."""
+        """Returns (local rank, number of ranks on the host) for each rank. Not collective."""
         return list(self._local)
 
     def new_group(self) -> dist.ProcessGroup:
-        """A process group over all ranks that nothing else uses. Collective."""
+        """Makes a process group over all ranks that nothing else uses. Collective."""
         group = self._make_group(None, self.host_backend)
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -134,11 +137,14 @@ class World:
     def new_group_of(
         self, ranks: Sequence[int], backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """A group over some ranks, for those; None for the others. Collective, on all ranks.
+        """Makes a process group over some ranks. Collective among all ranks.
 
         Args:
-            ranks: Of the run.
-            backend: That of gradients on the CPU if left out.
+            ranks: Ranks of the run.
+            backend: Backend of torch.distributed; default `host_backend`.
+
+        Returns:
+            The process group; None on ranks that are not in `ranks`.
         """
         group = self._make_group(list(ranks), backend or self.host_backend)
         return group if isinstance(group, dist.ProcessGroup) else None
@@ -146,33 +152,39 @@ class World:
     def _make_group(self, ranks: list[int] | None, backend: str) -> object:
         try:
             return dist.new_group(ranks, backend=backend, timeout=self.timeout)
-        except RuntimeError as error:  # which may be that of another rank, and names none
+        except RuntimeError as error:  # names no rank, and another may be the cause
             noticed = f"a process group could not be made: {brief_error(error)}"
             raise FaultError(self.report_fault(noticed)) from error
 
     @property
     def host_backend(self) -> str:
-        """Of torch.distributed, for tensors on the CPU."""
+        """Backend of torch.distributed for tensors on the CPU: USBYTE_BACKEND, or "gloo"."""
         return self.env.backend if self.env.backend not in ("", "nccl") else "gloo"
 
     def next_label(self) -> str:
-        """Name of the next optimizer; the same on all ranks, which construct them in one order."""
+        """Returns the next optimizer's name.
+
+        It is the same on all ranks, because they construct optimizers in the same order.
+        """
         self._labels += 1
         return f"optimizer.{self._labels}"
 
     def add(self, optimizer: Participant) -> None:
-        """Lets the optimizer take part in timelines, faults and shutdown."""
+        """Registers an optimizer for timelines, faults and shutdown. Keeps a weak reference."""
         with self._adding:
             self._optimizers.add(optimizer)
         optimizer.set_timeline(self._writer)
 
     def on_close(self, undo: Callable[[], None]) -> None:
-        """Has `close` call this, once: what was changed outside of usbyte is undone there."""
+        """Makes `close` call `undo` once, to undo a change outside of usbyte.
+
+        A forked child calls it too.
+        """
         if undo not in self._on_close:
             self._on_close.append(undo)
 
     def adopt_orphan(self, engine: OrphanedEngine) -> None:
-        """Takes over an engine that all ranks still have to close; any thread may call this."""
+        """Takes ownership of an engine until all ranks can close it. Any thread may call this."""
         self.orphans.add(engine)
 
     def close_orphans(self) -> None:
@@ -180,34 +192,42 @@ class World:
         self.orphans.close_common(self, collect=bool(self.active_optimizers()))
 
     def active_optimizers(self) -> list[Participant]:
-        """Optimizers whose gradients, or parameters, go to other ranks."""
+        """Returns the optimizers that send gradients or parameters to other ranks."""
         return [o for o in self._live_optimizers() if o.sends]
 
     def warn(self, text: str) -> None:
-        """Logs a warning of the engine."""
+        """Logs a warning of the engine, with this rank."""
         log.warning("rank %d: %s", self.rank, text)
 
     def query_stragglers(self, topic: str, text: str) -> str:
-        """Adds to a warning which ranks are behind, where this rank is the first to ask."""
+        """Returns a warning with the ranks that are behind added, for the first rank that asks."""
         more = self._faults.query_stragglers(topic) if self._faults else ""
         return f"{text}: {more}" if more else text
 
     def check(self) -> None:
-        """Raises FaultError after a fault."""
+        """Raises FaultError if there was a fault."""
         if self._faults is not None and (verdict := self._faults.verdict) is not None:
             raise FaultError(verdict)
 
     def report_fault(self, noticed: str) -> str:
-        """Asks the other ranks what happened; returns what every rank is going to raise."""
+        """Diagnoses a fault with the other ranks; returns the fault verdict that all ranks raise.
+
+        With a single rank, the verdict is `noticed`.
+        """
         return self._faults.report(noticed) if self._faults else noticed
 
     def drain(self) -> None:
-        """Applies every pending update."""
+        """Applies the pending updates of all optimizers."""
         for optimizer in self._live_optimizers():
             optimizer.drain()
 
     def start_timeline(self, path: str, steps: str = "0:") -> None:
-        """Records all optimizers' steps "A:B" into `path`; see `basics.start_timeline`."""
+        """Starts recording a timeline of all optimizers.
+
+        Args:
+            path: File to write. "%r" is replaced by the rank; without it only rank 0 records.
+            steps: Range "A:B" of the steps to record, half-open; default "0:" for all.
+        """
         if self.rank > 0 and "%r" not in path:  # two ranks must not write one file
             log.info("rank %d: no timeline here, as '%s' has no %%r", self.rank, path)
             self.stop_timeline()
@@ -217,7 +237,7 @@ class World:
             optimizer.set_timeline(self._writer)
 
     def stop_timeline(self) -> None:
-        """Writes out what is complete and stops recording."""
+        """Writes the completed part of the timeline and stops recording."""
         self._writer = None
         for optimizer in self._live_optimizers():
             optimizer.set_timeline(None)
@@ -225,26 +245,30 @@ class World:
             engine.stop_timeline()
 
     def close(self) -> None:
-        """Applies pending updates and ends every thread; after a fault only the latter."""
+        """Applies pending updates and ends every thread. After a fault, only ends the threads.
+
+        All steps of the shutdown run, even if some fail. Then the first error is raised, an
+        interrupt before others.
+        """
         self._uncaught.restore()
         errors: list[BaseException] = []
         for end in self._shutdown_steps():
             try:
                 end()
-            except BaseException as error:  # an interrupt too: what is left has threads
+            except BaseException as error:  # also an interrupt: later steps end threads
                 errors.append(error)
         if errors:
             raise next((e for e in errors if not isinstance(e, Exception)), errors[0])
 
     def _shutdown_steps(self) -> Iterator[Callable[[], None]]:
-        """What `close` consists of."""
+        """Yields the steps of `close`, in order."""
         if self._faults is not None:
             yield self._faults.announce_exit
-        for optimizer in self._in_order():  # as communicators may end together only
+        for optimizer in self._in_order():  # communicators close on all ranks at once
             yield partial(optimizer.close, whole_state=False)
         for engine in sorted(self.orphans, key=lambda engine: engine.label):
             if self._faults is not None and (verdict := self._faults.verdict) is not None:
-                engine.fail(verdict)  # which may have come when nobody knew of it
+                engine.fail(verdict)  # the fault may be older than its entry here
             yield engine.close
         for subgroup in self.subgroups.values():
             yield subgroup.close
@@ -255,8 +279,8 @@ class World:
         yield from self._on_close
 
     def orphan(self) -> list[Any]:
-        """In a process that was forked: everything that has threads, which are not here."""
-        # Without the lock, which a thread may have held that is not here.
+        """In a forked child: returns all objects whose threads do not exist there."""
+        # Without the lock: a thread that does not exist here may have held it at the fork.
         optimizers = [each for o in list(self._optimizers) for each in o.orphan()]
         return [self, *optimizers, *self.orphans, *self.subgroups.values()]
 
@@ -265,14 +289,14 @@ class World:
             return list(self._optimizers)
 
     def _in_order(self) -> list[Participant]:
-        """Those that there are, in an order that is the same on all ranks."""
+        """Returns the live optimizers in an order that is the same on all ranks."""
         return sorted(self._live_optimizers(), key=lambda optimizer: optimizer.label)
 
     def _describe(self) -> State:
         found: dict[str, dict[str, Any]] = {}
         for optimizer in self._in_order():
             found[optimizer.label] = {}
-            with suppress(UsageError):  # of one that is being closed
+            with suppress(UsageError):  # the optimizer may be closing
                 found |= optimizer.states()
         for engine in self.orphans:
             with suppress(UsageError):
@@ -280,7 +304,10 @@ class World:
         return {"optimizers": found, "eager": self.eager.pending()}
 
     def _hold(self, verdict: str) -> None:
-        """Nobody gets to know of a fault and then reads parameters as if there were none."""
+        """Blocks reads of parameters before the fault verdict becomes visible.
+
+        No code can therefore notice the fault and still read parameters unchecked.
+        """
         for optimizer in self._live_optimizers():
             optimizer.hold(verdict)
 
@@ -290,7 +317,7 @@ class World:
         try:
             state = self._describe()
             for optimizer in optimizers:
-                with suppress(UsageError):  # one that is being closed
+                with suppress(UsageError):  # the optimizer may be closing
                     optimizer.fail(verdict)
             for engine in self.orphans:
                 engine.fail(verdict)
@@ -305,7 +332,7 @@ class World:
                 everyone = {
                     rank: check(row, dict[str, RankProgress]) for rank, row in found.items()
                 }
-        except Exception:  # readers of parameters wait for what is decided below
+        except Exception:  # blocked reads need the decision below
             log.exception("what the fault has left cannot be found out")
         for optimizer in optimizers:
             lefts = everyone and {
@@ -326,7 +353,7 @@ class World:
             log.warning("rank %d: the last operations could not be written: %s", self.rank, error)
 
     def _announce(self, verdict: str) -> None:
-        # The others would wait for this rank until the stall limit.
+        # Without this, the other ranks would wait for this one until the stall limit.
         if self._faults is not None:
             self._faults.announce(verdict)
 
@@ -338,23 +365,24 @@ def init(
     comm: None = None,
     process_sets: Sequence[ProcessSet | Sequence[int]] | Literal["dynamic"] | None = None,
 ) -> None:
-    """Joins the other ranks. Collective; calling it again does nothing.
+    """Connects this process to the other ranks. Collective; further calls do nothing.
 
-    Uses the default process group of torch.distributed if there is one, and makes one otherwise,
-    from RANK, WORLD_SIZE and MASTER_*, from SLURM's, Open MPI's or PMI's variables, or for a single
-    process if none is set. usbyte's own traffic runs on groups of its own.
+    Uses the default process group of torch.distributed if it is initialised. Otherwise it makes one
+    from RANK, WORLD_SIZE and MASTER_*, or from the variables of Slurm, Open MPI or PMI. If none of
+    these is set, the job is a single process. usbyte's traffic uses separate process groups.
 
     Args:
         comm: Horovod's; must be None.
-        process_sets: Sets to add at once, the same on every rank. "dynamic", which Horovod needs
-            for adding sets later, is always so here.
+        process_sets: Process sets to add at once, the same on every rank; default none. "dynamic"
+            adds none: sets can always be added later, for which Horovod needs that value.
 
     Raises:
         EnvError: A variable has an unusable value; the message names it.
-        UsageError: An argument cannot be used on some rank, or the ranks have not met within
-            `USBYTE_START_LIMIT_S`; nothing is initialised then.
-        MismatchError: The ranks name different process sets; nothing is initialised then.
-        FaultError: A rank has ended meanwhile, or this one can make no connections or threads.
+        UsageError: An argument cannot be used on some rank, usbyte is initialised already and
+            `process_sets` is not empty, or the ranks have not met within `USBYTE_START_LIMIT_S`.
+            This call has initialised nothing then.
+        MismatchError: The ranks pass different process sets; nothing is initialised then.
+        FaultError: Another rank has ended, or this one cannot make connections or threads.
     """
     global _current
     if comm is not None:
@@ -392,10 +420,11 @@ def init(
 
 
 def shutdown() -> None:
-    """Applies pending updates and ends usbyte's threads. Interpreter exit calls it by itself.
+    """Applies pending updates and ends usbyte's threads.
 
-    A default process group that `init` made stays until the interpreter ends: another `init` meets
-    the other ranks in it, even those that are still shutting down.
+    It runs automatically at interpreter exit. A default process group that `init` made stays until
+    the interpreter exits. A later `init` uses it to meet the other ranks, even those that are still
+    shutting down.
     """
     global _current
     if _current is not None:
@@ -404,9 +433,9 @@ def shutdown() -> None:
 
 
 def _before_fork() -> None:
-    """Nothing is to be waited for in a process that has none of this one's threads."""
+    """Applies pending updates, because a forked child has no threads to wait for."""
     if _current is not None:
-        with suppress(Error):  # who reads parameters after a fault gets it
+        with suppress(Error):  # after a fault, later reads of parameters raise it
             _current.drain()
 
 
@@ -420,7 +449,7 @@ def _after_fork_in_child() -> None:
         for each in [
             *context.orphan(),
             default_group.detach_after_fork(),
-        ]:  # or threads would be joined
+        ]:  # never destroyed: their destructors would join threads that do not exist here
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
@@ -432,7 +461,7 @@ def _shutdown_at_exit() -> None:
     try:
         shutdown()
     except BaseException:
-        # The last updates are lost, and atexit has no other way to let the exit code say so.
+        # The last updates are lost. atexit has no other way to set the exit code.
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -441,12 +470,12 @@ def _shutdown_at_exit() -> None:
 
 
 def is_initialized() -> bool:
-    """True between `init` and `shutdown`."""
+    """Returns True between `init` and `shutdown`."""
     return _current is not None
 
 
 def current() -> World:
-    """The running context.
+    """Returns the world of this run.
 
     Raises:
         UsageError: `init` has not been called.
