@@ -623,9 +623,10 @@ class DistributedOptimizer(OptimizerWrapper):
             finally:
                 assert self._driver is not None
                 self._driver.close()
+                self._driver = None
                 retain_owner(None, self._param_table.params)
             if controller.shards is None and self._update_guard.recovery is None:
-                self._controller = self._driver = None  # frees their buffers
+                self._controller = None  # frees its buffers
 
     @property
     def _live(self) -> StepController | None:

@@ -66,6 +66,10 @@ class ShardedSteps:
         self._set_to_none = True  # how gradients were reset last
         self._consumed: list[bool] = []  # by parameter, in learning steps
 
+    def close(self) -> None:
+        """Drops references to what the optimizer owns; `shards` stays readable."""
+        del self._reducer, self._executor, self._take_step, self._fetch, self._joined
+
     def begin(self) -> ShardedUpdates:
         """Shards the optimizer's state under the plan in force; returns the sharded updates."""
         self.shards = ShardedUpdates(

@@ -347,6 +347,8 @@ class StepController:
             self.ended = True
             if self._update_guard.recovery is None:  # after a fault pending updates may be applied
                 # Breaks reference cycles: frees memory now, not when the garbage collector runs.
+                self.overlap.close()
+                self._sharded.close()
                 del self._forward_hooks, self._deferred, self._joined
                 del self.reducer, self.executor
 

@@ -57,6 +57,10 @@ class OverlapDecision:
         self.shared = self.against = ""
         self.unhooked_params: list[int] = []
 
+    def close(self) -> None:
+        """Drops references to what the optimizer owns; `shared` and `against` stay readable."""
+        del self._observer, self._forward_hooks, self._planner
+
     @property
     def defers(self) -> bool:
         """Whether updates are deferred to the next forward pass under the plan in force."""
