@@ -141,7 +141,7 @@ lint: $(LINT_STAMP) ## check style and types
 	$(RUFF_FORMAT) --check || status=1; \
 	$(BIN)/mypy || status=1; \
 	$(BIN)/python tools/check_factory_calls.py python/usbyte || status=1; \
-	PYTHONPATH=python $(BIN)/lint-imports --no-cache --no-timings >build/imports.log \
+	mkdir -p build; PYTHONPATH=python $(BIN)/lint-imports --no-cache >build/imports.log \
 	  || { cat build/imports.log; status=1; }; \
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) || status=1; \
 	$(MAKE) thread-safety || status=1; \

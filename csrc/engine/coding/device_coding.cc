@@ -93,7 +93,15 @@ class DeviceOp : public CodedOp {
     decode_behind(context);
     cuda().record(context.done, in());
   }
-  bool quiesce() final { return lanes_->quiesce(); }
+  bool quiesce() final {
+    // After a fault nothing waits for the network, which may still write to the message.
+    try {
+      if (request_.order) cuda().wait(in(), request_.order->done);
+    } catch (const FaultError&) {
+      // Then nothing runs on the device any more.
+    }
+    return lanes_->quiesce();
+  }
 
  protected:
   DeviceOp(std::shared_ptr<Lanes> lanes, const Op& op, Collective kind, DType dtype, int64_t bytes)
