@@ -9,9 +9,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import grimp
 import pytest
-
-grimp = pytest.importorskip("grimp")
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "usbyte"

@@ -12,8 +12,8 @@ namespace usbyte {
 
 /// Memory of its own, not initialised, on 16 bytes at least.
 ///
-/// If large, of huge pages where the system gives them to who asks: it clears and maps fresh memory
-/// page by page, and with small pages that takes longer than to fill it with a message.
+/// Large buffers ask the system for huge pages. It clears and maps fresh memory page by page, and
+/// with small pages that takes longer than to fill the buffer with a message.
 class Buffer {
  public:
   Buffer() = default;

@@ -137,8 +137,8 @@ class DistributedOptimizer(OptimizerWrapper):
             earlier.
         gradient_predivide_factor: Horovod's; default 1. With `Average` it has no effect, because
             gradients are divided by the number of ranks before the sum. With `Sum` it must be 1.
-        num_groups: Horovod's; ignored with a warning, because the plan decides what is sent
-            together.
+        num_groups: Ignored with a warning. Horovod's scripts pass it; here the plan decides which
+            gradients are sent together.
         groups: Horovod's; ignored with a warning, for the same reason.
         process_set: Ranks that share gradients; only they construct the optimizer. Default all
             ranks. A `ProcessSet`, a list of ranks, a process group of torch.distributed, or a

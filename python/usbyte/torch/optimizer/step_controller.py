@@ -474,7 +474,7 @@ class StepController:
 
     def _tell_of_unsent(self) -> None:
         """Warns once of a gradient that came from no backward pass and is not sent."""
-        if (i := self.reducer.unsent_gradient()) < 0:
+        if self._warnings.told("unsent") or (i := self.reducer.unsent_gradient()) < 0:
             return
         if _is_in_backward():  # a hook that runs before usbyte's called this
             raise _called_in_backward()

@@ -30,6 +30,10 @@ class StepWarnings:
         self._told.add(topic)
         return True
 
+    def told(self, topic: str) -> bool:
+        """Returns True if the warning was logged, so that its cause need not be looked for."""
+        return topic in self._told
+
     def aliases(self, aliased: Sequence[int]) -> None:
         """Warns that updates of `aliased` are not deferred: other tensors use their memory."""
         if self.is_new("aliases"):
