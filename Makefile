@@ -40,11 +40,16 @@ train: $(PACKAGE_STAMP) ## train examples/digits.py on 2 workers
 
 # Three jobs for two cores: most tests wait for processes, limits and faults half of their time.
 TEST_JOBS ?= $(shell echo $$(( ($$(getconf _NPROCESSORS_ONLN) * 3 + 1) / 2 )))
-test: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## build and run the C++ tests, then pytest
-	@status=0; \
+PYTEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
+test: $(SYSTEM_STAMP) $(PACKAGE_STAMP) ## build and run the C++ tests, then pytest
+	@status=0; rm -rf build/reports && mkdir -p build/reports; \
 	$(MAKE) ctest PRESET=release || status=1; \
-	$(BIN)/python -m pytest -m 'not soak' -n $(TEST_JOBS) --dist worksteal || status=1; \
+	$(PYTEST) --junitxml=build/reports/pytest.xml || status=1; \
+	$(BIN)/python tools/test_counts.py build/reports/ctest.xml build/reports/pytest.xml || status=1; \
 	exit $$status
+
+evidence: $(PACKAGE_STAMP) ## check published figures and the tools that write pages of results
+	$(PYTEST) -m evidence
 
 soak: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## run the long tests
 	$(BIN)/python -m pytest -m soak
@@ -90,7 +95,7 @@ coverage: $(PACKAGE_STAMP) $(SYSTEM_STAMP) ## measure line coverage: C++ engine,
 	  --txt ../coverage-$$part.txt --print-summary . 2>/dev/null \
 	  | sed -n "s/^lines/csrc\/$$part lines/p" || exit 1; done
 	rm -f build/.coverage*
-	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage run -m pytest -m 'not soak' $(COVERED)
+	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage run -m pytest $(COVERED)
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage combine -q || test -s build/.coverage
 	COVERAGE_FILE=$(CURDIR)/build/.coverage $(BIN)/python -m coverage report -m >build/coverage.txt
 	tail -n 1 build/coverage.txt
@@ -114,7 +119,9 @@ sanitize: ## run the C++ tests of threaded code under the address and the thread
 PRESET ?= release
 WERROR ?= OFF
 ctest: cpp
-	ctest --preset $(PRESET) --parallel $$(getconf _NPROCESSORS_ONLN)
+	@mkdir -p build/reports
+	ctest --preset $(PRESET) --parallel $$(getconf _NPROCESSORS_ONLN) \
+	  --output-junit $(CURDIR)/build/reports/ctest.xml
 
 cpp: $(SYSTEM_STAMP)
 	cmake --preset $(PRESET) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
@@ -200,4 +207,4 @@ $(LINT_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(PIP) $$($(BIN)/python tools/requirements.py lint)
 	@touch $@
 
-.PHONY: help train test soak reliability asan tsan sanitize coverage fuzz fuzz-python ctest cpp bench gpu-test lint thread-safety format clean
+.PHONY: help train test evidence soak reliability asan tsan sanitize coverage fuzz fuzz-python ctest cpp bench gpu-test lint thread-safety format clean

@@ -32,6 +32,7 @@ need '"$python" -c "import ensurepip, venv"' "$version-venv" "creates $venv"
 need '"$python" -c "$header"' "$version-dev" "Python.h, to build the extension"
 need 'have "${CXX:-c++}" || have g++' g++ "a C++20 compiler"
 if [ "$purpose" = test ]; then
+  need 'have ccache' ccache "optional: later builds, also of other clones, compile only what has changed"
   need 'echo "#include <gtest/gtest.h>" | "${CXX:-c++}" -x c++ -fsyntax-only -' libgtest-dev "C++ tests"
   need 'have chromium || have chromium-browser || have google-chrome' chromium \
     "optional: a test that opens the pages of usbyte report"

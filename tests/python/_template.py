@@ -78,6 +78,11 @@ class Process:
         self.pidfd = -1
 
 
+def start_template() -> None:
+    """Starts the template of rank 0, unless it runs: a process that outlives the test."""
+    _template(0)
+
+
 @functools.cache
 def _template(_number: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -17,6 +17,8 @@ from usbyte import _core
 from usbyte.cli import main
 from usbyte.planning.layout import tensor_specs
 
+pytestmark = pytest.mark.evidence
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compare.py"
 
 

@@ -13,6 +13,8 @@ import pytest
 from usbyte import _core
 from usbyte.errors import UsageError
 
+pytestmark = pytest.mark.evidence
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COST = _core.CodecCost(*[_core.AlphaBeta(1e-4, 1e-10, 1e-4)] * 2)
 

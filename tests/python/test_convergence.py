@@ -19,6 +19,8 @@ import usbyte
 from usbyte import _core
 from usbyte.errors import UsageError
 
+pytestmark = pytest.mark.evidence
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import usbyte
+
+pytestmark = pytest.mark.evidence
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "daso.py"
 

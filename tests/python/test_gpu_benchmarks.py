@@ -13,6 +13,8 @@ import pytest
 
 import usbyte
 
+pytestmark = pytest.mark.evidence
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 # In a process of its own: there is another `_models` beside this file.

@@ -20,6 +20,8 @@ sys.path.append(str(ROOT / "tools"))
 from gpu_report import building, machine, parts, report, running  # noqa: E402
 from gpu_report.running import FAILED, NOT_RUN, PASSED, SKIPPED, TIMED_OUT  # noqa: E402
 
+pytestmark = pytest.mark.evidence
+
 GPU = "NVIDIA H100 80GB HBM3"
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from _ranks import run_ranks
 from usbyte import _core
 from usbyte.cli import main
 from usbyte.cli._codec_options import parse_codecs
@@ -93,26 +94,34 @@ def test_on_two_ranks(tmp_path):
     assert f"{network.all_reduce[0].beta_s_per_byte * 1e9:.4f}" in done.stdout
 
 
+def probes(rank, _size, folder, *arguments):
+    os.chdir(folder)
+    done = CliRunner().invoke(main, ["probe", *arguments])
+    return [done.exit_code, done.output]
+
+
 def test_lines_of_a_mesh(tmp_path):
+    def run(ranks, *arguments):
+        return run_ranks(ranks, probes, str(tmp_path), *arguments, timeout=120)[0]
+
     files = ["--dimensions", "2x2", "--json", "network.json"]
-    done = usbyte_probe(tmp_path, "--largest", "64k", "--repeats", "2", *files, ranks=4)
-    assert done.returncode == 0, done.stderr
+    code, output = run(4, "--largest", "64k", "--repeats", "2", *files)
+    assert code == 0, output
     network = _core.NetworkModel.from_json((tmp_path / "network.json").read_text())
     assert [(d.name, d.size) for d in network.topology.dimensions] == [
         ("inside", 2),
         ("between", 2),
     ]
     for dimension in network.topology.dimensions:
-        assert re.search(rf"{dimension.name} +│ +2 │", done.stdout)
+        assert re.search(rf"{dimension.name} +│ +2 │", output)
     # All ranks are on this host.
-    done = usbyte_probe(
-        tmp_path, "--largest", "64k", "--repeats", "1", "--dimensions", "hosts", ranks=2
-    )
-    assert "has one dimension only" in done.stdout
-    done = usbyte_probe(tmp_path, "--dimensions", "3", ranks=2)
-    assert done.returncode == 1
-    assert "topology 3 is not one of this job's 2 ranks" in done.stderr + done.stdout
-    assert usbyte_probe(tmp_path, "--dimensions", "--codecs", "fp16").returncode == 2
+    _, output = run(2, "--largest", "64k", "--repeats", "1", "--dimensions", "hosts")
+    assert "has one dimension only" in output
+    code, output = run(2, "--dimensions", "3")
+    assert code == 1
+    assert "topology 3 is not one of this job's 2 ranks" in output
+    done = CliRunner().invoke(main, ["probe", "--dimensions", "--codecs", "fp16"])
+    assert done.exit_code == 2
 
 
 def test_what_it_says_where_it_cannot(tmp_path):

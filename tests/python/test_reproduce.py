@@ -13,6 +13,8 @@ import pytest
 from usbyte.planning import profiles
 from usbyte.planning.layout import tensor_specs
 
+pytestmark = pytest.mark.evidence
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

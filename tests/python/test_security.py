@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 import usbyte
 import usbyte.torch as ub
 from _ranks import run_ranks
+from _template import start_template
 from run_support import Running, Starter, starter
 from usbyte._util import files
 from usbyte.cluster_env import job_mark
@@ -32,6 +32,7 @@ PACKAGE = Path(usbyte.__file__).parent
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Starter]:
+    start_template()  # for intruders; what is started from here on must end with the test
     with starter(tmp_path) as start:
         yield start
 
@@ -55,8 +56,6 @@ while not os.path.exists("go"):
 print("sums", first, ub.allreduce(torch.ones(1), op=ub.Sum).item(), flush=True)
 """
 
-INTRUDER = "import usbyte.torch as ub; ub.init(); print('joined')"
-
 
 def running_job(start: Starter, *options: str) -> tuple[Running, str]:
     (start.cwd / "job.py").write_text(JOB)
@@ -66,16 +65,23 @@ def running_job(start: Starter, *options: str) -> tuple[Running, str]:
     return running, line.split()[-1]
 
 
-def intrude(
-    port: str, rank: int, token: str | None, **more: str
-) -> subprocess.CompletedProcess[str]:
-    env = {name: text for name, text in os.environ.items() if name != "USBYTE_JOB_TOKEN"}
-    env |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+def joins(_rank: int, _size: int) -> str:
+    try:
+        ub.init()
+    except UsageError as error:
+        return str(error)
+    return "joined"
+
+
+def intrude(port: str, rank: int, token: str | None, **more: str) -> str:
+    """Has another process join a job of two ranks as `rank`. Returns the error, or "joined"."""
+    env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | more
     if token is not None:
         env["USBYTE_JOB_TOKEN"] = token
-    command = [sys.executable, "-c", INTRUDER]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert "USBYTE_JOB_TOKEN" not in os.environ
+    answer: str = run_ranks(1, joins, env=env)[0]
+    return answer
 
 
 def test_processes_without_the_jobs_token_are_refused_and_the_job_goes_on(start: Starter) -> None:
@@ -86,11 +92,8 @@ def test_processes_without_the_jobs_token_are_refused_and_the_job_goes_on(start:
         (1, "0" * 32, "this process has the USBYTE_JOB_TOKEN of another job"),
         (0, "0" * 32, "this process has the USBYTE_JOB_TOKEN of another job"),
     ]:
-        ended = intrude(port, rank, token)
-        assert ended.returncode == 1
-        assert "joined" not in ended.stdout
-        told = ended.stderr.splitlines()[-1]
-        assert f"UsageError: not part of the job at 127.0.0.1, port {port}: {problem}" in told
+        answer = intrude(port, rank, token)
+        assert f"not part of the job at 127.0.0.1, port {port}: {problem}" in answer
     (start.cwd / "go").touch()
     assert running.finish() == 0, running.err
     assert running.out.count("sums 2.0 2.0") == 2
@@ -106,9 +109,8 @@ def meets(rank: int, size: int) -> float:
 
 def test_a_process_without_the_jobs_token_that_comes_first_takes_no_rank() -> None:
     store = serve_store(60, "127.0.0.1", "ab" * 16)
-    ended = intrude(str(store.port), 0, None, TORCHELASTIC_USE_AGENT_STORE="True")
-    assert "not part of the job" in ended.stderr
-    assert "joined" not in ended.stdout
+    answer = intrude(str(store.port), 0, None, TORCHELASTIC_USE_AGENT_STORE="True")
+    assert "not part of the job" in answer
     job = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert run_ranks(2, meets, env=job | {"USBYTE_JOB_TOKEN": "ab" * 16}) == [2, 2]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import click.testing
 import pytest
 
+pytestmark = pytest.mark.evidence
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

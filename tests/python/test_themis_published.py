@@ -14,6 +14,8 @@ import pytest
 from usbyte import _core
 from usbyte.planning import topologies
 
+pytestmark = pytest.mark.evidence
+
 ROOT = Path(__file__).parents[2]
 
 
