@@ -207,3 +207,27 @@ def _set_by_hand(rank, size):
 def test_gradients_set_by_hand():
     """They are warned of once, also where .grad existed before; zeros are not."""
     assert run_ranks(2, _set_by_hand, env=_ENV) == [[0, 1, 1]] * 2
+
+
+def _uses_what_others_do_not(rank, size, overlap, sharded):
+    told = warnings_from_now_on()
+    ub.init()
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    opt = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+        overlap=overlap, shard_optimizer=sharded,
+    )  # fmt: skip
+    for step in range(6):
+        if step % 2 == 0:
+            opt.zero_grad()
+        model[(rank + step) % 2](torch.ones(1, 2)).sum().backward()
+        opt.step()
+    opt.close()
+    return [text for text in told if "set by hand" in text]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "sharded"), [("backward", False), ("forward", False), ("forward", True)]
+)
+def test_gradients_of_other_ranks_were_not_set_by_hand(overlap, sharded):
+    assert run_ranks(2, _uses_what_others_do_not, overlap, sharded, env=_ENV) == [[], []]

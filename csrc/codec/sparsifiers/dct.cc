@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
 #include "codec/make.h"
 #include "codec/random.h"
 #include "sparse.h"
@@ -35,7 +37,7 @@ class Dct final : public Sparse {
     }
     // The sum and the search are one pass. It begins anywhere, so that none is left out for long.
     const auto begin = static_cast<int64_t>(rng.shared % static_cast<uint64_t>(size));
-    int64_t above = 0;
+    int64_t above = 0, left_out = -1;  // the latter: an element that is not finite
     const auto pass = [&](int64_t from, int64_t to) {
       in_pieces(to - from, [&](int64_t piece, int64_t count) {
         const int64_t first = from + piece;
@@ -44,15 +46,25 @@ class Dct final : public Sparse {
         uint32_t indices[1024];
         const int64_t many = loops().at_least(values, now.threshold, 0, indices, count);
         above += many;
-        for (int64_t i = 0; i < many && room.found < room.size; ++i) {
+        for (int64_t i = 0; i < many; ++i) {
           float& value = values[indices[i]];
-          room.put(static_cast<uint32_t>(first) + indices[i], value);
-          value = 0;
+          if (room.found < room.size) {
+            room.put(static_cast<uint32_t>(first) + indices[i], value);
+            value = 0;
+          } else if (!std::isfinite(value)) {
+            left_out = first + indices[i];
+          }
         }
       });
     };
     pass(begin, size);
     pass(0, begin);
+    if (left_out >= 0 && all_finite(room.sent())) {
+      // All ranks must see it in this step: in a later one it would spoil that one too.
+      unsent[room.indices[room.size - 1]] = room.values[room.size - 1];
+      --room.found;
+      room.put(static_cast<uint32_t>(left_out), unsent[static_cast<size_t>(left_out)]);
+    }
     if (!all_finite(room.sent())) forget_what_is_not_finite(unsent);
     room.close();
     const bool far = above > 4 * room.size || 4 * above < room.size;

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <limits>
+
 #include "codec/make.h"
 #include "codec/message.h"
 #include "permutation.h"
@@ -17,8 +19,7 @@ class RandK final : public Codec {
   int64_t message_bytes(int64_t count) const override { return 4 * kept(ratio_, count); }
 
   void encode(std::span<const float> values, const RngKey& rng, std::byte* message) const override {
-    float* const sent = at<float>(message, 0);
-    for_each(rng, std::ssize(values), [&](int64_t i, size_t index) { sent[i] = values[index]; });
+    draw(values, rng, message);
   }
   void decode(const std::byte* message, const RngKey& rng, std::span<float> values) const override {
     std::fill(values.begin(), values.end(), 0.0F);
@@ -31,8 +32,25 @@ class RandK final : public Codec {
     for_each(rng, std::ssize(values),
              [&](int64_t i, size_t index) { values[index] += factor * sent[i]; });
   }
+  void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int,
+            std::byte* message) const override {
+    const std::span<float> unsent(memory.rows[0], gradient.size());
+    loops().add(gradient.data(), 1, unsent.data(), std::ssize(unsent));
+    const bool finite = draw(unsent, rng, message);
+    decode_add(message, rng, -1, unsent);
+    if (!finite) forget_what_is_not_finite(unsent);
+  }
 
  private:
+  // Returns whether all values are finite. If not, the first that is sent says so: all ranks must
+  // see it in this step, as in a later one, when it is drawn, it would spoil that one too.
+  bool draw(std::span<const float> values, const RngKey& rng, std::byte* message) const {
+    float* const sent = at<float>(message, 0);
+    for_each(rng, std::ssize(values), [&](int64_t i, size_t index) { sent[i] = values[index]; });
+    if (loops().largest(values.data(), std::ssize(values)) < kInfinityBits) return true;
+    sent[0] = std::numeric_limits<float>::quiet_NaN();
+    return false;
+  }
   template <typename Body>
   void for_each(const RngKey& rng, int64_t count, Body body) const {
     const Permutation permutation(rng.shared, static_cast<uint64_t>(count));

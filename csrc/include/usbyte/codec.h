@@ -90,7 +90,8 @@ class Codec {
                        std::span<float> values) const;
   /// Encodes a step's gradient together with what `memory` holds, and keeps there what training
   /// needs later. Error feedback, unless a codec says otherwise: of r += g what the message says is
-  /// taken away. What is not finite is kept until some of it has been sent, and not longer.
+  /// taken away. What is not finite shows in this message and is not kept, so that one overflow is
+  /// seen in one step.
   virtual void send(std::span<const float> gradient, Memory& memory, const RngKey& rng, int ranks,
                     std::byte* message) const;
 };
@@ -139,10 +140,11 @@ class Selection {
 ///  - fp8 (e4m3; fp8:e5m2), int8: a scale for every 256 elements. NaN or infinity: all 256 become
 ///    NaN.
 ///  - topk:RATIO, randk:RATIO: that share of the elements, one at least; those largest in magnitude
-///    (NaN above infinity, among equals the first), or some that all ranks draw alike, which add.
+///    (NaN above infinity, among equals the first), or some that all ranks draw alike, which add;
+///    where any element is NaN or infinite, the first of those drawn becomes NaN.
 ///  - dct:RATIO[,period=1000] (Gupta et al. 2020): what is above a threshold, at most that share;
 ///    the threshold is topk's, found anew after so many steps, or when far more or fewer elements
-///    are above it. NaN is sent when it is reached.
+///    are above it. NaN or infinity: at least one of them is sent.
 ///  - dgc:RATIO[,momentum=0.9][,clip=NORM][,warmup=STEPS] (Lin et al. 2018): topk, its threshold
 ///    from a sample, of momentum that is corrected; gradients are clipped to NORM / sqrt(ranks)
 ///    before. In quarters of the warm-up the share is 1/4, 1/16, 1/64 and 1/256, if that is more.

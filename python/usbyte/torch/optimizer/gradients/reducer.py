@@ -95,7 +95,7 @@ class Reducer:
         self.has_accumulated = self.shows_parts = False
         self.passes = 0
         self._used: list[bool] | None = None  # by tensor of the plan; None: not fetched yet
-        # By parameter, a gradient was sent since gradients were last reset.
+        # By parameter, a gradient, or zeros in its place, was sent since the last reset.
         self._holds_result = [False] * len(self._params)
         self._at_reset = self._gradients_now()  # their identities and versions at the last reset
         self._waits_no_more = False  # set after a fault
@@ -263,11 +263,16 @@ class Reducer:
         with DisableTorchFunction():  # lazy parameters stay lazy
             for i, param in enumerate(self._params):
                 own = param.grad
-                if own is None or self._holds_result[i] or _state_of(own) == self._at_reset[i]:
+                if own is None or self._is_result(i, own) or _state_of(own) == self._at_reset[i]:
                     continue
                 if own.is_sparse or own.any():
                     return i
         return -1
+
+    def _is_result(self, i: int, grad: torch.Tensor) -> bool:
+        # Another tensor than the one shown for other ranks' gradients was set by hand.
+        sent = self._in_flight
+        return self._holds_result[i] and (sent.own[i] or grad is sent.shown[i])
 
     def forget_results(self, set_to_none: bool) -> None:
         """Records that the script has reset the gradients, to None (`set_to_none`) or to zeros."""
@@ -540,15 +545,17 @@ class Reducer:
         for i, param in enumerate(self._params):
             if self._in_flight.own[i]:
                 continue
-            if param.grad is None and self._sparse[i]:
+            if param.grad is not None:  # of an earlier micro-batch or step: counts, as in DDP
+                self.send(i)
+                continue
+            self._holds_result[i] = True
+            if self._sparse[i]:
                 self._send_rows(i, empty_like(param))
-            elif param.grad is None:
+            else:
                 self._memory.snapshot(self.names[i])
                 self._executor.sender.send_zeros(i)
                 self._in_flight.shown[i] = self._in_flight.tensors[i]
                 self._in_flight.record_version(i)
-            else:  # from an earlier micro-batch, or kept from the last step: counts, as in DDP
-                self.send(i)
         used = [self._in_flight.own[i] for i in self._executor.param_of_tensor]
         votes = self._consensus.flags(wants_plan=self._lifecycle.end_backward())
         self._executor.sender.send_flags([*map(float, used), *votes])
