@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives backward passes: sends each gradient as soon as autograd has accumulated it."""
+"""Drives backward passes: what comes before their first gradient and after their last one."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from functools import partial
 from typing import Protocol
-
-from torch import nn
 
 from usbyte.errors import UsageError
 from usbyte.torch.optimizer.gradients.reducer import Reducer
-from usbyte.torch.optimizer.gradients.step_phase import StepPhase
 from usbyte.torch.torch_private import backward_id, call_after_backward
 
 
@@ -43,35 +37,28 @@ class StepTaker(Protocol):
 
 
 class BackwardDriver:
-    """Registers a hook on each parameter, which calls the step controller and the reducer.
+    """Begins and ends backward passes; the gradient sender's hooks send what is between.
 
     Args:
         controller: Takes the steps.
-        params: Parameters of the optimizer.
         passes_per_step: Number of backward passes that accumulate before gradients are sent, at
             least 1.
     """
 
-    def __init__(
-        self, controller: StepTaker, params: Sequence[nn.Parameter], passes_per_step: int
-    ) -> None:
+    def __init__(self, controller: StepTaker, passes_per_step: int) -> None:
         self._controller, self._passes_per_step = controller, passes_per_step
-        self._reducer = controller.reducer
+        self._reducer, self._sender = controller.reducer, controller.reducer.sender
         self._sync = True
         self._in_pass = False  # whether a backward pass with sync runs
         self._backward_id = -1  # number of the last pass that has begun
-        self._missed: set[int] = set()  # deferred updates that the forward pass skipped
-        # Weak: Python's garbage collector cannot see references from torch's hooks.
-        this = weakref.ref(self)
-        self._handles = [
-            param.register_post_accumulate_grad_hook(partial(_on_grad_ready, this, i))
-            for i, param in enumerate(params)
-        ]
+        self._sender.begin_pass = self._admit
+        self._handles = self._sender.register_hooks()
 
     def close(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
+        self._sender.close()
 
     def set_sync(self, sync: bool) -> bool:
         """Sets whether backward passes send gradients (default True). Returns the value before."""
@@ -83,14 +70,24 @@ class BackwardDriver:
         """Whether some, but not all, of the backward passes of a step have run."""
         return self._passes_per_step > 1 and self._reducer.has_accumulated
 
+    def _admit(self, i: int) -> bool:
+        """Begins a backward pass if none runs. Returns whether to send the gradient of `i`."""
+        if not self._in_pass:
+            self._begin_pass(i)
+        if i in self._sender.missed:
+            raise self._controller.missed_use(i)
+        if not self._sender.is_sending:
+            self._reducer.has_accumulated = True
+        return self._sender.is_sending
+
     def _begin_pass(self, i: int) -> None:
         """Begins a backward pass, before its first gradient, that of parameter `i`, is sent."""
         current = backward_id()
         if self._sync or current != self._backward_id:
             self._backward_id = current
             self._check_not_captured()
-            self._missed = self._controller.prepare_backward(i)
-            if i in self._missed:
+            self._sender.missed = self._controller.prepare_backward(i)
+            if i in self._sender.missed:
                 raise self._controller.missed_use(i)
             self._controller.finish_updates()
         if self._sync:
@@ -102,9 +99,8 @@ class BackwardDriver:
     def _end_pass(self) -> None:
         self._in_pass = False
         self._reducer.passes += 1
-        if self._reducer.phase is StepPhase.IN_BACKWARD:
+        if self._sender.is_sending:
             self._reducer.end()
-            self._missed = set()
             self._controller.finish_backward()
 
     def _check_not_captured(self) -> None:
@@ -114,22 +110,3 @@ class BackwardDriver:
                 "a backward pass is being captured into a CUDA graph, and what a replay adds to "
                 "gradients would be lost: leave backward() out of the capture"
             )
-
-
-def _on_grad_ready(of: weakref.ref[BackwardDriver], i: int, _param: object) -> None:
-    # torch passes the result of an earlier hook here, not always the parameter.
-    driver = of()
-    if driver is None:
-        raise UsageError(
-            "a parameter has a gradient that its DistributedOptimizer does not see, as that is "
-            "gone: make one for the parameters that are trained"
-        )
-    if not driver._in_pass:
-        driver._begin_pass(i)
-    if i in driver._missed:
-        raise driver._controller.missed_use(i)
-    reducer = driver._reducer
-    if reducer.phase is StepPhase.IN_BACKWARD:
-        reducer.send(i)
-    else:
-        reducer.has_accumulated = True

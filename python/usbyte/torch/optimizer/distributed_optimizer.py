@@ -714,9 +714,7 @@ class DistributedOptimizer(OptimizerWrapper):
             steps_before,
             self._on_updated,
         )
-        self._driver = BackwardDriver(
-            self._controller, param_table.params, settings.passes_per_step
-        )
+        self._driver = BackwardDriver(self._controller, settings.passes_per_step)
         retain_owner(self, param_table.params)
         self._state_hooks = self._hook_state()
         self._closed = False

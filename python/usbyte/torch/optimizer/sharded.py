@@ -197,7 +197,7 @@ class ShardedUpdates(DeferredUpdateQueue):
             self._clip(self._max_grad_norm)  # collective: ranks that step wait for it
         self._send()
         for i, param in enumerate(self._params):
-            self._reducer.wait_gathered(i)
+            self._reducer.wait([i])
             if not _same_bits(param, self._reducer.gathered(i)):
                 raise MismatchError(
                     f"another rank has updated parameter '{self._reducer.names[i]}' with gradients "
@@ -226,8 +226,7 @@ class ShardedUpdates(DeferredUpdateQueue):
     @torch.no_grad()
     def _apply(self, due: Sequence[int]) -> None:
         wanted = self._expand_shared_storage(due)
-        for i in wanted:
-            self._reducer.wait_gathered(i)
+        self._reducer.wait(wanted)
         taken = self._begin([*wanted, *self._arrived_with(wanted)])
         if not taken:
             return

@@ -111,7 +111,7 @@ class ShardedSteps:
                     "step() again without backward(): with shard_optimizer=True a step uses its "
                     "gradients up; call backward() before the next one"
                 )
-            if (i := self._reducer.unsent_gradient()) >= 0:
+            if (i := self._reducer.sender.unsent_gradient()) >= 0:
                 raise UsageError(
                     f"the gradient of '{self._param_table.names[i]}' was set by hand, and with "
                     "shard_optimizer=True a step uses what backward() has sent: leave it out"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
@@ -173,7 +174,7 @@ class StepController:
     @property
     def is_healthy(self) -> bool:
         """Whether neither communication nor a backward pass has failed."""
-        return not (self.executor.failed or self.reducer.in_backward)
+        return not (self.executor.failed or self.reducer.sender.is_sending)
 
     def check(self) -> None:
         """Raises an error unless training can go on.
@@ -186,7 +187,7 @@ class StepController:
         """
         self.executor.check()
         self._update_guard.check_whole()
-        if self.reducer.in_backward:
+        if self.reducer.sender.is_sending:
             if _is_in_backward():
                 raise _called_in_backward()
             raise Error(
@@ -269,7 +270,7 @@ class StepController:
             self._joined.check_step_taken()
             self._optimizer.zero_grad(set_to_none)
             self._sharded.zero_consumed(set_to_none)
-        self.reducer.forget_results(set_to_none)
+        self.reducer.sender.forget_results(set_to_none)
 
     def check_whole_gradients(self) -> None:
         """Raises UsageError while gradients are in flight of which ranks get only shards."""
@@ -432,11 +433,12 @@ class StepController:
             self._on_updated()
             self._update_guard.count_step()
         reducer.finish_step(start)
-        if self.overlap.end_step(reducer.learning) and self._settings.shard_optimizer:
+        learning = reducer.learning
+        if self.overlap.end_step(learning) and self._settings.shard_optimizer:
             self._sharded.begin()
         if self._settings.shard_optimizer:
             self._sharded.release_grads()
-        self._forward_hooks.set_enabled(reducer.learning or self.overlap.defers)
+        self._forward_hooks.set_enabled(learning or self.overlap.defers)
         self._watch.step_ends()
         return result
 
@@ -461,7 +463,8 @@ class StepController:
             aliased = self._deferred.aliased
         if aliased:
             self._warnings.aliases(aliased)
-        self._apply([*self.overlap.unhooked_params, *aliased])
+        if needed := [*self.overlap.unhooked_params, *aliased]:
+            self._apply(needed)
 
     def _apply(self, indices: Sequence[int]) -> None:
         updates, guard = self._sharded.shards or self._deferred, self._update_guard
@@ -469,12 +472,12 @@ class StepController:
             with guard.applying():
                 updates.apply(indices)
                 guard.count_applied(updates.count)
-        elif not updates.is_done:
-            updates.apply(indices)
+        else:
+            updates.visit(indices)
 
     def _tell_of_unsent(self) -> None:
         """Warns once of a gradient that came from no backward pass and is not sent."""
-        if self._warnings.told("unsent") or (i := self.reducer.unsent_gradient()) < 0:
+        if self._warnings.told("unsent") or (i := self.reducer.sender.unsent_gradient()) < 0:
             return
         if _is_in_backward():  # a hook that runs before usbyte's called this
             raise _called_in_backward()
@@ -533,12 +536,14 @@ class StepController:
         unwrap(param)
 
     def _on_use(self, indices: Sequence[int]) -> None:
-        updates = self._sharded.shards or self._deferred
-        if updates.unvisited or not self.overlap.learned:
-            self._watch.used(indices[0])
+        updates, observer = self._sharded.shards or self._deferred, self._watch
+        is_new = threading.get_ident() not in observer.users
+        if is_new and (updates.unvisited or not self.overlap.learned):
+            observer.used(indices[0])
+        if updates.pending or self._update_guard.applier is not None:
             self._apply(indices)
-        elif not updates.is_done or self.pending:
-            self._apply(indices)
+        else:
+            updates.visit(indices)
 
     def _check_threads(self) -> None:
         if self.overlap.check_threads():
@@ -598,7 +603,7 @@ class StepController:
         if self.reducer.learning:
             self._warnings.no_step(self._passes)
         defers = self.overlap.defers and not self._in_step and not self.overlap.against
-        if self.reducer.shows_parts and self._sharded.shards is None:
+        if self.reducer.sender.shows_parts and self._sharded.shards is None:
             self._stay_with_backward("gradients are parts of memory that the script uses, too")
             defers = False
         elif defers and self._sharded.shards is None and self._watch.expects_another_pass():

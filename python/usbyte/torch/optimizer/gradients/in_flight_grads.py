@@ -46,6 +46,7 @@ class InFlightGrads:
         sparse: By parameter, whether its gradient is sent as rows.
 
     Attributes:
+        sparse: By parameter, whether its gradient is sent as rows.
         tensors: By parameter, its gradient in the flat buffer; for a sparse one, the gradient sent
             last.
         shown: By parameter, the tensor that `param.grad` was set to when its gradient was sent:
@@ -60,7 +61,7 @@ class InFlightGrads:
     def __init__(
         self, names: Sequence[str], params: Sequence[nn.Parameter], sparse: Sequence[bool]
     ) -> None:
-        self._names, self._params, self._sparse = names, params, sparse
+        self._names, self._params, self.sparse = names, params, sparse
         self.tensors = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in params]
         self.shown, self.shows_others = list(self.tensors), False
         self.own = [False] * len(params)
@@ -139,7 +140,7 @@ class InFlightGrads:
 
     def _is_left(self, i: int) -> bool:
         """Returns whether the flat buffer has a gradient of `i` that is not `param.grad` now."""
-        is_there = not (self._private[i] or self._sparse[i])
+        is_there = not (self._private[i] or self.sparse[i])
         return is_there and self._params[i].grad is not self.tensors[i]
 
     def _leave(self, i: int) -> None:
@@ -238,7 +239,7 @@ class InFlightGrads:
         self._lent, self._held = expose_remote, True
         if expose_remote and not all(self.own):
             for i, param in enumerate(self._params):
-                if not self.own[i] and not self._sparse[i]:
+                if not self.own[i] and not self.sparse[i]:
                     param.grad = self.show_sum(i)
         make_all_lazy(self.shown, fetch)
 
@@ -259,7 +260,7 @@ class InFlightGrads:
 
     def was_reset_by_user(self, i: int) -> bool:
         """Returns whether the script has reset a gradient that showed only the other ranks' sum."""
-        return self._params[i].grad is None and self._lent and not self._sparse[i]
+        return self._params[i].grad is None and self._lent and not self.sparse[i]
 
     def untouched(self) -> bool:
         """Returns whether no `param.grad` in flight was replaced or reset.

@@ -54,7 +54,8 @@ class DeferredUpdates(DeferredUpdateQueue):
     ) -> None:
         super().__init__(param_table, reducer, fetch)
         self._optimizer, self._step, self._tear = optimizer, step, tear
-        self._groups, self._group_of = groups, groups.refresh()
+        groups.refresh()
+        self._groups, self._group_of = groups, groups.group_of
         self._hyper: list[dict[str, Any]] = []
         self._call: Callable[[], Any] = optimizer.step
         # By parameter, a gradient that the user has zeroed before its update: zeroed after it.
@@ -66,9 +67,13 @@ class DeferredUpdates(DeferredUpdateQueue):
         self._updating: set[int] = set()  # parameters whose checked updates run now
 
     def defer(self, call: Callable[[], Any]) -> None:
-        """Defers the update of every parameter. An update calls `call`, the optimizer's step."""
-        self._call = call
-        self._group_of = self._groups.refresh()
+        """Defers the update of every parameter.
+
+        Args:
+            call: The optimizer's step, which updates call. The parameter groups must be those of
+                the last `ParamGroupIndex.refresh`.
+        """
+        self._call, self._group_of = call, self._groups.group_of
         self._hyper = [hyper_parameters(group) for group in self._optimizer.param_groups]
         self._zero_after.clear()
         self._checks = self._to_check > 0
@@ -97,8 +102,8 @@ class DeferredUpdates(DeferredUpdateQueue):
     def _apply(self, due: Sequence[int]) -> None:
         reducer = self._reducer
         wanted = self._expand_shared_storage(due)
-        sums = {i: reducer.wait(i) for i in wanted}
-        sums |= {i: reducer.sum(i) for i in self._arrived_with(wanted)}
+        reducer.wait(wanted)
+        sums = reducer.sums([*wanted, *self._arrived_with(wanted)])
         updated = self._begin(list(sums))
         if not updated:
             return

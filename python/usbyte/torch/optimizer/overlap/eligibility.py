@@ -63,6 +63,9 @@ class ScriptObserver:
         optimizer: The wrapped optimizer.
         names: Names of its parameters, by parameter index.
         params: Its parameters, by parameter index.
+
+    Attributes:
+        users: By thread that has used parameters since the last step, the first that it used.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class ScriptObserver:
         self._bytes = [p.numel() * p.element_size() for p in params]
         self._seen = _Seen()
         self._trainer: int | None = None  # thread of the last step, until updates are applied
-        self._users: dict[int, int] = {}  # by thread since then, the first parameter it used
+        self.users: dict[int, int] = {}
         self._forwards = 0  # training passes of outermost modules since the last step
         self._retains = False  # whether the current backward pass retains its graph
 
@@ -110,10 +113,13 @@ class ScriptObserver:
         self._seen.reads.add(i)
 
     def used(self, i: int) -> None:
-        """Records that this thread uses parameter `i`, whose update is or might be deferred."""
+        """Records that this thread uses parameter `i`, whose update is or might be deferred.
+
+        A thread that is in `users` need not call it.
+        """
         # Uses in a backward pass do not count: the training thread waits for autograd's threads.
         if self._trainer is not None and backward_id() == -1:
-            self._users.setdefault(threading.get_ident(), i)
+            self.users.setdefault(threading.get_ident(), i)
 
     def up_to_date(self) -> None:
         """Records that no update is pending any more.
@@ -122,7 +128,7 @@ class ScriptObserver:
         """
         here, in_backward = threading.get_ident(), backward_id() != -1
         if in_backward:  # on the CPU, backward runs in the thread that ran the forward pass
-            self._users.pop(here, None)
+            self.users.pop(here, None)
         if in_backward or here == self._trainer:
             self._trainer = None
 
@@ -133,7 +139,7 @@ class ScriptObserver:
             Name of a parameter that another thread than the calling one has used since the last
             step, while updates were or might have been deferred; empty if there is none.
         """
-        users, self._users = self._users, {}
+        users, self.users = self.users, {}
         users.pop(threading.get_ident(), None)
         return self._names[min(users.values())] if users else ""
 

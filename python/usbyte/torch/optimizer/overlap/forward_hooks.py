@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class ForwardPreHooks:
         self._params, self._check = params, check
         self._index = {p: i for i, p in enumerate(params)}
         self._arrive, self._enter, self._device = arrive, enter, device
-        self._hooks: list[tuple[nn.Module, _Hook]] = []
+        self._hooks: list[tuple[nn.Module, _PreForward]] = []
         self._handles: list[RemovableHandle] = []  # empty while the hooks are not installed
         self._installed: set[nn.Module] = set()
         self.root_modules: list[nn.Module] = []
@@ -168,31 +167,19 @@ class ForwardPreHooks:
             own = [self._index[p] for p in params if p in self._index]
             below = [self._index[p] for p in module.parameters() if p in self._index]
             if own or module is root or (below and type(module) not in _CONTAINERS):
-                hook = _Hook(partial(self._pre_forward, own, below, module is root))
+                hook = _PreForward(self, own, below, module is root)
                 self._hooks.append((module, hook))
                 self._handles.append(module.register_forward_pre_hook(hook))
                 here += [hook] * (module is root)
         self._installed.update(root.modules())
         return here
 
-    def _pre_forward(
-        self, own: list[int], below: list[int], is_root: bool, module: nn.Module
-    ) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if is_root:
-            self._pass_root(module)
-        # In evaluation, attention and transformer layers check that all parameters below them are
-        # plain tensors. If one is lazy, they compute in another order.
-        wanted = own if module.training and torch.is_grad_enabled() else below
-        if not wanted:
-            return
-        if self._learning:
-            if torch.is_grad_enabled():  # evaluation uses them in other ways than training
-                self._use(wanted)
-            for i in wanted:
-                unwrap(self._params[i])
-        self._arrive(wanted)
+    def _record_use(self, wanted: Sequence[int]) -> None:
+        """In learning steps: records that a module is about to use the parameters `wanted`."""
+        if torch.is_grad_enabled():  # evaluation uses them in other ways than training
+            self._use(wanted)
+        for i in wanted:
+            unwrap(self._params[i])
 
     def _pass_root(self, module: nn.Module) -> None:
         if self._learning:
@@ -264,14 +251,37 @@ class _Unscripted:
         return _no_gate, ()
 
 
-class _Hook(_Unscripted):
-    """Forward pre-hook of one module. A copy of the module gets a no-op in its place."""
+class _PreForward(_Unscripted):
+    """Forward pre-hook of one module. A copy of the module gets a no-op in its place.
 
-    def __init__(self, call: Callable[[nn.Module], None]) -> None:
-        self._call = call
+    It is one function, because it runs for each module in each forward pass.
+
+    Args:
+        hooks: The hooks that it is one of.
+        own: Indices of the parameters that the module owns.
+        below: Indices of the parameters of the module and of all modules below it.
+        is_root: Whether the module is an outermost one.
+    """
+
+    def __init__(
+        self, hooks: ForwardPreHooks, own: list[int], below: list[int], is_root: bool
+    ) -> None:
+        self._hooks, self._own, self._below, self._is_root = hooks, own, below, is_root
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        self._call(module)
+        if torch.compiler.is_compiling():
+            return
+        hooks = self._hooks
+        if self._is_root:
+            hooks._pass_root(module)
+        # In evaluation, attention and transformer layers check that all parameters below them are
+        # plain tensors. If one is lazy, they compute in another order.
+        wanted = self._own if module.training and torch.is_grad_enabled() else self._below
+        if not wanted:
+            return
+        if hooks._learning:
+            hooks._record_use(wanted)
+        hooks._arrive(wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_gate

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,11 +27,11 @@ class ReducedGradients(Protocol):
     def co_arriving(self, indices: Sequence[int]) -> set[int]:
         """Returns the parameters whose gradients are complete as soon as those of `indices` are."""
 
-    def wait(self, i: int) -> torch.Tensor | None:
-        """Waits for the reduced gradient of parameter `i`; returns None if no rank had one."""
+    def wait(self, indices: Iterable[int]) -> None:
+        """Waits for the reduced gradients of the parameters `indices`."""
 
-    def sum(self, i: int) -> torch.Tensor | None:
-        """Returns the gradient of parameter `i`, which has arrived; None if no rank had one."""
+    def sums(self, indices: Sequence[int]) -> dict[int, torch.Tensor | None]:
+        """Returns, by parameter, gradients that have arrived; None where no rank had one."""
 
     def gradient(self, i: int) -> torch.Tensor:
         """Returns the tensor that `param.grad` of parameter `i` was when its gradient was sent."""
