@@ -155,7 +155,7 @@ def interrupts(rank, size):
 
         opt = trained(model, rank, 8, between=arm)
         opt.drain()
-        assert opt._controller._deferred.count == 0
+        assert opt._session.controller._deferred.count == 0
         results.append(flat(model))
         PENDING.unwrap_all = release
         opt.close()
@@ -194,15 +194,15 @@ def interrupt_release():
 
 PLACES = {
     "none": lambda opt: None,
-    "sums are there": lambda opt: interrupt_once(opt._controller.reducer, "begin_update"),
-    "gradients are set": lambda opt: interrupt_once(opt._controller._deferred, "_narrowed"),
+    "sums are there": lambda opt: interrupt_once(opt._session.controller.reducer, "begin_update"),
+    "gradients are set": lambda opt: interrupt_once(opt._session.controller._deferred, "_narrowed"),
     "to be released": lambda opt: interrupt_once(PENDING, "unwrap_all"),
     "being released": lambda opt: interrupt_release(),
     "released": lambda opt: interrupt_once(PENDING, "unwrap_all", after=True),
 }
 SHARD_PLACES = {
     "none": lambda opt: None,
-    "gathered": lambda opt: interrupt_once(opt._controller.reducer, "gathered"),
+    "gathered": lambda opt: interrupt_once(opt._session.controller.reducer, "gathered"),
     "copied": lambda opt: interrupt_once(torch, "_foreach_copy_", after=True),
     "to be released": lambda opt: interrupt_once(PENDING, "unwrap_all"),
     "being released": lambda opt: interrupt_release(),
@@ -260,7 +260,7 @@ def two_streams(rank, size):
         fences.append(Fence(current))
         return fences[-1]
 
-    device = opt._controller.reducer.device  # the host, which has no streams of its own
+    device = opt._session.controller.reducer.device  # the host, which has no streams of its own
     device.stream, device.fence = lambda: current, fence
     for _ in range(6):
         fences.clear()

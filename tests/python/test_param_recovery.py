@@ -295,7 +295,8 @@ def is_ahead(rank, size):
     train(model, optimizer, rank)
     begin(model, optimizer, rank, STEPS)
     if rank == 1:
-        while optimizer.status().get("step") and not optimizer._controller.executor.failed:
+        executor = optimizer._session.controller.executor
+        while executor.status().get("step") and not executor.failed:
             time.sleep(0.05)
         answer = found(model, optimizer)
     else:
@@ -456,7 +457,7 @@ def faults_while_learning(rank, size):
     train(model, optimizer, rank, 2)
     begin(model, optimizer, rank, 2)
     if rank == 1:
-        while not optimizer._controller.executor.failed:
+        while not optimizer._session.controller.executor.failed:
             time.sleep(0.05)
     else:
         optimizer.step()

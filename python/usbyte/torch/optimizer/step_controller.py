@@ -70,8 +70,6 @@ class StepController:
             fault.
         memory: Codec state.
         steps_before: Number of steps that were completed before.
-        on_updated: Called after a step that updated all parameters at once, before parameters can
-            be read.
 
     Attributes:
         executor: Runs the plan in force. Deleted by `end`, unless there was a fault.
@@ -93,11 +91,10 @@ class StepController:
         update_guard: UpdateGuard,
         memory: CodecState,
         steps_before: int,
-        on_updated: Callable[[], None],
     ) -> None:
         self._rank_group, self._optimizer, self._updater = rank_group, optimizer, updater
         self._settings, self._param_table, self._planner = settings, param_table, planner
-        self._update_guard, self._memory, self._on_updated = update_guard, memory, on_updated
+        self._update_guard, self._memory = update_guard, memory
         self._groups = ParamGroupIndex(optimizer, param_table)
         self._everything = range(len(param_table.params))
         self.ended = False
@@ -430,7 +427,6 @@ class StepController:
             nn.utils.clip_grad_norm_(self._param_table.params, self._settings.max_grad_norm)
         with self._update_guard.updating():
             result: float | None = self._step_watched(closure)
-            self._on_updated()
             self._update_guard.count_step()
         reducer.finish_step(start)
         learning = reducer.learning
