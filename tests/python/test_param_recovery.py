@@ -388,7 +388,7 @@ def test_an_update_that_is_going_on_ends_before_anything_is_decided():
     reader.start()
     reader.join(0.2)
     assert reader.is_alive()
-    salvage.decide("lost", RecoveryDecision(""))
+    salvage.apply_decision("lost", RecoveryDecision(""))
     reader.join(10)
     assert seen == [6.0]
     assert type(param) is nn.Parameter
@@ -398,7 +398,7 @@ def test_nobody_else_lets_go_of_what_is_dirty():
     """As gates do, which note who reads a parameter, and updates."""
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     salvage = ParamRecovery(params, lambda: False, lambda completes: None)
-    salvage.decide("lost", RecoveryDecision("step 3 was applied in part"))
+    salvage.apply_decision("lost", RecoveryDecision("step 3 was applied in part"))
     for param in params:
         unwrap(param)
         make_lazy(param, unwrap)
@@ -424,7 +424,7 @@ def test_a_clean_up_that_fails_leaves_dirty_parameters():
         raise KeyboardInterrupt
 
     salvage = ParamRecovery([param], lambda: inside[0], clean_up)
-    salvage.decide("lost", RecoveryDecision("", completes=True))
+    salvage.apply_decision("lost", RecoveryDecision("", completes=True))
     with pytest.raises(KeyboardInterrupt):
         param.sum()
     for _ in range(2):

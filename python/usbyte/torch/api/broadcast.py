@@ -15,7 +15,6 @@ from usbyte.torch.compression.state import CODEC_STATE_KEY
 from usbyte.torch.eager import operations, serialization
 from usbyte.torch.eager.operation_names import OperationName
 from usbyte.torch.eager.queue import EagerQueue
-from usbyte.torch.optimizer.distributed_optimizer import session_of
 from usbyte.torch.runtime.tensor_checks import check_plain
 from usbyte.torch.world.process_sets import ProcessSetLike, global_process_set
 from usbyte.torch.world.world import current
@@ -123,8 +122,8 @@ def broadcast_optimizer_state(
 
 def _names_of(optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
     """Returns parameter names by parameter group, in the order of `state_dict`; None if unnamed."""
-    session = session_of(optimizer)
-    return session.names_of_groups() if session is not None else None
+    participant = current().participant_of(optimizer)
+    return participant.names_of_groups() if participant is not None else None
 
 
 def _are_alike(sent: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> bool:

@@ -22,7 +22,6 @@ from usbyte.torch.daso.participant import DasoParticipant
 from usbyte.torch.daso.schedule import Phase
 from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer, session_of
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
-from usbyte.torch.optimizer.session import OptimizerSession
 from usbyte.torch.optimizer.wrapper import OptimizerWrapper
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.world.rank_group import RankGroup
@@ -182,13 +181,12 @@ class DasoOptimizer(OptimizerWrapper):
             if averager is not None:
                 averager.close()
             raise
-        session = session_of(node_optimizer)
-        assert session is not None
-        self._session: OptimizerSession = session
+        self._session = session_of(node_optimizer)
         self._averaging: ParamAveraging | None = None
         if averager is not None:
-            self._averaging = ParamAveraging(averager, self._schedule, session.update_guard)
-        self._participant = DasoParticipant(session, self, self._averaging)
+            guard = self._session.update_guard
+            self._averaging = ParamAveraging(averager, self._schedule, guard)
+        self._participant = DasoParticipant(self._session, self, self._averaging)
         self._inner = node_optimizer  # from now on, undeclared attributes go to it
         self._lay_out()
         rank_group.add(self._participant)

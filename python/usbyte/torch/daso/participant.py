@@ -9,8 +9,7 @@ import torch
 
 from usbyte.torch.daso.param_averaging import ParamAveraging
 from usbyte.torch.fault.decision import RankProgress
-from usbyte.torch.optimizer.participant import OptimizerParticipant
-from usbyte.torch.optimizer.session import OptimizerSession
+from usbyte.torch.optimizer.session import OptimizerParticipant, OptimizerSession
 
 
 class DasoParticipant(OptimizerParticipant):

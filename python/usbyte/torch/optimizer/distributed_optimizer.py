@@ -24,8 +24,7 @@ from usbyte.torch.optimizer.config import (
     names_of,
     positive,
 )
-from usbyte.torch.optimizer.participant import OptimizerParticipant
-from usbyte.torch.optimizer.session import OptimizerSession
+from usbyte.torch.optimizer.session import OptimizerParticipant, OptimizerSession
 from usbyte.torch.optimizer.wrapper import OptimizerWrapper
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import Overlap, Policy, Settings
@@ -382,8 +381,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         if (controller := self._session.live) is not None:
             controller.check_whole_gradients()
-            if self._session.driver is not None and self._session.driver.accumulates:
-                controller.flush_accumulated()
+            if controller.driver.accumulates:
+                controller.driver.flush_accumulated()
         self.drain()
 
     @_not_compiled
@@ -391,8 +390,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def flush_accumulated(self) -> None:
         """Sends the gradients that this rank has accumulated, as `step()` would. Collective."""
         self._session.check_usable()
-        if self._session.controller is not None:
-            self._session.controller.flush_accumulated()
+        if (controller := self._session.live) is not None:
+            controller.driver.flush_accumulated()
 
     @_not_compiled
     def drain(self) -> None:
@@ -411,12 +410,11 @@ class DistributedOptimizer(OptimizerWrapper):
         If no backward pass follows, `step()` sends it.
         """
         self._session.check_usable()
-        driver = self._session.driver
-        if driver is None:
+        if (controller := self._session.live) is None:
             yield
             return
-        self._apply_pending()
-        before = driver.set_sync(False)
+        controller.apply_all()
+        driver, before = controller.driver, controller.driver.set_sync(False)
         try:
             yield
         finally:
@@ -471,9 +469,6 @@ class DistributedOptimizer(OptimizerWrapper):
             controller.shards.reshard_state()
 
 
-def session_of(optimizer: torch.optim.Optimizer) -> OptimizerSession | None:
-    """Returns what a DistributedOptimizer trains with, also one that another optimizer wraps.
-
-    It is None for all other optimizers.
-    """
-    return optimizer._session if isinstance(optimizer, DistributedOptimizer) else None
+def session_of(optimizer: DistributedOptimizer) -> OptimizerSession:
+    """Returns what the optimizer trains with, for optimizers that wrap it."""
+    return optimizer._session

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a DistributedOptimizer makes for its parameters, and makes anew when some are added."""
+"""What a DistributedOptimizer owns: all that trains its parameters, and what the world calls."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.comm.topology import parse
 from usbyte.torch.compression.state import CodecState
+from usbyte.torch.fault.decision import RankProgress, RecoveryDecision
 from usbyte.torch.fault.update_guard import UpdateGuard
-from usbyte.torch.optimizer.backward_driver import BackwardDriver
 from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.optimizer.local_steps import LocalSteps
 from usbyte.torch.optimizer.param_owner import register_params, retain_owner
@@ -54,7 +55,6 @@ class OptimizerSession:
         controller: Takes the steps. None with a single rank, and after `close` unless its shards or
             a fault still need it.
         local_steps: Takes the steps with a single rank.
-        driver: Begins and ends backward passes; None while none can send gradients.
         planner: Makes the plans; None with a single rank.
         codec_state: Codec state.
         update_guard: Serializes updates, counts steps, and blocks reads of parameters after a
@@ -82,7 +82,6 @@ class OptimizerSession:
         self.update_guard = UpdateGuard()
         self.controller: StepController | None = None
         self.local_steps: LocalSteps | None = None
-        self.driver: BackwardDriver | None = None
         self.planner: Planner | None = None
         self.closed = False
         self.state_hooks: list[RemovableHandle] = []
@@ -165,9 +164,6 @@ class OptimizerSession:
         try:
             controller.end(whole_state)
         finally:
-            assert self.driver is not None
-            self.driver.close()
-            self.driver = None
             retain_owner(None, self.param_table.params)
         if controller.shards is None and self.update_guard.recovery is None:
             self.controller = None  # frees its buffers
@@ -181,10 +177,10 @@ class OptimizerSession:
         """
         settings, rank_group = self.settings, self.rank_group
         param_table = ParamTable.of(self._optimizer, self._names)
-        served = self._serve(param_table)
+        validated = self._validate(param_table)
         self.closed = True
         self._end(whole_state=True)
-        self.controller = self.driver = None
+        self.controller = None
         self.param_table = param_table
         if holds_shards(self._optimizer):
             raise UsageError(
@@ -194,7 +190,7 @@ class OptimizerSession:
         if rank_group.size == 1:  # a single rank sends nothing
             before = self.local_steps
             self.local_steps = LocalSteps(
-                self._optimizer, served.updater, settings, param_table, self.update_guard
+                self._optimizer, validated.updater, settings, param_table, self.update_guard
             )
             if before is not None:
                 self.local_steps.consumed = before.consumed
@@ -203,11 +199,11 @@ class OptimizerSession:
         changing = warn_of_renormalized(self.label, param_table, self._model)
         device = device_of(param_table.names, param_table.params)
         try:
-            planner = self._make_planner(param_table, device, served, steps_before)
+            planner = self._make_planner(param_table, device, validated, steps_before)
         except OtherOrderError as error:  # raised on all ranks; they take the first rank's order
             param_table = param_table.in_order(error.names)
-            served = self._serve(param_table)
-            planner = self._make_planner(param_table, device, served, steps_before)
+            validated = self._validate(param_table)
+            planner = self._make_planner(param_table, device, validated, steps_before)
         if self._names is None:
             check_order(rank_group, self.label, param_table.params)
         self.param_table, self.planner = param_table, planner
@@ -216,7 +212,7 @@ class OptimizerSession:
         self.controller = StepController(
             rank_group,
             self._optimizer,
-            served.updater,
+            validated.updater,
             settings,
             param_table,
             changing,
@@ -226,7 +222,6 @@ class OptimizerSession:
             self.codec_state,
             steps_before,
         )
-        self.driver = BackwardDriver(self.controller, settings.passes_per_step)
         retain_owner(self._owner(), param_table.params)
         self.closed = False
 
@@ -245,7 +240,7 @@ class OptimizerSession:
         names = self._names
         try:
             self._names = with_new_names(names, self._optimizer, self._model)
-            self._serve(ParamTable.of(self._optimizer, self._names))
+            self._validate(ParamTable.of(self._optimizer, self._names))
         except UsageError:
             self._optimizer.param_groups.pop()
             self._names = names
@@ -269,20 +264,132 @@ class OptimizerSession:
                 self.controller.reducer.has_accumulated = unsent
 
     def _make_planner(
-        self, param_table: ParamTable, device: Device, served: ValidatedOptimizer, steps_before: int
+        self,
+        param_table: ParamTable,
+        device: Device,
+        validated: ValidatedOptimizer,
+        steps_before: int,
     ) -> Planner:
         return Planner(
-            self.rank_group, self.label, self.settings, param_table, device, served.codecs,
-            served.sparse, steps_before,
+            self.rank_group, self.label, self.settings, param_table, device, validated.codecs,
+            validated.sparse, steps_before,
         )  # fmt: skip
 
-    def _serve(self, param_table: ParamTable) -> ValidatedOptimizer:
+    def _validate(self, param_table: ParamTable) -> ValidatedOptimizer:
         """Validates the parameters and registers the DistributedOptimizer as their owner.
 
         Raises:
             UsageError: Some of them are not supported; nothing has changed.
         """
         settings, size = self.settings, self.rank_group.size
-        served = validate_optimizer(self._optimizer, param_table, settings, size, self._model)
+        validated = validate_optimizer(self._optimizer, param_table, settings, size, self._model)
         register_params(self._owner(), self, param_table.params, param_table.names)
-        return served
+        return validated
+
+
+class OptimizerParticipant:
+    """Implements the world's `Participant` for a DistributedOptimizer.
+
+    The optimizer owns its participant, and the world refers to it weakly.
+
+    Args:
+        session: What the optimizer trains with.
+        optimizer: The optimizer that the script uses; not kept alive.
+    """
+
+    def __init__(self, session: OptimizerSession, optimizer: torch.optim.Optimizer) -> None:
+        self._session, self._optimizer = session, weakref.ref(optimizer)
+
+    @property
+    def label(self) -> str:
+        """Name of the optimizer, the same on all ranks."""
+        return self._session.label
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share gradients."""
+        return self._session.rank_group.size
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that the script uses; None once it was garbage-collected."""
+        return self._optimizer()
+
+    @property
+    def sends(self) -> bool:
+        """Whether other ranks wait for gradients of this optimizer."""
+        return self._session.live is not None
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters whose gradients are sent, with their names."""
+        return self._session.named()
+
+    def names_of_groups(self) -> list[list[str]] | None:
+        """Returns the given parameter names by parameter group; None if a parameter has none."""
+        return self._session.names_of_groups()
+
+    def join_with_zeros(self) -> None:
+        """Contributes zeros to the steps of other ranks until all ranks have joined. Collective."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self._session.check_usable()
+        while (controller := self._session.live) is not None:
+            controller.drain()
+            optimizer.zero_grad()
+            if not controller.driver.contribute_zeros():
+                break
+            optimizer.step()
+
+    def drain(self) -> None:
+        """Applies every pending update and waits for gradients in flight."""
+        if (controller := self._session.live) is not None:
+            controller.drain()
+            controller.up_to_date()
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Returns the progress by label, for messages about faults."""
+        executor = self._session.executor
+        return {self.label: executor.status() if executor is not None else {}}
+
+    def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
+        """Records into `writer` from the next step on; None stops."""
+        if (controller := self._session.live) is not None:
+            controller.executor.set_timeline(writer)
+
+    def block_reads(self, verdict: str) -> None:
+        """After a fault: blocks reads of parameters until `apply_decision`."""
+        session = self._session
+        if (controller := session.live) is not None:
+            session.update_guard.block_reads(
+                verdict, session.param_table.params, controller.clean_up
+            )
+
+    def fail(self, verdict: str) -> None:
+        """After `block_reads`: makes every wait raise FaultError(verdict)."""
+        if (executor := self._session.executor) is not None:
+            executor.fail(verdict)
+
+    def progress(self) -> RankProgress | None:
+        """After `block_reads`: returns this rank's progress; None if no reads were blocked."""
+        controller = self._session.controller
+        return self._session.update_guard.progress(
+            controller.examine if controller is not None else _examine_alone
+        )
+
+    def apply_decision(self, verdict: str, decision: RecoveryDecision) -> None:
+        """Ends the block: reads of parameters go on, or raise FaultError."""
+        self._session.update_guard.apply_decision(verdict, decision)
+
+    def orphan(self) -> list[Any]:
+        """In a forked child: returns the objects whose threads do not exist there."""
+        controller = self._session.live
+        return [self] if controller is None else [self, controller.executor.orphan()]
+
+    def close(self, whole_state: bool) -> None:
+        """Applies pending updates, unless communication has failed; then ends the engine."""
+        self._session.close(whole_state)
+
+
+def _examine_alone(is_quiet: bool) -> tuple[bool, bool]:
+    """For `UpdateGuard.progress`: a single rank's step is applied completely or not at all."""
+    return not is_quiet, False

@@ -36,6 +36,9 @@ class Participant(Protocol):
     def named(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Returns the parameters whose gradients are sent, with their names."""
 
+    def names_of_groups(self) -> list[list[str]] | None:
+        """Returns the given parameter names by parameter group; None if a parameter has none."""
+
     def join_with_zeros(self) -> None:
         """Contributes zeros to the steps of other ranks until all ranks have joined. Collective."""
 

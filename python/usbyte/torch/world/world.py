@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from usbyte import _core
@@ -194,6 +195,13 @@ class World:
     def active_participants(self) -> list[Participant]:
         """Returns the participants that send gradients or parameters to other ranks."""
         return [each for each in self._live_participants() if each.sends]
+
+    def participant_of(self, optimizer: torch.optim.Optimizer) -> Participant | None:
+        """Returns the participant that `optimizer` has registered; None if it is none of usbyte."""
+        for participant in self._live_participants():
+            if participant.optimizer is optimizer:
+                return participant
+        return None
 
     def warn(self, text: str) -> None:
         """Logs a warning of the engine, with this rank."""

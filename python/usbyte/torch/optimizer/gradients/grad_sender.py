@@ -7,18 +7,21 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.optimizer.compat.shared_memory import shares_memory
+from usbyte.torch.optimizer.gradients.grad_writer import HostGradWriter
 from usbyte.torch.optimizer.gradients.in_flight_grads import InFlightGrads
-from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.sparse import Rows, empty_like
 from usbyte.torch.reduce_op import Sum
+from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.tensor_checks import check_sendable
 from usbyte.torch.torch_private import DisableTorchFunction, not_compiled
 
@@ -36,6 +39,24 @@ def _closed(_: int) -> bool:
     return False
 
 
+class GradientChannel(Protocol):
+    """The parts of the plan executor that take gradients.
+
+    Attributes:
+        device: Device of the parameters.
+        engine: Engine that runs the plan in force.
+        grad_writer: Writes gradients to the flat buffer.
+        rows: By parameter, the rows of its sparse gradient in flight.
+        tensor_of_param: By parameter, the index of its tensor in the plan.
+    """
+
+    device: Device
+    engine: _core.Engine
+    grad_writer: HostGradWriter
+    rows: dict[int, Rows]
+    tensor_of_param: list[int]
+
+
 class GradientSender:
     """Checks each gradient of a backward pass and passes it to the plan executor.
 
@@ -44,7 +65,7 @@ class GradientSender:
     Args:
         settings: Arguments of the DistributedOptimizer.
         param_table: Parameters of the optimizer. Indices of parameters are positions in it.
-        executor: Runs the plan in force.
+        executor: Takes the gradients.
         in_flight: Tracks the gradients that are sent.
         memory: Codec state.
 
@@ -63,7 +84,7 @@ class GradientSender:
         self,
         settings: Settings,
         param_table: ParamTable,
-        executor: PlanExecutor,
+        executor: GradientChannel,
         in_flight: InFlightGrads,
         memory: CodecState,
     ) -> None:

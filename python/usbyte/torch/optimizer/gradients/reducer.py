@@ -17,6 +17,7 @@ from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
 from usbyte.torch.optimizer.gradients.step_consensus import StepConsensus, StepVote
 from usbyte.torch.optimizer.gradients.step_phase import StepPhase, advance
+from usbyte.torch.optimizer.overlap.reduced_gradients import no_whole_gradients
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.lifecycle import PlanLifecycle
@@ -25,11 +26,6 @@ from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import Counts, sparse_tensor
 from usbyte.torch.runtime.device import Mark
 from usbyte.torch.torch_private import DisableTorchFunction
-
-
-def no_whole_gradients(remedy: str) -> UsageError:
-    """Returns the error that a script needs gradients of which a rank has only a shard."""
-    return UsageError(f"with shard_optimizer=True no rank has whole gradients: {remedy}")
 
 
 class Reducer:
@@ -196,7 +192,7 @@ class Reducer:
         self._in_flight.record_version(i)
         del self._executor.rows[i]
 
-    def settle(self) -> None:
+    def finalize_grads(self) -> None:
         """Waits for all gradients in flight and makes every `param.grad` final.
 
         Raises:
@@ -223,14 +219,14 @@ class Reducer:
                 self.wait([i])
                 self.sums([i])
             elif sent.shows_others:
-                sent.bring(i)
+                sent.copy_sum(i)
         self._advance(StepPhase.REDUCED)
 
     def gradient(self, i: int) -> torch.Tensor:
         """Returns the tensor that `param.grad` of parameter `i` was when its gradient was sent."""
         return self._in_flight.shown[i]
 
-    def hold_gradients(self, fetch: Sequence[MaterializeFn]) -> None:
+    def make_grads_lazy(self, fetch: Sequence[MaterializeFn]) -> None:
         """Makes every gradient lazy: its first read waits for its all-reduce.
 
         It stays lazy until it has been waited for.
@@ -326,7 +322,7 @@ class Reducer:
             return False
         return bool(self._executor.status()["phase"] == "idle")
 
-    def is_torn(self) -> bool:
+    def may_be_partial(self) -> bool:
         """Returns whether updates may have used incomplete sums on the device."""
         return self.device.core is not None and has_partial_step(
             self._executor.status(), self.applied
@@ -400,7 +396,7 @@ class Reducer:
         if self._sharded and not self.learning:
             self.wait_reduced()
             self.release_gathers()  # no rank uses what is gathered
-        self.settle()
+        self.finalize_grads()
 
     def begin(self) -> None:
         """Begins a backward pass that sends gradients.
@@ -420,7 +416,7 @@ class Reducer:
         self._consensus.begin_step(self.phase, self._sharded and not self.learning)
         self._check.begin(self._executor.steps)
         self._in_flight.begin()
-        self._leave_kept_gradients()
+        self._move_retained_grads()
         self._memory.begin_step()
         self.has_accumulated = self.sender.shows_parts = False
         self._consensus.record_participation()
@@ -428,11 +424,11 @@ class Reducer:
         self._used = None
         self._advance(StepPhase.IN_BACKWARD)
 
-    def _leave_kept_gradients(self) -> None:
+    def _move_retained_grads(self) -> None:
         """Saves gradients in the flat buffer that the script keeps, before they are overwritten."""
         if self._sharded and not self.learning:
             return  # scripts see no gradients, and views of shards must stay in the flat buffer
-        if self._in_flight.leave_kept():
+        if self._in_flight.move_retained():
             self._executor.renew(self.learning)
             self._in_flight.rebind(self._executor.flat_buffer.buffer, self._executor.grad_views())
 
@@ -443,6 +439,6 @@ class Reducer:
         votes = self._consensus.flags(wants_plan=self._lifecycle.end_backward())
         self._executor.grad_writer.send_flags([*map(float, used), *votes])
         self._executor.engine.end_backward()
-        self._in_flight.check_kept()
+        self._in_flight.check_unreplaced()
         self.passes = 0
         self._advance(StepPhase.IN_FLIGHT)

@@ -66,6 +66,7 @@ class ScriptObserver:
 
     Attributes:
         users: By thread that has used parameters since the last step, the first that it used.
+        in_step: Whether the wrapped optimizer's step, with its closure, runs. The owner sets it.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ScriptObserver:
         self._optimizer, self._names = optimizer, names
         self._bytes = [p.numel() * p.element_size() for p in params]
         self._seen = _Seen()
+        self.in_step = False
         self._trainer: int | None = None  # thread of the last step, until updates are applied
         self.users: dict[int, int] = {}
         self._forwards = 0  # training passes of outermost modules since the last step
