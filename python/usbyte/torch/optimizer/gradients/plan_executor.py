@@ -242,10 +242,10 @@ class PlanExecutor:
         self._provide_exchange(plan)
         moves = coded_shards(plan) != coded_shards(self.plan)
         if moves:  # the ranks that send an element will not be those with its error feedback
-            told = self._rank_group.eager.allgather_bytes(
-                "usbyte.memory.kinds", self._memory.told().encode()
+            kinds = self._rank_group.eager.allgather_bytes(
+                "usbyte.memory.kinds", self._memory.kinds_json().encode()
             )
-            self._memory.replicate(plan.tensors, [text.decode() for text in told], self._average)
+            self._memory.replicate(plan.tensors, [text.decode() for text in kinds], self._average)
         self._restart(plan, learning, concentrates=moves and codes_shards(plan))
 
     def renew(self, learning: bool) -> None:

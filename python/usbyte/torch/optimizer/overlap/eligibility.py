@@ -193,7 +193,7 @@ class ScriptObserver:
     def reason(
         self,
         forward_hooks: ForwardPreHooks,
-        ungated: Sequence[int],
+        unhooked: Sequence[int],
         aliased: Sequence[int],
         shared: str,
         against: str,
@@ -202,12 +202,12 @@ class ScriptObserver:
 
         Args:
             forward_hooks: Forward pre-hooks of the learning steps.
-            ungated: Parameters whose use no forward pre-hook observed.
+            unhooked: Parameters whose use no forward pre-hook observed.
             aliased: Parameters whose memory other tensors of the script use.
             shared: Name of a parameter that another thread has used; empty if there is none.
             against: Reason that was found after the learning steps; empty if there is none.
         """
-        reasons = list(self._reasons(forward_hooks, ungated, shared))
+        reasons = list(self._reasons(forward_hooks, unhooked, shared))
         if 2 * sum(self._bytes[i] for i in aliased) > sum(self._bytes):
             reasons.append(
                 f"the script keeps other tensors over the memory of '{self._names[aliased[0]]}', "
@@ -218,7 +218,7 @@ class ScriptObserver:
         return "; ".join(reasons)
 
     def _reasons(
-        self, forward_hooks: ForwardPreHooks, ungated: Sequence[int], shared: str
+        self, forward_hooks: ForwardPreHooks, unhooked: Sequence[int], shared: str
     ) -> Iterator[str]:
         kind, seen = type(self._optimizer), self._seen
         if step_is_replaced(self._optimizer):
@@ -260,10 +260,10 @@ class ScriptObserver:
                 "parameters are used by another thread than the one that trains, "
                 f"'{shared}' for one"
             )
-        if 2 * sum(self._bytes[i] for i in ungated) > whole:
+        if 2 * sum(self._bytes[i] for i in unhooked) > whole:
             yield (
-                f"what uses '{self._names[ungated[0]]}', and more, was not seen to, as in compiled "
-                "code"
+                f"what uses '{self._names[unhooked[0]]}', and more, was not seen to, as in "
+                "compiled code"
             )
 
 

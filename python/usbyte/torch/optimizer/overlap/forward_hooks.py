@@ -68,7 +68,7 @@ class ForwardPreHooks:
         self.root_modules: list[nn.Module] = []
         self._unobserved_params: set[int] = set()  # got a gradient, without an observed use
         self._compiled_params: set[int] = set()  # read by compiled or scripted code, without a hook
-        self._learning, self._watching = True, False
+        self._learning, self._observing = True, False
         self._begun = False  # whether the forward pass of this iteration has begun
         self.needed: list[Mark | None] = [None] * len(params)
         self.read_early = [0] * len(params)
@@ -95,18 +95,18 @@ class ForwardPreHooks:
             used: By parameter, whether it got a gradient in that iteration.
         """
         unseen = {i for i, n in enumerate(self.needed) if n is None and used[i]}
-        if self._watching:
+        if self._observing:
             self._unobserved_params |= unseen
             self.iterations += 1
         elif compiled_frames():
             self._compiled_params |= unseen
-        self._watching, self._begun = True, False
+        self._observing, self._begun = True, False
         self.needed = [None] * len(self.needed)
-        self._watch()
+        self._observe_reads()
 
     def begin_learning(self) -> None:
         """Starts recording the uses of parameters again, as after construction."""
-        self._learning, self._watching, self._begun = True, False, False
+        self._learning, self._observing, self._begun = True, False, False
         self.needed = [None] * len(self.needed)
         self.read_early = [0] * len(self.needed)
         self.iterations = 0
@@ -118,7 +118,7 @@ class ForwardPreHooks:
             Indices of the parameters whose use was not observed. Their updates cannot be deferred.
         """
         self.stop_recording()
-        self._learning = self._watching = False
+        self._learning = self._observing = False
         if self._finder is not None:
             self._finder.remove()
             self._finder = None
@@ -160,7 +160,7 @@ class ForwardPreHooks:
         self.root_modules.append(root)
         self._compiled_params.update(self._index[p] for p in _scripted(root) if p in self._index)
         here: list[Callable[..., None]] = []
-        for module, params in _gated(root):
+        for module, params in _hooked_modules(root):
             if module in self._installed:
                 continue
             self._installed.add(module)
@@ -191,7 +191,7 @@ class ForwardPreHooks:
             self.stop_recording()
         elif self._learning and not self._begun:
             self._begun = True
-            self._watch()
+            self._observe_reads()
 
     def _use(self, indices: Sequence[int]) -> None:
         if self._device.capturing():  # no hook runs in a replay of the CUDA graph
@@ -202,9 +202,9 @@ class ForwardPreHooks:
             if self.needed[i] is None:
                 self.needed[i] = now
 
-    def _watch(self) -> None:
+    def _observe_reads(self) -> None:
         """Makes the parameters that are unused so far lazy, to record their first use."""
-        if self._watching:
+        if self._observing:
             for i, param in enumerate(self._params):
                 if self.needed[i] is None and i not in self._compiled_params:
                     make_lazy(param, self._fetch)
@@ -248,7 +248,7 @@ class _Unscripted:
         )
 
     def __reduce__(self) -> Any:
-        return _no_gate, ()
+        return _make_no_op_hook, ()
 
 
 class _PreForward(_Unscripted):
@@ -284,24 +284,24 @@ class _PreForward(_Unscripted):
         hooks._arrive(wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return no_gate
+        return no_op_hook
 
 
-class _NoGate(_Unscripted):
+class _NoOpHook(_Unscripted):
     """No-op that replaces a hook in copies and pickles of a model."""
 
     def __call__(self, *_args: Any) -> None:
         pass
 
 
-no_gate = _NoGate()
+no_op_hook = _NoOpHook()
 
 
-def _no_gate() -> Callable[..., None]:
-    return no_gate
+def _make_no_op_hook() -> Callable[..., None]:
+    return no_op_hook
 
 
-def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+def _hooked_modules(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """Yields the modules whose hooks run, with the parameters that each hook waits for."""
     if is_compiled(root) or isinstance(root, torch.jit.RecursiveScriptModule):
         return  # compiled modules trace their own hooks, scripted ones refuse them
@@ -317,7 +317,7 @@ def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
             inside.append(child)
     yield root, own
     for child in inside:
-        yield from _gated(child)
+        yield from _hooked_modules(child)
 
 
 def _scripted(root: nn.Module) -> Iterator[nn.Parameter]:
