@@ -44,7 +44,7 @@ def train(job: Job, variant: Variant, seed: int, result: Result) -> None:
     torch.manual_seed(seed)
     model = job.make_model()
     inner = job.make_optimizer(model.parameters(), job.lr)
-    optimizer: ub.DistributedOptimizer
+    optimizer: ub.DistributedOptimizer | ub.DasoOptimizer
     daso: ub.DasoOptimizer | None = None
     if variant.every:
         optimizer = daso = ub.DasoOptimizer(

@@ -134,29 +134,30 @@ def test_parameters_that_are_views_of_one_tensor_are_updated_together():
 def interrupts(rank, size):
     """A handler of a signal reads a parameter while others are being updated."""
     ub.init()
-    release, results = PENDING.unwrap, []
+    release, results = PENDING.unwrap_all, []
     for where in (None, 0, 1, 4):
         model = layers()
         calls = -1
 
-        def read(param, where=where, model=model):
+        def read(params, where=where, model=model):
             nonlocal calls
-            release(param)
-            calls += 1
-            if calls == where:  # as between any two lines
-                model[2].bias.sum()
-                model[0].bias.sum()
+            for param in params:
+                release([param])
+                calls += 1
+                if calls == where:  # as between any two lines
+                    model[2].bias.sum()
+                    model[0].bias.sum()
 
         def arm(model, opt, step, read=read):
             nonlocal calls
             calls = -1
-            PENDING.unwrap = read
+            PENDING.unwrap_all = read
 
         opt = trained(model, rank, 8, between=arm)
         opt.drain()
-        assert opt._controller._deferred.count == 0
+        assert opt._session.controller._deferred.count == 0
         results.append(flat(model))
-        PENDING.unwrap = release
+        PENDING.unwrap_all = release
         opt.close()
     for a, b in pairwise(results):
         assert torch.equal(a, b)
@@ -179,18 +180,32 @@ def interrupt_once(owner, name, after=False):
     setattr(owner, name, stop)
 
 
+def interrupt_release():
+    """The next release of parameters is interrupted behind the first of them."""
+    release = PENDING.unwrap_all
+
+    def stop(params):
+        PENDING.unwrap_all = release
+        release([next(iter(params))])
+        raise KeyboardInterrupt
+
+    PENDING.unwrap_all = stop
+
+
 PLACES = {
     "none": lambda opt: None,
-    "sums are there": lambda opt: interrupt_once(opt._controller.reducer, "begin_update"),
-    "gradients are set": lambda opt: interrupt_once(opt._controller._deferred, "_narrowed"),
-    "being released": lambda opt: interrupt_once(PENDING, "unwrap"),
-    "released": lambda opt: interrupt_once(PENDING, "unwrap", after=True),
+    "sums are there": lambda opt: interrupt_once(opt._session.controller.reducer, "begin_update"),
+    "gradients are set": lambda opt: interrupt_once(opt._session.controller._deferred, "_narrowed"),
+    "to be released": lambda opt: interrupt_once(PENDING, "unwrap_all"),
+    "being released": lambda opt: interrupt_release(),
+    "released": lambda opt: interrupt_once(PENDING, "unwrap_all", after=True),
 }
 SHARD_PLACES = {
     "none": lambda opt: None,
-    "gathered": lambda opt: interrupt_once(opt._controller.reducer, "gathered"),
+    "gathered": lambda opt: interrupt_once(opt._session.controller.reducer, "gathered"),
     "copied": lambda opt: interrupt_once(torch, "_foreach_copy_", after=True),
-    "being released": lambda opt: interrupt_once(PENDING, "unwrap"),
+    "to be released": lambda opt: interrupt_once(PENDING, "unwrap_all"),
+    "being released": lambda opt: interrupt_release(),
 }
 
 
@@ -245,7 +260,7 @@ def two_streams(rank, size):
         fences.append(Fence(current))
         return fences[-1]
 
-    device = opt._controller.reducer.device  # the host, which has no streams of its own
+    device = opt._session.controller.reducer.device  # the host, which has no streams of its own
     device.stream, device.fence = lambda: current, fence
     for _ in range(6):
         fences.clear()

@@ -258,16 +258,16 @@ def feedback(rank, size, spec):
         if not seen or opt.plan.hash() != seen[-1]:
             seen.append(opt.plan.hash())
         if step in (5, 10) and rank == 0:
-            opt._controller.reducer.ask_for_plan()
+            opt._session.controller.reducer.ask_for_plan()
         if step == 14:  # what is remembered is saved, and outlives the engine
             saved = opt.state_dict()
-            for part in opt._memory.parts.values():
+            for part in opt._session.codec_state.parts.values():
                 part.zero_()
             opt.load_state_dict(saved)
             ub.broadcast_optimizer_state(opt, 0)  # leaves each rank its own
             opt.add_param_group({"params": [extra]})
     assert len(seen) >= 5, seen  # learning, then mine, and so on
-    kept = opt._memory.parts
+    kept = opt._session.codec_state.parts
     for name, param, total in zip(("weight", "other"), (weight, other), produced, strict=True):
         left = ub.allreduce(kept[name][0], op=ub.Sum).view_as(param)
         # What was applied and what is remembered are all that there was.
@@ -410,7 +410,7 @@ def changes_layout(rank, size):
         conv.to(memory_format=layout)
         steps(0)
         steps(3)  # with the plan of before
-        opt._controller.reducer.ask_for_plan()
+        opt._session.controller.reducer.ask_for_plan()
         steps(6)
     opt.close()
 

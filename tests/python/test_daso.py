@@ -137,14 +137,14 @@ def follows(rank, size, slots, as_topology):
         model = Point()
         topology = [slots, size // slots] if as_topology else None
         opt = wrapped(model, exchange_every=every, exchange_wait=wait, topology=topology)
-        begin = opt._averager.start
+        begin = opt._averaging.averager.start
 
         def noted(vectors, number, begin=begin):
             exchange = begin(vectors, number)
             turns.append(exchange.turn)
             return exchange
 
-        opt._averager.start = noted
+        opt._averaging.averager.start = noted
         results.append(train(opt, model, rank, range(12)))
         opt.synchronize_nodes()
         results[-1].append(model.x.tolist())
@@ -223,12 +223,12 @@ def phases(rank, size):
     opt.end_epoch(3.0)
     assert opt.phase == "cycling"
     epoch()
-    assert opt._in_flight is not None
+    assert opt._averaging.in_flight is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opt.end_epoch(torch.tensor(2.0, requires_grad=True))
     assert opt.phase == "cool-down"
-    assert opt._in_flight is None  # used at once
+    assert opt._averaging.in_flight is None  # used at once
     epoch(1)
     flat = nn.utils.parameters_to_vector(model.parameters()).double()
     assert torch.equal(ub.allreduce(flat, op=ub.Max), ub.allreduce(flat, op=ub.Min))
@@ -311,14 +311,14 @@ def resumes(rank, size):
     model = Point()
     opt = wrapped(model, exchange_every=4, exchange_wait=3)
     train(opt, model, rank, range(5))
-    assert opt._in_flight.left == 2
+    assert opt._averaging.in_flight.left == 2
     buffer = io.BytesIO()
     torch.save([model.state_dict(), opt.state_dict()], buffer)
     rows = train(opt, model, rank, range(5, 14))
     other = Point()
     anew = wrapped(other, exchange_every=8, exchange_wait=1)
     train(anew, other, rank, range(20, 28))
-    assert anew._in_flight is not None  # which loading forgets
+    assert anew._averaging.in_flight is not None  # which loading forgets
     buffer.seek(0)
     model_state, state = torch.load(buffer, weights_only=True)
     other.load_state_dict(model_state)
@@ -437,7 +437,7 @@ def ends_in_flight(rank, size, how):
         train(opt, model, rank, range(4))
         more = nn.Parameter(torch.full((2,), float(rank // 2)))
         opt.add_param_group({"params": [more]})
-        assert opt._in_flight is None
+        assert opt._averaging.in_flight is None
         opt.synchronize_nodes()
         assert more.tolist() == [0.5, 0.5]
     return model.x.tolist()

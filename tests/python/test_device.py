@@ -210,7 +210,7 @@ def votes(rank, size):
 
     for _ in range(7):
         step()
-    reducer = optimizer._controller.reducer
+    reducer = optimizer._session.controller.reducer
     assert not reducer.learning
     if rank == 1:
         reducer._lifecycle._step_time_monitor.wanted = True
@@ -235,7 +235,7 @@ def captures(rank, size):
     while optimizer.decision is None:
         step()
     names = [n for n, _ in model.named_parameters()]
-    unhooked = optimizer._controller.overlap.unhooked_params
+    unhooked = optimizer._session.controller.overlap.unhooked_params
     assert [names[i] for i in unhooked] == ["0.weight", "0.bias"]
     optimizer.synchronize()
     loss = model(torch.zeros(1, 64)).sum()

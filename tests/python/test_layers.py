@@ -21,11 +21,7 @@ MOST_FILES = 20
 LONGER = {
     "python/usbyte/lab/netns.py": 510,
     "python/usbyte/torch/api/reductions.py": 630,
-    "python/usbyte/torch/daso/optimizer.py": 550,
     "python/usbyte/torch/eager/operations.py": 585,
-    "python/usbyte/torch/optimizer/distributed_optimizer.py": 750,
-    "python/usbyte/torch/optimizer/gradients/reducer.py": 570,
-    "python/usbyte/torch/optimizer/step_controller.py": 630,
     "python/usbyte/torch/plan/planner.py": 530,
 }
 TYPING = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"

@@ -366,7 +366,7 @@ def test_what_is_remembered_moves_to_who_sends_it():
 
     before = {name: total(name) for name in "ab"}
     for plan in (along, both, whole, both, along):
-        told = [memory.told() for memory in ranks]
+        told = [memory.kinds_json() for memory in ranks]
         sums = []
         for memory in ranks:  # first to hear what each has
             copy = CodecState()

@@ -219,7 +219,7 @@ def overflows_unsent(rank, size, kept, unscale, fused):
         with opt.no_sync():
             model(x).sum().backward()
         torch.amp.GradScaler("cpu", enabled=False).unscale_(opt)  # looks at nothing
-        assert opt._controller.reducer.has_accumulated
+        assert opt._session.controller.reducer.has_accumulated
         opt.close()
     assert difference(*ends) == 0
 
@@ -321,7 +321,7 @@ def hooked(rank, size):
         has_hooks = []
         for step in range(8):
             if step == 4:
-                opt._controller.reducer.ask_for_plan()
+                opt._session.controller.reducer.ask_for_plan()
             model(torch.ones(1, 4)).sum().backward()
             opt.step()
             has_hooks.append([bool(m._forward_pre_hooks) for m in model.modules()])

@@ -295,7 +295,8 @@ def is_ahead(rank, size):
     train(model, optimizer, rank)
     begin(model, optimizer, rank, STEPS)
     if rank == 1:
-        while optimizer.status().get("step") and not optimizer._controller.executor.failed:
+        executor = optimizer._session.controller.executor
+        while executor.status().get("step") and not executor.failed:
             time.sleep(0.05)
         answer = found(model, optimizer)
     else:
@@ -387,7 +388,7 @@ def test_an_update_that_is_going_on_ends_before_anything_is_decided():
     reader.start()
     reader.join(0.2)
     assert reader.is_alive()
-    salvage.decide("lost", RecoveryDecision(""))
+    salvage.apply_decision("lost", RecoveryDecision(""))
     reader.join(10)
     assert seen == [6.0]
     assert type(param) is nn.Parameter
@@ -397,7 +398,7 @@ def test_nobody_else_lets_go_of_what_is_dirty():
     """As gates do, which note who reads a parameter, and updates."""
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     salvage = ParamRecovery(params, lambda: False, lambda completes: None)
-    salvage.decide("lost", RecoveryDecision("step 3 was applied in part"))
+    salvage.apply_decision("lost", RecoveryDecision("step 3 was applied in part"))
     for param in params:
         unwrap(param)
         make_lazy(param, unwrap)
@@ -423,7 +424,7 @@ def test_a_clean_up_that_fails_leaves_dirty_parameters():
         raise KeyboardInterrupt
 
     salvage = ParamRecovery([param], lambda: inside[0], clean_up)
-    salvage.decide("lost", RecoveryDecision("", completes=True))
+    salvage.apply_decision("lost", RecoveryDecision("", completes=True))
     with pytest.raises(KeyboardInterrupt):
         param.sum()
     for _ in range(2):
@@ -456,7 +457,7 @@ def faults_while_learning(rank, size):
     train(model, optimizer, rank, 2)
     begin(model, optimizer, rank, 2)
     if rank == 1:
-        while not optimizer._controller.executor.failed:
+        while not optimizer._session.controller.executor.failed:
             time.sleep(0.05)
     else:
         optimizer.step()

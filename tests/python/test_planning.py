@@ -100,7 +100,7 @@ def replans(rank, size):
         def on_step(step, _model, opt, plans=plans):
             plans.append(opt.plan.policy)
             if step == 6 and rank == 1:  # one rank alone notices
-                opt._controller.reducer._lifecycle._step_time_monitor.wanted = True
+                opt._session.controller.reducer._lifecycle._step_time_monitor.wanted = True
 
         expected = train("ddp", "adam", rank, size, steps=16)
         got = train(mode, "adam", rank, size, steps=16, on_step=on_step, tune_steps=0)

@@ -61,7 +61,7 @@ def variants(rank, size):
 
     def replan(step, _model, opt):
         if step == 5 and rank == 1:  # the first step that learns anew leaves a layer out
-            opt._controller.reducer._lifecycle._step_time_monitor.wanted = True
+            opt._session.controller.reducer._lifecycle._step_time_monitor.wanted = True
 
     for options in [{}, {"set_to_none": False}]:
         expected = train("ddp", "adam", rank, size, steps=16, **options)
@@ -305,7 +305,7 @@ def drops(rank, size):
         for step in range(14):
             model(torch.randn(4, 30, generator=data)).square().sum().backward()
             if step == 9 and rank == 1 and shard:
-                opt._controller.reducer._lifecycle._step_time_monitor.wanted = (
+                opt._session.controller.reducer._lifecycle._step_time_monitor.wanted = (
                     True  # a plan ends with what is dropped
                 )
             if step % 3 == 2:

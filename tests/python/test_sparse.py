@@ -233,8 +233,8 @@ def has_other_rows(rank, size):
         optimizer.step()
         learning.append(optimizer.plan.policy == "learning")
         if step == 8 and rank == 1:
-            optimizer._controller.reducer._lifecycle._density_monitor._outdated = lambda counts: (
-                True
+            optimizer._session.controller.reducer._lifecycle._density_monitor._outdated = (
+                lambda counts: True
             )
     optimizer.synchronize()
     got, expected = model.state_dict(), train_alone("sgd", size, steps=steps)
@@ -457,7 +457,7 @@ def refuses(rank, size):
     optimizer = ub.DistributedOptimizer(make_optimizer("sgd", model), names)
     with pytest.raises(UsageError, match=r"is sparse, which was not to be seen .* model="):
         model(next(batches(rank, 1)), True).backward()
-    optimizer.fail("on purpose")
+    optimizer._participant.fail("on purpose")
     optimizer.close()
     told = Words()
     optimizer = ub.DistributedOptimizer(

@@ -75,7 +75,7 @@ def inside_a_mesh(rank, size):
     for name, (among, options) in ways.items():
         model = Half(here)
         optimizer = make(model, among, **options)
-        assert optimizer.size == 2
+        assert optimizer._session.rank_group.size == 2
         assert same(trained(model, model, optimizer, rank), expected), name
         optimizer.close()
 

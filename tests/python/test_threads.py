@@ -75,7 +75,7 @@ def waits(rank, size):
                 model(torch.full((2, 4), 1.0 + rank + step)).pow(2).sum().mul(0.01).backward()
                 opt.step()
                 if beside and step == 4:
-                    assert opt._controller._deferred.count == 1 + bias
+                    assert opt._session.controller._deferred.count == 1 + bias
                     reader = threading.Thread(target=lambda model=model: model.weight.norm())
                     reader.start()
                     assert inner.begun.wait(30)

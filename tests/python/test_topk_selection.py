@@ -56,7 +56,9 @@ def trained(rank, spec, scheme, overlap, steps=10):
         for n, g in grads.items():
             produced[n] += g
     opt.synchronize()
-    left = {n: part[0].view_as(before[n]).clone() for n, part in opt._memory.parts.items()}
+    left = {
+        n: part[0].view_as(before[n]).clone() for n, part in opt._session.codec_state.parts.items()
+    }
     schemes = {op.scheme for op in opt.plan.ops} - {""}
     assert schemes == ({scheme} if scheme else set())
     applied = {n: before[n] - p.detach() for n, p in model.named_parameters()}

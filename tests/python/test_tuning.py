@@ -323,7 +323,7 @@ def tunes(rank, size, cases):
             plans.append(opt.plan.hash())
             left.append(opt.decision.trial_steps if opt.decision else -1)
             assert opt.settled == (left[-1] == 0)
-            if drift := opt._controller.reducer._lifecycle._step_time_monitor:
+            if drift := opt._session.controller.reducer._lifecycle._step_time_monitor:
                 if left[-1]:
                     drift.wanted = True  # must not matter while plans are on trial
                 else:
@@ -379,7 +379,7 @@ def tries_again(rank, size):
     def on_step(step, _model, opt):
         left.append(opt.decision.trial_steps if opt.plan.policy == "auto" else -1)
         if rank == 1 and left.count(-1) == 1 and left[-1] == 0:  # one rank alone notices
-            opt._controller.reducer._lifecycle._step_time_monitor.wanted = True
+            opt._session.controller.reducer._lifecycle._step_time_monitor.wanted = True
 
     expected = train("ddp", "adam", rank, size, steps=35)
     got = train("forward", "adam", rank, size, 35, on_step=on_step, tune_steps=2)
@@ -403,7 +403,7 @@ def knows_its_first_trial(rank, size):
         seen.append(
             (
                 opt.decision and opt.decision.trial_steps,
-                opt._controller.reducer._lifecycle._step_time_monitor.baseline_s,
+                opt._session.controller.reducer._lifecycle._step_time_monitor.baseline_s,
             )
         )
 

@@ -116,7 +116,7 @@ def leaves_a_batch_out(rank, size, reset):
         with pytest.raises(FaultError):  # rank 0 has ended
             ub.join()
         return None
-    learns = opt._controller.shards is None
+    learns = opt._session.controller.shards is None
     wrong, why = MismatchError, "another rank has updated"
     if learns:
         wrong, why = UsageError, r"no step\(\) has followed"

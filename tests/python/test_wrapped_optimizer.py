@@ -358,7 +358,7 @@ def new_layers(rank, size):
         opt.add_param_group({"params": list(model[-1].parameters())})
         for _ in range(4):
             step()
-        names.append([name for name, _ in opt.named()][-2:])
+        names.append([name for name, _ in opt._session.named()][-2:])
         sums = [float(p.double().sum()) for p in model.parameters()]
         assert ub.broadcast_object(sums, 0) == sums
         opt.close()
@@ -387,6 +387,45 @@ def test_it_is_one_of_the_wrapped_class_and_a_wrapper(single):
     params[0].sum().backward()
     torch.compile(lambda: opt.step(), backend="eager")()
     opt.close()
+
+
+NAMES = frozenset(
+    [
+        "close",
+        "decision",
+        "drain",
+        "flush_accumulated",
+        "no_sync",
+        "plan",
+        "settled",
+        "skip_synchronize",
+        "synchronize",
+    ]
+)
+DASO_NAMES = NAMES | {"end_epoch", "exchange_every", "exchange_wait", "phase", "synchronize_nodes"}
+
+
+def public(thing):
+    return {name for name in dir(thing) if not name.startswith("_")}
+
+
+def test_the_names_that_users_see(single):
+    model = nn.Linear(2, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_torch = public(torch.optim.Optimizer) | public(plain)
+    assert public(ub.DistributedOptimizer) - of_torch == NAMES
+    assert public(ub.DasoOptimizer) - of_torch == DASO_NAMES
+    optimizer = ub.DistributedOptimizer(plain)
+    assert public(optimizer) - of_torch == NAMES
+    assert of_torch <= public(optimizer)
+    optimizer.close()
+    daso = ub.DasoOptimizer(plain, total_epochs=10)
+    assert public(daso) - of_torch == DASO_NAMES
+    assert not issubclass(ub.DasoOptimizer, ub.DistributedOptimizer)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"a DasoOptimizer .* cannot be pickled or copied"):
+            copied(daso)
+    daso.close()
 
 
 def test_daso_passes_on_what_is_not_its_own(single):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,24 +59,26 @@ def make_lazy(
         tensor.__class__ = _classes.get(kind) or _class_for(kind)
 
 
-def make_all_lazy(tensors: Sequence[torch.Tensor], fetches: Sequence[MaterializeFn]) -> None:
+def make_all_lazy(tensors: Iterable[torch.Tensor], fetches: Iterable[MaterializeFn]) -> None:
     """Does `make_lazy(tensor, fetch)` for each pair, with less overhead."""
-    if _owners:
-        for tensor, fetch in zip(tensors, fetches, strict=True):
-            make_lazy(tensor, fetch)
-        return
     for tensor, fetch in zip(tensors, fetches, strict=True):
+        if _owners:  # a fault, seen by another thread, may add owners at any time
+            make_lazy(tensor, fetch)
+            continue
         _materializers[id(tensor)] = (fetch, fetch)
         kind = type(tensor)
         if kind not in _bases:
             tensor.__class__ = _classes.get(kind) or _class_for(kind)
 
 
-def unwrap_all(tensors: Sequence[torch.Tensor]) -> None:
+def unwrap_all(tensors: Iterable[torch.Tensor]) -> None:
     """Does `unwrap(tensor)` for each, with less overhead."""
     for tensor in tensors:
-        if type(tensor) in _bases:
+        if _owners:  # a fault, seen by another thread, may add owners at any time
             unwrap(tensor)
+        elif (base := _bases.get(type(tensor))) is not None:
+            tensor.__class__ = base
+            _materializers.pop(id(tensor), None)  # another thread may have done this already
 
 
 def unwrap(tensor: torch.Tensor, owner: object = None) -> None:

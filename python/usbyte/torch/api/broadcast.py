@@ -122,8 +122,8 @@ def broadcast_optimizer_state(
 
 def _names_of(optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
     """Returns parameter names by parameter group, in the order of `state_dict`; None if unnamed."""
-    names = getattr(optimizer, "names_of_groups", None)
-    return names() if callable(names) else None
+    participant = current().participant_of(optimizer)
+    return participant.names_of_groups() if participant is not None else None
 
 
 def _are_alike(sent: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> bool:

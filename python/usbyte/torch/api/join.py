@@ -7,7 +7,6 @@ import gc
 
 from usbyte.errors import UsageError
 from usbyte.torch.api.broadcast import broadcast_optimizer_state, broadcast_parameters
-from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from usbyte.torch.world.world import current
 
 __all__ = ["join"]
@@ -50,17 +49,21 @@ def join(device: int = -1) -> int:
     context = current()
     gc.collect()  # unreferenced optimizers must not count, on any rank
     context.drain()
-    optimizers = [o for o in context.active_optimizers() if isinstance(o, DistributedOptimizer)]
-    if len(optimizers) > 1 or any(o.size != context.size for o in optimizers):
+    joining = [
+        (participant, optimizer)
+        for participant in context.active_participants()
+        if (optimizer := participant.optimizer) is not None
+    ]
+    if len(joining) > 1 or any(each.size != context.size for each, _ in joining):
         raise UsageError(
             "join() needs a single DistributedOptimizer, of all ranks: close() the others, or give "
             "all ranks the same number of batches"
         )
     context.eager.begin_join()
-    for optimizer in optimizers:
-        optimizer.join_with_zeros()
+    for participant, _ in joining:
+        participant.join_with_zeros()
     last = context.eager.end_join()
-    for optimizer in optimizers:
-        broadcast_parameters(optimizer.named(), last)
+    for participant, optimizer in joining:
+        broadcast_parameters(participant.named(), last)
         broadcast_optimizer_state(optimizer, last)
     return last

@@ -103,14 +103,14 @@ class CodecState:
             self._take(name, old[name], kinds.get(name, ""))
         self._wait_for_writes()
 
-    def told(self) -> str:
+    def kinds_json(self) -> str:
         """Returns the number and meaning of the rows, by name, as JSON for `replicate`."""
         return json.dumps({n: [len(part), self.kinds.get(n, "")] for n, part in self.parts.items()})
 
     def replicate(
         self,
         tensors: Sequence[_core.TensorSpec],
-        told: Sequence[str],
+        kinds_json: Sequence[str],
         average: Callable[[torch.Tensor], None],
     ) -> None:
         """Averages the state over all ranks, before other ranks than now begin to send it.
@@ -118,13 +118,13 @@ class CodecState:
         Args:
             tensors: Tensors of the plan, equal on all ranks. A rank may have state for some of them
                 only.
-            told: The results of `told` of all ranks, in rank order.
+            kinds_json: The results of `kinds_json` of all ranks, in rank order.
             average: Averages a tensor in host memory over all ranks, in place. It is called once,
                 or not at all if no rank has state.
         """
         everyone = [
             read(f"the codec state of rank {rank}", text, dict[str, tuple[int, str]])
-            for rank, text in enumerate(told)
+            for rank, text in enumerate(kinds_json)
         ]
         rows = max((row[0] for each in everyone for row in each.values()), default=0)
         if rows == 0:

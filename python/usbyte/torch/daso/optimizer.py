@@ -5,27 +5,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import Error, MismatchError, UsageError
-from usbyte.planning import tuning
+from usbyte.errors import Error, UsageError
 from usbyte.torch.comm.axis_groups import axis_groups, host_topology
-from usbyte.torch.comm.topology import sizes_of
-from usbyte.torch.daso.flat_params import ParameterVectors
-from usbyte.torch.daso.node_averager import NodeAverager, NodeSum
-from usbyte.torch.daso.schedule import DasoSchedule, Phase, Start
-from usbyte.torch.fault.decision import RankProgress
-from usbyte.torch.optimizer.config import integer
-from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from usbyte.torch.daso.arguments import check_arguments
+from usbyte.torch.daso.node_averager import NodeAverager
+from usbyte.torch.daso.param_averaging import ParamAveraging, check_loadable
+from usbyte.torch.daso.participant import DasoParticipant
+from usbyte.torch.daso.schedule import Phase
+from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer, session_of
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
-from usbyte.torch.runtime.torch_modes import outside_inference_mode
-from usbyte.torch.world.consistency import difference_of
+from usbyte.torch.optimizer.wrapper import OptimizerWrapper
+from usbyte.torch.plan.decision import Decision
 from usbyte.torch.world.rank_group import RankGroup
 from usbyte.torch.world.subgroup import subgroup_of
 from usbyte.torch.world.world import current
@@ -38,22 +36,7 @@ log = logging.getLogger("usbyte")
 STATE = "usbyte.daso"
 
 
-@dataclass
-class _InFlight:
-    """A node averaging whose result has not been used yet.
-
-    Attributes:
-        pending: The sum to wait for; None if the vectors hold the sums already.
-        wait: S, number of batches from its start to its use.
-        left: Batches that remain until its use.
-    """
-
-    pending: NodeSum | None
-    wait: int
-    left: int
-
-
-class DasoOptimizer(DistributedOptimizer):
+class DasoOptimizer(OptimizerWrapper):
     """Trains with DASO, which is not synchronous SGD: nodes get each other's results late.
 
     The ranks of a node average their gradients in every step, during backward, as with
@@ -95,6 +78,9 @@ class DasoOptimizer(DistributedOptimizer):
       parameters when they are due. The result is the same.
     - B = 8, S = B // 4 and the losses as the criterion are the defaults of that implementation.
 
+    The object wraps a `DistributedOptimizer` of the node's ranks, which wraps `optimizer`. Members
+    that DASO does not change are those of the `DistributedOptimizer`.
+
     The state of the optimizer (momenta) is local to each node and never averaged. Buffers (batch
     norm statistics) are local to each rank, as with `DistributedOptimizer`. Before a validation or
     a checkpoint, call `synchronize_nodes()` and then `broadcast_parameters(model.state_dict())` to
@@ -127,9 +113,9 @@ class DasoOptimizer(DistributedOptimizer):
             or dtypes; raised on every rank.
     """
 
-    _averager: NodeAverager | None = None
-    _node: RankGroup | None = None
+    _inner: DistributedOptimizer
     _groups: ParamGroupIndex
+    _participant: DasoParticipant
 
     def __init__(
         self,
@@ -150,61 +136,37 @@ class DasoOptimizer(DistributedOptimizer):
         rank_group = current()
         policy = policy or rank_group.env.policy or "auto"
         named = None if named_parameters is None else list(named_parameters)
-        arguments: dict[str, Any] = {}
-        sizes: list[int] | None = None
-        problem = ""
-        try:
-            every = integer("exchange_every", exchange_every)
-            wait = max(1, every // 4) if exchange_wait is None else exchange_wait
-            arguments = {
-                "every": every,
-                "wait": integer("exchange_wait", wait),
-                "total_epochs": integer("total_epochs", total_epochs),
-                "warmup_epochs": integer("warmup_epochs", warmup_epochs),
-                "cooldown_epochs": integer("cooldown_epochs", cooldown_epochs),
-                "stability": _number("stability", stability),
-                "patience": integer("patience", patience),
-            }
-            sizes = None if topology is None else sizes_of(topology)
-            schedule = DasoSchedule(**arguments)
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
-            if policy in tuning.TRIED and policy != "auto":
-                raise UsageError(
-                    f"policy '{policy}' tries plans, and nodes would try different ones: use "
-                    '"auto" or a policy that tries none'
-                )
-        except UsageError as error:
-            problem = str(error)
-        settings = {
-            "topology": sizes,
-            "policy": policy,
-            "USBYTE_BACKEND": rank_group.env.backend,
-            "USBYTE_LEARNING_STEPS": rank_group.env.learning_steps,
-            "USBYTE_ONE_SHOT_BYTES": rank_group.env.one_shot_bytes,
-            "USBYTE_BUCKET_BYTES": rank_group.env.bucket_bytes,
-        }
-        _check_alike(rank_group, problem, arguments | settings, _specs(optimizer, named))
+        self._schedule, sizes = check_arguments(
+            rank_group,
+            optimizer,
+            named,
+            policy,
+            topology,
+            exchange_every,
+            exchange_wait,
+            stability,
+            total_epochs=total_epochs,
+            warmup_epochs=warmup_epochs,
+            cooldown_epochs=cooldown_epochs,
+            patience=patience,
+        )
         sizes = host_topology(rank_group) if sizes is None else sizes
         slots, nodes = sizes[0] if sizes else 1, math.prod(sizes[1:])
         groups = axis_groups(rank_group, [slots, nodes])
-        self._schedule = schedule
-        self._in_flight: _InFlight | None = None
-        self._vectors: ParameterVectors | None = None
-        self._in_step_end = False  # inside step(), after the node's own update
-        self._merging = False  # inside _merge(), before the sums have been used
-        self._has_settled = False
         self._whole = rank_group
+        self._has_settled = False
+        node_group: RankGroup = rank_group
+        averager = None
         if groups[1] is not None:
             label = rank_group.next_label()
             first = rank_group.rank - rank_group.rank % slots
-            self._node = subgroup_of(rank_group, list(range(first, first + slots)))
-            self._averager = NodeAverager(rank_group, label, groups[0], groups[1], self._node.rank)
-            self._averager.owner = self  # its thread then keeps this object alive until close()
+            node_group = subgroup_of(rank_group, list(range(first, first + slots)))
+            averager = NodeAverager(rank_group, label, groups[0], groups[1], node_group.rank)
+            averager.owner = self  # its thread then keeps this object alive until close()
         elif rank_group.rank == 0:
             log.warning("DASO: there is one node only, so this is synchronous data parallelism")
         try:
-            super().__init__(
+            node_optimizer = DistributedOptimizer(
                 optimizer,
                 named,
                 overlap="backward",
@@ -213,12 +175,21 @@ class DasoOptimizer(DistributedOptimizer):
                 # Parameters travel densely between nodes anyway.
                 sparse_as_dense=True,
                 tune_steps=0 if policy == "auto" else None,
-                ranks=self._node,
+                ranks=node_group,
             )
         except BaseException:
-            self._close_averager()
+            if averager is not None:
+                averager.close()
             raise
+        self._session = session_of(node_optimizer)
+        self._averaging: ParamAveraging | None = None
+        if averager is not None:
+            guard = self._session.update_guard
+            self._averaging = ParamAveraging(averager, self._schedule, guard)
+        self._participant = DasoParticipant(self._session, self, self._averaging)
+        self._inner = node_optimizer  # from now on, undeclared attributes go to it
         self._lay_out()
+        rank_group.add(self._participant)
 
     @property
     def phase(self) -> Phase:
@@ -236,9 +207,19 @@ class DasoOptimizer(DistributedOptimizer):
         return self._schedule.wait
 
     @property
+    def plan(self) -> _core.Plan | None:
+        """The plan in force inside the node; None in a node of one rank."""
+        return self._inner.plan
+
+    @property
+    def decision(self) -> Decision | None:
+        """The plan with the profile and network model it was made from; None until it is made."""
+        return self._inner.decision
+
+    @property
     def settled(self) -> bool:
         """True once the plan inside the node is final; it stays True."""
-        self._has_settled = self._has_settled or super().settled
+        self._has_settled = self._has_settled or self._inner.settled
         return self._has_settled
 
     # With this, GradScaler does not skip step() itself, but passes it `found_inf`.
@@ -263,28 +244,43 @@ class DasoOptimizer(DistributedOptimizer):
                 "a GradScaler skips steps with infinite gradients, and DASO's nodes have different "
                 "gradients: use bfloat16, which needs no GradScaler"
             )
-        if self._averager is not None:  # in a node of one rank, nothing else checks this
-            self._param_table.check_frozen()
+        if self._averaging is not None:  # in a node of one rank, nothing else checks this
+            self._session.param_table.check_frozen()
             self._groups.refresh()
-        result = super().step(closure)
-        if self._averager is None:
-            return result
-        self._average_nodes()
-        self._in_step_end = False
+        result = self._inner.step(closure)
+        if self._averaging is not None:
+            self._averaging.end_batch()
         return result
 
-    def _average_nodes(self) -> None:
-        assert self._averager is not None
-        if self._in_flight is not None:
-            self._in_flight.left -= 1
-            if self._in_flight.left <= 0:
-                self._merge()
-        start = self._schedule.end_batch(self._in_flight is not None)
-        if start is not None:
-            self._begin(start)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets gradients, as `torch.optim.Optimizer.zero_grad` does."""
+        self._check_usable()
+        self._inner.zero_grad(set_to_none)
 
-    def _on_updated(self) -> None:
-        self._in_step_end = self._averager is not None
+    def synchronize(self) -> None:
+        """Waits until this rank's gradients are final, as in `DistributedOptimizer`."""
+        self._inner.synchronize()
+
+    def flush_accumulated(self) -> None:
+        """Sends the gradients that this rank has accumulated. Collective inside the node."""
+        self._check_usable()
+        self._inner.flush_accumulated()
+
+    def drain(self) -> None:
+        """Waits for gradients in flight. Sends nothing."""
+        self._inner.drain()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Does nothing. Horovod needs it around `step()` after `synchronize()`."""
+        yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes accumulate on this rank; the next one outside sends the sum."""
+        self._check_usable()
+        with self._inner.no_sync():
+            yield
 
     def end_epoch(self, loss: float | torch.Tensor) -> float:
         """Ends an epoch: the next one may have another phase, or other B and S. Collective.
@@ -309,8 +305,8 @@ class DasoOptimizer(DistributedOptimizer):
                 )
         mean = math.fsum(losses) / len(losses)
         self._schedule.end_epoch(mean)
-        if self.phase == "cool-down":
-            self._merge()
+        if self.phase == "cool-down" and self._averaging is not None:
+            self._averaging.merge()
         return mean
 
     def synchronize_nodes(self) -> None:
@@ -325,9 +321,9 @@ class DasoOptimizer(DistributedOptimizer):
         """
         self._check_usable()
         self.synchronize()
-        if self._averager is not None:
-            self._merge()
-            self._begin(self._schedule.start(0))
+        if self._averaging is not None:
+            self._averaging.merge()
+            self._averaging.begin(self._schedule.start(0))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state_dict; the key `usbyte.daso` has the state of DASO.
@@ -337,18 +333,10 @@ class DasoOptimizer(DistributedOptimizer):
         and load on one rank of each node. To resume from one file, call `synchronize_nodes` before
         you save.
         """
-        self._update_guard.check_whole()
-        own: dict[str, Any] = {"schedule": self._schedule.state(), "in_flight": None}
-        flight = self._in_flight
-        if flight is not None and self._averager is not None and self._vectors is not None:
-            self._arrive(flight)
-            own["in_flight"] = {
-                "wait": flight.wait,
-                "left": flight.left,
-                "nodes": self._averager.size,
-                "sums": [vector.clone() for vector in self._vectors.vectors],
-            }
-        return super().state_dict() | {STATE: own}
+        self._session.update_guard.check_whole()
+        in_flight = self._averaging.state() if self._averaging is not None else None
+        own = {"schedule": self._schedule.state(), "in_flight": in_flight}
+        return self._inner.state_dict() | {STATE: own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the wrapped optimizer. Without the key `usbyte.daso`, DASO starts anew.
@@ -357,79 +345,27 @@ class DasoOptimizer(DistributedOptimizer):
             UsageError: A node averaging was in flight between another number of nodes, or with
                 other parameters.
         """
-        own = state_dict.get(STATE)
-        flight = own["in_flight"] if own is not None else None
-        vectors = self._vectors.vectors if self._vectors is not None else []
-        if flight is not None:
-            nodes = self._averager.size if self._averager is not None else 1
-            shapes = [v.shape for v in vectors] if nodes > 1 else []
-            if (flight["nodes"], [v.shape for v in flight["sums"]]) != (nodes, shapes):
-                raise UsageError(
-                    f"this state has a node averaging in flight between {flight['nodes']} nodes, "
-                    f"and there are {nodes} here, or other parameters: save it after "
-                    "synchronize_nodes() to load it elsewhere"
-                )
-        if self._in_flight is not None:
-            self._arrive(self._in_flight)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE})
-        self._in_flight = None
+        own, averaging = state_dict.get(STATE), self._averaging
+        in_flight = own["in_flight"] if own is not None else None
+        if in_flight is not None:
+            nodes, shapes = (averaging.averager.size, averaging.shapes) if averaging else (1, [])
+            check_loadable(in_flight, nodes, shapes)
+        if averaging is not None:
+            averaging.wait()
+        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != STATE})
+        if averaging is not None:
+            averaging.load(in_flight)
         if own is None:
             self._schedule.reset()
-            return
-        self._schedule.load(own["schedule"])
-        if flight is not None:
-            for vector, sums in zip(vectors, flight["sums"], strict=True):
-                vector.copy_(sums)
-            self._in_flight = _InFlight(None, flight["wait"], flight["left"])
+        else:
+            self._schedule.load(own["schedule"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, after merging a node averaging in flight. Collective."""
-        self._merge()
-        super().add_param_group(param_group)
+        if self._averaging is not None:
+            self._averaging.merge()
+        self._inner.add_param_group(param_group)
         self._lay_out()
-
-    def __repr__(self) -> str:
-        return f"DasoOptimizer({self._inner!r}, phase={self.phase!r})"
-
-    # Used by World.
-
-    @property
-    def sends(self) -> bool:
-        """Whether other ranks wait for data of this one: gradients, or parameters."""
-        return super().sends or (self._averager is not None and not self._closed)
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Returns progress by label, with that of the last node averaging that has begun."""
-        states = super().states()
-        if self._averager is not None:
-            last = self._schedule.exchanges - 1
-            states[self._averager.label] = {"step": last, "phase": "exchange"}
-        return states
-
-    def hold(self, message: str) -> None:
-        """After a fault: blocks reads of parameters until `settle_fault`."""
-        super().hold(message)
-        alone = self._averager is not None and self._update_guard.recovery is None
-        if alone and not self._closed:
-            self._update_guard.fail(
-                message, self._param_table.params, lambda _: self._update_guard.forget()
-            )
-
-    def fail(self, message: str) -> None:
-        """Makes every later wait raise `FaultError(message)`. Call `hold` first."""
-        super().fail(message)
-        if self._averager is not None:
-            self._averager.fail(message)
-
-    def left(self) -> RankProgress | None:
-        """Returns this rank's progress after a fault.
-
-        A step is complete only after the sums of other nodes that were due have been merged.
-        """
-        left = super().left()
-        if left is None or not (self._in_step_end or self._merging):
-            return left
-        return RankProgress(left.completed - self._in_step_end, partial=True, completable=False)
 
     def close(self, whole_state: bool = True) -> None:
         """Merges a node averaging in flight, unless communication failed; then ends all threads.
@@ -437,110 +373,18 @@ class DasoOptimizer(DistributedOptimizer):
         Collective: all ranks must close at the same place. The nodes may have different parameters
         afterwards; call `synchronize_nodes` first to make them equal.
         """
-        try:
-            works = self._live is None or self._live.is_healthy
-            if self._averager is not None and not self._averager.failed and works:
-                self._merge()
-        finally:
-            try:
-                super().close(whole_state)
-            finally:
-                self._close_averager()
+        self._participant.close(whole_state)
 
-    # Private.
+    def __repr__(self) -> str:
+        return f"DasoOptimizer({self._inner._inner!r}, phase={self.phase!r})"
 
     def _check_usable(self) -> None:
-        self._update_guard.check_whole()
-        if self._closed:
+        self._session.update_guard.check_whole()
+        if self._session.closed:
             raise UsageError("this DasoOptimizer is closed; wrap the optimizer anew")
-        super()._check_usable()
+        self._session.check_usable()
 
-    @outside_inference_mode
     def _lay_out(self) -> None:
-        if self._averager is not None:
-            self._vectors = ParameterVectors(self._param_table.params)
-            self._groups = ParamGroupIndex(self._inner, self._param_table)
-
-    @torch.no_grad()
-    def _begin(self, start: Start) -> None:
-        assert self._averager is not None
-        assert self._vectors is not None
-        self._vectors.gather()
-        pending = self._averager.start(self._vectors.vectors, start.number)
-        self._in_flight = _InFlight(pending, start.wait, start.wait)
-        if start.wait == 0:
-            self._merge()
-
-    def _arrive(self, flight: _InFlight) -> None:
-        if flight.pending is not None:
-            assert self._averager is not None
-            self._averager.wait(flight.pending)
-            flight.pending = None
-
-    @torch.no_grad()
-    def _merge(self) -> None:
-        """Waits for the node averaging in flight, if there is one, and merges its sums."""
-        flight = self._in_flight
-        if flight is None:
-            return
-        assert self._averager is not None
-        assert self._vectors is not None
-        self._merging = True
-        self._arrive(flight)
-        self._in_flight = None
-        with self._update_guard.updating():
-            self._vectors.merge(flight.wait, self._averager.size)
-            self._merging = False
-
-    def _close_averager(self) -> None:
-        if self._averager is not None:
-            self._averager.close()
-
-
-def _specs(
-    optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]] | None
-) -> list[list[object]]:
-    """Returns the facts of each parameter that must be equal on all ranks, for `difference_of`."""
-    names = {row[1]: row[0] for row in named or [] if isinstance(row, tuple) and len(row) == 2}
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    return [
-        [
-            names.get(p, f"group{g}.param{i}"),
-            list(p.shape),
-            list(p.stride()),
-            f"{p.dtype} on {p.device.type}",
-        ]
-        for g, group in enumerate(groups)
-        for i, p in enumerate(group["params"])
-        if p.requires_grad
-    ]
-
-
-def _number(name: str, given: float) -> float:
-    try:
-        return float(given + 0)  # the sum is an error for a str, which float() would accept
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise UsageError(f"{name} must be a number, not {given!r}") from None
-
-
-def _check_alike(
-    rank_group: RankGroup, problem: str, arguments: dict[str, Any], specs: list[list[object]]
-) -> None:
-    """Raises on every rank the first problem or difference of any rank."""
-    mine = [problem, arguments, specs]
-    kind = tuple[str, dict[str, Any], list[list[Any]]]
-    rows = rank_group.eager.allgather_json("usbyte.daso", mine, kind)
-    for rank, (wrong, _, _) in enumerate(rows):
-        if wrong:
-            raise UsageError(wrong if wrong == problem else f"on rank {rank}: {wrong}")
-    for rank, (_, given, _) in enumerate(rows):
-        for name, value in given.items():
-            if value != rows[0][1].get(name):
-                what = f"exchange_{name}" if name in ("every", "wait") else name
-                raise MismatchError(
-                    f"DasoOptimizer: {what} is {rows[0][1].get(name)} on rank 0 but {value} on "
-                    f"rank {rank}. Give all ranks the same arguments and environment."
-                )
-    if any(row[2] != rows[0][2] for row in rows):
-        difference = difference_of([row[2] for row in rows])
-        raise MismatchError(f"DasoOptimizer: {difference}. Build the same model on all ranks.")
+        if self._averaging is not None:
+            self._averaging.lay_out(self._session.param_table.params)
+            self._groups = ParamGroupIndex(self._inner._inner, self._session.param_table)

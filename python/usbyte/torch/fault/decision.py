@@ -40,19 +40,21 @@ class RecoveryDecision:
     completes: bool = False
 
 
-def decide_recovery(rank: int, lefts: Mapping[int, RankProgress] | None) -> RecoveryDecision:
+def decide_recovery(rank: int, progress_of: Mapping[int, RankProgress] | None) -> RecoveryDecision:
     """Decides whether the parameters of `rank` are usable.
 
     Args:
         rank: A rank of the run.
-        lefts: Progress of the surviving ranks, by rank; None if it is not known.
+        progress_of: Progress of the surviving ranks, by rank; None if it is not known.
     """
-    if lefts is None:
+    if progress_of is None:
         return RecoveryDecision("how far the other ranks have come cannot be found out")
-    if rank not in lefts:
+    if rank not in progress_of:
         return RecoveryDecision("the others have gone on without this rank")
-    mine = lefts[rank]
-    last, least = min((left.last_reachable_step, other) for other, left in lefts.items())
+    mine = progress_of[rank]
+    last, least = min(
+        (progress.last_reachable_step, other) for other, progress in progress_of.items()
+    )
     if mine.completable and last == mine.last_reachable_step:
         return RecoveryDecision("", completes=True)
     if mine.partial:

@@ -76,17 +76,17 @@ class ParamRecovery:
             if not (self._over or self._written[i]):
                 make_lazy(param, self._read, partial(self._overwritten, i), owner=self)
 
-    def decide(self, verdict: str, judgement: RecoveryDecision) -> None:
+    def apply_decision(self, verdict: str, decision: RecoveryDecision) -> None:
         """Ends the wait of all reads: they return, or raise FaultError.
 
         Args:
             verdict: The fault verdict.
-            judgement: The recovery decision of this rank.
+            decision: The recovery decision of this rank.
         """
         self._verdict = verdict
-        if judgement.reason:
-            self._mark_unusable(judgement.reason)
-        self._completes = judgement.completes
+        if decision.reason:
+            self._mark_unusable(decision.reason)
+        self._completes = decision.completes
         self._decided.set()
 
     def check(self) -> None:

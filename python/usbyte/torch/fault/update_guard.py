@@ -42,7 +42,7 @@ class UpdateGuard:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Context for code that changes parameters. After a fault, `left` waits for its end.
+        """Context for code that changes parameters. After a fault, `progress` waits for its end.
 
         Raises:
             FaultError: There was a fault, so the parameters must not change any more.
@@ -134,6 +134,11 @@ class UpdateGuard:
         if self.torn:
             raise Error(f"{self.torn}; restart the job from its last checkpoint")
 
+    @property
+    def completed(self) -> int:
+        """Number of steps whose updates have all been applied."""
+        return self._completed
+
     def count_step(self) -> None:
         """Counts a step whose updates were all applied at once."""
         self._completed += 1
@@ -156,24 +161,24 @@ class UpdateGuard:
         """Records that the pending deferred updates will never be applied."""
         self._unfinished = False
 
-    def fail(
-        self, message: str, params: Sequence[torch.Tensor], on_clean: Callable[[bool], None]
+    def block_reads(
+        self, verdict: str, params: Sequence[torch.Tensor], on_clean: Callable[[bool], None]
     ) -> None:
-        """Blocks reads of parameters after a fault, until `settle`.
+        """Blocks reads of parameters after a fault, until `apply_decision`.
 
         Args:
-            message: The fault verdict.
+            verdict: The fault verdict.
             params: All parameters of the optimizer.
             on_clean: Called once, by the first read of usable parameters. Its argument says whether
                 to apply the pending updates.
         """
-        self._failure = message
+        self._failure = verdict
         self.recovery = ParamRecovery(params, self._is_updating, on_clean)
         # Again: an update that did not see `recovery` yet may have made parameters readable.
         self.recovery.block_reads()
 
-    def left(self, examine: Callable[[bool], tuple[bool, bool]]) -> RankProgress | None:
-        """Returns the progress of the updates after a fault; None if `fail` was not called.
+    def progress(self, examine: Callable[[bool], tuple[bool, bool]]) -> RankProgress | None:
+        """Returns the progress of the updates after a fault; None if no reads were blocked.
 
         Args:
             examine: Called with True if no update is running and no step has ended half-way; it
@@ -191,15 +196,15 @@ class UpdateGuard:
             if ended:
                 self.lock.release()
 
-    def settle(self, verdict: str, judgement: RecoveryDecision) -> None:
-        """Applies the recovery decision: blocked reads return or raise FaultError.
+    def apply_decision(self, verdict: str, decision: RecoveryDecision) -> None:
+        """Ends the block: reads of parameters go on, or raise FaultError.
 
         Args:
             verdict: The fault verdict.
-            judgement: The recovery decision of this rank.
+            decision: The recovery decision of this rank.
         """
         if self.recovery is not None:
-            self.recovery.decide(verdict, judgement)
+            self.recovery.apply_decision(verdict, decision)
 
     def _is_updating(self) -> bool:
         return self._thread == threading.get_ident()

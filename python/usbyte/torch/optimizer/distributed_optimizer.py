@@ -10,18 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
-from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.comm.topology import TopologyLike, parse
+from usbyte.errors import UsageError
+from usbyte.torch.comm.topology import TopologyLike
 from usbyte.torch.compression.codecs import Rules
-from usbyte.torch.compression.state import CODEC_STATE_KEY, CodecState, codes_shards
-from usbyte.torch.fault.decision import RankProgress, RecoveryDecision
-from usbyte.torch.fault.update_guard import UpdateGuard
+from usbyte.torch.compression.state import CODEC_STATE_KEY, codes_shards
 from usbyte.torch.optimizer import grad_scaler
-from usbyte.torch.optimizer.backward_driver import BackwardDriver
-from usbyte.torch.optimizer.compat.known_optimizers import is_known
 from usbyte.torch.optimizer.config import (
     check_combination,
     check_policy,
@@ -29,25 +24,14 @@ from usbyte.torch.optimizer.config import (
     names_of,
     positive,
 )
-from usbyte.torch.optimizer.fused import FusedUpdate
-from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
-from usbyte.torch.optimizer.param_owner import register_params, retain_owner
-from usbyte.torch.optimizer.step_controller import StepController
-from usbyte.torch.optimizer.validation import (
-    ValidatedOptimizer,
-    validate_optimizer,
-    warn_of_renormalized,
-)
-from usbyte.torch.optimizer.wrapper import OptimizerWrapper, holds_shards
+from usbyte.torch.optimizer.session import OptimizerParticipant, OptimizerSession
+from usbyte.torch.optimizer.wrapper import OptimizerWrapper
 from usbyte.torch.plan.decision import Decision
-from usbyte.torch.plan.job import Overlap, ParamTable, Policy, Settings, with_new_names
-from usbyte.torch.plan.planner import Planner
+from usbyte.torch.plan.job import Overlap, Policy, Settings
 from usbyte.torch.plan.sparse import model_of
 from usbyte.torch.reduce_op import Average, ReduceOp
-from usbyte.torch.runtime.device import Device, device_of
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.torch_private import not_compiled
-from usbyte.torch.world.consistency import OtherOrderError, check_order
 from usbyte.torch.world.process_sets import ProcessSetLike as SomeRanks
 from usbyte.torch.world.process_sets import ranks_of
 from usbyte.torch.world.rank_group import RankGroup
@@ -131,7 +115,8 @@ class DistributedOptimizer(OptimizerWrapper):
         bucket_bytes: For policy "ddp": size of a bucket. Default USBYTE_BUCKET_BYTES, 25 MiB.
         tune_steps: Steps of each trial of a plan, at least 2. Default 7 for "auto", 100 for
             "tune:bytescheduler", 5 for "tune:dear". With "auto", 0 turns trials off.
-        ranks: A World or Subgroup, for optimizers built on this one; use `process_set` otherwise.
+        ranks: A World or Subgroup, for optimizers built on this one, which register themselves with
+            the world; use `process_set` otherwise.
         backward_passes_per_step: Number of backward passes whose gradients are accumulated, at
             least 1, default 1. Their sum is sent in the last one, or in `step()` if that comes
             earlier.
@@ -160,9 +145,6 @@ class DistributedOptimizer(OptimizerWrapper):
         >>> optimizer.step()
         >>> optimizer.close()
     """
-
-    _param_table: ParamTable
-    _updater: torch.optim.Optimizer | FusedUpdate
 
     def __init__(
         self,
@@ -212,7 +194,7 @@ class DistributedOptimizer(OptimizerWrapper):
             log.warning("num_groups and groups have no effect: what travels together is planned")
         if topology is None and rank_group is current():
             topology = env.topology or ("hosts" if policy == "themis" else None)
-        self._settings = Settings(
+        settings = Settings(
             overlap="forward" if shard_optimizer else overlap,
             policy=policy,
             op=op,
@@ -233,25 +215,18 @@ class DistributedOptimizer(OptimizerWrapper):
             tune_steps=None if tune_steps is None else integer("tune_steps", tune_steps),
             passes_per_step=integer("backward_passes_per_step", backward_passes_per_step),
         )
-        self._rank_group = rank_group
-        self._owner = model or model_of(named_parameters)
-        self._given_names = names_of(named_parameters)
-        self._memory = CodecState(self._settings.scale(rank_group.size))
-        self._update_guard = UpdateGuard()
-        self._planner: Planner | None = None
-        # Stays after its end where its shards or a fault still need it.
-        self._controller: StepController | None = None
-        self._driver: BackwardDriver | None = None
-        # With a single rank and shard_optimizer: parameters whose gradients step() has consumed.
-        self._used_up: list[nn.Parameter] = []
-        self._closed = False
-        self._state_hooks: list[RemovableHandle] = []
-        self.label = rank_group.next_label()
+        owner = model or model_of(named_parameters)
+        names = names_of(named_parameters)
+        self._session = OptimizerSession(self, optimizer, settings, rank_group, owner, names)
+        self._participant = OptimizerParticipant(self._session, self)
         self._inner = optimizer  # from now on, undeclared attributes go to the wrapped optimizer
-        self._build(steps_before=0)
+        self._session.build(steps_before=0)
+        if self._session.live is not None:
+            self._session.state_hooks = self._hook_state()
         grad_scaler.install()
         current().on_close(grad_scaler.uninstall)
-        rank_group.add(self)
+        if ranks is None:
+            rank_group.add(self._participant)
 
     # The interface of torch.optim.Optimizer, by delegation.
 
@@ -262,11 +237,12 @@ class DistributedOptimizer(OptimizerWrapper):
         GradScaler and others read the gradients from it to change them in place, which cannot be
         observed.
         """
-        controller = self._live
+        controller = self._session.live
         if controller is not None and controller.reducer.in_flight:
             controller.drain()
         if controller is not None and controller.pending:
-            with self._update_guard.lock:  # threads that apply updates narrow the groups meanwhile
+            # Threads that apply updates narrow the groups meanwhile.
+            with self._session.update_guard.lock:
                 return self._inner.param_groups
         return self._inner.param_groups
 
@@ -301,12 +277,12 @@ class DistributedOptimizer(OptimizerWrapper):
             Error: A step was applied partially.
         """
         self._bring_up_to_date()
-        memory = self._memory.state()
-        extra = {CODEC_STATE_KEY: memory} if memory else {}
-        if self._controller is None or self._controller.shards is None:
+        codec_state, controller = self._session.codec_state.state(), self._session.controller
+        extra = {CODEC_STATE_KEY: codec_state} if codec_state else {}
+        if controller is None or controller.shards is None:
             return self._inner.state_dict() | extra
         sharded = self._inner.state
-        self._inner.state = self._controller.shards.whole_state()  # type: ignore[assignment]
+        self._inner.state = controller.shards.whole_state()  # type: ignore[assignment]
         try:
             return self._inner.state_dict() | extra
         finally:
@@ -321,16 +297,17 @@ class DistributedOptimizer(OptimizerWrapper):
                 compresses by now.
         """
         self._drain()
-        memory = state_dict.get(CODEC_STATE_KEY, {})
-        self._memory.check(memory, dict(self.named()), self._rank_group.size)
-        coded = memory and self.plan is not None and codes_shards(self.plan)
-        if coded and not self._memory.is_as(memory):
+        session, loaded = self._session, state_dict.get(CODEC_STATE_KEY, {})
+        codec_state = session.codec_state
+        codec_state.check(loaded, dict(session.named()), session.rank_group.size)
+        coded = loaded and self.plan is not None and codes_shards(self.plan)
+        if coded and not codec_state.is_as(loaded):
             raise UsageError(
                 "load_state_dict: each rank compresses shards of its own by now, which need not be "
                 "those of the state; load it right after the optimizer is made"
             )
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != CODEC_STATE_KEY})
-        self._memory.load(memory, self._rank_group.rank)
+        codec_state.load(loaded, session.rank_group.rank)
 
     @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -340,45 +317,10 @@ class DistributedOptimizer(OptimizerWrapper):
             UsageError: The group is not supported; it is not added.
             MismatchError: The ranks pass different groups; no rank adds one.
         """
-        controller = self._live
-        if controller is not None:
-            controller.check_whole_gradients()
-        self._drain()
-        self._inner.add_param_group(param_group)
-        names = self._given_names
-        try:
-            self._given_names = with_new_names(names, self._inner, self._owner)
-            self._serve(ParamTable.of(self._inner, self._given_names))
-        except UsageError:
-            self._inner.param_groups.pop()
-            self._given_names = names
-            raise
-        if controller is None:
-            self._build(steps_before=0)
-            return
-        controller.end_sharding()
-        unsent, steps = controller.reducer.has_accumulated, controller.executor.steps
-        try:
-            self._build(steps)
-        except MismatchError:  # raised on all ranks, so all of them rebuild
-            self._inner.param_groups.pop()
-            self._given_names = names
-            self._build(steps)
-            raise
-        finally:
-            if self._controller is not None:
-                before, overlap = controller.overlap, self._controller.overlap
-                overlap.shared, overlap.against = before.shared, before.against
-                self._controller.reducer.has_accumulated = unsent
+        self._session.add_param_group(param_group)
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer({self._inner!r}, overlap={self._settings.overlap!r})"
-
-    def __reduce__(self) -> Any:
-        raise UsageError(
-            "a DistributedOptimizer is bound to its ranks and cannot be pickled or copied; "
-            "save optimizer.state_dict() instead"
-        )
+        return f"DistributedOptimizer({self._inner!r}, overlap={self._session.settings.overlap!r})"
 
     # Training.
 
@@ -397,28 +339,16 @@ class DistributedOptimizer(OptimizerWrapper):
             Error: A gradient was changed while it was in flight.
             FaultError: Communication failed, on any rank.
         """
-        self._check_usable()
-        if (controller := self._controller) is not None:
-            if closure is None or not controller.evaluates_first:
-                return controller.step(closure)
-            loss = controller.evaluate(closure)
-            DistributedOptimizer.step(self)  # a subclass's step() calls this one
-            return loss
-        if isinstance(self._updater, FusedUpdate):
-            self._updater.check()
-        if self._settings.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._param_table.params, self._settings.max_grad_norm)
-        with self._update_guard.updating():
-            result: float | None = self._update_guard.step(
-                self._updater.step, closure, is_known(self._inner)
-            )
-            self._on_updated()
-            self._update_guard.count_step()
-        if self._settings.shard_optimizer:
-            self._used_up = [param for param in self._param_table.params if param.grad is not None]
-            for param in self._used_up:
-                param.grad = None
-        return result
+        self._session.check_usable()
+        if self._session.local_steps is not None:
+            return self._session.local_steps.step(closure)
+        controller = self._session.controller
+        assert controller is not None
+        if closure is None or not controller.evaluates_first:
+            return controller.step(closure)
+        loss = controller.evaluate(closure)
+        DistributedOptimizer.step(self)  # a subclass's step() calls this one
+        return loss
 
     @_not_compiled
     @outside_inference_mode
@@ -431,15 +361,10 @@ class DistributedOptimizer(OptimizerWrapper):
         Args:
             set_to_none: As for `torch.optim.Optimizer.zero_grad`.
         """
-        self._check_usable()
-        if self._controller is not None:
-            self._controller.zero_grad(set_to_none)
-        else:
-            if not set_to_none:  # consumed gradients become zeros, as those of other parameters
-                for param in self._used_up:
-                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            self._used_up = []
-            self._inner.zero_grad(set_to_none)
+        self._session.check_usable()
+        steps = self._session.local_steps or self._session.controller
+        assert steps is not None
+        steps.zero_grad(set_to_none)
 
     @_not_compiled
     @outside_inference_mode
@@ -454,26 +379,24 @@ class DistributedOptimizer(OptimizerWrapper):
             UsageError: With shard_optimizer: gradients are in flight, of which no rank has the
                 whole.
         """
-        if (controller := self._live) is not None:
+        if (controller := self._session.live) is not None:
             controller.check_whole_gradients()
-            if self._driver is not None and self._driver.accumulates:
-                controller.flush_accumulated()
+            if controller.driver.accumulates:
+                controller.driver.flush_accumulated()
         self.drain()
 
     @_not_compiled
     @outside_inference_mode
     def flush_accumulated(self) -> None:
         """Sends the gradients that this rank has accumulated, as `step()` would. Collective."""
-        self._check_usable()
-        if self._controller is not None:
-            self._controller.flush_accumulated()
+        self._session.check_usable()
+        if (controller := self._session.live) is not None:
+            controller.driver.flush_accumulated()
 
     @_not_compiled
     def drain(self) -> None:
         """Waits for gradients in flight and applies pending updates. Sends nothing."""
-        if (controller := self._live) is not None:
-            controller.drain()
-            controller.up_to_date()
+        self._participant.drain()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -486,13 +409,12 @@ class DistributedOptimizer(OptimizerWrapper):
 
         If no backward pass follows, `step()` sends it.
         """
-        self._check_usable()
-        if self._controller is None:
+        self._session.check_usable()
+        if (controller := self._session.live) is None:
             yield
             return
-        self._controller.apply_all()
-        assert self._driver is not None
-        driver, before = self._driver, self._driver.set_sync(False)
+        controller.apply_all()
+        driver, before = controller.driver, controller.driver.set_sync(False)
         try:
             yield
         finally:
@@ -501,102 +423,22 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def plan(self) -> _core.Plan | None:
         """The plan in force; None with a single rank."""
-        controller = self._live
+        controller = self._session.live
         return controller.executor.plan if controller is not None else None
 
     @property
     def decision(self) -> Decision | None:
         """The plan with the profile and network model it was made from; None until it is made."""
-        return self._planner.decision if self._planner is not None else None
+        planner = self._session.planner
+        return planner.decision if planner is not None else None
 
     @property
     def settled(self) -> bool:
         """True while the plan is final: no learning and no trial is going on."""
-        controller, decision = self._live, self.decision
+        controller, decision = self._session.live, self.decision
         if controller is None:
             return True
         return not controller.reducer.learning and decision is not None and not decision.trial_steps
-
-    # Used by `join`.
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share gradients."""
-        return self._rank_group.size
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters whose gradients are sent, with their names."""
-        return list(zip(self._param_table.names, self._param_table.params, strict=True))
-
-    def names_of_groups(self) -> list[list[str]] | None:
-        """Returns the given parameter names by parameter group; None if a parameter has none."""
-        names = self._given_names or {}
-        groups = [group["params"] for group in self._inner.param_groups]
-        if any(param not in names for params in groups for param in params):
-            return None
-        return [[names[param] for param in params] for params in groups]
-
-    def join_with_zeros(self) -> None:
-        """Contributes zeros to the steps of other ranks until all ranks have joined. Collective."""
-        self._check_usable()
-        while (controller := self._live) is not None:
-            controller.drain()
-            self.zero_grad()
-            if not controller.contribute_zeros():
-                break
-            self.step()
-
-    # Used by World.
-
-    @property
-    def closed(self) -> bool:
-        """Whether the optimizer is closed, and sends nothing any more."""
-        return self._closed
-
-    @property
-    def sends(self) -> bool:
-        """Whether other ranks wait for gradients of this one."""
-        return self._live is not None
-
-    def orphan(self) -> list[Any]:
-        """In a forked child process: returns the objects that must never be destroyed there."""
-        controller = self._live
-        return [self] if controller is None else [self, controller.executor.orphan()]
-
-    def status(self) -> dict[str, Any]:
-        """Returns this rank's progress, as `Engine.status`; empty if no gradients are sent."""
-        executor = self._executor
-        return executor.status() if executor is not None else {}
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Returns the progress of everything in which this rank waits for others, by label."""
-        return {self.label: self.status()}
-
-    def hold(self, message: str) -> None:
-        """After a fault: blocks reads of parameters until `settle_fault`."""
-        if (controller := self._live) is not None:
-            self._update_guard.fail(message, self._param_table.params, controller.clean_up)
-
-    def fail(self, message: str) -> None:
-        """Makes every later wait raise `FaultError(message)`. Call `hold` first."""
-        if (executor := self._executor) is not None:
-            executor.fail(message)
-
-    def left(self) -> RankProgress | None:
-        """Returns this rank's progress after a fault, after `hold`; None if nothing was blocked."""
-        controller = self._controller
-        return self._update_guard.left(
-            controller.examine if controller is not None else _examine_alone
-        )
-
-    def settle_fault(self, verdict: str, judgement: RecoveryDecision) -> None:
-        """Applies the recovery decision: blocked reads of parameters go on, or raise `verdict`."""
-        self._update_guard.settle(verdict, judgement)
-
-    def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
-        """Records into `writer` from the next step on; None stops."""
-        if (controller := self._live) is not None:
-            controller.executor.set_timeline(writer)
 
     def close(self, whole_state: bool = True) -> None:
         """Applies pending updates, unless communication has failed; then ends the engine.
@@ -607,140 +449,26 @@ class DistributedOptimizer(OptimizerWrapper):
             whole_state: With shard_optimizer, give the wrapped optimizer its whole state back;
                 default True. `shutdown` passes False.
         """
-        self._end(whole_state)
+        self._session.close(whole_state)
 
-    # Private.
-
-    @outside_inference_mode
-    def _end(self, whole_state: bool) -> None:
-        self._closed = True
-        for handle in self._state_hooks:
-            handle.remove()
-        self._state_hooks = []
-        if (controller := self._live) is not None:
-            try:
-                controller.end(whole_state)
-            finally:
-                assert self._driver is not None
-                self._driver.close()
-                self._driver = None
-                retain_owner(None, self._param_table.params)
-            if controller.shards is None and self._update_guard.recovery is None:
-                self._controller = None  # frees its buffers
-
-    @property
-    def _live(self) -> StepController | None:
-        """The step controller while gradients are sent; None afterwards and with a single rank."""
-        controller = self._controller
-        return None if controller is None or controller.ended else controller
-
-    @property
-    def _executor(self) -> PlanExecutor | None:
-        """The plan executor. Other threads may read this while the training thread ends it."""
-        return getattr(self._live, "executor", None)
-
-    def _drain(self) -> None:
-        if (controller := self._live) is not None:
-            controller.drain()
+    # For OptimizerWrapper.
 
     def _apply_pending(self) -> None:
-        if (controller := self._live) is not None:
+        if (controller := self._session.live) is not None:
             controller.apply_all()
 
-    def _on_new_state(self) -> None:
-        if self._controller is not None and self._controller.shards is not None:
-            self._controller.shards.reshard_state()
-
-    def _on_updated(self) -> None:
-        """Called after a whole step of the wrapped optimizer, before parameters can be read."""
+    def _drain(self) -> None:
+        self._session.drain()
 
     def _bring_up_to_date(self) -> None:
-        if self._update_guard.recovery is not None:
-            self._update_guard.recovery.check()
-        else:
-            if self._rank_group.size > 1:
-                self._update_guard.check_whole()
-            self._drain()
+        self._session.bring_up_to_date()
 
-    def _check_usable(self) -> None:
-        if self._rank_group.size == 1:
-            return
-        if self._closed:
-            raise UsageError("this DistributedOptimizer is closed; wrap the optimizer anew")
-        if (controller := self._live) is not None:
-            controller.check()
-
-    @outside_inference_mode
-    def _build(self, steps_before: int) -> None:
-        """Makes everything that depends on the set of parameters. Collective."""
-        settings, rank_group = self._settings, self._rank_group
-        param_table = ParamTable.of(self._inner, self._given_names)
-        served = self._serve(param_table)
-        self._end(whole_state=True)
-        self._controller = self._driver = None
-        self._param_table, self._updater = param_table, served.updater
-        if holds_shards(self._inner):
-            raise UsageError(
-                "this optimizer holds shards of its state from before a shutdown: make it anew and "
-                "load a checkpoint, or call close() on its DistributedOptimizer before shutdown()"
-            )
-        if rank_group.size == 1:
-            self._closed = False
-            return  # a single rank sends nothing
-        changing = warn_of_renormalized(self.label, param_table, self._owner)
-        device = device_of(param_table.names, param_table.params)
-        try:
-            planner = self._make_planner(param_table, device, served, steps_before)
-        except OtherOrderError as error:  # raised on all ranks; they take the first rank's order
-            param_table = param_table.in_order(error.names)
-            served = self._serve(param_table)
-            planner = self._make_planner(param_table, device, served, steps_before)
-        if self._given_names is None:
-            check_order(rank_group, self.label, param_table.params)
-        self._param_table, self._planner = param_table, planner
-        if settings.topology is not None:
-            parse(settings.topology, rank_group.size)  # equal on all ranks, and so is an error
-        self._controller = StepController(
-            rank_group,
-            self._inner,
-            self._updater,
-            settings,
-            param_table,
-            changing,
-            device,
-            planner,
-            self._update_guard,
-            self._memory,
-            steps_before,
-            self._on_updated,
-        )
-        self._driver = BackwardDriver(
-            self._controller, param_table.params, settings.passes_per_step
-        )
-        retain_owner(self, param_table.params)
-        self._state_hooks = self._hook_state()
-        self._closed = False
-
-    def _make_planner(
-        self, param_table: ParamTable, device: Device, served: ValidatedOptimizer, steps_before: int
-    ) -> Planner:
-        return Planner(
-            self._rank_group, self.label, self._settings, param_table, device, served.codecs,
-            served.sparse, steps_before,
-        )  # fmt: skip
-
-    def _serve(self, param_table: ParamTable) -> ValidatedOptimizer:
-        """Validates the parameters and registers this optimizer as their owner.
-
-        Raises:
-            UsageError: Some of them are not supported; nothing has changed.
-        """
-        settings, size = self._settings, self._rank_group.size
-        served = validate_optimizer(self._inner, param_table, settings, size, self._owner)
-        register_params(self, param_table.params, param_table.names)
-        return served
+    def _on_new_state(self) -> None:
+        controller = self._session.controller
+        if controller is not None and controller.shards is not None:
+            controller.shards.reshard_state()
 
 
-def _examine_alone(is_quiet: bool) -> tuple[bool, bool]:
-    """Callback of `UpdateGuard.left`: a single rank's step is applied completely or not at all."""
-    return not is_quiet, False
+def session_of(optimizer: DistributedOptimizer) -> OptimizerSession:
+    """Returns what the optimizer trains with, for optimizers that wrap it."""
+    return optimizer._session

@@ -19,12 +19,15 @@ class ParamGroupIndex:
     Args:
         optimizer: The wrapped optimizer.
         param_table: Its parameters when it was wrapped.
+
+    Attributes:
+        group_of: The result of the last `refresh`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, param_table: ParamTable) -> None:
         self._optimizer, self._param_table = optimizer, param_table
         self._known: list[list[torch.Tensor]] = []  # parameters by group at the last refresh
-        self._group_of: list[int | None] = []
+        self.group_of: list[int | None] = []
 
     def refresh(self) -> Sequence[int | None]:
         """Returns, by parameter, the index of its parameter group now.
@@ -36,12 +39,19 @@ class ParamGroupIndex:
                 parameter is in two groups.
         """
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        if len(groups) != len(self._known) or not all(
-            _same(group["params"], known) for group, known in zip(groups, self._known, strict=True)
-        ):
-            self._group_of = self._find(groups)
+        if not self._are_known(groups):
+            self.group_of = self._find(groups)
             self._known = [list(group["params"]) for group in groups]
-        return self._group_of
+        return self.group_of
+
+    def _are_known(self, groups: Sequence[dict[str, Any]]) -> bool:
+        if len(groups) != len(self._known):
+            return False
+        for group, known in zip(groups, self._known, strict=True):
+            params = group["params"]
+            if len(params) != len(known) or not all(map(is_, params, known)):
+                return False
+        return True
 
     def _find(self, groups: Sequence[dict[str, Any]]) -> list[int | None]:
         index = {id(param): i for i, param in enumerate(self._param_table.params)}
@@ -67,7 +77,3 @@ class ParamGroupIndex:
                 else:
                     found[i] = g
         return found
-
-
-def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))

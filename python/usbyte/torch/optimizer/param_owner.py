@@ -17,12 +17,14 @@ from usbyte.errors import UsageError
 _TIE = "_usbyte_tie"
 
 
-class Owner(Protocol):
-    """A DistributedOptimizer, as its parameters refer to it."""
+class Session(Protocol):
+    """What a DistributedOptimizer trains with.
 
-    @property
-    def closed(self) -> bool:
-        """Whether the optimizer is closed, and sends nothing any more."""
+    Attributes:
+        closed: Whether the optimizer is closed, and sends nothing any more.
+    """
+
+    closed: bool
 
 
 class ParamOwner:
@@ -32,9 +34,10 @@ class ParamOwner:
     tensor, which would leave its hook behind.
     """
 
-    def __init__(self, param: nn.Parameter, owner: Owner) -> None:
+    def __init__(self, param: nn.Parameter, owner: object, session: Session) -> None:
         self.of, self.owner = weakref.ref(param), weakref.ref(owner)
-        self.kept: Owner | None = None
+        self.session = weakref.ref(session)
+        self.kept: object = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -43,17 +46,20 @@ class ParamOwner:
         return collections.OrderedDict, ()  # which torch.load takes with weights_only, too
 
 
-def get_owner(param: nn.Parameter) -> Owner | None:
+def get_owner(param: nn.Parameter) -> object:
     """Returns the optimizer that last registered the parameter; None if there is none any more."""
     tie = _tie_of(param)
     return tie.owner() if tie is not None else None
 
 
-def register_params(owner: Owner, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+def register_params(
+    owner: object, session: Session, params: Sequence[nn.Parameter], names: Sequence[str]
+) -> None:
     """Registers `owner` as the optimizer of the parameters.
 
     Args:
         owner: The optimizer; it is not kept alive.
+        session: What the optimizer trains with; not kept alive either.
         params: The parameters.
         names: Their names, in the same order.
 
@@ -62,17 +68,18 @@ def register_params(owner: Owner, params: Sequence[nn.Parameter], names: Sequenc
             changed then.
     """
     for param, name in zip(params, names, strict=True):
-        other = get_owner(param)
-        if other is not None and other is not owner and not other.closed:
+        tie = _tie_of(param)
+        other = tie.session() if tie is not None else None
+        if other is not None and other is not session and not other.closed:
             raise UsageError(
                 f"parameter '{name}' is already wrapped by another DistributedOptimizer, which "
                 "lives on with the model: call its close() first"
             )
     for param in params:
-        setattr(param, _TIE, ParamOwner(param, owner))
+        setattr(param, _TIE, ParamOwner(param, owner, session))
 
 
-def retain_owner(owner: Owner | None, params: Sequence[nn.Parameter]) -> None:
+def retain_owner(owner: object, params: Sequence[nn.Parameter]) -> None:
     """Keeps the registered optimizer alive as long as any of the parameters lives.
 
     Args:

@@ -28,8 +28,8 @@ from usbyte.torch.optimizer.compat.known_optimizers import (
     is_elementwise,
     step_is_replaced,
 )
-from usbyte.torch.optimizer.gradients.reducer import Reducer
 from usbyte.torch.optimizer.overlap.deferred_queue import DeferredUpdateQueue
+from usbyte.torch.optimizer.overlap.reduced_gradients import ShardedGradients
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.reduce_op import Max, Sum
@@ -135,14 +135,14 @@ class ShardedUpdates(DeferredUpdateQueue):
         optimizer: torch.optim.Optimizer,
         param_table: ParamTable,
         groups: ParamGroupIndex,
-        reducer: Reducer,
+        reducer: ShardedGradients,
         plan: _core.Plan,
         max_grad_norm: float | None,
         fetch: Sequence[MaterializeFn],
         step: Callable[[], Any],
     ) -> None:
         super().__init__(param_table, reducer, fetch)
-        self._reducer: Reducer = reducer
+        self._reducer: ShardedGradients = reducer
         self._step, params = step, param_table.params
         self._rank_group, self._label = rank_group, label
         self._optimizer, self._groups = optimizer, groups
@@ -197,7 +197,7 @@ class ShardedUpdates(DeferredUpdateQueue):
             self._clip(self._max_grad_norm)  # collective: ranks that step wait for it
         self._send()
         for i, param in enumerate(self._params):
-            self._reducer.wait_gathered(i)
+            self._reducer.wait([i])
             if not _same_bits(param, self._reducer.gathered(i)):
                 raise MismatchError(
                     f"another rank has updated parameter '{self._reducer.names[i]}' with gradients "
@@ -226,8 +226,7 @@ class ShardedUpdates(DeferredUpdateQueue):
     @torch.no_grad()
     def _apply(self, due: Sequence[int]) -> None:
         wanted = self._expand_shared_storage(due)
-        for i in wanted:
-            self._reducer.wait_gathered(i)
+        self._reducer.wait(wanted)
         taken = self._begin([*wanted, *self._arrived_with(wanted)])
         if not taken:
             return

@@ -10,12 +10,13 @@ import torch
 
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.fault.update_guard import UpdateGuard
-from usbyte.torch.lazy_tensor import MaterializeFn
 from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
-from usbyte.torch.optimizer.gradients.reducer import Reducer, no_whole_gradients
+from usbyte.torch.optimizer.gradients.reducer import Reducer
 from usbyte.torch.optimizer.hyperparam_sync import HyperparamSync
+from usbyte.torch.optimizer.overlap.reduced_gradients import no_whole_gradients
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
 from usbyte.torch.optimizer.sharded import ShardedUpdates
+from usbyte.torch.optimizer.update_applier import UpdateApplier
 from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.torch_private import DisableTorchFunction
 from usbyte.torch.world.rank_group import RankGroup
@@ -33,7 +34,7 @@ class ShardedSteps:
         reducer: Sends gradients and waits for sums.
         executor: Runs the plan in force.
         max_grad_norm: Upper limit of the gradient norm over all parameters; None for no limit.
-        fetch: By parameter, the function that materializes it before it is read.
+        applier: Applies the updates of shards when parameters are used.
         take_step: Runs the step of the wrapped optimizer.
         update_guard: Counts steps and serializes updates.
         joined: Copies hyper-parameters to ranks that have joined.
@@ -52,7 +53,7 @@ class ShardedSteps:
         reducer: Reducer,
         executor: PlanExecutor,
         max_grad_norm: float | None,
-        fetch: Sequence[MaterializeFn],
+        applier: UpdateApplier,
         take_step: Callable[[], Any],
         update_guard: UpdateGuard,
         joined: HyperparamSync,
@@ -60,7 +61,7 @@ class ShardedSteps:
         self._rank_group, self._label, self._optimizer = rank_group, label, optimizer
         self._param_table, self._groups = param_table, groups
         self._reducer, self._executor = reducer, executor
-        self._max_grad_norm, self._fetch, self._take_step = max_grad_norm, fetch, take_step
+        self._max_grad_norm, self._applier, self._take_step = max_grad_norm, applier, take_step
         self._update_guard, self._joined = update_guard, joined
         self.shards: ShardedUpdates | None = None
         self._set_to_none = True  # how gradients were reset last
@@ -68,7 +69,7 @@ class ShardedSteps:
 
     def close(self) -> None:
         """Drops references to what the optimizer owns; `shards` stays readable."""
-        del self._reducer, self._executor, self._take_step, self._fetch, self._joined
+        del self._reducer, self._executor, self._take_step, self._applier, self._joined
 
     def begin(self) -> ShardedUpdates:
         """Shards the optimizer's state under the plan in force; returns the sharded updates."""
@@ -81,9 +82,10 @@ class ShardedSteps:
             self._reducer,
             self._executor.plan,
             self._max_grad_norm,
-            self._fetch,
+            self._applier.fetch_param,
             self._take_step,
         )
+        self._applier.use_shards(self.shards)
         return self.shards
 
     def end(self) -> None:
@@ -91,6 +93,7 @@ class ShardedSteps:
         if self.shards is not None:
             self.shards.unshard_state()
             self.shards = None
+            self._applier.use_shards(None)
 
     def step(self, shards: ShardedUpdates) -> bool:
         """Updates this rank's shards with the gradients in flight.
@@ -111,14 +114,14 @@ class ShardedSteps:
                     "step() again without backward(): with shard_optimizer=True a step uses its "
                     "gradients up; call backward() before the next one"
                 )
-            if (i := self._reducer.unsent_gradient()) >= 0:
+            if (i := self._reducer.sender.unsent_gradient()) >= 0:
                 raise UsageError(
                     f"the gradient of '{self._param_table.names[i]}' was set by hand, and with "
                     "shard_optimizer=True a step uses what backward() has sent: leave it out"
                 )
             return False
         if self._reducer.dropped():
-            self.drop(shards)
+            self.drop()
             return False
         self._joined.sync()
         with self._update_guard.applying():
@@ -126,12 +129,16 @@ class ShardedSteps:
             self._update_guard.defer_all()
         return True
 
-    def drop(self, shards: ShardedUpdates) -> None:
+    def drop(self) -> None:
         """Drops the gradients in flight, which the script has reset. All ranks must do so.
+
+        There must be shards.
 
         Raises:
             MismatchError: Another rank has used the gradients.
         """
+        shards = self.shards
+        assert shards is not None
         with self._update_guard.updating():
             if not self._reducer.in_flight:  # another thread has dropped them
                 return
@@ -174,7 +181,7 @@ class ShardedSteps:
             return False
         used = self.shards.used
         if self._reducer.in_flight:
-            self.drop(self.shards)
+            self.drop()
             used = self.shards.used
         else:
             with DisableTorchFunction():  # parameters are lazy, and stay so

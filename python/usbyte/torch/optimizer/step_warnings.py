@@ -21,18 +21,18 @@ class StepWarnings:
 
     def __init__(self, label: str, names: Sequence[str]) -> None:
         self._label, self._names = label, names
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def is_new(self, topic: str) -> bool:
         """Returns True in the first call for this topic, else False."""
-        if topic in self._told:
+        if topic in self._logged:
             return False
-        self._told.add(topic)
+        self._logged.add(topic)
         return True
 
-    def told(self, topic: str) -> bool:
+    def was_logged(self, topic: str) -> bool:
         """Returns True if the warning was logged, so that its cause need not be looked for."""
-        return topic in self._told
+        return topic in self._logged
 
     def aliases(self, aliased: Sequence[int]) -> None:
         """Warns that updates of `aliased` are not deferred: other tensors use their memory."""

@@ -23,7 +23,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
     attributes set before `_inner`. All others are read, written and deleted on the wrapped
     optimizer.
 
-    `isinstance` is true for the wrapper's classes and for the wrapped optimizer's class.
+    `isinstance` is true for the wrapper's classes and for those of the wrapped optimizer, which may
+    be a wrapper itself.
     """
 
     _inner: torch.optim.Optimizer
@@ -45,6 +46,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         if "_inner" not in vars(self):
             return kind
         wrapped = type(self._inner)
+        if issubclass(wrapped, OptimizerWrapper):
+            wrapped = self._inner.__class__
         if type(wrapped) is not type or issubclass(kind, wrapped):
             return kind if issubclass(kind, wrapped) else wrapped
         if self._both is None:
@@ -60,6 +63,24 @@ class OptimizerWrapper(torch.optim.Optimizer):
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
         self._inner.defaults = defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._inner.state = state
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # not constructed yet
@@ -80,6 +101,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self._apply_pending()
             delattr(self._inner, name)
 
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            f"a {type(self).__name__} is bound to its ranks and cannot be pickled or copied; save "
+            "optimizer.state_dict() instead"
+        )
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._drain()
         self._inner.__setstate__(state)
@@ -91,23 +118,19 @@ class OptimizerWrapper(torch.optim.Optimizer):
             "_inner" not in own or name in own or name in self._fields or hasattr(type(self), name)
         )
 
-    # Implemented by subclasses.
+    # For subclasses that defer updates or change the form of the state.
 
     def _apply_pending(self) -> None:
         """Applies pending updates, which must not see the value that is written next."""
-        raise NotImplementedError
 
     def _drain(self) -> None:
         """Applies pending updates and waits for gradients."""
-        raise NotImplementedError
 
     def _bring_up_to_date(self) -> None:
         """Applies pending updates and waits for gradients; called before state is saved."""
-        raise NotImplementedError
 
     def _on_new_state(self) -> None:
         """Called when the wrapped optimizer has got a whole state."""
-        raise NotImplementedError
 
     # For direct calls of the wrapped optimizer.
 

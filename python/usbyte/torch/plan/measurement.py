@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -125,7 +125,9 @@ class StepProfiler:
         )
 
 
-def combine(times: JobTimes, allreduce_max: object) -> JobTimes:
+def max_over_ranks(
+    times: JobTimes, allreduce_max: Callable[[torch.Tensor], torch.Tensor]
+) -> JobTimes:
     """Returns the element-wise maximum of the times over all ranks, the same on every rank.
 
     Collective.
@@ -135,7 +137,6 @@ def combine(times: JobTimes, allreduce_max: object) -> JobTimes:
         allreduce_max: Called with a 1-d float64 CPU tensor; returns its element-wise maximum over
             ranks.
     """
-    assert callable(allreduce_max)
     n = len(times.need_s)
     columns = [times.need_s, times.ready_s, times.need_spread_s, times.ready_spread_s]
     flat = [value for column in columns for value in column]

@@ -23,7 +23,7 @@ from usbyte.torch.layout import dtype_name
 from usbyte.torch.plan.codec_selection import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
-from usbyte.torch.plan.measurement import JobTimes, combine, job_profile
+from usbyte.torch.plan.measurement import JobTimes, job_profile, max_over_ranks
 from usbyte.torch.plan.sparse import (
     Counts,
     SchemeChoice,
@@ -177,7 +177,7 @@ class Planner:
                 over ranks.
         """
         label = self.label
-        times = combine(times, lambda t: self._reduced(f"{label}.times", t, Max))
+        times = max_over_ranks(times, lambda t: self._reduced(f"{label}.times", t, Max))
         self._ready = dict(zip(self._names, times.ready_s, strict=True))
         if self.sparse:
             known = sorted(self.sparse)

@@ -21,7 +21,13 @@ from usbyte import _core
 from usbyte.errors import UsageError
 from usbyte.torch.layout import dtype_name
 from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
-from usbyte.torch.plan.measurement import NEVER, Iteration, StepProfiler, combine, job_profile
+from usbyte.torch.plan.measurement import (
+    NEVER,
+    Iteration,
+    StepProfiler,
+    job_profile,
+    max_over_ranks,
+)
 from usbyte.torch.reduce_op import Max
 from usbyte.torch.runtime.device import Mark, device_of
 from usbyte.torch.world.world import current, is_initialized
@@ -133,7 +139,7 @@ class Recorder:
         """
         times = self._learning.times()
         if is_initialized() and current().size > 1:
-            times = combine(times, _slowest)
+            times = max_over_ranks(times, _slowest)
         return job_profile(names, self._params, times, flags=False, model=model)
 
     def _begin_iteration(self) -> None:

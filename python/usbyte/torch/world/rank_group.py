@@ -15,18 +15,35 @@ from usbyte.torch.reduce_op import ReduceOp
 
 
 class Participant(Protocol):
-    """The part of an optimizer that the world uses for timelines, faults and shutdown."""
+    """What the world calls on an optimizer: for timelines, faults, forks, joins and shutdown."""
 
     @property
     def label(self) -> str:
         """Name of the optimizer, the same on all ranks."""
 
     @property
+    def size(self) -> int:
+        """Number of ranks that share gradients."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that the script uses; None once it was garbage-collected."""
+
+    @property
     def sends(self) -> bool:
         """Whether other ranks wait for gradients or parameters of this optimizer."""
 
+    def named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Returns the parameters whose gradients are sent, with their names."""
+
+    def names_of_groups(self) -> list[list[str]] | None:
+        """Returns the given parameter names by parameter group; None if a parameter has none."""
+
+    def join_with_zeros(self) -> None:
+        """Contributes zeros to the steps of other ranks until all ranks have joined. Collective."""
+
     def drain(self) -> None:
-        """Applies every pending update."""
+        """Applies every pending update and waits for gradients in flight."""
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Returns the progress by label, for messages about faults."""
@@ -34,25 +51,25 @@ class Participant(Protocol):
     def set_timeline(self, writer: _core.TimelineWriter | None) -> None:
         """Records into `writer` from the next step on; None stops."""
 
-    def hold(self, message: str) -> None:
-        """After a fault: blocks reads of parameters until `settle_fault`.
-
-        Args:
-            message: The fault verdict.
-        """
-
-    def fail(self, message: str) -> None:
-        """After `hold`: makes every wait raise FaultError(message)."""
-
-    def left(self) -> RankProgress | None:
-        """After `hold`: returns this rank's progress; None if no reads were blocked."""
-
-    def settle_fault(self, verdict: str, judgement: RecoveryDecision) -> None:
-        """Applies the recovery decision: blocked reads go on, or raise FaultError.
+    def block_reads(self, verdict: str) -> None:
+        """After a fault: blocks reads of parameters until `apply_decision`.
 
         Args:
             verdict: The fault verdict.
-            judgement: Whether this rank's parameters are usable.
+        """
+
+    def fail(self, verdict: str) -> None:
+        """After `block_reads`: makes every wait raise FaultError(verdict)."""
+
+    def progress(self) -> RankProgress | None:
+        """After `block_reads`: returns this rank's progress; None if no reads were blocked."""
+
+    def apply_decision(self, verdict: str, decision: RecoveryDecision) -> None:
+        """Ends the block: reads of parameters go on, or raise FaultError.
+
+        Args:
+            verdict: The fault verdict.
+            decision: Whether this rank's parameters are usable.
         """
 
     def orphan(self) -> list[Any]:
@@ -61,12 +78,14 @@ class Participant(Protocol):
         These objects must never be destroyed in the child.
         """
 
-    def close(self, whole_state: bool = True) -> None:
-        """Ends the engine. Collective.
+    def close(self, whole_state: bool) -> None:
+        """Applies pending updates, unless communication has failed; then ends the engine.
+
+        Collective.
 
         Args:
             whole_state: With a sharded optimizer: whether the wrapped optimizer gets its whole
-                state back; default True.
+                state back.
         """
 
 
@@ -184,8 +203,8 @@ class RankGroup(Protocol):
     def next_label(self) -> str:
         """Returns the next optimizer's name, the same on all ranks."""
 
-    def add(self, optimizer: Participant) -> None:
-        """Registers an optimizer for timelines, faults and shutdown."""
+    def add(self, participant: Participant) -> None:
+        """Registers an optimizer for timelines, faults and shutdown. Keeps a weak reference."""
 
     def adopt_orphan(self, engine: OrphanedEngine) -> None:
         """Takes ownership of an engine until all ranks can close it. Any thread may call this."""

@@ -126,9 +126,9 @@ class Subgroup:
         """Backend of torch.distributed for tensors on the CPU."""
         return self._world.host_backend
 
-    def add(self, optimizer: Participant) -> None:
+    def add(self, participant: Participant) -> None:
         """Registers an optimizer for the world's timelines, faults and shutdown."""
-        self._world.add(optimizer)
+        self._world.add(participant)
 
     def adopt_orphan(self, engine: OrphanedEngine) -> None:
         """Takes ownership of an engine until all ranks can close it. Any thread may call this."""
@@ -136,7 +136,7 @@ class Subgroup:
 
     def close_orphans(self) -> None:
         """Closes the engines that are orphaned on all of these ranks. Collective among them."""
-        self._orphans.close_common(self, collect=bool(self._world.active_optimizers()))
+        self._orphans.close_common(self, collect=bool(self._world.active_participants()))
 
     def check(self) -> None:
         """Raises FaultError if there was a fault on any rank of the world."""

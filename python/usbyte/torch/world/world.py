@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from usbyte import _core
@@ -84,8 +85,8 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = list(range(self.size))
         self.local_rank, self.local_size = self._local[self.rank]
-        self._optimizers: weakref.WeakSet[Participant] = weakref.WeakSet()
-        # Guards _optimizers: a set must not grow while another thread iterates over it.
+        self._participants: weakref.WeakSet[Participant] = weakref.WeakSet()
+        # Guards _participants: a set must not grow while another thread iterates over it.
         self._adding = threading.RLock()
         self.orphans = OrphanedEngines()
         self._labels = 0
@@ -113,7 +114,7 @@ class World:
         try:
             if self.size > 1:
                 self._faults = FaultCoordinator(
-                    store, self.rank, self.size, self._describe, self._hold, self._on_fault
+                    store, self.rank, self.size, self._describe, self._block_reads, self._on_fault
                 )
             if env.timeline:
                 self.start_timeline(env.timeline, env.timeline_steps)
@@ -169,11 +170,11 @@ class World:
         self._labels += 1
         return f"optimizer.{self._labels}"
 
-    def add(self, optimizer: Participant) -> None:
+    def add(self, participant: Participant) -> None:
         """Registers an optimizer for timelines, faults and shutdown. Keeps a weak reference."""
         with self._adding:
-            self._optimizers.add(optimizer)
-        optimizer.set_timeline(self._writer)
+            self._participants.add(participant)
+        participant.set_timeline(self._writer)
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Makes `close` call `undo` once, to undo a change outside of usbyte.
@@ -189,11 +190,18 @@ class World:
 
     def close_orphans(self) -> None:
         """Closes the engines that are orphaned on all ranks. Collective."""
-        self.orphans.close_common(self, collect=bool(self.active_optimizers()))
+        self.orphans.close_common(self, collect=bool(self.active_participants()))
 
-    def active_optimizers(self) -> list[Participant]:
-        """Returns the optimizers that send gradients or parameters to other ranks."""
-        return [o for o in self._live_optimizers() if o.sends]
+    def active_participants(self) -> list[Participant]:
+        """Returns the participants that send gradients or parameters to other ranks."""
+        return [each for each in self._live_participants() if each.sends]
+
+    def participant_of(self, optimizer: torch.optim.Optimizer) -> Participant | None:
+        """Returns the participant that `optimizer` has registered; None if it is none of usbyte."""
+        for participant in self._live_participants():
+            if participant.optimizer is optimizer:
+                return participant
+        return None
 
     def warn(self, text: str) -> None:
         """Logs a warning of the engine, with this rank."""
@@ -218,8 +226,8 @@ class World:
 
     def drain(self) -> None:
         """Applies the pending updates of all optimizers."""
-        for optimizer in self._live_optimizers():
-            optimizer.drain()
+        for participant in self._live_participants():
+            participant.drain()
 
     def start_timeline(self, path: str, steps: str = "0:") -> None:
         """Starts recording a timeline of all optimizers.
@@ -233,14 +241,14 @@ class World:
             self.stop_timeline()
             return
         self._writer = _core.TimelineWriter(path.replace("%r", str(self.rank)), self.rank, steps)
-        for optimizer in self._live_optimizers():
-            optimizer.set_timeline(self._writer)
+        for participant in self._live_participants():
+            participant.set_timeline(self._writer)
 
     def stop_timeline(self) -> None:
         """Writes the completed part of the timeline and stops recording."""
         self._writer = None
-        for optimizer in self._live_optimizers():
-            optimizer.set_timeline(None)
+        for participant in self._live_participants():
+            participant.set_timeline(None)
         for engine in self.orphans:
             engine.stop_timeline()
 
@@ -264,8 +272,8 @@ class World:
         """Yields the steps of `close`, in order."""
         if self._faults is not None:
             yield self._faults.announce_exit
-        for optimizer in self._in_order():  # communicators close on all ranks at once
-            yield partial(optimizer.close, whole_state=False)
+        for participant in self._in_order():  # communicators close on all ranks at once
+            yield partial(participant.close, whole_state=False)
         for engine in sorted(self.orphans, key=lambda engine: engine.label):
             if self._faults is not None and (verdict := self._faults.verdict) is not None:
                 engine.fail(verdict)  # the fault may be older than its entry here
@@ -281,44 +289,44 @@ class World:
     def orphan(self) -> list[Any]:
         """In a forked child: returns all objects whose threads do not exist there."""
         # Without the lock: a thread that does not exist here may have held it at the fork.
-        optimizers = [each for o in list(self._optimizers) for each in o.orphan()]
-        return [self, *optimizers, *self.orphans, *self.subgroups.values()]
+        participants = [each for p in list(self._participants) for each in p.orphan()]
+        return [self, *participants, *self.orphans, *self.subgroups.values()]
 
-    def _live_optimizers(self) -> list[Participant]:
+    def _live_participants(self) -> list[Participant]:
         with self._adding:
-            return list(self._optimizers)
+            return list(self._participants)
 
     def _in_order(self) -> list[Participant]:
-        """Returns the live optimizers in an order that is the same on all ranks."""
-        return sorted(self._live_optimizers(), key=lambda optimizer: optimizer.label)
+        """Returns the participants in an order that is the same on all ranks."""
+        return sorted(self._live_participants(), key=lambda participant: participant.label)
 
     def _describe(self) -> State:
         found: dict[str, dict[str, Any]] = {}
-        for optimizer in self._in_order():
-            found[optimizer.label] = {}
+        for participant in self._in_order():
+            found[participant.label] = {}
             with suppress(UsageError):  # the optimizer may be closing
-                found |= optimizer.states()
+                found |= participant.states()
         for engine in self.orphans:
             with suppress(UsageError):
                 found[engine.label] = engine.status()
         return {"optimizers": found, "eager": self.eager.pending()}
 
-    def _hold(self, verdict: str) -> None:
+    def _block_reads(self, verdict: str) -> None:
         """Blocks reads of parameters before the fault verdict becomes visible.
 
         No code can therefore notice the fault and still read parameters unchecked.
         """
-        for optimizer in self._live_optimizers():
-            optimizer.hold(verdict)
+        for participant in self._live_participants():
+            participant.block_reads(verdict)
 
     def _on_fault(self, verdict: str) -> None:
-        optimizers = self._live_optimizers()
+        participants = self._live_participants()
         everyone = None
         try:
             state = self._describe()
-            for optimizer in optimizers:
+            for participant in participants:
                 with suppress(UsageError):  # the optimizer may be closing
-                    optimizer.fail(verdict)
+                    participant.fail(verdict)
             for engine in self.orphans:
                 engine.fail(verdict)
             self.eager.fail(verdict)
@@ -327,20 +335,24 @@ class World:
                 subgroup.eager.fail(verdict)
             self._record_flight(verdict, state)
             assert self._faults is not None
-            mine = {o.label: asdict(left) for o in optimizers if (left := o.left()) is not None}
+            mine = {
+                each.label: asdict(progress)
+                for each in participants
+                if (progress := each.progress()) is not None
+            }
             if (found := self._faults.compare(mine)) is not None:
                 everyone = {
                     rank: check(row, dict[str, RankProgress]) for rank, row in found.items()
                 }
         except Exception:  # blocked reads need the decision below
             log.exception("what the fault has left cannot be found out")
-        for optimizer in optimizers:
-            lefts = everyone and {
-                rank: theirs[optimizer.label]
+        for participant in participants:
+            progress_of = everyone and {
+                rank: theirs[participant.label]
                 for rank, theirs in everyone.items()
-                if optimizer.label in theirs
+                if participant.label in theirs
             }
-            optimizer.settle_fault(verdict, decide_recovery(self.rank, lefts))
+            participant.apply_decision(verdict, decide_recovery(self.rank, progress_of))
 
     def _record_flight(self, verdict: str, state: State) -> None:
         if not self.env.flight:

@@ -179,7 +179,7 @@ def _on_host(flags: Sequence[float]) -> torch.Tensor:
     return torch.tensor(flags, dtype=torch.float32, device="cpu")
 
 
-def sender(
+def make_grad_writer(
     device: Device,
     params: Sequence[nn.Parameter],
     at_slot: Sequence[int],

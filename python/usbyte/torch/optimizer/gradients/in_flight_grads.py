@@ -46,6 +46,7 @@ class InFlightGrads:
         sparse: By parameter, whether its gradient is sent as rows.
 
     Attributes:
+        sparse: By parameter, whether its gradient is sent as rows.
         tensors: By parameter, its gradient in the flat buffer; for a sparse one, the gradient sent
             last.
         shown: By parameter, the tensor that `param.grad` was set to when its gradient was sent:
@@ -60,7 +61,7 @@ class InFlightGrads:
     def __init__(
         self, names: Sequence[str], params: Sequence[nn.Parameter], sparse: Sequence[bool]
     ) -> None:
-        self._names, self._params, self._sparse = names, params, sparse
+        self._names, self._params, self.sparse = names, params, sparse
         self.tensors = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in params]
         self.shown, self.shows_others = list(self.tensors), False
         self.own = [False] * len(params)
@@ -72,8 +73,8 @@ class InFlightGrads:
         self._storage_uses = 0  # use count without references of the script
         self._private = [False] * len(params)  # by parameter, see `has_private`
         self.has_private = False
-        self._lent = False  # whether `param.grad` shows gradients of other ranks
-        self._held = False  # whether tensors of `shown` may be lazy
+        self._exposes_remote = False  # whether `param.grad` shows gradients of other ranks
+        self._may_be_lazy = False  # whether tensors of `shown` may be lazy
 
     def rebind(self, buffer: torch.Tensor, views: Sequence[torch.Tensor | None]) -> None:
         """Switches to another flat buffer. Each `param.grad` keeps its identity and values.
@@ -95,7 +96,7 @@ class InFlightGrads:
             self._storage_uses = storage_use_count(self._storage._cdata)
 
     def _move(self, i: int) -> None:
-        old, there = self.tensors[i], self._in_arena(i)
+        old, there = self.tensors[i], self._view_in_buffer(i)
         if self._params[i].grad is old and old.dtype == there.dtype:
             old.data = there.copy_(old)
             there = old
@@ -104,7 +105,7 @@ class InFlightGrads:
         self.tensors[i] = there
         self.record_version(i)
 
-    def _in_arena(self, i: int) -> torch.Tensor:
+    def _view_in_buffer(self, i: int) -> torch.Tensor:
         """Returns a new tensor over the gradient of parameter `i` in the flat buffer.
 
         It has a version counter of its own.
@@ -115,7 +116,7 @@ class InFlightGrads:
         flat = self._buffer[begin : begin + view.numel() * view.element_size()].view(view.dtype)
         return flat.as_strided(view.shape, view.stride()).data
 
-    def leave_kept(self) -> bool:
+    def move_retained(self) -> bool:
         """Gives gradients memory of their own that the script keeps and that are not `param.grad`.
 
         Returns:
@@ -126,31 +127,31 @@ class InFlightGrads:
         references = list(map(sys.getrefcount, self.tensors))
         if max(references, default=0) > _OWN_REFERENCES:
             for i, count in enumerate(references):
-                if count > _OWN_REFERENCES and self._is_left(i):
-                    self._leave(i)
+                if count > _OWN_REFERENCES and self._is_replaced(i):
+                    self._move_out(i)
         if storage_use_count is None or self._storage is None:
             return False
         if storage_use_count(self._storage._cdata) <= self._storage_uses:
             return False
-        left = [i for i in range(len(self._params)) if self._is_left(i)]
+        left = [i for i in range(len(self._params)) if self._is_replaced(i)]
         for i in left:
             self._private[i] = self.has_private = True
         return bool(left)
 
-    def _is_left(self, i: int) -> bool:
+    def _is_replaced(self, i: int) -> bool:
         """Returns whether the flat buffer has a gradient of `i` that is not `param.grad` now."""
-        is_there = not (self._private[i] or self._sparse[i])
+        is_there = not (self._private[i] or self.sparse[i])
         return is_there and self._params[i].grad is not self.tensors[i]
 
-    def _leave(self, i: int) -> None:
+    def _move_out(self, i: int) -> None:
         """Moves the script's tensor out of the flat buffer and makes a new one over its memory."""
-        kept = self.tensors[i]
-        kept.data = kept.clone()
-        if self.shown[i] is kept:
-            self.shown[i] = self._in_arena(i)
+        retained = self.tensors[i]
+        retained.data = retained.clone()
+        if self.shown[i] is retained:
+            self.shown[i] = self._view_in_buffer(i)
             self.tensors[i] = self.shown[i]
         else:
-            self.tensors[i] = self._in_arena(i)
+            self.tensors[i] = self._view_in_buffer(i)
         self.record_version(i)
 
     def show(self, i: int, grad: torch.Tensor, is_shared: bool) -> torch.Tensor | None:
@@ -172,7 +173,7 @@ class InFlightGrads:
         self.shown[i], self.shows_others = grad, True
         return None
 
-    def bring(self, i: int) -> None:
+    def copy_sum(self, i: int) -> None:
         """Copies the sum of parameter `i`, which has arrived, to the tensor in `shown`."""
         if self.shown[i] is not self.tensors[i]:
             self.shown[i].data.copy_(self.tensors[i])  # views of one buffer share a version
@@ -183,7 +184,7 @@ class InFlightGrads:
         The update may keep the tensor, as scripts may keep gradients.
         """
         if self.shows_others:
-            self.bring(i)
+            self.copy_sum(i)
         if self._private[i] and self.shown[i] is self.tensors[i]:
             return self.tensors[i].clone()
         return self.shown[i]
@@ -191,7 +192,7 @@ class InFlightGrads:
     def begin(self) -> None:
         """Begins a step: nothing has been sent yet."""
         self.unwrap()
-        self._lent = False
+        self._exposes_remote = False
         self.own = [False] * len(self._params)
         self.shows_others = False
         self._rebind_storage()
@@ -207,7 +208,7 @@ class InFlightGrads:
             if address and grad.data_ptr() != address:
                 if param.grad is grad:
                     param.grad = grad.detach()  # from now on a tensor of the script
-                grad.data = self._in_arena(i)
+                grad.data = self._view_in_buffer(i)
 
     def record_version(self, i: int) -> None:
         """Records the version of the gradient of parameter `i`, to detect later writes."""
@@ -235,18 +236,18 @@ class InFlightGrads:
             expose_remote: Whether `param.grad` of a parameter without a gradient on this rank shows
                 the other ranks' sum. It may turn out that no rank has one.
         """
-        self._lent, self._held = expose_remote, True
+        self._exposes_remote, self._may_be_lazy = expose_remote, True
         if expose_remote and not all(self.own):
             for i, param in enumerate(self._params):
-                if not self.own[i] and not self._sparse[i]:
+                if not self.own[i] and not self.sparse[i]:
                     param.grad = self.show_sum(i)
         make_all_lazy(self.shown, fetch)
 
     def unwrap(self) -> None:
         """Makes every gradient a plain tensor, whose reads wait for nothing."""
-        if self._held:
+        if self._may_be_lazy:
             unwrap_all(self.shown)
-            self._held = False
+            self._may_be_lazy = False
 
     def show_sum(self, i: int) -> torch.Tensor:
         """Returns the tensor that shows the other ranks' sum where this rank has no gradient."""
@@ -259,7 +260,7 @@ class InFlightGrads:
 
     def was_reset_by_user(self, i: int) -> bool:
         """Returns whether the script has reset a gradient that showed only the other ranks' sum."""
-        return self._params[i].grad is None and self._lent and not self._sparse[i]
+        return self._params[i].grad is None and self._exposes_remote and not self.sparse[i]
 
     def untouched(self) -> bool:
         """Returns whether no `param.grad` in flight was replaced or reset.
@@ -277,7 +278,7 @@ class InFlightGrads:
                     raise self.modified(i)
         return same
 
-    def check_kept(self) -> None:
+    def check_unreplaced(self) -> None:
         """Checks that every `param.grad` is the one that was sent, right after all were sent.
 
         Raises:

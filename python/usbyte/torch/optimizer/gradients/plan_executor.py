@@ -21,7 +21,7 @@ from usbyte.torch.comm.sparse_exchange import TorchExchange
 from usbyte.torch.compression.state import CodecState, coded_shards, codes_shards
 from usbyte.torch.optimizer.gradients.engine_handle import EngineHandle
 from usbyte.torch.optimizer.gradients.flat_buffer import FlatBuffer
-from usbyte.torch.optimizer.gradients.grad_writer import HostGradWriter, sender
+from usbyte.torch.optimizer.gradients.grad_writer import HostGradWriter, make_grad_writer
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.sparse import Rows
 from usbyte.torch.reduce_op import Average
@@ -83,7 +83,7 @@ class PlanExecutor:
         device: Device of the parameters.
         engine: Engine that runs the plan in force.
         flat_buffer: Flat buffer of the plan in force.
-        sender: Writes gradients to the flat buffer.
+        grad_writer: Writes gradients to the flat buffer.
         tensor_of_param: By parameter, the index of its tensor in the plan.
         param_of_tensor: Parameter indices in the plan's order of tensors, without the control
             tensor.
@@ -95,7 +95,7 @@ class PlanExecutor:
 
     engine: _core.Engine
     flat_buffer: FlatBuffer
-    sender: HostGradWriter
+    grad_writer: HostGradWriter
 
     def __init__(
         self,
@@ -242,10 +242,10 @@ class PlanExecutor:
         self._provide_exchange(plan)
         moves = coded_shards(plan) != coded_shards(self.plan)
         if moves:  # the ranks that send an element will not be those with its error feedback
-            told = self._rank_group.eager.allgather_bytes(
-                "usbyte.memory.kinds", self._memory.told().encode()
+            kinds = self._rank_group.eager.allgather_bytes(
+                "usbyte.memory.kinds", self._memory.kinds_json().encode()
             )
-            self._memory.replicate(plan.tensors, [text.decode() for text in told], self._average)
+            self._memory.replicate(plan.tensors, [text.decode() for text in kinds], self._average)
         self._restart(plan, learning, concentrates=moves and codes_shards(plan))
 
     def renew(self, learning: bool) -> None:
@@ -339,7 +339,7 @@ class PlanExecutor:
         self._engine_handle.attach_engine(
             self.engine, self.flat_buffer.buffer, self._memory, self.rows
         )
-        self.sender = sender(
+        self.grad_writer = make_grad_writer(
             self.device,
             self._params,
             self.param_of_tensor,

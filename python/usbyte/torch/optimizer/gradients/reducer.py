@@ -3,53 +3,37 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from usbyte.errors import UsageError
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.fault.recovery import has_partial_step
-from usbyte.torch.lazy_tensor import MaterializeFn, unwrap
-from usbyte.torch.optimizer.compat.shared_memory import shares_memory
+from usbyte.torch.lazy_tensor import MaterializeFn, unwrap_all
+from usbyte.torch.optimizer.gradients.grad_sender import GradientSender
 from usbyte.torch.optimizer.gradients.in_flight_grads import InFlightGrads
 from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
 from usbyte.torch.optimizer.gradients.step_consensus import StepConsensus, StepVote
 from usbyte.torch.optimizer.gradients.step_phase import StepPhase, advance
+from usbyte.torch.optimizer.overlap.reduced_gradients import no_whole_gradients
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.lifecycle import PlanLifecycle
 from usbyte.torch.plan.measurement import JobTimes
 from usbyte.torch.plan.planner import Planner
-from usbyte.torch.plan.sparse import Counts, Rows, empty_like, sparse_tensor
-from usbyte.torch.reduce_op import Sum
+from usbyte.torch.plan.sparse import Counts, sparse_tensor
 from usbyte.torch.runtime.device import Mark
-from usbyte.torch.runtime.tensor_checks import check_sendable
-from usbyte.torch.torch_private import DisableTorchFunction, not_compiled
-
-
-def _one_reference() -> int:
-    """Returns `sys.getrefcount` for a tensor that only one local variable refers to."""
-    tensor = torch.empty(0, dtype=torch.float32, device="cpu")
-    return sys.getrefcount(tensor)
-
-
-_ONE_REFERENCE = _one_reference()
-
-
-def no_whole_gradients(remedy: str) -> UsageError:
-    """Returns the error that a script needs gradients of which a rank has only a shard."""
-    return UsageError(f"with shard_optimizer=True no rank has whole gradients: {remedy}")
+from usbyte.torch.torch_private import DisableTorchFunction
 
 
 class Reducer:
     """Sums the gradients of parameters over all ranks, step after step.
 
-    A backward pass calls `begin`, then `send` for each gradient, then `end`. The first steps run
-    the learning plan: DDP's buckets in order of registration. The plans that `PlanLifecycle`
-    chooses on all ranks follow.
+    A backward pass calls `begin`, then `sender` sends its gradients, then it calls `end`. The first
+    steps run the learning plan: DDP's buckets in order of registration. The plans that
+    `PlanLifecycle` chooses on all ranks follow.
 
     Args:
         settings: Arguments of the DistributedOptimizer.
@@ -64,13 +48,12 @@ class Reducer:
     Attributes:
         names: Names of the parameters, by parameter index.
         device: Device of the parameters.
+        sender: Sends the gradients of a backward pass, between `begin` and `end`.
         phase: Phase of the step whose gradients were sent last.
         in_flight: Whether gradients of the last backward pass have not been waited for; follows
             from `phase`.
         has_accumulated: Whether this rank has accumulated gradients since it last sent any.
         passes: Number of backward passes outside `no_sync` since gradients were last sent.
-        shows_parts: Whether gradients of the last backward pass are in memory that the script uses
-            in other ways, such as its own flat buffer.
     """
 
     def __init__(
@@ -86,26 +69,18 @@ class Reducer:
     ) -> None:
         self.names, self.device = param_table.names, executor.device
         self._params = param_table.params
-        self._sparse = [name in planner.sparse for name in param_table.names]
         self._planner, self._executor, self._lifecycle = planner, executor, lifecycle
         self._memory, self._check, self._consensus = memory, check, consensus
-        self._sharded, self._densifies = settings.shard_optimizer, settings.sparse_as_dense
-        self._sums = settings.op == Sum
+        self._sharded = settings.shard_optimizer
         self.phase, self.in_flight = StepPhase.NOTHING_SENT, False
-        self.has_accumulated = self.shows_parts = False
+        self.has_accumulated = False
         self.passes = 0
         self._used: list[bool] | None = None  # by tensor of the plan; None: not fetched yet
-        # By parameter, a gradient, or zeros in its place, was sent since the last reset.
-        self._holds_result = [False] * len(self._params)
-        self._at_reset = self._gradients_now()  # their identities and versions at the last reset
         self._waits_no_more = False  # set after a fault
-        self._in_flight = InFlightGrads(self.names, self._params, self._sparse)
+        sparse = [name in planner.sparse for name in param_table.names]
+        self._in_flight = InFlightGrads(self.names, self._params, sparse)
         self._in_flight.rebind(executor.flat_buffer.buffer, executor.grad_views())
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward pass that sends gradients has begun and not ended."""
-        return self.phase is StepPhase.IN_BACKWARD
+        self.sender = GradientSender(settings, param_table, executor, self._in_flight, memory)
 
     @property
     def applied(self) -> bool:
@@ -121,6 +96,7 @@ class Reducer:
     def _advance(self, phase: StepPhase) -> None:
         self.phase = advance(self.phase, phase)
         self.in_flight = phase in (StepPhase.IN_FLIGHT, StepPhase.APPLYING_SHARDS)
+        self.sender.is_sending = phase is StepPhase.IN_BACKWARD
 
     def defer(self) -> None:
         """Enters the phase in which each update waits for its own gradient."""
@@ -154,38 +130,59 @@ class Reducer:
 
     # Sums.
 
-    def wait(self, i: int) -> torch.Tensor | None:
-        """Waits for the reduced gradient of parameter `i`; returns None if no rank had one."""
+    def wait(self, indices: Iterable[int]) -> None:
+        """Waits for the ops of the parameters `indices`.
+
+        Their gradients are reduced then; with shards, `gathered` holds their new values.
+        """
         if not self._waits_no_more:
-            executor = self._executor
-            executor.engine.wait(executor.tensor_of_param[i], self.device.stream())
-        return self.sum(i)
+            engine, tensor_of_param = self._executor.engine, self._executor.tensor_of_param
+            stream = self.device.stream()
+            for i in indices:
+                engine.wait(tensor_of_param[i], stream)
 
     def co_arriving(self, indices: Sequence[int]) -> set[int]:
         """Returns parameters with a gradient on this rank that are co-arriving with `indices`."""
-        together = self._executor.co_arriving
-        lists = {id(alike): alike for alike in (together[i] for i in indices)}
-        return {j for alike in lists.values() for j in alike if self._in_flight.own[j]}
+        co_arriving, own = self._executor.co_arriving, self._in_flight.own
+        found: set[int] = set()
+        for i in indices:
+            if i not in found:  # else its co-arriving parameters are a subset of those found
+                found.update(co_arriving[i])
+        return found if all(own) else {j for j in found if own[j]}
 
-    def sum(self, i: int) -> torch.Tensor | None:
-        """Returns the gradient of parameter `i`, which has arrived; None if no rank had one.
+    def sums(self, indices: Sequence[int]) -> dict[int, torch.Tensor | None]:
+        """Returns the gradients of the parameters `indices`, which have arrived.
+
+        Returns:
+            By parameter index, in the order of `indices`; None if no rank had one.
 
         Raises:
-            Error: The gradient was written to while it was in flight.
+            Error: A gradient was written to while it was in flight.
         """
-        sent = self._in_flight
-        unwrap(sent.shown[i])
-        if sent.shown[i]._version != sent.versions[i]:
-            raise sent.modified(i)
-        if i in self._executor.rows:
-            self._take_rows(i)
-        if not sent.own[i]:
-            if not self._waits_no_more:
-                self._executor.wait_for_control()
-            if not self._used_by_slot()[self._executor.tensor_of_param[i]]:
-                self._memory.rollback(self.names[i])
-                return None
-        return sent.result(i) if sent.shows_others or sent.has_private else sent.shown[i]
+        sent, rows = self._in_flight, self._executor.rows
+        shown, versions = sent.shown, sent.versions
+        simple = not (sent.shows_others or sent.has_private)
+        found: dict[int, torch.Tensor | None] = {}
+        unwrap_all(map(shown.__getitem__, indices))
+        for i in indices:
+            if shown[i]._version != versions[i]:
+                raise sent.modified(i)
+            if i in rows:
+                self._take_rows(i)
+            if not sent.own[i] and not self._is_used(i):
+                found[i] = None
+            else:
+                found[i] = shown[i] if simple else sent.result(i)
+        return found
+
+    def _is_used(self, i: int) -> bool:
+        """Returns whether any rank had a gradient of parameter `i`, of which this rank had none."""
+        if not self._waits_no_more:
+            self._executor.wait_for_control()
+        is_used = self._used_by_slot()[self._executor.tensor_of_param[i]]
+        if not is_used:
+            self._memory.rollback(self.names[i])
+        return is_used
 
     def _take_rows(self, i: int) -> None:
         found = self._executor.engine.take_rows(self._executor.tensor_of_param[i])
@@ -195,7 +192,7 @@ class Reducer:
         self._in_flight.record_version(i)
         del self._executor.rows[i]
 
-    def settle(self) -> None:
+    def finalize_grads(self) -> None:
         """Waits for all gradients in flight and makes every `param.grad` final.
 
         Raises:
@@ -213,21 +210,23 @@ class Reducer:
         for i, param in enumerate(self._params):
             if not sent.own[i]:
                 gone = sent.was_reset_by_user(i)
-                if param.grad is None and not gone and not self._sparse[i]:
+                if param.grad is None and not gone and not sent.sparse[i]:
                     sent.show_sum(i)
-                total = self.wait(i)
-                param.grad = None if gone or total is None else sent.shown[i]
-            elif self._sparse[i]:
-                self.wait(i)
+                self.wait([i])
+                is_none = self.sums([i])[i] is None
+                param.grad = None if gone or is_none else sent.shown[i]
+            elif sent.sparse[i]:
+                self.wait([i])
+                self.sums([i])
             elif sent.shows_others:
-                sent.bring(i)
+                sent.copy_sum(i)
         self._advance(StepPhase.REDUCED)
 
     def gradient(self, i: int) -> torch.Tensor:
         """Returns the tensor that `param.grad` of parameter `i` was when its gradient was sent."""
         return self._in_flight.shown[i]
 
-    def hold_gradients(self, fetch: Sequence[MaterializeFn]) -> None:
+    def make_grads_lazy(self, fetch: Sequence[MaterializeFn]) -> None:
         """Makes every gradient lazy: its first read waits for its all-reduce.
 
         It stays lazy until it has been waited for.
@@ -254,35 +253,6 @@ class Reducer:
         """
         return self._in_flight.dropped(renewed)
 
-    def unsent_gradient(self) -> int:
-        """Returns a parameter whose gradient was set since the last reset but not sent; else -1.
-
-        Zeros do not count: torch.distributed.checkpoint sets them to make optimizers allocate
-        state.
-        """
-        with DisableTorchFunction():  # lazy parameters stay lazy
-            for i, param in enumerate(self._params):
-                own = param.grad
-                if own is None or self._is_result(i, own) or _state_of(own) == self._at_reset[i]:
-                    continue
-                if own.is_sparse or own.any():
-                    return i
-        return -1
-
-    def _is_result(self, i: int, grad: torch.Tensor) -> bool:
-        # Another tensor than the one shown for other ranks' gradients was set by hand.
-        sent = self._in_flight
-        return self._holds_result[i] and (sent.own[i] or grad is sent.shown[i])
-
-    def forget_results(self, set_to_none: bool) -> None:
-        """Records that the script has reset the gradients, to None (`set_to_none`) or to zeros."""
-        self._holds_result = [False] * len(self._params)
-        self._at_reset = [None] * len(self._params) if set_to_none else self._gradients_now()
-
-    def _gradients_now(self) -> list[tuple[int, int] | None]:
-        with DisableTorchFunction():  # lazy parameters stay lazy
-            return [None if p.grad is None else _state_of(p.grad) for p in self._params]
-
     def begin_update(self) -> Mark:
         """Returns the start time of an update for `record_update`; 0.0 without a timeline."""
         return self.device.now() if self._executor.writer is not None else 0.0
@@ -296,7 +266,7 @@ class Reducer:
     def gathered(self, i: int) -> torch.Tensor:
         """Returns a view of the flat buffer: the gradient of parameter `i`, later its new value.
 
-        The new value is there after `wait_gathered`.
+        The new value is there after `wait`.
         """
         with DisableTorchFunction():  # must not materialize the lazy gradient
             return self._in_flight.tensors[i].detach()
@@ -344,10 +314,6 @@ class Reducer:
         applied = self.phase is StepPhase.APPLYING_SHARDS
         self._advance(StepPhase.APPLIED if applied else StepPhase.REDUCED)
 
-    def wait_gathered(self, i: int) -> None:
-        """Waits until `gathered(i)` holds the new value of parameter `i`."""
-        self._executor.engine.wait(self._executor.tensor_of_param[i], self.device.stream())
-
     # After a fault.
 
     def has_all(self) -> bool:
@@ -356,7 +322,7 @@ class Reducer:
             return False
         return bool(self._executor.status()["phase"] == "idle")
 
-    def is_torn(self) -> bool:
+    def may_be_partial(self) -> bool:
         """Returns whether updates may have used incomplete sums on the device."""
         return self.device.core is not None and has_partial_step(
             self._executor.status(), self.applied
@@ -430,7 +396,7 @@ class Reducer:
         if self._sharded and not self.learning:
             self.wait_reduced()
             self.release_gathers()  # no rank uses what is gathered
-        self.settle()
+        self.finalize_grads()
 
     def begin(self) -> None:
         """Begins a backward pass that sends gradients.
@@ -450,127 +416,29 @@ class Reducer:
         self._consensus.begin_step(self.phase, self._sharded and not self.learning)
         self._check.begin(self._executor.steps)
         self._in_flight.begin()
-        self._leave_kept_gradients()
+        self._move_retained_grads()
         self._memory.begin_step()
-        self.has_accumulated = self.shows_parts = False
+        self.has_accumulated = self.sender.shows_parts = False
         self._consensus.record_participation()
-        self._executor.sender.begin()
+        self._executor.grad_writer.begin()
         self._used = None
         self._advance(StepPhase.IN_BACKWARD)
 
-    def _leave_kept_gradients(self) -> None:
+    def _move_retained_grads(self) -> None:
         """Saves gradients in the flat buffer that the script keeps, before they are overwritten."""
         if self._sharded and not self.learning:
             return  # scripts see no gradients, and views of shards must stay in the flat buffer
-        if self._in_flight.leave_kept():
+        if self._in_flight.move_retained():
             self._executor.renew(self.learning)
             self._in_flight.rebind(self._executor.flat_buffer.buffer, self._executor.grad_views())
 
-    def send(self, i: int) -> None:
-        """Sends the gradient of parameter `i`.
-
-        The caller must hold no reference to it: references are counted to find those of the script.
-        """
-        param, sent = self._params[i], self._in_flight
-        if sent.own[i]:
-            raise self._second_gradient(i)
-        grad = param.grad
-        if grad is None:
-            raise UsageError(
-                f"the gradient of '{self.names[i]}' was reset by a hook of its parameter before it "
-                "was sent: leave gradients to the optimizer until step()"
-            )
-        if grad is sent.shown[i]:
-            self._check_not_summed(i)
-        sent.own[i] = self._holds_result[i] = True
-        if type(grad) is not torch.Tensor:
-            check_sendable(f"the gradient of '{self.names[i]}'", grad, or_sparse=True)
-        if self._sparse[i]:
-            return self._send_rows(i, grad)
-        is_shared = False
-        # torch makes a new gradient, or adds to an older one. Only an older one can be used by the
-        # script in other ways: as a part of its own flat buffer, or in a list.
-        # A hook in compiled code cannot read a version directly.
-        is_older = _is_older(grad) if torch.compiler.is_compiling() else grad._version > 0
-        if is_older and grad is not sent.tensors[i]:
-            is_shared = is_part = shares_memory(grad)
-            is_shared = is_shared or sys.getrefcount(grad) > _ONE_REFERENCE
-            self.shows_parts = self.shows_parts or is_part
-        if grad.layout is not torch.strided:
-            if not self._densifies:
-                raise UsageError(
-                    f"the gradient of '{self.names[i]}' is sparse, which was not to be seen when "
-                    "the optimizer was wrapped: give DistributedOptimizer model= or "
-                    "sparse_as_dense=True"
-                )
-            param.grad = grad = grad.to_dense()
-        if grad.dtype != sent.tensors[i].dtype:
-            raise UsageError(
-                f"the gradient of '{self.names[i]}' is of {grad.dtype}, and was of "
-                f"{sent.tensors[i].dtype} when the optimizer was wrapped: wrap it anew after "
-                "the model's dtype is changed"
-            )
-        if is_shared or sent.has_private:
-            shown = sent.show(i, grad, is_shared)
-        else:
-            sent.shown[i] = shown = sent.tensors[i]
-        self._executor.sender.send(i, grad, shown)
-        sent.versions[i] = sent.shown[i]._version
-
-    def _second_gradient(self, i: int) -> UsageError:
-        return UsageError(
-            f"backward() has given a second gradient of '{self.names[i]}' after the first was "
-            "sent, as where checkpoint() runs a module twice: pass use_reentrant=False there, or "
-            "run backward() under optimizer.no_sync(), so that step() sends the sum. If an earlier "
-            "backward() has failed, restart the job from its last checkpoint"
-        )
-
-    def _send_rows(self, i: int, grad: torch.Tensor) -> None:
-        self._executor.rows[i] = Rows(self.names[i], grad, self._params[i], self.device)
-        self._executor.rows[i].give(self._executor.engine, self._executor.tensor_of_param[i])
-        self._in_flight.tensors[i] = self._in_flight.shown[i] = grad
-        self._in_flight.record_version(i)
-
-    def _check_not_summed(self, i: int) -> None:
-        # Averaging an average changes nothing; summing a sum multiplies it.
-        if self._sums and self._holds_result[i]:
-            raise UsageError(
-                f"the gradient of '{self.names[i]}' is a sum over ranks and would be summed again: "
-                "with op=Sum, call optimizer.zero_grad() after each step and accumulate "
-                "under optimizer.no_sync()"
-            )
-
     def end(self) -> None:
-        """Ends the sends of a backward pass: sends zeros for the parameters without a gradient."""
-        for i, param in enumerate(self._params):
-            if self._in_flight.own[i]:
-                continue
-            if param.grad is not None:  # of an earlier micro-batch or step: counts, as in DDP
-                self.send(i)
-                continue
-            self._holds_result[i] = True
-            if self._sparse[i]:
-                self._send_rows(i, empty_like(param))
-            else:
-                self._memory.snapshot(self.names[i])
-                self._executor.sender.send_zeros(i)
-                self._in_flight.shown[i] = self._in_flight.tensors[i]
-                self._in_flight.record_version(i)
+        """Ends a backward pass: sends zeros for the parameters without a gradient, and flags."""
+        self.sender.send_rest()
         used = [self._in_flight.own[i] for i in self._executor.param_of_tensor]
         votes = self._consensus.flags(wants_plan=self._lifecycle.end_backward())
-        self._executor.sender.send_flags([*map(float, used), *votes])
+        self._executor.grad_writer.send_flags([*map(float, used), *votes])
         self._executor.engine.end_backward()
-        self._in_flight.check_kept()
+        self._in_flight.check_unreplaced()
         self.passes = 0
         self._advance(StepPhase.IN_FLIGHT)
-
-
-@not_compiled
-def _is_older(grad: torch.Tensor) -> bool:
-    """Returns whether the gradient existed before: torch has not just made it."""
-    return grad._version > 0
-
-
-def _state_of(grad: torch.Tensor) -> tuple[int, int]:
-    """Returns a value that changes when the gradient is replaced or written to; no reference."""
-    return id(grad), grad._version

@@ -84,7 +84,8 @@ class StepChecksum:
         every: Number of steps between comparisons; 0 turns them off.
         ranks: Numbers of the ranks in the world, by rank of the group; for messages.
         ask: Gathers one byte string from each rank under a name. Collective.
-        tear: Called with a text if ranks differ, so that the parameters are not used any more.
+        on_difference: Called with a text if ranks differ, so that the parameters are not used any
+            more.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class StepChecksum:
         every: int,
         ranks: Sequence[int],
         ask: Callable[[str, bytes], list[bytes]],
-        tear: Callable[[str], None],
+        on_difference: Callable[[str], None],
     ) -> None:
         self._label, self._optimizer, self._param_table = label, optimizer, param_table
         self._device, self._every, self._ranks = device, every, ranks
-        self._ask, self._tear = ask, tear
+        self._ask, self._on_difference = ask, on_difference
         self._compared = [i for i, param in enumerate(param_table.params) if param not in changing]
         self._next = 0  # position in `_compared`
         self._exact: bool | None = None  # whether ranks round alike; None: not known yet
@@ -166,7 +167,7 @@ class StepChecksum:
                 for rank, answer in zip(self._ranks, answers, strict=True)
             ]
             if found := self._difference(records):
-                self._tear(f"{self._label}: {found}")
+                self._on_difference(f"{self._label}: {found}")
                 raise MismatchError(f"{self._label}: {found}")
 
     def _rounds_alike(self) -> bool:

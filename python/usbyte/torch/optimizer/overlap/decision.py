@@ -5,15 +5,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from usbyte.torch.optimizer.overlap.eligibility import ScriptObserver, agree_on_overlap
 from usbyte.torch.optimizer.overlap.forward_hooks import ForwardPreHooks
 from usbyte.torch.optimizer.step_warnings import StepWarnings
+from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import Settings
-from usbyte.torch.plan.planner import Planner
 from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
+
+
+class OverlapPlanner(Protocol):
+    """The parts of the planner that concern the overlap.
+
+    Attributes:
+        label: Name of the optimizer, equal on all ranks.
+        decision: The plan in force with what it was made from; None while ranks learn.
+    """
+
+    label: str
+    decision: Decision | None
+
+    @property
+    def overlap(self) -> str:
+        """The overlap that plans are made for."""
+
+    def settle_overlap(self, reason: str) -> None:
+        """Chooses the overlap of all later plans: "backward" if there is a reason for it."""
 
 
 class OverlapDecision:
@@ -45,7 +65,7 @@ class OverlapDecision:
         self,
         rank_group: RankGroup,
         settings: Settings,
-        planner: Planner,
+        planner: OverlapPlanner,
         observer: ScriptObserver,
         forward_hooks: ForwardPreHooks,
         warnings: StepWarnings,

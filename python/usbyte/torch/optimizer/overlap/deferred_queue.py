@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import torch
 
 from usbyte.errors import Error
-from usbyte.torch.lazy_tensor import MaterializeFn, make_all_lazy, make_lazy, unwrap
+from usbyte.torch.lazy_tensor import MaterializeFn, make_all_lazy, make_lazy, unwrap_all
 from usbyte.torch.optimizer.compat.shared_memory import Aliases, sharing_memory
 from usbyte.torch.optimizer.overlap.reduced_gradients import ReducedGradients
 from usbyte.torch.plan.job import ParamTable
@@ -56,11 +56,6 @@ class DeferredUpdateQueue(ABC):
         """Number of pending updates."""
         return len(self.pending)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `apply` is a no-op for every argument."""
-        return not (self.unvisited or self._update_events)
-
     def defer_all(self) -> None:
         """Makes every parameter lazy and its update pending."""
         self._versions = [param._version for param in self._params]
@@ -84,21 +79,23 @@ class DeferredUpdateQueue(ABC):
     def forget(self) -> None:
         """Drops the pending updates and makes the parameters plain tensors."""
         self.pending, self.unvisited = set(), set()
-        for param in self._params:
-            unwrap(param)
+        unwrap_all(self._params)
 
     def apply(self, indices: Sequence[int]) -> None:
         """Waits for the gradients of the parameters `indices` and applies their pending updates.
 
         Work that the calling thread enqueues later on its current stream runs after the updates.
         """
-        due = [i for i in indices if i in self.pending] if self.pending else []
-        if due:
+        if due := [i for i in indices if i in self.pending]:
             with disable_user_modes(self._reducer.device.torch_device.type):
                 self._apply(due)
-        for i in self.unvisited.intersection(indices):
-            self.unvisited.discard(i)
-            unwrap(self._params[i])
+        self.visit(indices)
+
+    def visit(self, indices: Sequence[int]) -> None:
+        """Does the same as `apply` for parameters whose updates are applied, with less overhead."""
+        if visited := self.unvisited.intersection(indices):
+            self.unvisited.difference_update(visited)
+            unwrap_all(map(self._params.__getitem__, visited))
         if self._update_events:
             self._wait_on_stream(indices)
 
@@ -156,8 +153,7 @@ class DeferredUpdateQueue(ABC):
                     "and its update, which would have been lost or misplaced; call "
                     "optimizer.synchronize() before you change parameters"
                 )
-            for i in taken:
-                unwrap(self._params[i])
+            unwrap_all(map(self._params.__getitem__, taken))
         except BaseException:
             # `taken` may be incomplete after an interrupt, so `pending` decides. Parameters with
             # another version were updated by another caller meanwhile.
@@ -181,7 +177,7 @@ class DeferredUpdateQueue(ABC):
         if (fence := self._reducer.device.fence()) is not None:
             self._update_events.update(dict.fromkeys(updated, fence))
         others = list(self.unvisited.intersection(updated).difference(asked))
-        make_all_lazy([self._params[i] for i in others], [self._fetch[i] for i in others])
+        make_all_lazy(map(self._params.__getitem__, others), map(self._fetch.__getitem__, others))
 
     def _put_back(self, taken: Sequence[int]) -> None:
         """Makes the updates of `taken` pending again."""

@@ -35,7 +35,8 @@ class DeferredUpdates(DeferredUpdateQueue):
     Args:
         optimizer: The wrapped optimizer.
         step: Runs one step of the optimizer: calls the function that it is given.
-        tear: Called with the exception of an update that may have changed some of its parameters.
+        on_partial_step: Called with the exception of an update that may have changed some of its
+            parameters.
         param_table: Parameters of the optimizer.
         groups: Maps parameters to parameter groups of the optimizer.
         reducer: Gives the reduced gradients.
@@ -46,15 +47,16 @@ class DeferredUpdates(DeferredUpdateQueue):
         self,
         optimizer: torch.optim.Optimizer,
         step: Callable[[Callable[[], Any]], Any],
-        tear: Callable[[BaseException], None],
+        on_partial_step: Callable[[BaseException], None],
         param_table: ParamTable,
         groups: ParamGroupIndex,
         reducer: ReducedGradients,
         fetch: Sequence[MaterializeFn],
     ) -> None:
         super().__init__(param_table, reducer, fetch)
-        self._optimizer, self._step, self._tear = optimizer, step, tear
-        self._groups, self._group_of = groups, groups.refresh()
+        self._optimizer, self._step, self._on_partial_step = optimizer, step, on_partial_step
+        groups.refresh()
+        self._groups, self._group_of = groups, groups.group_of
         self._hyper: list[dict[str, Any]] = []
         self._call: Callable[[], Any] = optimizer.step
         # By parameter, a gradient that the user has zeroed before its update: zeroed after it.
@@ -66,9 +68,13 @@ class DeferredUpdates(DeferredUpdateQueue):
         self._updating: set[int] = set()  # parameters whose checked updates run now
 
     def defer(self, call: Callable[[], Any]) -> None:
-        """Defers the update of every parameter. An update calls `call`, the optimizer's step."""
-        self._call = call
-        self._group_of = self._groups.refresh()
+        """Defers the update of every parameter.
+
+        Args:
+            call: The optimizer's step, which updates call. The parameter groups must be those of
+                the last `ParamGroupIndex.refresh`.
+        """
+        self._call, self._group_of = call, self._groups.group_of
         self._hyper = [hyper_parameters(group) for group in self._optimizer.param_groups]
         self._zero_after.clear()
         self._checks = self._to_check > 0
@@ -97,16 +103,16 @@ class DeferredUpdates(DeferredUpdateQueue):
     def _apply(self, due: Sequence[int]) -> None:
         reducer = self._reducer
         wanted = self._expand_shared_storage(due)
-        sums = {i: reducer.wait(i) for i in wanted}
-        sums |= {i: reducer.sum(i) for i in self._arrived_with(wanted)}
+        reducer.wait(wanted)
+        sums = reducer.sums([*wanted, *self._arrived_with(wanted)])
         updated = self._begin(list(sums))
         if not updated:
             return
-        kept: list[torch.Tensor | None] = []
+        own_grads: list[torch.Tensor | None] = []
         begun = False
         try:
             start = reducer.begin_update()
-            kept = [self._params[i].grad for i in updated]
+            own_grads = [self._params[i].grad for i in updated]
             for i in updated:
                 self._params[i].grad = sums[i]
             with self._narrowed(updated), without_step_hooks(self._optimizer):
@@ -114,12 +120,12 @@ class DeferredUpdates(DeferredUpdateQueue):
                 self._step_on(updated)
         except BaseException as error:
             if begun:
-                self._tear(error)
+                self._on_partial_step(error)
             else:
                 self._put_back(updated)
             raise
         finally:
-            for i, before in zip(updated, kept, strict=False):  # empty after an interrupt
+            for i, before in zip(updated, own_grads, strict=False):  # empty after an interrupt
                 if begun and before is not None and before is self._zero_after.get(i):
                     before.zero_()
                 nobody = begun and sums[i] is None and before is reducer.gradient(i)

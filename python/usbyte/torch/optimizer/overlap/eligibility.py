@@ -63,6 +63,10 @@ class ScriptObserver:
         optimizer: The wrapped optimizer.
         names: Names of its parameters, by parameter index.
         params: Its parameters, by parameter index.
+
+    Attributes:
+        users: By thread that has used parameters since the last step, the first that it used.
+        in_step: Whether the wrapped optimizer's step, with its closure, runs. The owner sets it.
     """
 
     def __init__(
@@ -71,8 +75,9 @@ class ScriptObserver:
         self._optimizer, self._names = optimizer, names
         self._bytes = [p.numel() * p.element_size() for p in params]
         self._seen = _Seen()
+        self.in_step = False
         self._trainer: int | None = None  # thread of the last step, until updates are applied
-        self._users: dict[int, int] = {}  # by thread since then, the first parameter it used
+        self.users: dict[int, int] = {}
         self._forwards = 0  # training passes of outermost modules since the last step
         self._retains = False  # whether the current backward pass retains its graph
 
@@ -110,10 +115,13 @@ class ScriptObserver:
         self._seen.reads.add(i)
 
     def used(self, i: int) -> None:
-        """Records that this thread uses parameter `i`, whose update is or might be deferred."""
+        """Records that this thread uses parameter `i`, whose update is or might be deferred.
+
+        A thread that is in `users` need not call it.
+        """
         # Uses in a backward pass do not count: the training thread waits for autograd's threads.
         if self._trainer is not None and backward_id() == -1:
-            self._users.setdefault(threading.get_ident(), i)
+            self.users.setdefault(threading.get_ident(), i)
 
     def up_to_date(self) -> None:
         """Records that no update is pending any more.
@@ -122,7 +130,7 @@ class ScriptObserver:
         """
         here, in_backward = threading.get_ident(), backward_id() != -1
         if in_backward:  # on the CPU, backward runs in the thread that ran the forward pass
-            self._users.pop(here, None)
+            self.users.pop(here, None)
         if in_backward or here == self._trainer:
             self._trainer = None
 
@@ -133,7 +141,7 @@ class ScriptObserver:
             Name of a parameter that another thread than the calling one has used since the last
             step, while updates were or might have been deferred; empty if there is none.
         """
-        users, self._users = self._users, {}
+        users, self.users = self.users, {}
         users.pop(threading.get_ident(), None)
         return self._names[min(users.values())] if users else ""
 
@@ -185,7 +193,7 @@ class ScriptObserver:
     def reason(
         self,
         forward_hooks: ForwardPreHooks,
-        ungated: Sequence[int],
+        unhooked: Sequence[int],
         aliased: Sequence[int],
         shared: str,
         against: str,
@@ -194,12 +202,12 @@ class ScriptObserver:
 
         Args:
             forward_hooks: Forward pre-hooks of the learning steps.
-            ungated: Parameters whose use no forward pre-hook observed.
+            unhooked: Parameters whose use no forward pre-hook observed.
             aliased: Parameters whose memory other tensors of the script use.
             shared: Name of a parameter that another thread has used; empty if there is none.
             against: Reason that was found after the learning steps; empty if there is none.
         """
-        reasons = list(self._reasons(forward_hooks, ungated, shared))
+        reasons = list(self._reasons(forward_hooks, unhooked, shared))
         if 2 * sum(self._bytes[i] for i in aliased) > sum(self._bytes):
             reasons.append(
                 f"the script keeps other tensors over the memory of '{self._names[aliased[0]]}', "
@@ -210,7 +218,7 @@ class ScriptObserver:
         return "; ".join(reasons)
 
     def _reasons(
-        self, forward_hooks: ForwardPreHooks, ungated: Sequence[int], shared: str
+        self, forward_hooks: ForwardPreHooks, unhooked: Sequence[int], shared: str
     ) -> Iterator[str]:
         kind, seen = type(self._optimizer), self._seen
         if step_is_replaced(self._optimizer):
@@ -252,10 +260,10 @@ class ScriptObserver:
                 "parameters are used by another thread than the one that trains, "
                 f"'{shared}' for one"
             )
-        if 2 * sum(self._bytes[i] for i in ungated) > whole:
+        if 2 * sum(self._bytes[i] for i in unhooked) > whole:
             yield (
-                f"what uses '{self._names[ungated[0]]}', and more, was not seen to, as in compiled "
-                "code"
+                f"what uses '{self._names[unhooked[0]]}', and more, was not seen to, as in "
+                "compiled code"
             )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,13 +62,13 @@ class ForwardPreHooks:
         self._params, self._check = params, check
         self._index = {p: i for i, p in enumerate(params)}
         self._arrive, self._enter, self._device = arrive, enter, device
-        self._hooks: list[tuple[nn.Module, _Hook]] = []
+        self._hooks: list[tuple[nn.Module, _PreForward]] = []
         self._handles: list[RemovableHandle] = []  # empty while the hooks are not installed
         self._installed: set[nn.Module] = set()
         self.root_modules: list[nn.Module] = []
         self._unobserved_params: set[int] = set()  # got a gradient, without an observed use
         self._compiled_params: set[int] = set()  # read by compiled or scripted code, without a hook
-        self._learning, self._watching = True, False
+        self._learning, self._observing = True, False
         self._begun = False  # whether the forward pass of this iteration has begun
         self.needed: list[Mark | None] = [None] * len(params)
         self.read_early = [0] * len(params)
@@ -96,18 +95,18 @@ class ForwardPreHooks:
             used: By parameter, whether it got a gradient in that iteration.
         """
         unseen = {i for i, n in enumerate(self.needed) if n is None and used[i]}
-        if self._watching:
+        if self._observing:
             self._unobserved_params |= unseen
             self.iterations += 1
         elif compiled_frames():
             self._compiled_params |= unseen
-        self._watching, self._begun = True, False
+        self._observing, self._begun = True, False
         self.needed = [None] * len(self.needed)
-        self._watch()
+        self._observe_reads()
 
     def begin_learning(self) -> None:
         """Starts recording the uses of parameters again, as after construction."""
-        self._learning, self._watching, self._begun = True, False, False
+        self._learning, self._observing, self._begun = True, False, False
         self.needed = [None] * len(self.needed)
         self.read_early = [0] * len(self.needed)
         self.iterations = 0
@@ -119,7 +118,7 @@ class ForwardPreHooks:
             Indices of the parameters whose use was not observed. Their updates cannot be deferred.
         """
         self.stop_recording()
-        self._learning = self._watching = False
+        self._learning = self._observing = False
         if self._finder is not None:
             self._finder.remove()
             self._finder = None
@@ -161,38 +160,26 @@ class ForwardPreHooks:
         self.root_modules.append(root)
         self._compiled_params.update(self._index[p] for p in _scripted(root) if p in self._index)
         here: list[Callable[..., None]] = []
-        for module, params in _gated(root):
+        for module, params in _hooked_modules(root):
             if module in self._installed:
                 continue
             self._installed.add(module)
             own = [self._index[p] for p in params if p in self._index]
             below = [self._index[p] for p in module.parameters() if p in self._index]
             if own or module is root or (below and type(module) not in _CONTAINERS):
-                hook = _Hook(partial(self._pre_forward, own, below, module is root))
+                hook = _PreForward(self, own, below, module is root)
                 self._hooks.append((module, hook))
                 self._handles.append(module.register_forward_pre_hook(hook))
                 here += [hook] * (module is root)
         self._installed.update(root.modules())
         return here
 
-    def _pre_forward(
-        self, own: list[int], below: list[int], is_root: bool, module: nn.Module
-    ) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if is_root:
-            self._pass_root(module)
-        # In evaluation, attention and transformer layers check that all parameters below them are
-        # plain tensors. If one is lazy, they compute in another order.
-        wanted = own if module.training and torch.is_grad_enabled() else below
-        if not wanted:
-            return
-        if self._learning:
-            if torch.is_grad_enabled():  # evaluation uses them in other ways than training
-                self._use(wanted)
-            for i in wanted:
-                unwrap(self._params[i])
-        self._arrive(wanted)
+    def _record_use(self, wanted: Sequence[int]) -> None:
+        """In learning steps: records that a module is about to use the parameters `wanted`."""
+        if torch.is_grad_enabled():  # evaluation uses them in other ways than training
+            self._use(wanted)
+        for i in wanted:
+            unwrap(self._params[i])
 
     def _pass_root(self, module: nn.Module) -> None:
         if self._learning:
@@ -204,7 +191,7 @@ class ForwardPreHooks:
             self.stop_recording()
         elif self._learning and not self._begun:
             self._begun = True
-            self._watch()
+            self._observe_reads()
 
     def _use(self, indices: Sequence[int]) -> None:
         if self._device.capturing():  # no hook runs in a replay of the CUDA graph
@@ -215,9 +202,9 @@ class ForwardPreHooks:
             if self.needed[i] is None:
                 self.needed[i] = now
 
-    def _watch(self) -> None:
+    def _observe_reads(self) -> None:
         """Makes the parameters that are unused so far lazy, to record their first use."""
-        if self._watching:
+        if self._observing:
             for i, param in enumerate(self._params):
                 if self.needed[i] is None and i not in self._compiled_params:
                     make_lazy(param, self._fetch)
@@ -261,37 +248,60 @@ class _Unscripted:
         )
 
     def __reduce__(self) -> Any:
-        return _no_gate, ()
+        return _make_no_op_hook, ()
 
 
-class _Hook(_Unscripted):
-    """Forward pre-hook of one module. A copy of the module gets a no-op in its place."""
+class _PreForward(_Unscripted):
+    """Forward pre-hook of one module. A copy of the module gets a no-op in its place.
 
-    def __init__(self, call: Callable[[nn.Module], None]) -> None:
-        self._call = call
+    It is one function, because it runs for each module in each forward pass.
+
+    Args:
+        hooks: The hooks that it is one of.
+        own: Indices of the parameters that the module owns.
+        below: Indices of the parameters of the module and of all modules below it.
+        is_root: Whether the module is an outermost one.
+    """
+
+    def __init__(
+        self, hooks: ForwardPreHooks, own: list[int], below: list[int], is_root: bool
+    ) -> None:
+        self._hooks, self._own, self._below, self._is_root = hooks, own, below, is_root
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        self._call(module)
+        if torch.compiler.is_compiling():
+            return
+        hooks = self._hooks
+        if self._is_root:
+            hooks._pass_root(module)
+        # In evaluation, attention and transformer layers check that all parameters below them are
+        # plain tensors. If one is lazy, they compute in another order.
+        wanted = self._own if module.training and torch.is_grad_enabled() else self._below
+        if not wanted:
+            return
+        if hooks._learning:
+            hooks._record_use(wanted)
+        hooks._arrive(wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return no_gate
+        return no_op_hook
 
 
-class _NoGate(_Unscripted):
+class _NoOpHook(_Unscripted):
     """No-op that replaces a hook in copies and pickles of a model."""
 
     def __call__(self, *_args: Any) -> None:
         pass
 
 
-no_gate = _NoGate()
+no_op_hook = _NoOpHook()
 
 
-def _no_gate() -> Callable[..., None]:
-    return no_gate
+def _make_no_op_hook() -> Callable[..., None]:
+    return no_op_hook
 
 
-def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+def _hooked_modules(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """Yields the modules whose hooks run, with the parameters that each hook waits for."""
     if is_compiled(root) or isinstance(root, torch.jit.RecursiveScriptModule):
         return  # compiled modules trace their own hooks, scripted ones refuse them
@@ -307,7 +317,7 @@ def _gated(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
             inside.append(child)
     yield root, own
     for child in inside:
-        yield from _gated(child)
+        yield from _hooked_modules(child)
 
 
 def _scripted(root: nn.Module) -> Iterator[nn.Parameter]:
