@@ -24,10 +24,10 @@ from usbyte.torch.optimizer.backward_driver import BackwardDriver
 from usbyte.torch.optimizer.compat.known_optimizers import is_known
 from usbyte.torch.optimizer.config import (
     check_combination,
-    check_policy,
     integer,
     names_of,
     positive,
+    validate_policy,
 )
 from usbyte.torch.optimizer.fused import FusedUpdate
 from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
@@ -202,8 +202,7 @@ class DistributedOptimizer(OptimizerWrapper):
         )
         whole = current() if ranks is None else ranks
         env = whole.env
-        policy = policy or env.policy or "auto"
-        check_policy(policy, shard_optimizer, tune_steps)
+        policy = validate_policy(policy or env.policy or "auto", shard_optimizer, tune_steps)
         rank_group = whole
         if process_set is not None:
             rank_group = subgroup_of(current(), ranks_of(process_set, current().size))
