@@ -372,3 +372,12 @@ def test_what_is_no_tensor_is_an_error(single, function, arguments):
     if grouped is not None:
         with pytest.raises(UsageError, match=r"grouped_.* takes tensors, not float"):
             grouped([torch.ones(1), 0.5])
+
+
+@pytest.mark.parametrize("suffix", ["", "_", "_async", "_async_"])
+@pytest.mark.parametrize("kind", ["allreduce", "grouped_allreduce"])
+def test_the_warning_about_average_points_at_the_caller(single, kind, suffix):
+    ones = torch.ones(2)
+    with pytest.warns(FutureWarning, match="average= is deprecated") as caught:
+        getattr(ub, kind + suffix)(ones if kind == "allreduce" else [ones], average=True)
+    assert [warning.filename for warning in caught] == [__file__]
