@@ -113,7 +113,7 @@ SCHEMES = {
                            shares_startup=True),
     "bytescheduler": Scheme("bytescheduler", f"best of {len(_TUNED)} sizes", sizes=_TUNED),
     "bytescheduler defaults": Scheme("bytescheduler", "4 and 16 MiB", sizes=_RELEASED),
-    "usbyte": Scheme("usbyte", "units of 256 KiB"),
+    "us-byte": Scheme("us-byte", "units of 256 KiB"),
     "dcredit": Scheme("dcredit", "units of 256 KiB, a window shares one startup",
                       shares_startup=True),
     "dear": Scheme("dear_exact", "best of all fusion sizes"),
@@ -144,8 +144,8 @@ READINGS: dict[str, tuple[Scheme | Bound, ...]] = {
     ),
     "best DeAR": (SCHEMES["dear"], SCHEMES["dear 25 MiB"]),
     "US-Byte": (
-        SCHEMES["usbyte"],
-        Scheme("usbyte", "units of 16 MiB: a smaller tensor, once begun, is finished",
+        SCHEMES["us-byte"],
+        Scheme("us-byte", "units of 16 MiB: a smaller tensor, once begun, is finished",
                sizes=({"unit_bytes": 16 * _MIB},)),
     ),
     "D-Credit": (

@@ -24,7 +24,7 @@ from _contenders import training
 from usbyte._core import Profile
 from usbyte._util import units
 from usbyte.cli._options import Parsed, Scheme, parse_scheme, scale_options
-from usbyte.lab import netns
+from usbyte.lab import shaping
 from usbyte.planning import profiles
 
 
@@ -50,7 +50,7 @@ def run(
         after: Steps after the change.
     """
     phases: list[Phase] = []
-    netns.shape_own_link(rates[0])
+    shaping.shape_own_link(rates[0])
     ub.barrier()
     with training(scheme, job) as (step, optimizer):
 
@@ -70,7 +70,7 @@ def run(
         for _ in range(before):
             go_on("before")
         ub.barrier()
-        netns.shape_own_link(rates[1])
+        shaping.shape_own_link(rates[1])
         for _ in range(after):
             go_on("after")
     return phases
@@ -106,7 +106,7 @@ def main(
     try:
         phases = run(str(scheme), job, (from_rate, rate), before, after)
     finally:
-        netns.shape_own_link(from_rate)
+        shaping.shape_own_link(from_rate)
     if ub.rank() == 0:
         click.echo("| network | plan | steps | median s | min | max |\n|---|---|---|---|---|---|")
         for p in phases:

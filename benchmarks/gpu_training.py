@@ -35,6 +35,7 @@ from _gpu_models import GPU_JOBS
 from usbyte._util.units import parse_rate
 from usbyte.errors import UsageError
 from usbyte.lab import netns
+from usbyte.lab.system_commands import unusable
 
 _RANK = Path(__file__).with_name("_gpu_rank.py")
 _LOOPBACK = "loopback, unshaped"
@@ -200,7 +201,7 @@ def main(
     }  # fmt: skip
     findings = _Findings(about)
     networks = _names(rates)
-    if networks and (why := netns.unusable()):
+    if networks and (why := unusable()):
         findings.skip("shaped links", why)
         networks = []
     for i, network in enumerate(networks or [_LOOPBACK]):

@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "bench.h"
+#include "comm/local_communicator.h"
 #include "cuda/cuda_device.h"
+#include "cuda/nccl/nccl_communicator.h"
 #include "usbyte/env.h"
 #include "usbyte/error.h"
-#include "usbyte/local_communicator.h"
-#include "usbyte/nccl_communicator.h"
 #include "usbyte/timeline.h"
 
 namespace {

@@ -7,12 +7,12 @@
 
 #include "bench.h"
 #include "cuda/emulation/emulated_cuda.h"
+#include "cuda/nccl/nccl_communicator.h"
 #include "device.h"
 #include "tensor_lists.h"
 #include "usbyte/engine.h"
 #include "usbyte/env.h"
 #include "usbyte/error.h"
-#include "usbyte/nccl_communicator.h"
 #include "usbyte/policy.h"
 
 namespace {

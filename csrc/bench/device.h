@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "usbyte/cuda.h"
+#include "cuda/cuda.h"
 
 // What the benchmarks of devices share.
 namespace usbyte::bench {

@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/cuda.h"
 #include "cuda/emulation/host_kernels.h"
 #include "usbyte/codec.h"
-#include "usbyte/cuda.h"
 
 // What bench_pack measures: the kernels, on blocks that are cut out of a list of tensors.
 namespace usbyte::bench {

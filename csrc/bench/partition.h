@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "bench.h"
-#include "usbyte/cuda.h"
+#include "cuda/cuda.h"
 
 namespace usbyte::bench {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "usbyte/mesh_communicator.h"
+#include "mesh_communicator.h"
 
 #include <string>
 #include <utility>

@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
+#include "mesh_communicator.h"
 #include "mesh_job.h"
 #include "support/thread_annotations.h"
-#include "usbyte/mesh_communicator.h"
 
 namespace usbyte {
 

@@ -4,8 +4,8 @@
 #include <memory>
 #include <mutex>
 
+#include "cuda/cuda.h"
 #include "event_pool.h"
-#include "usbyte/cuda.h"
 
 namespace usbyte {
 

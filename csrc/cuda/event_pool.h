@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "usbyte/cuda.h"
+#include "cuda/cuda.h"
 
 namespace usbyte {
 

@@ -9,9 +9,9 @@
 #include <string>
 #include <thread>
 
+#include "cuda/cuda.h"
 #include "event_pool.h"
 #include "usbyte/communicator.h"
-#include "usbyte/cuda.h"
 
 namespace usbyte {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <span>
 
-#include "usbyte/kernels.h"
+#include "cuda/kernel_arguments.h"
 
 // What the kernels rely on, checked before a launch: on the device a misaligned address or a
 // negative count is an error after which the process has no CUDA any more. All throw UsageError.

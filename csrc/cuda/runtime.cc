@@ -6,10 +6,10 @@
 
 #include <string>
 
+#include "cuda/cuda.h"
 #include "cuda/kernels/kernels.h"
 #include "cuda_device.h"
 #include "current_device.h"
-#include "usbyte/cuda.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

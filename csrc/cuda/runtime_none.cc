@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cuda/cuda.h"
 #include "cuda_device.h"
-#include "usbyte/cuda.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

@@ -3,8 +3,8 @@
 
 #include <chrono>
 
+#include "cuda/cuda.h"
 #include "support/thread_annotations.h"
-#include "usbyte/cuda.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "flight_recorder.h"
+#include "plan/step.h"
 #include "usbyte/plan.h"
 #include "usbyte/sparse.h"
-#include "usbyte/step.h"
 #include "usbyte/step_record.h"
 
 namespace usbyte {

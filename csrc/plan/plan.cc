@@ -72,8 +72,10 @@ Block shard(Block block, int rank, int size) {
 
 Plan::Plan() : layout_(std::make_shared<Layout>()) {}
 
+std::string policy_name(std::string name) { return name == "usbyte" ? "us-byte" : name; }
+
 Plan::Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> ops)
-    : policy_(std::move(policy)),
+    : policy_(policy_name(std::move(policy))),
       layout_(std::make_shared<Layout>(lay_out(std::move(tensors)))),
       ops_(std::move(ops)) {
   validate();
@@ -81,7 +83,7 @@ Plan::Plan(std::string policy, std::vector<TensorSpec> tensors, std::vector<Op> 
 
 Plan Plan::with_ops(std::string policy, std::vector<Op> ops) const {
   Plan plan = *this;
-  plan.policy_ = std::move(policy);
+  plan.policy_ = policy_name(std::move(policy));
   plan.ops_ = std::move(ops);
   plan.validate();
   return plan;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "usbyte/step.h"
+#include "step.h"
 
 #include <algorithm>
 #include <limits>

@@ -64,18 +64,19 @@ const std::map<std::string, Policy, std::less<>>& policies() {
                                                                  {"p3", p3},
                                                                  {"pipedap", pipedap},
                                                                  {"themis", themis},
-                                                                 {"usbyte", usbyte},
+                                                                 {"us-byte", us_byte},
                                                                  {"wfbp", wfbp}};
   return all;
 }
 
-Plan make_plan(std::string_view policy, const Profile& profile, const NetworkModel& network,
+Plan make_plan(std::string_view name, const Profile& profile, const NetworkModel& network,
                const PolicyOptions& options) {
+  const std::string policy = policy_name(std::string(name));
   auto it = policies().find(policy);
   if (it == policies().end()) {
     std::string known;
     for (const auto& [key, unused] : policies()) known += (known.empty() ? "" : ", ") + key;
-    throw UsageError("unknown policy '" + std::string(policy) + "'; known are " + known);
+    throw UsageError("unknown policy '" + policy + "'; known are " + known);
   }
   for (int64_t bytes : {options.bucket_bytes, options.first_bucket_bytes, options.partition_bytes,
                         options.credit_bytes, options.unit_bytes, options.fusion_bytes}) {
@@ -111,7 +112,7 @@ Plan make_plan(std::string_view policy, const Profile& profile, const NetworkMod
     for (const Op& op : plan.ops()) {
       const bool gather = op.kind == Collective::all_gather;
       if (op.kind == Collective::all_reduce || (gathers && !gather)) {
-        throw UsageError("policy '" + std::string(policy) +
+        throw UsageError("policy '" + policy +
                          "' does not scatter everything before it gathers; a sharded optimizer "
                          "needs auto, dear or dear_exact");
       }

@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "bindings.h"
+#include "comm/local_communicator.h"
+#include "comm/mesh_communicator.h"
+#include "cuda/communicators/staged_communicator.h"
+#include "cuda/communicators/stream_mesh_communicator.h"
 #include "usbyte/communicator.h"
 #include "usbyte/error.h"
-#include "usbyte/local_communicator.h"
-#include "usbyte/mesh_communicator.h"
-#include "usbyte/staged_communicator.h"
-#include "usbyte/stream_mesh_communicator.h"
 
 namespace py = pybind11;
 

@@ -8,14 +8,14 @@
 #include <vector>
 
 #include "bindings.h"
+#include "cuda/cuda.h"
 #include "cuda/cuda_device.h"
 #include "cuda/device_clock.h"
 #include "cuda/emulation/emulated_cuda.h"
-#include "usbyte/cuda.h"
+#include "cuda/kernel_arguments.h"
+#include "cuda/nccl/nccl.h"
+#include "cuda/nccl/nccl_communicator.h"
 #include "usbyte/error.h"
-#include "usbyte/kernels.h"
-#include "usbyte/nccl.h"
-#include "usbyte/nccl_communicator.h"
 
 namespace py = pybind11;
 

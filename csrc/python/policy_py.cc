@@ -51,6 +51,8 @@ void register_policy(py::module_& m) {
       "Plan of the policy of that name; options in bytes: bucket_bytes, first_bucket_bytes, "
       "partition_bytes, credit_bytes, unit_bytes, fusion_bytes. Codecs: what each tensor travels "
       "by; codec_costs: of those.");
+  m.def("policy_name", &policy_name, py::arg("name"),
+        "The name by which a policy is shown: 'us-byte' for its former name 'usbyte'.");
   m.def("policies", [] {
     std::vector<std::string> names;
     for (const auto& [key, unused] : policies()) names.push_back(key);

@@ -12,6 +12,7 @@
 #include "coding_thread.h"
 #include "mesh_simulator.h"
 #include "plan/lines.h"
+#include "plan/step.h"
 #include "usbyte/error.h"
 
 namespace usbyte {

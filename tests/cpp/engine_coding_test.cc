@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "coded_plan.h"
+#include "comm/local_communicator.h"
 #include "engine_rig.h"
 #include "ranks.h"
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"
-#include "usbyte/local_communicator.h"
 
 namespace usbyte {
 namespace {

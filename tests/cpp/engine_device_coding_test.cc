@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "coded_training.h"
+#include "comm/local_communicator.h"
+#include "cuda/communicators/staged_communicator.h"
 #include "nccl_rig.h"
 #include "sparse_rig.h"
 #include "usbyte/codec.h"
 #include "usbyte/engine.h"
-#include "usbyte/local_communicator.h"
-#include "usbyte/staged_communicator.h"
 
 namespace usbyte {
 namespace {

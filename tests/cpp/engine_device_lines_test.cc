@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "coded_training.h"
+#include "cuda/communicators/staged_communicator.h"
 #include "random_lines.h"
 #include "stream_mesh_rig.h"
 #include "usbyte/codec.h"
-#include "usbyte/staged_communicator.h"
 
 namespace usbyte {
 namespace {

@@ -12,14 +12,14 @@
 #include <utility>
 #include <vector>
 
+#include "comm/local_communicator.h"
+#include "cuda/communicators/staged_communicator.h"
 #include "device_training.h"
 #include "nccl_rig.h"
 #include "sparse_rig.h"
 #include "traced_cuda.h"
 #include "usbyte/engine.h"
 #include "usbyte/error.h"
-#include "usbyte/local_communicator.h"
-#include "usbyte/staged_communicator.h"
 
 namespace usbyte {
 namespace {

@@ -8,13 +8,13 @@
 #include <latch>
 #include <nlohmann/json.hpp>
 
+#include "comm/local_communicator.h"
+#include "cuda/communicators/staged_communicator.h"
 #include "cuda/device_clock.h"
 #include "cuda/emulation/emulated_cuda.h"
 #include "device_training.h"
 #include "engine_rig.h"
 #include "nccl_rig.h"
-#include "usbyte/local_communicator.h"
-#include "usbyte/staged_communicator.h"
 
 namespace usbyte {
 namespace {

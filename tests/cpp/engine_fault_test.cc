@@ -10,9 +10,9 @@
 #include <memory>
 #include <utility>
 
+#include "comm/local_communicator.h"
 #include "engine_rig.h"
 #include "usbyte/error.h"
-#include "usbyte/local_communicator.h"
 
 namespace usbyte {
 namespace {

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "coded_plan.h"
+#include "comm/local_communicator.h"
 #include "engine_rig.h"
 #include "sparse_rig.h"
-#include "usbyte/local_communicator.h"
 
 namespace usbyte {
 namespace {

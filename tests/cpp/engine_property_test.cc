@@ -8,11 +8,11 @@
 #include <memory>
 #include <numeric>
 
+#include "comm/local_communicator.h"
 #include "communicators.h"
+#include "plan/step.h"
 #include "random_training.h"
 #include "usbyte/engine.h"
-#include "usbyte/local_communicator.h"
-#include "usbyte/step.h"
 
 namespace usbyte {
 namespace {

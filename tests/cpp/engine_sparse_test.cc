@@ -4,9 +4,9 @@
 #include <chrono>
 #include <thread>
 
+#include "comm/local_communicator.h"
 #include "engine_rig.h"
 #include "sparse_rig.h"
-#include "usbyte/local_communicator.h"
 
 namespace usbyte {
 namespace {

@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
+#include "comm/local_communicator.h"
 #include "engine_rig.h"
 #include "support/half.h"
 #include "usbyte/error.h"
-#include "usbyte/local_communicator.h"
 
 namespace usbyte {
 namespace {

@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/nccl/nccl.h"
 #include "fake_nccl_data.h"
 #include "traced_cuda.h"
-#include "usbyte/nccl.h"
 
 namespace usbyte {
 

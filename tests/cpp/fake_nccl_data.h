@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/nccl/nccl.h"
 #include "support/half.h"
-#include "usbyte/nccl.h"
 
 // What FakeNccl does with data.
 namespace usbyte::test {

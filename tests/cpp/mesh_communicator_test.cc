@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "usbyte/mesh_communicator.h"
+#include "comm/mesh_communicator.h"
 
 #include <gtest/gtest.h>
 

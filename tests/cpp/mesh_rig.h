@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "comm/local_communicator.h"
+#include "comm/mesh_communicator.h"
 #include "communicators.h"
 #include "ranks.h"
 #include "simulator/mesh_simulator.h"
-#include "usbyte/local_communicator.h"
-#include "usbyte/mesh_communicator.h"
 
 // Meshes whose ranks are threads, and schedules on them.
 namespace usbyte::test {

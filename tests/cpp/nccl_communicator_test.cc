@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "usbyte/nccl_communicator.h"
+#include "cuda/nccl/nccl_communicator.h"
 
 #include <gtest/gtest.h>
 

@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/nccl/nccl_communicator.h"
 #include "fake_nccl.h"
 #include "ranks.h"
-#include "usbyte/nccl_communicator.h"
 
 namespace usbyte::test {
 

@@ -435,7 +435,7 @@ TEST(Auto, IsNoWorseThanOthersWithThousandsOfTensors) {
   const NetworkModel network = network_for(rng, p, 1, 2e-5 * p.step_s);
   Simulator simulator(p, network, Overlap::forward);
   const double ours = simulator.step_s(make_plan("auto", p, network));
-  for (const char* name : {"bytescheduler", "dcredit", "ddp", "dear_exact", "mgwfbp", "usbyte"}) {
+  for (const char* name : {"bytescheduler", "dcredit", "ddp", "dear_exact", "mgwfbp", "us-byte"}) {
     EXPECT_LE(ours, simulator.step_s(make_plan(name, p, network))) << name;
   }
 }

@@ -78,6 +78,19 @@ TEST(Policies, UnknownNamesAndBadSizesAreErrors) {
   EXPECT_THROW(make_plan("wfbp", p, {}, sharded), UsageError);
 }
 
+TEST(Policies, AFormerNameIsAcceptedAndNeverShown) {
+  const Profile p = profile_of({10, 20, 30});
+  EXPECT_EQ(policies().count("usbyte"), 0u);
+  const Plan plan = make_plan("us-byte", p, {});
+  EXPECT_EQ(plan.policy(), "us-byte");
+  EXPECT_EQ(make_plan("usbyte", p, {}), plan);
+  EXPECT_EQ(Plan("usbyte", plan.tensors(), plan.ops()), plan);
+  std::string json = plan.to_json();
+  EXPECT_EQ(json.find("\"usbyte\""), std::string::npos);
+  json.replace(json.find("us-byte\""), 8, "usbyte\"");
+  EXPECT_EQ(Plan::from_json(json).hash(), plan.hash());
+}
+
 TEST(Policies, SparseTensorsArePlannedByOthers) {
   Profile p = profile_of({10, 40});
   p.tensors[1].numel = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "usbyte/staged_communicator.h"
+#include "cuda/communicators/staged_communicator.h"
 
 #include <gtest/gtest.h>
 
@@ -12,12 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include "comm/local_communicator.h"
 #include "communicators.h"
 #include "cuda/communicators/staging.h"
 #include "cuda/emulation/emulated_cuda.h"
 #include "ranks.h"
 #include "usbyte/error.h"
-#include "usbyte/local_communicator.h"
 
 namespace usbyte {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "usbyte/step.h"
+#include "plan/step.h"
 
 #include <gtest/gtest.h>
 

@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/communicators/stream_mesh_communicator.h"
 #include "mesh_rig.h"
 #include "nccl_rig.h"
-#include "usbyte/stream_mesh_communicator.h"
 
 namespace usbyte::test {
 

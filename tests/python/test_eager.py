@@ -16,7 +16,6 @@ import usbyte.torch as ub
 from _eager import eager, leave_last, same
 from _ranks import run_ranks
 from usbyte.errors import FaultError, MismatchError, UsageError
-from usbyte.torch.api import collectives
 from usbyte.torch.compression.codecs import Compression
 from usbyte.torch.world.world import current
 
@@ -33,21 +32,17 @@ def _other_order(rank, size):
         order = order[::2] + order[1::2]
     for k in order:
         if k % 3 == 0:
-            handles[k] = collectives.allreduce_async(
-                torch.tensor([rank + k]), name=f"op.{k}", op=collectives.Sum
-            )
+            handles[k] = ub.allreduce_async(torch.tensor([rank + k]), name=f"op.{k}", op=ub.Sum)
         elif k % 3 == 1:
-            handles[k] = collectives.allgather_async(torch.tensor([rank + k]), name=f"op.{k}")
+            handles[k] = ub.allgather_async(torch.tensor([rank + k]), name=f"op.{k}")
         else:
-            handles[k] = collectives.broadcast_async(
-                torch.tensor([rank + k]), k % size, name=f"op.{k}"
-            )
+            handles[k] = ub.broadcast_async(torch.tensor([rank + k]), k % size, name=f"op.{k}")
     for k in range(n):
         values = [r + k for r in range(size)]
         expected = [[sum(values)], values, [values[k % size]]][k % 3]
-        assert collectives.synchronize(handles[k]).tolist() == expected
-        assert collectives.poll(handles[k])
-        assert collectives.synchronize(handles[k]).tolist() == expected
+        assert ub.synchronize(handles[k]).tolist() == expected
+        assert ub.poll(handles[k])
+        assert ub.synchronize(handles[k]).tolist() == expected
 
 
 def _from_threads(rank, size, queue):
@@ -79,68 +74,62 @@ def _mismatches(rank, size):
     odd = rank == 2
     ones = torch.ones(3, 4)
     cases = {
-        "shape: [3, 4] on ranks 0, 1; [4, 3] on rank 2": lambda name: collectives.allreduce(
+        "shape: [3, 4] on ranks 0, 1; [4, 3] on rank 2": lambda name: ub.allreduce(
             ones.t() if odd else ones, name=name
         ),
-        "dtype: float32 on ranks 0, 1; float64 on rank 2": lambda name: collectives.allreduce(
+        "dtype: float32 on ranks 0, 1; float64 on rank 2": lambda name: ub.allreduce(
             ones.double() if odd else ones, name=name
         ),
-        "reduction: sum on ranks 0, 1; max on rank 2": lambda name: collectives.reducescatter(
-            ones, op=collectives.Max if odd else collectives.Sum, name=name
+        "reduction: sum on ranks 0, 1; max on rank 2": lambda name: ub.reducescatter(
+            ones, op=ub.Max if odd else ub.Sum, name=name
         ),
-        "root rank: 0 on rank 0; 1 on rank 1; 2 on rank 2": lambda name: collectives.broadcast_(
+        "root rank: 0 on rank 0; 1 on rank 1; 2 on rank 2": lambda name: ub.broadcast_(
             ones, rank, name=name
         ),
         "kind of operation: allreduce on ranks 0, 1; allgather on rank 2": lambda name: (
-            collectives.allgather(ones, name=name)
-            if odd
-            else collectives.allreduce(ones, name=name)
+            ub.allgather(ones, name=name) if odd else ub.allreduce(ones, name=name)
         ),
         "shape beyond the first dimension: [4] on ranks 0, 1; [5] on rank 2": lambda name: (
-            collectives.allgather(torch.ones(3, 5) if odd else ones, name=name)
+            ub.allgather(torch.ones(3, 5) if odd else ones, name=name)
         ),
-        "number of dimensions: 2 on ranks 0, 1; 1 on rank 2": lambda name: collectives.alltoall(
+        "number of dimensions: 2 on ranks 0, 1; 1 on rank 2": lambda name: ub.alltoall(
             torch.ones(3) if odd else ones, name=name
         ),
-        "number of tensors: 1 on ranks 0, 1; 2 on rank 2": lambda name: (
-            collectives.grouped_allreduce([ones] * (1 + odd), name=name)
+        "number of tensors: 1 on ranks 0, 1; 2 on rank 2": lambda name: ub.grouped_allreduce(
+            [ones] * (1 + odd), name=name
         ),
         "shape of tensor 1: [3, 4] on ranks 0, 1; [4, 3] on rank 2": lambda name: (
-            collectives.grouped_allreduce([ones, ones.t() if odd else ones], name=name)
+            ub.grouped_allreduce([ones, ones.t() if odd else ones], name=name)
         ),
         "dtype of tensor 1: float32 on ranks 0, 1; float64 on rank 2": lambda name: (
-            collectives.grouped_allgather([ones, ones.double() if odd else ones], name=name)
+            ub.grouped_allgather([ones, ones.double() if odd else ones], name=name)
         ),
         "shape beyond the first dimension of tensor 1: [4] on ranks 0, 1; [3] on rank 2": (
-            lambda name: collectives.grouped_allgather([ones, ones.t() if odd else ones], name=name)
+            lambda name: ub.grouped_allgather([ones, ones.t() if odd else ones], name=name)
         ),
-        "number of tensors: 2 on ranks 0, 1; 3 on rank 2": lambda name: (
-            collectives.grouped_allgather([ones] * (2 + odd), name=name)
+        "number of tensors: 2 on ranks 0, 1; 3 on rank 2": lambda name: ub.grouped_allgather(
+            [ones] * (2 + odd), name=name
         ),
-        "reduction: average on ranks 0, 1; sum on rank 2": lambda name: (
-            collectives.grouped_reducescatter(
-                [ones], name, op=collectives.Sum if odd else collectives.Average
-            )
+        "reduction: average on ranks 0, 1; sum on rank 2": lambda name: ub.grouped_reducescatter(
+            [ones], name, op=ub.Sum if odd else ub.Average
         ),
         "shape of tensor 1: [3, 4] on ranks 0, 1; [5] on rank 2": lambda name: (
-            collectives.grouped_reducescatter([ones, torch.ones(5) if odd else ones], name)
+            ub.grouped_reducescatter([ones, torch.ones(5) if odd else ones], name)
         ),
         "kind of operation: sparse_allreduce on ranks 0, 1; allreduce on rank 2": lambda name: (
-            collectives.allreduce(ones if odd else ones.to_sparse(), name=name)
+            ub.allreduce(ones if odd else ones.to_sparse(), name=name)
         ),
         "shape of the sparse tensor: [3, 4] on ranks 0, 1; [4, 3] on rank 2": lambda name: (
-            collectives.allreduce((ones.t() if odd else ones).to_sparse(), name=name)
+            ub.allreduce((ones.t() if odd else ones).to_sparse(), name=name)
         ),
         "dtype of tensor 1: float32 on ranks 0, 1; int64 on rank 2": lambda name: (
-            collectives.sparse_allreduce_async(
-                (ones.long() if odd else ones).to_sparse(), name, collectives.Sum
-            )()
+            ub.sparse_allreduce_async((ones.long() if odd else ones).to_sparse(), name, ub.Sum)()
         ),
         "shape beyond the first dimension of tensor 0: [2] on ranks 0, 1; [1] on rank 2": (
-            lambda name: collectives.sparse_allreduce_async(ones.to_sparse(1 if odd else 2), name)()
+            lambda name: ub.sparse_allreduce_async(ones.to_sparse(1 if odd else 2), name)()
         ),
         "prescale and postscale factors: [1.0, 1.0] on ranks 0, 1; [2.0, 1.0] on rank 2": (
-            lambda name: collectives.allreduce(ones, name=name, prescale_factor=1.0 + odd)
+            lambda name: ub.allreduce(ones, name=name, prescale_factor=1.0 + odd)
         ),
     }
     for text, call in cases.items():
@@ -148,47 +137,47 @@ def _mismatches(rank, size):
             call("the one")
         assert f"'the one': the ranks disagree about the {text}." in str(error.value)
     assert torch.equal(ones, torch.ones(3, 4))
-    same(collectives.allreduce(ones, name="the one"), ones)
+    same(ub.allreduce(ones, name="the one"), ones)
 
 
 def _refused(rank, size):
     for call, message in [
         (
-            lambda: collectives.allreduce(torch.ones(1, dtype=torch.int16)),
+            lambda: ub.allreduce(torch.ones(1, dtype=torch.int16)),
             "cannot reduce torch.int16",
         ),
-        (lambda: collectives.allreduce(torch.ones(1) > 0), "cannot average torch.bool"),
+        (lambda: ub.allreduce(torch.ones(1) > 0), "cannot average torch.bool"),
         (
-            lambda: collectives.allreduce(torch.ones(1) * 1j, op=collectives.Max),
+            lambda: ub.allreduce(torch.ones(1) * 1j, op=ub.Max),
             "needs Sum or Average",
         ),
-        (lambda: collectives.allreduce(torch.ones(1), op="sum"), "op must be Average"),
+        (lambda: ub.allreduce(torch.ones(1), op="sum"), "op must be Average"),
         (
-            lambda: collectives.allreduce(torch.ones(1), average=True, op=collectives.Sum),
+            lambda: ub.allreduce(torch.ones(1), average=True, op=ub.Sum),
             "both given",
         ),
-        (lambda: collectives.allgather(torch.ones(2, 2).to_sparse()), "dense"),
-        (lambda: collectives.reducescatter(torch.tensor(1.0)), "needs a first dimension"),
-        (lambda: collectives.alltoall(torch.tensor(1.0)), "needs a first dimension"),
-        (lambda: collectives.alltoall(torch.ones(4)), "4 rows do not split evenly over 3 ranks"),
-        (lambda: collectives.alltoall(torch.ones(4), [1, 1, 1]), "add up to the tensor's 4 rows"),
-        (lambda: collectives.broadcast(torch.ones(1), 3), "root rank 3 is not one of the 3"),
-        (lambda: collectives.grouped_reducescatter([torch.tensor(1.0)]), "needs a first dimension"),
-        (lambda: collectives.grouped_allgather([torch.ones(1).to_sparse()]), "dense"),
-        (lambda: collectives.allreduce_(torch.ones(1).to_sparse()), "dense"),
+        (lambda: ub.allgather(torch.ones(2, 2).to_sparse()), "dense"),
+        (lambda: ub.reducescatter(torch.tensor(1.0)), "needs a first dimension"),
+        (lambda: ub.alltoall(torch.tensor(1.0)), "needs a first dimension"),
+        (lambda: ub.alltoall(torch.ones(4)), "4 rows do not split evenly over 3 ranks"),
+        (lambda: ub.alltoall(torch.ones(4), [1, 1, 1]), "add up to the tensor's 4 rows"),
+        (lambda: ub.broadcast(torch.ones(1), 3), "root rank 3 is not one of the 3"),
+        (lambda: ub.grouped_reducescatter([torch.tensor(1.0)]), "needs a first dimension"),
+        (lambda: ub.grouped_allgather([torch.ones(1).to_sparse()]), "dense"),
+        (lambda: ub.allreduce_(torch.ones(1).to_sparse()), "dense"),
         (
-            lambda: collectives.allreduce(torch.ones(1).to_sparse(), op=collectives.Max),
+            lambda: ub.allreduce(torch.ones(1).to_sparse(), op=ub.Max),
             "needs Sum or Average",
         ),
-        (lambda: collectives.allreduce(torch.tensor([1]).to_sparse()), "cannot average a sparse"),
-        (lambda: collectives.sparse_allreduce_async(torch.ones(1)), "needs a sparse COO tensor"),
+        (lambda: ub.allreduce(torch.tensor([1]).to_sparse()), "cannot average a sparse"),
+        (lambda: ub.sparse_allreduce_async(torch.ones(1)), "needs a sparse COO tensor"),
         (
-            lambda: collectives.allreduce(torch.ones(1), compression=Compression.int8),
+            lambda: ub.allreduce(torch.ones(1), compression=Compression.int8),
             "compression int8 does not work",
         ),
-        (lambda: collectives.allreduce(torch.ones(1), compression="fp16"), "no compress"),
-        (lambda: collectives.synchronize(7), "7 is no handle"),
-        (lambda: collectives.poll(None), "None is no handle"),
+        (lambda: ub.allreduce(torch.ones(1), compression="fp16"), "no compress"),
+        (lambda: ub.synchronize(7), "7 is no handle"),
+        (lambda: ub.poll(None), "None is no handle"),
     ]:
         with pytest.raises(UsageError, match=message):
             call()
@@ -197,30 +186,28 @@ def _refused(rank, size):
 def _same_name(rank, size):
     handle = None
     if rank == 0:  # while the others have not submitted it, it cannot end
-        handle = collectives.allreduce_async(torch.ones(1), name="twice")
+        handle = ub.allreduce_async(torch.ones(1), name="twice")
         with pytest.raises(ValueError, match="'twice': an operation of this name is still in"):
-            collectives.allgather_async(torch.ones(1), name="twice")
-        assert not collectives.poll(handle)
+            ub.allgather_async(torch.ones(1), name="twice")
+        assert not ub.poll(handle)
     dist.barrier()
-    handle = handle or collectives.allreduce_async(torch.ones(1), name="twice")
-    same(collectives.synchronize(handle), torch.ones(1))
+    handle = handle or ub.allreduce_async(torch.ones(1), name="twice")
+    same(ub.synchronize(handle), torch.ones(1))
 
 
 def _no_key_stays(rank, size):
     shared = dist.distributed_c10d._get_default_store()
-    collectives.barrier()
+    ub.barrier()
     dist.barrier()
     keys = shared.num_keys()
     dist.barrier()
-    handles = [
-        collectives.allreduce_async(torch.ones(1), name=f"many.{k % 100}") for k in range(100)
-    ]
+    handles = [ub.allreduce_async(torch.ones(1), name=f"many.{k % 100}") for k in range(100)]
     for _ in range(4):
         for k, handle in enumerate(handles):
-            same(collectives.synchronize(handle), torch.ones(1))
-            handles[k] = collectives.allreduce_async(torch.ones(1), name=f"many.{k}")
+            same(ub.synchronize(handle), torch.ones(1))
+            handles[k] = ub.allreduce_async(torch.ones(1), name=f"many.{k}")
     for handle in handles:
-        collectives.synchronize(handle)
+        ub.synchronize(handle)
     deadline = time.monotonic() + 20  # a rank deletes its last key after it has its result
     while shared.num_keys() > keys and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -237,17 +224,15 @@ def _order_and_names(rank, size):
         _mismatches(rank, size)
         _same_name(rank, size)
         _no_key_stays(rank, size)
-        handle = collectives.barrier() or (
-            collectives.allreduce_async(torch.ones(1)) if rank == 0 else None
-        )
+        handle = ub.barrier() or (ub.allreduce_async(torch.ones(1)) if rank == 0 else None)
         queue.close()
         queue.close()
         assert not queue._thread.is_alive()
         if handle:
             with pytest.raises(FaultError, match="had not ended when usbyte was shut down"):
-                collectives.synchronize(handle)
+                ub.synchronize(handle)
         with pytest.raises(UsageError, match=r"call usbyte\.torch\.init"):
-            collectives.allreduce(torch.ones(1))
+            ub.allreduce(torch.ones(1))
         dist.barrier()
 
 
@@ -301,20 +286,20 @@ def _stalls(rank, size):
             return
         interrupt = threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT))
         began = time.monotonic()
-        handle = collectives.allreduce_async(torch.ones(1), name="lonely")
-        other = collectives.allgather_async(torch.ones(1), name="also lonely")
+        handle = ub.allreduce_async(torch.ones(1), name="lonely")
+        other = ub.allgather_async(torch.ones(1), name="also lonely")
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
-            collectives.synchronize(handle)
+            ub.synchronize(handle)
         assert not noticed
         if rank == 0:
             with pytest.raises(FaultError) as fault:
-                collectives.synchronize(handle)
+                ub.synchronize(handle)
         else:
-            while not collectives.poll(handle):
+            while not ub.poll(handle):
                 time.sleep(0.05)
             with pytest.raises(FaultError) as fault:
-                collectives.synchronize(handle)
+                ub.synchronize(handle)
         assert 7.9 < time.monotonic() - began < 40
         for text in [str(fault.value), log.texts[0]]:
             assert "allreduce 'lonely' has waited" in text, (text, log.texts)
@@ -322,8 +307,8 @@ def _stalls(rank, size):
         assert str(fault.value) == f"agreed: {noticed[0]}"
         assert len(noticed) == 1
         for call in [
-            lambda: collectives.synchronize(other),
-            lambda: collectives.allreduce(torch.ones(1)),
+            lambda: ub.synchronize(other),
+            lambda: ub.allreduce(torch.ones(1)),
         ]:
             with pytest.raises(FaultError, match="agreed: allreduce 'lonely'"):
                 call()
@@ -337,12 +322,12 @@ def test_a_stall_is_warned_of_and_then_a_fault_that_names_the_missing_rank():
 
 def _failed_from_outside(rank, size):
     with eager(rank, size) as queue:
-        pending = collectives.allreduce_async(torch.ones(1), name="pending") if rank == 0 else None
+        pending = ub.allreduce_async(torch.ones(1), name="pending") if rank == 0 else None
         queue.fail("the network burnt down")
         queue.fail("too late to count")
         for call in [
-            lambda: collectives.synchronize(pending) if pending else collectives.barrier(),
-            lambda: collectives.allreduce(torch.ones(1)),
+            lambda: ub.synchronize(pending) if pending else ub.barrier(),
+            lambda: ub.allreduce(torch.ones(1)),
             lambda: queue.allgather_bytes("x", b""),
         ]:
             with pytest.raises(FaultError, match=r"^the network burnt down$"):
@@ -355,25 +340,25 @@ def _ends_in_the_middle(rank, size, victim, how):
     limits = (20.0, 5.0) if how == "killed" else (6.0, 0.0)
     with eager(rank, size, *limits) as queue:
         shared = dist.distributed_c10d._get_default_store()
-        collectives.barrier()
+        ub.barrier()
         big = torch.ones(16 << 20)
         began = time.monotonic()
         if rank == victim:
             shared.set("victim", str(os.getpid()))
             if how != "before":
-                collectives.allreduce_async_(big, name="big")
+                ub.allreduce_async_(big, name="big")
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGSTOP if how == "frozen" else signal.SIGKILL)
 
         def reduce_on():
             for _ in range(1000):
-                collectives.allreduce_(big, name="big")
+                ub.allreduce_(big, name="big")
 
         with pytest.raises(FaultError) as fault:
             reduce_on()
         assert time.monotonic() - began < 30
         with pytest.raises(FaultError):
-            collectives.barrier()
+            ub.barrier()
         began = time.monotonic()
         queue.close(timeout_s=0.5)
         assert time.monotonic() - began < 5
@@ -407,7 +392,7 @@ def _store_gone(rank, size):
         return f"the verdict: {text}"
 
     with eager(rank, size, on_fault=on_fault) as queue:
-        collectives.barrier()
+        ub.barrier()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         queue._thread.join(30)
@@ -415,7 +400,7 @@ def _store_gone(rank, size):
         assert not told  # so do jobs end
         for _ in range(2):
             with pytest.raises(FaultError, match=r"the verdict: .* the job's store is lost"):
-                collectives.barrier()
+                ub.barrier()
         assert len(told) == 1
         began = time.monotonic()
         queue.close()

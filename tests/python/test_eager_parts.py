@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import usbyte.torch as ub
 from _eager import same
 from usbyte.errors import UsageError
-from usbyte.torch.api import collectives as ops
 from usbyte.torch.eager.descriptors import Descriptor, match
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.eager.rank_group_ops import RankGroupOps
@@ -25,19 +25,19 @@ def test_one_rank_needs_neither_thread_nor_store(monkeypatch):
     monkeypatch.setattr(world, "current", lambda: SimpleNamespace(rank=0, size=1, eager=queue))
     x = torch.arange(6.0).view(3, 2)
     for result in [
-        ops.allreduce(x), ops.allgather(x), ops.broadcast(x, 0), ops.reducescatter(x),
-        ops.alltoall(x), ops.alltoall(x, [3])[0], ops.grouped_allgather([x, x])[1],
-        ops.grouped_reducescatter([x, x])[1], ops.allreduce(x.to_sparse()).to_dense(),
+        ub.allreduce(x), ub.allgather(x), ub.broadcast(x, 0), ub.reducescatter(x),
+        ub.alltoall(x), ub.alltoall(x, [3])[0], ub.grouped_allgather([x, x])[1],
+        ub.grouped_reducescatter([x, x])[1], ub.allreduce(x.to_sparse()).to_dense(),
     ]:  # fmt: skip
         same(result, x)
         assert result.data_ptr() != x.data_ptr()
-    ops.barrier()
+    ub.barrier()
     assert queue.allgather_bytes("a", b"1") == [b"1"]
     assert queue.broadcast_bytes("a", b"1", 0) == b"1"
     queue.allreduce("a", x, ReduceOp.MAX)
     queue.close()
     with pytest.raises(UsageError, match="init"):
-        ops.allreduce(x)
+        ub.allreduce(x)
 
 
 def test_what_is_aborted_while_its_group_is_made_does_not_run():

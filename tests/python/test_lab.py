@@ -16,8 +16,9 @@ import pytest
 
 import usbyte
 from usbyte.errors import UsageError
-from usbyte.lab import netns
+from usbyte.lab import cores, netns, shaping
 from usbyte.lab.netns import Lab
+from usbyte.lab.system_commands import unusable
 
 ROOT = Path(usbyte.__file__).parents[1]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -50,7 +51,7 @@ def left():
 
 @pytest.fixture(scope="module")
 def own_lab():
-    if reason := netns.unusable():
+    if reason := unusable():
         pytest.skip(reason)
     lab = Lab(NAME)
     try:
@@ -138,8 +139,8 @@ def test_ranks_that_share_a_core_are_batch_jobs(lab):
 )
 def test_cores_are_shared_out_evenly(monkeypatch, hosts, shares):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 1, 5, 6, 4})
-    monkeypatch.setattr(netns, "_place", lambda core: (0, core))
-    assert netns._shares(hosts) == shares
+    monkeypatch.setattr(cores, "_place", lambda core: (0, core))
+    assert cores.core_shares(hosts) == shares
 
 
 @pytest.mark.netns
@@ -228,8 +229,8 @@ def test_down_removes_what_an_interrupted_up_left(lab):
 @pytest.mark.netns
 def test_without_control_groups_a_lab_is_up_all_the_same(lab, monkeypatch, tmp_path, caplog):
     (tmp_path / "autogroup").write_text("1\n")
-    monkeypatch.setattr(netns, "_AUTOGROUP", tmp_path / "autogroup")
-    monkeypatch.setattr(netns, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cores, "_AUTOGROUP", tmp_path / "autogroup")
+    monkeypatch.setattr(cores, "_CGROUPS", tmp_path)
     lab.down()
     bare = netns.Lab(NAME)
     bare.up(1)
@@ -335,8 +336,8 @@ def test_topologies_that_make_no_sense_are_refused(lab, arguments, what):
 @pytest.mark.netns
 def test_only_a_host_of_a_lab_shapes_its_own_link(lab):
     with pytest.raises(UsageError, match="not on a host of a lab"):
-        netns.shape_own_link(1e6)
-    code = "from usbyte.lab import netns; netns.shape_own_link(25e6)"
+        shaping.shape_own_link(1e6)
+    code = "from usbyte.lab import shaping; shaping.shape_own_link(25e6)"
     assert command("run", "--", sys.executable, "-c", code).returncode == 0
     shaped = subprocess.run(
         ["ip", "netns", "exec", f"{NAME}-1", "tc", "qdisc", "show", "dev", "eth0"],
@@ -368,8 +369,8 @@ def test_what_is_missing_is_named(monkeypatch):
 )
 def test_buckets_hold_a_packet_two_or_a_millisecond(bit_per_s, burst, monkeypatch):
     commands = []
-    monkeypatch.setattr(netns, "_run", lambda *command: commands.append(command))
-    netns._shape_link(["tc"], "eth0", bit_per_s / 8)
+    monkeypatch.setattr(shaping, "run_command", lambda *command: commands.append(command))
+    shaping.shape_link(["tc"], "eth0", bit_per_s / 8)
     (options,) = commands
     assert options[options.index("burst") + 1] == f"{burst}b"
 

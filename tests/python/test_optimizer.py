@@ -422,6 +422,26 @@ def test_policies_are_what_the_core_has():
     assert {"bytescheduler", "ddp", "wfbp"} <= set(_core.policies())
 
 
+def names_a_policy(rank, size, policy):
+    ub.init()
+    model = nn.Linear(3, 2)
+    optimizer = ub.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), overlap="backward", policy=policy
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return optimizer.plan.policy
+
+
+@pytest.mark.parametrize("given", ["argument", "environment"])
+def test_the_former_name_of_a_policy_is_accepted_and_never_shown(given):
+    policy, env = ("usbyte", {}) if given == "argument" else (None, {"USBYTE_POLICY": "usbyte"})
+    env["USBYTE_LEARNING_STEPS"] = "1"
+    assert run_ranks(2, names_a_policy, policy, env=env) == ["us-byte"] * 2
+
+
 def hooks_come_late(rank, size, when):
     """How many parameters a hook sees in each step, that comes between a step and its updates."""
     ub.init()

@@ -10,7 +10,7 @@ import pytest
 from _fault_cases import BOUNDS_S, CASES, Case, LabCase, kind_of, matches, steps_of
 from _faults import CULPRIT
 from _reliability_page import LAUNCHER, Row, launcher, page
-from usbyte.lab import netns
+from usbyte.lab.system_commands import unusable
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 rows: dict[str, Row] = {}
@@ -37,7 +37,7 @@ def written(request):
     ],
 )
 def test_fault(case: Case, tmp_path: Path) -> None:
-    if isinstance(case, LabCase) and (reason := netns.unusable()):
+    if isinstance(case, LabCase) and (reason := unusable()):
         pytest.skip(reason)
     steps = steps_of(kind_of(case))
     found = case.run(tmp_path)

@@ -17,7 +17,7 @@ from _models import OPTIMIZERS, difference, train
 from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import Error, MismatchError, UsageError
-from usbyte.torch.plan.planner import flags_apart
+from usbyte.torch.plan.plan_chooser import flags_apart
 
 ELEMENTWISE = {
     **OPTIMIZERS,

@@ -105,7 +105,7 @@ def decides(rank, size, policy, drains):
     Returns the overlaps one after the other, and how often it was told of threads.
     """
     ub.init()
-    importlib.import_module("usbyte.torch.plan.planner")._WORTH_FORWARD = -10.0  # always
+    importlib.import_module("usbyte.torch.plan.plan_chooser")._WORTH_FORWARD = -10.0  # always
     warnings = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())

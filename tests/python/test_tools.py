@@ -20,7 +20,7 @@ import usbyte
 from usbyte import _core
 from usbyte._util import files
 from usbyte.cli import main
-from usbyte.planning import profiles
+from usbyte.planning import profiles, tuning
 from usbyte.planning.layout import tensor_specs
 
 RING = ["--ring", "4,1ms,1gbit"]
@@ -365,6 +365,29 @@ def test_simulation_of_all_policies(profile, tmp_path):
     assert float(row["step_s"]) == _core.simulate(plan, job, network).step_s
     assert "backward:ddp" in done.output
     assert "10gbit" in done.output
+
+
+def test_the_former_name_of_a_policy_is_accepted_and_never_shown(profile, tmp_path):
+    files = [tmp_path / "usbyte.json", tmp_path / "us-byte.json"]
+    for path in files:
+        done = invoke("plan", str(profile), *RING, "--policy", path.stem, "-o", str(path))
+        assert done.exit_code == 0, done.output
+        assert "us-byte: " in done.output
+    assert files[0].read_text() == files[1].read_text()
+    old = files[1].read_text().replace('"policy":"us-byte"', '"policy":"usbyte"')
+    files[0].write_text(old)
+    page = tmp_path / "report.html"
+    done = invoke("report", str(files[0]), str(profile), *RING, "-o", str(page))
+    assert done.exit_code == 0, done.output
+    assert ": us-byte" in page.read_text()
+    output = tmp_path / "steps.csv"
+    for mode in ("", "backward:"):
+        arguments = ["--workers", "4", "--policies", f"{mode}usbyte", "--csv", str(output)]
+        done = invoke("simulate", str(profile), *arguments)
+        assert done.exit_code == 0, done.output
+        assert f"{mode}us-byte" in done.output
+        assert {row["policy"] for row in csv.DictReader(output.open())} == {"us-byte"}
+    assert "usbyte" not in [*_core.policies(), *tuning.policies()]
 
 
 def test_a_simulation_fits_80_columns(profile):

@@ -178,7 +178,7 @@ def test_the_plan_that_was_measured_fastest_stays(job, unhurried):
 
 
 def test_the_faster_half_is_measured_again(job):
-    policies = ("wfbp", "ddp", "mgwfbp", "p3", "usbyte")
+    policies = ("wfbp", "ddp", "mgwfbp", "p3", "us-byte")
     starts = [tuning.Candidate(policy, job.plan(policy)) for policy in policies]
     tuner = tuning.Tuner(tuning.Search(starts, steps=7, halve=True))
     asked = []
@@ -186,7 +186,7 @@ def test_the_faster_half_is_measured_again(job):
         asked.append(tuner.ask().what)
         tuner.tell(time)
     assert tuner.ask() is None
-    assert asked == [*policies, "usbyte", "p3", "mgwfbp", "p3", "mgwfbp"]
+    assert asked == [*policies, "us-byte", "p3", "mgwfbp", "p3", "mgwfbp"]
     assert tuner.best().what == "mgwfbp"  # 5.2 s in three measurements, as against 7 s
     assert len(tuner.trials) == 5
     assert tuner.measurements == 10
@@ -310,7 +310,7 @@ def tunes(rank, size, cases):
     searches._MIB = 1 << 10  # the model is small
     drift._THRESHOLD = math.inf  # a busy machine's own drift would add phases
     seen, lines = [], []
-    log = logging.getLogger("usbyte")
+    log = logging.getLogger("us-byte")
     log.setLevel(logging.INFO)
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

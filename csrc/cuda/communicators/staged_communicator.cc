@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "usbyte/staged_communicator.h"
+#include "staged_communicator.h"
 
 #include <condition_variable>
 #include <deque>

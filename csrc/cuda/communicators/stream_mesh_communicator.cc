@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "usbyte/stream_mesh_communicator.h"
+#include "stream_mesh_communicator.h"
 
 #include <map>
 #include <mutex>

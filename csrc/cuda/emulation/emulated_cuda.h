@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "usbyte/cuda.h"
+#include "cuda/cuda.h"
 
 namespace usbyte {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <span>
 
-#include "usbyte/kernels.h"
+#include "cuda/kernel_arguments.h"
 
 // The kernels of kernels.h on host memory, by the code that runs on the device, thread after
 // thread: results are the device's bit for bit, but for the payload of NaNs. For EmulatedCuda and

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <span>
 
-#include "usbyte/kernels.h"
+#include "cuda/kernel_arguments.h"
 
 // Launches the kernels on the calling thread's current device, to which `stream` belongs. Arguments
 // are those of Cuda's methods of the same names; nothing is launched for zero elements. They return

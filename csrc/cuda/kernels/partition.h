@@ -2,8 +2,8 @@
 #pragma once
 
 #include "atomics.h"
+#include "cuda/kernel_arguments.h"
 #include "sparse/partitioners.h"
-#include "usbyte/kernels.h"
 
 // Zen's hierarchical hashing (OSDI 2025): a batch of rows is grouped by server without
 // a counter that all threads add to. Three kernels, one behind the other: claim, count, gather.

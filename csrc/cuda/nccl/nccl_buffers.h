@@ -6,8 +6,8 @@
 #include <memory>
 #include <set>
 
+#include "cuda/cuda.h"
 #include "nccl_comms.h"
-#include "usbyte/cuda.h"
 
 namespace usbyte {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "usbyte/nccl.h"
-#include "usbyte/nccl_communicator.h"
+#include "cuda/nccl/nccl.h"
+#include "nccl_communicator.h"
 
 namespace usbyte {
 

@@ -4,7 +4,7 @@
 #include <climits>
 #include <cstddef>
 
-#include "usbyte/nccl.h"
+#include "cuda/nccl/nccl.h"
 
 // What is used of NCCL's C interface, which is stable: NCCL accepts callers that were compiled for
 // older versions. Types and values are those of nccl.h.

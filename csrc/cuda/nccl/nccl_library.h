@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "usbyte/nccl.h"
+#include "cuda/nccl/nccl.h"
 
 namespace usbyte {
 

@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda/cuda.h"
 #include "usbyte/codec_costs.h"
-#include "usbyte/cuda.h"
 #include "usbyte/network.h"
 
 namespace usbyte {

@@ -7,9 +7,9 @@
 #include <optional>
 #include <vector>
 
+#include "cuda/cuda.h"
 #include "usbyte/codec.h"
 #include "usbyte/communicator.h"
-#include "usbyte/cuda.h"
 #include "usbyte/plan.h"
 #include "usbyte/sparse.h"
 

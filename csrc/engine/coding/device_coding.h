@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "coded_op.h"
-#include "usbyte/cuda.h"
+#include "cuda/cuda.h"
 
 namespace usbyte {
 

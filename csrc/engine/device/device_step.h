@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/cuda.h"
 #include "cuda/device_clock.h"
 #include "support/thread_annotations.h"
 #include "usbyte/communicator.h"
-#include "usbyte/cuda.h"
 #include "usbyte/plan.h"
 #include "usbyte/step_record.h"
 

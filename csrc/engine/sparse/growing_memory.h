@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "usbyte/cuda.h"
+#include "cuda/cuda.h"
 
 namespace usbyte {
 

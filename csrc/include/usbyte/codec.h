@@ -11,7 +11,6 @@
 #include <string_view>
 #include <vector>
 
-#include "usbyte/kernels.h"
 #include "usbyte/tensor.h"
 
 namespace usbyte {
@@ -37,6 +36,30 @@ struct Memory {
 
 class Matrices;
 class Selection;
+
+/// How a codec works by groups of elements, so that kernels can do it; results are the
+/// same bit for bit, but for the order in which a group is added up.
+struct GroupCodec {
+  enum class Kind {
+    fp16,
+    bf16,
+    int8,
+    e4m3,
+    e5m2,
+    qsgd2,
+    qsgd4,
+    qsgd8,
+    terngrad,
+    majority,
+    efsignsgd,
+    onebit
+  };
+
+  Kind kind;
+  /// Memory is a running mean of the gradients with this momentum, which is what is encoded;
+  /// otherwise it is what has not been sent. Negative if it is not a mean.
+  double momentum = -1;
+};
 
 /// Makes a run of float32 smaller for the network, with some loss. Immutable, thread-safe,
 /// deterministic for a given RngKey.

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "usbyte/cuda.h"
 #include "usbyte/plan.h"
+#include "usbyte/stream.h"
 
 namespace usbyte {
 

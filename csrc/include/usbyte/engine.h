@@ -13,10 +13,12 @@
 #include "usbyte/exchange.h"
 #include "usbyte/plan.h"
 #include "usbyte/sparse.h"
+#include "usbyte/stream.h"
 #include "usbyte/timeline.h"
 
 namespace usbyte {
 
+class Cuda;
 class Moment;
 
 struct EngineOptions {

@@ -81,6 +81,11 @@ struct Op {
   bool operator==(const Op&) const = default;
 };
 
+/// Returns the name by which a policy is shown: "us-byte" for "usbyte", which it was called before,
+/// and any other name unchanged. A plan and `make_plan` accept both, so older plan files can be
+/// read.
+std::string policy_name(std::string name);
+
 /// What one iteration communicates, in launch order; byte-identical on every rank.
 ///
 /// The *arena* is the line of all gradient elements, in the order of `tensors`. Runs of tensors of

@@ -23,7 +23,7 @@ struct PolicyOptions {
   int64_t first_bucket_bytes = 1 << 20;  ///< ddp: size of the bucket that backward fills first
   int64_t partition_bytes = 8 << 20;     ///< bytescheduler: tensors above this are split
   int64_t credit_bytes = 16 << 20;       ///< bytescheduler: bytes in flight
-  int64_t unit_bytes = 256 << 10;        ///< usbyte, dcredit: what ops are made of
+  int64_t unit_bytes = 256 << 10;        ///< us-byte, dcredit: what ops are made of
   int64_t fusion_bytes = 25 << 20;       ///< dear: the most that a group of tensors holds
   /// By tensor of the profile, what its gradient travels by; empty: nothing is compressed. Policies
   /// that know nothing of codecs plan without, and the plan gets them afterwards.
@@ -69,7 +69,7 @@ Plan p3(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// Learning", TPDS 2024. Unlike in its released code no planned byte is lost when an op is
 /// extended, nothing is truncated, every op costs its bytes and no less, and forward times are the
 /// profile's.
-Plan usbyte(const Profile&, const NetworkModel&, const PolicyOptions&);
+Plan us_byte(const Profile&, const NetworkModel&, const PolicyOptions&);
 
 /// D-Credit: windows of units that are posted together and share one startup; one for each interval
 /// between gradients, as large as fits into it, and after backward one for each tensor. Gao et al.,
@@ -135,13 +135,14 @@ Plan automatic(const Profile&, const NetworkModel&, const PolicyOptions&);
 /// 512 tensors, neighbours in backward stay together so that 512 are left.
 Plan mergecomp(const Profile&, const NetworkModel&, const PolicyOptions&);
 
-/// Every policy by name.
+/// Every policy by the name that `policy_name` returns.
 const std::map<std::string, Policy, std::less<>>& policies();
 
-/// Runs the policy of that name. Throws UsageError on an unknown name, unusable options, codecs
-/// that do not fit the tensors or have no costs beside others that have, or a policy for a sharded
-/// optimizer that does not scatter everything before it gathers.
-Plan make_plan(std::string_view policy, const Profile&, const NetworkModel&,
+/// Runs the policy of that name, which may be a former one (`policy_name`). Throws UsageError on an
+/// unknown name, unusable options, codecs that do not fit the tensors or have no costs beside
+/// others that have, or a policy for a sharded optimizer that does not scatter everything before it
+/// gathers.
+Plan make_plan(std::string_view name, const Profile&, const NetworkModel&,
                const PolicyOptions& = {});
 
 }  // namespace usbyte

@@ -9,7 +9,6 @@
 #include "usbyte/network.h"
 #include "usbyte/plan.h"
 #include "usbyte/profile.h"
-#include "usbyte/step.h"
 #include "usbyte/step_record.h"
 
 namespace usbyte {

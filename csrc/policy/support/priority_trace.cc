@@ -6,8 +6,8 @@
 #include <numeric>
 #include <queue>
 
+#include "plan/step.h"
 #include "simulator/channel.h"
-#include "usbyte/step.h"
 
 namespace usbyte {
 

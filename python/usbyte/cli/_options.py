@@ -93,6 +93,7 @@ def parse_scheme(text: str) -> Scheme:
         ValueError: The mode or the policy is unknown, or the policy does not support a sharded
             optimizer.
     """
+    from usbyte.errors import UsageError
     from usbyte.planning import tuning
 
     first, colon, second = text.strip().partition(":")
@@ -103,9 +104,10 @@ def parse_scheme(text: str) -> Scheme:
             f"{text!r}: unknown overlap {mode!r}; write forward, backward or sharded (forward with "
             "a sharded optimizer)"
         )
-    if policy not in tuning.policies():
-        known = ", ".join(tuning.policies())
-        raise ValueError(f"{text!r}: unknown policy {policy!r}; known are {known}")
+    try:
+        policy = tuning.known_policy(policy)
+    except UsageError as error:
+        raise ValueError(f"{text!r}: {error}") from error
     if mode == "sharded" and policy not in tuning.SHARDING:
         raise ValueError(
             f"{text!r}: {policy} cannot serve a sharded optimizer; write one of "

@@ -26,23 +26,21 @@ control group makes this work.
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import math
 import os
 import re
-import shutil
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from usbyte.errors import UsageError
+from usbyte.lab.cores import ControlGroup, core_shares
+from usbyte.lab.shaping import rate_of, shape_link
+from usbyte.lab.system_commands import run_command, run_json, unusable
 
 log = logging.getLogger("usbyte")
 
@@ -56,17 +54,6 @@ _ETC = Path("/etc/netns")
 MAX_HOSTS = 250
 #: The most dimensions; the interface names have one digit for it.
 MAX_DIMENSIONS = 10
-
-# The token bucket of a link holds 1 ms of its rate, and at least two of the largest packets of TCP:
-# with fewer, a link of 430 Mbit/s or more does not reach its rate. Up to 215 Mbit/s one packet is
-# enough, and a larger bucket would let through too many bytes at once. In between, the minimum is
-# 2.6 ms of the rate. The queue holds 32 ms of the rate.
-_BURST_S, _SLOW_BURST_S, _PACKET = 1e-3, 2.6e-3, 68 << 10
-_QUEUE_S, _LEAST_QUEUE = 32e-3, 4 << 20
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
-_TRIES, _PAUSE_S = 100, 0.05  # Killed processes take a while to leave their control group.
 
 # Each rank first enters the lab's control group, which is not visible inside a host. Then it enters
 # its host, on that host's cores. The store of the launcher is outside of the lab and not reachable,
@@ -120,8 +107,7 @@ class Lab:
         if missing := unusable():
             raise UsageError(f"the lab cannot be used here: {missing}")
         self.name = name
-        legacy = _CGROUPS / "cpu"  # cgroup v1.
-        self._cgroup = (legacy if legacy.is_dir() else _CGROUPS) / f"usbyte-lab-{name}"
+        self._control_group = ControlGroup(name)
 
     def hosts(self) -> int:
         """Returns the number of hosts that are up; 0 if the lab is down."""
@@ -167,15 +153,15 @@ class Lab:
             for k in range(len(shape)):
                 for group in range(math.prod(shape[k + 1 :])):
                     bridge = self._bridge(k, group)
-                    _run("ip", "link", "add", bridge, "type", "bridge")
-                    _run("ip", "link", "set", bridge, "up")
+                    run_command("ip", "link", "add", bridge, "type", "bridge")
+                    run_command("ip", "link", "set", bridge, "up")
             for i in range(hosts):
                 self._add_host(i, shape)
                 self._forget_connections(i)
                 self._add_routes(i, shape, congestion)
                 self._name_hosts(i, hosts)
             self._shape(hosts, rates)
-            self._weigh_together()
+            self._control_group.make()
         except BaseException:
             self._remove()
             raise
@@ -200,7 +186,7 @@ class Lab:
         for i in range(self.hosts()):
             namespace = f"{self.name}-{i}"
             pids = _pids(namespace)
-            rates = [_rate_of(self._link(i, k)) for k in range(dimensions)]
+            rates = [rate_of(self._link(i, k)) for k in range(dimensions)]
             found.append(Host(namespace, _address(i), rates, pids))
         return found
 
@@ -216,11 +202,12 @@ class Lab:
             UsageError: The lab is not up.
         """
         size = self._require()
-        shares = [",".join(map(str, share)) for share in _shares(size)]
-        inner = len(_json("ip", "-j", "link", "show", "master", self._bridge(0, 0)))
+        shares = [",".join(map(str, share)) for share in core_shares(size)]
+        inner = len(run_json("ip", "-j", "link", "show", "master", self._bridge(0, 0)))
+        group = self._control_group.path
         env = os.environ | {
             "LAB_PREFIX": f"{self.name}-",
-            "LAB_CGROUP": str(self._cgroup) if self._cgroup.is_dir() else "",
+            "LAB_CGROUP": str(group) if group.is_dir() else "",
             "LAB_CORES": " ".join(shares),
             "LAB_POLICY": "--batch" if len(set(shares)) < size else "--other",
             "LAB_LOCAL_SIZE": str(inner if self.dimensions() > 1 else 1),
@@ -247,7 +234,7 @@ class Lab:
                 f"for them, or end them too with `{self._command('down')} --kill`"
             )
         if pids:
-            _run("kill", "-KILL", *map(str, pids))
+            run_command("kill", "-KILL", *map(str, pids))
         self._remove()
 
     def _bridge(self, dimension: int, group: int) -> str:
@@ -259,17 +246,17 @@ class Lab:
 
     def _add_host(self, i: int, shape: Sequence[int]) -> None:
         namespace = f"{self.name}-{i}"
-        _run("ip", "netns", "add", namespace)
+        run_command("ip", "netns", "add", namespace)
         inside = ["ip", "-n", namespace]
-        _run(*inside, "link", "set", "lo", "up")
+        run_command(*inside, "link", "set", "lo", "up")
         for k in range(len(shape)):
             link = self._link(i, k)
             peer = ["type", "veth", "peer", "name", f"eth{k}", "netns", namespace]
-            _run("ip", "link", "add", link, *peer)
+            run_command("ip", "link", "add", link, *peer)
             bridge = self._bridge(k, i // math.prod(shape[: k + 1]))
-            _run("ip", "link", "set", link, "master", bridge, "up")
-            _run(*inside, "link", "set", f"eth{k}", "up")
-        _run(*inside, "addr", "add", f"{_address(i)}/32", "dev", INTERFACE)
+            run_command("ip", "link", "set", link, "master", bridge, "up")
+            run_command(*inside, "link", "set", f"eth{k}", "up")
+        run_command(*inside, "addr", "add", f"{_address(i)}/32", "dev", INTERFACE)
 
     def _add_routes(self, i: int, shape: Sequence[int], congestion: str | None) -> None:
         # Congestion control is set by route, since in some containers the sysctl would change that
@@ -283,7 +270,7 @@ class Lab:
             for j in range(math.prod(shape)) if j != i
         ]  # fmt: skip
         try:
-            _run("ip", "-n", f"{self.name}-{i}", "-batch", "-", stdin="\n".join(routes))
+            run_command("ip", "-n", f"{self.name}-{i}", "-batch", "-", stdin="\n".join(routes))
         except UsageError as error:
             known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
             if congestion is None or congestion in known:
@@ -299,27 +286,9 @@ class Lab:
         # read-only.
         inside = ["ip", "netns", "exec", f"{self.name}-{i}"]
         try:
-            _run(*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save")
+            run_command(*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save")
         except UsageError as error:
             log.warning("TCP connections of host %d reuse metrics of earlier ones: %s", i, error)
-
-    def _weigh_together(self) -> None:
-        # With autogroups, the scheduler shares a core among sessions, and so among ranks. A
-        # low-priority thread of one rank then does not yield to threads of another. Autogroups have
-        # no effect inside a control group.
-        if not _AUTOGROUP.exists() or _AUTOGROUP.read_text().strip() == "0":
-            return
-        try:
-            controllers = self._cgroup.parent / "cgroup.subtree_control"  # of version 2
-            if controllers.exists() and "cpu" not in controllers.read_text().split():
-                controllers.write_text("+cpu")
-            if not (self._cgroup.parent / "cgroup.procs").exists():
-                raise UsageError(f"no control groups can be made in {self._cgroup.parent}")
-            self._cgroup.mkdir(exist_ok=True)
-            _run("sh", "-c", f"echo 0 > {self._cgroup / 'cgroup.procs'}")  # As ranks will do.
-        except (OSError, UsageError) as error:
-            log.warning("ranks that share a core do not yield to each other: %s", error)
-            self._remove_cgroup()
 
     def _name_hosts(self, i: int, hosts: int) -> None:
         # Some libraries look up the machine's own name for the address to listen on.
@@ -340,38 +309,26 @@ class Lab:
             inside = ["ip", "netns", "exec", f"{self.name}-{i}"]
             for k, bytes_per_s in enumerate(rates):
                 for end in ([*inside, "tc"], f"eth{k}"), (["tc"], self._link(i, k)):
-                    _shape_link(*end, bytes_per_s)
+                    shape_link(*end, bytes_per_s)
 
     def _remove(self) -> None:
         # Links first: a namespace is removed in the background, and its links would stay meanwhile.
         for link in self._links():
-            _run("ip", "link", "del", link)
+            run_command("ip", "link", "del", link)
         for namespace in self._namespaces():
-            _run("ip", "netns", "del", namespace)
+            run_command("ip", "netns", "del", namespace)
         for folder in _ETC.glob(f"{self.name}-*"):
             if re.fullmatch(rf"{self.name}-[0-9]+", folder.name):
                 (folder / "hosts").unlink(missing_ok=True)
                 folder.rmdir()
-        self._remove_cgroup()
-
-    def _remove_cgroup(self) -> None:
-        for _ in range(_TRIES):
-            if not self._cgroup.is_dir():
-                return
-            try:
-                self._cgroup.rmdir()
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise UsageError(f"cannot remove {self._cgroup}: {error.strerror}") from error
-                time.sleep(_PAUSE_S)
-        raise UsageError(f"something still runs in {self._cgroup}; end it, then remove that folder")
+        self._control_group.remove()
 
     def _namespaces(self) -> list[str]:
-        names = [entry["name"] for entry in _json("ip", "-j", "netns", "list")]
+        names = [entry["name"] for entry in run_json("ip", "-j", "netns", "list")]
         return [name for name in names if re.fullmatch(rf"{self.name}-[0-9]+", name)]
 
     def _links(self) -> list[str]:
-        names = [entry["ifname"] for entry in _json("ip", "-j", "link", "show")]
+        names = [entry["ifname"] for entry in run_json("ip", "-j", "link", "show")]
         return [
             name for name in names if re.fullmatch(rf"{self.name}-(v[0-9]+d|b[0-9]g)[0-9]+", name)
         ]
@@ -397,11 +354,6 @@ def _dimension_between(i: int, j: int, shape: Sequence[int]) -> int:
     return max(k for k, place in enumerate(places) if i // place != j // place)
 
 
-def _rate_of(link: str) -> float | None:
-    shaping = _json("tc", "-j", "qdisc", "show", "dev", link, "root")
-    return next((q["options"]["rate"] for q in shaping if q["kind"] == "tbf"), None)
-
-
 def _by_dimension(
     bytes_per_s: float | Sequence[float | None] | None, dimensions: int
 ) -> list[float | None]:
@@ -415,92 +367,5 @@ def _by_dimension(
     return list(bytes_per_s)
 
 
-def _shares(hosts: int) -> list[list[int]]:
-    """Returns the cores of each host, equally many, out of those that this process may use."""
-    cores = sorted(os.sched_getaffinity(0), key=_place)
-    if hosts > len(cores):
-        return [[cores[i % len(cores)]] for i in range(hosts)]
-    each = len(cores) // hosts
-    return [cores[i * each : (i + 1) * each] for i in range(hosts)]
-
-
-def _place(core: int) -> tuple[int, ...]:
-    """Returns a sort key that puts the hardware threads of a core next to each other."""
-    topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
-    try:
-        names = ("physical_package_id", "core_id")
-        return (*(int((topology / name).read_text()) for name in names), core)
-    except OSError:
-        return (0, core, core)
-
-
 def _pids(namespace: str) -> list[int]:
-    return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
-
-
-def unusable() -> str:
-    """Returns the reason why labs do not work here, with a remedy; "" if they work."""
-    if not sys.platform.startswith("linux"):
-        return "it needs Linux's network namespaces; use a Linux machine"
-    tools = {"iproute2": ("ip", "tc"), "util-linux": ("taskset", "chrt")}
-    for package, commands in tools.items():
-        for command in commands:
-            if shutil.which(command) is None:
-                return f"the command '{command}' is missing; install {package}"
-    if os.geteuid() != 0:
-        return "network namespaces need root; run the command with sudo"
-    return ""
-
-
-def shape_own_link(bytes_per_s: float | None) -> None:
-    """Sets the sending rate of this host of a lab, in all dimensions, also while ranks run.
-
-    Call it in a process that runs on that host.
-
-    Args:
-        bytes_per_s: Rate of the links; None: no shaping.
-
-    Raises:
-        UsageError: The process does not run on a host of a lab, or labs do not work here.
-    """
-    if missing := unusable():
-        raise UsageError(f"the lab cannot be used here: {missing}")
-    found = [a["local"] for link in _json("ip", "-j", "addr") for a in link["addr_info"]]
-    if not any(address.startswith("10.98.0.") for address in found):
-        raise UsageError(
-            "this process is not on a host of a lab, so it has no link to shape: start it by "
-            "`usbyte lab run`"
-        )
-    links = [link["ifname"] for link in _json("ip", "-j", "link", "show")]
-    for link in links:
-        if re.fullmatch(r"eth[0-9]", link):
-            _shape_link(["tc"], link, bytes_per_s)
-
-
-def _shape_link(tc: list[str], device: str, bytes_per_s: float | None) -> None:
-    if bytes_per_s is None:
-        shaped = _json(*tc, "-j", "qdisc", "show", "dev", device, "root")
-        if any(q["kind"] == "tbf" for q in shaped):
-            _run(*tc, "qdisc", "del", "dev", device, "root")
-        return
-    least = min(max(_PACKET, bytes_per_s * _SLOW_BURST_S), 2 * _PACKET)
-    burst = round(max(least, bytes_per_s * _BURST_S))
-    queue = max(_LEAST_QUEUE, round(bytes_per_s * _QUEUE_S))
-    options = ["rate", f"{round(bytes_per_s * 8)}bit", "burst", f"{burst}b", "limit", f"{queue}b"]
-    _run(*tc, "qdisc", "replace", "dev", device, "root", "tbf", *options)
-
-
-def _json(*command: str) -> list[dict[str, Any]]:
-    text = _run(*command).strip()
-    return [entry for entry in json.loads(text or "[]") if entry]
-
-
-def _run(*command: str, stdin: str | None = None) -> str:
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr.strip() or done.stdout.strip() or f"exit {done.returncode}").strip()
-        raise UsageError(
-            f"`{' '.join(command)}` failed: {reason}. The lab needs permission to create network "
-            "namespaces, and the kernel's bridge, veth and sch_tbf"
-        )
-    return done.stdout
+    return [int(pid) for pid in run_command("ip", "netns", "pids", namespace).split()]

@@ -10,6 +10,17 @@ lists the differences.
 import typing as _typing
 
 from usbyte.errors import UsageError as _UsageError
+from usbyte.torch.api.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
 from usbyte.torch.api.basics import (
     HorovodInternalError,
     add_process_set,
@@ -57,20 +68,11 @@ from usbyte.torch.api.collectives import (
 )
 from usbyte.torch.api.ddp_comm_hook import ddp_comm_hook
 from usbyte.torch.api.join import join
-from usbyte.torch.api.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
+from usbyte.torch.api.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
-    sparse_allreduce_async,
 )
 from usbyte.torch.comm.probe_network import probe
 from usbyte.torch.compression.codecs import Compression

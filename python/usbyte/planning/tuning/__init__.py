@@ -20,7 +20,7 @@ __all__ = [
     "Tuner",
     "auto",
     "check_installed",
-    "check_policy",
+    "known_policy",
     "make_plan",
     "policies",
 ]
@@ -44,10 +44,16 @@ def policies() -> list[str]:
     return [*_core.policies(), *TUNED]
 
 
-def check_policy(policy: str) -> None:
-    """Raises UsageError with the list of all policies if `policy` is not one of them."""
+def known_policy(policy: str) -> str:
+    """Returns the name of a policy in `policies()`, for this name or a former one.
+
+    Raises:
+        UsageError: The policy is unknown; the message lists all.
+    """
+    policy = _core.policy_name(policy)
     if policy not in policies():
         raise UsageError(f"unknown policy '{policy}'; known are {', '.join(policies())}")
+    return policy
 
 
 def make_plan(
@@ -63,7 +69,7 @@ def make_plan(
     """Makes the plan of a policy; a tuned policy tunes the simulated step time.
 
     Args:
-        policy: A name in `policies()`.
+        policy: A name in `policies()`, or a former one.
         profile: The measured job.
         network: The measured network.
         options: Sizes in bytes, by the names of `usbyte._core.make_plan`.
@@ -76,7 +82,7 @@ def make_plan(
         UsageError: The policy is unknown, or it needs bayesian-optimization, which is not
             installed.
     """
-    check_policy(policy)
+    policy = known_policy(policy)
     if policy not in TUNED:
         return _core.make_plan(
             policy, profile, network, dict(options), overlap, sharded, codecs,

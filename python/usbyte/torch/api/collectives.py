@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from usbyte.errors import UsageError
-from usbyte.torch.api.reductions import *  # noqa: F403
 from usbyte.torch.api.submission import first_of, queue_of
 from usbyte.torch.eager import autograd, operations
 from usbyte.torch.eager.request import Handle

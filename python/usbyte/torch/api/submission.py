@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of the public collectives: compression, and the choice of the eager queue."""
+"""Common parts of the public collectives: checks of arguments, compression, the eager queue."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from usbyte.errors import UsageError
 from usbyte.torch.eager.operation_names import OperationName
+from usbyte.torch.eager.operations import Factors
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.eager.request import Request
 from usbyte.torch.runtime.tensor_checks import check_plain
@@ -70,6 +71,18 @@ def _is_name(name: object) -> bool:
         return isinstance(name, str) and len(name.encode()) <= _NAME_BYTES
     except UnicodeEncodeError:
         return False
+
+
+def as_factors(before: Any, after: Any) -> Factors:
+    """Returns the prescale and the postscale factor as Python floats, from any type of number.
+
+    Raises:
+        UsageError: One of them is not a number.
+    """
+    for factor in (before, after):
+        if not hasattr(factor, "__float__"):
+            raise UsageError(f"a prescale or postscale factor must be a number, not {factor!r}")
+    return float(before), float(after)
 
 
 def first_of(request: Request) -> Request:

@@ -134,7 +134,7 @@ class DasoOptimizer(OptimizerWrapper):
         model: nn.Module | None = None,
     ) -> None:
         rank_group = current()
-        policy = policy or rank_group.env.policy or "auto"
+        policy = _core.policy_name(policy or rank_group.env.policy or "auto")
         named = None if named_parameters is None else list(named_parameters)
         self._schedule, sizes = check_arguments(
             rank_group,

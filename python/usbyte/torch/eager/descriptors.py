@@ -64,6 +64,19 @@ class Descriptor:
     splits: Sequence[int] = ()
     whole: Sequence[int] = ()
 
+    @classmethod
+    def of(cls, rank: int, kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Descriptor:
+        """Returns the descriptor of an operation on tensors, given the fields that do not follow.
+
+        Args:
+            rank: The rank that submits the operation.
+            kind: As the attribute.
+            tensors: The tensors, for dtypes and shapes.
+            more: The other attributes that the kind needs.
+        """
+        dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors]
+        return cls(rank, kind, dtypes, [list(t.shape) for t in tensors], **more)
+
     def to_json(self) -> str:
         """Returns the descriptor as one line of JSON."""
         return json.dumps(asdict(self))

@@ -8,7 +8,6 @@ Tensors that are not contiguous or not on the CPU are staged through a copy.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -22,11 +21,27 @@ from usbyte.torch.eager.descriptors import Descriptor, MatchResult
 from usbyte.torch.eager.operation_names import OperationName
 from usbyte.torch.eager.rank_group_ops import RankGroupOps
 from usbyte.torch.eager.request import Request
+from usbyte.torch.eager.staging import (
+    bump_version,
+    bytes_of,
+    bytes_tensor,
+    check_writable,
+    deliver,
+    flat_view,
+    row_bytes,
+    stage,
+)
+from usbyte.torch.eager.transfers import (
+    TAG,
+    broadcast_flat,
+    gather_bytes,
+    gather_rows,
+    rows_by_tensor,
+    shares,
+)
 from usbyte.torch.reduce_op import ReduceOp, check_reducible, reduce_flat
 from usbyte.torch.runtime.ring import all_gather_ranges, ring_reduce_scatter
 from usbyte.torch.runtime.tensor_checks import check_plain
-
-_TAG = 0  # one tag suffices for all rings, because the queue runs one operation at a time
 
 Factors = tuple[float, float]
 
@@ -76,8 +91,8 @@ def allreduce(
         check_plain(what, tensor)
         check_reducible(what, tensor.dtype, op)
         if in_place:
-            _check_writable(what, tensor)
-    staged = [_staged(t, copy=not in_place) for t in tensors]
+            check_writable(what, tensor)
+    staged = [stage(t, copy=not in_place) for t in tensors]
 
     def reduce(flat: torch.Tensor) -> None:
         def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
@@ -86,8 +101,8 @@ def allreduce(
             if numbers.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX):
                 # Gloo's own Min and Max propagate or drop a NaN, depending on which rank has it.
                 ranges = shares(numbers.numel(), peers.size)
-                ring_reduce_scatter(numbers, ranges, peers.group, kind, _TAG)
-                all_gather_ranges(numbers, ranges, peers.group, _TAG)
+                ring_reduce_scatter(numbers, ranges, peers.group, kind, TAG)
+                all_gather_ranges(numbers, ranges, peers.group, TAG)
             else:
                 peers.all_reduce(numbers, kind)
 
@@ -102,8 +117,8 @@ def allreduce(
 
     def reduce_alike(alike: list[torch.Tensor]) -> None:
         if len(alike) == 1:
-            return reduce(_flat(alike[0]))
-        flat = torch.cat([_flat(t) for t in alike])
+            return reduce(flat_view(alike[0]))
+        flat = torch.cat([flat_view(t) for t in alike])
         reduce(flat)
         for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
             tensor.copy_(part.view(tensor.shape))
@@ -111,10 +126,13 @@ def allreduce(
     def finish(_: None) -> list[torch.Tensor]:
         if not in_place:
             return [s.to(t.device) for s, t in zip(staged, tensors, strict=True)]
-        return [_delivered(s, t) for s, t in zip(staged, tensors, strict=True)]
+        return [deliver(s, t) for s, t in zip(staged, tensors, strict=True)]
 
     return Request(
-        name, _describe(peers, "allreduce", tensors, op=op.value, factors=factors), execute, finish
+        name,
+        Descriptor.of(peers.name, "allreduce", tensors, op=op.value, factors=factors),
+        execute,
+        finish,
     )
 
 
@@ -142,83 +160,18 @@ def allgather(peers: RankGroupOps, name: OperationName, tensors: Sequence[torch.
     for tensor in tensors:
         check_plain(f"allgather '{name}'", tensor)
     rows = [t.reshape(1) if t.dim() == 0 else t for t in tensors]
-    staged = [_staged(t, copy=False) for t in rows]
+    staged = [stage(t, copy=False) for t in rows]
 
     def execute(match_result: MatchResult) -> list[tuple[torch.Tensor, list[int]]]:
         return [
-            (_gathered(peers, tensor, counts), list(counts))
-            for tensor, counts in zip(staged, _by_tensor(match_result, peers.size), strict=True)
+            (gather_rows(peers, tensor, counts), list(counts))
+            for tensor, counts in zip(staged, rows_by_tensor(match_result, peers.size), strict=True)
         ]
 
     def finish(value: list[tuple[torch.Tensor, list[int]]]) -> list[tuple[torch.Tensor, list[int]]]:
         return [(out.to(t.device), counts) for (out, counts), t in zip(value, tensors, strict=True)]
 
-    return Request(name, _describe(peers, "allgather", rows), execute, finish)
-
-
-def sparse_allreduce(
-    peers: RankGroupOps,
-    name: OperationName,
-    tensor: torch.Tensor,
-    op: ReduceOp,
-    factors: Factors = (1.0, 1.0),
-) -> Request:
-    """Reduces a sparse COO tensor by gathering every rank's indices and values.
-
-    The result is a sparse tensor that is not coalesced: an index that several ranks have occurs
-    several times. If a rank's indices are outside of the tensor's shape, every rank raises
-    UsageError.
-
-    Args:
-        peers: The ranks.
-        name: Name of the operation.
-        tensor: Sparse COO tensor; the same shape and dtype on every rank.
-        op: Sum, or Average for floating-point and complex tensors.
-        factors: Multiplied into the values before and after the reduction.
-
-    Raises:
-        UsageError: The tensor is not a sparse COO tensor, or its dtype does not suit `op`.
-    """
-    what = f"allreduce '{name}'"
-    check_plain(what, tensor, or_sparse=True)
-    if tensor.layout != torch.sparse_coo:
-        raise UsageError(f"{what} needs a sparse COO tensor, not layout {tensor.layout}")
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise UsageError(f"{what} of a sparse tensor needs Sum or Average, not {op!r}")
-    check_reducible(what, tensor.dtype, op)
-    if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
-        # Each value would be divided, and so truncated, before the values are added.
-        raise UsageError(f"{what} cannot average a sparse tensor of {tensor.dtype}: use Sum")
-    plain = tensor.detach()
-    indices, values = plain._indices().t(), plain._values()
-    for part in (indices, values):
-        check_plain(what, part)
-    staged = [_staged(t, copy=False) for t in (indices, values)]
-
-    def execute(match_result: MatchResult) -> tuple[list[torch.Tensor], Sequence[int]]:
-        by_tensor = _by_tensor(match_result, peers.size)
-        parts = zip(staged, by_tensor, strict=True)
-        return [_gathered(peers, part, counts) for part, counts in parts], by_tensor[0]
-
-    def finish(value: tuple[list[torch.Tensor], Sequence[int]]) -> torch.Tensor:
-        (places, numbers), counts = value
-        _check_places(what, places, counts, peers.members, tensor.shape)
-        reduce_flat(_flat(numbers), op, factors, peers.size, lambda *_: None)
-        # Descriptors have shown that all ranks' tensors have this shape.
-        whole = torch.sparse_coo_tensor(
-            places.t(), numbers, tensor.shape, check_invariants=False, device=numbers.device
-        )
-        return whole.to(tensor.device)
-
-    described = _describe(
-        peers,
-        "sparse_allreduce",
-        [indices, values],
-        op=op.value,
-        factors=factors,
-        whole=list(tensor.shape),
-    )
-    return Request(name, described, execute, finish)
+    return Request(name, Descriptor.of(peers.name, "allgather", rows), execute, finish)
 
 
 def broadcast(
@@ -246,8 +199,8 @@ def broadcast(
     source = peers.position(what, root)
     check_plain(what, tensor)
     if in_place:
-        _check_writable(what, tensor)
-    staged = _staged(tensor, copy=not in_place)
+        check_writable(what, tensor)
+    staged = stage(tensor, copy=not in_place)
 
     def execute(_: MatchResult) -> torch.Tensor:
         broadcast_flat(peers, bytes_of(staged), source)
@@ -256,11 +209,13 @@ def broadcast(
     def finish(value: torch.Tensor) -> torch.Tensor:
         if not in_place:
             return value.to(tensor.device)
-        # The root's values do not change. Its version counter is still bumped, so that a backward
-        # that needs the previous values raises the same error on all ranks.
-        return _changed(tensor) if peers.rank == source else _delivered(value, tensor)
+        # The root's values do not change. Its version counter is bumped all the same, so that a
+        # backward that needs the previous values raises the same error on all ranks.
+        return bump_version(tensor) if peers.rank == source else deliver(value, tensor)
 
-    return Request(name, _describe(peers, "broadcast", [tensor], root=root), execute, finish)
+    return Request(
+        name, Descriptor.of(peers.name, "broadcast", [tensor], root=root), execute, finish
+    )
 
 
 def reducescatter(
@@ -291,7 +246,7 @@ def reducescatter(
         check_reducible(what, tensor.dtype, op)
         if tensor.dim() == 0:
             raise UsageError(f"{what} needs a first dimension to scatter; the tensor has none")
-    staged = [_staged(t, copy=False) for t in tensors]  # torch.cat copies below
+    staged = [stage(t, copy=False) for t in tensors]  # torch.cat copies below
     rows = [shares(t.shape[0], peers.size) for t in tensors]
 
     def reduced(alike: list[int]) -> list[torch.Tensor]:
@@ -299,14 +254,14 @@ def reducescatter(
         # The rows of one rank, of all tensors, must be one range of the flat tensor.
         parts = [[staged[i][slice(*rows[i][r])] for i in alike] for r in range(peers.size)]
         counts = [[part.numel() for part in of_rank] for of_rank in parts]
-        flat = torch.cat([_flat(part) for of_rank in parts for part in of_rank])
+        flat = torch.cat([flat_view(part) for of_rank in parts for part in of_rank])
         bounds = list(pairwise(accumulate((sum(of_rank) for of_rank in counts), initial=0)))
 
         def collective(numbers: torch.Tensor, kind: dist.ReduceOp.RedOpType) -> None:
             if peers.size > 1 and numbers.numel():
                 each = numbers.numel() // flat.numel()  # 2 for complex elements
                 ranges = [(begin * each, end * each) for begin, end in bounds]
-                ring_reduce_scatter(numbers, ranges, peers.group, kind, _TAG)
+                ring_reduce_scatter(numbers, ranges, peers.group, kind, TAG)
 
         reduce_flat(flat, op, factors, peers.size, collective)
         own = flat[slice(*bounds[peers.rank])].split(counts[peers.rank])
@@ -327,7 +282,7 @@ def reducescatter(
 
     return Request(
         name,
-        _describe(peers, "reducescatter", tensors, op=op.value, factors=factors),
+        Descriptor.of(peers.name, "reducescatter", tensors, op=op.value, factors=factors),
         execute,
         finish,
     )
@@ -357,11 +312,11 @@ def alltoall(
     what = f"alltoall '{name}'"
     check_plain(what, tensor)
     sent = _checked_splits(what, tensor, splits, peers.size)
-    staged = _staged(tensor, copy=False)
+    staged = stage(tensor, copy=False)
 
     def execute(match_result: MatchResult) -> tuple[torch.Tensor, torch.Tensor]:
         out = staged.new_empty(sum(match_result.sizes), *tensor.shape[1:])
-        row = _row_bytes(tensor)
+        row = row_bytes(tensor)
         if peers.size > 1:
             received = [n * row for n in match_result.sizes]
             peers.all_to_all(bytes_of(out), bytes_of(staged), received, [n * row for n in sent])
@@ -375,7 +330,9 @@ def alltoall(
             received = received.to(splits)
         return rows.to(tensor.device), received
 
-    return Request(name, _describe(peers, "alltoall", [tensor], splits=sent), execute, finish)
+    return Request(
+        name, Descriptor.of(peers.name, "alltoall", [tensor], splits=sent), execute, finish
+    )
 
 
 def barrier(peers: RankGroupOps, name: OperationName) -> Request:
@@ -393,169 +350,28 @@ def barrier(peers: RankGroupOps, name: OperationName) -> Request:
 
 def allgather_bytes(peers: RankGroupOps, name: OperationName, payload: bytes) -> Request:
     """Gathers a byte string from every rank. The result is a list of bytes, in rank order."""
-    local = _tensor_of(payload)
+    local = bytes_tensor(payload)
 
     def execute(match_result: MatchResult) -> list[bytes]:
         out = local.new_empty(sum(match_result.sizes))
         gather_bytes(peers, local, out, 1, match_result.sizes)
         return [part.numpy().tobytes() for part in out.split(list(match_result.sizes))]
 
-    return Request(name, _describe(peers, "allgather", [local]), execute)
+    return Request(name, Descriptor.of(peers.name, "allgather", [local]), execute)
 
 
 def broadcast_bytes(peers: RankGroupOps, name: OperationName, payload: bytes, root: int) -> Request:
     """Copies the root's byte string to every rank; the payloads of other ranks are ignored."""
     root = index(f"broadcast '{name}': root rank", root)
     source = peers.position(f"broadcast '{name}'", root)
-    local = _tensor_of(payload)
+    local = bytes_tensor(payload)
 
     def execute(match_result: MatchResult) -> bytes:
         flat = local if peers.rank == source else local.new_empty(match_result.sizes[0])
         broadcast_flat(peers, flat, source)
         return flat.numpy().tobytes()
 
-    return Request(name, _describe(peers, "broadcast_bytes", [local], root=root), execute)
-
-
-def _gathered(peers: RankGroupOps, local: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Returns the concatenated rows of all ranks; rank r contributes `rows[r]` rows."""
-    out = local.new_empty(sum(rows), *local.shape[1:])
-    gather_bytes(peers, bytes_of(local), bytes_of(out), _row_bytes(local), rows)
-    return out
-
-
-def _by_tensor(match_result: MatchResult, size: int) -> list[Sequence[int]]:
-    """Returns for each tensor the row counts of all ranks."""
-    return [match_result.sizes[i : i + size] for i in range(0, len(match_result.sizes), size)]
-
-
-def shares(rows: int, size: int) -> list[tuple[int, int]]:
-    """Splits `rows` into one half-open range for each rank.
-
-    The first `rows % size` ranks get one row more than the others.
-    """
-    base, more = divmod(rows, size)
-    return list(pairwise(accumulate((base + (r < more) for r in range(size)), initial=0)))
-
-
-def gather_bytes(
-    peers: RankGroupOps, mine: torch.Tensor, out: torch.Tensor, row: int, rows: Sequence[int]
-) -> None:
-    """Fills `out` with every rank's `mine`, in rank order.
-
-    Args:
-        peers: The ranks.
-        mine: 1-d uint8 tensor of `rows[rank] * row` bytes.
-        out: 1-d uint8 tensor of `sum(rows) * row` bytes.
-        row: Bytes of one row.
-        rows: Number of rows of each rank.
-    """
-    bounds = list(pairwise(accumulate((n * row for n in rows), initial=0)))
-    out[slice(*bounds[peers.rank])] = mine
-    if peers.size > 1:
-        all_gather_ranges(out, bounds, peers.group, _TAG)
-
-
-def broadcast_flat(peers: RankGroupOps, flat: torch.Tensor, root: int) -> None:
-    """Overwrites `flat` (1-d uint8) with the `flat` of the rank at position `root`."""
-    if peers.size > 1 and flat.numel():
-        peers.broadcast(flat, root)
-
-
-def _describe(
-    peers: RankGroupOps, kind: str, tensors: Sequence[torch.Tensor], **more: Any
-) -> Descriptor:
-    dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors]
-    return Descriptor(peers.name, kind, dtypes, [list(t.shape) for t in tensors], **more)
-
-
-def _check_places(
-    what: str,
-    places: torch.Tensor,
-    counts: Sequence[int],
-    ranks: Sequence[int],
-    shape: Sequence[int],
-) -> None:
-    """Raises UsageError if a gathered index is outside of a sparse tensor of shape `shape`.
-
-    Rank `ranks[i]` sent `counts[i]` rows of `places` ([nnz, sparse dimensions]). All ranks check
-    the same gathered indices, so all of them raise, or none does.
-    """
-    if not places.numel():
-        return
-    bounds = torch.tensor(list(shape[: places.shape[1]]), dtype=torch.int64, device="cpu")
-    wrong = ((places < 0) | (places >= bounds)).any(1)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        rank = next(r for r, end in zip(ranks, accumulate(counts), strict=True) if row < end)
-        raise UsageError(
-            f"{what}: rank {rank} has the index {places[row].tolist()}, which is outside of the "
-            f"sparse tensor's shape {list(shape)}: make the tensor with check_invariants=True to "
-            "see where it comes from"
-        )
-
-
-def _staged(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """Returns the values as a contiguous CPU tensor without autograd.
-
-    Args:
-        tensor: A tensor that `check_plain` accepts.
-        copy: Whether the result must not share memory with `tensor`. If False, it shares memory
-            where `tensor` is contiguous and on the CPU.
-    """
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    moved = plain.to("cpu").contiguous()
-    check_plain("a collective", moved)  # under FakeTensorMode and the like, `to` makes others
-    shared = moved.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    return moved.clone() if copy and shared else moved
-
-
-def _check_writable(what: str, tensor: torch.Tensor) -> None:
-    shared = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if shared and tensor.numel():  # empty channels_last tensors have strides of 0, too
-        raise UsageError(
-            f"{what} cannot write to a tensor whose elements share memory, as those of expand() "
-            "do: pass tensor.contiguous()"
-        )
-
-
-def _delivered(staged: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Copies a result into the user's tensor, unless both are the same memory."""
-    if staged.data_ptr() != target.data_ptr() or staged.device != target.device:
-        target.detach().copy_(staged)
-    return _changed(target)
-
-
-def _changed(target: torch.Tensor) -> torch.Tensor:
-    """Bumps the version counter, so that a backward that needs the previous values raises.
-
-    Returns:
-        `target`.
-    """
-    if not target.is_inference():  # inference tensors have no version counter
-        torch.autograd.graph.increment_version(target)  # backends write without doing so
-    return target
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor's memory as 1-d uint8, so that any dtype can be sent."""
-    return _flat(tensor).view(torch.uint8)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor as a 1-d view of the same memory."""
-    # view(-1) keeps unusual strides of tensors with one element; view(dtype) then raises.
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _row_bytes(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape[1:]) * tensor.element_size()
-
-
-def _tensor_of(payload: bytes) -> torch.Tensor:
-    if not payload:  # frombuffer raises for an empty buffer
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return Request(name, Descriptor.of(peers.name, "broadcast_bytes", [local], root=root), execute)
 
 
 def _checked_splits(

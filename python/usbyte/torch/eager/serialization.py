@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from usbyte.errors import Error, UsageError
-from usbyte.torch.eager.operations import bytes_of
 from usbyte.torch.eager.serialized_layout import DTYPES, distinct, dtype_name, travels
 from usbyte.torch.eager.serialized_reader import DEEPEST, Incoming, parse, sparse_tensor
+from usbyte.torch.eager.staging import bytes_of
 from usbyte.torch.runtime.messages import unreadable
 from usbyte.torch.runtime.tensor_checks import flaw_of
 

@@ -78,7 +78,9 @@ def check_combination(
         raise UsageError("gradient_predivide_factor needs op=Average")
 
 
-def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | None) -> None:
+def validate_policy(
+    policy: str | Policy, shard_optimizer: bool, tune_steps: int | None
+) -> str | Policy:
     """Checks that the policy exists and supports the other arguments.
 
     Args:
@@ -86,11 +88,14 @@ def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | 
         shard_optimizer: Whether updates are sharded.
         tune_steps: Steps of each trial, at least 2; or 0 for "auto". None for the default.
 
+    Returns:
+        The policy; in place of a former name the present one.
+
     Raises:
         UsageError: The policy is unknown or does not support the arguments.
     """
     if isinstance(policy, str):
-        tuning.check_policy(policy)
+        policy = tuning.known_policy(policy)
     elif not callable(policy):
         raise UsageError(
             "policy must be the name of one, or a function of a Profile and a NetworkModel that "
@@ -112,6 +117,7 @@ def check_policy(policy: str | Policy, shard_optimizer: bool, tune_steps: int | 
                 f"tune_steps must be 2 at least to time a step, not {steps}; 0 lets auto try "
                 "nothing"
             )
+    return policy
 
 
 def _is_positive(given: float, or_infinite: bool = False) -> bool:

@@ -19,10 +19,10 @@ from usbyte.torch.compression.state import CODEC_STATE_KEY, codes_shards
 from usbyte.torch.optimizer import grad_scaler
 from usbyte.torch.optimizer.config import (
     check_combination,
-    check_policy,
     integer,
     names_of,
     positive,
+    validate_policy,
 )
 from usbyte.torch.optimizer.session import OptimizerParticipant, OptimizerSession
 from usbyte.torch.optimizer.wrapper import OptimizerWrapper
@@ -184,8 +184,7 @@ class DistributedOptimizer(OptimizerWrapper):
         )
         whole = current() if ranks is None else ranks
         env = whole.env
-        policy = policy or env.policy or "auto"
-        check_policy(policy, shard_optimizer, tune_steps)
+        policy = validate_policy(policy or env.policy or "auto", shard_optimizer, tune_steps)
         rank_group = whole
         if process_set is not None:
             rank_group = subgroup_of(current(), ranks_of(process_set, current().size))

@@ -12,18 +12,16 @@ from dataclasses import replace
 import torch
 
 from usbyte import _core
-from usbyte._util.units import format_cost
-from usbyte.errors import UsageError
-from usbyte.planning import tuning
 from usbyte.planning.cost_fit import Measured, fit
 from usbyte.planning.layout import dense
 from usbyte.torch.comm.topology import canonical_topology
 from usbyte.torch.compression.codecs import Choices
 from usbyte.torch.layout import dtype_name
-from usbyte.torch.plan.codec_selection import WORTH_A_LOSS, CodedPlans, codecs_of, coded_along
+from usbyte.torch.plan.codec_selection import CodedPlans
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.measurement import JobTimes, job_profile, max_over_ranks
+from usbyte.torch.plan.plan_chooser import PlanChooser, coded
 from usbyte.torch.plan.sparse import (
     Counts,
     SchemeChoice,
@@ -78,13 +76,13 @@ class Planner:
         names, params, overlap = param_table.names, param_table.params, settings.overlap
         self._names, self._params, self.sparse = names, params, sparse
         self._groups = param_table.groups
+        self._sparse_params = {n: p for n, p in zip(names, params, strict=True) if n in sparse}
         self._ways: Mapping[str, SchemeChoice] = {}  # schemes of sparse gradients, once chosen
         self._rows: Mapping[str, Counts] = {}  # the counts that these schemes were chosen for
         self._ready: dict[str, float] = {}  # ready times in seconds; assumed ones before learning
         self._dtypes = [dtype_name(n, p) for n, p in zip(names, params, strict=True)]
         self._options, self._sharded = dict(settings.options), settings.shard_optimizer
         self._chooses_overlap = overlap == "auto"
-        self._policy, self._tune_steps = settings.policy, settings.tune_steps
         lists = [dict(zip(names, specs, strict=True)) for specs in codecs.lists]
         self._codecs = {} if codecs.optional else lists[0]
         self._choices = lists if codecs.optional else []
@@ -95,11 +93,13 @@ class Planner:
             self._sharded,
             device.core,
         )
+        self._chooser = PlanChooser(
+            label, settings, self._plans, self._codecs, self._choices, self._sparse_params
+        )
         self._steps = steps
         # The plan in force, with its codecs as they are after their warm-up.
         self._base: _core.Plan | None = None
         self._stages: list[_core.Codec] = []  # the codecs of `_base`
-        self._tuner: tuning.Tuner | None = None  # on rank 0 only, from the first trial on
         self.decision: Decision | None = None
         self.seed = zlib.crc32(label.encode())
         alike = {
@@ -110,7 +110,7 @@ class Planner:
             "USBYTE_LEARNING_STEPS": rank_group.env.learning_steps,
             "USBYTE_CHECK_STEPS": rank_group.env.check_steps,
             "op": str(settings.op),
-            "policy": self._policy if isinstance(self._policy, str) else "a function",
+            "policy": settings.policy if isinstance(settings.policy, str) else "a function",
             "max_grad_norm": settings.max_grad_norm,
             "backward_passes_per_step": settings.passes_per_step,
             "topology": canonical_topology(settings.topology, rank_group.size),
@@ -143,7 +143,9 @@ class Planner:
         network = _core.NetworkModel(self._rank_group.size, [_core.AlphaBeta()])
         buckets = {k: v for k, v in self._options.items() if k.endswith("bucket_bytes")}
         plan = _core.make_plan("ddp", dense(self._profile(times)), network, buckets)
-        return self._in_force(self._coded(_core.Plan("learning", plan.tensors, plan.ops)))
+        return self._in_force(
+            coded(_core.Plan("learning", plan.tensors, plan.ops), self._codecs, self._sharded)
+        )
 
     def recodes_at(self, steps: int) -> bool:
         """Returns True if a codec changes its parameters after `steps` completed steps.
@@ -199,7 +201,9 @@ class Planner:
 
         def decide() -> Decision:
             network = fit(self._rank_group.size, measured).with_topology(topology)
-            return self._decide(times, network)
+            named = dict(zip(self._names, self._params, strict=True))
+            schemes = {n: choose_scheme(n, named[n], c, network) for n, c in self._rows.items()}
+            return self._chooser.choose(self._profile(times), network, schemes)
 
         return self._agree(decide)
 
@@ -210,7 +214,9 @@ class Planner:
             step_s: Seconds of a step under the candidate on trial. Rank 0's value is used, because
                 the collectives keep all ranks at the pace of the slowest.
         """
-        return self._agree(lambda: self._tell(step_s))
+        last = self.decision
+        assert last is not None
+        return self._agree(lambda: self._chooser.next_trial(last, step_s))
 
     def is_outdated(self, rows: Mapping[str, Counts]) -> bool:
         """Returns True if other schemes would be clearly faster for the present sparse gradients.
@@ -263,145 +269,6 @@ class Planner:
         self.decision = replace(decision, plan=self._in_force(decision.plan))
         return self.decision
 
-    def _decide(self, times: JobTimes, network: _core.NetworkModel) -> Decision:
-        whole = self._profile(times)
-        profile = dense(whole)
-        named = dict(zip(self._names, self._params, strict=True))
-        self._ways = {n: choose_scheme(n, named[n], c, network) for n, c in self._rows.items()}
-        trial_steps, overlap = 0, self.overlap
-        if callable(self._policy):
-            plan = self._coded(self._checked_tensors(self._policy(profile, network), profile))
-        elif self._choices:
-            found = self._plans.choose(self._policy, profile, network, self._choices)
-            tries = self._policy == "auto" and self._tune_steps != 0 and not self._sharded
-            if tries and len(found) > 1 and not self._warms_up():
-                usual = self._plans.make("ddp", profile, network, {})
-                usual = _core.Plan("auto", usual.tensors, usual.ops)
-                found.append(tuning.Candidate("no compression, DDP's buckets", usual))
-                search = tuning.Search(found, _CHOICE_STEPS, halve=True, worth=WORTH_A_LOSS)
-                plan, trial_steps, overlap = self._begin_trials(search)
-            else:
-                plan = found[0].plan
-        elif self._policy in tuning.TRIED and self._tune_steps != 0 and not self._warms_up():
-            search = self._search(self._policy, profile, network)
-            plan, trial_steps, overlap = self._begin_trials(search)
-        else:
-            plan = self._plans.make(self._policy, profile, network, self._codecs)
-        decision = self._checked(plan, whole, network, trial_steps, overlap)
-        if self._chooses_overlap and not trial_steps and self._policy == "auto":
-            decision = self._worth_forward(decision)
-        self._log(decision)
-        return decision
-
-    def _search(
-        self, policy: str, profile: _core.Profile, network: _core.NetworkModel
-    ) -> tuning.Search:
-        """Returns the candidates that a policy tries."""
-        codecs = codecs_of(profile, self._codecs)
-        costs = self._plans.costs_of(codecs)
-        return tuning.TRIED[policy](
-            tuning.Job(
-                profile, network, self._options, self.overlap, self._sharded, codecs, costs,
-                may_end_in_backward=self._chooses_overlap,
-            )
-        )  # fmt: skip
-
-    def _worth_forward(self, decision: Decision) -> Decision:
-        """Returns `decision`, or the one for DDP's buckets if "forward" saves less than 1 %."""
-        profile, network = decision.profile, decision.network
-        plan = self._plans.make("ddp", dense(profile), network, self._codecs, "backward")
-        plan = _core.Plan("auto", plan.tensors, plan.ops)
-        usual = self._checked(plan, profile, network, 0, "backward")
-        worth = decision.predicted_s < usual.predicted_s * (1 - _WORTH_FORWARD)
-        return decision if worth else usual
-
-    def _begin_trials(self, search: tuning.Search) -> tuple[_core.Plan, int, str]:
-        """Returns the first candidate's plan, the steps of its trial, and its overlap.
-
-        The number of steps is 0 if there is only one candidate.
-        """
-        steps = self._tune_steps or search.steps
-        if search.space is None and len(search.starts) == 1:
-            return search.starts[0].plan, 0, self.overlap
-        self._tuner = tuning.Tuner(search)
-        first = self._tuner.ask()
-        assert first is not None
-        return first.plan, steps, first.overlap or self.overlap
-
-    def _tell(self, step_s: float) -> Decision:
-        last, tuner = self.decision, self._tuner
-        assert last is not None
-        assert tuner is not None
-        tried = tuner.ask()
-        assert tried is not None
-        tuner.tell(step_s)
-        log.info(
-            "%s: trial %d: %s: %.4g s a step",
-            self.label, tuner.measurements, tried.what, step_s,
-        )  # fmt: skip
-        following = tuner.ask()
-        candidate = following or tuner.best()
-        decision = self._checked(
-            candidate.plan, last.profile, last.network,
-            last.trial_steps if following is not None else 0, candidate.overlap or self.overlap,
-        )  # fmt: skip
-        if following is None:
-            log.info(
-                "%s: %s; overlap %s, predicted %.4g s, bound %.4g s", self.label, tuner.summary(),
-                decision.overlap, decision.predicted_s, decision.bound_s,
-            )  # fmt: skip
-        return decision
-
-    def _checked_tensors(self, plan: _core.Plan, profile: _core.Profile) -> _core.Plan:
-        """Returns the plan of a callable policy for the profile's tensors.
-
-        Raises:
-            UsageError: `plan` is not a Plan, or its tensors are not those of the profile.
-        """
-        if not isinstance(plan, _core.Plan):
-            raise UsageError(f"the policy gave a {type(plan).__name__} instead of a Plan")
-
-        def kinds(tensors: Sequence[_core.TensorSpec]) -> list[tuple[str, int, str]]:
-            return [(t.name, t.numel, t.dtype) for t in tensors]
-
-        if kinds(plan.tensors) != kinds(profile.tensors):
-            raise UsageError(
-                "the policy's plan is not for the profile's tensors: names, sizes, dtypes and "
-                "order must be the same"
-            )
-        return _core.Plan(plan.policy, profile.tensors, plan.ops)
-
-    def _checked(
-        self,
-        plan: _core.Plan,
-        profile: _core.Profile,
-        network: _core.NetworkModel,
-        trial_steps: int,
-        overlap: str,
-    ) -> Decision:
-        """Returns the decision for a plan, with its prediction and bound.
-
-        Raises:
-            UsageError: The optimizer is sharded and the plan has all_reduces.
-        """
-        if self._sharded:
-            if any(op.kind == "all_reduce" for op in plan.ops):
-                raise UsageError(
-                    f"policy '{plan.policy}' plans all_reduces; shard_optimizer=True needs "
-                    "reduce_scatters and all_gathers, as of auto, dear or dear_exact"
-                )
-            plan = flags_apart(plan)
-        plan = self._plans.routed(plan, dense(profile), network, overlap)
-        # With overlap "backward", the predicted step ends with its backward pass.
-        predicted = self._plans.step_s(self._with_rows(plan), profile, network, overlap)
-        bound = _core.bound_s(profile, network, self.overlap, self._sharded)
-        return Decision(plan, profile, network, predicted, bound, trial_steps, self._ways, overlap)
-
-    def _coded(self, plan: _core.Plan) -> _core.Plan:
-        """Returns `plan`, which has no codecs, with the codec of each tensor."""
-        codecs = [self._codecs.get(t.name, "none") for t in plan.tensors]
-        return plan if set(codecs) == {"none"} else _core.with_codecs(plan, codecs, self._sharded)
-
     def _in_force(self, plan: _core.Plan) -> _core.Plan:
         """Stores `plan` as the plan in force, and returns it as this step executes it.
 
@@ -426,58 +293,13 @@ class Planner:
                 for op in plan.ops
             ]
             plan = _core.Plan(plan.policy, plan.tensors, ops)
-        return self._with_rows(plan)
-
-    def _with_rows(self, plan: _core.Plan) -> _core.Plan:
-        """Returns `plan` with the ops of the sparse gradients added."""
-        named = zip(self._names, self._params, strict=True)
-        params = {name: param for name, param in named if name in self.sparse}
-        return with_sparse(plan, params, self._ready, self._ways)
-
-    def _warms_up(self) -> bool:
-        """Returns True if any codec changes its parameters during training.
-
-        The step time then changes too, so plans on trial cannot be compared.
-        """
-        lists = self._choices or [self._codecs]
-        made = map(_core.make_codec, {spec for codecs in lists for spec in codecs.values()})
-        return any(c.at_step(0) != c.at_step(1 << 60) for c in made if c is not None)
+        return with_sparse(plan, self._sparse_params, self._ready, self._ways)
 
     def _told(self, name: str) -> str:
         """Returns the requested compression of a parameter, in words."""
         if self._choices:
             return " or ".join(["none", *(choice[name] for choice in self._choices)])
         return self._codecs[name]
-
-    def _log(self, decision: Decision) -> None:
-        plan, profile, network = decision.plan, decision.profile, decision.network
-        for scheme in sorted({op.scheme for op in plan.ops} - {""}):
-            ops = [op for op in plan.ops if op.scheme == scheme]
-            log.info(
-                "%s: what %s picks is added up by %s in %d of %d ops, not gathered",
-                self.label, "/".join(sorted({op.codec for op in ops})), scheme, len(ops),
-                len(plan.ops),
-            )  # fmt: skip
-        if network.topology is not None:
-            routed = sum(op.route is not None for op in plan.ops)
-            log.info(
-                "%s: %d of %d ops go through the network's dimensions in chunks%s",
-                self.label, routed, len(plan.ops), coded_along(plan, network.topology),
-            )  # fmt: skip
-        ddp = _core.make_plan("ddp", dense(profile), network, self._options, self.overlap)
-        reason = ""
-        if plan.policy == "auto" and plan.ops == ddp.ops:
-            reason = ", like DDP's: less than 1 % is to be won"
-        one = network.all_reduce[0]
-        log.info(
-            "%s: policy %s, overlap %s: %d ops for %d gradients%s; a step takes %.4g s without "
-            "communication, predicted %.4g s, bound %.4g s, DDP's buckets %.4g s; all_reduce costs "
-            "%s",
-            self.label, plan.policy, decision.overlap, len(plan.ops), len(self._names), reason,
-            profile.iteration_s, decision.predicted_s, decision.bound_s,
-            _core.simulate(self._with_rows(ddp), profile, network, "backward").step_s,
-            format_cost(one.alpha_s, one.beta_s_per_byte, one.overlap_s),
-        )  # fmt: skip
 
     def _profile(self, times: JobTimes) -> _core.Profile:
         return job_profile(self._names, self._params, times, flags=True, sparse=self.sparse)
@@ -505,25 +327,3 @@ class Planner:
 
 #: Share of the step time that other sparse schemes must be predicted to save for a new plan.
 _WORTH_LEARNING = 0.01
-#: Share of the step time that overlap "forward" must be predicted to save over "backward".
-_WORTH_FORWARD = 0.01
-#: Steps of each trial when codecs are chosen. The trials of policy "auto" have the same length.
-_CHOICE_STEPS = 7
-
-
-def flags_apart(plan: _core.Plan) -> _core.Plan:
-    """Returns `plan` with a separate all_reduce of the control tensor before the first all_gather.
-
-    For sharded optimizers: every rank must know which parameters are updated before it updates and
-    gathers a shard.
-    """
-    end = plan.tensors[0].numel
-
-    def without_flags(op: _core.Op) -> _core.Op | None:
-        blocks = [(max(b, end), e) for b, e in op.blocks if e > end]
-        return _core.Op(op.kind, blocks, op.window_bytes, op.fence, op.codec) if blocks else None
-
-    scatters = [without_flags(op) for op in plan.ops if op.kind != "all_gather"]
-    gathers = [without_flags(op) for op in plan.ops if op.kind == "all_gather"]
-    ops = [*scatters, _core.Op("all_reduce", [(0, end)]), *gathers]
-    return _core.Plan(plan.policy, plan.tensors, [op for op in ops if op is not None])

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "usbyte.h"
+#include "us_byte.h"
 
 #include <algorithm>
 
@@ -22,14 +22,14 @@ void append(const UnitJob& job, UsByteSchedule& schedule, TensorSlice slice, dou
 }
 
 UsByteSchedule both_phases(const UnitJob& job, std::span<const int> order) {
-  UsByteSchedule schedule = usbyte_phase1(job, order);
-  usbyte_phase2(job, schedule);
+  UsByteSchedule schedule = us_byte_phase1(job, order);
+  us_byte_phase2(job, schedule);
   return schedule;
 }
 
 }  // namespace
 
-UsByteSchedule usbyte_phase1(const UnitJob& job, std::span<const int> order) {
+UsByteSchedule us_byte_phase1(const UnitJob& job, std::span<const int> order) {
   UsByteSchedule schedule{{}, job.bytes};
   schedule.sends.reserve(2 * order.size());
   Backlog backlog(job, order);
@@ -68,7 +68,7 @@ UsByteSchedule usbyte_phase1(const UnitJob& job, std::span<const int> order) {
   return schedule;
 }
 
-void usbyte_phase2(const UnitJob& job, UsByteSchedule& schedule) {
+void us_byte_phase2(const UnitJob& job, UsByteSchedule& schedule) {
   for (int tensor : job.forward) {
     const size_t t = static_cast<size_t>(tensor);
     if (schedule.rest[t] > 0) {
@@ -78,7 +78,7 @@ void usbyte_phase2(const UnitJob& job, UsByteSchedule& schedule) {
   }
 }
 
-std::vector<int> usbyte_priorities(const UnitJob& job) {
+std::vector<int> us_byte_priorities(const UnitJob& job) {
   std::vector<int> order = job.forward;
   const size_t count = order.size();
   std::vector<size_t> place(count);  // by tensor: where `order` has it
@@ -113,14 +113,14 @@ std::vector<int> usbyte_priorities(const UnitJob& job) {
   return order;
 }
 
-Plan usbyte(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
+Plan us_byte(const Profile& profile, const NetworkModel& network, const PolicyOptions& options) {
   const UnitJob job(profile, network, options);
-  const UsByteSchedule schedule = both_phases(job, usbyte_priorities(job));
+  const UsByteSchedule schedule = both_phases(job, us_byte_priorities(job));
   std::vector<Op> ops;
   for (const Send& send : schedule.sends) {
     ops.push_back(all_reduce(job, send.slice, send.slice.bytes(), true));
   }
-  return Plan("usbyte", profile.tensors, std::move(ops));
+  return Plan("us-byte", profile.tensors, std::move(ops));
 }
 
 }  // namespace usbyte

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "usbyte/tensor.h"
+#include "usbyte/codec.h"
 
 namespace usbyte {
 
@@ -22,30 +22,6 @@ struct CopySegment {
 /// Segments that one launch takes; longer lists take several, and so do, with drivers older than
 /// CUDA 12.1, those of more than 160.
 constexpr int64_t kSegmentsPerLaunch = 1024;
-
-/// A codec (codec.h) that works by groups of elements, so that kernels can do it; results are the
-/// same bit for bit, but for the order in which a group is added up.
-struct GroupCodec {
-  enum class Kind {
-    fp16,
-    bf16,
-    int8,
-    e4m3,
-    e5m2,
-    qsgd2,
-    qsgd4,
-    qsgd8,
-    terngrad,
-    majority,
-    efsignsgd,
-    onebit
-  };
-
-  Kind kind;
-  /// Memory is a running mean of the gradients with this momentum, which is what is encoded;
-  /// otherwise it is what has not been sent. Negative if it is not a mean.
-  double momentum = -1;
-};
 
 /// A run of elements to encode.
 struct GroupEncoding {

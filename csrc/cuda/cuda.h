@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -9,21 +8,10 @@
 #include <string>
 #include <utility>
 
-#include "usbyte/kernels.h"
+#include "cuda/kernel_arguments.h"
+#include "usbyte/stream.h"
 
 namespace usbyte {
-
-/// A cudaStream_t, as torch and others hand it over; 0 is the legacy default stream.
-struct CudaStream {
-  uintptr_t handle = 0;
-  auto operator<=>(const CudaStream&) const = default;
-};
-
-/// A cudaEvent_t.
-struct CudaEvent {
-  uintptr_t handle = 0;
-  auto operator<=>(const CudaEvent&) const = default;
-};
 
 /// What an event is for besides putting streams in order.
 enum class EventKind {
@@ -81,7 +69,7 @@ class Cuda {
   /// side is pinned.
   virtual void copy(void* target, const void* source, size_t bytes, CudaStream stream) = 0;
 
-  // Kernels; see kernels.h. Arguments are taken before the call returns.
+  // Kernels; see kernel_arguments.h. Arguments are taken before the call returns.
 
   /// target[i] = scale * source[i] in every segment, converted between the types; one launch for up
   /// to `kSegmentsPerLaunch` segments. Segments' targets must not overlap anything else.

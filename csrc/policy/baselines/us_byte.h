@@ -24,16 +24,16 @@ struct UsByteSchedule {
 
 /// Phase 1, during backward: `order` holds every tensor, the highest priority first. Of the ready
 /// tensors the first one is sent until the next gradient appears.
-UsByteSchedule usbyte_phase1(const UnitJob& job, std::span<const int> order);
+UsByteSchedule us_byte_phase1(const UnitJob& job, std::span<const int> order);
 
 /// Phase 2, after backward: one op with all that is left of each tensor, in forward order. It is
 /// Jackson's rule ("Scheduling a production line to minimize maximum tardiness", 1955): no other
 /// order of these ops has a smaller delay.
-void usbyte_phase2(const UnitJob& job, UsByteSchedule& schedule);
+void us_byte_phase2(const UnitJob& job, UsByteSchedule& schedule);
 
 /// Priorities of phase 1, by local search from the forward order on: a tensor keeps the channel
 /// from those whose gradients appear while it could be sent whole, if that shortens the iteration.
 /// Evaluates at most as many orders as there are tensors.
-std::vector<int> usbyte_priorities(const UnitJob& job);
+std::vector<int> us_byte_priorities(const UnitJob& job);
 
 }  // namespace usbyte

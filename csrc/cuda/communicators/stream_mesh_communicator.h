@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda/cuda.h"
 #include "usbyte/communicator.h"
-#include "usbyte/cuda.h"
 #include "usbyte/topology.h"
 
 namespace usbyte {

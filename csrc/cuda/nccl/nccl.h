@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "usbyte/cuda.h"
+#include "cuda/cuda.h"
 #include "usbyte/tensor.h"
 
 namespace usbyte {

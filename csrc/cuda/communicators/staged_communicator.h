@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "cuda/cuda.h"
 #include "usbyte/communicator.h"
-#include "usbyte/cuda.h"
 
 namespace usbyte {
 

@@ -4,7 +4,7 @@
 #include <limits>
 #include <numeric>
 
-#include "policy/baselines/usbyte.h"
+#include "policy/baselines/us_byte.h"
 #include "random_job.h"
 #include "usbyte/simulator.h"
 
@@ -26,8 +26,8 @@ PolicyOptions units(int64_t bytes) {
 }
 
 UsByteSchedule both_phases(const UnitJob& job, std::span<const int> order) {
-  UsByteSchedule schedule = usbyte_phase1(job, order);
-  usbyte_phase2(job, schedule);
+  UsByteSchedule schedule = us_byte_phase1(job, order);
+  us_byte_phase2(job, schedule);
   return schedule;
 }
 
@@ -86,7 +86,7 @@ TEST(UsByte, Phase1IsAsPublished) {
     std::vector<int> p1(order.size());
     for (size_t k = 0; k < order.size(); ++k)
       p1[static_cast<size_t>(order[k])] = static_cast<int>(k);
-    const std::vector<Planned> ops = planned(usbyte_phase1(job, order));
+    const std::vector<Planned> ops = planned(us_byte_phase1(job, order));
     ASSERT_EQ(ops, phase1_as_published(job, p1)) << i;
     for (const Planned& op : ops) split += op.bytes < job.bytes[static_cast<size_t>(op.tensor)];
   }
@@ -100,7 +100,7 @@ TEST(UsByte, NoByteIsLostAndTheChannelNeverGoesBack) {
     const UnitJob job(p, random_network(rng), units(uniform(rng, 1, 1 << 20)));
     std::vector<int> order = job.forward;
     std::shuffle(order.begin(), order.end(), rng);
-    UsByteSchedule schedule = usbyte_phase1(job, order);
+    UsByteSchedule schedule = us_byte_phase1(job, order);
     for (bool after : {false, true}) {
       std::vector<int64_t> sent(order.size());
       double free_s = 0;
@@ -118,7 +118,7 @@ TEST(UsByte, NoByteIsLostAndTheChannelNeverGoesBack) {
         EXPECT_TRUE(!after || schedule.rest[t] == 0);
       }
       EXPECT_GE(schedule.channel_s, std::max(free_s, p.backward_end_s()));
-      usbyte_phase2(job, schedule);
+      us_byte_phase2(job, schedule);
     }
   }
 }
@@ -129,7 +129,7 @@ TEST(UsByte, Phase2IsTheBestOrderOfWhatIsLeft) {
   for (int i = 0; i < 3000; ++i) {
     const Profile p = random_job(rng, uniform(rng, 1, 6), 1e6);
     const UnitJob job(p, {4, {random_cost(rng)}}, units(1 << 14));
-    const UsByteSchedule phase1 = usbyte_phase1(job, job.forward);
+    const UsByteSchedule phase1 = us_byte_phase1(job, job.forward);
     std::vector<size_t> left;
     for (size_t t = 0; t < p.tensors.size(); ++t) {
       if (phase1.rest[t] > 0) left.push_back(t);
@@ -145,7 +145,7 @@ TEST(UsByte, Phase2IsTheBestOrderOfWhatIsLeft) {
       most_s = std::max(most_s, delay_s);
     } while (std::next_permutation(left.begin(), left.end()));
     UsByteSchedule schedule = phase1;
-    usbyte_phase2(job, schedule);
+    us_byte_phase2(job, schedule);
     EXPECT_NEAR(schedule.delay_s, least_s, 1e-9 * (1 + least_s)) << i;
     decided += most_s > least_s * 1.001;
   }
@@ -166,7 +166,7 @@ std::vector<int> search_as_published(const UnitJob& job) {
   double delay_s = both_phases(job, order_of(p1)).delay_s;
   for (size_t l = count - 1; l >= 1; --l) {
     double first_s = -1;
-    for (const Send& s : usbyte_phase1(job, order_of(p1)).sends) {
+    for (const Send& s : us_byte_phase1(job, order_of(p1)).sends) {
       if (first_s < 0 && s.slice.tensor == static_cast<int>(l)) first_s = s.start_s;
     }
     if (first_s < 0) continue;
@@ -193,7 +193,7 @@ TEST(UsByte, SearchIsAsPublishedAndHelps) {
   for (int i = 0; i < 2000; ++i) {
     const Profile p = random_chain(rng, uniform(rng, 1, 20), 1e6);
     const UnitJob job(p, {4, {random_cost(rng)}}, units(1 << 14));
-    const std::vector<int> order = usbyte_priorities(job);
+    const std::vector<int> order = us_byte_priorities(job);
     EXPECT_EQ(order, search_as_published(job)) << i;
     const double forward_s = both_phases(job, job.forward).delay_s;
     const double found_s = both_phases(job, order).delay_s;
@@ -210,8 +210,8 @@ TEST(UsByte, ThePlanTakesAsLongAsTheSearchBelieved) {
     const NetworkModel network = random_network(rng);
     const PolicyOptions options = units(uniform(rng, 1, 1 << 20));
     const UnitJob job(p, network, options);
-    const double step_s = p.iteration_s() + both_phases(job, usbyte_priorities(job)).delay_s;
-    const Plan plan = make_plan("usbyte", p, network, options);
+    const double step_s = p.iteration_s() + both_phases(job, us_byte_priorities(job)).delay_s;
+    const Plan plan = make_plan("us-byte", p, network, options);
     EXPECT_NEAR(Simulator(p, network, options.overlap).step_s(plan), step_s, 1e-9 * step_s) << i;
     for (const Op& op : plan.ops()) {
       EXPECT_TRUE(op.fence);

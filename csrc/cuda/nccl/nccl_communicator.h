@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda/nccl/nccl.h"
 #include "usbyte/communicator.h"
-#include "usbyte/nccl.h"
 
 namespace usbyte {
 
