@@ -304,7 +304,7 @@ class Added:
 def test_optimizers_may_be_made_while_another_rank_asks_how_far_they_are(single, monkeypatch):
     """The thread that answers would end, and this rank seem to be frozen."""
     context, stop = current(), threading.Event()
-    monkeypatch.setattr(context, "_optimizers", weakref.WeakSet())
+    monkeypatch.setattr(context, "_participants", weakref.WeakSet())
 
     def answer():
         while not stop.is_set():

@@ -7,11 +7,13 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 
 from usbyte import _core
+from usbyte._util.transitions import advance
 from usbyte.errors import UsageError
 from usbyte.torch.layout import CONTROL_TENSOR, is_dense
 from usbyte.torch.runtime.messages import read
@@ -26,6 +28,21 @@ def remembers(op: _core.Op) -> bool:
 
 
 _HOST = torch.device("cpu")
+
+
+class CommitPhase(Enum):
+    """Whether the parameters have received what codecs have sent of the codec state."""
+
+    COMMITTED = "the parameters have received what was sent"
+    UNCOMMITTED = "a step has begun whose sums no parameter has received"
+    LOST = "a fault has left the codec state ahead of the parameters"
+
+
+COMMIT_TRANSITIONS: dict[CommitPhase, frozenset[CommitPhase]] = {
+    CommitPhase.COMMITTED: frozenset({CommitPhase.UNCOMMITTED}),
+    CommitPhase.UNCOMMITTED: frozenset({CommitPhase.COMMITTED, CommitPhase.LOST}),
+    CommitPhase.LOST: frozenset({CommitPhase.COMMITTED}),
+}
 
 #: Key of the codec state in an optimizer's state_dict.
 CODEC_STATE_KEY = "usbyte_memory"
@@ -45,8 +62,7 @@ class CodecState:
         parts: By parameter name: shape [rows, numel], float32; empty while no codec has state.
         kinds: By parameter name: the meaning of the rows, as `Codec::remembers` in codec.h says,
             for example "unsent, velocity".
-        uncommitted: Codecs may have sent a part of the state in a step whose sums no parameter has
-            received. The code that takes the steps resets it.
+        phase: Whether the parameters have received what was sent of the state.
     """
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -60,7 +76,7 @@ class CodecState:
         self._sender: tuple[int, int] | None = None
         self._before: dict[str, torch.Tensor] = {}  # snapshots from before this step, by name
         self._coded = False  # codecs of the plan in force have state
-        self.uncommitted = self._is_lost = False
+        self.phase = CommitPhase.COMMITTED
 
     def lay_out(
         self,
@@ -186,13 +202,22 @@ class CodecState:
             self._wait_for_writes()
 
     def begin_step(self) -> None:
-        """Discards the snapshots of the last step."""
+        """Discards the snapshots of the last step. Codecs may send a part of the state now."""
         self._before.clear()
-        self.uncommitted = True
+        self._advance(CommitPhase.UNCOMMITTED)
+
+    def commit(self) -> None:
+        """Records that an update has used the sums of the last step."""
+        if self.phase is CommitPhase.UNCOMMITTED:
+            self.phase = CommitPhase.COMMITTED
 
     def mark_partial_step(self) -> None:
         """After a fault: excludes the state from checkpoints if it was uncommitted."""
-        self._is_lost = self.uncommitted and self._coded
+        if self.phase is CommitPhase.UNCOMMITTED and self._coded:
+            self._advance(CommitPhase.LOST)
+
+    def _advance(self, phase: CommitPhase) -> None:
+        self.phase = advance("the codec state", COMMIT_TRANSITIONS, self.phase, phase)
 
     @property
     def address(self) -> int:
@@ -204,7 +229,7 @@ class CodecState:
 
         The copy is empty, with a warning, if a fault has left the state ahead of the parameters.
         """
-        if self._is_lost and self.parts:
+        if self.phase is CommitPhase.LOST and self.parts:
             log.warning(
                 "the codec state is left out of the optimizer's state_dict: when the run failed, a "
                 "part of it had been sent in a step that is not in the parameters"
@@ -269,7 +294,7 @@ class CodecState:
                 rank,
             )
             state = {}
-        self.uncommitted = self._is_lost = False
+        self._advance(CommitPhase.COMMITTED)
         factors = {n: self._scale / part.get("scale", self._scale) for n, part in state.items()}
         loaded = {name: part["rows"].float() * factors[name] for name, part in state.items()}
         if not self.parts:  # no plan has laid the state out yet, or no codec has any

@@ -333,7 +333,7 @@ class DasoOptimizer(OptimizerWrapper):
         and load on one rank of each node. To resume from one file, call `synchronize_nodes` before
         you save.
         """
-        self._session.update_guard.check_whole()
+        self._session.update_guard.check_consistent()
         in_flight = self._averaging.state() if self._averaging is not None else None
         own = {"schedule": self._schedule.state(), "in_flight": in_flight}
         return self._inner.state_dict() | {STATE: own}
@@ -379,7 +379,7 @@ class DasoOptimizer(OptimizerWrapper):
         return f"DasoOptimizer({self._inner._inner!r}, phase={self.phase!r})"
 
     def _check_usable(self) -> None:
-        self._session.update_guard.check_whole()
+        self._session.update_guard.check_consistent()
         if self._session.closed:
             raise UsageError("this DasoOptimizer is closed; wrap the optimizer anew")
         self._session.check_usable()

@@ -6,15 +6,49 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
 
+from usbyte._util.transitions import advance
 from usbyte.errors import Error, FaultError
 from usbyte.torch.fault.decision import RankProgress, RecoveryDecision
 from usbyte.torch.fault.recovery import ParamRecovery
 
 _UPDATE_S = 5.0  # limit for an update that runs during a fault to end
+
+
+class UpdatePhase(Enum):
+    """How far the updates of the current step have come."""
+
+    IDLE = "all updates are applied"
+    STEPPING = "the wrapped optimizer's step updates all parameters"
+    PENDING = "updates are deferred"
+    APPLYING = "the wrapped optimizer's step applies some deferred updates"
+
+
+UPDATE_TRANSITIONS: dict[UpdatePhase, frozenset[UpdatePhase]] = {
+    UpdatePhase.IDLE: frozenset({UpdatePhase.STEPPING, UpdatePhase.PENDING}),
+    UpdatePhase.STEPPING: frozenset({UpdatePhase.IDLE}),
+    UpdatePhase.PENDING: frozenset({UpdatePhase.APPLYING, UpdatePhase.IDLE}),
+    UpdatePhase.APPLYING: frozenset({UpdatePhase.PENDING, UpdatePhase.IDLE}),
+}
+
+
+class FaultPhase(Enum):
+    """Whether updates may begin, before and after a fault."""
+
+    TRAINING = "there was no fault"
+    BLOCKED = "there was a fault, and no update may begin"
+    COMPLETING = "there was a fault, and the recovery decision allows pending updates"
+
+
+FAULT_TRANSITIONS: dict[FaultPhase, frozenset[FaultPhase]] = {
+    FaultPhase.TRAINING: frozenset({FaultPhase.BLOCKED}),
+    FaultPhase.BLOCKED: frozenset({FaultPhase.COMPLETING}),
+    FaultPhase.COMPLETING: frozenset(),
+}
 
 
 class UpdateGuard:
@@ -24,21 +58,20 @@ class UpdateGuard:
         lock: Guards updates and the counts of steps. Any thread that reads a lazy parameter may
             take it to apply the pending update.
         recovery: Blocks reads of the parameters after a fault; None before.
-        torn: Why the parameters are not those of any step: a step ended half-way here, or ranks
-            took different steps. Empty if they are.
+        phase: How far the updates of the current step have come.
+        inconsistency: Why the parameters are not those of any step: a step ended half-way here, or
+            ranks took different steps. Empty if they are.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.recovery: ParamRecovery | None = None
-        self.torn = ""
+        self.inconsistency = ""
+        self.phase, self._fault_phase = UpdatePhase.IDLE, FaultPhase.TRAINING
         self._completed = 0  # steps whose updates have all been applied
-        self._unfinished = False  # whether deferred updates of the next step are pending
-        self._mid_step = False  # whether the wrapped optimizer's step() is running
         self._failure = ""  # the fault verdict
         self._thread: int | None = None  # thread that is inside `updating`
         self.applier: int | None = None  # thread that is inside `applying`
-        self._recovering = False  # whether updates complete the step after a fault
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -50,7 +83,7 @@ class UpdateGuard:
         with self.lock:
             outer, self._thread = self._thread, threading.get_ident()
             try:
-                if outer is None and self.recovery is not None and not self._recovering:
+                if outer is None and self._fault_phase is FaultPhase.BLOCKED:
                     # The progress may have been reported to other ranks.
                     raise FaultError(self._failure)
                 yield
@@ -58,6 +91,12 @@ class UpdateGuard:
                 self._thread = outer
                 if outer is None and self.recovery is not None:
                     self.recovery.block_reads()
+
+    def _advance(self, phase: UpdatePhase) -> None:
+        self.phase = advance("an optimizer's updates", UPDATE_TRANSITIONS, self.phase, phase)
+
+    def _advance_fault(self, phase: FaultPhase) -> None:
+        self._fault_phase = advance("recovery", FAULT_TRANSITIONS, self._fault_phase, phase)
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -82,7 +121,7 @@ class UpdateGuard:
     @contextmanager
     def updating_after_fault(self) -> Iterator[None]:
         """Context for pending updates that the recovery decision allows; later ones are, too."""
-        self._recovering = True
+        self._advance_fault(FaultPhase.COMPLETING)
         with self.updating():
             yield
 
@@ -108,7 +147,8 @@ class UpdateGuard:
             evaluating = False
             return loss
 
-        self._mid_step = True
+        deferred = self.phase in (UpdatePhase.PENDING, UpdatePhase.APPLYING)
+        self._advance(UpdatePhase.APPLYING if deferred else UpdatePhase.STEPPING)
         try:
             if closure is None:
                 return call()
@@ -118,21 +158,25 @@ class UpdateGuard:
                 self.mark_partial_step(error)
             raise
         finally:
-            self._mid_step = False
+            if self.phase is UpdatePhase.STEPPING:
+                self._advance(UpdatePhase.IDLE)
+            elif self.phase is UpdatePhase.APPLYING:  # else the updates were dropped meanwhile
+                self._advance(UpdatePhase.PENDING)
 
     def mark_partial_step(self, error: BaseException) -> None:
         """Records that a step raised `error` after it may have changed some parameters."""
-        cause = f"a step ended half-way ({type(error).__name__}: {error})"
-        self.torn = self.torn or f"{cause}, so that parameters are not those of any step"
+        if not self.inconsistency:
+            cause = f"a step ended half-way ({type(error).__name__}: {error})"
+            self.inconsistency = f"{cause}, so that parameters are not those of any step"
 
-    def spoil(self, why: str) -> None:
+    def mark_diverged(self, why: str) -> None:
         """Records that parameters differ between ranks and must not be used any more."""
-        self.torn = why
+        self.inconsistency = why
 
-    def check_whole(self) -> None:
+    def check_consistent(self) -> None:
         """Raises Error if the parameters are not those of any step."""
-        if self.torn:
-            raise Error(f"{self.torn}; restart the job from its last checkpoint")
+        if self.inconsistency:
+            raise Error(f"{self.inconsistency}; restart the job from its last checkpoint")
 
     @property
     def completed(self) -> int:
@@ -145,7 +189,7 @@ class UpdateGuard:
 
     def defer_all(self) -> None:
         """Records that the updates of a step are deferred."""
-        self._unfinished = True
+        self._advance(UpdatePhase.PENDING)
 
     def count_applied(self, pending: int) -> None:
         """Records that deferred updates were applied, and counts the step if it was the last.
@@ -153,13 +197,14 @@ class UpdateGuard:
         Args:
             pending: Number of deferred updates that are left.
         """
-        if self._unfinished and not pending:
-            self._unfinished = False
+        if self.phase is UpdatePhase.PENDING and not pending:
+            self._advance(UpdatePhase.IDLE)
             self._completed += 1
 
     def forget(self) -> None:
         """Records that the pending deferred updates will never be applied."""
-        self._unfinished = False
+        if self.phase is not UpdatePhase.STEPPING:
+            self._advance(UpdatePhase.IDLE)
 
     def block_reads(
         self, verdict: str, params: Sequence[torch.Tensor], on_clean: Callable[[bool], None]
@@ -174,6 +219,7 @@ class UpdateGuard:
         """
         self._failure = verdict
         self.recovery = ParamRecovery(params, self._is_updating, on_clean)
+        self._advance_fault(FaultPhase.BLOCKED)
         # Again: an update that did not see `recovery` yet may have made parameters readable.
         self.recovery.block_reads()
 
@@ -190,7 +236,8 @@ class UpdateGuard:
         ended = self.lock.acquire(timeout=_UPDATE_S)
         try:
             self.recovery.block_reads()
-            in_part, completable = examine(ended and not (self._mid_step or self.torn))
+            in_step = self.phase in (UpdatePhase.STEPPING, UpdatePhase.APPLYING)
+            in_part, completable = examine(ended and not (in_step or self.inconsistency))
             return RankProgress(self._completed, in_part, completable)
         finally:
             if ended:

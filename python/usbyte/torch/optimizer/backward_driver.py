@@ -145,7 +145,7 @@ class BackwardDriver:
         """
         has_shards = self._applier.has_shards
         self._forward_hooks.stop_recording()
-        self._update_guard.check_whole()
+        self._update_guard.check_consistent()
         if not has_shards:
             self._joined.check_step_taken()
         elif self._reducer.in_flight and self._reducer.dropped(renewed=i):

@@ -140,7 +140,7 @@ class OptimizerSession:
             guard.recovery.check()
             return
         if self.rank_group.size > 1:
-            guard.check_whole()
+            guard.check_consistent()
         self.drain()
 
     @outside_inference_mode

@@ -192,7 +192,7 @@ class StepController:
             Error: The last `backward()` did not end, or the parameters are not those of any step.
         """
         self.executor.check()
-        self._update_guard.check_whole()
+        self._update_guard.check_consistent()
         if self.reducer.sender.is_sending:
             if _is_in_backward():
                 raise _called_in_backward()

@@ -53,5 +53,5 @@ class StepRunner:
         calls_first = closure is not None and is_known(self._optimizer)
         result = self._update_guard.step(call, closure, calls_first)
         self._reducer.mark_applied()  # also sums of gradients that the closure has sent
-        self._memory.uncommitted = False
+        self._memory.commit()
         return result

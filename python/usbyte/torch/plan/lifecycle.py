@@ -6,9 +6,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Protocol
 
 from usbyte import _core
+from usbyte._util.transitions import advance
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.drift import StepTimeMonitor
 from usbyte.torch.plan.measurement import Iteration, JobTimes, StepProfiler
@@ -60,6 +62,23 @@ class PlanMaker(Protocol):
         """Returns True if other schemes would be clearly faster for these counts of rows."""
 
 
+class PlanPhase(Enum):
+    """What the plan in force is there for."""
+
+    LEARNING = "the learning plan is in force, and its steps are measured"
+    ON_TRIAL = "a candidate is in force, and its steps are timed"
+    FINAL = "a plan is in force until ranks want another one"
+    ENDING = "all ranks start to learn again after this step"
+
+
+PLAN_TRANSITIONS: dict[PlanPhase, frozenset[PlanPhase]] = {
+    PlanPhase.LEARNING: frozenset({PlanPhase.ON_TRIAL, PlanPhase.FINAL}),
+    PlanPhase.ON_TRIAL: frozenset({PlanPhase.FINAL, PlanPhase.ENDING}),
+    PlanPhase.FINAL: frozenset({PlanPhase.ENDING}),
+    PlanPhase.ENDING: frozenset({PlanPhase.LEARNING}),
+}
+
+
 class PlanLifecycle:
     """Decides after which step another plan comes into force, and which one.
 
@@ -81,7 +100,8 @@ class PlanLifecycle:
         on_learned: Called after the last learning step, before the ranks plan.
 
     Attributes:
-        learning: True until a plan is made from measurements.
+        phase: What the plan in force is there for.
+        learning: Whether the learning plan is in force; follows from `phase`.
     """
 
     def __init__(
@@ -99,18 +119,23 @@ class PlanLifecycle:
         self._votes_count = adapt or may_ask
         self._step_time_monitor = StepTimeMonitor() if adapt else None
         self._density_monitor = DensityMonitor(planner.is_outdated)
-        self._profiler: StepProfiler | None = StepProfiler()
-        self.learning = True
+        self._profiler = StepProfiler()  # of the learning steps
+        self.phase, self.learning = PlanPhase.LEARNING, True
         self._counts = RowCounts()
         # (start, end) of each wait for gradients since the last backward pass.
         self._waits: list[tuple[Mark, Mark]] = []
-        self._settled: Mark = 0.0  # end of the last wait for gradients
+        self._waited_until: Mark = 0.0  # end of the last wait for gradients
         self._fresh = False  # a backward pass has ended since the last step
-        self._stopwatch: StepTimer | None = None  # None unless a plan is on trial
+        self._timer: StepTimer | None = None  # None unless a plan is on trial
         self._first_s: float | None = None  # seconds of a step of the first plan on trial
         self._first_kind: tuple[str, frozenset[str]] | None = None  # `_kind_of` that plan
         self._asked = False  # this rank wants a new plan
-        self._agreed = False  # all ranks start to learn again after this step
+
+    def _advance(self, phase: PlanPhase) -> None:
+        self.phase = advance("a plan", PLAN_TRANSITIONS, self.phase, phase)
+        self.learning = phase is PlanPhase.LEARNING
+        if phase is not PlanPhase.ON_TRIAL:
+            self._timer = None
 
     def plan_ends(self, steps: int) -> bool:
         """Returns True if the plan in force ends with the step that is about to be taken.
@@ -121,14 +146,14 @@ class PlanLifecycle:
             steps: Number of steps begun so far, including that one.
         """
         return (
-            self._agreed
-            or (self._stopwatch is not None and self._stopwatch.done)
+            self.phase is PlanPhase.ENDING
+            or (self._timer is not None and self._timer.done)
             or self._planner.recodes_at(steps)
         )
 
     def waited(self, start: Mark, end: Mark) -> None:
         """Records a wait for gradients, from `start` to `end`. For learning steps."""
-        self._settled = end
+        self._waited_until = end
         self._waits.append((start, end))
 
     def count_rows(self, name: str, own: int, every: int) -> None:
@@ -139,7 +164,7 @@ class PlanLifecycle:
             own: Rows of this rank's gradient.
             every: Rows of the sum over all ranks.
         """
-        if self._profiler is not None or self._step_time_monitor is not None:
+        if self.learning or self._step_time_monitor is not None:
             self._counts.add(name, own, every)
 
     def ask_for_plan(self) -> None:
@@ -157,10 +182,11 @@ class PlanLifecycle:
             joined: Whether any rank had joined. Such a rank may have skipped an earlier step that
                 other ranks measured. Learning therefore starts again.
         """
-        if self._profiler is None:
-            self._agreed = self._agreed or (wanted and self._votes_count)
-        elif joined:
-            self._profiler, self.learning = StepProfiler(), True
+        if self.learning:
+            if joined:
+                self._profiler = StepProfiler()
+        elif wanted and self._votes_count:
+            self._advance(PlanPhase.ENDING)
 
     def end_backward(self) -> bool:
         """Records the end of a backward pass that sends gradients.
@@ -170,11 +196,11 @@ class PlanLifecycle:
         """
         self._fresh = True
         self._waits.clear()
-        if self._stopwatch is not None:
-            self._stopwatch.step(self._device.now())
+        if self._timer is not None:
+            self._timer.step(self._device.now())
             return False
         wanted = self._asked
-        if self._step_time_monitor is not None and self._profiler is None:
+        if self._step_time_monitor is not None and not self.learning:
             self._step_time_monitor.step(self._device.now())
             wanted = (
                 self._density_monitor.wants_plan(self._counts)
@@ -189,7 +215,7 @@ class PlanLifecycle:
         Args:
             steps: Number of steps begun so far, as for `plan_ends`.
         """
-        return (self._profiler is not None and self._fresh) or self.plan_ends(steps)
+        return (self.learning and self._fresh) or self.plan_ends(steps)
 
     def plan_boundary_next(self, steps: int) -> bool:
         """Returns True if the end of this step makes a plan or switches to another one.
@@ -197,7 +223,7 @@ class PlanLifecycle:
         Args:
             steps: Number of steps begun so far, as for `plan_ends`.
         """
-        learned = self._profiler is not None and len(self._profiler) + 1 >= self._learning_steps
+        learned = self.learning and len(self._profiler) + 1 >= self._learning_steps
         return (learned and self._fresh) or self.plan_ends(steps)
 
     def skip_step(self, used: Sequence[bool]) -> None:
@@ -207,7 +233,7 @@ class PlanLifecycle:
             used: Whether each parameter got a gradient.
         """
         self._fresh = False
-        if self._profiler is not None:
+        if self.learning:
             self._uses.begin_iteration(used)
 
     def end_step(
@@ -240,7 +266,7 @@ class PlanLifecycle:
         following = self._next_plan(plan, began, used, ready_s, decide)
         if self._planner.recodes_at(steps):  # also if `following` is a new plan
             following = self._planner.recoded(steps)
-            if self._step_time_monitor is not None and self._profiler is None:
+            if self._step_time_monitor is not None and not self.learning:
                 self._step_time_monitor.reset()
         return following
 
@@ -252,25 +278,26 @@ class PlanLifecycle:
         ready_s: Callable[[], Sequence[float]],
         decide: Callable[[JobTimes, Mapping[str, Counts]], Decision],
     ) -> _core.Plan | None:
-        if self._agreed:
-            self._agreed = self._asked = self._fresh = False
+        if self.phase is PlanPhase.ENDING:
+            self._asked = self._fresh = False
             log.info(
                 "learning anew, as steps take another time, gradients have other rows, or other "
                 "threads use parameters"
             )
-            self._profiler, self.learning = StepProfiler(), True
+            self._advance(PlanPhase.LEARNING)
+            self._profiler = StepProfiler()
             self._counts.take()
             self._uses.begin_learning()
             return self._planner.learning_plan()
-        if self._stopwatch is not None and self._stopwatch.done:
-            took_s = self._stopwatch.step_s
-            if self._first_s is None and self._stopwatch.steady:
+        if self._timer is not None and self._timer.done:
+            took_s = self._timer.step_s
+            if self._first_s is None and self._timer.steady:
                 self._first_s, self._first_kind = took_s, _kind_of(plan)
             return self._follow(self._planner.next_trial(took_s), plan)
-        if self._profiler is None or not self._fresh:
+        if not (self.learning and self._fresh):
             return None
         self._fresh = False
-        updated_s = float(self._device.now()) - max(float(began), float(self._settled))
+        updated_s = float(self._device.now()) - max(float(began), float(self._waited_until))
         waited_s = sum(float(end) - float(start) for start, end in self._waits)
         self._profiler.add(Iteration.of(self._uses.needed, ready_s(), waited_s, updated_s))
         self._device.anchor()
@@ -283,16 +310,17 @@ class PlanLifecycle:
         decision = decide(times, self._counts.take())
         if self._step_time_monitor is not None:
             self._step_time_monitor.cost_s = time.monotonic() - start
-        self._profiler, self.learning = None, False
         self._first_s = None
         return self._follow(decision, plan)
 
     def _follow(self, decision: Decision, before: _core.Plan) -> _core.Plan | None:
         plan = decision.plan
-        self._stopwatch = StepTimer(decision.trial_steps) if decision.trial_steps else None
+        self._advance(PlanPhase.ON_TRIAL if decision.trial_steps else PlanPhase.FINAL)
+        if decision.trial_steps:
+            self._timer = StepTimer(decision.trial_steps)
         # A plan with overlap "backward" fulfils the request.
         self._asked = self._asked and decision.overlap == "forward"
-        if self._step_time_monitor is not None and self._stopwatch is None:
+        if self._step_time_monitor is not None and self._timer is None:
             # Plans of one kind take about as long. The first trial is therefore a baseline that
             # also shows a change of the network since then.
             alike = self._first_s is not None and _kind_of(plan) == self._first_kind

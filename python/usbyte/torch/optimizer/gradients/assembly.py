@@ -87,7 +87,7 @@ def make_gradient_path(
         rank_group.env.check_steps,
         rank_group.ranks,
         executor.gather_answers,
-        update_guard.spoil,
+        update_guard.mark_diverged,
     )
     consensus = StepConsensus(
         planner.label, rank_group.ranks, executor, lifecycle, check, update_guard

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from usbyte._util.transitions import advance
 from usbyte.errors import UsageError
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.fault.recovery import has_partial_step
@@ -16,7 +17,7 @@ from usbyte.torch.optimizer.gradients.in_flight_grads import InFlightGrads
 from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
 from usbyte.torch.optimizer.gradients.step_checksum import StepChecksum
 from usbyte.torch.optimizer.gradients.step_consensus import StepConsensus, StepVote
-from usbyte.torch.optimizer.gradients.step_phase import StepPhase, advance
+from usbyte.torch.optimizer.gradients.step_phase import TRANSITIONS, StepPhase
 from usbyte.torch.optimizer.overlap.reduced_gradients import no_whole_gradients
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.plan.job import ParamTable, Settings
@@ -94,7 +95,7 @@ class Reducer:
         return self._consensus.is_joined
 
     def _advance(self, phase: StepPhase) -> None:
-        self.phase = advance(self.phase, phase)
+        self.phase = advance("a step", TRANSITIONS, self.phase, phase)
         self.in_flight = phase in (StepPhase.IN_FLIGHT, StepPhase.APPLYING_SHARDS)
         self.sender.is_sending = phase is StepPhase.IN_BACKWARD
 

@@ -202,12 +202,12 @@ class StepConsensus:
 
     def _refuse(self, skipped: Sequence[int]) -> None:
         named = name_ranks([self._ranks[rank] for rank in skipped])
-        self._update_guard.spoil(
+        self._update_guard.mark_diverged(
             f"{self._label}: {named} called no step() between two backward passes that sent "
             "gradients, and other ranks did, so that their parameters differ"
         )
         raise MismatchError(
-            f"{self._update_guard.torn}: see that all ranks take and leave out the same steps "
-            "(with a GradScaler or batches that are left out, all decide alike) and restart the "
-            "job from its last checkpoint"
+            f"{self._update_guard.inconsistency}: see that all ranks take and leave out the same "
+            "steps (with a GradScaler or batches that are left out, all decide alike) and restart "
+            "the job from its last checkpoint"
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from usbyte.errors import Error
-
 
 class StepPhase(Enum):
     """Phase of the step whose gradients were sent last. `TRANSITIONS` lists what may follow."""
@@ -33,17 +31,3 @@ TRANSITIONS: dict[StepPhase, frozenset[StepPhase]] = {
     StepPhase.APPLIED: frozenset({StepPhase.COMPLETED, StepPhase.IN_BACKWARD}),
     StepPhase.COMPLETED: frozenset({StepPhase.IN_BACKWARD}),
 }
-
-
-def advance(before: StepPhase, after: StepPhase) -> StepPhase:
-    """Returns `after`.
-
-    Raises:
-        Error: `after` must not follow `before`; this is a bug in usbyte.
-    """
-    if after is not before and after not in TRANSITIONS[before]:
-        raise Error(
-            f"a step cannot go from '{before.value}' to '{after.value}': report this as a bug, and "
-            "restart the job from its last checkpoint"
-        )
-    return after
