@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import os
@@ -23,6 +24,7 @@ from _models import Awkward, difference
 from _ranks import run_ranks
 from usbyte.errors import Error, FaultError, MismatchError, UsageError
 from usbyte.torch.daso.schedule import DasoSchedule
+from usbyte.torch.world.world import current
 
 NUMEL, LR, MOMENTUM = 5, 0.1, 0.5
 
@@ -168,6 +170,26 @@ def test_parameters_follow_the_formula(nodes, slots):
         assert len({str(ranks[node * slots][0][k][-2]) for node in range(nodes)}) == nodes
     turns = ranks[0][1]
     assert turns[:4] == [k % slots for k in range(4)]  # three exchanges, and the last average
+
+
+def goes_on_without_the_wrapper(rank, size):
+    """As with schedulers, which may be all that refers to it."""
+    start(rank, size)
+    model = Point()
+    inner = torch.optim.SGD(model.parameters(), lr=LR)
+    ub.DasoOptimizer(inner, model.named_parameters(), total_epochs=9)
+    gc.collect()
+    sending = [each.sends for each in current().active_participants()]
+    model(torch.from_numpy(target(rank, 0))).backward()
+    inner.step()
+    ub.shutdown()
+    return sending, model.x.tolist()
+
+
+def test_an_optimizer_that_nobody_refers_to_stays_in_the_world():
+    first, second = run_ranks(2, goes_on_without_the_wrapper)
+    assert first == second
+    assert first[0] == [True]
 
 
 def one_node(rank, size):

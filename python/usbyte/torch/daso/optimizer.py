@@ -22,6 +22,7 @@ from usbyte.torch.daso.participant import DasoParticipant
 from usbyte.torch.daso.schedule import Phase
 from usbyte.torch.optimizer.distributed_optimizer import DistributedOptimizer, session_of
 from usbyte.torch.optimizer.param_groups import ParamGroupIndex
+from usbyte.torch.optimizer.param_owner import retain_owner
 from usbyte.torch.optimizer.wrapper import OptimizerWrapper
 from usbyte.torch.plan.decision import Decision
 from usbyte.torch.world.rank_group import RankGroup
@@ -385,6 +386,9 @@ class DasoOptimizer(OptimizerWrapper):
         self._session.check_usable()
 
     def _lay_out(self) -> None:
+        param_table = self._session.param_table
+        if self._session.live is not None:
+            retain_owner(self, param_table.params)  # which keep the optimizer inside alive
         if self._averaging is not None:
-            self._averaging.lay_out(self._session.param_table.params)
-            self._groups = ParamGroupIndex(self._inner._inner, self._session.param_table)
+            self._averaging.lay_out(param_table.params)
+            self._groups = ParamGroupIndex(self._inner._inner, param_table)

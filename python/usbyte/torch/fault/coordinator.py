@@ -51,9 +51,9 @@ class FaultCoordinator:
         rank: This rank.
         size: Number of ranks.
         describe: Returns this rank's state.
-        hold: Called once with the verdict, from any thread, to block reads of parameters. It runs
-            before `verdict` is set and must not block.
-        on_fault: Called once with the verdict after `hold`, in the same thread; may call
+        block_reads: Called once with the verdict, from any thread, to block reads of parameters. It
+            runs before `verdict` is set and must not block.
+        on_fault: Called once with the verdict after `block_reads`, in the same thread; may call
             `compare`.
     """
 
@@ -63,14 +63,14 @@ class FaultCoordinator:
         rank: int,
         size: int,
         describe: Callable[[], State],
-        hold: Callable[[str], None],
+        block_reads: Callable[[str], None],
         on_fault: Callable[[str], None],
     ) -> None:
         self._store = clone_store(store)
         # For the thread only, because a connection serves one thread at a time.
         self._thread_store = clone_store(store)
         self._rank, self._size = rank, size
-        self._describe, self._hold, self._on_fault = describe, hold, on_fault
+        self._describe, self._block_reads, self._on_fault = describe, block_reads, on_fault
         self._lock = threading.Lock()  # guards _verdict and _survivors
         # _store and _messages are used on this executor's thread only.
         self._calls = SerialExecutor("usbyte-faults-ask")
@@ -327,9 +327,11 @@ class FaultCoordinator:
             self._survivors = None if survivors is None else list(survivors)
             try:
                 if not self._closing:
-                    self._hold(verdict)
+                    self._block_reads(verdict)
             except Exception:
                 log.exception("reads of parameters cannot be blocked after a fault")
-            self._verdict = verdict  # after `hold`, because other threads may raise it from now on
+            self._verdict = (
+                verdict  # after `block_reads`, because other threads may raise it from now on
+            )
         if not self._closing:
             self._on_fault(verdict)

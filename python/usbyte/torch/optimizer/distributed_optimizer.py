@@ -220,8 +220,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._participant = OptimizerParticipant(self._session, self)
         self._inner = optimizer  # from now on, undeclared attributes go to the wrapped optimizer
         self._session.build(steps_before=0)
-        if self._session.live is not None:
-            self._session.state_hooks = self._hook_state()
+        self._add_state_hooks()
         grad_scaler.install()
         current().on_close(grad_scaler.uninstall)
         if ranks is None:
@@ -317,6 +316,7 @@ class DistributedOptimizer(OptimizerWrapper):
             MismatchError: The ranks pass different groups; no rank adds one.
         """
         self._session.add_param_group(param_group)
+        self._add_state_hooks()  # a closed optimizer is open again
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r}, overlap={self._session.settings.overlap!r})"
@@ -449,6 +449,10 @@ class DistributedOptimizer(OptimizerWrapper):
                 default True. `shutdown` passes False.
         """
         self._session.close(whole_state)
+
+    def _add_state_hooks(self) -> None:
+        if self._session.live is not None and not self._session.state_hooks:
+            self._session.state_hooks = self._hook_state()
 
     # For OptimizerWrapper.
 
