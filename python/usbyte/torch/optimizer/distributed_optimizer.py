@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.comm.topology import TopologyLike, parse
+from usbyte.torch.comm.factory import Connector
+from usbyte.torch.comm.topology import TopologyLike
 from usbyte.torch.compression.codecs import Rules
 from usbyte.torch.compression.state import CODEC_STATE_KEY, CodecState, codes_shards
 from usbyte.torch.fault.decision import RankProgress, RecoveryDecision
@@ -36,6 +37,7 @@ from usbyte.torch.optimizer.step_controller import StepController
 from usbyte.torch.optimizer.validation import (
     ValidatedOptimizer,
     validate_optimizer,
+    verify_same_optimizer,
     warn_of_renormalized,
 )
 from usbyte.torch.optimizer.wrapper import OptimizerWrapper, holds_shards
@@ -47,7 +49,7 @@ from usbyte.torch.reduce_op import Average, ReduceOp
 from usbyte.torch.runtime.device import Device, device_of
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.torch_private import not_compiled
-from usbyte.torch.world.consistency import OtherOrderError, check_order
+from usbyte.torch.world.consistency import OtherOrderError
 from usbyte.torch.world.process_sets import ProcessSetLike as SomeRanks
 from usbyte.torch.world.process_sets import ranks_of
 from usbyte.torch.world.rank_group import RankGroup
@@ -207,7 +209,6 @@ class DistributedOptimizer(OptimizerWrapper):
         rank_group = whole
         if process_set is not None:
             rank_group = subgroup_of(current(), ranks_of(process_set, current().size))
-        rank_group.close_orphans()
         if num_groups or groups is not None:
             log.warning("num_groups and groups have no effect: what travels together is planned")
         if topology is None and rank_group is current():
@@ -674,6 +675,7 @@ class DistributedOptimizer(OptimizerWrapper):
     def _build(self, steps_before: int) -> None:
         """Makes everything that depends on the set of parameters. Collective."""
         settings, rank_group = self._settings, self._rank_group
+        orphans = rank_group.find_orphans()
         param_table = ParamTable.of(self._inner, self._given_names)
         served = self._serve(param_table)
         self._end(whole_state=True)
@@ -689,17 +691,17 @@ class DistributedOptimizer(OptimizerWrapper):
             return  # a single rank sends nothing
         changing = warn_of_renormalized(self.label, param_table, self._owner)
         device = device_of(param_table.names, param_table.params)
+        connector = Connector(rank_group, device, settings.topology)
+        is_named = self._given_names is not None
+        planner = self._make_planner(param_table, device, served, steps_before)
         try:
-            planner = self._make_planner(param_table, device, served, steps_before)
+            verify_same_optimizer(rank_group, planner, connector, param_table, is_named, orphans)
         except OtherOrderError as error:  # raised on all ranks; they take the first rank's order
             param_table = param_table.in_order(error.names)
             served = self._serve(param_table)
             planner = self._make_planner(param_table, device, served, steps_before)
-        if self._given_names is None:
-            check_order(rank_group, self.label, param_table.params)
+            verify_same_optimizer(rank_group, planner, connector, param_table, is_named, orphans)
         self._param_table, self._planner = param_table, planner
-        if settings.topology is not None:
-            parse(settings.topology, rank_group.size)  # equal on all ranks, and so is an error
         self._controller = StepController(
             rank_group,
             self._inner,
@@ -707,7 +709,7 @@ class DistributedOptimizer(OptimizerWrapper):
             settings,
             param_table,
             changing,
-            device,
+            connector,
             planner,
             self._update_guard,
             self._memory,

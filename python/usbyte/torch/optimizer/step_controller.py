@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from usbyte.errors import Error, UsageError
+from usbyte.torch.comm.factory import Connector
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.fault.update_guard import UpdateGuard
 from usbyte.torch.lazy_tensor import unwrap, weak_method
@@ -38,7 +39,6 @@ from usbyte.torch.optimizer.sharded_steps import ShardedSteps
 from usbyte.torch.optimizer.step_warnings import StepWarnings
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.planner import Planner
-from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
 from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
 from usbyte.torch.torch_private import backward_id
@@ -63,7 +63,7 @@ class StepController:
         settings: Arguments of the DistributedOptimizer.
         param_table: Parameters of the optimizer. Indices of parameters are positions in it.
         changing: Parameters that the forward pass changes differently on each rank.
-        device: Device of the parameters.
+        connector: Connects the ranks; it was verified.
         planner: Makes the plans.
         update_guard: Serializes updates, counts steps, and blocks reads of parameters after a
             fault.
@@ -87,7 +87,7 @@ class StepController:
         settings: Settings,
         param_table: ParamTable,
         changing: Collection[nn.Parameter],
-        device: Device,
+        connector: Connector,
         planner: Planner,
         update_guard: UpdateGuard,
         memory: CodecState,
@@ -111,7 +111,7 @@ class StepController:
             param_table.params,
             self._on_use,
             self._on_root,
-            device,
+            connector.device,
             partial(check_module, named=named),
         )
         self.overlap = OverlapDecision(
@@ -123,7 +123,7 @@ class StepController:
             settings,
             param_table,
             changing,
-            device,
+            connector,
             planner,
             update_guard,
             memory,
