@@ -11,8 +11,10 @@ from torch import nn
 
 import usbyte.torch as ub
 from _ranks import run_ranks
-from usbyte.errors import Error, MismatchError
+from usbyte.errors import Error, MismatchError, UsageError
+from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.optimizer.gradients.step_checksum import options_of
+from usbyte.torch.world.consistency import raise_problem, verify_same
 
 _EVERY = 4
 _ENV = {"USBYTE_LEARNING_STEPS": "3", "USBYTE_CHECK_STEPS": str(_EVERY)}
@@ -344,3 +346,51 @@ def test_parameters_that_cannot_be_matched(how, text):
     """Without names, or in other groups: an error on all ranks."""
     for message in run_ranks(2, _train_in_other_order, how, env=_ENV):
         assert text in message
+
+
+def test_values_that_differ_are_named_with_their_ranks():
+    ranks = [0, 2, 4]
+    row = {"op": "Sum", "topology": [1, 2]}
+    verify_same(ranks, "opt", [row] * 3, "Do.")
+    text = r"opt: topology is \[1, 2\] on ranks 0, 4 but None on rank 2\. Do\.$"
+    with pytest.raises(MismatchError, match=text):
+        verify_same(ranks, "opt", [row, {"op": "Sum"}, row], "Do.")
+    with pytest.raises(MismatchError, match="opt: new is None on ranks 0, 4 but 1 on rank 2"):
+        verify_same(ranks, "opt", [row, row | {"new": 1}, row], "Do.")
+    many = [{"n": n} for n in range(20)]
+    with pytest.raises(MismatchError, match="but 7 on rank 7 but 12 other values elsewhere"):
+        verify_same(range(20), "opt", many, "Do.")
+
+
+def test_a_problem_is_told_with_its_ranks_unless_all_have_it():
+    raise_problem([0, 1], "call", ["", ""])
+    with pytest.raises(UsageError, match=r"^call on rank 3: bad$"):
+        raise_problem([0, 3], "call", ["", "bad"])
+    with pytest.raises(UsageError, match=r"^call: bad$"):
+        raise_problem([0, 3], "call", ["bad", "bad"])
+
+
+def _count_round_trips(rank, size, named, topology):
+    ub.init()
+    model = _model()
+    ub.broadcast_parameters(model.state_dict())
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    labels, submit = [], EagerQueue.submit
+
+    def record(queue, request):
+        labels.append(request.name.label)
+        return submit(queue, request)
+
+    EagerQueue.submit = record
+    opt = ub.DistributedOptimizer(
+        inner, model.named_parameters() if named else None, topology=topology
+    )
+    EagerQueue.submit = submit
+    opt.close()
+    return labels
+
+
+@pytest.mark.parametrize(("named", "topology"), [(True, "hosts"), (False, [2, 2])])
+def test_an_optimizer_is_compared_in_one_round_trip(named, topology):
+    counted = run_ranks(4, _count_round_trips, named, topology)
+    assert counted == [["optimizer.1.facts"]] * 4

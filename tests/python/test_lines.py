@@ -16,6 +16,8 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.comm.axis_groups import axis_groups, host_topology
+from usbyte.torch.comm.factory import connect
+from usbyte.torch.runtime.device import Device
 from usbyte.torch.world.world import current
 
 
@@ -81,8 +83,10 @@ def round_robin(rank, size):
 
 def other_meshes(rank, size):
     ub.init()
-    with pytest.raises(MismatchError, match=r"has sizes .x. on rank . but .x. on rank ."):
-        axis_groups(current(), [2, 1] if rank else [1, 2])
+    with pytest.raises(
+        MismatchError, match=r"topology is \[1, 2\] on rank 0 but \[2, 1\] on rank 1"
+    ):
+        connect(current(), Device(), [2, 1] if rank else [1, 2])
     with pytest.raises(UsageError, match="sizes 2x2 is not one of this job's 2 ranks"):
         axis_groups(current(), [2, 2])
     ub.shutdown()

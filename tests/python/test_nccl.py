@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +17,10 @@ from _ranks import run_ranks
 from usbyte import _core
 from usbyte.errors import FaultError, MismatchError, UsageError
 from usbyte.torch.comm import factory
-from usbyte.torch.comm.factory import connect
+from usbyte.torch.comm.factory import ConnectionFacts, Connector, connect
 from usbyte.torch.comm.hierarchical import MeshCommunicator
 from usbyte.torch.comm.host_staged import HostStagedCommunicator
-from usbyte.torch.comm.nccl import NcclCommunicator, _Offer, _problem, all_ranks_can, wheels
+from usbyte.torch.comm.nccl import NcclCommunicator, NcclOffer, _problem, wheels
 from usbyte.torch.runtime.device import Device
 from usbyte.torch.world.world import current
 
@@ -46,11 +47,13 @@ def chosen(rank, size, library, gpus, variables):
     device = emulate()
     device.identity = lambda: gpus[rank]
     context = current()
+    connector = Connector(context, device)
+    facts = context.eager.allgather_json("facts", asdict(connector.facts), ConnectionFacts)
     try:
-        nccl = all_ranks_can(context.eager, context.env, rank, device, context.env.backend)
+        connector.verify("test", facts)
     except (UsageError, MismatchError) as error:
         return f"{type(error).__name__}: {error}"
-    return nccl.version if nccl is not None else "staged"
+    return connector.nccl.version if connector.nccl is not None else "staged"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def chosen(rank, size, library, gpus, variables):
     ],
 )
 def test_what_keeps_ranks_from_nccl(offers, why):
-    problem = _problem([_Offer(v, "" if v else "no such file", *rest) for v, *rest in offers])
+    problem = _problem([NcclOffer(v, "" if v else "no such file", *rest) for v, *rest in offers])
     assert why in problem
     assert bool(why) == bool(problem)
 
@@ -101,7 +104,7 @@ def test_settings_must_be_the_same_on_all_ranks(libraries):
     args = [libraries[22809]] * 2, ["a", "b"], variables
     for told in run_ranks(2, chosen, *args):
         assert told.startswith("MismatchError")
-        assert "[2, 0, 0] on rank 0 but [2, 4, 0] on rank 1" in told
+        assert "USBYTE_NCCL_MAX_CTAS is 0 on rank 0 but 4 on rank 1" in told
 
 
 def makes(rank, size, library, other):
@@ -136,7 +139,7 @@ def refuses_the_host(rank, size):
 def differs(rank, size):
     os.environ["USBYTE_CHUNK_BYTES"] = str((rank + 1) << 20)
     ub.init()
-    with pytest.raises(MismatchError, match=r"USBYTE_CHUNK_BYTES \d+ on rank [01]"):
+    with pytest.raises(MismatchError, match="USBYTE_CHUNK_BYTES is 1048576 on rank 0 but 2"):
         connect(current(), EmulatedDevice())
 
 
@@ -177,7 +180,8 @@ def makes_lines(rank, size, library):
     device.identity = lambda: str(rank)
     context = current()
     nccl = SimpleNamespace(unique_id=lambda: os.urandom(128))
-    factory.all_ranks_can = lambda *args: nccl if args[-1] else None
+    offer = NcclOffer("2.28.9", "", "host", str(rank), False)
+    factory.offer_nccl = lambda env, device, dimensions: (nccl if dimensions else None, offer)
     _core.NcclCommunicator = _core.StreamMeshCommunicator = Made
     mesh = connect(context, device, "3x1x2")
     assert isinstance(mesh, MeshCommunicator)

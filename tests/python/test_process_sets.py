@@ -153,7 +153,7 @@ def _queues():
 
 
 def _added_and_removed(rank):
-    text = "the ranks disagree about the sets: [[0, 1]] on ranks 0, 1; [[1, 2]] on rank 2"
+    text = "the list of sets is [[0, 1]] on ranks 0, 1 but [[1, 2]] on rank 2"
     wanted = [1, 2] if rank == 2 else [0, 1]
     _raises_everywhere(MismatchError, text, lambda: ub.add_process_set(wanted))
     text = "add_process_set on rank 1: process set [0, 7]: the job has ranks 0 to 2, no 7"

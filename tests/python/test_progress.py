@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from usbyte.torch.fault.report import behind, last_operations
 from usbyte.torch.runtime.message_queue import StoreMessageQueue
-from usbyte.torch.runtime.worker_thread import SerialExecutor
+from usbyte.torch.runtime.worker_thread import SerialExecutor, WorkerThread
 
 
 def test_messages_arrive_once_each_and_in_the_order_of_their_sender():
@@ -36,6 +39,64 @@ def test_messages_arrive_once_each_and_in_the_order_of_their_sender():
     for name in "abc":
         mine = [text for text in received if text.startswith(name)]
         assert mine == [f"{name} {number}" for number in range(20)]
+
+
+def test_a_worker_runs_tasks_in_order_and_survives_their_errors(caplog):
+    done, worker = [], WorkerThread("tested")
+    with torch.enable_grad():
+        worker.put(lambda: done.append(torch.is_grad_enabled()))
+    worker.put(lambda: 1 / 0)
+    for number in range(100):
+        worker.put(partial(done.append, number))
+    worker.end()
+    assert worker.join(30)
+    assert done == [False, *range(100)]
+    assert "a task of the thread tested failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_worker_with_a_task_that_hangs_is_not_waited_for_in_vain():
+    gate, worker = threading.Event(), WorkerThread("tested", count=2)
+    worker.put(partial(gate.wait, 30))
+    worker.end()
+    assert not worker.join(0.05)
+    gate.set()
+    assert worker.join(30)
+
+
+def test_a_worker_keeps_its_owner_until_its_end_but_not_its_tasks():
+    class Thing:
+        pass
+
+    owner, task_of = Thing(), Thing()
+    references = weakref.ref(owner), weakref.ref(task_of)
+    worker, ran = WorkerThread("tested", owner=owner), threading.Event()
+    worker.put(partial(lambda _: None, task_of))
+    worker.put(ran.set)
+    del owner, task_of
+    assert ran.wait(30)
+    assert references[0]() is not None
+    assert references[1]() is None
+    worker.end()
+    assert worker.join(30)
+    assert references[0]() is None
+
+
+def test_a_worker_without_enough_threads_leaves_none(monkeypatch):
+    started, start = [], threading.Thread.start
+
+    def refuse_the_third(thread):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_the_third)
+    with pytest.raises(RuntimeError, match="can't start"):
+        WorkerThread("tested", count=3)
+    for thread in started:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_calls_wait_for_those_before_them_only_if_they_are_patient():

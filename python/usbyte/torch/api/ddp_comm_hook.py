@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import MismatchError, UsageError
+from usbyte.errors import UsageError
 from usbyte.planning.layout import tensor_specs
 from usbyte.torch.comm.sparse_exchange import TorchExchange, host_group
 from usbyte.torch.compression.codecs import Codec, Rules, codecs_of
@@ -20,6 +20,7 @@ from usbyte.torch.compression.state import CodecState
 from usbyte.torch.layout import rows_of
 from usbyte.torch.plan.sparse import Rows
 from usbyte.torch.runtime.device import device_of
+from usbyte.torch.world.consistency import verify_same
 
 __all__ = ["ddp_comm_hook"]
 
@@ -234,11 +235,13 @@ def _check_alike(plan: _core.Plan, group: dist.ProcessGroup | None) -> None:
     own = torch.tensor([plan.hash() & ((1 << 62) - 1)], dtype=torch.int64, device="cpu")
     of_all = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_all, own, group=group)
-    if any(int(other) != int(own) for other in of_all):
-        raise MismatchError(
-            "ddp_comm_hook: the ranks compress a bucket in different ways; give all ranks the same "
-            "compression and the same model"
-        )
+    ranks = range(len(of_all)) if group is None else dist.get_process_group_ranks(group)
+    verify_same(
+        ranks,
+        "ddp_comm_hook",
+        [{"the hash of a bucket's plan": f"{int(each):x}"} for each in of_all],
+        "Give all ranks the same compression and the same model.",
+    )
 
 
 def _view(ops: _core.CodedOps, op: int) -> torch.Tensor:

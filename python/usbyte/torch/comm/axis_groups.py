@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from usbyte import _core
-from usbyte.errors import MismatchError, UsageError
+from usbyte.errors import UsageError
 from usbyte.torch.comm.topology import sizes_of
 from usbyte.torch.world.rank_group import RankGroup
 
 
 def host_topology(rank_group: RankGroup) -> list[int]:
-    """Returns the mesh of ranks in a host and hosts, as the launcher placed them. Collective.
+    """Returns the mesh of ranks in a host and hosts, as the launcher placed them.
 
     Returns:
         [ranks per host, number of hosts], the innermost dimension first. Either may be 1.
@@ -25,10 +24,8 @@ def host_topology(rank_group: RankGroup) -> list[int]:
         UsageError: Hosts have different numbers of ranks, or the ranks of a host are not
             consecutive. Raised on every rank; the message names the hosts.
     """
-    mine = [socket.gethostname(), rank_group.local_rank, rank_group.local_size]
-    rows: list[tuple[str, int, int]] = rank_group.eager.allgather_json(
-        "usbyte.hosts", mine, tuple[str, int, int]
-    )
+    places = rank_group.places()
+    rows = [(host, *place) for host, place in zip(rank_group.hosts, places, strict=True)]
     slots = rows[0][2]
     for rank, (host, local_rank, local_size) in enumerate(rows):
         if local_size != slots:
@@ -56,8 +53,8 @@ def axis_groups(
 
     Args:
         rank_group: The ranks that take part.
-        topology: The mesh, or its sizes, innermost dimension first. A rank with coordinates
-            c0, c1, ... in a mesh of sizes P0, P1, ... is rank c0 + c1 * P0 + ...
+        topology: The mesh, or its sizes, innermost dimension first; the same on all ranks. A rank
+            with coordinates c0, c1, ... in a mesh of sizes P0, P1, ... is rank c0 + c1 * P0 + ...
 
     Returns:
         The process group of each axis; None for an axis of size 1. It has the ranks that differ
@@ -66,15 +63,8 @@ def axis_groups(
 
     Raises:
         UsageError: The size of the mesh is not the number of ranks, or a dimension is below 1.
-        MismatchError: The ranks pass different meshes; raised on every rank.
     """
     sizes = sizes_of(topology)
-    for rank, other in enumerate(rank_group.eager.allgather_json("usbyte.lines", sizes, list[int])):
-        if other != sizes:
-            raise MismatchError(
-                f"the mesh has sizes {_shape(sizes)} on rank {rank_group.rank} but {_shape(other)} "
-                f"on rank {rank}. Give all ranks the same."
-            )
     if math.prod(sizes) != rank_group.size or min(sizes, default=0) < 1:
         raise UsageError(
             f"a mesh of sizes {_shape(sizes)} is not one of this job's {rank_group.size} ranks"

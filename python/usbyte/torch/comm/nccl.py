@@ -8,17 +8,17 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from usbyte import _core
-from usbyte.errors import MismatchError, UsageError
+from usbyte.errors import UsageError
 from usbyte.torch.comm.base import MeshLike
 from usbyte.torch.runtime.device import CudaDevice
 from usbyte.torch.runtime.messages import unreadable
-from usbyte.torch.world.rank_group import EagerCollectives, RankGroup
+from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
 
@@ -28,7 +28,7 @@ _RANKS_SHARE_A_GPU = (2, 30)  # first NCCL that supports NCCL_MULTI_RANK_GPU_ENA
 
 
 @dataclass(frozen=True)
-class _Offer:
+class NcclOffer:
     """Whether one rank can use NCCL, and on which GPU.
 
     Attributes:
@@ -97,30 +97,18 @@ def wheels() -> list[str]:
     return [str(path) for path in candidates if path.exists()]
 
 
-def all_ranks_can(
-    eager: EagerCollectives,
-    env: _core.Env,
-    rank: int,
-    device: CudaDevice,
-    backend: str,
-    dimensions: bool = False,
-) -> _core.Nccl | None:
-    """Loads NCCL on every rank, and checks that all ranks can use it. Collective.
+def offer_nccl(
+    env: _core.Env, device: CudaDevice, dimensions: bool
+) -> tuple[_core.Nccl | None, NcclOffer]:
+    """Loads NCCL and returns it with what the other ranks must know about it. Not collective.
 
     Args:
-        eager: Collectives among the ranks.
         env: The USBYTE_* settings.
-        rank: This rank.
         device: CUDA device of this rank.
-        backend: "nccl" to require NCCL, or "" to use it if possible.
-        dimensions: Whether there will also be communicators of mesh axis groups; default False.
+        dimensions: Whether there will also be communicators of mesh axis groups.
 
     Returns:
-        The library; None on every rank if any rank cannot use NCCL.
-
-    Raises:
-        UsageError: NCCL is required and cannot be used; raised on every rank.
-        MismatchError: The ranks have different settings; raised on every rank.
+        The library, None if it cannot be used, and the offer, for `can_use_nccl`.
     """
     nccl, why = None, ""
     try:
@@ -129,34 +117,37 @@ def all_ranks_can(
         why = str(error)
     version = nccl.version if nccl is not None else ""
     can_share = version and tuple(map(int, version.split(".")[:2])) >= _RANKS_SHARE_A_GPU
-    mine = _Offer(
+    return nccl, NcclOffer(
         version,
         why,
         os.environ.get("NCCL_HOSTID") or socket.gethostname(),
         device.identity(),
         bool(can_share) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
     )
-    settings = [env.nccl_communicators, env.nccl_max_ctas, env.nccl_register]
-    rows = eager.allgather_json("usbyte.nccl", [asdict(mine), settings], tuple[_Offer, list[int]])
-    offers = [offer for offer, _ in rows]
-    for other, (_, theirs) in enumerate(rows):
-        if theirs != rows[0][1]:
-            raise MismatchError(
-                f"USBYTE_NCCL_COMMUNICATORS, _MAX_CTAS and _REGISTER are {rows[0][1]} on "
-                f"rank 0 but {theirs} on rank {other}. Give all ranks the same "
-                "environment."
-            )
+
+
+def can_use_nccl(offers: Sequence[NcclOffer], rank_group: RankGroup, is_required: bool) -> bool:
+    """Returns whether ranks can use NCCL together. If not, rank 0 logs why.
+
+    Args:
+        offers: The offers of all ranks, in rank order; empty if none tries to use NCCL.
+        rank_group: The ranks.
+        is_required: Whether the user has asked for NCCL.
+
+    Raises:
+        UsageError: NCCL is required and cannot be used.
+    """
+    if not offers:
+        return False
     problem = _problem(offers)
-    if not problem:
-        return nccl
-    if backend == "nccl":
+    if problem and is_required:
         raise UsageError(f"USBYTE_BACKEND=nccl, but {problem}; unset it to go over the CPU instead")
-    if rank == 0:
+    if problem and rank_group.rank == 0:
         log.warning("gradients go over the CPU's network, not NCCL: %s", problem)
-    return None
+    return not problem
 
 
-def _problem(offers: Sequence[_Offer]) -> str:
+def _problem(offers: Sequence[NcclOffer]) -> str:
     """Returns why these ranks cannot use NCCL together; empty if they can."""
     seen: dict[tuple[str, str], int] = {}
     for rank, offer in enumerate(offers):
@@ -219,37 +210,43 @@ class NcclCommunicator:
         )
 
     @classmethod
-    def of_all(
-        cls, rank_group: RankGroup, nccl: _core.Nccl, device: CudaDevice
-    ) -> NcclCommunicator:
-        """Makes the communicator between all ranks. Collective."""
-        env, rank = rank_group.env, rank_group.rank
-        mine = _ids(nccl, env.nccl_communicators) if rank == 0 else []
-        sent = rank_group.eager.broadcast_json("usbyte.nccl.ids", mine, 0, list[str])
-        return cls(env, nccl, rank, rank_group.size, _from_text(sent), device)
+    def make(
+        cls,
+        rank_group: RankGroup,
+        nccl: _core.Nccl,
+        device: CudaDevice,
+        mesh: _core.Topology | None,
+    ) -> tuple[NcclCommunicator, list[NcclCommunicator | None]]:
+        """Makes the communicators that a rank group needs. Collective.
 
-    @classmethod
-    def along_axes(
-        cls, rank_group: RankGroup, nccl: _core.Nccl, topology: _core.Topology, device: CudaDevice
-    ) -> list[NcclCommunicator | None]:
-        """Makes a communicator for this rank's mesh axis group in each dimension. Collective.
+        Args:
+            rank_group: The ranks that take part, at least 2.
+            nccl: The library.
+            device: CUDA device of this rank.
+            mesh: Topology whose mesh axis groups get communicators, too; None for none.
 
         Returns:
-            The communicators, by dimension; None for a dimension of size 1.
+            The communicator between all ranks; and that of this rank's mesh axis group in each
+            dimension, None for a dimension of size 1.
         """
         env, rank = rank_group.env, rank_group.rank
-        lines = [topology.line(rank, d) for d in range(len(topology.dimensions))]
+        dimensions = range(len(mesh.dimensions)) if mesh is not None else ()
+        lines = [mesh.line(rank, d) for d in dimensions] if mesh is not None else []
+        lines = [list(range(rank_group.size)), *lines]
+        counts = [env.nccl_communicators, *(_PHASES_IN_HAND for _ in dimensions)]
         mine = [
-            _ids(nccl, _PHASES_IN_HAND) if len(line) > 1 and line[0] == rank else []
-            for line in lines
+            _ids(nccl, count) if len(line) > 1 and line[0] == rank else []
+            for line, count in zip(lines, counts, strict=True)
         ]
-        ids = rank_group.eager.allgather_json("usbyte.nccl.lines", mine, list[list[str]])
-        return [
-            cls(env, nccl, line.index(rank), len(line), _from_text(ids[line[0]][d]), device)
+        ids = rank_group.eager.allgather_json("usbyte.nccl.ids", mine, list[list[str]])
+        flat, *along = (
+            cls(env, nccl, line.index(rank), len(line), _from_text(ids[line[0]][i]), device)
             if len(line) > 1
             else None
-            for d, line in enumerate(lines)
-        ]
+            for i, line in enumerate(lines)
+        )
+        assert flat is not None
+        return flat, along
 
     @property
     def mesh(self) -> MeshLike | None:

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,7 @@ from usbyte.torch.runtime.ring import (
     exchange_chunks,
     ring_reduce_scatter,
 )
+from usbyte.torch.runtime.worker_thread import WorkerThread
 
 _WAITERS = 4  # threads that wait for ops, or run the rounds of reduce_scatter and the like
 _SHOT_WAITERS = 2  # two, because one may be launching and packing the next ops
@@ -58,6 +57,8 @@ class TorchCommunicator:
         core: The C++ communicator that the engine calls.
     """
 
+    _closed = True  # until the threads have started
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -72,17 +73,10 @@ class TorchCommunicator:
         self._flat_buffer: torch.Tensor | None = None
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
         self._staging = PackBufferPool()
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._closed = False
-        self._shots: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._in_flight: set[int] = set()  # tickets of launched ops
-        self._served = [self._tasks] * _WAITERS + [self._shots] * _SHOT_WAITERS
-        self._waiters = [
-            threading.Thread(target=_serve, args=(tasks,), name="usbyte-waiter", daemon=True)
-            for tasks in self._served
-        ]
-        for waiter in self._waiters:
-            waiter.start()
+        self._tasks = WorkerThread("usbyte-waiter", _WAITERS)
+        self._shots = WorkerThread("usbyte-waiter", _SHOT_WAITERS)
+        self._closed = False
         # A bound method would make a reference cycle through C++, which Python's garbage collector
         # cannot find.
         launch = weakref.WeakMethod(self._launch)
@@ -124,13 +118,14 @@ class TorchCommunicator:
         for group in groups:
             if faulty and dist.is_initialized():
                 abort(group)
-        for tasks in self._served:
-            tasks.put(None)
+        workers = (self._tasks, self._shots)
+        for worker in workers:
+            worker.end()
         deadline = time.monotonic() + _ABORT_S
-        for waiter in self._waiters:
-            waiter.join(max(0.0, deadline - time.monotonic()) if faulty else None)
-        if any(waiter.is_alive() for waiter in self._waiters):
-            return  # they may still be inside the groups, which therefore stay
+        if not all(
+            [worker.join(deadline - time.monotonic() if faulty else None) for worker in workers]
+        ):
+            return  # threads may still be inside the groups, which therefore stay
         for group in groups:
             destroy_group(group)
         # After a fault this object may live on with the parameters, whose reads are refused.
@@ -195,13 +190,6 @@ class TorchCommunicator:
             error = brief_error(e)
         self._in_flight.discard(ticket)
         self.core.complete(ticket, error)
-
-
-def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
-    with torch.no_grad():
-        while (task := tasks.get()) is not None:
-            task()
-            del task  # releases its tensors before this blocks for the next task
 
 
 def shards(numel: int, size: int) -> list[tuple[int, int]]:

@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 from usbyte import _core
-from usbyte.errors import MismatchError, UsageError
+from usbyte.errors import UsageError
 from usbyte.planning import tuning
 from usbyte.torch.comm.topology import sizes_of
 from usbyte.torch.daso.schedule import DasoSchedule
 from usbyte.torch.optimizer.config import integer
-from usbyte.torch.world.consistency import difference_of
+from usbyte.torch.world.consistency import (
+    digest_of,
+    raise_problem,
+    verify_same,
+    verify_same_params,
+)
 from usbyte.torch.world.rank_group import RankGroup
 
 
@@ -86,7 +91,7 @@ def check_arguments(
 def _specs(
     optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]] | None
 ) -> list[list[object]]:
-    """Returns the facts of each parameter that must be equal on all ranks, for `difference_of`."""
+    """Returns the facts of each parameter that must be equal on all ranks."""
     names = {row[1]: row[0] for row in named or [] if isinstance(row, tuple) and len(row) == 2}
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     return [
@@ -113,20 +118,15 @@ def _check_alike(
     rank_group: RankGroup, problem: str, arguments: dict[str, Any], specs: list[list[object]]
 ) -> None:
     """Raises on every rank the first problem or difference of any rank."""
-    mine = [problem, arguments, specs]
-    kind = tuple[str, dict[str, Any], list[list[Any]]]
-    rows = rank_group.eager.allgather_json("usbyte.daso", mine, kind)
-    for rank, (wrong, _, _) in enumerate(rows):
-        if wrong:
-            raise UsageError(wrong if wrong == problem else f"on rank {rank}: {wrong}")
-    for rank, (_, given, _) in enumerate(rows):
-        for name, value in given.items():
-            if value != rows[0][1].get(name):
-                what = f"exchange_{name}" if name in ("every", "wait") else name
-                raise MismatchError(
-                    f"DasoOptimizer: {what} is {rows[0][1].get(name)} on rank 0 but {value} on "
-                    f"rank {rank}. Give all ranks the same arguments and environment."
-                )
-    if any(row[2] != rows[0][2] for row in rows):
-        difference = difference_of([row[2] for row in rows])
-        raise MismatchError(f"DasoOptimizer: {difference}. Build the same model on all ranks.")
+    label, ranks = "DasoOptimizer", rank_group.ranks
+    prefixed = ("every", "wait")
+    values = {f"exchange_{k}" if k in prefixed else k: value for k, value in arguments.items()}
+    rows = rank_group.eager.allgather_json(
+        "usbyte.daso",
+        [problem, values, digest_of(specs)],
+        tuple[str, dict[str, Any], str],
+    )
+    raise_problem(ranks, label, [row[0] for row in rows])
+    remedy = "Give all ranks the same arguments and environment."
+    verify_same(ranks, label, [row[1] for row in rows], remedy)
+    verify_same_params(rank_group, label, [row[2] for row in rows], specs)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from queue import SimpleQueue
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from usbyte.errors import FaultError
 from usbyte.torch.runtime.format import brief_error
 from usbyte.torch.runtime.ring import abort
+from usbyte.torch.runtime.worker_thread import WorkerThread
 from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
@@ -76,9 +77,7 @@ class NodeAverager:
         self._failure: str | None = None
         self._started = 0  # sums started; unlike their numbers, a loaded state never repeats it
         self._closed = False
-        self._tasks: SimpleQueue[NodeSum | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="usbyte-nodes", daemon=True)
-        self._thread.start()
+        self._worker = WorkerThread("usbyte-nodes", owner=self)
 
     @property
     def failed(self) -> bool:
@@ -106,7 +105,7 @@ class NodeAverager:
             assert self._current is None
             self._current = node_sum
         self._started += 1
-        self._tasks.put(node_sum)
+        self._worker.put(partial(self._run, node_sum))
         return node_sum
 
     def wait(self, node_sum: NodeSum) -> None:
@@ -145,27 +144,23 @@ class NodeAverager:
         if self._closed:
             return
         self._closed, self.owner = True, None
-        self._tasks.put(None)
-        self._thread.join(_JOIN_S)
-        if self._thread.is_alive():
+        self._worker.end()
+        if not self._worker.join(_JOIN_S):
             self._abort()
-            self._thread.join(_JOIN_S)
-        if self._thread.is_alive():
+        if not self._worker.join(_JOIN_S):
             return  # the thread may still use the process groups, so they must not be destroyed
         for group in (self._node, self._nodes):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def _run(self) -> None:
-        with torch.no_grad():
-            while (node_sum := self._tasks.get()) is not None:
-                try:
-                    self._carry_out(node_sum)
-                except Exception as error:
-                    self._fail_all(f"{self._describe(node_sum)} failed: {brief_error(error)}")
-                with self._lock:
-                    self._current = None
-                node_sum.done.set()
+    def _run(self, node_sum: NodeSum) -> None:
+        try:
+            self._carry_out(node_sum)
+        except Exception as error:
+            self._fail_all(f"{self._describe(node_sum)} failed: {brief_error(error)}")
+        with self._lock:
+            self._current = None
+        node_sum.done.set()
 
     def _carry_out(self, node_sum: NodeSum) -> None:
         for vector in node_sum.vectors:

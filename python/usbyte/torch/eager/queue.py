@@ -90,6 +90,7 @@ class EagerQueue:
                     'torch.distributed.new_group(backend="gloo")'
                 )
             self._negotiation = Negotiation(store, rank, self.peers.members, self._limit_s)
+            # No WorkerThread: it waits for the store, not for tasks of this process.
             self._thread = threading.Thread(
                 target=self._run, args=(self._negotiation,), name="usbyte-eager", daemon=True
             )

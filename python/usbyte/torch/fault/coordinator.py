@@ -79,6 +79,7 @@ class FaultCoordinator:
         self._survivors: list[int] | None = None
         self._closing = False
         self._store.set(f"who/{rank}", f"host {socket.gethostname()}, pid {os.getpid()}")
+        # No WorkerThread: it waits for messages in the store, not for tasks of this process.
         self._thread = threading.Thread(
             target=self._receive_messages, name="usbyte-faults", daemon=True
         )

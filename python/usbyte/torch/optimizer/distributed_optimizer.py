@@ -188,7 +188,6 @@ class DistributedOptimizer(OptimizerWrapper):
         rank_group = whole
         if process_set is not None:
             rank_group = subgroup_of(current(), ranks_of(process_set, current().size))
-        rank_group.close_orphans()
         if num_groups or groups is not None:
             log.warning("num_groups and groups have no effect: what travels together is planned")
         if topology is None and rank_group is current():

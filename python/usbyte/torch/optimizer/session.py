@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from usbyte import _core
 from usbyte.errors import MismatchError, UsageError
-from usbyte.torch.comm.topology import parse
+from usbyte.torch.comm.factory import Connector
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.fault.decision import RankProgress, RecoveryDecision
 from usbyte.torch.fault.update_guard import UpdateGuard
@@ -24,6 +24,7 @@ from usbyte.torch.optimizer.step_controller import StepController
 from usbyte.torch.optimizer.validation import (
     ValidatedOptimizer,
     validate_optimizer,
+    verify_same_optimizer,
     warn_of_renormalized,
 )
 from usbyte.torch.optimizer.wrapper import holds_shards
@@ -31,7 +32,7 @@ from usbyte.torch.plan.job import ParamTable, Settings, with_new_names
 from usbyte.torch.plan.planner import Planner
 from usbyte.torch.runtime.device import Device, device_of
 from usbyte.torch.runtime.torch_modes import outside_inference_mode
-from usbyte.torch.world.consistency import OtherOrderError, check_order
+from usbyte.torch.world.consistency import OtherOrderError
 from usbyte.torch.world.rank_group import RankGroup
 
 
@@ -176,6 +177,7 @@ class OptimizerSession:
             steps_before: Number of steps that were completed before.
         """
         settings, rank_group = self.settings, self.rank_group
+        orphans = rank_group.find_orphans()
         param_table = ParamTable.of(self._optimizer, self._names)
         validated = self._validate(param_table)
         self.closed = True
@@ -198,17 +200,17 @@ class OptimizerSession:
             return
         changing = warn_of_renormalized(self.label, param_table, self._model)
         device = device_of(param_table.names, param_table.params)
+        connector = Connector(rank_group, device, settings.topology)
+        is_named = self._names is not None
+        planner = self._make_planner(param_table, device, validated, steps_before)
         try:
-            planner = self._make_planner(param_table, device, validated, steps_before)
+            verify_same_optimizer(rank_group, planner, connector, param_table, is_named, orphans)
         except OtherOrderError as error:  # raised on all ranks; they take the first rank's order
             param_table = param_table.in_order(error.names)
             validated = self._validate(param_table)
             planner = self._make_planner(param_table, device, validated, steps_before)
-        if self._names is None:
-            check_order(rank_group, self.label, param_table.params)
+            verify_same_optimizer(rank_group, planner, connector, param_table, is_named, orphans)
         self.param_table, self.planner = param_table, planner
-        if settings.topology is not None:
-            parse(settings.topology, rank_group.size)  # equal on all ranks, and so is an error
         self.controller = StepController(
             rank_group,
             self._optimizer,
@@ -216,7 +218,7 @@ class OptimizerSession:
             settings,
             param_table,
             changing,
-            device,
+            connector,
             planner,
             self.update_guard,
             self.codec_state,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from usbyte.errors import Error, UsageError
+from usbyte.torch.comm.factory import Connector
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.fault.update_guard import UpdateGuard
 from usbyte.torch.optimizer.backward_driver import BackwardDriver
@@ -38,7 +39,6 @@ from usbyte.torch.optimizer.step_warnings import StepWarnings
 from usbyte.torch.optimizer.update_applier import UpdateApplier
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.planner import Planner
-from usbyte.torch.runtime.device import Device
 from usbyte.torch.runtime.uncaught_exceptions import mark_training_thread
 from usbyte.torch.torch_private import backward_id
 from usbyte.torch.world.consistency import warn_if_params_diverge
@@ -62,7 +62,7 @@ class StepController:
         settings: Arguments of the DistributedOptimizer.
         param_table: Parameters of the optimizer. Indices of parameters are positions in it.
         changing: Parameters that the forward pass changes differently on each rank.
-        device: Device of the parameters.
+        connector: Connects the ranks; it was verified.
         planner: Makes the plans.
         update_guard: Serializes updates, counts steps, and blocks reads of parameters after a
             fault.
@@ -85,7 +85,7 @@ class StepController:
         settings: Settings,
         param_table: ParamTable,
         changing: Collection[nn.Parameter],
-        device: Device,
+        connector: Connector,
         planner: Planner,
         update_guard: UpdateGuard,
         memory: CodecState,
@@ -104,7 +104,7 @@ class StepController:
             params,
             self._applier.on_use,
             self._applier.on_root,
-            device,
+            connector.device,
             partial(check_module, named=dict(zip(params, names, strict=True))),
         )
         self.overlap = OverlapDecision(
@@ -116,7 +116,7 @@ class StepController:
             settings,
             param_table,
             changing,
-            device,
+            connector,
             planner,
             update_guard,
             memory,

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that an optimizer's parameters support the settings, and chooses what serves them."""
+"""Checks that parameters support the settings, and that all ranks make the same optimizer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from usbyte import _core
 from usbyte.errors import UsageError
+from usbyte.torch.comm.factory import ConnectionFacts, Connector
 from usbyte.torch.compression.codecs import Choices, check_momentum, check_relays, choices_of
 from usbyte.torch.layout import dtype_name
 from usbyte.torch.optimizer.compat.known_optimizers import check_narrowable
@@ -20,9 +22,18 @@ from usbyte.torch.optimizer.compat.shared_memory import sharing_memory
 from usbyte.torch.optimizer.fused import FusedUpdate
 from usbyte.torch.optimizer.sharded import check_dense
 from usbyte.torch.plan.job import ParamTable, Settings
+from usbyte.torch.plan.planner import Planner
 from usbyte.torch.plan.sparse import renormalized_parameters, sparse_parameters
 from usbyte.torch.runtime.device import device_of
 from usbyte.torch.runtime.tensor_checks import check_sendable
+from usbyte.torch.world.consistency import (
+    digest_of,
+    param_checksums,
+    verify_same,
+    verify_same_order,
+    verify_same_params,
+)
+from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
 
@@ -86,6 +97,69 @@ def validate_optimizer(
         check_relays(codecs.specs)
     device_of(names, params)
     return ValidatedOptimizer(updater, codecs, _sparse(param_table, settings, model))
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a rank tells the others about its optimizer.
+
+    Attributes:
+        orphans: Labels of its orphaned engines.
+        settings: Settings that must be equal on all ranks.
+        params: Digest of its parameters.
+        checksums: Checksums of its parameters; None if they have names.
+        connection: What the others must know to connect.
+    """
+
+    orphans: list[str]
+    settings: dict[str, Any]
+    params: str
+    checksums: list[list[float]] | None
+    connection: ConnectionFacts
+
+
+def verify_same_optimizer(
+    rank_group: RankGroup,
+    planner: Planner,
+    connector: Connector,
+    param_table: ParamTable,
+    is_named: bool,
+    orphans: Sequence[str],
+) -> None:
+    """Checks in one round trip that all ranks make the same optimizer. Collective.
+
+    Also closes the engines of earlier optimizers that are orphaned on all ranks.
+
+    Args:
+        rank_group: Ranks that share the gradients.
+        planner: Has the settings, and the facts of each parameter.
+        connector: Connects the ranks later.
+        param_table: Parameters of the optimizer.
+        is_named: Whether the user has given their names.
+        orphans: The result of `rank_group.find_orphans`.
+
+    Raises:
+        OtherOrderError: Parameters of the same names are in different orders; raised on every rank.
+        MismatchError: Settings or parameters differ; raised on every rank.
+        UsageError: The ranks cannot be connected as the settings say; raised on every rank.
+    """
+    label, ranks = planner.label, rank_group.ranks
+    mine = _Facts(
+        list(orphans),
+        planner.settings,
+        digest_of(planner.specs),
+        None if is_named else param_checksums(param_table.params),
+        connector.facts,
+    )
+    rows: list[_Facts] = rank_group.eager.allgather_json(f"{label}.facts", asdict(mine), _Facts)
+    rank_group.close_orphans([row.orphans for row in rows])
+    remedy = "Give all ranks the same arguments and environment."
+    verify_same(ranks, label, [row.settings for row in rows], remedy)
+    verify_same_params(rank_group, label, [row.params for row in rows], planner.specs)
+    checked = [row.checksums for row in rows if row.checksums is not None]
+    if len(checked) == len(rows):
+        verify_same_order(ranks, label, checked)
+    connector.verify(label, [row.connection for row in rows])
 
 
 def warn_of_renormalized(

@@ -14,7 +14,6 @@ import torch
 from usbyte import _core
 from usbyte.planning.cost_fit import Measured, fit
 from usbyte.planning.layout import dense
-from usbyte.torch.comm.topology import canonical_topology
 from usbyte.torch.compression.codecs import Choices
 from usbyte.torch.layout import dtype_name
 from usbyte.torch.plan.codec_selection import CodedPlans
@@ -31,14 +30,15 @@ from usbyte.torch.plan.sparse import (
 )
 from usbyte.torch.reduce_op import Average, Max, ReduceOp
 from usbyte.torch.runtime.device import Device
-from usbyte.torch.world.consistency import verify_same_on_all_ranks
 from usbyte.torch.world.rank_group import RankGroup
 
 log = logging.getLogger("usbyte")
 
 
 class Planner:
-    """Makes the plans that all ranks follow. The constructor is collective.
+    """Makes the plans that all ranks follow.
+
+    Before the first plan, the ranks must have verified that `settings` and `specs` are equal.
 
     Args:
         rank_group: The ranks that take part.
@@ -51,14 +51,13 @@ class Planner:
         sparse: Names of the parameters whose gradients are sent as sparse rows.
         steps: Number of steps completed before, for codecs whose parameters depend on the step.
 
-    Raises:
-        MismatchError: The settings or the parameters differ between ranks; raised on every rank.
-
     Attributes:
         label: Name of the optimizer.
         sparse: Names of the parameters whose gradients are sent as sparse rows.
         decision: The decision for the plan in force; None until a plan is made from measurements.
         seed: Seed of the random numbers of codecs, the same on all ranks.
+        settings: Settings that must be equal on all ranks, by the names that users know.
+        specs: Facts of each parameter that must be equal on all ranks, for `verify_same_params`.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Planner:
         self._stages: list[_core.Codec] = []  # the codecs of `_base`
         self.decision: Decision | None = None
         self.seed = zlib.crc32(label.encode())
-        alike = {
+        self.settings: dict[str, object] = {
             # Before "overlap", which depends on it: the message names the first difference.
             "shard_optimizer": self._sharded,
             "overlap": overlap,
@@ -113,9 +112,8 @@ class Planner:
             "policy": settings.policy if isinstance(settings.policy, str) else "a function",
             "max_grad_norm": settings.max_grad_norm,
             "backward_passes_per_step": settings.passes_per_step,
-            "topology": canonical_topology(settings.topology, rank_group.size),
         }
-        verify_same_on_all_ranks(rank_group, label, alike, self._specs())
+        self.specs = self._specs()
 
     @property
     def overlap(self) -> str:
@@ -305,10 +303,7 @@ class Planner:
         return job_profile(self._names, self._params, times, flags=True, sparse=self.sparse)
 
     def _specs(self) -> list[list[object]]:
-        """Returns the facts of each parameter that must be equal on all ranks.
-
-        The order of the facts is that of `difference_of` in `world/consistency.py`.
-        """
+        """Returns the facts of each parameter, in the order of `verify_same_params`."""
         return [
             [
                 name,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats parts of messages: lists of ranks, and errors of a backend."""
+"""Formats parts of messages: lists of ranks, values by rank, and errors of a backend."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 _SHOWN_RANKS = 8
+_SHOWN_VALUES = 8
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -14,6 +15,22 @@ def name_ranks(ranks: Sequence[int]) -> str:
     listed = ", ".join(str(rank) for rank in ranks[:_SHOWN_RANKS])
     more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
+
+
+def name_holders(values: Sequence[object], ranks: Sequence[int]) -> str:
+    """Returns "8 on rank 0 but 4 on ranks 1, 2", for messages about values that differ.
+
+    Args:
+        values: A value of each rank. Values whose texts are equal are one value.
+        ranks: The ranks, in the order of `values`.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        holders.setdefault(str(value), []).append(rank)
+    shown = [f"{value} on {name_ranks(its)}" for value, its in holders.items()]
+    if len(shown) > _SHOWN_VALUES:
+        shown[_SHOWN_VALUES:] = [f"{len(shown) - _SHOWN_VALUES} other values elsewhere"]
+    return " but ".join(shown)
 
 
 def brief_error(error: Exception) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from usbyte.errors import MismatchError
+from usbyte.errors import MismatchError, UsageError
 from usbyte.torch.reduce_op import Max
+from usbyte.torch.runtime.format import name_holders, name_ranks
 from usbyte.torch.torch_private import DisableTorchFunction
 from usbyte.torch.world.rank_group import RankGroup
 
@@ -21,7 +22,7 @@ log = logging.getLogger("usbyte")
 # Tolerance for checksums of a parameter, relative to its norm: different CPUs or GPUs round
 # differently.
 _ROUNDING = 1e-3
-# The facts of a parameter that follow its name in `specs`.
+# The facts of a parameter that follow its name in `specs` of `verify_same_params`.
 _ALIKE = ("shape", "strides", "dtype", "compression", "gradients", "group")
 
 
@@ -32,78 +33,139 @@ class OtherOrderError(MismatchError):
         names: Names of the parameters in the order of the first rank.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__("the optimizer has the same parameters in another order on some ranks")
+    def __init__(self, message: str, names: Sequence[str]) -> None:
+        super().__init__(message)
         self.names = names
 
 
 def verify_same_on_all_ranks(
-    rank_group: RankGroup, label: str, settings: Mapping[str, object], specs: Sequence[list[object]]
+    rank_group: RankGroup,
+    label: str,
+    values: Mapping[str, object],
+    remedy: str,
+    problem: str = "",
 ) -> None:
-    """Checks that settings and parameters are equal on all ranks. Collective.
+    """Checks in one round trip that values are equal on all ranks. Collective.
 
-    Only hashes are exchanged if all ranks are equal.
+    Args:
+        rank_group: The ranks that take part.
+        label: Begins the message, such as the name of the called function; the same on all ranks.
+        values: Values that JSON can represent, by the names that users know.
+        remedy: A sentence that ends the message and says what to do.
+        problem: Why this rank cannot go on, so that no rank waits for it; default "" for none.
+
+    Raises:
+        UsageError: A rank has a problem. Raised on every rank.
+        MismatchError: A value differs. Raised on every rank with the same message, which names the
+            first such value, the ranks and what each has.
+    """
+    rows = rank_group.eager.allgather_json(
+        f"{label}.values", [problem, dict(values)], tuple[str, dict[str, Any]]
+    )
+    raise_problem(rank_group.ranks, label, [its for its, _ in rows])
+    verify_same(rank_group.ranks, label, [its for _, its in rows], remedy)
+
+
+def raise_problem(ranks: Sequence[int], label: str, problems: Sequence[str]) -> None:
+    """Raises UsageError with the first problem that a rank has.
+
+    Args:
+        ranks: The ranks.
+        label: Begins the message.
+        problems: What is wrong on each rank, in the order of `ranks`; "" for nothing.
+    """
+    for problem in filter(None, problems):
+        holders = [rank for rank, its in zip(ranks, problems, strict=True) if its == problem]
+        where = f" on {name_ranks(holders)}" if len(holders) < len(ranks) else ""
+        raise UsageError(f"{label}{where}: {problem}")
+
+
+def verify_same(
+    ranks: Sequence[int], label: str, rows: Sequence[Mapping[str, object]], remedy: str
+) -> None:
+    """Checks that all rows are equal. Not collective.
+
+    Args:
+        ranks: The ranks.
+        label: Begins the message.
+        rows: Values of each rank by name, in the order of `ranks`.
+        remedy: A sentence that ends the message and says what to do.
+
+    Raises:
+        MismatchError: A value differs. The message names the first such value in the order of the
+            first rank, the ranks and what each has.
+    """
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        if any(str(value) != str(values[0]) for value in values):
+            raise MismatchError(f"{label}: {name} is {name_holders(values, ranks)}. {remedy}")
+
+
+def digest_of(specs: Sequence[list[object]]) -> str:
+    """Returns a hash of `specs`, for `verify_same_params`."""
+    return hashlib.sha256(json.dumps(specs).encode()).hexdigest()
+
+
+def verify_same_params(
+    rank_group: RankGroup, label: str, digests: Sequence[str], specs: Sequence[list[object]]
+) -> None:
+    """Checks that parameters are equal on all ranks. Collective if `digests` differ.
 
     Args:
         rank_group: The ranks that take part.
         label: Name of the optimizer, for messages.
-        settings: Values by the names that users know; the first that differs is reported.
-        specs: This rank's parameters; one list for each, as `difference_of` describes.
+        digests: The `digest_of` each rank's parameters, in rank order.
+        specs: This rank's parameters; one list for each: name, shape, strides, dtype, compression
+            in words, "sparse" or "dense" gradients, and index of its parameter group. A list may
+            end early.
 
     Raises:
         OtherOrderError: Parameters of the same names are in different orders; other facts may
             differ too. Raised on every rank.
-        MismatchError: Settings or parameters differ. Raised on every rank with the same message.
+        MismatchError: Parameters differ. Raised on every rank with the same message.
     """
-    mine = [dict(settings), specs]
-    text = json.dumps(mine).encode()
-    eager, name = rank_group.eager, f"{label}.parameters"
-    digests = eager.allgather_bytes(f"{name}.hash", hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
-    told = eager.allgather_json(name, mine, tuple[dict[str, Any], list[list[Any]]])
-    for setting in settings:
-        values = [given.get(setting) for given, _ in told]
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                raise MismatchError(
-                    f"{label}: {setting} is {values[0]} on rank 0 but {value} on rank {rank}. "
-                    "Give all ranks the same arguments and environment."
-                )
-    orders = [[str(row[0]) for row in its] for _, its in told]
+    told = rank_group.eager.allgather_json(f"{label}.parameters", specs, list[list[Any]])
+    difference = _difference_of(rank_group.ranks, told)
+    message = f"{label}: {difference}. Build the same model on all ranks."
+    orders = [[str(row[0]) for row in its] for its in told]
     if any(order != orders[0] for order in orders) and len(set(map(frozenset, orders))) == 1:
-        raise OtherOrderError(orders[0])
-    difference = difference_of([its for _, its in told])
-    raise MismatchError(f"{label}: {difference}. Build the same model on all ranks.")
+        raise OtherOrderError(message, orders[0])
+    raise MismatchError(message)
 
 
-def check_order(rank_group: RankGroup, label: str, params: Sequence[torch.Tensor]) -> None:
-    """Checks that parameters without names have the same order on all ranks. Collective.
+def param_checksums(params: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Returns the sum and the norm of each parameter, for `verify_same_order`."""
+    with torch.no_grad(), DisableTorchFunction():
+        sums = torch.stack([_param_checksum(param) for param in params]).cpu().nan_to_num()
+    rows: list[list[float]] = sums.tolist()
+    return rows
 
-    Compares checksums of the values. Nothing is detected if the ranks do not have equal values yet,
-    as before `broadcast_parameters`.
+
+def verify_same_order(
+    ranks: Sequence[int], label: str, checksums: Sequence[list[list[float]]]
+) -> None:
+    """Checks that parameters without names have the same order on all ranks. Not collective.
+
+    Nothing is detected if the ranks do not have equal values yet, as before `broadcast_parameters`.
 
     Args:
-        rank_group: The ranks that take part.
+        ranks: The ranks.
         label: Name of the optimizer, for messages.
-        params: The parameters, at least one.
+        checksums: The `param_checksums` of each rank, in the order of `ranks`.
 
     Raises:
-        MismatchError: Ranks have the same values in different orders. Raised on every rank with the
-            same message.
+        MismatchError: Ranks have the same values in different orders.
     """
-    with torch.no_grad(), DisableTorchFunction():
-        mine = torch.stack([_param_checksum(param) for param in params]).cpu().nan_to_num()
-    first, *others = rank_group.eager.allgather_json(
-        f"{label}.order", mine.tolist(), list[list[float]]
-    )
-    for rank, other in enumerate(others, 1):
+    first, *others = checksums
+    for rank, other in zip(ranks[1:], others, strict=True):
         if other != first and sorted(other) == sorted(first):
             raise MismatchError(
-                f"{label}: the optimizer has the same parameters in another order on rank "
-                f"{rank_group.ranks[rank]} than on rank {rank_group.ranks[0]}, and would sum "
-                "gradients of different ones: pass named_parameters=model.named_parameters(), by "
-                "which they are matched, or give the optimizer model.parameters() on all ranks"
+                f"{label}: the optimizer has the same parameters in another order on rank {rank} "
+                f"than on rank {ranks[0]}, and would sum gradients of different ones: pass "
+                "named_parameters=model.named_parameters(), by which they are matched, or give the "
+                "optimizer model.parameters() on all ranks"
             )
 
 
@@ -166,28 +228,28 @@ def _param_checksum(param: torch.Tensor) -> torch.Tensor:
     return torch.stack([param.sum(dtype=dtype), norm]).double()
 
 
-def difference_of(specs: Sequence[Sequence[list[object]]]) -> str:
+def _difference_of(ranks: Sequence[int], specs: Sequence[Sequence[list[Any]]]) -> str:
     """Returns a message that names the first parameter in which ranks differ.
 
     Args:
-        specs: For each rank, one list per parameter: name, shape, strides, dtype, compression in
-            words, "sparse" or "dense" gradients, and index of its parameter group. A list may end
-            early.
+        ranks: The ranks.
+        specs: Parameters of each rank, as in `verify_same_params`, in the order of `ranks`.
     """
     first = specs[0]
-    for rank, spec in enumerate(specs):
+    for rank, spec in zip(ranks, specs, strict=True):
         for a, b in zip(first, spec, strict=False):
             if a[0] != b[0]:
-                return f"rank 0 has parameter '{a[0]}' where rank {rank} has '{b[0]}'"
+                return f"rank {ranks[0]} has parameter '{a[0]}' where rank {rank} has '{b[0]}'"
             for what, x, y in zip(_ALIKE, a[1:], b[1:], strict=False):
                 if x != y:
-                    return f"parameter '{a[0]}' has {what} {x} on rank 0 but {y} on rank {rank}"
+                    shown = name_holders([x, y], [ranks[0], rank])
+                    return f"parameter '{a[0]}' has {what} {shown}"
         if len(first) != len(spec):
             more, extra = (
-                (0, first[len(spec)]) if len(first) > len(spec) else (rank, spec[len(first)])
+                (ranks[0], first[len(spec)]) if len(first) > len(spec) else (rank, spec[len(first)])
             )
             return (
-                f"rank 0 has {len(first)} parameters and rank {rank} has {len(spec)}; "
+                f"rank {ranks[0]} has {len(first)} parameters and rank {rank} has {len(spec)}; "
                 f"only rank {more} has '{extra[0]}'"
             )
     return "parameters differ"

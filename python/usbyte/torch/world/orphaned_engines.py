@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from usbyte.errors import Error
 from usbyte.torch.lazy_tensor import forget_dead
@@ -32,20 +32,28 @@ class OrphanedEngines:
         engine.orphaned = True
         self._engines.append(engine)
 
-    def close_common(self, rank_group: RankGroup, collect: bool) -> None:
-        """Closes the engines that are orphaned on all ranks. Collective.
+    def find(self, rank_group: RankGroup, collect: bool) -> list[str]:
+        """Returns the labels of the engines of a rank group that are orphaned on this rank.
 
         Args:
-            rank_group: The ranks that take part; only engines of this rank group are closed.
+            rank_group: Only engines of this rank group are found.
             collect: Whether to run the garbage collector first. By itself it runs late, because it
                 does not know the size of tensors.
         """
         if collect:
             gc.collect()
         forget_dead()
+        return sorted(e.label for e in self._engines if e.rank_group is rank_group)
+
+    def close_common(self, rank_group: RankGroup, labels: Sequence[Sequence[str]]) -> None:
+        """Closes the engines that are orphaned on all ranks. Collective.
+
+        Args:
+            rank_group: The ranks that take part; only engines of this rank group are closed.
+            labels: The results of `find` of all ranks.
+        """
         mine = {e.label: e for e in self._engines if e.rank_group is rank_group}
-        everyone = rank_group.eager.allgather_json("usbyte.abandoned", sorted(mine), list[str])
-        for label in sorted(set(mine).intersection(*everyone)):
+        for label in sorted(set(mine).intersection(*labels)):
             self._engines.remove(mine[label])
             try:
                 mine[label].close()

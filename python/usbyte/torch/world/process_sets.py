@@ -8,7 +8,7 @@ import itertools
 import json
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from usbyte.errors import MismatchError, UsageError
+from usbyte.errors import UsageError
 from usbyte.torch.eager.queue import EagerQueue
 from usbyte.torch.runtime.format import name_ranks
 from usbyte.torch.runtime.process_groups import gloo_group
+from usbyte.torch.world.consistency import verify_same_on_all_ranks
 from usbyte.torch.world.rank_group import RankGroup
 
 __all__ = ["ProcessSet", "global_process_set"]
@@ -180,14 +181,14 @@ class ProcessSets:
                 raised on every rank.
             MismatchError: The ranks pass different sets; raised on every rank.
         """
-        size, problem = self._rank_group.size, None
+        size, problem = self._rank_group.size, ""
         added: list[ProcessSet] = []
         try:
             added = [s if isinstance(s, ProcessSet) else ProcessSet(s) for s in given]
             ranks = [ranks_of(process_set.ranks, size) for process_set in added]
         except UsageError as error:  # raised below on all ranks, so that none waits for this one
             problem, ranks = str(error), []
-        self._agree("add_process_set", ranks, problem)
+        self._agree("add_process_set", {"the list of sets": ranks}, problem)
         with self._lock:
             known = [list(range(size)), *(s.ranks for s in self._sets.values())]
             for new in ranks:
@@ -216,14 +217,14 @@ class ProcessSets:
             UsageError: On some rank an operation of the set is in flight; raised on every rank.
             MismatchError: The ranks pass different sets; raised on every rank.
         """
-        number, problem = getattr(process_set, "process_set_id", None), None
+        number, problem = getattr(process_set, "process_set_id", None), ""
         with self._lock:
             queue = self._queues.get(_of_set(number))
             if number and self._sets.get(number) is not process_set:
                 problem = f"{process_set} is not part of this run"
         if queue is not None and (pending := queue.pending()):
             problem = f"{pending[0]} is in flight in {process_set}: synchronize it first"
-        self._agree("remove_process_set", [] if number is None else [number], problem)
+        self._agree("remove_process_set", {"process_set_id": number}, problem)
         if not number:
             return False
         with self._lock:
@@ -303,23 +304,12 @@ class ProcessSets:
             members=ranks,
         )
 
-    def _agree(self, what: str, meant: list[Any], problem: str | None) -> None:
-        """Raises on every rank if one rank has a problem or the ranks pass different sets."""
-        answers = self._rank_group.eager.allgather_json(
-            f"usbyte.{what}", [problem, meant], tuple[str | None, list[Any]]
+    def _agree(self, what: str, meant: Mapping[str, object], problem: str) -> None:
+        """Raises on every rank if one rank has a problem or the ranks mean different sets."""
+        remedy = (
+            "Call it on every rank of the job, members or not, for the same sets in the same order."
         )
-        for rank, (found, _) in enumerate(answers):
-            if found is not None:
-                raise UsageError(f"{what} on rank {rank}: {found}")
-        holders: dict[str, list[int]] = {}
-        for rank, (_, theirs) in enumerate(answers):
-            holders.setdefault(str(theirs), []).append(rank)
-        if len(holders) > 1:
-            found = "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items())
-            raise MismatchError(
-                f"{what}: the ranks disagree about the sets: {found}. Call it on every rank of the "
-                "job, members or not, for the same sets in the same order."
-            )
+        verify_same_on_all_ranks(self._rank_group, what, meant, remedy, problem)
 
 
 def _of_set(number: int | None) -> str:

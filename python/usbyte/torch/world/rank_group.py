@@ -163,6 +163,7 @@ class RankGroup(Protocol):
         local_rank: Position among the rank group's ranks on this host.
         local_size: Number of the rank group's ranks on this host.
         machines: Identity of each rank's host; equal for ranks on the same host.
+        hosts: Name of each rank's host.
         env: The USBYTE_* settings.
         store: Key-value store whose keys only these ranks use.
     """
@@ -174,11 +175,15 @@ class RankGroup(Protocol):
     local_rank: int
     local_size: int
     machines: list[str]
+    hosts: list[str]
     store: dist.Store
 
     @property
     def eager(self) -> EagerCollectives:
         """Eager collectives among these ranks."""
+
+    def places(self) -> list[tuple[int, int]]:
+        """Returns (local rank, number of these ranks on the host) for each rank."""
 
     @property
     def host_backend(self) -> str:
@@ -209,8 +214,15 @@ class RankGroup(Protocol):
     def adopt_orphan(self, engine: OrphanedEngine) -> None:
         """Takes ownership of an engine until all ranks can close it. Any thread may call this."""
 
-    def close_orphans(self) -> None:
-        """Closes the engines that are orphaned on all ranks. Collective."""
+    def find_orphans(self) -> list[str]:
+        """Returns the labels of the engines that are orphaned on this rank, for `close_orphans`."""
+
+    def close_orphans(self, labels: Sequence[Sequence[str]]) -> None:
+        """Closes the engines that are orphaned on all ranks. Collective.
+
+        Args:
+            labels: The results of `find_orphans` of all ranks.
+        """
 
     def check(self) -> None:
         """Raises FaultError if there was a fault."""

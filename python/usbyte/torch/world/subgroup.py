@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -66,8 +67,8 @@ class Subgroup:
         self.ranks = list(ranks)
         self.rank, self.size = self.ranks.index(world.rank), len(self.ranks)
         self.machines = [world.machines[rank] for rank in self.ranks]
-        here = [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
-        self.local_rank, self.local_size = here.index(self.rank), len(here)
+        self.hosts = [world.hosts[rank] for rank in self.ranks]
+        self.local_rank, self.local_size = self.places()[self.rank]
         self._name = name
         self.store: dist.Store = dist.PrefixStore(f"members.{name}", world.store)
         self._orphans = world.orphans
@@ -82,6 +83,15 @@ class Subgroup:
             stall_warning_s=self.env.stall_warning_s,
             on_fault=self.report_fault,
         )
+
+    def places(self) -> list[tuple[int, int]]:
+        """Returns (local rank, number of these ranks on the host) for each rank. Not collective."""
+        sizes, seen = Counter(self.machines), Counter[str]()
+        found = []
+        for machine in self.machines:
+            found.append((seen[machine], sizes[machine]))
+            seen[machine] += 1
+        return found
 
     def new_group(self) -> dist.ProcessGroup:
         """Makes a process group over these ranks that nothing else uses. Collective among them."""
@@ -134,9 +144,17 @@ class Subgroup:
         """Takes ownership of an engine until all ranks can close it. Any thread may call this."""
         self._orphans.add(engine)
 
-    def close_orphans(self) -> None:
-        """Closes the engines that are orphaned on all of these ranks. Collective among them."""
-        self._orphans.close_common(self, collect=bool(self._world.active_participants()))
+    def find_orphans(self) -> list[str]:
+        """Returns the labels of the engines that are orphaned on this rank, for `close_orphans`."""
+        return self._orphans.find(self, collect=bool(self._world.active_participants()))
+
+    def close_orphans(self, labels: Sequence[Sequence[str]]) -> None:
+        """Closes the engines that are orphaned on all of these ranks. Collective among them.
+
+        Args:
+            labels: The results of `find_orphans` of all ranks.
+        """
+        self._orphans.close_common(self, labels)
 
     def check(self) -> None:
         """Raises FaultError if there was a fault on any rank of the world."""

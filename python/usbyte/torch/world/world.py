@@ -81,6 +81,7 @@ class World:
         met = default_group.init_default_group(cluster, env, self.timeout)
         self._local = local_ranks(met.places)
         self.machines = [place.machine for place in met.places]
+        self.hosts = [place.host for place in met.places]
         self.store = store = met.store
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = list(range(self.size))
@@ -188,9 +189,17 @@ class World:
         """Takes ownership of an engine until all ranks can close it. Any thread may call this."""
         self.orphans.add(engine)
 
-    def close_orphans(self) -> None:
-        """Closes the engines that are orphaned on all ranks. Collective."""
-        self.orphans.close_common(self, collect=bool(self.active_participants()))
+    def find_orphans(self) -> list[str]:
+        """Returns the labels of the engines that are orphaned on this rank, for `close_orphans`."""
+        return self.orphans.find(self, collect=bool(self.active_participants()))
+
+    def close_orphans(self, labels: Sequence[Sequence[str]]) -> None:
+        """Closes the engines that are orphaned on all ranks. Collective.
+
+        Args:
+            labels: The results of `find_orphans` of all ranks.
+        """
+        self.orphans.close_common(self, labels)
 
     def active_participants(self) -> list[Participant]:
         """Returns the participants that send gradients or parameters to other ranks."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from usbyte.torch.comm.factory import connect
+from usbyte.torch.comm.factory import Connector
 from usbyte.torch.compression.state import CodecState
 from usbyte.torch.fault.update_guard import UpdateGuard
 from usbyte.torch.optimizer.gradients.plan_executor import PlanExecutor
@@ -19,7 +19,6 @@ from usbyte.torch.optimizer.gradients.step_consensus import StepConsensus
 from usbyte.torch.plan.job import ParamTable, Settings
 from usbyte.torch.plan.lifecycle import ParameterUseTracker, PlanLifecycle
 from usbyte.torch.plan.planner import Planner
-from usbyte.torch.runtime.device import Device
 from usbyte.torch.world.rank_group import RankGroup
 
 
@@ -41,7 +40,7 @@ def make_gradient_path(
     settings: Settings,
     param_table: ParamTable,
     changing: Collection[nn.Parameter],
-    device: Device,
+    connector: Connector,
     planner: Planner,
     update_guard: UpdateGuard,
     memory: CodecState,
@@ -57,7 +56,7 @@ def make_gradient_path(
         settings: Arguments of the DistributedOptimizer.
         param_table: Parameters of the optimizer.
         changing: Parameters that the forward pass changes differently on each rank.
-        device: Device of the parameters.
+        connector: Connects the ranks; it was verified.
         planner: Makes the plans.
         update_guard: Receives the notice that parameters differ between ranks.
         memory: Codec state.
@@ -65,7 +64,7 @@ def make_gradient_path(
         uses: Records when the forward pass needs each parameter.
         on_learned: Called when all ranks have learned, before they plan.
     """
-    communicator = connect(rank_group, device, settings.topology)
+    communicator, device = connector.connect(), connector.device
     executor = PlanExecutor(
         rank_group, communicator, settings, param_table, device, planner, memory, steps_before
     )

@@ -34,7 +34,7 @@ from usbyte.torch.optimizer.compat.known_optimizers import (
 )
 from usbyte.torch.plan.job import ParamTable
 from usbyte.torch.runtime.device import Device, Fetched
-from usbyte.torch.runtime.format import name_ranks
+from usbyte.torch.runtime.format import name_holders, name_ranks
 from usbyte.torch.runtime.messages import read
 from usbyte.torch.torch_private import DisableTorchFunction
 
@@ -213,9 +213,9 @@ class StepChecksum:
             values = [json.dumps(record.get("options", {}).get(what)) for record in records]
             if len(set(values)) > 1:
                 return (
-                    f"{what} is {self._who(values)}. Let schedulers and scripts set the same on "
-                    "all ranks (after join(), broadcast the state of schedulers from the rank that "
-                    "it returns), and restart the job from its last checkpoint. "
+                    f"{what} is {name_holders(values, self._ranks)}. Let schedulers and scripts "
+                    "set the same on all ranks (after join(), broadcast the state of schedulers "
+                    "from the rank that it returns), and restart the job from its last checkpoint. "
                     "USBYTE_CHECK_STEPS=0 leaves out what is compared"
                 )
         for name in records[0].get("params", {}):
@@ -236,12 +236,6 @@ class StepChecksum:
                     "compared"
                 )
         return ""
-
-    def _who(self, values: Sequence[str]) -> str:
-        holders: dict[str, list[int]] = {}
-        for rank, value in zip(self._ranks, values, strict=True):
-            holders.setdefault(value, []).append(rank)
-        return " but ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
