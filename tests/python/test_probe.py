@@ -100,7 +100,7 @@ def probes(rank, _size, folder, *arguments):
     return [done.exit_code, done.output]
 
 
-def test_lines_of_a_mesh(tmp_path):
+def test_dimensions_of_a_mesh(tmp_path):
     def run(ranks, *arguments):
         return run_ranks(ranks, probes, str(tmp_path), *arguments, timeout=120)[0]
 

@@ -69,7 +69,8 @@ def axis_groups(
         MismatchError: The ranks pass different meshes; raised on every rank.
     """
     sizes = sizes_of(topology)
-    for rank, other in enumerate(rank_group.eager.allgather_json("usbyte.lines", sizes, list[int])):
+    everyones = rank_group.eager.allgather_json("usbyte.axis_groups", sizes, list[int])
+    for rank, other in enumerate(everyones):
         if other != sizes:
             raise MismatchError(
                 f"the mesh has sizes {_shape(sizes)} on rank {rank_group.rank} but {_shape(other)} "
@@ -85,8 +86,8 @@ def axis_groups(
         mine: dist.ProcessGroup | None = None
         for first in range(rank_group.size if size > 1 else 0):
             if first // stride % size == 0:
-                line = range(first, first + size * stride, stride)
-                mine = rank_group.new_group_of(line) or mine
+                members = range(first, first + size * stride, stride)
+                mine = rank_group.new_group_of(members) or mine
         groups.append(mine)
         stride *= size
     return groups

@@ -65,9 +65,9 @@ def _on_nccl(
     flat = NcclCommunicator.of_all(rank_group, nccl, device)
     if mesh is None or not _has_dimensions(mesh):
         return flat
-    lines = NcclCommunicator.along_axes(rank_group, nccl, mesh, device)
+    by_axis = NcclCommunicator.along_axes(rank_group, nccl, mesh, device)
     slots = rank_group.env.nccl_communicators
-    return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh), slots=slots)
+    return MeshCommunicator(mesh, flat, by_axis, _has_speeds(mesh), slots=slots)
 
 
 def _on_host(rank_group: RankGroup, mesh: _core.Topology | None) -> EngineCommunicator:
@@ -75,8 +75,8 @@ def _on_host(rank_group: RankGroup, mesh: _core.Topology | None) -> EngineCommun
     if mesh is None or not _has_dimensions(mesh):
         return flat
     groups = axis_groups(rank_group, mesh)
-    lines = [TorchCommunicator(group) if group is not None else None for group in groups]
-    return MeshCommunicator(mesh, flat, lines, _has_speeds(mesh))
+    by_axis = [TorchCommunicator(group) if group is not None else None for group in groups]
+    return MeshCommunicator(mesh, flat, by_axis, _has_speeds(mesh))
 
 
 def _flat(rank_group: RankGroup) -> TorchCommunicator:

@@ -238,17 +238,17 @@ class NcclCommunicator:
             The communicators, by dimension; None for a dimension of size 1.
         """
         env, rank = rank_group.env, rank_group.rank
-        lines = [topology.line(rank, d) for d in range(len(topology.dimensions))]
+        groups = [topology.axis_group(rank, d) for d in range(len(topology.dimensions))]
         mine = [
-            _ids(nccl, _PHASES_IN_HAND) if len(line) > 1 and line[0] == rank else []
-            for line in lines
+            _ids(nccl, _PHASES_IN_HAND) if len(group) > 1 and group[0] == rank else []
+            for group in groups
         ]
-        ids = rank_group.eager.allgather_json("usbyte.nccl.lines", mine, list[list[str]])
+        ids = rank_group.eager.allgather_json("usbyte.nccl.axis_groups", mine, list[list[str]])
         return [
-            cls(env, nccl, line.index(rank), len(line), _from_text(ids[line[0]][d]), device)
-            if len(line) > 1
+            cls(env, nccl, group.index(rank), len(group), _from_text(ids[group[0]][d]), device)
+            if len(group) > 1
             else None
-            for d, line in enumerate(lines)
+            for d, group in enumerate(groups)
         ]
 
     @property
@@ -270,7 +270,7 @@ class NcclCommunicator:
         self._registered = memory.address
         return torch.as_tensor(memory, dtype=torch.uint8, device=self.device.torch_device).zero_()
 
-    def register(self, arena: torch.Tensor) -> None:
+    def register(self, flat_buffer: torch.Tensor) -> None:
         """Does nothing: NCCL sends from any memory of the device."""
 
     def close(self) -> None:

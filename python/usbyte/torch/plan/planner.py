@@ -193,7 +193,7 @@ class Planner:
             }
         lists = self._choices or [self._codecs]
         specs = [spec for codecs in lists for spec in codecs.values()]
-        if along := self._plans.line_codecs(specs, topology):
+        if along := self._plans.dimension_codecs(specs, topology):
             # Rank 0's list, because ranks may have measured different speeds.
             name = f"{label}.codecs_along"
             specs += self._rank_group.eager.broadcast_json(name, along, 0, list[str])
@@ -288,7 +288,7 @@ class Planner:
                     now.get(op.codec, op.codec),
                     scheme=op.scheme,
                     route=op.route,
-                    line=op.line,
+                    dimension=op.dimension,
                 )
                 for op in plan.ops
             ]
