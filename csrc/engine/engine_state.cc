@@ -353,7 +353,7 @@ void Engine::State::report_fault() {
       if (options.on_fault) message = options.on_fault(found);
       if (message.empty()) message = found;
     } catch (const std::exception& e) {
-      message += std::string("; the cause could not be found out: ") + e.what();
+      message += std::string("; the cause is unknown: ") + e.what();
     }
   }
   faults.forget_found();

@@ -110,7 +110,7 @@ class Coder {
     auto codec = make_codec(codec_of_[static_cast<size_t>(t)]);
     if (codec && sharded_ && (!codec->relays() || codec->matrices())) {
       throw UsageError("codec " + codec->spec() +
-                       " cannot serve a sharded optimizer: no rank gets " +
+                       " does not support a sharded optimizer: no rank gets " +
                        "a part of a reduced gradient");
     }
     if (!codec || !codec->matrices()) return codec;

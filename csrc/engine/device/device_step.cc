@@ -278,7 +278,7 @@ void DeviceStep::check_not_captured(CudaStream stream) {
   if (!cuda_->capturing(stream)) return;
   throw UsageError(
       "a training step is being captured into a CUDA graph, which would not replay the "
-      "communication of a DistributedOptimizer: leave backward() and step() out of the capture");
+      "communication of a DistributedOptimizer: do not capture backward() and step()");
 }
 
 std::vector<Moment> DeviceStep::ends() const {

@@ -255,7 +255,7 @@ class PlanLifecycle:
         if self._agreed:
             self._agreed = self._asked = self._fresh = False
             log.info(
-                "learning anew, as steps take another time, gradients have other rows, or other "
+                "measuring again, because the step time or the rows of gradients changed, or other "
                 "threads use parameters"
             )
             self._profiler, self.learning = StepProfiler(), True

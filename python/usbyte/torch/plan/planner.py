@@ -131,7 +131,9 @@ class Planner:
         assert self._chooses_overlap
         self._plans.overlap = "backward" if reason else "forward"
         if reason:
-            log.info("%s: updates do not wait for the next forward pass: %s", self.label, reason)
+            log.info(
+                "%s: updates are not deferred to the next forward pass: %s", self.label, reason
+            )
 
     def learning_plan(self) -> _core.Plan:
         """Returns DDP's buckets, in order of registration, and makes it the plan in force."""
